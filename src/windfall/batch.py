@@ -1,0 +1,53 @@
+"""The only place that knows how many sequences go together: rows of several sequences ↔ one padded forward."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Rows(NamedTuple):
+    """What one sequence adds to a pass. Staged rows of earlier passes of this cycle come first in `visible`."""
+
+    tokens: Tensor  # [n] long
+    positions: Tensor  # [n] long
+    visible: Tensor  # [n, staged + n] bool: which staged and new rows each new row attends to, itself included
+
+    @classmethod
+    def chain(cls, tokens: list[int], start: int, staged: int = 0) -> Rows:
+        """Consecutive tokens from position `start` on, each seeing the ones before it."""
+        size = len(tokens)
+        visible = torch.cat([torch.zeros(size, staged, dtype=torch.bool), torch.ones(size, size).tril().bool()], 1)
+        return cls(torch.tensor(tokens, dtype=torch.long), start + torch.arange(size), visible)
+
+
+class Packed(NamedTuple):
+    """One padded forward for B sequences."""
+
+    tokens: Tensor  # [B, n]
+    positions: Tensor  # [B, n]
+    mask: Tensor  # [B, n, top + staged + n] bool
+
+
+def pack(rows: list[Rows], lengths: list[int], staged: int, device: torch.device) -> Packed:
+    """Pad to the longest; a padding row sees only itself, and no real row sees it."""
+    batch, width, top = len(rows), max(len(r.tokens) for r in rows), max(lengths)
+    tokens = torch.zeros(batch, width, dtype=torch.long)
+    positions = torch.zeros(batch, width, dtype=torch.long)
+    fresh = torch.eye(width, dtype=torch.bool).repeat(batch, 1, 1)
+    fresh = torch.cat([torch.zeros(batch, width, staged, dtype=torch.bool), fresh], 2)  # [B, n, staged + n]
+    for b, row in enumerate(rows):
+        size = len(row.tokens)
+        tokens[b, :size] = row.tokens
+        positions[b, :size] = row.positions
+        fresh[b, :size, : staged + size] = row.visible
+    committed = torch.arange(top) < torch.tensor(lengths)[:, None]  # [B, top]
+    committed = committed.to(device)[:, None].expand(batch, width, top)
+    return Packed(tokens.to(device), positions.to(device), torch.cat([committed, fresh.to(device)], 2))
+
+
+def unpack(padded: Tensor, rows: list[Rows]) -> list[Tensor]:
+    """[B, n, ...] → each sequence's own rows."""
+    return [padded[b, : len(row.tokens)] for b, row in enumerate(rows)]

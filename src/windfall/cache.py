@@ -1,0 +1,135 @@
+"""Key-value rows of all live sequences: preallocated, appended to while a tree is judged, kept by gathering."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+STEP = 256  # rows by which the buffers grow
+
+
+class Rows(CacheLayerMixin):  # type: ignore[misc]
+    """One layer's keys and values, [B, heads, capacity, head_dim]; made when the layer first runs."""
+
+    is_sliding = False
+
+    def __init__(self, owner: KVCache):
+        super().__init__()
+        self.owner = owner
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = (self._empty(like) for like in (key_states, value_states))
+        self.is_initialized = True
+
+    def _empty(self, like: Tensor) -> Tensor:
+        return like.new_zeros(like.shape[0], like.shape[1], self.owner.capacity, like.shape[3])
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start = self.owner.end
+        end = start + key_states.shape[2]
+        self.keys[:, :, start:end] = key_states
+        self.values[:, :, start:end] = value_states
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def resize(self) -> None:
+        old = self.keys, self.values
+        self.keys, self.values = (self._empty(x) for x in old)
+        for new, kept in zip((self.keys, self.values), old, strict=True):
+            new[:, :, : kept.shape[2]] = kept
+
+    def move(self, batch: Tensor, source: Tensor, goal: Tensor) -> None:
+        """Copy row source[i] of sequence batch[i] to goal[i]; all sources are read before anything is written."""
+        for rows in (self.keys, self.values):
+            rows[batch, :, goal] = rows[batch, :, source]
+
+    def retain(self, keep: Tensor) -> None:
+        self.keys, self.values = self.keys[keep], self.values[keep]
+
+    def get_seq_length(self) -> int:
+        return self.owner.end
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.owner.end + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+
+class KVCache(Cache):  # type: ignore[misc]
+    """Committed rows [0, lengths[b]) of each sequence, then from `top` on the staged rows of the tree being judged."""
+
+    def __init__(self, layers: int, batch: int):
+        super().__init__(layers=[Rows(self) for _ in range(layers)])
+        self.capacity = STEP
+        self.lengths = [0] * batch
+        self.staged = 0
+
+    @property
+    def top(self) -> int:
+        """Where staged rows begin: past the longest sequence."""
+        return max(self.lengths, default=0)
+
+    @property
+    def end(self) -> int:
+        return self.top + self.staged
+
+    @property
+    def live(self) -> list[Rows]:
+        return [rows for rows in self.layers if rows.is_initialized]
+
+    def reserve(self, rows: int) -> None:
+        """Make room for this many more staged rows."""
+        if self.end + rows > self.capacity:
+            wanted = max(self.end + rows, self.capacity + self.capacity // 2)
+            self.capacity = -(-wanted // STEP) * STEP
+            for layer in self.live:
+                layer.resize()
+
+    def commit(self, keep: list[list[int]]) -> None:
+        """Keep these staged rows of each sequence, in order, and drop the other staged rows."""
+        top = self.top
+        moves = [
+            (b, top + row, self.lengths[b] + place)
+            for b, rows in enumerate(keep)
+            for place, row in enumerate(rows)
+            if top + row != self.lengths[b] + place
+        ]
+        if moves:
+            batch, source, goal = torch.tensor(moves, device=self.live[0].device).T
+            for layer in self.live:
+                layer.move(batch, source, goal)
+        self.lengths = [length + len(rows) for length, rows in zip(self.lengths, keep, strict=True)]
+        self.staged = 0
+
+    def truncate(self, lengths: list[int]) -> None:
+        """Forget committed rows past these lengths."""
+        assert self.staged == 0 and all(new <= old for new, old in zip(lengths, self.lengths, strict=True))
+        self.lengths = list(lengths)
+
+    def retain(self, keep: list[int]) -> None:
+        """Go on with these sequences only."""
+        assert self.staged == 0
+        for layer in self.live:
+            layer.retain(torch.tensor(keep, device=layer.device))
+        self.lengths = [self.lengths[b] for b in keep]
+
+    def check(self) -> None:
+        """Assert every invariant of the buffers."""
+        assert self.staged >= 0 and self.end <= self.capacity
+        for layer in self.live:
+            assert layer.keys.shape[0] == layer.values.shape[0] == len(self.lengths)
+            assert layer.keys.shape[2] == layer.values.shape[2] == self.capacity
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.end
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.end + query_length, 0

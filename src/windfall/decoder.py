@@ -1,0 +1,131 @@
+"""A transformers model with our cache: feed it rows of any tree shape, then say which rows to keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windfall.batch import Packed, Rows, pack, unpack
+from windfall.cache import KVCache
+
+CHUNK = 1024  # rows a prefill pass takes at the most
+WINDOWED = ("sliding_attention",)
+
+
+class Decoder:
+    """Feeds rows and keeps some: the one way in which targets and language-model drafters run their models."""
+
+    def __init__(self, model: Any, taps: tuple[int, ...] = ()):
+        self.model = model
+        self.taps = taps  # which of transformers' hidden_states to hand out, concatenated
+        self.config = model.config.get_text_config()
+        self.windows = attention_windows(self.config)
+        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+        self.reset(0)
+
+    def reset(self, batch: int) -> None:
+        """Drop everything and make place for this many sequences."""
+        self.cache = KVCache(self.config.num_hidden_layers, batch)
+        self._staged_positions = torch.zeros(batch, 0, dtype=torch.long, device=self.device)
+
+    @property
+    def lengths(self) -> list[int]:
+        return self.cache.lengths
+
+    @property
+    def staged(self) -> int:
+        return self.cache.staged
+
+    @torch.inference_mode()
+    def feed(
+        self, rows: list[Rows], logits: bool = True, causal: bool = False
+    ) -> tuple[list[Tensor], list[Tensor] | None]:
+        """One forward over these rows, staged behind what is there: logits [n, V] (or none) and tapped states [n, H].
+
+        `causal` says that the rows of each sequence are a chain.
+        """
+        packed = pack(rows, self.lengths, self.staged, self.device)
+        self.cache.reserve(packed.tokens.shape[1])
+        forward = self.model if logits else self.model.base_model
+        outputs = forward(
+            input_ids=packed.tokens,
+            position_ids=packed.positions,
+            attention_mask=self._mask(packed, causal),
+            past_key_values=self.cache,
+            use_cache=True,
+            output_hidden_states=bool(self.taps),
+        )
+        self.cache.staged += packed.tokens.shape[1]
+        self._staged_positions = torch.cat([self._staged_positions, packed.positions], 1)
+        hidden = None
+        if self.taps:
+            hidden = unpack(torch.cat([outputs.hidden_states[tap] for tap in self.taps], -1), rows)
+        return (unpack(outputs.logits, rows) if logits else []), hidden
+
+    def extend(self, tokens: list[list[int]]) -> list[Tensor] | None:
+        """Commit these known tokens to each sequence, without logits; returns their tapped states."""
+        states: list[list[Tensor]] = [[] for _ in tokens]
+        for start in range(0, max(map(len, tokens)), CHUNK):
+            parts = [part[start : start + CHUNK] for part in tokens]
+            rows = [Rows.chain(part, at) for part, at in zip(parts, self.lengths, strict=True)]
+            _, hidden = self.feed(rows, logits=False, causal=True)
+            self.commit([list(range(len(p))) for p in parts])
+            for kept, new in zip(states, hidden or [], strict=False):
+                kept.append(new)
+        if not self.taps:
+            return None
+        empty = torch.zeros(0, len(self.taps) * self.config.hidden_size, device=self.device, dtype=self.dtype)
+        return [torch.cat([empty, *kept]) for kept in states]
+
+    @torch.inference_mode()
+    def commit(self, keep: list[list[int]]) -> None:
+        """Keep these staged rows of each sequence and drop the others."""
+        self.cache.commit(keep)
+        self._staged_positions = self._staged_positions[:, :0]
+
+    @torch.inference_mode()
+    def retain(self, keep: list[int]) -> None:
+        """Go on with these sequences only."""
+        self.cache.retain(keep)
+        self._staged_positions = self._staged_positions[keep]
+
+    def _mask(self, packed: Packed, causal: bool) -> Any:
+        """What transformers wants as `attention_mask`: a 4-D mask, one for each kind of layer, or None for its own.
+
+        None spares the kernels a mask where transformers' causal one is the same: for a single row, which sees
+        everything, and for chains in an empty cache.
+        """
+        if not self.windows and (packed.mask.shape[:2] == (1, 1) or (causal and self.cache.end == 0)):
+            return None
+        full = self._as_given(packed.mask[:, None])
+        if not self.windows:
+            return full
+        committed = torch.arange(self.cache.top, device=self.device).expand(len(packed.tokens), -1)
+        columns = torch.cat([committed, self._staged_positions, packed.positions], 1)
+        age = packed.positions[:, :, None] - columns[:, None]  # [B, n, columns]
+        masks = {
+            kind: full if window is None else self._as_given((packed.mask & (age < window))[:, None])
+            for kind, window in self.windows.items()
+        }
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _as_given(self, mask: Tensor) -> Tensor:
+        """Boolean for sdpa; eager attention adds its mask to the scores."""
+        if self.model.config._attn_implementation == "sdpa":
+            return mask
+        return torch.where(mask, 0.0, torch.finfo(self.dtype).min).to(self.dtype)
+
+
+def attention_windows(config: Any) -> dict[str, int | None]:
+    """The sliding window of each kind of layer, None for a kind that sees everything; {} if there is no window."""
+    kinds = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if window is None or getattr(config, "use_sliding_window", True) is False:
+        return {}
+    if kinds is None:
+        return {"sliding_attention": window}
+    windows = {kind: window if kind in WINDOWED else None for kind in kinds}
+    return windows if any(kind in WINDOWED for kind in kinds) else {}

@@ -1,0 +1,61 @@
+"""Token ids → text while they arrive: no broken characters, and nothing shown that a stop string may take back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+REPLACEMENT = "\ufffd"  # what an unfinished character decodes to
+
+
+class Detokenizer:
+    """The text of one sequence. `push` tokens, then `take` what is certain."""
+
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()):
+        self.tokenizer = tokenizer
+        self.stop = stop
+        self.text = ""
+        self._taken = 0
+        self._ids: list[int] = []
+        self._settled = 0  # ids whose text is in `text`
+        self._context = 0  # where decoding starts, a little earlier: tokenizers look at neighbours
+
+    def push(self, token: int) -> bool:
+        """Add a token; True if its text completes a stop string (the text then ends before it)."""
+        if self.tokenizer is None:
+            return False
+        self._ids.append(token)
+        known = self._decode(self._ids[self._context : self._settled])
+        whole = self._decode(self._ids[self._context :])
+        if len(whole) <= len(known) or whole.endswith(REPLACEMENT):
+            return False
+        return self._append(whole[len(known) :])
+
+    def take(self, final: bool = False) -> str:
+        """The text that became certain since the last call; at the end, all the rest."""
+        if final and self.tokenizer is not None and self._settled < len(self._ids):
+            known = self._decode(self._ids[self._context : self._settled])
+            self._append(self._decode(self._ids[self._context :])[len(known) :])
+        held = 0 if final else self._held()
+        start, self._taken = self._taken, max(self._taken, len(self.text) - held)
+        return self.text[start : self._taken]
+
+    def _append(self, piece: str) -> bool:
+        self._context, self._settled = self._settled, len(self._ids)
+        before = len(self.text)
+        self.text += piece
+        found = [at for stop in self.stop if (at := self.text.find(stop, max(0, before - len(stop) + 1))) >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+        return bool(found)
+
+    def _held(self) -> int:
+        """Length of the longest tail of the text that could be the beginning of a stop string."""
+        longest = max((len(stop) - 1 for stop in self.stop), default=0)
+        for size in range(min(longest, len(self.text)), 0, -1):
+            if any(stop.startswith(self.text[-size:]) for stop in self.stop):
+                return size
+        return 0
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text

@@ -1,0 +1,1 @@
+"""Drafters: where the proposed tokens come from."""

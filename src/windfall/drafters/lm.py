@@ -1,0 +1,118 @@
+"""A smaller language model with the target's tokenizer drafts; its cache grows by one row per expanded node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windfall.batch import Rows
+from windfall.decoder import Decoder
+from windfall.drafters.base import Drafter, attach_children, children
+from windfall.models import check_vocabulary, load_model
+from windfall.options import option
+from windfall.records import Grow
+from windfall.target import Target, refuse_unsupported
+from windfall.tree import DraftTree
+
+CATCH_UP = 32  # pending tokens up to which they ride along with the first draft pass
+
+
+@dataclass
+class LMDrafter(Drafter):
+    """A language model of the same vocabulary: a folder, GGUF file, hub id or loaded model.
+
+    Without one the target drafts for itself, every guess right and nothing gained: a check, not a use.
+    """
+
+    model: Any = option(None, "folder, GGUF file, hub id or loaded model; none: the target itself")
+
+    def attach(self, target: Target) -> None:
+        if self.model is None:
+            self._serve(target.model)
+        elif hasattr(self.model, "forward"):
+            self._serve(self.model)
+        else:
+            loaded = load_model(self.model, device=target.device, dtype=target.decoder.dtype)
+            check_vocabulary(
+                target.tokenizer, loaded.tokenizer, target.vocab_size, _vocabulary_size(loaded.model), str(self.model)
+            )
+            self._serve(loaded.model)
+        check_vocabulary(None, None, target.vocab_size, self._decoder.config.vocab_size, str(self.model))
+
+    def _serve(self, model: Any) -> None:
+        refuse_unsupported(model, "drafter")
+        self._decoder = Decoder(model)
+
+    def start(self, prompts: list[list[int]], hidden: list[Tensor] | None) -> None:
+        self._decoder.reset(len(prompts))
+        self._pending = [list(prompt) for prompt in prompts]  # committed but not in the cache, the root last
+        self._slots: list[dict[int, int]] = [{} for _ in prompts]  # expanded node → its staged row
+
+    def expand(self, trees: list[DraftTree], grows: Sequence[Grow | None]) -> list[DraftTree]:
+        self._catch_up(grows)
+        first = self._decoder.staged
+        rows = [self._rows(b, tree, grow) for b, (tree, grow) in enumerate(zip(trees, grows, strict=True))]
+        logits, _ = self._decoder.feed(rows)
+        grown = []
+        for b, (tree, grow) in enumerate(zip(trees, grows, strict=True)):
+            if grow is None:
+                grown.append(tree)
+                continue
+            size, fresh = len(rows[b].tokens), len(grow.nodes)
+            self._slots[b].update(zip(grow.nodes.tolist(), range(first + size - fresh, first + size), strict=True))
+            logq = torch.log_softmax(logits[b][size - fresh :].float(), -1)
+            grown.append(attach_children(tree, grow, *children(logq, grow.k)))
+        return grown
+
+    def commit(
+        self, trees: list[DraftTree], paths: list[Tensor], bonus: list[int], hidden: list[Tensor] | None
+    ) -> None:
+        keep = []
+        for b, (tree, path) in enumerate(zip(trees, paths, strict=True)):
+            slots, nodes = self._slots[b], path.tolist()
+            known = [slots[node] for node in nodes if node in slots]  # a node is expanded only after its parent
+            left = tree.tokens[path[len(known) :]].tolist()
+            if known:  # the root was expanded, and all that was pending with it
+                keep.append([*range(slots[0] - len(self._pending[b]) + 1, slots[0]), *known])
+                self._pending[b] = [*left, bonus[b]]
+            else:
+                keep.append([])
+                self._pending[b] += [*left[1:], bonus[b]]
+            self._slots[b] = {}
+        self._decoder.commit(keep)
+
+    def retain(self, keep: list[int]) -> None:
+        self._decoder.retain(keep)
+        self._pending = [self._pending[b] for b in keep]
+        self._slots = [self._slots[b] for b in keep]
+
+    def _catch_up(self, grows: Sequence[Grow | None]) -> None:
+        """Bring the cache close to the root before the first pass of a cycle, if much was committed meanwhile."""
+        if self._decoder.staged or all(len(p) <= CATCH_UP for p in self._pending):
+            return
+        self._decoder.extend([p[:-1] if grow else [] for p, grow in zip(self._pending, grows, strict=True)])
+        self._pending = [p[-1:] if grow else p for p, grow in zip(self._pending, grows, strict=True)]
+
+    def _rows(self, b: int, tree: DraftTree, grow: Grow | None) -> Rows:
+        """The pending tokens if the root is to be expanded, else the nodes themselves."""
+        staged, length = self._decoder.staged, self._decoder.lengths[b]
+        if grow is None:
+            return Rows.chain([], 0, staged)
+        slots, pending = self._slots[b], self._pending[b]
+        if not slots:
+            assert grow.nodes.tolist() == [0], "the root comes first"
+            return Rows.chain(pending, length, staged)
+        size = len(grow.nodes)
+        visible = torch.zeros(size, staged + size, dtype=torch.bool)
+        visible[:, slots[0] - len(pending) + 1 : slots[0]] = True
+        visible[:, list(slots.values())] = tree.mask()[grow.nodes][:, list(slots)]
+        visible[:, staged:] = torch.eye(size, dtype=torch.bool)
+        return Rows(tree.tokens[grow.nodes], length + len(pending) - 1 + tree.depth[grow.nodes], visible)
+
+
+def _vocabulary_size(model: Any) -> int:
+    return int(model.get_output_embeddings().weight.shape[0])

@@ -1,0 +1,66 @@
+"""The target drafts for itself with some of its layers left out (Draft & Verify, Zhang et al. 2023; LayerSkip, Elhoushi
+et al. 2024). The weights are shared: no extra memory but a small cache."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from windfall.drafters.lm import LMDrafter
+from windfall.options import option
+from windfall.records import InputError
+from windfall.target import Target
+
+
+@dataclass
+class SelfDrafter(LMDrafter):
+    """The target's own weights without some layers."""
+
+    model: Any = None
+    skip: str = option("half", "layers to leave out: 'half' (every second of the middle ones), or e.g. '3,5,10-20'")
+
+    def attach(self, target: Target) -> None:
+        count = target.decoder.config.num_hidden_layers
+        self._serve(without_layers(target.model, parse_layers(self.skip, count)))
+
+
+def parse_layers(text: str, count: int) -> list[int]:
+    """'half' or '3,5,10-20' → layer numbers below `count`."""
+    if text == "half":
+        return list(range(1, count - 1, 2))
+    layers: set[int] = set()
+    try:
+        for part in filter(None, text.split(",")):
+            first, _, last = part.partition("-")
+            layers.update(range(int(first), int(last or first) + 1))
+    except ValueError:
+        raise InputError(f"skip takes 'half' or layer numbers such as '3,5,10-20', not '{text}'") from None
+    if not layers <= set(range(count)) or len(layers) == count:
+        raise InputError(f"skip must leave at least one of the layers 0-{count - 1}, not '{text}'")
+    return sorted(layers)
+
+
+def without_layers(model: Any, skip: list[int]) -> Any:
+    """A view of the model that runs the other layers: modules are shared, only the list of layers is new."""
+    count = model.config.get_text_config().num_hidden_layers
+    lists = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if not lists:
+        raise InputError(f"{type(model).__name__}: cannot find its list of {count} layers; the self drafter needs it")
+    kept = [i for i in range(count) if i not in skip]
+    return _replace(model, min(lists, key=len).split("."), kept)
+
+
+def _replace(module: Any, path: list[str], kept: list[int]) -> Any:
+    """Copy the modules on the way to the list of layers, and nothing else."""
+    if not path:
+        return nn.ModuleList(module[i] for i in kept)
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    twin._modules[path[0]] = _replace(module._modules[path[0]], path[1:], kept)
+    if getattr(twin.config, "layer_types", None):  # models that look their layers' kinds up by place
+        twin.config = copy.copy(twin.config)
+        twin.config.layer_types = [module.config.layer_types[i] for i in kept]
+    return twin

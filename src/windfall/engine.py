@@ -1,0 +1,207 @@
+"""The decode loop: it carries trees from drafter to policy to target, and yields what was accepted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from windfall.drafters.base import Drafter
+from windfall.metrics import Stats
+from windfall.policies.base import TreePolicy
+from windfall.records import Context, Grow, InputError, SamplingParams, Split, Step
+from windfall.sequence import Sequence
+from windfall.target import Target
+from windfall.tree import DraftTree
+from windfall.verify import walk
+
+Prompt = Any  # text, chat messages ({"role", "content"}), or token ids
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished text and how it came about."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    steps: list[Step]
+    stats: Stats
+
+
+class Engine:
+    """A target, a drafter and a policy. One generation (of one or several sequences) at a time."""
+
+    def __init__(self, target: Target, drafter: Drafter, policy: TreePolicy):
+        self.target, self.drafter, self.policy = target, drafter, policy
+        drafter.attach(target)
+        self.prefill_seconds = 0.0
+        self._generation = 0
+
+    def generate(self, prompt: Prompt, *, raw: bool = False, **sampling: Any) -> Generation:
+        """The whole text. Keywords are the fields of SamplingParams; `raw` leaves out the chat template."""
+        return self.generate_batch([prompt], raw=raw, **sampling)[0]
+
+    def stream(self, prompt: Prompt, *, raw: bool = False, **sampling: Any) -> Iterator[Step]:
+        """A Step per cycle, as it happens."""
+        prompts, params = [self.encode(prompt, raw)], [self.params(**sampling)]
+        return (steps[0] for steps in self.run(prompts, params))
+
+    def generate_batch(self, prompts: Many[Prompt], *, raw: bool = False, **sampling: Any) -> list[Generation]:
+        """Several texts, decoded together; each is what `generate` would have given."""
+        encoded, params = [self.encode(prompt, raw) for prompt in prompts], self.params(**sampling)
+        steps: list[list[Step]] = [[] for _ in encoded]
+        first, last = [0.0] * len(encoded), [0.0] * len(encoded)
+        started = time.perf_counter()
+        for cycle in self.run(encoded, [params] * len(encoded)):
+            now = time.perf_counter() - started
+            for i, step in cycle.items():
+                steps[i].append(step)
+                first[i], last[i] = first[i] or now, now
+        return [
+            Generation(
+                text="".join(step.text for step in own),
+                token_ids=[token for step in own for token in step.tokens],
+                finish_reason=own[-1].finish or "length",
+                steps=own,
+                stats=Stats.of(own, last[i], first[i], self.prefill_seconds),
+            )
+            for i, own in enumerate(steps)
+        ]
+
+    def run(self, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[dict[int, Step]]:
+        """Decode these prompts together: per cycle, the Step of every sequence that has not ended yet."""
+        self._generation += 1
+        generation, started = self._generation, time.perf_counter()
+        sequences = [Sequence(p, s, self.policy.fresh(), self.target) for p, s in zip(prompts, params, strict=True)]
+        self.drafter.start(prompts, self.target.prefill(prompts))
+        self.prefill_seconds = time.perf_counter() - started
+        live = dict(enumerate(sequences))
+        while live:
+            if generation != self._generation:
+                raise RuntimeError("another generation has begun on this engine; load a second engine to run both")
+            steps = dict(zip(live, self._cycle(list(live.values())), strict=True))
+            going = [place for place, sequence in enumerate(live.values()) if not sequence.finish]
+            if 0 < len(going) < len(live):
+                self.target.retain(going)
+                self.drafter.retain(going)
+            live = {i: sequence for i, sequence in live.items() if not sequence.finish}
+            yield steps
+
+    @torch.inference_mode()
+    def _cycle(self, live: list[Sequence]) -> list[Step]:
+        clock, contexts = Stopwatch(), [sequence.context for sequence in live]
+        drafted = self.drafter.begin([sequence.tokens[-1] for sequence in live])
+        growth = [Growth(sequence.policy, context) for sequence, context in zip(live, contexts, strict=True)]
+        while any(grows := [grower.next(tree) for grower, tree in zip(growth, drafted, strict=True)]):
+            clock.lap("policy")
+            drafted = self.drafter.expand(drafted, grows)
+            clock.lap("draft")
+        kept = [s.policy.select(tree, ctx) for s, tree, ctx in zip(live, drafted, contexts, strict=True)]
+        trees = [tree.select(keep) for tree, keep in zip(drafted, kept, strict=True)]
+        clock.lap("policy")
+
+        scores = self.target.score(trees)
+        draws = [s.sampler.draws(t, score.logits, s.tokens) for s, t, score in zip(live, trees, scores, strict=True)]
+        verdicts = [walk(tree, draw) for tree, draw in zip(trees, draws, strict=True)]
+        self.target.commit([verdict.path for verdict in verdicts])
+        clock.lap("verify")
+
+        paths = [keep[verdict.path] for keep, verdict in zip(kept, verdicts, strict=True)]  # as nodes of `drafted`
+        states = [s.hidden[v.path] for s, v in zip(scores, verdicts, strict=True) if s.hidden is not None]
+        self.drafter.commit(drafted, paths, [verdict.bonus for verdict in verdicts], states or None)
+        clock.lap("draft")
+
+        emitted = [s.accept(tree, verdict) for s, tree, verdict in zip(live, trees, verdicts, strict=True)]
+        clock.lap("other")
+        steps = [
+            Step(*emitted[b], trees[b], verdicts[b].path, len(drafted[b]) - 1, growth[b].passes, clock.split, s.finish)
+            for b, s in enumerate(live)
+        ]
+        for sequence, step in zip(live, steps, strict=True):
+            sequence.policy.observe(step)
+        clock.lap("policy")
+        return [replace(step, seconds=clock.split) for step in steps]
+
+    def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
+        """Text, chat messages or token ids → token ids; text becomes a user's message unless `raw`."""
+        tokenizer = self.target.tokenizer
+        if len(prompt) == 0:
+            raise InputError("the prompt is empty")
+        if not isinstance(prompt, str) and not isinstance(prompt[0], dict):
+            ids = torch.as_tensor(prompt).flatten().tolist()
+        elif tokenizer is None:
+            raise InputError("this target has no tokenizer; give the prompt as token ids")
+        elif isinstance(prompt, str) and (raw or not tokenizer.chat_template):
+            ids = tokenizer(prompt).input_ids
+        else:
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        if not ids:
+            raise InputError("the prompt is empty")
+        context, vocabulary = self.target.context, self.target.vocab_size
+        if context is not None and len(ids) >= context:
+            raise InputError(f"the prompt has {len(ids)} tokens; {self.target.name} takes {context - 1} at most")
+        if not 0 <= min(ids) <= max(ids) < vocabulary:
+            raise InputError(f"token ids must be between 0 and {vocabulary - 1}")
+        return list(ids)
+
+    def params(self, **sampling: Any) -> SamplingParams:
+        """SamplingParams from keywords, held to what this target can do."""
+        known = SamplingParams.__dataclass_fields__
+        if unknown := [name for name in sampling if name not in known]:
+            raise InputError(f"there is no sampling option '{unknown[0]}'; there are {', '.join(known)}")
+        params = SamplingParams(**sampling)
+        if params.stop and self.target.tokenizer is None:
+            raise InputError("stop strings need a tokenizer; this target has none")
+        if params.logit_bias and not 0 <= min(params.logit_bias) <= max(params.logit_bias) < self.target.vocab_size:
+            raise InputError(f"logit_bias takes token ids between 0 and {self.target.vocab_size - 1}")
+        return params
+
+
+class Growth:
+    """Asks a policy for its next draft pass and holds it to what is possible."""
+
+    def __init__(self, policy: TreePolicy, context: Context):
+        self.policy, self.context = policy, context
+        self.passes = 0
+        self._expanded: set[int] = set()
+        self._over = False
+
+    def next(self, tree: DraftTree) -> Grow | None:
+        """The policy's wish, without nodes that were expanded before or lie too deep to be emitted."""
+        grow = None if self._over else self.policy.grow(tree, self.context)
+        nodes = [] if grow is None else self._possible(tree, grow)
+        if grow is None or not nodes:
+            self._over = True
+            return None
+        self._expanded.update(nodes)
+        self.passes += 1
+        return Grow(torch.tensor(nodes), grow.k)
+
+    def _possible(self, tree: DraftTree, grow: Grow) -> list[int]:
+        deepest = self.context.room - 2  # a child at depth room - 1 and the target's own token fill the room
+        nodes, depths = grow.nodes.tolist(), tree.depth[grow.nodes].tolist()
+        return [n for n, depth in zip(nodes, depths, strict=True) if depth <= deepest and n not in self._expanded]
+
+
+class Stopwatch:
+    """Seconds by part of the cycle."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self._parts = dict.fromkeys(Split._fields, 0.0)
+
+    def lap(self, part: str) -> None:
+        """Count the time since the last lap for this part."""
+        now = time.perf_counter()
+        self._parts[part] += now - self._last
+        self._last = now
+
+    @property
+    def split(self) -> Split:
+        return Split(**self._parts)

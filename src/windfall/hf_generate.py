@@ -1,0 +1,113 @@
+"""windfall inside `model.generate`: the loop is ours; inputs, processors, criteria and streamers stay transformers'."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from windfall.engine import Engine
+from windfall.loading import as_drafter, as_policy
+from windfall.records import InputError, SamplingParams
+from windfall.target import Target
+
+
+def custom_generate(drafter: Any = None, policy: Any = None) -> Callable[..., Any]:
+    """A decoding loop for `model.generate(..., custom_generate=windfall.custom_generate(...))`.
+
+    Takes what `windfall.load` takes. Greedy and sampling, one prompt or a left-padded batch.
+    """
+    engines: WeakKeyDictionary[Any, Engine] = WeakKeyDictionary()
+
+    def decode(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        generation_config: Any = None,
+        streamer: Any = None,
+        synced_gpus: bool = False,
+        **model_kwargs: Any,
+    ) -> Any:
+        _refuse(generation_config)
+        streamer = streamer or _callers_streamer()
+        if model not in engines:
+            engines[model] = Engine(Target(model), as_drafter(drafter), as_policy(policy))
+        starts = _padding(input_ids, model_kwargs.get("attention_mask"))
+        params = [
+            _params(input_ids[row], start, row, logits_processor, stopping_criteria, generation_config)
+            for row, start in enumerate(starts)
+        ]
+        prompts = [ids[start:].tolist() for ids, start in zip(input_ids, starts, strict=True)]
+        return _collect(engines[model], prompts, params, input_ids, generation_config, streamer)
+
+    return decode
+
+
+def _callers_streamer() -> Any:
+    """transformers (5.17–5.22) drops `streamer` on the way to a callable; it is still there in `generate` itself."""
+    caller = sys._getframe(2)
+    return caller.f_locals.get("streamer") if caller.f_code.co_name == "generate" else None
+
+
+def _refuse(config: Any) -> None:
+    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
+        if getattr(config, name, False):
+            raise InputError(f"windfall's loop does not keep what {name} asks for; leave it off")
+    if (config.num_beams or 1) > 1:
+        raise InputError("windfall decodes greedily or by sampling; num_beams must be 1")
+
+
+def _padding(input_ids: Tensor, mask: Tensor | None) -> list[int]:
+    """How many padding tokens stand to the left of each prompt."""
+    if mask is None:
+        return [0] * len(input_ids)
+    return [int(row.int().argmax()) for row in mask]
+
+
+def _params(ids: Tensor, start: int, row: int, processors: Any, criteria: Any, config: Any) -> SamplingParams:
+    """One row's sampling; processors and criteria see its padding as they would in transformers' own loop."""
+    pad = ids[:start]
+
+    def padded(ask: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda prefix, scores: ask(torch.cat([pad.expand(len(prefix), -1), prefix.to(pad.device)], 1), scores)
+
+    return SamplingParams(
+        max_new_tokens=config.max_length - len(ids),
+        temperature=1.0 if config.do_sample else 0.0,  # the warpers are among the processors
+        eos=(),  # so is the end of text among the criteria
+        seed=int(torch.randint(2**62, ())) + row if config.do_sample else 0,
+        processors=tuple(map(padded, processors or ())),
+        criteria=tuple(map(padded, criteria or ())),
+    )
+
+
+def _collect(
+    engine: Engine,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    input_ids: Tensor,
+    config: Any,
+    streamer: Any,
+) -> Any:
+    new: list[list[int]] = [[] for _ in prompts]
+    for steps in engine.run(prompts, params):
+        for i, step in steps.items():
+            new[i].extend(step.tokens)
+            for token in step.tokens if streamer is not None else ():
+                streamer.put(torch.tensor([token]))
+    if streamer is not None:
+        streamer.end()
+    pad = config.pad_token_id if config.pad_token_id is not None else 0
+    width = max(map(len, new))
+    tail = torch.tensor([row + [pad] * (width - len(row)) for row in new], device=input_ids.device)
+    sequences = torch.cat([input_ids, tail], 1)
+    if not config.return_dict_in_generate:
+        return sequences
+    from transformers.generation import GenerateDecoderOnlyOutput
+
+    return GenerateDecoderOnlyOutput(sequences=sequences)

@@ -1,0 +1,72 @@
+"""From names, paths, hub ids or ready objects to an Engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from windfall import registry
+from windfall.drafters.base import Drafter
+from windfall.engine import Engine
+from windfall.models import load_model
+from windfall.policies.base import TreePolicy
+from windfall.target import Target
+
+DEFAULT_DRAFTER = "ngram"
+DEFAULT_POLICY = "beam"
+
+
+def load(
+    target: Any = None,
+    drafter: Any = None,
+    policy: Any = None,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    trust_remote_code: bool = False,
+) -> Engine:
+    """An engine that generates exactly what the target alone would.
+
+    target: a folder, GGUF file or hub id, a transformers model, or a pair (model, tokenizer); none: the embedded model.
+    drafter: a name from `registry.drafters()`, a Drafter, or what `target` takes, for a smaller model of the same
+    tokenizer. policy: a name from `registry.policies()` or a TreePolicy. A ready model stays where it is unless
+    `device` or `dtype` says otherwise.
+    """
+    return Engine(
+        as_target(target, device=device, dtype=dtype, trust_remote_code=trust_remote_code),
+        as_drafter(drafter),
+        as_policy(policy),
+    )
+
+
+def as_target(target: Any, **how: Any) -> Target:
+    if isinstance(target, Target):
+        return target
+    if isinstance(target, tuple) or hasattr(target, "forward"):
+        model, tokenizer = target if isinstance(target, tuple) else (target, None)
+        model = model.to(device=how.get("device"), dtype=how.get("dtype")).eval() if _moves(how) else model.eval()
+        return Target(model, tokenizer)
+    loaded = load_model(target, **how)
+    return Target(loaded.model, loaded.tokenizer, loaded.name)
+
+
+def as_drafter(drafter: Any) -> Drafter:
+    if isinstance(drafter, Drafter):
+        return drafter
+    name = DEFAULT_DRAFTER if drafter is None else drafter
+    if isinstance(name, str) and name in registry.drafters():
+        made: Drafter = registry.drafter(name)
+    else:
+        made = registry.drafter("lm", model=drafter)
+    return made
+
+
+def as_policy(policy: Any) -> TreePolicy:
+    if isinstance(policy, TreePolicy):
+        return policy
+    made: TreePolicy = registry.policy(DEFAULT_POLICY if policy is None else policy)
+    return made
+
+
+def _moves(how: dict[str, Any]) -> bool:
+    return how.get("device") is not None or how.get("dtype") is not None

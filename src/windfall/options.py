@@ -1,0 +1,100 @@
+"""Options declared once, as dataclass fields: from them come the constructor, the `--set` flags and the docs."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from windfall.records import InputError
+
+T = TypeVar("T")
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """A dataclass field that is also a user's option."""
+    metadata = {"help": help, "low": low, "high": high, "choices": choices}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def options_of(cls: type) -> dict[str, dataclasses.Field[Any]]:
+    """The fields of a policy or drafter that a person may set."""
+    return {f.name: f for f in dataclasses.fields(cls) if f.init and "help" in f.metadata}
+
+
+def build(cls: type[T], settings: Mapping[str, Any], name: str) -> T:
+    """Make a policy or drafter from typed or textual settings; what is unknown or out of range is refused."""
+    known = options_of(cls)
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for key, value in settings.items():
+        if key not in known:
+            raise InputError(f"{name} has no option '{key}'; it has: {', '.join(known) or 'none'}")
+        values[key] = _parse(value, hints[key], f"{name}: {key}") if isinstance(value, str) else value
+    return cls(**values)
+
+
+def check(instance: Any) -> None:
+    """Hold every option of a freshly made policy or drafter to its declared range."""
+    for key, f in options_of(type(instance)).items():
+        value, low, high = getattr(instance, key), f.metadata["low"], f.metadata["high"]
+        if f.metadata["choices"] and value not in f.metadata["choices"]:
+            raise InputError(f"{key} must be one of {', '.join(f.metadata['choices'])}, not {value!r}")
+        if value is None or (low is None and high is None):
+            continue
+        wanted = " and ".join(
+            part for part in (low is not None and f"at least {low}", high is not None and f"at most {high}") if part
+        )
+        if not isinstance(value, int | float):
+            raise InputError(f"{key} must be a number {wanted}, not {value!r}")
+        if (low is not None and value < low) or (high is not None and value > high):
+            raise InputError(f"{key} must be {wanted}, not {value}")
+
+
+def describe(cls: type) -> list[dict[str, Any]]:
+    """The options as plain data, for tables, `--json` and docs."""
+    hints = typing.get_type_hints(cls)
+    return [
+        {"name": key, "type": _type_name(hints[key]), "default": f.default, "help": f.metadata["help"]}
+        for key, f in options_of(cls).items()
+    ]
+
+
+def split_settings(items: list[str]) -> dict[str, str]:
+    """`["depth=6", "k=4"]`, as given on a command line, as a mapping."""
+    settings = {}
+    for item in items:
+        key, equals, value = item.partition("=")
+        if not (key and equals):
+            raise InputError(f"write settings as name=value, not '{item}'")
+        settings[key.strip()] = value.strip()
+    return settings
+
+
+def _parse(text: str, wanted: Any, label: str) -> Any:
+    kinds = typing.get_args(wanted) or (wanted,)
+    if type(None) in kinds and text.lower() in ("none", ""):
+        return None
+    for kind in kinds:
+        if kind is bool and text.lower() in ("true", "yes", "on", "1", "false", "no", "off", "0"):
+            return text.lower() in ("true", "yes", "on", "1")
+        if kind in (int, float):
+            try:
+                return kind(text)
+            except ValueError:
+                continue
+        if kind is str:
+            return text
+    raise InputError(f"{label} takes {_type_name(wanted)}, not '{text}'")
+
+
+def _type_name(wanted: Any) -> str:
+    return " or ".join(getattr(kind, "__name__", str(kind)) for kind in typing.get_args(wanted) or (wanted,))

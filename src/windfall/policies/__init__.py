@@ -1,0 +1,1 @@
+"""Tree policies: one small file each. They see log-probabilities, depths and lengths, never a model."""

@@ -1,0 +1,39 @@
+"""The tuned fixed tree that DynaTree compares itself with: one first token, then equal branching (DynaTree, 2026)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from windfall.options import option
+from windfall.policies.base import TreePolicy
+from windfall.records import Context, Grow
+from windfall.tree import DraftTree
+
+
+@dataclass
+class FixedTree(TreePolicy):
+    """One drafted token, then breadth-first: every node with probability at least `tau` gets `breadth` children.
+
+    The paper's text prunes nodes below `tau`, its algorithm leaves them as leaves; this is the algorithm.
+    """
+
+    depth: int = option(8, "levels below the first drafted token", low=0)
+    breadth: int = option(3, "children of a node", low=1)
+    tau: float = option(0.1, "a node is expanded if its path probability is at least this", low=0, high=1)
+    nodes: int = option(256, "drafted nodes at the most", low=1)
+
+    def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
+        if len(tree) == 1:
+            return Grow(torch.tensor([0]), k=1)
+        level = int(tree.depth[-1])
+        if level > self.depth or len(tree) > self.nodes:
+            return None
+        frontier = torch.nonzero((tree.depth == level) & (tree.score >= math.log(max(self.tau, 1e-30)))).flatten()
+        return Grow(frontier, k=self.breadth) if len(frontier) else None
+
+    def select(self, tree: DraftTree, ctx: Context) -> Tensor:
+        return torch.arange(min(len(tree), self.nodes + 1))  # breadth-first order: cut where the algorithm would stop

@@ -1,0 +1,120 @@
+"""The small immutable values that travel between the parts: what was asked, what was grown, what was accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from windfall.tree import DraftTree
+
+
+class InputError(ValueError):
+    """Something a person gave us cannot be used; the message is one line that says what would be right."""
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise InputError(message)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn from the target's logits, and when to stop. Temperature 0 is greedy."""
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output, as in transformers
+    presence_penalty: float = 0.0  # over the output alone, as in OpenAI's API
+    frequency_penalty: float = 0.0  # over the output alone
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()  # the text ends before the first of these
+    eos: tuple[int, ...] | None = None  # None: the model's own end-of-text ids; (): never stop at one
+    seed: int = 0
+    processors: tuple[Callable[[Tensor, Tensor], Tensor], ...] = ()  # transformers LogitsProcessors, before temperature
+    criteria: tuple[Callable[..., Any], ...] = ()  # transformers StoppingCriteria, asked after every token
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        _require(self.max_new_tokens >= 1, f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+        _require(self.temperature >= 0, f"temperature must be 0 (greedy) or more, not {self.temperature}")
+        _require(self.top_k >= 0, f"top_k must be 0 (off) or more, not {self.top_k}")
+        _require(0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, not {self.top_p}")
+        _require(0 <= self.min_p <= 1, f"min_p must be between 0 and 1, not {self.min_p}")
+        _require(self.repetition_penalty > 0, f"repetition_penalty must be above 0, not {self.repetition_penalty}")
+        _require(all(self.stop), "a stop string must not be empty")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def reads_prefix(self) -> bool:
+        """Whether a row's logits depend on the tokens before it (and not on the model alone)."""
+        return bool(self.processors or self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+
+
+class Grow(NamedTuple):
+    """A policy's wish: one drafting pass that gives each of these unexpanded nodes its best `k` children."""
+
+    nodes: Tensor  # [n] long, indices into the tree, any depths
+    k: int
+
+
+class Verdict(NamedTuple):
+    """What the target accepted: nodes from the root down, and its own next token."""
+
+    path: Tensor  # [a] long, path[0] == 0
+    bonus: int
+
+
+class Scores(NamedTuple):
+    """The target's view of a tree, one row a node."""
+
+    logits: Tensor  # [N, V]
+    hidden: Tensor | None  # [N, taps * H], where a drafter asked for hidden states
+
+
+class Context(NamedTuple):
+    """What a policy may know besides the tree."""
+
+    length: int  # committed tokens, the root included
+    room: int  # tokens that may still be emitted
+    temperature: float
+
+
+class Split(NamedTuple):
+    """Where a cycle's seconds went."""
+
+    draft: float = 0.0
+    verify: float = 0.0
+    policy: float = 0.0
+    other: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One cycle of one sequence: the tree that was verified and what became of it."""
+
+    tokens: tuple[int, ...]  # emitted by this cycle, cut at the first stop
+    text: str  # what these tokens add to the text, as far as it is certain
+    tree: DraftTree  # the verified nodes
+    path: Tensor  # accepted nodes of `tree`, root first
+    drafted: int  # nodes drafted, verified or not
+    draft_passes: int
+    seconds: Split
+    finish: str | None = None  # None: goes on; "stop" or "length"
+
+    @property
+    def accepted(self) -> int:
+        """Drafted tokens that the target agreed with."""
+        return len(self.path) - 1

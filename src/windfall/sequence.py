@@ -1,0 +1,51 @@
+"""One text being generated: its tokens, its policy, and when it ends."""
+
+from __future__ import annotations
+
+import torch
+
+from windfall.detokenizer import Detokenizer
+from windfall.policies.base import TreePolicy
+from windfall.records import Context, SamplingParams, Verdict
+from windfall.sampling import Sampler
+from windfall.target import Target
+from windfall.tree import DraftTree
+
+
+class Sequence:
+    """Tokens are accepted one by one, so that a text ends at the same token however many came at once."""
+
+    def __init__(self, prompt: list[int], params: SamplingParams, policy: TreePolicy, target: Target):
+        self.tokens = list(prompt)
+        self.prompt_length = len(prompt)
+        self.params = params
+        self.policy = policy
+        self.sampler = Sampler(params, len(prompt))
+        self.text = Detokenizer(target.tokenizer, params.stop)
+        self.finish: str | None = None
+        self._eos = frozenset(target.eos if params.eos is None else params.eos)
+        limit = params.max_new_tokens
+        self._end = len(prompt) + (limit if target.context is None else min(limit, target.context - len(prompt)))
+
+    @property
+    def context(self) -> Context:
+        return Context(len(self.tokens), self._end - len(self.tokens), self.params.temperature)
+
+    def accept(self, tree: DraftTree, verdict: Verdict) -> tuple[tuple[int, ...], str]:
+        """Append the target's tokens up to the first that ends the text; returns those taken, and their text."""
+        before = len(self.tokens)
+        for token in [*tree.tokens[verdict.path[1:]].tolist(), verdict.bonus]:
+            self.tokens.append(token)
+            self.finish = self._ending(token)
+            if self.finish:
+                break
+        return tuple(self.tokens[before:]), self.text.take(final=self.finish is not None)
+
+    def _ending(self, token: int) -> str | None:
+        stopped = self.text.push(token) or token in self._eos
+        if not stopped and self.params.criteria:
+            ids = torch.tensor([self.tokens])
+            stopped = any(bool(torch.as_tensor(ask(ids, None)).all()) for ask in self.params.criteria)
+        if stopped:
+            return "stop"
+        return "length" if len(self.tokens) >= self._end else None

@@ -1,0 +1,114 @@
+"""The model that has the last word: it scores whole trees in one forward and keeps the rows of the accepted paths."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windfall.batch import Rows
+from windfall.decoder import Decoder
+from windfall.records import InputError, Scores
+from windfall.tree import DraftTree
+
+ORDINARY = {"full_attention", "sliding_attention", "attention"}  # layer kinds whose rows can be gathered
+
+
+class Target:
+    """A Hugging Face causal language model. Its cache holds every committed token but the last, which is the root."""
+
+    def __init__(self, model: Any, tokenizer: Any = None, name: str | None = None):
+        self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
+        refuse_unsupported(model, self.name)
+        self.model = model
+        self.tokenizer = tokenizer
+        if model.config._attn_implementation not in ("sdpa", "eager"):  # flash kernels take no tree mask
+            model.set_attn_implementation("sdpa")
+        self.decoder = Decoder(model)
+        self._check_trees()
+
+    @property
+    def device(self) -> torch.device:
+        return self.decoder.device
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    @property
+    def context(self) -> int | None:
+        """The longest sequence the model takes, or None if its configuration names none."""
+        return getattr(self.decoder.config, "max_position_embeddings", None)
+
+    @property
+    def eos(self) -> tuple[int, ...]:
+        """Every token id that ends a text."""
+        ids: set[int] = set()
+        for holder in (self.model.generation_config, self.decoder.config, self.tokenizer):
+            found = getattr(holder, "eos_token_id", None)
+            ids.update([found] if isinstance(found, int) else found or [])
+        return tuple(sorted(ids))
+
+    def prefill(self, prompts: list[list[int]]) -> list[Tensor] | None:
+        """Start new sequences; returns the tapped hidden states of every prompt token but the last."""
+        self.decoder.reset(len(prompts))
+        return self.decoder.extend([prompt[:-1] for prompt in prompts])
+
+    def score(self, trees: list[DraftTree]) -> list[Scores]:
+        """ONE forward for all trees: a row sees the prefix and its ancestors, at position prefix + depth."""
+        rows = [
+            Rows(tree.tokens, length + tree.depth, tree.mask())
+            for tree, length in zip(trees, self.decoder.lengths, strict=True)
+        ]
+        logits, hidden = self.decoder.feed(rows)
+        return [Scores(row, None if hidden is None else hidden[b]) for b, row in enumerate(logits)]
+
+    def commit(self, paths: list[Tensor]) -> None:
+        """Keep the rows of these nodes of the trees last scored."""
+        self.decoder.commit([path.tolist() for path in paths])
+
+    def retain(self, keep: list[int]) -> None:
+        """Go on with these sequences only."""
+        self.decoder.retain(keep)
+
+    def _check_trees(self) -> None:
+        """Refuse a model whose tree scores differ from its path scores: some families hide positions in the mask."""
+        tokens = torch.arange(6) % self.vocab_size
+        tree = DraftTree.root(int(tokens[3]))
+        for parent, token in ((0, tokens[4]), (0, tokens[5]), (1, tokens[2])):
+            tree = tree.extend(torch.tensor([parent]), token[None], torch.zeros(1), torch.zeros(1, dtype=torch.long))
+        prompt = tokens[:4].tolist()
+        self.prefill([prompt])
+        in_tree = self.score([tree])[0].logits.float()
+        gap = 0.0
+        for leaf in (2, 3):
+            path = tree.path(leaf)
+            self.prefill([prompt])
+            alone = self.score([tree.select(torch.tensor(path))])[0].logits.float()
+            gap = max(gap, float((alone - in_tree[path]).abs().max()))
+        self.decoder.reset(0)
+        scale = float(in_tree.abs().max())
+        if not gap <= 0.05 * max(scale, 1e-3):
+            raise InputError(
+                f"{self.name}: {type(self.model).__name__} does not score a tree as it scores the tree's paths "
+                f"(logits differ by {gap:.3g}), so its output could change; windfall refuses it"
+            )
+
+
+def refuse_unsupported(model: Any, name: str) -> None:
+    """Say by name why a model cannot be verified in trees, before anything goes wrong."""
+    config, kind = model.config.get_text_config(), type(model).__name__
+    odd = sorted(set(getattr(config, "layer_types", None) or []) - ORDINARY)
+    forward = inspect.signature(model.forward).parameters
+    reason = ""
+    if getattr(model.config, "is_encoder_decoder", False):
+        reason = "is an encoder–decoder; windfall speeds up decoder-only models"
+    elif getattr(model, "_is_stateful", False) or odd:
+        kinds = ", ".join(odd) or "recurrent"
+        reason = f"has {kinds} layers, whose state cannot drop rejected tokens"
+    elif "past_key_values" not in forward or "position_ids" not in forward:
+        reason = "takes no past_key_values or position_ids, which a tree pass needs"
+    if reason:
+        raise InputError(f"{name}: {kind} {reason}")

@@ -1,0 +1,217 @@
+"""Same seed, same text: for every policy, every drafter, every temperature and every kind of sampling."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from tiny import FAMILIES, VOCABULARY, prompt, tiny
+
+import windfall
+from windfall import registry
+from windfall.drafters.lm import LMDrafter
+from windfall.engine import Engine
+from windfall.records import InputError
+from windfall.target import Target
+
+DRAFTERS = [*registry.drafters(), "small"]
+
+
+@cache
+def target(family: str = "llama") -> Target:
+    return Target(tiny(family))
+
+
+def drafter(name: str) -> Any:
+    """Every drafter of the registry, and another model whose guesses are mostly wrong."""
+    return LMDrafter(model=tiny(seed=1, num_hidden_layers=1)) if name == "small" else registry.drafter(name)
+
+
+@cache
+def engine(policy: str, drafter_name: str) -> Engine:
+    return Engine(target(), drafter(drafter_name), registry.policy(policy))
+
+
+def ids(engine: Engine, seed: int = 0, prompt_seed: int = 0, **sampling: Any) -> list[int]:
+    sampling = {"max_new_tokens": 24, "seed": seed} | sampling
+    return engine.generate(prompt(seed=prompt_seed), **sampling).token_ids
+
+
+def hf_greedy(model: Any, tokens: list[int], count: int, **options: Any) -> list[int]:
+    inputs = torch.tensor([tokens])
+    out = model.generate(
+        inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=count, **options
+    )
+    return out[0, len(tokens) :].tolist()
+
+
+SAMPLING = {
+    "greedy": {},
+    "warm": {"temperature": 0.8},
+    "hot": {"temperature": 1.3},
+    "filtered": {"temperature": 1.0, "top_k": 12, "top_p": 0.9, "min_p": 0.02},
+    "penalised": {"temperature": 0.7, "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
+    "greedy penalised": {"repetition_penalty": 1.5, "logit_bias": {5: 2.0, 7: -3.0}},
+}
+
+
+@pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING.keys())
+@pytest.mark.parametrize("drafter_name", DRAFTERS)
+@pytest.mark.parametrize("policy", [p for p in registry.policies() if p != "none"])
+def test_same_seed_same_text(policy: str, drafter_name: str, sampling: dict[str, Any]) -> None:
+    for seed in range(3):
+        plain = ids(engine("none", "ngram"), seed, seed, **sampling)
+        assert ids(engine(policy, drafter_name), seed, seed, **sampling) == plain
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_is_transformers_own(family: str) -> None:
+    """For every family: plain decoding and trees give what `model.generate` gives, past a sliding window too."""
+    model, tokens = target(family).model, prompt(9)
+    wanted = hf_greedy(model, tokens, 24)
+    for policy, name in (("none", "ngram"), ("beam", "self"), ("chain", "lm")):
+        made = Engine(target(family), drafter(name), registry.policy(policy))
+        assert made.generate(tokens, max_new_tokens=24).token_ids == wanted, policy
+
+
+@pytest.mark.parametrize("policy", ["chain", "beam", "fixed-tree"])
+def test_target_as_its_own_drafter_is_always_right(policy: str) -> None:
+    """The walk ends only where the tree does: no level below an accepted node is ever missed."""
+    generation = engine(policy, "lm").generate(prompt(), max_new_tokens=40)
+    for step in generation.steps[:-1]:
+        assert int(step.path[-1]) not in step.tree.parents.tolist()
+        assert step.accepted >= 1
+        assert step.tree.rank[step.path].max() == 0
+
+
+def test_eos_inside_a_path_ends_the_text() -> None:
+    plain = ids(engine("none", "lm"), max_new_tokens=40)
+    for eos in {plain[3], plain[7], plain[12]}:
+        wanted = plain[: plain.index(eos) + 1]
+        for policy in registry.policies():
+            generation = engine(policy, "lm").generate(prompt(), max_new_tokens=40, eos=(eos, 60))
+            assert generation.token_ids == wanted
+            assert generation.finish_reason == "stop"
+
+
+def test_never_more_tokens_than_asked() -> None:
+    plain = ids(engine("none", "lm"), max_new_tokens=12)
+    for count in range(1, 12):
+        for policy in registry.policies():
+            generation = engine(policy, "lm").generate(prompt(), max_new_tokens=count)
+            assert generation.token_ids == plain[:count]
+            assert generation.finish_reason == "length"
+            assert sum(len(step.tokens) for step in generation.steps) == count
+
+
+def test_the_context_is_never_exceeded() -> None:
+    tokens = prompt(250)
+    for policy in ("none", "beam"):
+        generation = engine(policy, "lm").generate(tokens, max_new_tokens=100)
+        assert len(generation.token_ids) == 6
+        assert generation.finish_reason == "length"
+
+
+def test_batch_mates_change_nothing() -> None:
+    prompts = [prompt(5, 1), prompt(30, 2), prompt(1, 3), prompt(12, 4)]
+    for policy, name in (("beam", "lm"), ("beam", "small"), ("chain", "self"), ("fixed-tree", "ngram"), ("none", "lm")):
+        made = engine(policy, name)
+        for sampling in ({}, {"temperature": 1.0, "seed": 3}, {"eos": tuple(range(0, 61, 9)), "temperature": 0.9}):
+            alone = [made.generate(p, max_new_tokens=20, **sampling) for p in prompts]
+            together = made.generate_batch(prompts, max_new_tokens=20, **sampling)
+            assert [g.token_ids for g in together] == [g.token_ids for g in alone]
+            assert [g.finish_reason for g in together] == [g.finish_reason for g in alone]
+
+
+def test_custom_processor_is_exact_inside_a_tree() -> None:
+    def no_repeat(prefix: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Forbids the last two tokens: wrong prefixes would show at once."""
+        return scores.scatter(1, prefix[:, -2:], -torch.inf)
+
+    for temperature in (0.0, 1.0):
+        plain = ids(engine("none", "lm"), temperature=temperature, processors=(no_repeat,))
+        assert all(a != b for a, b in zip(plain, plain[1:], strict=False))
+        for policy in ("chain", "beam", "fixed-tree"):
+            assert ids(engine(policy, "lm"), temperature=temperature, processors=(no_repeat,)) == plain
+
+
+@pytest.mark.parametrize("drafter_name", DRAFTERS)
+def test_caches_hold_what_was_committed(drafter_name: str) -> None:
+    made = engine("beam", drafter_name)
+    tokens = prompt(7)
+    length = len(tokens)
+    for step in made.stream(tokens, max_new_tokens=30):
+        length += len(step.tokens)
+        cache = made.target.decoder.cache
+        cache.check()
+        step.tree.check()
+        assert cache.staged == 0
+        if step.finish is None:
+            assert cache.lengths == [length - 1]
+            if hasattr(made.drafter, "_pending"):
+                held = made.drafter._decoder.cache.lengths[0] + len(made.drafter._pending[0])
+                assert held == length
+
+
+def test_stream_is_generate() -> None:
+    made = engine("beam", "lm")
+    steps = list(made.stream(prompt(), max_new_tokens=20, temperature=0.9, seed=4))
+    assert [t for step in steps for t in step.tokens] == ids(made, 4, temperature=0.9, max_new_tokens=20)
+    assert steps[-1].finish == "length"
+    assert all(step.finish is None for step in steps[:-1])
+
+
+def test_a_second_generation_ends_the_first() -> None:
+    made = engine("beam", "lm")
+    first = made.stream(prompt(), max_new_tokens=30)
+    next(first)
+    made.generate(prompt(), max_new_tokens=3)
+    with pytest.raises(RuntimeError, match="another generation"):
+        next(first)
+
+
+def test_an_interrupted_generation_leaves_the_engine_usable() -> None:
+    made = engine("beam", "lm")
+    steps = made.stream(prompt(), max_new_tokens=30)
+    next(steps)
+    steps.close()
+    assert ids(made) == ids(engine("none", "lm"))
+
+
+def test_stats_add_up() -> None:
+    stats = engine("chain", "lm").generate(prompt(), max_new_tokens=24).stats
+    assert stats.tokens == 24
+    assert stats.target_passes == stats.cycles == 4  # depth 5 and all accepted: 6 tokens a pass
+    assert stats.tau == 6
+    assert stats.draft_passes == 5 * 4
+    assert 0 < stats.ttft < stats.seconds
+    assert stats.split.total + stats.prefill <= stats.seconds * 1.01
+    assert stats.as_dict()["time"].keys() >= {"draft", "verify", "policy", "other"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"prompt": []}, "empty"),
+        ({"prompt": "text"}, "no tokenizer"),
+        ({"prompt": [1, VOCABULARY]}, "between 0 and 60"),
+        ({"prompt": [1] * 256}, "256 tokens.*255 at most"),
+        ({"prompt": [1], "temprature": 1}, "no sampling option 'temprature'"),
+        ({"prompt": [1], "stop": "x"}, "need a tokenizer"),
+        ({"prompt": [1], "logit_bias": {99: 1.0}}, "between 0 and 60"),
+    ],
+)
+def test_bad_input_is_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message) as error:
+        engine("none", "ngram").generate(**wrong)
+    assert "\n" not in str(error.value)
+
+
+def test_load_takes_names_objects_and_models() -> None:
+    model = tiny()
+    wanted = ids(engine("none", "lm"))
+    for drafter_, policy in (("ngram", "beam"), (tiny(seed=1), None), (None, registry.policy("chain", depth=2))):
+        assert ids(windfall.load(model, drafter_, policy)) == wanted
+    assert windfall.load(model, dtype=torch.float64).target.decoder.dtype == torch.float64

@@ -1,0 +1,115 @@
+"""windfall as the loop inside `model.generate`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import prompt, tiny
+from transformers import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
+
+import windfall
+from windfall.records import InputError
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny()
+
+
+def both(model: Any, inputs: torch.Tensor, mask: torch.Tensor | None = None, **options: Any) -> tuple[Any, Any]:
+    options = {"attention_mask": torch.ones_like(inputs) if mask is None else mask, "max_new_tokens": 20} | options
+    loop = windfall.custom_generate(drafter="lm", policy="beam")
+    theirs = model.generate(inputs, **options)
+    return theirs, model.generate(inputs, custom_generate=loop, **options)
+
+
+def test_greedy_is_the_same(model: Any) -> None:
+    theirs, ours = both(model, torch.tensor([prompt()]), do_sample=False)
+    assert torch.equal(theirs, ours)
+
+
+def test_processors_of_the_config_are_honoured(model: Any) -> None:
+    theirs, ours = both(
+        model, torch.tensor([prompt()]), do_sample=False, repetition_penalty=1.4, no_repeat_ngram_size=2, min_new_tokens=5
+    )
+    assert torch.equal(theirs, ours)
+
+
+def test_left_padded_batch(model: Any) -> None:
+    prompts = [prompt(4, 1), prompt(9, 2), prompt(7, 3)]
+    inputs = torch.tensor([[0] * (9 - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (9 - len(p)) + [1] * len(p) for p in prompts])
+    eos = int(model.generate(inputs, attention_mask=mask, do_sample=False, max_new_tokens=20)[1, 14])
+    theirs, ours = both(model, inputs, mask, do_sample=False, eos_token_id=eos, pad_token_id=0)
+    assert torch.equal(theirs, ours)
+
+
+def test_sampling_is_seeded_by_torch_and_exact(model: Any) -> None:
+    inputs = torch.tensor([prompt()])
+    options = {"do_sample": True, "temperature": 0.9, "top_k": 20, "max_new_tokens": 20, "top_p": 0.95}
+    texts = []
+    for policy in ("none", "beam", "beam"):
+        torch.manual_seed(5)
+        loop = windfall.custom_generate(drafter="lm", policy=policy)
+        texts.append(model.generate(inputs, attention_mask=torch.ones_like(inputs), custom_generate=loop, **options))
+    assert torch.equal(texts[0], texts[1])
+    assert torch.equal(texts[1], texts[2])
+    several = model.generate(
+        inputs, attention_mask=torch.ones_like(inputs), custom_generate=loop, num_return_sequences=3, **options
+    )
+    assert len({tuple(row) for row in several.tolist()}) == 3
+
+
+class StopAt(StoppingCriteria):
+    """Ends a text at a token, and remembers how it was asked."""
+
+    def __init__(self, token: int):
+        self.token = token
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return input_ids[:, -1] == self.token
+
+
+def test_stopping_criteria_are_honoured(model: Any) -> None:
+    inputs = torch.tensor([prompt()])
+    plain = model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=20)
+    for criteria in (StopAt(int(plain[0, 15])), MaxLengthCriteria(max_length=14)):
+        theirs, ours = both(model, inputs, do_sample=False, stopping_criteria=StoppingCriteriaList([criteria]))
+        assert torch.equal(theirs, ours)
+        assert ours.shape[1] < plain.shape[1]
+
+
+def test_streamers_get_every_token_in_order(model: Any) -> None:
+    class Streamer:
+        def __init__(self) -> None:
+            self.got: list[int] = []
+            self.ended = False
+
+        def put(self, value: torch.Tensor) -> None:
+            self.got += value.flatten().tolist()
+
+        def end(self) -> None:
+            self.ended = True
+
+    streamer = Streamer()
+    inputs = torch.tensor([prompt()])
+    loop = windfall.custom_generate(drafter="lm", policy="beam")
+    out = model.generate(
+        inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=15, streamer=streamer,
+        custom_generate=loop,
+    )
+    assert streamer.got == out[0].tolist()
+    assert streamer.ended
+
+
+def test_dict_output(model: Any) -> None:
+    theirs, ours = both(model, torch.tensor([prompt()]), do_sample=False, return_dict_in_generate=True)
+    assert torch.equal(theirs.sequences, ours.sequences)
+
+
+@pytest.mark.parametrize("option", [{"num_beams": 2}, {"output_scores": True, "return_dict_in_generate": True}])
+def test_what_the_loop_cannot_do_is_refused(model: Any, option: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(option))):
+        both(model, torch.tensor([prompt()]), do_sample=False, **option)
