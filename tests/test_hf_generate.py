@@ -32,7 +32,12 @@ def test_greedy_is_the_same(model: Any) -> None:
 
 def test_processors_of_the_config_are_honoured(model: Any) -> None:
     theirs, ours = both(
-        model, torch.tensor([prompt()]), do_sample=False, repetition_penalty=1.4, no_repeat_ngram_size=2, min_new_tokens=5
+        model,
+        torch.tensor([prompt()]),
+        do_sample=False,
+        repetition_penalty=1.4,
+        no_repeat_ngram_size=2,
+        min_new_tokens=5,
     )
     assert torch.equal(theirs, ours)
 
@@ -97,7 +102,11 @@ def test_streamers_get_every_token_in_order(model: Any) -> None:
     inputs = torch.tensor([prompt()])
     loop = windfall.custom_generate(drafter="lm", policy="beam")
     out = model.generate(
-        inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=15, streamer=streamer,
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        do_sample=False,
+        max_new_tokens=15,
+        streamer=streamer,
         custom_generate=loop,
     )
     assert streamer.got == out[0].tolist()

@@ -4,7 +4,13 @@ import math
 
 import pytest
 import torch
-from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from windfall.records import InputError, SamplingParams

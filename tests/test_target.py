@@ -17,9 +17,11 @@ def some_tree(root: int) -> DraftTree:
     """Three levels, siblings and cousins: 0 → 1, 2, 3; 1 → 4, 5; 3 → 6; 5 → 7."""
     parents = [0, 0, 0, 1, 1, 3, 5]
     tree = DraftTree.root(root)
-    return tree.extend(torch.tensor(parents[:3]), torch.tensor([7, 11, 13]), torch.zeros(3), torch.arange(3)).extend(
-        torch.tensor(parents[3:6]), torch.tensor([3, 17, 5]), torch.zeros(3), torch.tensor([0, 1, 0])
-    ).extend(torch.tensor([5]), torch.tensor([19]), torch.zeros(1), torch.tensor([0]))
+    return (
+        tree.extend(torch.tensor(parents[:3]), torch.tensor([7, 11, 13]), torch.zeros(3), torch.arange(3))
+        .extend(torch.tensor(parents[3:6]), torch.tensor([3, 17, 5]), torch.zeros(3), torch.tensor([0, 1, 0]))
+        .extend(torch.tensor([5]), torch.tensor([19]), torch.zeros(1), torch.tensor([0]))
+    )
 
 
 def path_logits(model: Any, prefix: list[int], tree: DraftTree, node: int) -> torch.Tensor:
@@ -29,7 +31,10 @@ def path_logits(model: Any, prefix: list[int], tree: DraftTree, node: int) -> to
         return model(torch.tensor([tokens])).logits[0, -1]
 
 
-FP32_INSIDE = {"gemma2", "mixtral"}  # attention or experts that transformers computes in fp32 whatever the model's dtype
+FP32_INSIDE = {
+    "gemma2",
+    "mixtral",
+}  # attention or experts that transformers computes in fp32 whatever the model's dtype
 
 
 @pytest.mark.parametrize(
@@ -154,9 +159,17 @@ def unsupported() -> dict[str, Any]:
         ),
         "linear_attention": lambda: transformers.Qwen3NextForCausalLM(
             transformers.Qwen3NextConfig(
-                **{**SHAPE, "num_hidden_layers": 4}, head_dim=8, num_key_value_heads=2, linear_num_key_heads=2,
-                linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, num_experts=2,
-                num_experts_per_tok=1, moe_intermediate_size=8, shared_expert_intermediate_size=8,
+                **{**SHAPE, "num_hidden_layers": 4},
+                head_dim=8,
+                num_key_value_heads=2,
+                linear_num_key_heads=2,
+                linear_num_value_heads=2,
+                linear_key_head_dim=8,
+                linear_value_head_dim=8,
+                num_experts=2,
+                num_experts_per_tok=1,
+                moe_intermediate_size=8,
+                shared_expert_intermediate_size=8,
             )
         ),
         "position_ids": lambda: transformers.BloomForCausalLM(

@@ -38,7 +38,9 @@ FAMILIES = {
 }
 
 
-def tiny(family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **changes: object) -> torch.nn.Module:
+def tiny(
+    family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **changes: object
+) -> torch.nn.Module:
     """A random model whose next-token distributions are far from flat, so that a wrong row changes the text."""
     prefix, extra = FAMILIES[family]
     config_class = getattr(transformers, f"{prefix}TextConfig", None) or getattr(transformers, f"{prefix}Config")

@@ -58,18 +58,19 @@ class Drafter:
 def children(logq: Tensor, k: int, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Draft log-probabilities [n, M] → the k likeliest tokens and their log-probabilities, each [n, k], on the host.
 
-    `tokens` [n, M] names the candidates where they are not the whole vocabulary; -inf marks an empty place. Every
-    drafter turns scores into children here and nowhere else, so that ties and precision are the same for all.
+    `tokens` [n, M] names the candidates where they are not the whole vocabulary, -inf marks an empty place, and ties
+    keep the order given. Every drafter turns scores into children here and nowhere else, so that ties and precision
+    are the same for all.
     """
-    top = torch.topk(logq.float(), min(k, logq.shape[-1]), dim=-1)
-    picked = top.indices if tokens is None else tokens.gather(1, top.indices)
-    return picked.cpu(), top.values.cpu()
+    logq = logq.float()
+    if tokens is None:
+        top = torch.topk(logq, min(k, logq.shape[-1]), dim=-1)
+        return top.indices.cpu(), top.values.cpu()
+    values, order = logq.sort(dim=-1, descending=True, stable=True)
+    return tokens.gather(1, order[:, :k]).cpu(), values[:, :k].cpu()
 
 
 def attach_children(tree: DraftTree, grow: Grow, tokens: Tensor, logq: Tensor) -> DraftTree:
     """Hang the rows of `children` [n, k] under grow.nodes, likeliest first, leaving out what has no probability."""
-    width = tokens.shape[1]
-    real = torch.isfinite(logq).flatten()
-    parents = grow.nodes.repeat_interleave(width)[real]
-    rank = torch.arange(width).repeat(len(grow.nodes))[real]
-    return tree.extend(parents, tokens.flatten()[real], logq.flatten()[real], rank)
+    rows, rank = torch.isfinite(logq).nonzero(as_tuple=True)
+    return tree.extend(grow.nodes[rows], tokens[rows, rank], logq[rows, rank], rank)

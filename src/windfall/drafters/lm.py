@@ -31,21 +31,26 @@ class LMDrafter(Drafter):
     model: Any = option(None, "folder, GGUF file, hub id or loaded model; none: the target itself")
 
     def attach(self, target: Target) -> None:
-        if self.model is None:
-            self._serve(target.model)
-        elif hasattr(self.model, "forward"):
-            self._serve(self.model)
-        else:
-            loaded = load_model(self.model, device=target.device, dtype=target.decoder.dtype)
-            check_vocabulary(
-                target.tokenizer, loaded.tokenizer, target.vocab_size, _vocabulary_size(loaded.model), str(self.model)
-            )
-            self._serve(loaded.model)
-        check_vocabulary(None, None, target.vocab_size, self._decoder.config.vocab_size, str(self.model))
+        model, tokenizer = self._find(target)
+        name, size = str(self.model), int(model.get_output_embeddings().weight.shape[0])
+        check_vocabulary(target.tokenizer, tokenizer, target.vocab_size, size, name if len(name) < 80 else "model")
+        self._serve(model, target)
 
-    def _serve(self, model: Any) -> None:
+    def _find(self, target: Target) -> tuple[Any, Any]:
+        """The model and, where there is one, its tokenizer."""
+        if self.model is None:
+            return target.model, target.tokenizer
+        if isinstance(self.model, tuple):
+            return self.model
+        if hasattr(self.model, "forward"):
+            return self.model, None
+        loaded = load_model(self.model, device=target.device, dtype=target.decoder.dtype)
+        return loaded.model, loaded.tokenizer
+
+    def _serve(self, model: Any, target: Target) -> None:
         refuse_unsupported(model, "drafter")
         self._decoder = Decoder(model)
+        self._vocabulary = target.vocab_size  # the drafter's logits may be padded further
 
     def start(self, prompts: list[list[int]], hidden: list[Tensor] | None) -> None:
         self._decoder.reset(len(prompts))
@@ -64,7 +69,7 @@ class LMDrafter(Drafter):
                 continue
             size, fresh = len(rows[b].tokens), len(grow.nodes)
             self._slots[b].update(zip(grow.nodes.tolist(), range(first + size - fresh, first + size), strict=True))
-            logq = torch.log_softmax(logits[b][size - fresh :].float(), -1)
+            logq = torch.log_softmax(logits[b][size - fresh :, : self._vocabulary].float(), -1)
             grown.append(attach_children(tree, grow, *children(logq, grow.k)))
         return grown
 
@@ -112,7 +117,3 @@ class LMDrafter(Drafter):
         visible[:, list(slots.values())] = tree.mask()[grow.nodes][:, list(slots)]
         visible[:, staged:] = torch.eye(size, dtype=torch.bool)
         return Rows(tree.tokens[grow.nodes], length + len(pending) - 1 + tree.depth[grow.nodes], visible)
-
-
-def _vocabulary_size(model: Any) -> int:
-    return int(model.get_output_embeddings().weight.shape[0])

@@ -24,7 +24,7 @@ class SelfDrafter(LMDrafter):
 
     def attach(self, target: Target) -> None:
         count = target.decoder.config.num_hidden_layers
-        self._serve(without_layers(target.model, parse_layers(self.skip, count)))
+        self._serve(without_layers(target.model, parse_layers(self.skip, count)), target)
 
 
 def parse_layers(text: str, count: int) -> list[int]:
