@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import prompt, tiny
 from transformers import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 
 import windfall
+from tiny import prompt, tiny
 from windfall.records import InputError
 
 

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 from tokenizers import models as token_models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from windfall import models
+from windfall import conversion, hub, models
 from windfall.records import InputError
 
 SHAPE = {
@@ -382,7 +382,7 @@ def test_embedded_model_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def hub_answers(monkeypatch: pytest.MonkeyPatch, answer: Callable[[str], list[str]]) -> None:
-    monkeypatch.setattr(models, "_hub_files", answer)
+    monkeypatch.setattr(hub, "_hub_files", answer)
 
 
 def test_unknown_hub_id_is_answered_soon() -> None:
@@ -393,7 +393,7 @@ def test_unknown_hub_id_is_answered_soon() -> None:
 
 
 def test_hub_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "HUB_SECONDS", 0.1)
+    monkeypatch.setattr(hub, "SECONDS", 0.1)
     hub_answers(monkeypatch, Mock(side_effect=lambda name: time.sleep(5)))
     assert refused("some/model") == (
         "cannot reach the Hugging Face hub for 'some/model': no answer within 0.1 seconds; "
@@ -442,9 +442,9 @@ def test_what_is_wanted_of_a_repository() -> None:
         "model.fp16.safetensors",
     ]
     everything = plain + safe + pickled + rest + ["own.py", "pytorch_model.bin.index.json"]
-    assert sorted(models._wanted(everything, code=False)) == sorted(plain + safe)
-    assert "own.py" in models._wanted(everything, code=True)
-    assert sorted(models._wanted(plain + pickled, code=False)) == sorted(plain + pickled)
+    assert sorted(hub._wanted(everything, code=False)) == sorted(plain + safe)
+    assert "own.py" in hub._wanted(everything, code=True)
+    assert sorted(hub._wanted(plain + pickled, code=False)) == sorted(plain + pickled)
 
 
 # ---- GGUF files and their conversions
@@ -497,7 +497,7 @@ def test_interrupted_conversion_leaves_nothing(gguf_file: Path, cache: Path, int
         raise interruption
 
     with pytest.raises(interruption):
-        models._converted(gguf_file, "tiny", stop_halfway)
+        conversion.converted(gguf_file, "tiny", stop_halfway)
     assert not list(cache.iterdir())
 
 
@@ -514,10 +514,10 @@ def test_concurrent_conversions_yield_one_folder(gguf_file: Path, cache: Path, m
         made.append(folder)
         write_something(file, folder)
 
-    monkeypatch.setattr(models, "_announced", wait_for_the_others)
+    monkeypatch.setattr(conversion, "announced", wait_for_the_others)
     results: list[Path] = []
     threads = [
-        threading.Thread(target=lambda: results.append(models._converted(gguf_file, "tiny", convert)))
+        threading.Thread(target=lambda: results.append(conversion.converted(gguf_file, "tiny", convert)))
         for _ in range(together.parties)
     ]
     for thread in threads:
@@ -527,18 +527,18 @@ def test_concurrent_conversions_yield_one_folder(gguf_file: Path, cache: Path, m
     assert len(set(made)) == 3
     assert len(results) == 3
     assert list(cache.iterdir()) == [results[0]]
-    assert models._is_complete(results[0])
+    assert conversion.is_complete(results[0])
 
 
-@pytest.mark.parametrize("damage", ["model.safetensors", models.CACHE_MARKER, "truncate"])
+@pytest.mark.parametrize("damage", ["model.safetensors", conversion.CACHE_MARKER, "truncate"])
 def test_damaged_conversion_is_made_anew(gguf_file: Path, cache: Path, damage: str) -> None:
-    folder = models._converted(gguf_file, "tiny", write_something)
+    folder = conversion.converted(gguf_file, "tiny", write_something)
     if damage == "truncate":
         os.truncate(folder / "model.safetensors", 3)
     else:
         (folder / damage).unlink()
-    assert models._converted(gguf_file, "tiny", write_something) == folder
-    assert models._is_complete(folder)
+    assert conversion.converted(gguf_file, "tiny", write_something) == folder
+    assert conversion.is_complete(folder)
     assert list(cache.iterdir()) == [folder]
 
 
@@ -547,15 +547,15 @@ def test_stale_leftovers_are_swept(gguf_file: Path, cache: Path) -> None:
     for leftover, age in ((fresh, 3600), (stale, 2 * 24 * 3600)):
         leftover.mkdir(parents=True)
         os.utime(leftover, (time.time() - age,) * 2)
-    folder = models._converted(gguf_file, "tiny", write_something)
+    folder = conversion.converted(gguf_file, "tiny", write_something)
     assert set(cache.iterdir()) == {folder, fresh}
 
 
 def test_changed_file_is_converted_again(gguf_file: Path) -> None:
-    first = models._converted(gguf_file, "tiny", write_something)
+    first = conversion.converted(gguf_file, "tiny", write_something)
     with gguf_file.open("ab") as file:
         file.write(b"more")
-    assert models._converted(gguf_file, "tiny", write_something) != first
+    assert conversion.converted(gguf_file, "tiny", write_something) != first
 
 
 def test_cache_that_cannot_be_written(gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

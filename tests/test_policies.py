@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from table import TableDrafter, draft, random_table
 
+from table import TableDrafter, draft, random_table
 from windfall import registry
 from windfall.options import options_of
 from windfall.policies.base import best
@@ -52,7 +52,7 @@ def test_fixed_tree_stops_at_its_size() -> None:
 
 
 def test_beam_by_hand() -> None:
-    """k=2: level 1 = {1: .6, 2: .3}; level 2 = {12: .42, 11: .12, 21: .15, 23: .12}; beam {12, 21}; level 3 from these."""
+    """k=2: level 1 = {1: .6, 2: .3}; level 2 = {12: .42, 11: .12, 21: .15, 23: .12}; level 3 from 12 and 21."""
     tree, keep, passes = draft(registry.policy("beam", depth=3, k=2, nodes=6), TableDrafter(HAND))
     assert len(tree) == 1 + 2 + 4 + 4
     assert passes == 3

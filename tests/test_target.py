@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny import FAMILIES, SHAPE, prompt, tiny
 
+from tiny import FAMILIES, SHAPE, prompt, tiny
 from windfall.cache import STEP
 from windfall.records import InputError
 from windfall.target import Target

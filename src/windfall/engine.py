@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 
 from windfall.drafters.base import Drafter
 from windfall.metrics import Stats
@@ -31,6 +32,17 @@ class Generation:
     finish_reason: str
     steps: list[Step]
     stats: Stats
+
+    @classmethod
+    def of(cls, steps: list[Step], times: list[float], prefill: float) -> Generation:
+        """Fold Steps and the seconds after the start at which each came."""
+        return cls(
+            text="".join(step.text for step in steps),
+            token_ids=[token for step in steps for token in step.tokens],
+            finish_reason=(steps and steps[-1].finish) or "interrupted",
+            steps=steps,
+            stats=Stats.of(steps, times[-1] if times else 0.0, times[0] if times else 0.0, prefill),
+        )
 
 
 class Engine:
@@ -55,23 +67,14 @@ class Engine:
         """Several texts, decoded together; each is what `generate` would have given."""
         encoded, params = [self.encode(prompt, raw) for prompt in prompts], self.params(**sampling)
         steps: list[list[Step]] = [[] for _ in encoded]
-        first, last = [0.0] * len(encoded), [0.0] * len(encoded)
+        times: list[list[float]] = [[] for _ in encoded]
         started = time.perf_counter()
         for cycle in self.run(encoded, [params] * len(encoded)):
             now = time.perf_counter() - started
             for i, step in cycle.items():
                 steps[i].append(step)
-                first[i], last[i] = first[i] or now, now
-        return [
-            Generation(
-                text="".join(step.text for step in own),
-                token_ids=[token for step in own for token in step.tokens],
-                finish_reason=own[-1].finish or "length",
-                steps=own,
-                stats=Stats.of(own, last[i], first[i], self.prefill_seconds),
-            )
-            for i, own in enumerate(steps)
-        ]
+                times[i].append(now)
+        return [Generation.of(*own, self.prefill_seconds) for own in zip(steps, times, strict=True)]
 
     def run(self, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[dict[int, Step]]:
         """Decode these prompts together: per cycle, the Step of every sequence that has not ended yet."""
@@ -119,8 +122,10 @@ class Engine:
         emitted = [s.accept(tree, verdict) for s, tree, verdict in zip(live, trees, verdicts, strict=True)]
         clock.lap("other")
         steps = [
-            Step(*emitted[b], trees[b], verdicts[b].path, len(drafted[b]) - 1, growth[b].passes, clock.split, s.finish)
-            for b, s in enumerate(live)
+            Step(tokens, text, tree, verdict.path, full, keep, grower.passes, clock.split, sequence.finish)
+            for (tokens, text), tree, verdict, full, keep, grower, sequence in zip(
+                emitted, trees, verdicts, drafted, kept, growth, live, strict=True
+            )
         ]
         for sequence, step in zip(live, steps, strict=True):
             sequence.policy.observe(step)
@@ -129,26 +134,34 @@ class Engine:
 
     def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """Text, chat messages or token ids → token ids; text becomes a user's message unless `raw`."""
-        tokenizer = self.target.tokenizer
         if len(prompt) == 0:
             raise InputError("the prompt is empty")
-        if not isinstance(prompt, str) and not isinstance(prompt[0], dict):
-            ids = torch.as_tensor(prompt).flatten().tolist()
-        elif tokenizer is None:
-            raise InputError("this target has no tokenizer; give the prompt as token ids")
-        elif isinstance(prompt, str) and (raw or not tokenizer.chat_template):
-            ids = tokenizer(prompt).input_ids
-        else:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        worded = isinstance(prompt, str) or isinstance(prompt[0], dict)
+        ids = self._tokenize(prompt, raw) if worded else torch.as_tensor(prompt).flatten().tolist()
+        context, vocabulary = self.target.context, self.target.vocab_size
         if not ids:
             raise InputError("the prompt is empty")
-        context, vocabulary = self.target.context, self.target.vocab_size
         if context is not None and len(ids) >= context:
             raise InputError(f"the prompt has {len(ids)} tokens; {self.target.name} takes {context - 1} at most")
         if not 0 <= min(ids) <= max(ids) < vocabulary:
             raise InputError(f"token ids must be between 0 and {vocabulary - 1}")
-        return list(ids)
+        return ids
+
+    def _tokenize(self, prompt: Prompt, raw: bool) -> list[int]:
+        tokenizer = self.target.tokenizer
+        if tokenizer is None:
+            raise InputError("this target has no tokenizer; give the prompt as token ids")
+        try:
+            if isinstance(prompt, str) and (raw or not tokenizer.chat_template):
+                return list(tokenizer(prompt).input_ids)
+            if not tokenizer.chat_template:
+                raise InputError(f"{self.target.name} has no chat template; give the prompt as text")
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+            return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+        except TypeError:
+            raise InputError("the prompt is not valid Unicode text") from None
+        except TemplateError as error:
+            raise InputError(f"the chat template of {self.target.name} refuses these messages: {error}") from None
 
     def params(self, **sampling: Any) -> SamplingParams:
         """SamplingParams from keywords, held to what this target can do."""

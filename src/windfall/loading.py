@@ -32,11 +32,8 @@ def load(
     tokenizer. policy: a name from `registry.policies()` or a TreePolicy. A ready model stays where it is unless
     `device` or `dtype` says otherwise.
     """
-    return Engine(
-        as_target(target, device=device, dtype=dtype, trust_remote_code=trust_remote_code),
-        as_drafter(drafter),
-        as_policy(policy),
-    )
+    proposer, shaper = as_drafter(drafter), as_policy(policy)  # first: a wrong name costs no loading
+    return Engine(as_target(target, device=device, dtype=dtype, trust_remote_code=trust_remote_code), proposer, shaper)
 
 
 def as_target(target: Any, **how: Any) -> Target:
@@ -50,21 +47,23 @@ def as_target(target: Any, **how: Any) -> Target:
     return Target(loaded.model, loaded.tokenizer, loaded.name)
 
 
-def as_drafter(drafter: Any) -> Drafter:
+def as_drafter(drafter: Any, **settings: Any) -> Drafter:
+    """A drafter by name and settings; any other name, and a model, is a language model that drafts."""
     if isinstance(drafter, Drafter):
         return drafter
-    name = DEFAULT_DRAFTER if drafter is None else drafter
-    if isinstance(name, str) and name in registry.drafters():
-        made: Drafter = registry.drafter(name)
-    else:
-        made = registry.drafter("lm", model=drafter)
+    drafter = DEFAULT_DRAFTER if drafter is None else drafter
+    named = isinstance(drafter, str) and drafter in registry.drafters()
+    made: Drafter = (
+        registry.drafter(drafter, **settings) if named else registry.drafter("lm", model=drafter, **settings)
+    )
     return made
 
 
-def as_policy(policy: Any) -> TreePolicy:
+def as_policy(policy: Any, **settings: Any) -> TreePolicy:
+    """A policy by name and settings."""
     if isinstance(policy, TreePolicy):
         return policy
-    made: TreePolicy = registry.policy(DEFAULT_POLICY if policy is None else policy)
+    made: TreePolicy = registry.policy(DEFAULT_POLICY if policy is None else policy, **settings)
     return made
 
 

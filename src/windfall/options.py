@@ -63,7 +63,12 @@ def describe(cls: type) -> list[dict[str, Any]]:
     """The options as plain data, for tables, `--json` and docs."""
     hints = typing.get_type_hints(cls)
     return [
-        {"name": key, "type": _type_name(hints[key]), "default": f.default, "help": f.metadata["help"]}
+        {
+            "name": key,
+            "type": " | ".join(f.metadata["choices"]) or _type_name(hints[key]),
+            "default": f.default,
+            "help": f.metadata["help"],
+        }
         for key, f in options_of(cls).items()
     ]
 
@@ -80,6 +85,8 @@ def split_settings(items: list[str]) -> dict[str, str]:
 
 
 def _parse(text: str, wanted: Any, label: str) -> Any:
+    if wanted is Any:
+        return text
     kinds = typing.get_args(wanted) or (wanted,)
     if type(None) in kinds and text.lower() in ("none", ""):
         return None
@@ -97,4 +104,6 @@ def _parse(text: str, wanted: Any, label: str) -> Any:
 
 
 def _type_name(wanted: Any) -> str:
+    if wanted is Any:
+        return "text"
     return " or ".join(getattr(kind, "__name__", str(kind)) for kind in typing.get_args(wanted) or (wanted,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -48,6 +49,9 @@ class SamplingParams:
         _require(0 <= self.min_p <= 1, f"min_p must be between 0 and 1, not {self.min_p}")
         _require(self.repetition_penalty > 0, f"repetition_penalty must be above 0, not {self.repetition_penalty}")
         _require(all(self.stop), "a stop string must not be empty")
+        for name in ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            _require(math.isfinite(getattr(self, name)), f"{name} must be a finite number")
+        _require(not any(map(math.isnan, self.logit_bias.values())), "logit_bias values must be numbers")
 
     @property
     def greedy(self) -> bool:
@@ -109,7 +113,8 @@ class Step:
     text: str  # what these tokens add to the text, as far as it is certain
     tree: DraftTree  # the verified nodes
     path: Tensor  # accepted nodes of `tree`, root first
-    drafted: int  # nodes drafted, verified or not
+    drafted: DraftTree  # the nodes it was chosen from
+    kept: Tensor  # which nodes of `drafted` were verified
     draft_passes: int
     seconds: Split
     finish: str | None = None  # None: goes on; "stop" or "length"

@@ -39,12 +39,12 @@ def drafter_class(name: str) -> type:
     return _find("drafter", name)
 
 
-def policy(name: str, **settings: Any) -> Any:
+def policy(name: str, /, **settings: Any) -> Any:
     """A policy by name, e.g. `policy("beam", depth=4)`."""
     return options.build(policy_class(name), settings, f"policy {name}")
 
 
-def drafter(name: str, **settings: Any) -> Any:
+def drafter(name: str, /, **settings: Any) -> Any:
     """A drafter by name, e.g. `drafter("ngram", min_match=3)`."""
     return options.build(drafter_class(name), settings, f"drafter {name}")
 

@@ -20,7 +20,7 @@ class SelfDrafter(LMDrafter):
     """The target's own weights without some layers."""
 
     model: Any = None
-    skip: str = option("half", "layers to leave out: 'half' (every second of the middle ones), or e.g. '3,5,10-20'")
+    skip: str = option("middle", "layers to leave out: 'middle' (the sixth past the middle), or e.g. '3,5,10-20'")
 
     def attach(self, target: Target) -> None:
         count = target.decoder.config.num_hidden_layers
@@ -28,16 +28,16 @@ class SelfDrafter(LMDrafter):
 
 
 def parse_layers(text: str, count: int) -> list[int]:
-    """'half' or '3,5,10-20' → layer numbers below `count`."""
-    if text == "half":
-        return list(range(1, count - 1, 2))
+    """'middle' or '3,5,10-20' → layer numbers below `count`."""
+    if text == "middle":  # where a model without early-exit training misses its layers least
+        return list(range(count // 2, count // 2 + max(1, count // 6)))
     layers: set[int] = set()
     try:
         for part in filter(None, text.split(",")):
-            first, _, last = part.partition("-")
-            layers.update(range(int(first), int(last or first) + 1))
+            first, dash, last = part.partition("-")
+            layers.update(range(int(first), int(last if dash else first) + 1))
     except ValueError:
-        raise InputError(f"skip takes 'half' or layer numbers such as '3,5,10-20', not '{text}'") from None
+        raise InputError(f"skip takes 'middle' or layer numbers such as '3,5,10-20', not '{text}'") from None
     if not layers <= set(range(count)) or len(layers) == count:
         raise InputError(f"skip must leave at least one of the layers 0-{count - 1}, not '{text}'")
     return sorted(layers)

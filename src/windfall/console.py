@@ -1,0 +1,263 @@
+"""The terminal: prompts and turns come in; texts, coloured drafts, tables and one-line errors go out."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from windfall.engine import Engine, Generation
+    from windfall.metrics import Stats
+    from windfall.records import Step
+
+Show = Callable[["Step"], None]
+
+DRAFTED = "#56b4e9"  # sky blue and orange tell apart for every kind of colour vision; the underline needs no colour
+OWN = "underline #e69f00"
+MARKS = {"ok": ("✓", "green"), "broken": ("✗", "bold red"), "missing": ("!", "yellow")}
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise  # rich calls this while it handles the error; what to do about it is for the command line to say
+
+
+def stdout() -> Console:
+    return _Console(highlight=False, soft_wrap=True)
+
+
+def stderr() -> Console:
+    return _Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+# ---- in
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The prompt as given, from a file, or (`-` or nothing) from standard input; one line end at the end is dropped."""
+    from windfall.records import InputError
+
+    if prompt is not None and file is not None:
+        raise InputError("give a prompt or --file, not both")
+    if file is not None:
+        text = _decode(_read_file(file), f"'{file}'")
+    elif prompt not in (None, "-"):
+        text = str(prompt)
+    elif sys.stdin is None or (prompt is None and sys.stdin.isatty()):
+        raise InputError("there is no prompt; give one as an argument, with --file, or on standard input")
+    else:
+        text = _decode(sys.stdin.buffer.read(), "standard input")
+    if not text.strip():
+        raise InputError("the prompt is empty")
+    return text
+
+
+def turns() -> Iterator[str]:
+    """The lines a user types, until Ctrl-D; from a pipe, its lines."""
+    if not sys.stdin.isatty():
+        for line in sys.stdin.buffer:
+            yield _decode(line, "standard input")
+        return
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 (gives `input` line editing and a history)
+    while True:
+        try:
+            typed = input("> ")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            note("\n/exit or Ctrl-D leaves")
+            continue
+        yield typed
+
+
+def _read_file(file: Path) -> bytes:
+    from windfall.records import InputError
+
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot read '{file}': {error.strerror}") from error
+
+
+def _decode(content: bytes, place: str) -> str:
+    from windfall.records import InputError
+
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{place} is not UTF-8 text (byte {error.start})") from error
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+# ---- texts
+
+
+@contextlib.contextmanager
+def waiting(message: str) -> Iterator[None]:
+    """A word on the terminal while nothing else is shown, gone afterwards."""
+    shown = message if sys.stderr.isatty() else ""
+    print(shown, end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print(f"\r{' ' * len(shown)}\r" if shown else "", end="", file=sys.stderr, flush=True)
+
+
+def show_nothing(step: Step) -> None:
+    """For `--json`, which prints at the end."""
+
+
+def show_text(step: Step) -> None:
+    """The text of a step, as it is."""
+    print(step.text, end="", flush=True)
+
+
+class DraftColours:
+    """The text token by token: the drafted ones in one colour, those the target had to add itself in another."""
+
+    def __init__(self, engine: Engine, stop: tuple[str, ...]) -> None:
+        from windfall.detokenizer import Detokenizer
+
+        self._text = Detokenizer(engine.target.tokenizer, stop)
+        self._console = stdout()
+
+    def __call__(self, step: Step) -> None:
+        for place, token in enumerate(step.tokens):
+            self._text.push(token)
+            last = step.finish is not None and place == len(step.tokens) - 1
+            style = DRAFTED if place < step.accepted else OWN
+            self._console.out(self._text.take(final=last), style=style, highlight=False, end="")
+
+
+def legend(generation: Generation) -> None:
+    """What the colours of `DraftColours` mean, and how many tokens have each."""
+    drafted = sum(min(step.accepted, len(step.tokens)) for step in generation.steps)
+    own = generation.stats.tokens - drafted
+    named = (("drafted and accepted", DRAFTED), f": {drafted}, ", ("the target's own", OWN), f": {own}")
+    stderr().print(Text.assemble(*named))
+
+
+def end_text(generation: Generation, coloured: bool) -> None:
+    """End the line of a streamed text, and say on stderr how it went."""
+    print(flush=True)
+    if coloured:
+        legend(generation)
+    stats = generation.stats
+    ending = ", interrupted" if generation.finish_reason == "interrupted" else ""
+    speed = f"{stats.tokens_per_second:.1f} tokens/s, {stats.tau:.2f} tokens per pass"
+    note(f"{stats.tokens} tokens, {speed}{ending}")
+
+
+def heading(name: str) -> None:
+    stdout().print(Text(name, style="bold"))
+
+
+def note(message: str) -> None:
+    """A dim line on stderr."""
+    stderr().print(Text(message, style="dim"))
+
+
+def fail(message: str) -> None:
+    """One red line on stderr."""
+    stderr().print(Text(f"windfall: {' '.join(message.split())}", style="red"))
+
+
+def print_json(value: Any, indent: int | None = None) -> None:
+    print(json.dumps(value, ensure_ascii=False, indent=indent), flush=True)
+
+
+def as_record(generation: Generation) -> dict[str, Any]:
+    """A generation as plain data."""
+    return {
+        "text": generation.text,
+        "token_ids": generation.token_ids,
+        "finish_reason": generation.finish_reason,
+        "stats": generation.stats.as_dict(),
+    }
+
+
+# ---- tables
+
+
+def figures(rows: Mapping[str, Stats], baseline: Stats | None = None) -> Table:
+    """What generations cost; with a baseline, how much faster than it they were."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    last = "tokens/s" if baseline is None else "speed-up"
+    for column in ("tokens", "target passes", "tokens per pass", "seconds", last):
+        table.add_column(column, justify="right")
+    for name, stats in rows.items():
+        speed = stats.tokens_per_second
+        shown = f"{speed:.1f}" if baseline is None else f"{speedup(baseline, stats):.2f}x"
+        passes = str(stats.target_passes)
+        table.add_row(Text(name), str(stats.tokens), passes, f"{stats.tau:.2f}", f"{stats.seconds:.2f}", shown)
+    return table
+
+
+def speedup(plain: Stats, chosen: Stats) -> float:
+    """Tokens per second over plain decoding's."""
+    return chosen.tokens_per_second / plain.tokens_per_second if plain.tokens_per_second else 0.0
+
+
+def comparison(plain: Generation, chosen: Generation, policy: str, engine: Engine) -> None:
+    """The figures of both runs, and whether their tokens are the same."""
+    out = stdout()
+    out.print(figures({"plain": plain.stats, policy: chosen.stats}, baseline=plain.stats))
+    if plain.token_ids == chosen.token_ids:
+        out.print(Text(f"Same {len(plain.token_ids)} tokens", style="green"))
+        return
+    at = first_difference(plain.token_ids, chosen.token_ids)
+    ours, theirs = (_token_at(g.token_ids, at, engine) for g in (plain, chosen))
+    out.print(Text(f"Different from token {at + 1} on: plain has {ours}, {policy} has {theirs}", style="red"))
+
+
+def first_difference(one: list[int], other: list[int]) -> int:
+    """The first place where two lists differ, which may be the end of the shorter."""
+    pairs = zip(one, other, strict=False)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _token_at(ids: list[int], place: int, engine: Engine) -> str:
+    return f"{engine.target.tokenizer.decode([ids[place]])!r}" if place < len(ids) else "ended"
+
+
+def catalogue(title: str, entries: list[dict[str, Any]]) -> None:
+    """Policies or drafters: what each does, and its options."""
+    out = stdout()
+    out.print(Text(title, style="bold underline"))
+    for entry in entries:
+        default = " (default)" if entry["default"] else ""
+        out.print(Text.assemble("\n", (entry["name"], "bold"), (default, "dim"), "  ", entry["summary"]))
+        if entry["options"]:
+            out.print(_options(entry["options"]), soft_wrap=False)
+    out.print()
+
+
+def _options(options: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("  option", "type", "default"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("meaning", ratio=1)
+    for each in options:
+        cells = (f"  {each['name']}", each["type"], "none" if each["default"] is None else str(each["default"]))
+        table.add_row(*map(Text, cells), Text(each["help"]))
+    return table
+
+
+def checklist(checks: list[dict[str, Any]]) -> None:
+    """The doctor's findings, a line each."""
+    out = stdout()
+    for check in checks:
+        mark, style = MARKS["ok" if check["ok"] else "broken" if check["needed"] else "missing"]
+        out.print(Text.assemble((mark, style), f" {check['name']:<15}", check["detail"]))

@@ -1,0 +1,485 @@
+"""The command line, on a tiny random model with a tokenizer of single characters."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import string
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tokenizers
+import transformers
+from typer.testing import CliRunner, Result
+
+from tiny import VOCABULARY, tiny
+from windfall import __version__, console, doctor, loading, registry
+from windfall.cli import SamplingOptions, app
+from windfall.engine import Engine
+from windfall.records import InputError, SamplingParams
+
+SPECIAL = ["<unk>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+CHARACTERS = (string.ascii_letters + " .,\n")[: VOCABULARY - len(SPECIAL)]
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+STATS = {"tokens", "cycles", "target_passes", "draft_passes", "rows", "tau", "delta", "seconds"} | {
+    "tokens_per_second",
+    "ttft",
+    "tpot",
+    "time",
+}
+SHORT = ["--max-new-tokens", "20", "--ignore-eos"]
+
+
+def character_tokenizer(template: str | None = TEMPLATE) -> transformers.PreTrainedTokenizerFast:
+    vocabulary = {token: place for place, token in enumerate([*SPECIAL, *CHARACTERS])}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    backend.decoder = tokenizers.decoders.Fuse()
+    backend.add_special_tokens(SPECIAL)
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<|end|>")
+    made.chat_template = template
+    return made
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("models") / "tiny"
+    tiny().save_pretrained(place)
+    character_tokenizer().save_pretrained(place)
+    return place
+
+
+@pytest.fixture(scope="session")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without a chat template."""
+    place = tmp_path_factory.mktemp("models") / "bare"
+    tiny().save_pretrained(place)
+    character_tokenizer(None).save_pretrained(place)
+    return place
+
+
+def windfall(*arguments: object, input: str | bytes | None = None) -> Result:
+    result = CliRunner().invoke(app, [str(a) for a in arguments], input=input, catch_exceptions=False)
+    assert "Traceback" not in result.output
+    return result
+
+
+def refused(*arguments: object, input: str | bytes | None = None) -> str:
+    """The one line that bad input is answered with."""
+    result = windfall(*arguments, input=input)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert re.fullmatch(r"windfall: [^\n]+\n", result.stderr), result.stderr
+    return result.stderr.removeprefix("windfall: ").rstrip()
+
+
+# ---- generate
+
+
+def test_generate_streams_the_text_and_says_how_fast(folder: Path) -> None:
+    result = windfall("generate", "abc abc", "--target", folder, *SHORT)
+    told = windfall("generate", "abc abc", "--target", folder, "--json", *SHORT)
+    assert result.exit_code == 0
+    assert result.stdout == json.loads(told.stdout)["text"] + "\n"
+    assert re.fullmatch(r"20 tokens, [\d.]+ tokens/s, [\d.]+ tokens per pass\n", result.stderr)
+
+
+def test_json_is_one_object_with_everything(folder: Path) -> None:
+    options = ("--policy", "chain", "--set", "depth=3", "--drafter", "ngram", "--drafter-set", "min_match=1")
+    result = windfall("generate", "abc", "--target", folder, "--json", "--seed", "7", *options, *SHORT)
+    told = json.loads(result.stdout)
+    assert result.stdout.count("\n") == 1
+    assert set(told) == {"text", "token_ids", "finish_reason", "stats", "target", "drafter", "policy", "seed"}
+    assert set(told["stats"]) >= STATS
+    assert (told["target"], told["drafter"], told["policy"], told["seed"]) == ("tiny", "ngram", "chain", 7)
+    assert told["finish_reason"] == "length"
+    assert len(told["token_ids"]) == told["stats"]["tokens"] == 20
+
+
+def test_every_sampling_option_reaches_the_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {}
+    params = Engine.params
+    monkeypatch.setattr(Engine, "params", lambda self, **given: seen.update(given) or params(self, **given))
+    flags = "--temperature .7 --top-k 9 --top-p .9 --min-p .01 --repetition-penalty 1.1 --presence-penalty .2"
+    more = "--frequency-penalty .3 --logit-bias 5=-2 --logit-bias 6=1.5 --stop xyz --stop qq --seed 3"
+    windfall("generate", "abc", "--target", folder, *flags.split(), *more.split(), *SHORT)
+    assert seen == {
+        "max_new_tokens": 20,
+        "temperature": 0.7,
+        "top_k": 9,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+        "logit_bias": {5: -2.0, 6: 1.5},
+        "stop": ("xyz", "qq"),
+        "eos": (),
+        "seed": 3,
+    }
+
+
+def test_sampling_defaults_are_the_library_s() -> None:
+    library = SamplingParams()
+    given = SamplingOptions().keywords()
+    assert given == {name: getattr(library, name) for name in given}
+    assert {f.name for f in dataclasses.fields(library)} - set(given) == {"processors", "criteria"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "input"),
+    [(["-"], "abc de\n"), ([], "abc de\n"), ([], "abc de"), ([], b"\xef\xbb\xbfabc de\r\n"), (["abc de"], None)],
+)
+def test_prompts_come_from_the_argument_or_standard_input(
+    folder: Path, arguments: list[str], input: str | bytes | None
+) -> None:
+    told = windfall("generate", *arguments, "--target", folder, "--json", *SHORT, input=input)
+    same = windfall("generate", "abc de", "--target", folder, "--json", *SHORT)
+    assert json.loads(told.stdout)["token_ids"] == json.loads(same.stdout)["token_ids"]
+
+
+def test_prompt_from_a_file_a_system_message_and_raw(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    prompts = []
+    encode = Engine.encode
+    monkeypatch.setattr(Engine, "encode", lambda self, p, raw=False: prompts.append((p, raw)) or encode(self, p, raw))
+    (tmp_path / "prompt.txt").write_text("abc\n\n")
+    windfall("generate", "--file", tmp_path / "prompt.txt", "--raw", "--target", folder, *SHORT)
+    windfall("generate", "abc", "--system", "be kind", "--target", folder, *SHORT)
+    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "abc"}]
+    assert prompts == [("abc\n", True), (messages, False)]
+
+
+@pytest.mark.parametrize("temperature", [0, 0.9])
+def test_compare_finds_the_same_tokens(folder: Path, temperature: float) -> None:
+    options = ("--compare", "--temperature", temperature, "--target", folder, "--drafter", "lm", *SHORT)
+    result = windfall("generate", "abc", *options)
+    assert result.exit_code == 0
+    assert "Same 20 tokens" in result.stdout
+    assert [line for line in result.stdout.splitlines() if line in ("plain", "beam")] == ["plain", "beam"]
+    for column in ("tokens", "target passes", "tokens per pass", "seconds", "speed-up"):
+        assert column in result.stdout
+    told = json.loads(windfall("generate", "abc", "--json", *options).stdout)
+    assert told["equal"] is True
+    assert told["plain"]["token_ids"] == told["token_ids"]
+    assert set(told["plain"]) == {"text", "token_ids", "finish_reason", "stats"}
+    assert told["plain"]["stats"]["tau"] == 1 < told["stats"]["tau"]
+
+
+def test_compare_says_where_texts_part(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Engine.stream
+
+    def altered(self: Engine, prompt: object, **options: object):
+        for step in stream(self, prompt, **options):
+            wrong = self.policy != registry.policy("none")
+            yield dataclasses.replace(step, tokens=(*step.tokens[:-1], 9)) if wrong else step
+
+    monkeypatch.setattr(Engine, "stream", altered)
+    result = windfall("generate", "abc", "--compare", "--policy", "chain", "--target", folder, *SHORT)
+    assert result.exit_code == 1
+    assert re.search(r"Different from token \d+ on: plain has '.', chain has 'e'\n", result.stdout)
+    told = windfall("generate", "abc", "--compare", "--json", "--policy", "chain", "--target", folder, *SHORT)
+    assert told.exit_code == 1
+    assert json.loads(told.stdout)["equal"] is False
+
+
+def test_compare_loads_the_weights_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = []
+    load_model = loading.load_model
+    monkeypatch.setattr(loading, "load_model", lambda *given, **how: loads.append(given) or load_model(*given, **how))
+    windfall("generate", "abc", "--compare", "--target", folder, *SHORT)
+    assert len(loads) == 1
+
+
+def test_a_smaller_model_drafts(folder: Path) -> None:
+    told = json.loads(windfall("generate", "abc", "--drafter", folder, "--target", folder, "--json", *SHORT).stdout)
+    assert told["drafter"] == str(folder)
+    assert told["stats"]["tau"] > 2
+
+
+def test_drafts_are_coloured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLORTERM", "truecolor")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    options = ("--drafter", "lm", "--policy", "chain", "--set", "depth=3", "--target", folder, *SHORT)
+    result = windfall("generate", "abc", "--show-drafts", *options)
+    plain = json.loads(windfall("generate", "abc", "--json", *options).stdout)
+    assert re.sub(r"\x1b\[[\d;]*m", "", result.stdout) == plain["text"] + "\n"
+    assert "\x1b[38;2;86;180;233m" in result.stdout and "\x1b[4;38;2;230;159;0m" in result.stdout
+    legend = re.sub(r"\x1b\[[\d;]*m", "", result.stderr).splitlines()[0]
+    assert legend == "drafted and accepted: 15, the target's own: 5"
+
+
+def interrupted_after(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Engine.stream
+
+    def short(self: Engine, prompt: object, **options: object):
+        for place, step in enumerate(stream(self, prompt, **options)):
+            if place == steps:
+                raise KeyboardInterrupt
+            yield step
+
+    monkeypatch.setattr(Engine, "stream", short)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_control_c_keeps_what_is_there(folder: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    whole = json.loads(windfall("generate", "abc", "--policy", "none", "--target", folder, "--json", *SHORT).stdout)
+    interrupted_after(steps, monkeypatch)
+    options = ("--policy", "none", "--target", folder, *SHORT)
+    result = windfall("generate", "abc", *options)
+    assert result.exit_code == 130
+    assert result.stdout == whole["text"][:steps] + "\n"
+    assert "interrupted" in result.stderr
+    for compare in ([], ["--compare"]):
+        told = windfall("generate", "abc", "--json", *compare, *options)
+        assert told.exit_code == 130
+        partial = json.loads(told.stdout)
+        assert partial["finish_reason"] == "interrupted"
+        assert partial["token_ids"] == whole["token_ids"][:steps]
+
+
+def test_control_c_while_loading_is_quiet(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("windfall.loading.load", interrupt)
+    result = windfall("generate", "abc", "--target", folder)
+    assert (result.exit_code, result.output) == (130, "")
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--temperature -1", "temperature must be 0 (greedy) or more, not -1.0"),
+        ("--temperature nan", "temperature must be 0 (greedy) or more, not nan"),
+        ("--temperature warm", "Invalid value for '--temperature': "),
+        ("--top-p 0", "top_p must be above 0 and at most 1, not 0.0"),
+        ("--top-k -2", "top_k must be 0 (off) or more, not -2"),
+        ("--min-p 2", "min_p must be between 0 and 1, not 2.0"),
+        ("--repetition-penalty 0", "repetition_penalty must be above 0, not 0.0"),
+        ("--max-new-tokens 0", "max_new_tokens must be at least 1, not 0"),
+        ("--max-new-tokens many", "Invalid value for '--max-new-tokens': "),
+        ("--logit-bias garbage", "write --logit-bias as ID=VALUE, for example 42=-100, not 'garbage'"),
+        ("--logit-bias 999=1", "logit_bias takes token ids between 0 and 60"),
+        ("--stop=", "a stop string must not be empty"),
+        ("--policy nonsense", "there is no policy 'nonsense'; choose from none, chain"),
+        ("--set depth=x", "policy beam: depth takes int, not 'x'"),
+        ("--set depth=0", "depth must be at least 1, not 0"),
+        ("--set depth", "write settings as name=value, not 'depth'"),
+        ("--set colour=red", "policy beam has no option 'colour'; it has: depth, k, nodes"),
+        ("--drafter-set colour=red", "drafter ngram has no option 'colour'; it has: method"),
+        ("--drafter /no/such/model", "there is no file or folder '/no/such/model'"),
+        ("--device nonsense", "there is no device 'nonsense'; choose from cpu"),
+        ("--dtype nonsense", "there is no dtype 'nonsense'; choose from float32"),
+        ("--file /no/such/file", "give a prompt or --file, not both"),
+        ("--raw --system kind", "--system needs the chat template, which --raw leaves out; choose one"),
+        ("--json --show-drafts", "--show-drafts colours a text, and --json prints none; choose one"),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(folder: Path, arguments: str, message: str) -> None:
+    assert refused("generate", "abc", "--target", folder, *arguments.split()).startswith(message)
+
+
+def test_bad_prompts_are_refused_in_one_line(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes("caf\u00e9".encode("latin-1"))
+    (tmp_path / "empty.txt").write_bytes(b"\n")
+    at = ("generate", "--target", folder)
+    assert refused(*at, "") == "the prompt is empty"
+    assert refused(*at, input="") == "the prompt is empty"
+    assert refused(*at, "--file", tmp_path / "empty.txt") == "the prompt is empty"
+    assert refused(*at, input=b"caf\xe9") == "standard input is not UTF-8 text (byte 3)"
+    assert refused(*at, "--file", tmp_path / "latin.txt") == f"'{tmp_path}/latin.txt' is not UTF-8 text (byte 3)"
+    assert (
+        refused(*at, "--file", tmp_path / "none.txt") == f"cannot read '{tmp_path}/none.txt': No such file or directory"
+    )
+    assert refused(*at, "--file", tmp_path) == f"cannot read '{tmp_path}': Is a directory"
+    assert refused(*at, "a" * 300).startswith("the prompt has 303 tokens; tiny takes 255 at most")
+
+
+def test_a_terminal_without_a_prompt_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    with pytest.raises(InputError, match="there is no prompt; give one as an argument, with --file, or on standard"):
+        console.read_prompt(None, None)
+
+
+def test_models_that_cannot_be_used_are_refused_in_one_line(bare: Path, tmp_path: Path) -> None:
+    assert refused("generate", "abc", "--target", "/no/such/model") == "there is no file or folder '/no/such/model'"
+    assert "has no config.json" in refused("generate", "abc", "--target", tmp_path)
+    assert refused("chat", "--target", bare).startswith("bare has no chat template")
+    assert refused("generate", "abc", "--system", "kind", "--target", bare).startswith("bare has no chat template")
+    assert windfall("generate", "abc", "--target", bare, *SHORT).exit_code == 0
+
+
+def test_unknown_options_and_commands_exit_with_2() -> None:
+    assert windfall("generate", "--nonsense").exit_code == 2
+    assert windfall("nonsense").exit_code == 2
+
+
+def test_messages_are_not_markup(folder: Path) -> None:
+    assert "'[/red]'" in refused("generate", "abc", "--policy", "[/red]")
+
+
+def test_bugs_are_not_hidden(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr("windfall.loading.load", broken)
+    with pytest.raises(ValueError, match="a bug"):
+        windfall("generate", "abc", "--target", folder)
+
+
+# ---- chat
+
+
+def test_chat_keeps_the_conversation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = []
+    encode = Engine.encode
+    monkeypatch.setattr(Engine, "encode", lambda self, p, raw=False: prompts.append(p) or encode(self, p, raw))
+    lines = "hello\n\n/stats\nagain\n/clear\nnew\n/what\n/exit\nnever\n"
+    result = windfall("chat", "--system", "be kind", "--target", folder, "--max-new-tokens", "8", input=lines)
+    assert result.exit_code == 0
+    roles = [[message["role"] for message in prompt] for prompt in prompts]
+    assert roles == [["system", "user"], ["system", "user", "assistant", "user"], ["system", "user"]]
+    assert prompts[1][2]["content"] in result.stdout
+    assert prompts[2][1]["content"] == "new"
+    assert "answer 1" in result.stdout
+    assert "there is no /what; there are /clear, /stats and /exit" in result.stderr
+
+
+def test_chat_survives_control_c_and_a_full_context(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted_after(2, monkeypatch)
+    lines = f"hello\n{'a' * 300}\nagain\n"
+    result = windfall("chat", "--policy", "none", "--target", folder, *SHORT, input=lines)
+    assert result.exit_code == 0
+    assert result.stderr.count("2 tokens, ") == 2
+    assert "takes 255 at most (/clear starts anew)" in result.stderr
+
+
+def test_chat_colours_drafts_and_refuses_other_encodings(folder: Path) -> None:
+    result = windfall("chat", "--show-drafts", "--target", folder, *SHORT, input="hello\n")
+    assert "drafted and accepted" in result.stderr
+    assert refused("chat", "--target", folder, input=b"\xff\n") == "standard input is not UTF-8 text (byte 0)"
+
+
+def test_turns_at_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    typed = iter(["hello", KeyboardInterrupt(), "again", EOFError()])
+
+    def answer(_: str) -> str:
+        item = next(typed)
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", answer)
+    assert list(console.turns()) == ["hello", "again"]
+    assert "/exit or Ctrl-D leaves" in capsys.readouterr().err
+
+
+# ---- policies, doctor, version
+
+
+def test_policies_lists_the_whole_registry() -> None:
+    shown = windfall("policies").stdout
+    told = json.loads(windfall("policies", "--json").stdout)
+    assert [entry["name"] for entry in told["policies"]] == registry.policies()
+    assert [entry["name"] for entry in told["drafters"]] == registry.drafters()
+    for entry in told["policies"] + told["drafters"]:
+        assert entry["name"] in shown and entry["summary"] in shown
+        for option in entry["options"]:
+            assert set(option) >= {"name", "type", "default", "help"}
+            assert option["name"] in shown
+
+
+def test_policies_by_name() -> None:
+    assert "depth" in windfall("policies", "chain").stdout
+    assert [e["name"] for e in json.loads(windfall("policies", "ngram", "--json").stdout)["drafters"]] == ["ngram"]
+    assert "Policies" not in windfall("policies", "--drafters").stdout
+    assert refused("policies", "nonsense").startswith("there is no policy or drafter 'nonsense'; choose from none")
+
+
+def test_doctor_finds_this_machine_sound() -> None:
+    told = windfall("doctor", "--json")
+    found = json.loads(told.stdout)
+    assert told.exit_code == 0 and found["ok"]
+    names = [check["name"] for check in found["checks"]]
+    assert {"python", "windfall", "torch", "transformers", "devices", "threads", "cache", "same text", "hub"} <= {
+        *names
+    }
+    assert "✓ same text" in windfall("doctor").stdout
+
+
+def test_doctor_finds_a_wrong_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = Engine.generate
+
+    def wrong(self: Engine, prompt: object, **options: object):
+        made = generate(self, prompt, **options)
+        return made if self.policy == registry.policy("none") else dataclasses.replace(made, token_ids=[1])
+
+    monkeypatch.setattr(Engine, "generate", wrong)
+    result = windfall("doctor")
+    assert result.exit_code == 1
+    assert "✗ same text      speculative and plain decoding differ" in result.stdout
+
+
+def test_doctor_checks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WINDFALL_CACHE", str(tmp_path))
+    assert doctor.cache() == str(tmp_path)
+    monkeypatch.setenv("WINDFALL_CACHE", str(tmp_path / "file" / "below"))
+    (tmp_path / "file").touch()
+    with pytest.raises(RuntimeError, match="cannot be written to"):
+        doctor.cache()
+    monkeypatch.setattr("windfall.models.EMBEDDED_PACKAGE", "no_such_package")
+    with pytest.raises(RuntimeError, match="not installed"):
+        doctor.embedded_model()
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "0.0.1")
+    with pytest.raises(RuntimeError, match=r"0\.0\.1 is installed, but windfall needs >="):
+        doctor.version("torch")
+
+
+def test_version() -> None:
+    assert windfall("--version").stdout == f"windfall {__version__}\n"
+
+
+# ---- as a process
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = "import sys, windfall.cli\ntry: windfall.cli.main()\n"
+    code += "finally: assert not {'torch', 'transformers'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "generate" in done.stdout
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes")
+def test_a_closed_pipe_is_quiet(folder: Path) -> None:
+    command = [sys.executable, "-m", "windfall.cli", "generate", "abc", "--target", str(folder), "--policy", "none"]
+    process = subprocess.Popen(
+        [*command, "--ignore-eos", "--max-new-tokens", "250"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 141
+
+
+def test_a_tree_is_drawn(folder: Path) -> None:
+    drawn = windfall(
+        "tree", "the cat", "--target", folder, "--drafter", "lm", "--policy", "beam", "--set", "k=2", *SHORT
+    )
+    assert "└── " in drawn.stdout
+    assert "accepted" in drawn.stdout
+    first = windfall("tree", "the cat", "--target", folder, "--policy", "none", "--cycle", "1", *SHORT)
+    assert "0 drafted in 0 passes, 0 verified, 0 accepted: 1 tokens" in " ".join(first.stdout.split())
