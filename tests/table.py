@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from windfall.drafters.base import attach_children, children
+from windfall.cost import ASSUMED, Costs
+from windfall.drafters.base import sprout
 from windfall.policies.base import TreePolicy
 from windfall.records import Context, Grow
 from windfall.tree import DraftTree
@@ -20,7 +21,7 @@ class TableDrafter:
         self.logq = torch.as_tensor(table, dtype=torch.float32).log()
 
     def expand(self, tree: DraftTree, grow: Grow) -> DraftTree:
-        return attach_children(tree, grow, *children(self.logq[tree.tokens[grow.nodes]], grow.k))
+        return sprout(tree, grow, self.logq[tree.tokens[grow.nodes]], None)
 
 
 def random_table(vocabulary: int, seed: int, sharpness: float = 1.5) -> Tensor:
@@ -28,11 +29,13 @@ def random_table(vocabulary: int, seed: int, sharpness: float = 1.5) -> Tensor:
     return torch.softmax(sharpness * torch.randn(vocabulary, vocabulary, generator=generator), -1)
 
 
-def draft(policy: TreePolicy, drafter: TableDrafter, root: int = 0, room: int = 64) -> tuple[DraftTree, Tensor, int]:
+def draft(
+    policy: TreePolicy, drafter: TableDrafter, root: int = 0, room: int = 64, costs: Costs = ASSUMED
+) -> tuple[DraftTree, Tensor, int]:
     """One cycle of drafting as the engine does it: the grown tree, what is kept of it, and the passes it took."""
     from windfall.engine import Growth
 
-    context = Context(length=10, room=room, temperature=0.0)
+    context = Context(length=10, room=room, temperature=0.0, costs=costs)
     tree, growth = DraftTree.root(root), Growth(policy, context)
     while (grow := growth.next(tree)) is not None:
         tree = drafter.expand(tree, grow)

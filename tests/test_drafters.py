@@ -18,7 +18,7 @@ from windfall.tree import DraftTree
 
 def attached(drafter: LMDrafter, target: Target, prompts: list[list[int]]) -> LMDrafter:
     drafter.attach(target)
-    drafter.start(prompts, None)
+    drafter.start(prompts, None, [None] * len(prompts))
     return drafter
 
 

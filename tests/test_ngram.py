@@ -54,7 +54,7 @@ def mixture(text: list[int], context: list[int], shortest: int, limit: int) -> d
 
 def started(tokens: list[int], **settings: int | str) -> NGramDrafter:
     drafter = NGramDrafter(**settings)  # type: ignore[arg-type]
-    drafter.start([tokens], None)
+    drafter.start([tokens], None, [None])
     return drafter
 
 
@@ -189,7 +189,7 @@ def test_one_token_of_context_is_enough_if_asked() -> None:
 
 def test_a_none_grow_leaves_its_tree_alone() -> None:
     drafter = NGramDrafter()
-    drafter.start([[1, 2, 3, 1, 2], [1, 2, 3, 1, 2]], None)
+    drafter.start([[1, 2, 3, 1, 2], [1, 2, 3, 1, 2]], None, [None] * 2)
     trees = drafter.begin([2, 2])
     grown_trees = drafter.expand(trees, [None, Grow(torch.tensor([0]), 4)])
     assert grown_trees[0] is trees[0]
@@ -277,7 +277,11 @@ def test_begin_forgets_the_tree_before() -> None:
 
 def test_retain_keeps_the_named_sequences_in_order() -> None:
     drafter = NGramDrafter()
-    drafter.start([[1, 2, 3, 1, 2], [1, 2, 4, 1, 2], [1, 2, 5, 1, 2]], None)
+    drafter.start(
+        [[1, 2, 3, 1, 2], [1, 2, 4, 1, 2], [1, 2, 5, 1, 2]],
+        None,
+        [None] * 3,
+    )
     drafter.retain([0, 2])
     trees = drafter.expand(drafter.begin([2, 2]), [Grow(torch.tensor([0]), 4)] * 2)
     assert [tree.tokens.tolist() for tree in trees] == [[2, 3], [2, 5]]

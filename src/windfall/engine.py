@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 
+from windfall.cost import ASSUMED
 from windfall.drafters.base import Drafter
 from windfall.metrics import Stats
 from windfall.policies.base import TreePolicy
@@ -48,8 +49,10 @@ class Generation:
 class Engine:
     """A target, a drafter and a policy. One generation (of one or several sequences) at a time."""
 
-    def __init__(self, target: Target, drafter: Drafter, policy: TreePolicy):
+    def __init__(self, target: Target, drafter: Drafter, policy: TreePolicy, coupled: bool = True):
         self.target, self.drafter, self.policy = target, drafter, policy
+        self.coupled = coupled  # whether the drafter sees the noise of the draws, where there is any
+        self.costs = ASSUMED
         drafter.attach(target)
         self.prefill_seconds = 0.0
         self._generation = 0
@@ -80,8 +83,11 @@ class Engine:
         """Decode these prompts together: per cycle, the Step of every sequence that has not ended yet."""
         self._generation += 1
         generation, started = self._generation, time.perf_counter()
-        sequences = [Sequence(p, s, self.policy.fresh(), self.target) for p, s in zip(prompts, params, strict=True)]
-        self.drafter.start(prompts, self.target.prefill(prompts))
+        sequences = [
+            Sequence(prompt, own, self.policy.fresh(), self.target, self.coupled)
+            for prompt, own in zip(prompts, params, strict=True)
+        ]
+        self.drafter.start(prompts, self.target.prefill(prompts), [sequence.dice for sequence in sequences])
         self.prefill_seconds = time.perf_counter() - started
         live = dict(enumerate(sequences))
         while live:
@@ -97,7 +103,7 @@ class Engine:
 
     @torch.inference_mode()
     def _cycle(self, live: list[Sequence]) -> list[Step]:
-        clock, contexts = Stopwatch(), [sequence.context for sequence in live]
+        clock, contexts = Stopwatch(), [sequence.context(self.costs) for sequence in live]
         drafted = self.drafter.begin([sequence.tokens[-1] for sequence in live])
         growth = [Growth(sequence.policy, context) for sequence, context in zip(live, contexts, strict=True)]
         while any(grows := [grower.next(tree) for grower, tree in zip(growth, drafted, strict=True)]):
@@ -194,7 +200,7 @@ class Growth:
             return None
         self._expanded.update(nodes)
         self.passes += 1
-        return Grow(torch.tensor(nodes), grow.k)
+        return grow._replace(nodes=torch.tensor(nodes))
 
     def _possible(self, tree: DraftTree, grow: Grow) -> list[int]:
         deepest = self.context.room - 2  # a child at depth room - 1 and the target's own token fill the room

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from windfall.cost import Costs
 from windfall.tree import DraftTree
 
 
@@ -68,6 +69,7 @@ class Grow(NamedTuple):
 
     nodes: Tensor  # [n] long, indices into the tree, any depths
     k: int
+    entropy: bool = False  # whether the drafter's uncertainty after these nodes is wanted too
 
 
 class Verdict(NamedTuple):
@@ -90,6 +92,7 @@ class Context(NamedTuple):
     length: int  # committed tokens, the root included
     room: int  # tokens that may still be emitted
     temperature: float
+    costs: Costs  # what this machine's passes take
 
 
 class Split(NamedTuple):

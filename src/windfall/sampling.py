@@ -19,6 +19,7 @@ def _signed(value: int) -> int:
 
 
 GOLDEN = _signed(0x9E3779B97F4A7C15)  # splitmix64: Steele, Lea & Flood 2014
+EULER = 0.5772156649  # the mean of the noise
 FIRST, SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 
 
@@ -33,7 +34,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def noise_bits(seed: int, positions: Tensor, tokens: Tensor) -> Tensor:
-    """64 hashed bits for each (position, token): positions [n], tokens [V] → [n, V] int64, on every device the same."""
+    """64 hashed bits for each (position, token): positions [n], tokens [V] or [n, V] → [n, V] int64, on any device."""
     start = _mix(torch.tensor(_signed(seed), device=positions.device))
     key = _mix(start + (positions + 1) * GOLDEN)
     return _mix(key[:, None] + (tokens + 1) * GOLDEN)
@@ -91,6 +92,32 @@ def _warp(logits: Tensor, params: SamplingParams) -> Tensor:
         probs = logits.softmax(-1)
         logits = logits.masked_fill(probs < params.min_p * probs.amax(-1, keepdim=True), -torch.inf)
     return logits
+
+
+class Dice:
+    """The noise of a sequence's coming draws, known in advance: shown to the drafter, it guesses the draw itself.
+
+    After Daliri, Musco & Suresh 2024 (drafter-invariant decoding), here for trees. The target's walk judges as before,
+    so the text cannot change; only more of what was drafted is right.
+    """
+
+    def __init__(self, params: SamplingParams, committed: list[int]):
+        self.params = params
+        self.committed = committed  # the sequence's own list, growing
+        self.kappa = 1.0  # above 1: the drafter's distribution is trusted less
+
+    def couple(self, logq: Tensor, depths: Tensor, tokens: Tensor | None) -> Tensor:
+        """Draft log-probabilities [n, M] after nodes of these depths → log-probabilities that each token is drawn."""
+        positions = (len(self.committed) + depths).to(logq.device)
+        if tokens is None:
+            scores = _warp(logq / self.params.temperature, self.params)
+            noise = gumbel(self.params.seed, positions, _vocabulary(logq))
+            return torch.log_softmax((scores.log_softmax(-1) + noise) / self.kappa, -1)
+        rest = (1 - logq.exp().sum(-1, keepdim=True)).clamp(min=1e-6).log()  # of all tokens that were not named
+        known = torch.cat([logq, rest], -1).div(self.params.temperature).log_softmax(-1)
+        noise = gumbel(self.params.seed, positions, tokens)
+        noise = torch.cat([noise, torch.full_like(rest, EULER)], -1)  # the others' best is as lucky as the mean
+        return torch.log_softmax((known + noise) / self.kappa, -1)[:, :-1]
 
 
 class Sampler:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from windfall.cost import Costs
 from windfall.detokenizer import Detokenizer
 from windfall.policies.base import TreePolicy
 from windfall.records import Context, SamplingParams, Verdict
-from windfall.sampling import Sampler
+from windfall.sampling import Dice, Sampler
 from windfall.target import Target
 from windfall.tree import DraftTree
 
@@ -15,21 +16,21 @@ from windfall.tree import DraftTree
 class Sequence:
     """Tokens are accepted one by one, so that a text ends at the same token however many came at once."""
 
-    def __init__(self, prompt: list[int], params: SamplingParams, policy: TreePolicy, target: Target):
+    def __init__(self, prompt: list[int], params: SamplingParams, policy: TreePolicy, target: Target, coupled: bool):
         self.tokens = list(prompt)
         self.prompt_length = len(prompt)
         self.params = params
         self.policy = policy
         self.sampler = Sampler(params, len(prompt))
+        self.dice = Dice(params, self.tokens) if coupled and not params.greedy else None
         self.text = Detokenizer(target.tokenizer, params.stop)
         self.finish: str | None = None
         self._eos = frozenset(target.eos if params.eos is None else params.eos)
         limit = params.max_new_tokens
         self._end = len(prompt) + (limit if target.context is None else min(limit, target.context - len(prompt)))
 
-    @property
-    def context(self) -> Context:
-        return Context(len(self.tokens), self._end - len(self.tokens), self.params.temperature)
+    def context(self, costs: Costs) -> Context:
+        return Context(len(self.tokens), self._end - len(self.tokens), self.params.temperature, costs)
 
     def accept(self, tree: DraftTree, verdict: Verdict) -> tuple[tuple[int, ...], str]:
         """Append the target's tokens up to the first that ends the text; returns those taken, and their text."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,11 +18,13 @@ class DraftTree:
     score: Tensor  # [N] fp32, the sum of logq from the root
     depth: Tensor  # [N] long, root 0
     rank: Tensor  # [N] long, place among its siblings, 0 the likeliest
+    entropy: Tensor  # [N] fp32, nats, of the drafter's distribution after this node; NaN where nobody asked for it
 
     @classmethod
     def root(cls, token: int) -> DraftTree:
         zero = torch.zeros(1, dtype=torch.long)
-        return cls(torch.tensor([token]), zero - 1, torch.zeros(1), torch.zeros(1), zero, zero)
+        unknown = torch.full((1,), torch.nan)
+        return cls(torch.tensor([token]), zero - 1, torch.zeros(1), torch.zeros(1), zero, zero, unknown)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -37,7 +39,12 @@ class DraftTree:
             torch.cat([self.score, self.score[parents] + logq]),
             torch.cat([self.depth, self.depth[parents] + 1]),
             torch.cat([self.rank, rank]),
+            torch.cat([self.entropy, torch.full((len(tokens),), torch.nan)]),
         )
+
+    def measure(self, nodes: Tensor, entropy: Tensor) -> DraftTree:
+        """The same tree with the drafter's uncertainty after these nodes noted."""
+        return replace(self, entropy=self.entropy.index_copy(0, nodes, entropy.float()))
 
     def select(self, keep: Tensor) -> DraftTree:
         """The sub-tree of these nodes (ascending indices, root kept, closed under parents), order preserved."""
@@ -47,9 +54,8 @@ class DraftTree:
         place[keep] = torch.arange(len(keep))
         parents = place[self.parents[keep]]
         assert keep[0] == 0 and bool((parents[1:] >= 0).all()), "a kept node's parent must be kept"
-        return DraftTree(
-            self.tokens[keep], parents, self.logq[keep], self.score[keep], self.depth[keep], self.rank[keep]
-        )
+        arrays = (self.logq, self.score, self.depth, self.rank, self.entropy)
+        return DraftTree(self.tokens[keep], parents, *(array[keep] for array in arrays))
 
     def mask(self) -> Tensor:
         """[N, N] bool: row i is True at i and at i's ancestors."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from windfall import options
 from windfall.records import Grow
+from windfall.sampling import Dice
 from windfall.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -32,8 +33,11 @@ class Drafter:
     def attach(self, target: Target) -> None:
         """Meet the target; refuse it (InputError) if the two do not fit."""
 
-    def start(self, prompts: list[list[int]], hidden: list[Tensor] | None) -> None:
-        """Take new sequences, dropping all earlier ones; `hidden` covers every prompt token but the last."""
+    def start(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
+        """Take new sequences, dropping all earlier ones.
+
+        `hidden` covers every prompt token but the last; `dice` is what `sprout` wants, one for each sequence.
+        """
         raise NotImplementedError
 
     def begin(self, tokens: list[int]) -> list[DraftTree]:
@@ -55,22 +59,24 @@ class Drafter:
         raise NotImplementedError
 
 
-def children(logq: Tensor, k: int, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Draft log-probabilities [n, M] → the k likeliest tokens and their log-probabilities, each [n, k], on the host.
+def sprout(tree: DraftTree, grow: Grow, logq: Tensor, dice: Dice | None, tokens: Tensor | None = None) -> DraftTree:
+    """Hang the k likeliest children under each of grow.nodes; logq [n, M] are the drafter's log-probabilities.
 
-    `tokens` [n, M] names the candidates where they are not the whole vocabulary, -inf marks an empty place, and ties
-    keep the order given. Every drafter turns scores into children here and nowhere else, so that ties and precision
-    are the same for all.
+    `tokens` [n, M] names the candidates where they are not the whole vocabulary; -inf marks an empty place, and ties
+    keep the order given. With `dice` the children are ranked by what the target is going to draw. Every drafter turns
+    scores into children here and nowhere else, so that coupling, ties and precision are the same for all.
     """
     logq = logq.float()
+    if dice is not None:
+        logq = dice.couple(logq, tree.depth[grow.nodes], tokens)
+    if grow.entropy:
+        tree = tree.measure(grow.nodes, torch.special.entr(logq.exp()).sum(-1).cpu())
     if tokens is None:
-        top = torch.topk(logq, min(k, logq.shape[-1]), dim=-1)
-        return top.indices.cpu(), top.values.cpu()
-    values, order = logq.sort(dim=-1, descending=True, stable=True)
-    return tokens.gather(1, order[:, :k]).cpu(), values[:, :k].cpu()
-
-
-def attach_children(tree: DraftTree, grow: Grow, tokens: Tensor, logq: Tensor) -> DraftTree:
-    """Hang the rows of `children` [n, k] under grow.nodes, likeliest first, leaving out what has no probability."""
-    rows, rank = torch.isfinite(logq).nonzero(as_tuple=True)
-    return tree.extend(grow.nodes[rows], tokens[rows, rank], logq[rows, rank], rank)
+        values, order = logq.topk(min(grow.k, logq.shape[-1]), dim=-1)
+        picked = order.cpu()
+    else:
+        values, order = logq.sort(dim=-1, descending=True, stable=True)
+        values, picked = values[:, : grow.k], tokens.gather(1, order[:, : grow.k]).cpu()
+    values = values.cpu()
+    rows, rank = torch.isfinite(values).nonzero(as_tuple=True)
+    return tree.extend(grow.nodes[rows], picked[rows, rank], values[rows, rank], rank)

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from windfall.batch import Rows
 from windfall.decoder import Decoder
-from windfall.drafters.base import Drafter, attach_children, children
+from windfall.drafters.base import Drafter, sprout
 from windfall.models import check_vocabulary, load_model
 from windfall.options import option
 from windfall.records import Grow
+from windfall.sampling import Dice
 from windfall.target import Target, refuse_unsupported
 from windfall.tree import DraftTree
 
@@ -52,7 +53,8 @@ class LMDrafter(Drafter):
         self._decoder = Decoder(model)
         self._vocabulary = target.vocab_size  # the drafter's logits may be padded further
 
-    def start(self, prompts: list[list[int]], hidden: list[Tensor] | None) -> None:
+    def start(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
+        self._dice = list(dice)
         self._decoder.reset(len(prompts))
         self._pending = [list(prompt) for prompt in prompts]  # committed but not in the cache, the root last
         self._slots: list[dict[int, int]] = [{} for _ in prompts]  # expanded node → its staged row
@@ -70,7 +72,7 @@ class LMDrafter(Drafter):
             size, fresh = len(rows[b].tokens), len(grow.nodes)
             self._slots[b].update(zip(grow.nodes.tolist(), range(first + size - fresh, first + size), strict=True))
             logq = torch.log_softmax(logits[b][size - fresh :, : self._vocabulary].float(), -1)
-            grown.append(attach_children(tree, grow, *children(logq, grow.k)))
+            grown.append(sprout(tree, grow, logq, self._dice[b]))
         return grown
 
     def commit(
@@ -94,6 +96,7 @@ class LMDrafter(Drafter):
         self._decoder.retain(keep)
         self._pending = [self._pending[b] for b in keep]
         self._slots = [self._slots[b] for b in keep]
+        self._dice = [self._dice[b] for b in keep]
 
     def _catch_up(self, grows: Sequence[Grow | None]) -> None:
         """Bring the cache close to the root before the first pass of a cycle, if much was committed meanwhile."""

@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from windfall.drafters.base import Drafter, attach_children, children
+from windfall.drafters.base import Drafter, sprout
 from windfall.options import option
 from windfall.records import Grow, InputError
+from windfall.sampling import Dice
 from windfall.tree import DraftTree
 
 CANDIDATES = 64  # continuations of one node, at the most
@@ -170,7 +171,8 @@ METHODS: dict[str, Callable[[SuffixAutomaton, Cursor, int], Candidates]] = {"suf
 class History:
     """One sequence: its committed tokens, and where the nodes of its current tree stand in them."""
 
-    def __init__(self, limit: int, tokens: list[int]) -> None:
+    def __init__(self, limit: int, tokens: list[int], dice: Dice | None = None) -> None:
+        self.dice = dice
         self.text = SuffixAutomaton(limit, tokens)
         self.begin()
 
@@ -203,8 +205,8 @@ class NGramDrafter(Drafter):
             raise InputError(f"min_match must be at most max_match ({self.max_match}), not {self.min_match}")
         self.histories: list[History] = []
 
-    def start(self, prompts: list[list[int]], hidden: list[Tensor] | None) -> None:
-        self.histories = [History(self.max_match, prompt) for prompt in prompts]
+    def start(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
+        self.histories = [History(self.max_match, *each) for each in zip(prompts, dice, strict=True)]
 
     def begin(self, tokens: list[int]) -> list[DraftTree]:
         for history in self.histories:
@@ -235,4 +237,4 @@ class NGramDrafter(Drafter):
         padded = [row + [(0, 0.0)] * (width - len(row)) for row in rows]
         tokens = torch.tensor([[token for token, _ in row] for row in padded])  # [n, M]
         mass = torch.tensor([[chance for _, chance in row] for row in padded], dtype=torch.float64)  # [n, M]
-        return attach_children(tree, grow, *children(mass.log(), grow.k, tokens))
+        return sprout(tree, grow, mass.log(), history.dice, tokens)
