@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from windfall.calibration import Calibrator
 from windfall.cost import ASSUMED, Costs
 from windfall.drafters.base import sprout
 from windfall.policies.base import TreePolicy
@@ -30,12 +31,17 @@ def random_table(vocabulary: int, seed: int, sharpness: float = 1.5) -> Tensor:
 
 
 def draft(
-    policy: TreePolicy, drafter: TableDrafter, root: int = 0, room: int = 64, costs: Costs = ASSUMED
+    policy: TreePolicy,
+    drafter: TableDrafter,
+    root: int = 0,
+    room: int = 64,
+    costs: Costs = ASSUMED,
+    calibrator: Calibrator | None = None,
 ) -> tuple[DraftTree, Tensor, int]:
     """One cycle of drafting as the engine does it: the grown tree, what is kept of it, and the passes it took."""
     from windfall.engine import Growth
 
-    context = Context(length=10, room=room, temperature=0.0, costs=costs)
+    context = Context(length=10, room=room, temperature=0.0, costs=costs, calibrator=calibrator or Calibrator())
     tree, growth = DraftTree.root(root), Growth(policy, context)
     while (grow := growth.next(tree)) is not None:
         tree = drafter.expand(tree, grow)

@@ -10,6 +10,7 @@ import string
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import tokenizers
@@ -18,7 +19,9 @@ from typer.testing import CliRunner, Result
 
 from tiny import VOCABULARY, tiny
 from windfall import __version__, console, doctor, loading, registry
-from windfall.cli import SamplingOptions, app
+from windfall.cli import app
+from windfall.cli.measure import parse_policies
+from windfall.cli.options import SamplingOptions
 from windfall.engine import Engine
 from windfall.records import InputError, SamplingParams
 
@@ -197,6 +200,31 @@ def test_compare_loads_the_weights_once(folder: Path, monkeypatch: pytest.Monkey
     assert len(loads) == 1
 
 
+def test_a_preset_is_its_policy_with_published_settings(folder: Path) -> None:
+    options = ("--drafter", "lm", "--target", folder, "--json", *SHORT)
+    told = [
+        json.loads(windfall("generate", "abc", *choice, *options).stdout)
+        for choice in (
+            ("--preset", "eagle-2", "--set", "nodes=5"),
+            ("--policy", "beam", "--set", "depth=6", "--set", "k=10", "--set", "nodes=5"),
+        )
+    ]
+    assert [each["policy"] for each in told] == ["eagle-2", "beam"]
+    assert told[0]["stats"]["rows"] == told[1]["stats"]["rows"]
+    shown = windfall("policies", "eagle-2").stdout
+    assert "--policy beam --set depth=6 --set k=10 --set nodes=60" in shown
+
+
+def test_uncoupled_reaches_the_engine_and_changes_no_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    coupled = []
+    run = Engine.run
+    monkeypatch.setattr(Engine, "run", lambda self, *given: coupled.append(self.coupled) or run(self, *given))
+    options = ("--drafter", "lm", "--temperature", "1", "--target", folder, "--json", *SHORT)
+    told = [json.loads(windfall("generate", "abc", *options, *flag).stdout) for flag in ([], ["--uncoupled"])]
+    assert coupled == [True, False]
+    assert told[0]["token_ids"] == told[1]["token_ids"]
+
+
 def test_a_smaller_model_drafts(folder: Path) -> None:
     told = json.loads(windfall("generate", "abc", "--drafter", folder, "--target", folder, "--json", *SHORT).stdout)
     assert told["drafter"] == str(folder)
@@ -272,7 +300,10 @@ def test_control_c_while_loading_is_quiet(folder: Path, monkeypatch: pytest.Monk
         ("--logit-bias garbage", "write --logit-bias as ID=VALUE, for example 42=-100, not 'garbage'"),
         ("--logit-bias 999=1", "logit_bias takes token ids between 0 and 60"),
         ("--stop=", "a stop string must not be empty"),
-        ("--policy nonsense", "there is no policy 'nonsense'; choose from none, chain"),
+        ("--policy nonsense", "there is no policy 'nonsense'; choose from auto, none"),
+        ("--preset nonsense", "there is no preset 'nonsense'; choose from eagle-1"),
+        ("--preset eagle-2 --policy beam", "--preset names a policy and its settings, --policy only a policy"),
+        ("--preset eagle-2 --set colour=red", "policy beam has no option 'colour'; it has: depth, k, nodes"),
         ("--set depth=x", "policy beam: depth takes int, not 'x'"),
         ("--set depth=0", "depth must be at least 1, not 0"),
         ("--set depth", "write settings as name=value, not 'depth'"),
@@ -386,6 +417,100 @@ def test_turns_at_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert "/exit or Ctrl-D leaves" in capsys.readouterr().err
 
 
+# ---- profile, compare
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("WINDFALL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_profile_shows_costs_and_keeps_them(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = windfall("profile", "--target", folder, "--drafter", "lm")
+    assert shown.exit_code == 0
+    for part in ("tiny", "draft pass, LMDrafter", "verify pass, context 64", "overhead of a cycle", "c = "):
+        assert part in shown.stdout
+    monkeypatch.setattr("windfall.profiling.measure", None)  # it is not measured again
+    told = windfall("profile", "--target", folder, "--drafter", "lm", "--json")
+    assert set(json.loads(told.stdout)) == {"costs", "about", "full", "rounds", "seconds", "steady", "c"}
+    assert len(list((cache / "profiles").iterdir())) == 1
+
+
+def test_profile_plots(folder: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at = ("profile", "--target", folder)
+    assert refused(*at, "--plot", tmp_path / "costs.gif").startswith("a plot is a .png, .svg, .pdf file, not")
+    assert refused(*at, "--plot", tmp_path / "no" / "costs.png").startswith("cannot write '")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert refused(*at, "--plot", tmp_path / "costs.png") == "plots need matplotlib; run: pip install windfall[plot]"
+    monkeypatch.undo()
+    monkeypatch.setenv("WINDFALL_CACHE", str(cache))
+    pytest.importorskip("matplotlib")
+    assert windfall(*at, "--plot", tmp_path / "costs.svg").exit_code == 0
+    assert "<svg" in (tmp_path / "costs.svg").read_text()
+
+
+def test_policies_are_compared(folder: Path) -> None:
+    options = ("--policies", "chain, beam:depth=2:k=2,eagle-2", "--rounds", "2", "--drafter", "lm", "--target", folder)
+    shown = windfall("compare", "abc", *options, "--temperature", ".8", *SHORT)
+    assert shown.exit_code == 0
+    for part in ("none", "chain", "eagle-2", "tau", "delta", "verify", "tokens/s", "speed-up", "Same 20 tokens"):
+        assert part in shown.stdout
+    told = json.loads(windfall("compare", "abc", *options, "--json", *SHORT).stdout)
+    assert list(told["policies"]) == ["none", "chain", "beam:depth=2:k=2", "eagle-2"]
+    assert told["equal"] and told["rounds"] == 2 and len(told["token_ids"]) == 20
+    for name, row in told["policies"].items():
+        assert set(row) >= STATS | {"mean_rows", "speedup", "equal"}
+        assert row["speedup"] == 1 if name == "none" else row["tau"] > 1
+    assert told["policies"]["beam:depth=2:k=2"]["mean_rows"] <= 7
+
+
+def test_rounds_take_turns_after_a_warm_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = []
+    generate = Engine.generate
+
+    def noted(self: Engine, prompt: object, **options: object):
+        turns.append((type(self.policy).__name__, options["max_new_tokens"]))
+        return generate(self, prompt, **options)
+
+    monkeypatch.setattr(Engine, "generate", noted)
+    windfall("compare", "abc", "--policies", "chain,none", "--rounds", "2", "--target", folder, *SHORT)
+    assert turns == [("NoSpeculation", 8), ("Chain", 8), *[("NoSpeculation", 20), ("Chain", 20)] * 2]
+
+
+def test_compare_finds_a_wrong_policy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = Engine.generate
+
+    def wrong(self: Engine, prompt: object, **options: object):
+        made = generate(self, prompt, **options)
+        return dataclasses.replace(made, token_ids=[9]) if type(self.policy).__name__ == "Chain" else made
+
+    monkeypatch.setattr(Engine, "generate", wrong)
+    options = ("compare", "abc", "--policies", "chain", "--rounds", "1", "--target", folder, *SHORT)
+    shown = windfall(*options)
+    assert shown.exit_code == 1
+    assert re.search(r"Different from token \d on: none has .*, chain has ", shown.stdout)
+    told = windfall(*options, "--json")
+    assert told.exit_code == 1 and json.loads(told.stdout)["equal"] is False
+
+
+@pytest.mark.parametrize(
+    ("policies", "message"),
+    [
+        ("chain,,beam", "write --policies as names separated by commas"),
+        ("nonsense", "there is no policy 'nonsense'; choose from auto"),
+        ("beam:depth", "write settings as name=value, not 'depth'"),
+        ("beam:depth=x", "policy beam: depth takes int, not 'x'"),
+    ],
+)
+def test_bad_contenders_are_refused_in_one_line(folder: Path, policies: str, message: str) -> None:
+    assert refused("compare", "abc", "--policies", policies, "--target", folder).startswith(message)
+
+
+def test_all_policies_can_be_compared() -> None:
+    assert set(parse_policies("all")) == set(registry.policies())
+
+
 # ---- policies, doctor, version
 
 
@@ -405,7 +530,9 @@ def test_policies_by_name() -> None:
     assert "depth" in windfall("policies", "chain").stdout
     assert [e["name"] for e in json.loads(windfall("policies", "ngram", "--json").stdout)["drafters"]] == ["ngram"]
     assert "Policies" not in windfall("policies", "--drafters").stdout
-    assert refused("policies", "nonsense").startswith("there is no policy or drafter 'nonsense'; choose from none")
+    assert refused("policies", "nonsense").startswith(
+        "there is no policy, drafter or preset 'nonsense'; choose from auto"
+    )
 
 
 def test_doctor_finds_this_machine_sound() -> None:
@@ -483,3 +610,20 @@ def test_a_tree_is_drawn(folder: Path) -> None:
     assert "accepted" in drawn.stdout
     first = windfall("tree", "the cat", "--target", folder, "--policy", "none", "--cycle", "1", *SHORT)
     assert "0 drafted in 0 passes, 0 verified, 0 accepted: 1 tokens" in " ".join(first.stdout.split())
+
+
+def test_a_tree_is_drawn_as_svg(folder: Path, tmp_path: Path) -> None:
+    options = ("--target", folder, "--drafter", "lm", "--policy", "beam", "--set", "k=2", "--set", "nodes=6", *SHORT)
+    file = tmp_path / "tree.svg"
+    assert windfall("tree", "the <&> cat", *options, "--svg", file).exit_code == 0
+    drawn = ElementTree.parse(file).getroot()
+    texts = [element.text or "" for element in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"accepted", "the target's own token", "verified, not accepted", "drafted, not verified"} <= {*texts}
+    assert sum(bool(re.search(r" [01]\.\d\d$", text)) for text in texts) == int(texts[-1].split()[0])
+    width, height = float(drawn.attrib["width"]), float(drawn.attrib["height"])
+    boxes = [element.attrib for element in drawn.iter("{http://www.w3.org/2000/svg}rect")][1:]
+    assert all(float(b["x"]) + float(b["width"]) <= width and float(b["y"]) + 20 <= height for b in boxes)
+    assert len({(b["x"], b["y"]) for b in boxes}) == len(boxes)
+    assert refused("tree", "abc", *options, "--svg", tmp_path) == f"cannot write '{tmp_path}': Is a directory"
+    plain = windfall("tree", "the cat", "--target", folder, "--policy", "none", "--svg", file, *SHORT)
+    assert plain.exit_code == 0 and "1 tokens from one pass" in file.read_text()

@@ -30,7 +30,7 @@ def test_every_file_is_registered_and_every_name_loads() -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("baem", {}, "no policy 'baem'; choose from none, chain"),
+        ("baem", {}, "no policy 'baem'; choose from auto, none"),
         ("beam", {"width": 3}, "policy beam has no option 'width'; it has: depth, k, nodes"),
         ("beam", {"depth": "deep"}, "policy beam: depth takes int, not 'deep'"),
         ("beam", {"depth": 0}, "depth must be at least 1, not 0"),

@@ -17,6 +17,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from windfall.engine import Engine, Generation
     from windfall.metrics import Stats
+    from windfall.profiling import Profile
     from windfall.records import Step
 
 Show = Callable[["Step"], None]
@@ -114,6 +115,26 @@ def waiting(message: str) -> Iterator[None]:
         print(f"\r{' ' * len(shown)}\r" if shown else "", end="", file=sys.stderr, flush=True)
 
 
+@contextlib.contextmanager
+def progress(title: str) -> Iterator[Callable[[float], None]]:
+    """A bar on the terminal that is told the finished share, gone afterwards."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn(title), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=stderr(), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task(title, total=1.0)
+        yield lambda share: bar.update(task, completed=share)
+
+
+def write_file(file: Path, text: str) -> None:
+    from windfall.records import InputError
+
+    try:
+        file.write_text(text, "utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write '{file}': {error.strerror}") from error
+
+
 def show_nothing(step: Step) -> None:
     """For `--json`, which prints at the end."""
 
@@ -208,6 +229,61 @@ def figures(rows: Mapping[str, Stats], baseline: Stats | None = None) -> Table:
 def speedup(plain: Stats, chosen: Stats) -> float:
     """Tokens per second over plain decoding's."""
     return chosen.tokens_per_second / plain.tokens_per_second if plain.tokens_per_second else 0.0
+
+
+def standings(rows: Mapping[str, Stats]) -> None:
+    """A line for each policy: what it drafted and verified, where its time went, how fast it was."""
+    table = Table(box=box.SIMPLE_HEAD, padding=0)  # fits into 80 columns
+    table.add_column("policy", overflow="fold", min_width=8)
+    columns = ("tau", "delta", "rows", "draft", "verify", "policy", "other", "tokens/s", "speed-up")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
+    for name, stats in rows.items():
+        decoding = max(stats.seconds - stats.prefill, 1e-9)
+        parts = stats.split.draft, stats.split.verify, stats.split.policy
+        shares = [f"{100 * part / decoding:.0f}%" for part in (*parts, max(decoding - sum(parts), 0.0))]
+        made = f"{stats.tau:.2f}", f"{stats.delta:.2f}", f"{stats.rows / stats.cycles:.1f}"
+        gain = f"{speedup(rows['none'], stats):.2f}x"
+        table.add_row(Text(name), *made, *shares, f"{stats.tokens_per_second:.1f}", gain)
+    stdout().print(table)
+
+
+def agreement(wanted: list[int], wrong: Mapping[str, list[int]], engine: Engine) -> None:
+    """Whether every policy gave plain decoding's tokens, and if not, where they part."""
+    out = stdout()
+    if not wrong:
+        out.print(Text(f"Same {len(wanted)} tokens from all", style="green"))
+    for name, found in wrong.items():
+        at = first_difference(wanted, found)
+        ours, theirs = (_token_at(ids, at, engine) for ids in (wanted, found))
+        out.print(Text(f"Different from token {at + 1} on: none has {ours}, {name} has {theirs}", style="red"))
+
+
+def cost_tables(profile: Profile) -> None:
+    """Milliseconds of draft passes by width and of verify passes by rows and context length."""
+    costs, about, out = profile.costs, profile.about, stdout()
+    where = about["machine"]["gpu"] or f"{about['machine']['cpu']}, {about['machine']['threads']} threads"
+    kind = about["target"]["dtype"].removeprefix("torch.")
+    out.print(Text.assemble((about["target"]["name"], "bold"), f" in {kind} on {where}"))
+    drafts = {f"{width}": [seconds] for width, seconds in zip(costs.drafts.sizes, costs.drafts.seconds, strict=True)}
+    name = about["drafter"]["class"].rpartition(".")[2]
+    out.print(_milliseconds("nodes", [f"draft pass, {name}"], drafts))
+    rows = {f"{size}": [curve.at(size) for _, curve in costs.verifies] for size in costs.verifies[0][1].sizes}
+    out.print(_milliseconds("rows", [f"verify pass, context {length}" for length, _ in costs.verifies], rows))
+    figures = f"overhead of a cycle {1000 * costs.overhead:.2f} ms · c = draft pass / plain step = {costs.ratio:.3f}"
+    out.print(Text(f"{figures} · rounds: {profile.rounds}"))
+
+
+def _milliseconds(first: str, columns: list[str], rows: Mapping[str, list[float]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(first, justify="right")
+    for column in columns:
+        table.add_column(f"{column} (ms)", justify="right")
+    for label, cells in rows.items():
+        table.add_row(
+            label, *(f"{1000 * seconds:.3g}" if seconds < 0.1 else f"{1000 * seconds:.0f}" for seconds in cells)
+        )
+    return table
 
 
 def comparison(plain: Generation, chosen: Generation, policy: str, engine: Engine) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -16,21 +17,36 @@ class Curve:
     stepped: bool = False
 
     def at(self, size: float) -> float:
-        """Seconds for this size; past the last one, the line goes on."""
-        place = bisect_left(self.sizes, size)
-        if place < len(self.sizes) and (self.stepped or self.sizes[place] == size):
+        """Seconds for this size; past the last one, the line over the upper half goes on."""
+        place, last = bisect_left(self.sizes, size), len(self.sizes) - 1
+        if place <= last and (self.stepped or self.sizes[place] == size):
             return self.seconds[place]
-        if len(self.sizes) == 1 or place == 0:
+        if last == 0 or place == 0:
             return self.seconds[0]
-        right = min(place, len(self.sizes) - 1)
-        left = right - 1
+        left, right = place - 1, min(place, last)
+        if place > last:
+            left = max(bisect_right(self.sizes, self.sizes[last] / 2) - 1, 0)  # a short last stretch would be all noise
         slope = (self.seconds[right] - self.seconds[left]) / (self.sizes[right] - self.sizes[left])
-        return self.seconds[left] + max(slope, 0.0) * (size - self.sizes[left])
+        return self.seconds[right] + max(slope, 0.0) * (size - self.sizes[right])
+
+    @classmethod
+    def of_dict(cls, given: Mapping[str, Any]) -> Curve:
+        """From plain data; a ValueError says that it is no curve."""
+        sizes, seconds = tuple(map(int, given["sizes"])), tuple(map(float, given["seconds"]))
+        sound = (
+            0 < len(sizes) == len(seconds) and list(sizes) == sorted(set(sizes)) and all(0 <= s < 1e9 for s in seconds)
+        )
+        if not sound:
+            raise ValueError("a curve needs ascending sizes and as many finite seconds")
+        return cls(sizes, seconds, bool(given.get("stepped", False)))
 
 
 @dataclass(frozen=True)
 class Costs:
-    """A draft pass by width, a verify pass by rows and context length, and what a cycle costs besides."""
+    """A draft pass by width, a verify pass by rows and context length, and what a cycle costs besides.
+
+    In a batch the nodes and rows of all sequences count together, as they share the pass.
+    """
 
     drafts: Curve
     verifies: tuple[tuple[int, Curve], ...]  # (context length, seconds by rows), lengths ascending
@@ -54,6 +70,20 @@ class Costs:
         """c = one draft pass over one plain step of the target."""
         return self.draft(1) / self.verify(1, self.verifies[0][0])
 
+    def as_dict(self) -> dict[str, Any]:
+        """As plain data, for JSON."""
+        verifies = [{"length": length, **asdict(curve)} for length, curve in self.verifies]
+        return {"drafts": asdict(self.drafts), "verifies": verifies, "overhead": self.overhead}
+
+    @classmethod
+    def of_dict(cls, given: Mapping[str, Any]) -> Costs:
+        """From what `as_dict` gave; damaged data is a ValueError, KeyError or TypeError."""
+        verifies = tuple((int(each["length"]), Curve.of_dict(each)) for each in given["verifies"])
+        lengths = [length for length, _ in verifies]
+        if not lengths or lengths != sorted(set(lengths)):
+            raise ValueError("verify passes need ascending lengths")
+        return cls(Curve.of_dict(given["drafts"]), verifies, float(given["overhead"]))
+
     @classmethod
     def simple(cls, draft: float, rows: Sequence[int], seconds: Sequence[float], overhead: float = 0.0) -> Costs:
         """Flat draft passes, and verify passes that depend on rows alone."""
@@ -61,3 +91,15 @@ class Costs:
 
 
 ASSUMED = Costs.simple(0.1, (1, 64), (1.0, 1.5))  # until something was measured: the shape of a GPU, in plain steps
+
+
+def monotone(values: Sequence[float]) -> list[float]:
+    """The nearest list (least squares) that never falls: neighbours in the wrong order share their mean."""
+    pools: list[tuple[float, int]] = []  # (mean, how many); pool-adjacent-violators
+    for value in values:
+        mean, count = value, 1
+        while pools and pools[-1][0] > mean:
+            before, size = pools.pop()
+            mean, count = (before * size + mean * count) / (size + count), size + count
+        pools.append((mean, count))
+    return [mean for mean, count in pools for _ in range(count)]

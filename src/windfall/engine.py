@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 
+from windfall.calibration import Calibrator
 from windfall.cost import ASSUMED
 from windfall.drafters.base import Drafter
 from windfall.metrics import Stats
@@ -53,6 +55,7 @@ class Engine:
         self.target, self.drafter, self.policy = target, drafter, policy
         self.coupled = coupled  # whether the drafter sees the noise of the draws, where there is any
         self.costs = ASSUMED
+        self.calibrators: defaultdict[str, Calibrator] = defaultdict(Calibrator)  # by regime
         drafter.attach(target)
         self.prefill_seconds = 0.0
         self._generation = 0
@@ -103,7 +106,7 @@ class Engine:
 
     @torch.inference_mode()
     def _cycle(self, live: list[Sequence]) -> list[Step]:
-        clock, contexts = Stopwatch(), [sequence.context(self.costs) for sequence in live]
+        clock, contexts = Stopwatch(), [s.context(self.costs, self.calibrators[s.regime]) for s in live]
         drafted = self.drafter.begin([sequence.tokens[-1] for sequence in live])
         growth = [Growth(sequence.policy, context) for sequence, context in zip(live, contexts, strict=True)]
         while any(grows := [grower.next(tree) for grower, tree in zip(growth, drafted, strict=True)]):
@@ -135,6 +138,7 @@ class Engine:
         ]
         for sequence, step in zip(live, steps, strict=True):
             sequence.policy.observe(step)
+            self.calibrators[sequence.regime].observe(step)
         clock.lap("policy")
         return [replace(step, seconds=clock.split) for step in steps]
 

@@ -24,16 +24,18 @@ def load(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
+    coupled: bool = True,
 ) -> Engine:
     """An engine that generates exactly what the target alone would.
 
     target: a folder, GGUF file or hub id, a transformers model, or a pair (model, tokenizer); none: the embedded model.
     drafter: a name from `registry.drafters()`, a Drafter, or what `target` takes, for a smaller model of the same
     tokenizer. policy: a name from `registry.policies()` or a TreePolicy. A ready model stays where it is unless
-    `device` or `dtype` says otherwise.
+    `device` or `dtype` says otherwise. `coupled`: at temperature above 0 the drafter sees the coming noise.
     """
     proposer, shaper = as_drafter(drafter), as_policy(policy)  # first: a wrong name costs no loading
-    return Engine(as_target(target, device=device, dtype=dtype, trust_remote_code=trust_remote_code), proposer, shaper)
+    judge = as_target(target, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    return Engine(judge, proposer, shaper, coupled)
 
 
 def as_target(target: Any, **how: Any) -> Target:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from windfall.cost import Costs
 from windfall.tree import DraftTree
+
+if TYPE_CHECKING:
+    from windfall.calibration import Calibrator
 
 
 class InputError(ValueError):
@@ -93,6 +96,7 @@ class Context(NamedTuple):
     room: int  # tokens that may still be emitted
     temperature: float
     costs: Costs  # what this machine's passes take
+    calibrator: Calibrator  # what drafted tokens are worth
 
 
 class Split(NamedTuple):

@@ -10,15 +10,59 @@ from windfall import options
 from windfall.records import InputError
 
 POLICIES = {
+    "auto": "windfall.policies.auto:Auto",
     "none": "windfall.policies.none:NoSpeculation",
     "chain": "windfall.policies.chain:Chain",
+    "specinfer": "windfall.policies.specinfer:SpecInfer",
+    "static": "windfall.policies.static:Static",
+    "sequoia": "windfall.policies.sequoia:Sequoia",
+    "gt-static": "windfall.policies.gt_static:GTStatic",
+    "gt": "windfall.policies.gt:GT",
+    "opt-tree": "windfall.policies.opt_tree:OptTree",
+    "optimal": "windfall.policies.optimal:Optimal",
     "fixed-tree": "windfall.policies.fixed_tree:FixedTree",
     "beam": "windfall.policies.beam:Beam",
+    "salf": "windfall.policies.salf:Salf",
+    "talon": "windfall.policies.talon:Talon",
+    "dynatree": "windfall.policies.dynatree:DynaTree",
+    "ddd": "windfall.policies.ddd:DDD",
+    "svip": "windfall.policies.svip:SVIP",
+    "gammatune": "windfall.policies.gammatune:GammaTune",
 }
 DRAFTERS = {
     "ngram": "windfall.drafters.ngram:NGramDrafter",
     "self": "windfall.drafters.self_skip:SelfDrafter",
     "lm": "windfall.drafters.lm:LMDrafter",
+}
+PRESETS: dict[str, tuple[str, dict[str, Any], str]] = {  # published settings: policy, options, where they come from
+    "eagle-1": ("static", {"shape": "eagle-1"}, "EAGLE's release, mc_sim_7b_63: 25 nodes"),
+    "medusa": ("static", {"shape": "medusa"}, "Medusa's release, mc_sim_7b_63: 63 nodes"),
+    "eagle-2": ("beam", {"depth": 6, "k": 10, "nodes": 60}, "EAGLE-2's evaluation scripts: depth 5, total_token 60"),
+    "eagle-3": ("beam", {"depth": 8, "k": 10, "nodes": 60}, "EAGLE-3's class defaults: depth 7, total_token 60"),
+    "hf-assisted": ("chain", {"depth": 20, "confidence": 0.4}, "transformers 4.45 and later, the default"),
+    "hf-heuristic": ("chain", {"depth": 5, "schedule": "heuristic"}, "transformers before 4.45, the default"),
+    "specinfer": ("specinfer", {"widths": "1,1,3,1,1,1,1,1"}, "SpecInfer's vector as usually quoted"),
+    "sequoia-demo": ("sequoia", {"nodes": 128, "depth": 9}, "Sequoia's demo: 128 nodes, 10 levels with the root"),
+    "gt-vicuna-7b": ("gt", {"c": 0.11}, "the GT paper's c for Vicuna 7B with EAGLE heads"),
+    "gt-vicuna-13b": ("gt", {"c": 0.08}, "the GT paper's c for Vicuna 13B with EAGLE heads"),
+    "gt-vicuna-33b": ("gt", {"c": 0.05}, "the GT paper's c for Vicuna 33B with EAGLE heads"),
+    "opt-tree": ("opt-tree", {"nodes": 60, "threshold": 0.5, "depth": 10}, "OPT-Tree's release: 50 to 60 nodes"),
+    "specexec": ("optimal", {"beams": 128, "width": 32, "steps": 32, "decay": 0.95}, "SpecExec's release, any budget"),
+    "fixed-wikitext2": (
+        "fixed-tree",
+        {"depth": 8, "breadth": 3, "tau": 0.1, "nodes": 256},
+        "DynaTree's tuned baseline",
+    ),
+    "dynatree-wikitext2": ("dynatree", {"max_depth": 8}, "DynaTree's appendix; tau and the rhos from its release"),
+    "dynatree-pg19": ("dynatree", {"max_depth": 9}, "DynaTree's appendix; tau and the rhos from its release"),
+    "salf": ("salf", {"nodes": 60, "width": 10, "th": 0.6}, "SALF & TALF, its default for every model"),
+    "salf-deepseek": ("salf", {"nodes": 60, "width": 10, "th": 0.5}, "SALF & TALF, Table 4: best for DeepSeek-R1 8B"),
+    "talon": ("talon", {"nodes": 60, "k": 10, "mu": 0.03}, "TALON, its default for every model"),
+    "talon-qwen3-8b": ("talon", {"nodes": 60, "k": 10, "mu": 0.01}, "TALON, Figure 13: best for Qwen3 8B"),
+    "talon-dsl-8b": ("talon", {"nodes": 60, "k": 10, "mu": 0.04}, "TALON, Figure 13: best for DeepSeek-R1-Distill 8B"),
+    "ddd-ltd": ("ddd", {"depth": 12, "nodes": 60}, "LTD's baseline: checks after 5, 7, 9, threshold -0.3"),
+    "svip-ltd": ("svip", {"depth": 12, "nodes": 60}, "LTD's baseline: factor 0.15, threshold 0.3"),
+    "gammatune-ltd": ("gammatune", {"depth": 12, "start": 8, "nodes": 60}, "LTD's baseline: 4 to 12, eta 0.2"),
 }
 GROUPS = {"policy": "windfall.policies", "drafter": "windfall.drafters"}  # entry-point groups
 
@@ -47,6 +91,18 @@ def policy(name: str, /, **settings: Any) -> Any:
 def drafter(name: str, /, **settings: Any) -> Any:
     """A drafter by name, e.g. `drafter("ngram", min_match=3)`."""
     return options.build(drafter_class(name), settings, f"drafter {name}")
+
+
+def presets() -> list[str]:
+    return list(PRESETS)
+
+
+def preset(name: str, /, **settings: Any) -> Any:
+    """A policy with published settings by name, e.g. `preset("eagle-2")`; settings given here come on top."""
+    if name not in PRESETS:
+        raise InputError(f"there is no preset '{name}'; choose from {', '.join(PRESETS)}")
+    chosen, published, _ = PRESETS[name]
+    return policy(chosen, **published | settings)
 
 
 def _table(kind: str) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from windfall.calibration import Calibrator
 from windfall.cost import Costs
 from windfall.detokenizer import Detokenizer
 from windfall.policies.base import TreePolicy
@@ -29,8 +30,16 @@ class Sequence:
         limit = params.max_new_tokens
         self._end = len(prompt) + (limit if target.context is None else min(limit, target.context - len(prompt)))
 
-    def context(self, costs: Costs) -> Context:
-        return Context(len(self.tokens), self._end - len(self.tokens), self.params.temperature, costs)
+    @property
+    def regime(self) -> str:
+        """What draft confidence means depends on how tokens are drawn."""
+        return "greedy" if self.params.greedy else "coupled" if self.dice else "sampled"
+
+    def context(self, costs: Costs, calibrator: Calibrator) -> Context:
+        if self.dice:
+            self.dice.kappa = calibrator.kappa
+        room = self._end - len(self.tokens)
+        return Context(len(self.tokens), room, self.params.temperature, costs, calibrator)
 
     def accept(self, tree: DraftTree, verdict: Verdict) -> tuple[tuple[int, ...], str]:
         """Append the target's tokens up to the first that ends the text; returns those taken, and their text."""

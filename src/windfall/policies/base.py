@@ -43,13 +43,18 @@ class TreePolicy:
         """Learn from what was accepted."""
 
 
-def best(tree: DraftTree, nodes: Tensor, count: int) -> Tensor:
+def best(tree: DraftTree, nodes: Tensor, count: int, score: Tensor | None = None) -> Tensor:
     """The `count` nodes of the highest score, ascending; ties go to the shallower, then to the earlier node.
 
     With this tie rule the best nodes of a whole tree are closed under parents even where probabilities are exactly 1.
+    `score` [N] replaces the tree's own; it must not rise from parent to child.
     """
+    score = tree.score if score is None else score
     if count >= len(nodes):
         return nodes.sort().values
+    if count > 0:  # all that reach the last place: usually exactly `count`, and always few enough to sort
+        values = score[nodes]
+        nodes = nodes[values >= values.topk(count).values[-1]]
     order = nodes[torch.argsort(tree.depth[nodes], stable=True)] if len(nodes) else nodes
-    order = order[torch.argsort(tree.score[order], descending=True, stable=True)]
+    order = order[torch.argsort(score[order], descending=True, stable=True)]
     return order[:count].sort().values

@@ -1,23 +1,44 @@
-"""A single line of drafted tokens (Leviathan et al. 2023; Chen et al. 2023)."""
+"""A single line of drafted tokens (Leviathan et al. 2023; Chen et al. 2023), with transformers' two ways to stop."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from windfall.options import option
 from windfall.policies.base import TreePolicy
-from windfall.records import Context, Grow
+from windfall.records import Context, Grow, Step
 from windfall.tree import DraftTree
 
 
 @dataclass
 class Chain(TreePolicy):
-    """The drafter's likeliest token, its likeliest successor, and so on."""
+    """The drafter's likeliest token, its likeliest successor, and so on.
 
-    depth: int = option(5, "tokens to draft", low=1)
+    `confidence` and `schedule` are transformers' assisted generation. The schedule starts anew with every text
+    (transformers calls that heuristic_transient) and leaves the length as it is where nothing was drafted.
+    """
+
+    depth: int = option(5, "tokens to draft; with a schedule, to begin with", low=1)
+    confidence: float = option(0.0, "stop after a token less probable than this; 0: never", low=0, high=1)
+    schedule: str = option(
+        "fixed", "heuristic: 2 tokens more after a cycle that accepted all, else 1 less", choices=("fixed", "heuristic")
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._length = self.depth
+        self._least = math.log(self.confidence) if self.confidence else -math.inf
 
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
         tip = len(tree) - 1
-        return Grow(torch.tensor([tip]), k=1) if int(tree.depth[tip]) < self.depth else None
+        if int(tree.depth[tip]) >= self._length or float(tree.logq[tip]) < self._least:
+            return None
+        return Grow(torch.tensor([tip]), k=1)
+
+    def observe(self, step: Step) -> None:
+        drafted = len(step.tree) - 1
+        if self.schedule == "heuristic" and drafted:
+            self._length = self._length + 2 if step.accepted == drafted else max(self._length - 1, 1)

@@ -1,0 +1,166 @@
+"""Draft confidence → acceptance probability, refitted after every cycle from what the target accepted."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from windfall.records import Step
+from windfall.tree import DraftTree
+
+Floats = NDArray[np.float64]
+DEPTHS, RANKS = 6, 5  # levels and siblings beyond these share the last one's correction
+SURE = 12.0  # log-odds beyond which confidence is not believed
+FORGET = 0.998  # of the evidence, per cycle: the text changes
+PRIOR = 4.0  # observations that the prior is worth, in each direction
+CHILDREN = 8  # siblings whose acceptance is foreseen
+STEADY = 0.97  # of the outlook, per expanded node
+KAPPA = (0.4, 2.5)
+
+
+class Outlook(NamedTuple):
+    """The chances of children yet to be drafted, by rank: [CHILDREN] each, when drafting goes badly and when well."""
+
+    bad: Floats
+    good: Floats
+    often: float  # how often it goes well
+
+    @property
+    def mean(self) -> Floats:
+        return np.add(self.bad, self.often * (self.good - self.bad))
+
+
+class Calibrator:
+    """P(accepted | parent accepted) = σ(w · logit(q) + depth + rank), starting at q itself.
+
+    The fit is one damped Newton step a cycle on the logistic loss, with old evidence fading. Beside it the calibrator
+    keeps an outlook: how likely the children of a node will be accepted, before they are drafted.
+    """
+
+    def __init__(self) -> None:
+        self.weights = np.zeros(1 + DEPTHS + RANKS)
+        self.weights[0] = 1.0
+        self._prior = np.eye(len(self.weights)) * PRIOR
+        self._evidence = np.zeros_like(self._prior)
+        self.kappa = 1.0
+        self.observed = 0
+        falling = 0.4 ** np.arange(CHILDREN)
+        moods = np.stack([0.25 * falling, 0.75 * falling])
+        self._outlook = np.tile(moods, (DEPTHS, 3, 1, 1))  # [parent's depth, its chance, bad or good, child's rank]
+        self._good = np.full((DEPTHS, 3), 0.5)  # how often it is good
+        self.gain = 1.0  # tokens per second, as a multiple of plain decoding's, lately
+
+    def accept(self, tree: DraftTree, start: int = 1) -> Floats:
+        """Each node's chance to be accepted if its parent is, from node `start` on."""
+        logq, depth, rank = (x[start:].numpy() for x in (tree.logq, tree.depth, tree.rank))
+        return _sigmoid(self._features(logq, depth, rank) @ self.weights)
+
+    def outlook(self, depth: int, chance: float) -> Outlook:
+        """What to expect of the children of a node at this depth that itself had this chance."""
+        place = min(depth, DEPTHS - 1), _bucket(chance)
+        bad, good = self._outlook[place]
+        return Outlook(bad, good, float(self._good[place]))
+
+    def foresee(self, depth: int, chance: float, children: Floats) -> None:
+        """Learn the outlook from children that were just drafted (none of them: an empty array)."""
+        seen = np.zeros(CHILDREN)
+        seen[: len(children)] = children[:CHILDREN]
+        place = min(depth, DEPTHS - 1), _bucket(chance)
+        moods = self._outlook[place]
+        good = int(seen[0] > moods[:, 0].mean())
+        moods[good] += (1 - STEADY) * (seen - moods[good])
+        self._good[place] += (1 - STEADY) * (good - self._good[place])
+
+    def pace(self, tokens: float, seconds: float, plain: float) -> None:
+        """Learn how much faster than plain decoding (one token in `plain` seconds) the cycles are."""
+        self.gain += 0.02 * seconds / plain * (tokens * plain / seconds - self.gain)
+        self.gain = max(self.gain, 1.0)
+
+    def observe(self, step: Step) -> None:
+        """Learn from a cycle: every verified node whose parent was accepted was either accepted or not."""
+        tree, path = step.tree, step.path.numpy()
+        if len(tree) == 1:
+            return
+        on_path = np.zeros(len(tree), dtype=bool)
+        on_path[path] = True
+        judged = np.flatnonzero(on_path[tree.parents.numpy()[1:]]) + 1
+        logq, depth, rank = (x.numpy()[judged] for x in (tree.logq, tree.depth, tree.rank))
+        accepted = on_path[judged].astype(float)
+        features = self._features(logq, depth, rank)
+        chance = _sigmoid(features @ self.weights)
+        self._evidence = FORGET * self._evidence + (features * (chance * (1 - chance))[:, None]).T @ features
+        self.weights = self.weights + np.linalg.solve(self._prior + self._evidence, features.T @ (accepted - chance))
+        self.observed += len(judged)
+        self._fit_kappa(logq, accepted, tree.parents.numpy()[judged])
+
+    def relax(self) -> None:
+        """Nothing was verified: drift back to the prior, so that one bad stretch does not end drafting for good."""
+        self._evidence *= FORGET
+        self.weights *= FORGET
+        self.weights[0] += 1 - FORGET
+
+    def _fit_kappa(self, logq: Floats, accepted: Floats, parents: Floats) -> None:
+        """One step up the likelihood of what was drawn, as a function of how sharp the drafter is taken to be."""
+        for parent in np.unique(parents):
+            own = logq[parents == parent]
+            hit = accepted[parents == parent] > 0
+            rest = math.log(max(1 - float(np.exp(own).sum()), 1e-4))
+            mean = float((np.exp(own) * own).sum()) + math.exp(rest) * rest
+            surprise = mean - (float(own[hit][0]) if hit.any() else rest)
+            self.kappa *= math.exp(0.005 * max(-4.0, min(4.0, surprise)))
+        self.kappa = min(max(self.kappa, KAPPA[0]), KAPPA[1])
+
+    @staticmethod
+    def _features(logq: Floats, depth: Floats, rank: Floats) -> Floats:
+        features = np.zeros((len(logq), 1 + DEPTHS + RANKS))
+        features[:, 0] = np.clip(logq - np.log(-np.expm1(np.minimum(logq, -1e-6))), -SURE, SURE)
+        rows = np.arange(len(logq))
+        features[rows, 1 + np.minimum(depth, DEPTHS) - 1] = 1
+        features[rows, 1 + DEPTHS + np.minimum(rank, RANKS - 1)] = 1
+        return features
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "weights": self.weights.tolist(),
+            "evidence": self._evidence.tolist(),
+            "outlook": self._outlook.tolist(),
+            "good": self._good.tolist(),
+            "kappa": self.kappa,
+            "gain": self.gain,
+            "observed": self.observed,
+        }
+
+    @classmethod
+    def of_dict(cls, saved: dict[str, Any]) -> Calibrator:
+        made = cls()
+        arrays = {"weights": made.weights, "evidence": made._evidence, "outlook": made._outlook, "good": made._good}
+        for name, wanted in arrays.items():
+            found = np.asarray(saved[name], dtype=float)
+            if found.shape != wanted.shape or not np.isfinite(found).all():
+                raise ValueError(f"saved calibration: {name} is damaged")
+            wanted[...] = found
+        made.kappa, made.gain, made.observed = float(saved["kappa"]), float(saved["gain"]), int(saved["observed"])
+        return made
+
+
+def _sigmoid(x: Floats) -> Floats:
+    odds: Floats = np.exp(np.clip(x, -30, 30))
+    return np.divide(odds, 1 + odds)
+
+
+def _bucket(chance: float) -> int:
+    return 0 if chance < 0.35 else 1 if chance < 0.75 else 2
+
+
+def expected_calibration_error(chances: Floats, outcomes: Floats, bins: int = 15) -> float:
+    """Mean gap between confidence and frequency over bins of equal width (Guo et al. 2017)."""
+    place = np.minimum((chances * bins).astype(int), bins - 1)
+    gaps = [
+        abs(float(chances[place == b].mean()) - float(outcomes[place == b].mean())) * float((place == b).mean())
+        for b in range(bins)
+        if (place == b).any()
+    ]
+    return sum(gaps)

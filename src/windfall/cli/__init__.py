@@ -1,0 +1,88 @@
+"""The command line: parse, call the library, render. Torch is imported by the commands that need it, not for --help."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from windfall import __version__, console
+from windfall.cli import chat, generate, measure, show
+from windfall.cli.session import BAD_INPUT, ON_BROKEN_PIPE, ON_INTERRUPT
+
+COMMANDS = (
+    generate.generate,
+    chat.chat,
+    show.tree,
+    measure.compare,
+    measure.profile,
+    show.policies,
+    show.doctor,
+)
+
+
+class Commands(TyperGroup):
+    """Turns what a person did wrong into one line, and Ctrl-C and closed pipes into quiet exits."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            return _refuse(error.format_message())
+        except ValueError as error:
+            from windfall.records import InputError
+
+            if not isinstance(error, InputError):
+                raise
+            return _refuse(str(error))
+        except KeyboardInterrupt:
+            raise typer.Exit(ON_INTERRUPT) from None
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+            raise typer.Exit(ON_BROKEN_PIPE) from None
+
+
+def _refuse(message: str) -> None:
+    console.fail(message)
+    raise typer.Exit(BAD_INPUT)
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in COMMANDS:
+    app.command()(command)
+
+
+def main() -> None:
+    """The `windfall` command."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to stop
+    app()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"windfall {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def start(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Any Hugging Face causal language model, faster, word for word the same."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")

@@ -1,0 +1,211 @@
+"""What the commands take: options are declared once, as fields of records, and shared by the commands."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from windfall import console
+
+if TYPE_CHECKING:
+    from windfall.engine import Engine, Prompt
+    from windfall.policies.base import TreePolicy
+
+
+def takes_records(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command take whole records: their fields become its arguments and options."""
+    hints = typing.get_type_hints(command, include_extras=True)
+    records: dict[str, Any] = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
+    flat: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        own = parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+        flat += _parameters(records[name]) if name in records else [own]
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        for name, record in records.items():
+            values[name] = record(**{f.name: values.pop(f.name) for f in dataclasses.fields(record)})
+        command(**values)
+
+    run.__dict__["__signature__"] = inspect.Signature(flat)
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in flat}
+    return run
+
+
+def _parameters(record: Any) -> list[inspect.Parameter]:
+    hints = typing.get_type_hints(record, include_extras=True)
+    blank = record()
+    return [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(blank, name), annotation=hints[name])
+        for name in (f.name for f in dataclasses.fields(record))
+    ]
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+System = Annotated[str | None, typer.Option("--system", help="A system message before the prompt.", metavar="TEXT")]
+ShowDrafts = Annotated[
+    bool, typer.Option("--show-drafts", help="Colour drafted and accepted tokens apart from the target's own.")
+]
+
+
+@dataclass
+class PromptOptions:
+    """Where the prompt comes from and whether it is a chat message."""
+
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; - or nothing reads standard input.", show_default=False)
+    ] = None
+    file: Annotated[Path | None, typer.Option("--file", help="Read the prompt from a file.")] = None
+    raw: Annotated[bool, typer.Option("--raw", help="Leave out the chat template.")] = False
+    system: System = None
+
+    def read(self) -> Prompt:
+        """A text, or chat messages where there is a system message."""
+        from windfall.records import InputError
+
+        if self.raw and self.system is not None:
+            raise InputError("--system needs the chat template, which --raw leaves out; choose one")
+        text = console.read_prompt(self.prompt, self.file)
+        return text if self.system is None else [message("system", self.system), message("user", text)]
+
+
+def message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _model(flag: str, help: str, **more: Any) -> Any:
+    return typer.Option(flag, help=help, rich_help_panel="Model", **more)
+
+
+@dataclass
+class ModelOptions:
+    """Which target and drafter, and where they run."""
+
+    target: Annotated[
+        str | None, _model("--target", "Folder, GGUF file or hub id of the model; none: the embedded one.")
+    ] = None
+    drafter: Annotated[
+        str | None, _model("--drafter", "Drafter by name (see `windfall policies`), or a smaller model.")
+    ] = None
+    drafter_settings: Annotated[
+        list[str], _model("--drafter-set", "An option of the drafter; repeatable.", metavar="NAME=VALUE")
+    ] = field(default_factory=list)
+    device: Annotated[str | None, _model("--device", "cpu, cuda, cuda:1, mps; none: the best there is.")] = None
+    dtype: Annotated[str | None, _model("--dtype", "float32, bfloat16, float16; none: what suits the device.")] = None
+    trust_remote_code: Annotated[bool, _model("--trust-remote-code", "Run Python code that comes with the model.")] = (
+        False
+    )
+    uncoupled: Annotated[bool, _model("--uncoupled", "Hide the sampling noise from the drafter, as in the papers.")] = (
+        False
+    )
+
+    def load(self, policy: Any = None) -> Engine:
+        """The engine; names and settings are checked before the weights are read."""
+        from windfall import loading
+        from windfall.options import split_settings
+
+        how: dict[str, Any] = {"device": self.device, "dtype": self.dtype, "trust_remote_code": self.trust_remote_code}
+        drafter = loading.as_drafter(self.drafter, **split_settings(self.drafter_settings))
+        with console.waiting("Loading the model…"):
+            return loading.load(self.target, drafter, policy, **how, coupled=not self.uncoupled)
+
+    @property
+    def drafter_name(self) -> str:
+        from windfall.loading import DEFAULT_DRAFTER
+
+        return self.drafter or DEFAULT_DRAFTER
+
+
+def _policy(flag: str, help: str, **more: Any) -> Any:
+    return typer.Option(flag, help=help, rich_help_panel="Policy", **more)
+
+
+@dataclass
+class PolicyOptions:
+    """Which policy shapes the trees."""
+
+    policy: Annotated[str | None, _policy("--policy", "Tree policy by name (see `windfall policies`).")] = None
+    preset: Annotated[str | None, _policy("--preset", "Policy and settings of a published method.")] = None
+    settings: Annotated[list[str], _policy("--set", "An option of the policy; repeatable.", metavar="NAME=VALUE")] = (
+        field(default_factory=list)
+    )
+
+    def make(self) -> TreePolicy:
+        from windfall import loading, registry
+        from windfall.options import split_settings
+        from windfall.records import InputError
+
+        settings = split_settings(self.settings)
+        if self.preset is None:
+            return loading.as_policy(self.policy, **settings)
+        if self.policy is not None:
+            raise InputError("--preset names a policy and its settings, --policy only a policy; choose one")
+        chosen: TreePolicy = registry.preset(self.preset, **settings)
+        return chosen
+
+    @property
+    def name(self) -> str:
+        from windfall.loading import DEFAULT_POLICY
+
+        return self.preset or self.policy or DEFAULT_POLICY
+
+
+def _sampling(flag: str, help: str, **more: Any) -> Any:
+    return typer.Option(flag, help=help, rich_help_panel="Sampling", **more)
+
+
+@dataclass
+class SamplingOptions:
+    """How tokens are drawn; the defaults are those of SamplingParams."""
+
+    max_new_tokens: Annotated[int, _sampling("--max-new-tokens", "Length of the answer at the most.")] = 256
+    temperature: Annotated[float, _sampling("--temperature", "0 is greedy.")] = 0.0
+    top_k: Annotated[int, _sampling("--top-k", "Draw from the k likeliest tokens; 0 is off.")] = 0
+    top_p: Annotated[float, _sampling("--top-p", "Draw from the likeliest tokens that make up this mass.")] = 1.0
+    min_p: Annotated[float, _sampling("--min-p", "Least probability, relative to the likeliest token's.")] = 0.0
+    repetition_penalty: Annotated[
+        float, _sampling("--repetition-penalty", "Divides logits of seen tokens; 1 is off.")
+    ] = 1.0
+    presence_penalty: Annotated[
+        float, _sampling("--presence-penalty", "Taken off the logits of tokens in the answer.")
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, _sampling("--frequency-penalty", "The same, for each time a token occurred.")
+    ] = 0.0
+    logit_bias: Annotated[
+        list[str], _sampling("--logit-bias", "Added to a token's logit; repeatable.", metavar="ID=VALUE")
+    ] = field(default_factory=list)
+    stop: Annotated[list[str], _sampling("--stop", "End before this text; repeatable.", metavar="TEXT")] = field(
+        default_factory=list
+    )
+    ignore_eos: Annotated[bool, _sampling("--ignore-eos", "Go on after the model's end of text.")] = False
+    seed: Annotated[int, _sampling("--seed", "Same seed, same text.")] = 0
+
+    def keywords(self) -> dict[str, Any]:
+        """The keywords of Engine.generate, checked as far as no model is needed."""
+        from windfall.records import SamplingParams
+
+        values = dataclasses.asdict(self)
+        values["eos"] = () if values.pop("ignore_eos") else None
+        values["stop"] = tuple(self.stop)
+        values["logit_bias"] = dict(map(_bias, self.logit_bias))
+        SamplingParams(**values)
+        return values
+
+
+def _bias(item: str) -> tuple[int, float]:
+    from windfall.records import InputError
+
+    token, _, value = item.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise InputError(f"write --logit-bias as ID=VALUE, for example 42=-100, not '{item}'") from None

@@ -1,0 +1,82 @@
+"""A loaded engine at work for a person: texts are streamed, Ctrl-C keeps what is there, exits have codes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from windfall import console
+
+if TYPE_CHECKING:
+    from windfall.engine import Engine, Generation, Prompt
+    from windfall.records import Step
+
+DIFFERENT, BAD_INPUT, ON_INTERRUPT, ON_BROKEN_PIPE = 1, 2, 130, 141  # exit codes
+INTERRUPTED = "interrupted"  # finish reason
+WARM_UP = 8  # tokens before anything is timed
+
+
+@dataclass(frozen=True)
+class Session:
+    """A loaded engine, how tokens are drawn, and how the text is shown."""
+
+    engine: Engine
+    names: dict[str, str]  # of the drafter and the policy
+    sampling: dict[str, Any]
+    raw: bool = False
+    json: bool = False
+    coloured: bool = False
+
+    def answer(self, prompt: Prompt) -> Generation:
+        """Generate and show a text; Ctrl-C ends it early and keeps what is there."""
+        generation = _collect(self.engine, self.engine.stream(prompt, raw=self.raw, **self.sampling), self._show())
+        if not self.json:
+            console.end_text(generation, self.coloured)
+        return generation
+
+    def report(self, generation: Generation) -> dict[str, Any]:
+        source = {"target": self.engine.target.name, **self.names, "seed": self.sampling["seed"]}
+        return {**console.as_record(generation), **source}
+
+    def _show(self) -> console.Show:
+        if self.json:
+            return console.show_nothing
+        return console.DraftColours(self.engine, self.sampling["stop"]) if self.coloured else console.show_text
+
+
+def warm_up(engine: Engine, prompt: Prompt, raw: bool, sampling: dict[str, Any]) -> None:
+    brief = {**sampling, "max_new_tokens": min(WARM_UP, sampling["max_new_tokens"])}
+    engine.generate(prompt, raw=raw, **brief)
+
+
+def check_chat(engine: Engine) -> None:
+    """Refuse a target that knows no conversations."""
+    from windfall.records import InputError
+
+    if not getattr(engine.target.tokenizer, "chat_template", None):
+        raise InputError(f"{engine.target.name} has no chat template, which chat and --system need")
+
+
+def exit_if_interrupted(generation: Generation) -> None:
+    if generation.finish_reason == INTERRUPTED:
+        raise typer.Exit(ON_INTERRUPT)
+
+
+def _collect(engine: Engine, stream: Iterator[Step], show: console.Show) -> Generation:
+    from windfall.engine import Generation
+
+    steps: list[Step] = []
+    times: list[float] = []
+    started = time.perf_counter()
+    try:
+        for step in stream:
+            steps.append(step)
+            times.append(time.perf_counter() - started)
+            show(step)
+    except KeyboardInterrupt:
+        pass
+    return Generation.of(steps, times, engine.prefill_seconds)

@@ -1,0 +1,184 @@
+"""The tree that earns most per second, by this machine's measured costs and calibrated acceptance. See docs/auto.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from windfall.calibration import CHILDREN, Calibrator, Floats, Outlook
+from windfall.options import option
+from windfall.policies.base import TreePolicy, best
+from windfall.records import Context, Grow
+from windfall.tree import DraftTree
+
+Nodes = NDArray[np.int64]
+AHEAD = 4  # further passes looked ahead
+WIDEST = 32  # nodes expanded in one pass at the most
+CURIOSITY = 0.01  # share of the time that may go into drafts that promise nothing
+
+
+@dataclass
+class Auto(TreePolicy):
+    """Maximises (1 + Σ acceptance) / (draft passes + verify(rows) + overhead) over time; nothing to tune.
+
+    After each draft pass it asks whether another would pay, and in the end how many rows to verify: none is plain
+    decoding. When drafting does not pay it stops, spending no more than a hundredth of the time on looking whether it
+    pays again.
+    """
+
+    nodes: int = option(64, "rows of a verify pass at the most, the root counted: memory's limit, not taste's", low=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._plain_seconds = 0.0  # decoded without drafting since the last look
+        self._cycle = Cycle()
+        self._curves: dict[int, Floats] = {}
+
+    def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
+        cycle, prices = self._cycle, self._prices(ctx)
+        cycle.learn(tree, ctx.calibrator)
+        profit, rows = best_profit(cycle.values, prices)
+        chosen = worth_expanding(cycle, tree, ctx, marginal(prices, rows))
+        if not len(chosen):
+            return None
+        if foreseen_profit(cycle, chosen, tree, ctx, prices, profit) <= profit:
+            if cycle.expanded or self._plain_seconds * CURIOSITY < ctx.costs.draft(1):
+                return None
+            self._plain_seconds = 0.0  # just curious
+        cycle.expand(chosen, ctx.costs.draft(len(chosen)))
+        return Grow(torch.from_numpy(chosen), k=CHILDREN)
+
+    def select(self, tree: DraftTree, ctx: Context) -> Tensor:
+        cycle, prices = self._cycle, self._prices(ctx)
+        cycle.learn(tree, ctx.calibrator)
+        rows = best_profit(cycle.values, prices)[1]
+        seconds = self._seconds(ctx)
+        if not rows:
+            ctx.calibrator.relax()
+            self._plain_seconds += float(seconds[0])
+        expected = 1 + float(cycle.values[:rows].sum())
+        ctx.calibrator.pace(expected, float(seconds[rows]) + cycle.spent, float(seconds[0]))
+        self._cycle = Cycle()
+        believed = replace(tree, score=torch.from_numpy(np.log(np.maximum(cycle.reach, 1e-300))))
+        return best(believed, torch.arange(len(tree)), rows + 1)
+
+    def _seconds(self, ctx: Context) -> Floats:
+        """Of a cycle's target pass over 1, 2, … rows at about this length."""
+        place = ctx.length // 128
+        if place not in self._curves:
+            curve = ctx.costs.verify_curve(self.nodes, ctx.length)
+            self._curves[place] = np.array(curve) + ctx.costs.overhead
+        return self._curves[place]
+
+    def _prices(self, ctx: Context) -> Floats:
+        """The same in tokens: what could be earned elsewhere in that time, at the present pace."""
+        seconds = self._seconds(ctx)
+        return np.multiply(seconds, ctx.calibrator.gain / seconds[0])
+
+
+class Cycle:
+    """What is known about the nodes drafted in this cycle."""
+
+    def __init__(self) -> None:
+        self.chance = np.ones(1)  # [N] of a node to be accepted if its parent is
+        self.reach = np.ones(1)  # [N] of a node to be accepted
+        self.expanded: list[int] = []
+        self.spent = 0.0  # seconds of drafting
+        self._fresh: list[int] = []  # expanded in the last pass
+
+    @property
+    def values(self) -> Floats:
+        """The drafted nodes' acceptance, best first."""
+        return -np.sort(-self.reach[1:])
+
+    def expand(self, nodes: Nodes, seconds: float) -> None:
+        self._fresh = nodes.tolist()
+        self.expanded += self._fresh
+        self.spent += seconds
+
+    def learn(self, tree: DraftTree, calibrator: Calibrator) -> None:
+        """Take in the nodes drafted last, and teach the calibrator what children such nodes turn out to have."""
+        known = len(self.reach)
+        parents = tree.parents[known:].numpy()
+        if len(parents):
+            chance = calibrator.accept(tree, known)
+            chance /= np.maximum(np.bincount(parents, chance)[parents], 1.0)  # one sibling at the most is accepted
+            self.chance = np.concatenate([self.chance, chance])
+            reach = self.reach.tolist()
+            for parent, own in zip(parents.tolist(), chance.tolist(), strict=True):
+                reach.append(reach[parent] * own)
+            self.reach = np.array(reach)
+        for node in self._fresh:
+            children = self.chance[known:][parents == node]
+            calibrator.foresee(int(tree.depth[node]), float(self.chance[node]), children)
+        self._fresh = []
+
+
+def best_profit(values: Floats, prices: Floats) -> tuple[float, int]:
+    """The most that verifying some of these nodes earns, in tokens net of time, and how many of them that takes."""
+    earned = np.zeros(min(len(values), len(prices) - 1) + 1)
+    np.cumsum(values[: len(earned) - 1], out=earned[1:])
+    earned -= prices[: len(earned)]
+    rows = int(earned.argmax())
+    return float(earned[rows]), rows
+
+
+def marginal(prices: Floats, rows: int) -> float:
+    """The price of one more row, on the way to the best larger pass."""
+    if rows + 1 >= len(prices):
+        return float("inf")
+    return float(((prices[rows + 1 :] - prices[rows]) / np.arange(1, len(prices) - rows)).min())
+
+
+def worth_expanding(cycle: Cycle, tree: DraftTree, ctx: Context, row: float) -> Nodes:
+    """Unexpanded nodes whose children, if all goes well, earn more than their rows and their share of the pass."""
+    open_nodes = tree.depth.numpy() < ctx.room - 1
+    open_nodes[cycle.expanded] = False
+    nodes = np.flatnonzero(open_nodes)
+    nodes = nodes[np.argsort(-cycle.reach[nodes], kind="stable")][:WIDEST]
+    wider = _price(ctx, ctx.costs.draft(WIDEST) - ctx.costs.draft(1)) / (WIDEST - 1)
+    good = np.array([np.maximum(reach * o.good - row, 0).sum() for reach, o in _outlooks(cycle, nodes, tree, ctx)])
+    worth: Nodes = nodes[good > wider] if len(nodes) else nodes
+    return worth
+
+
+def foreseen_profit(cycle: Cycle, chosen: Nodes, tree: DraftTree, ctx: Context, prices: Floats, least: float) -> float:
+    """The profit expected of a pass over the chosen nodes, or of a few more; stops looking once it exceeds `least`.
+
+    What the first node's children turn out to be decides whether one goes on, so the good and the bad case are weighed
+    apart; beyond that the mean serves.
+    """
+    fee = _price(ctx, ctx.costs.draft(len(chosen)))
+    (reach, first), *others = _outlooks(cycle, chosen, tree, ctx)
+    pool = np.concatenate([cycle.values, *(r * o.mean for r, o in others)])
+    good, bad = (best_profit(-np.sort(-np.append(pool, reach * case)), prices)[0] for case in (first.good, first.bad))
+    most = first.often * good + (1 - first.often) * bad - fee
+    level = np.concatenate([reach * first.good, *(r * o.mean for r, o in others)])
+    chance = np.concatenate([first.good, *(o.mean for _, o in others)])
+    pool, depth = np.append(pool, reach * first.good), int(tree.depth[chosen].max()) + 1
+    for passes in range(2, AHEAD + 1):
+        if most > least:
+            break
+        top = np.argsort(-level)[: max(len(chosen), 2)]
+        steps = [(level[i], ctx.calibrator.outlook(depth, chance[i]).mean) for i in top]
+        level, chance = np.concatenate([r * c for r, c in steps]), np.concatenate([c for _, c in steps])
+        pool, depth = np.append(pool, level), depth + 1
+        deep = best_profit(-np.sort(-pool), prices)[0] - (passes - 1) * fee
+        most = max(most, first.often * deep + (1 - first.often) * bad - fee)
+    return most
+
+
+def _outlooks(cycle: Cycle, nodes: Nodes, tree: DraftTree, ctx: Context) -> list[tuple[float, Outlook]]:
+    """Each node's own acceptance and what to expect of its children."""
+    depths, chances, reach = tree.depth[nodes].tolist(), cycle.chance[nodes].tolist(), cycle.reach[nodes].tolist()
+    return [(r, ctx.calibrator.outlook(d, c)) for r, d, c in zip(reach, depths, chances, strict=True)]
+
+
+def _price(ctx: Context, seconds: float) -> float:
+    """Tokens that could be earned elsewhere in this time."""
+    plain = ctx.costs.verify(1, ctx.length) + ctx.costs.overhead
+    return float(seconds * ctx.calibrator.gain / plain)

@@ -1,0 +1,51 @@
+"""The best tree of a given size by best-first search (SpecExec, Svirschevski et al. 2024)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from windfall.options import option
+from windfall.policies.base import TreePolicy, best
+from windfall.records import Context, Grow
+from windfall.tree import DraftTree
+
+
+@dataclass
+class Optimal(TreePolicy):
+    """Expand the best unexpanded nodes, at any depth, until none could bring a child among the best `nodes`.
+
+    With `decay` 1, a `width` of at least `nodes` and enough `steps` these are exactly the most probable paths of all.
+    The release lowers the score by log(0.95) a level; the paper does not mention it.
+    """
+
+    nodes: int = option(64, "drafted nodes to verify", low=1)
+    beams: int = option(128, "nodes expanded in a draft pass at the most", low=1)
+    width: int = option(32, "children of a node", low=1)
+    steps: int = option(32, "draft passes at the most", low=1)
+    decay: float = option(0.95, "factor on the path probability for each level; 1: none", low=0.01, high=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._passes = 0
+
+    def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
+        self._passes = 0 if len(tree) == 1 else self._passes + 1
+        if self._passes == self.steps:
+            return None
+        score, alive = self._score(tree), self.select(tree, ctx)
+        leaf = torch.ones(len(tree), dtype=torch.bool).index_fill_(0, tree.parents[1:], False)
+        useful = leaf[alive]
+        if len(alive) > self.nodes:  # full: a child must beat the last place, so its parent must
+            useful &= score[alive] > score[alive].min()
+        frontier = alive[useful]
+        return Grow(best(tree, frontier, self.beams, score), min(self.width, self.nodes)) if len(frontier) else None
+
+    def select(self, tree: DraftTree, ctx: Context) -> Tensor:
+        return best(tree, torch.arange(len(tree)), self.nodes + 1, self._score(tree))
+
+    def _score(self, tree: DraftTree) -> Tensor:
+        return tree.score + math.log(self.decay) * tree.depth

@@ -1,0 +1,49 @@
+"""The same numbers and the same texts on a CUDA device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from test_engine import SAMPLING
+from tiny import prompt, tiny
+from windfall import registry
+from windfall.drafters.lm import LMDrafter
+from windfall.engine import Engine
+from windfall.sampling import gumbel, noise_bits
+from windfall.target import Target
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+def test_the_noise_is_the_same_on_both() -> None:
+    positions, tokens = torch.arange(64), torch.arange(50_000)
+    here, there = (noise_bits(99, positions.to(d), tokens.to(d)).cpu() for d in ("cpu", "cuda"))
+    assert torch.equal(here, there)
+    here, there = (gumbel(99, positions.to(d), tokens.to(d)).cpu() for d in ("cpu", "cuda"))
+    assert torch.equal(here, there)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny().cuda())
+
+
+@pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING.keys())
+@pytest.mark.parametrize("policy", [p for p in registry.policies() if p != "none"])
+def test_same_seed_same_text(target: Target, policy: str, sampling: dict[str, Any]) -> None:
+    plain = Engine(target, registry.drafter("ngram"), registry.policy("none"))
+    wanted = plain.generate(prompt(), max_new_tokens=24, **sampling).token_ids
+    for drafter in (registry.drafter("ngram"), LMDrafter(model=tiny(seed=1, num_hidden_layers=1).cuda())):
+        made = Engine(target, drafter, registry.policy(policy)).generate(prompt(), max_new_tokens=24, **sampling)
+        assert made.token_ids == wanted
+
+
+def test_cpu_and_gpu_write_the_same_text(target: Target) -> None:
+    on_cpu = Engine(Target(tiny()), registry.drafter("lm"), registry.policy("beam"))
+    on_gpu = Engine(target, registry.drafter("lm"), registry.policy("beam"))
+    for temperature in (0.0, 1.0):
+        texts = [e.generate(prompt(), max_new_tokens=40, temperature=temperature).token_ids for e in (on_cpu, on_gpu)]
+        assert texts[0] == texts[1]

@@ -1,0 +1,116 @@
+"""`auto` against exhaustive searches, on table models under cost curves."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from simulation import Simulation
+from table import random_table
+from windfall import registry
+from windfall.calibration import Calibrator
+from windfall.cost import Costs
+from windfall.policies.auto import best_profit, marginal
+from windfall.records import Context
+from windfall.tree import DraftTree
+
+CURVES = {
+    "flat, cheap head": Costs.simple(0.08, (1, 64), (1.0, 1.4)),
+    "flat, dear drafter": Costs.simple(0.35, (1, 64), (1.0, 1.4)),
+    "steps": Costs.simple(0.01, (1, 2, 4, 8, 16, 32, 64), (40.6, 49.8, 67, 85, 87, 115, 174), 0.5),
+    "linear": Costs.simple(0.02, (1, 64), (1.0, 20.0)),
+}
+WORTHLESS = Costs.simple(0.05, (1, 2, 64), (1.0, 10.0, 20.0))
+
+
+def pair(sharpness: float, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """A target and a drafter that is less sure, and wrong in places."""
+    target = random_table(24, seed, sharpness)
+    noise = torch.randn(24, 24, generator=torch.Generator().manual_seed(seed + 4))
+    return target, torch.softmax(0.8 * target.log() + 0.6 * noise, -1)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_selection_is_the_best_of_all_subtrees(seed: int) -> None:
+    """Against every parent-closed subset of a random tree, under a random cost curve."""
+    generator = np.random.default_rng(seed)
+    tree = DraftTree.root(0)
+    for node in range(1, 10):
+        parent = int(generator.integers(0, node))
+        rank = int((tree.parents == parent).sum())
+        logq = torch.tensor([float(np.log(generator.uniform(0.05, 0.9) * 0.5**rank))])
+        tree = tree.extend(torch.tensor([parent]), torch.tensor([node]), logq, torch.tensor([rank]))
+    rows = [1, 2, 4, 8, 16]
+    costs = Costs.simple(0.1, rows, np.cumsum(generator.uniform(0.05, 1.0, len(rows))) + 0.5, 0.1)
+    context = Context(32, 64, 0.0, costs, Calibrator())
+    policy = registry.policy("auto", nodes=16)
+    keep = policy.select(tree, context)
+    chance = Calibrator().accept(tree)
+    sums = np.zeros(len(tree))
+    np.add.at(sums, tree.parents[1:].numpy(), chance)
+    reach = np.ones(len(tree))
+    for node in range(1, len(tree)):
+        parent = int(tree.parents[node])
+        reach[node] = reach[parent] * chance[node - 1] / max(1.0, sums[parent])
+
+    def profit(nodes: tuple[int, ...]) -> float:
+        pace = 1.0 / (costs.verify(1, 32) + costs.overhead)
+        return float(reach[list(nodes)].sum()) - pace * (costs.verify(len(nodes), 32) + costs.overhead)
+
+    closed = [
+        (0, *nodes)
+        for size in range(len(tree))
+        for nodes in itertools.combinations(range(1, len(tree)), size)
+        if all(int(tree.parents[n]) in (0, *nodes) for n in nodes)
+    ]
+    assert profit(tuple(keep.tolist())) == pytest.approx(max(map(profit, closed)), abs=1e-9)
+
+
+@pytest.mark.parametrize("sharpness", [1.5, 3.0])
+@pytest.mark.parametrize("curve", CURVES)
+def test_as_fast_as_the_best_fixed_tree(curve: str, sharpness: float) -> None:
+    """Within 2% of the best depth, width and size that a search finds for this drafter and this machine."""
+    costs, (target, draft) = CURVES[curve], pair(sharpness)
+    found = 0.0
+    for depth, k in ((1, 1), (1, 4), (1, 8), (2, 1), (2, 8), (3, 4), (4, 2), (4, 8), (6, 8)):
+        for nodes in sorted({2, 5, 8, 16, 32, min(64, 1 + k * k * depth)}):
+            fixed = registry.policy("beam", depth=depth, k=k, nodes=nodes)
+            found = max(found, Simulation(target, draft, costs).throughput(fixed, 60))
+    plain = 1 / (costs.verify(1, 32) + costs.overhead)
+    ours = Simulation(target, draft, costs).throughput(registry.policy("auto"), 300, warm_up=150)
+    assert ours > 0.98 * max(plain, found * 0.98)  # the search keeps its luckiest run of 60 cycles
+
+
+def test_worthless_speculation_ends() -> None:
+    """Where a second row costs ten, one row is verified from then on, and little time goes into drafting."""
+    simulation, policy = Simulation(*pair(3.0), WORTHLESS), registry.policy("auto")
+    steps = [simulation.cycle(policy)[2] for _ in range(200)]
+    assert all(len(step.tree) == 1 for step in steps)
+    drafting = sum(step.draft_passes for step in steps[50:]) * WORTHLESS.draft(1)
+    assert drafting < 0.02 * 150
+
+
+def test_speculation_comes_back_when_it_pays_again() -> None:
+    simulation, policy = Simulation(*pair(3.0), CURVES["steps"]), registry.policy("auto")
+    good = simulation.target
+    simulation.target = torch.roll(good, 7, 1)  # the drafter is wrong about everything
+    for _ in range(150):
+        simulation.cycle(policy)
+    rows = [len(simulation.cycle(policy)[2].tree) for _ in range(50)]
+    assert sum(rows) / len(rows) < 1.5
+    simulation.target = good
+    for _ in range(400):
+        simulation.cycle(policy)
+    rows = [len(simulation.cycle(policy)[2].tree) for _ in range(50)]
+    assert sum(rows) / len(rows) > 3
+
+
+def test_profit_and_margin_by_hand() -> None:
+    values, prices = np.array([0.9, 0.5, 0.1]), np.array([1.0, 1.2, 1.4, 2.4])
+    assert best_profit(values, prices) == (pytest.approx(0.0), 2)
+    assert best_profit(values, np.array([1.0, 3.0, 4.0, 5.0])) == (pytest.approx(-1.0), 0)
+    assert marginal(np.array([1.0, 3.0, 3.1]), 0) == pytest.approx(1.05)
+    assert marginal(prices, 3) == float("inf")

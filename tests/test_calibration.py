@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from simulation import Simulation
+from table import random_table
+from windfall import registry
+from windfall.calibration import Calibrator, expected_calibration_error
+from windfall.cost import ASSUMED
+from windfall.tree import DraftTree
+
+
+def overconfident(cycles: int) -> tuple[Calibrator, np.ndarray, np.ndarray, np.ndarray]:
+    """A drafter twice as sure as it should be: what it said, what we made of it beforehand, and what came."""
+    target = random_table(20, 3, 1.2)
+    simulation = Simulation(target, torch.softmax(2.5 * target.log(), -1), ASSUMED)
+    policy, said, made, came = registry.policy("beam", depth=3, k=4, nodes=20), [], [], []
+    for _ in range(cycles):
+        root = simulation.root
+        believed = Calibrator.of_dict(simulation.calibrator.as_dict())
+        step = simulation.cycle(policy)[2]
+        assert int(step.tree.tokens[0]) == root
+        on_path = set(step.path.tolist())
+        judged = [n for n in range(1, len(step.tree)) if int(step.tree.parents[n]) in on_path]
+        said += step.tree.logq[judged].exp().tolist()
+        made += believed.accept(step.tree)[[n - 1 for n in judged]].tolist()
+        came += [float(n in on_path) for n in judged]
+    return simulation.calibrator, np.array(said), np.array(made), np.array(came)
+
+
+def test_it_starts_at_the_drafters_own_word() -> None:
+    tree = DraftTree.root(0).extend(
+        torch.tensor([0, 0]), torch.tensor([1, 2]), torch.tensor([0.7, 0.2]).log(), torch.arange(2)
+    )
+    assert Calibrator().accept(tree).tolist() == pytest.approx([0.7, 0.2], abs=1e-5)
+
+
+def test_overconfidence_is_corrected_as_it_goes() -> None:
+    calibrator, said, made, came = overconfident(400)
+    late = slice(len(said) // 2, None)
+    before, after = (expected_calibration_error(x[late], came[late]) for x in (said, made))
+    assert before > 0.06
+    assert after < 0.5 * before
+    assert calibrator.weights[0] < 0.8  # log-odds are shrunk
+    assert calibrator.observed == len(said)
+
+
+def test_kappa_grows_for_an_overconfident_drafter() -> None:
+    calibrator, *_ = overconfident(200)
+    assert calibrator.kappa > 1.2
+
+
+def test_it_relaxes_to_the_prior() -> None:
+    calibrator, *_ = overconfident(50)
+    for _ in range(5000):
+        calibrator.relax()
+    assert calibrator.weights == pytest.approx(Calibrator().weights, abs=1e-3)
+
+
+def test_it_survives_saving() -> None:
+    calibrator, *_ = overconfident(30)
+    again = Calibrator.of_dict(json.loads(json.dumps(calibrator.as_dict())))
+    assert again.as_dict() == calibrator.as_dict()
+    with pytest.raises(ValueError, match="weights is damaged"):
+        Calibrator.of_dict({**calibrator.as_dict(), "weights": [1.0]})
+
+
+def test_calibration_error_by_hand() -> None:
+    chances, outcomes = np.array([0.9, 0.9, 0.1, 0.1]), np.array([1.0, 0.0, 0.0, 0.0])
+    assert expected_calibration_error(chances, outcomes) == pytest.approx(0.5 * 0.4 + 0.5 * 0.1)
