@@ -1,7 +1,8 @@
 """Does it pay to show the drafter the dice? Tokens per target pass, coupled and uncoupled, same prompts and seeds.
 
-    python benchmarks/coupling.py --prompts FILE.jsonl [--drafter self] [--drafter-set skip=3,5,17] [--policies beam,auto]
-                                  [--temperatures 0.7,1.0] [--count 16] [--tokens 128] [--json FILE] [--device …] [--dtype …]
+    python benchmarks/coupling.py --prompts FILE.jsonl [--drafter self] [--drafter-set skip=3,5,17]
+        [--policies beam,auto] [--temperatures 0.7,1.0] [--count 16] [--tokens 128]
+        [--json FILE] [--device …] [--dtype …]
 
 Prompts are JSONL lines with "turns" (the first is used) or "text". All prompts are decoded together.
 """

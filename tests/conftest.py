@@ -1,8 +1,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
+import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)  # tiny models: threads only get in each other's way
+
+
+@pytest.fixture(autouse=True, scope="session")
+def profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Profiles that tests measure are not the user's."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr("windfall.profiling.cache_dir", lambda: folder)
+    folder = tmp_path_factory.mktemp("cache")
+    yield
+    patch.undo()

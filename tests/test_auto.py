@@ -45,7 +45,9 @@ def test_selection_is_the_best_of_all_subtrees(seed: int) -> None:
         tree = tree.extend(torch.tensor([parent]), torch.tensor([node]), logq, torch.tensor([rank]))
     rows = [1, 2, 4, 8, 16]
     costs = Costs.simple(0.1, rows, np.cumsum(generator.uniform(0.05, 1.0, len(rows))) + 0.5, 0.1)
-    context = Context(32, 64, 0.0, costs, Calibrator())
+    trusted = Calibrator()
+    trusted.observed = 1000
+    context = Context(32, 64, 0.0, costs, trusted)
     policy = registry.policy("auto", nodes=16)
     keep = policy.select(tree, context)
     chance = Calibrator().accept(tree)

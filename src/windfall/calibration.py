@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from windfall.tree import DraftTree
 
 Floats = NDArray[np.float64]
 DEPTHS, RANKS = 6, 5  # levels and siblings beyond these share the last one's correction
-SURE = 12.0  # log-odds beyond which confidence is not believed
+SURE = 5.0  # log-odds beyond which confidence is not believed
 FORGET = 0.998  # of the evidence, per cycle: the text changes
 PRIOR = 4.0  # observations that the prior is worth, in each direction
 CHILDREN = 8  # siblings whose acceptance is foreseen
@@ -81,20 +82,18 @@ class Calibrator:
 
     def observe(self, step: Step) -> None:
         """Learn from a cycle: every verified node whose parent was accepted was either accepted or not."""
-        tree, path = step.tree, step.path.numpy()
-        if len(tree) == 1:
+        nodes, accepted = judged(step)
+        if not len(nodes):
             return
-        on_path = np.zeros(len(tree), dtype=bool)
-        on_path[path] = True
-        judged = np.flatnonzero(on_path[tree.parents.numpy()[1:]]) + 1
-        logq, depth, rank = (x.numpy()[judged] for x in (tree.logq, tree.depth, tree.rank))
-        accepted = on_path[judged].astype(float)
+        logq, depth, rank, parents = (
+            x.numpy()[nodes] for x in (step.tree.logq, step.tree.depth, step.tree.rank, step.tree.parents)
+        )
         features = self._features(logq, depth, rank)
         chance = _sigmoid(features @ self.weights)
         self._evidence = FORGET * self._evidence + (features * (chance * (1 - chance))[:, None]).T @ features
         self.weights = self.weights + np.linalg.solve(self._prior + self._evidence, features.T @ (accepted - chance))
-        self.observed += len(judged)
-        self._fit_kappa(logq, accepted, tree.parents.numpy()[judged])
+        self.observed += len(nodes)
+        self._fit_kappa(logq, accepted, parents)
 
     def relax(self) -> None:
         """Nothing was verified: drift back to the prior, so that one bad stretch does not end drafting for good."""
@@ -102,15 +101,16 @@ class Calibrator:
         self.weights *= FORGET
         self.weights[0] += 1 - FORGET
 
-    def _fit_kappa(self, logq: Floats, accepted: Floats, parents: Floats) -> None:
-        """One step up the likelihood of what was drawn, as a function of how sharp the drafter is taken to be."""
-        for parent in np.unique(parents):
-            own = logq[parents == parent]
-            hit = accepted[parents == parent] > 0
-            rest = math.log(max(1 - float(np.exp(own).sum()), 1e-4))
-            mean = float((np.exp(own) * own).sum()) + math.exp(rest) * rest
-            surprise = mean - (float(own[hit][0]) if hit.any() else rest)
-            self.kappa *= math.exp(0.005 * max(-4.0, min(4.0, surprise)))
+    def _fit_kappa(self, logq: Floats, accepted: Floats, parents: NDArray[np.int64]) -> None:
+        """One step up the likelihood of which sibling was drawn, as a function of how sharp the drafter is taken to be.
+
+        Only where one of the siblings was drawn: among them the softmax is exact, whatever lies outside the tree.
+        """
+        for parent in parents[accepted > 0]:
+            own, hit = logq[parents == parent], accepted[parents == parent] > 0
+            share = np.exp(own - own.max())
+            surprise = float(share @ own / share.sum() - own[hit][0])
+            self.kappa *= math.exp(0.02 * max(-3.0, min(3.0, surprise)))
         self.kappa = min(max(self.kappa, KAPPA[0]), KAPPA[1])
 
     @staticmethod
@@ -144,6 +144,44 @@ class Calibrator:
             wanted[...] = found
         made.kappa, made.gain, made.observed = float(saved["kappa"]), float(saved["gain"]), int(saved["observed"])
         return made
+
+
+def judged(step: Step) -> tuple[NDArray[np.int64], Floats]:
+    """The verified nodes whose parents were accepted, and 1.0 for those that were accepted too."""
+    on_path = np.zeros(len(step.tree), dtype=bool)
+    on_path[step.path.numpy()] = True
+    nodes = np.flatnonzero(on_path[step.tree.parents.numpy()[1:]]) + 1
+    return nodes, on_path[nodes].astype(float)
+
+
+class Reliability(NamedTuple):
+    """For every judged node: what the drafter said, what the calibrator made of it beforehand, and what came."""
+
+    said: Floats
+    made: Floats
+    came: Floats
+
+    @classmethod
+    def of(cls, steps: Iterable[Step], calibrator: Calibrator) -> Reliability:
+        """Run through cycles as they happened, believing before learning."""
+        parts = []
+        for step in steps:
+            nodes, came = judged(step)
+            if len(nodes):
+                parts.append((np.exp(step.tree.logq.numpy()[nodes]), calibrator.accept(step.tree)[nodes - 1], came))
+            calibrator.observe(step)
+        return cls(*(np.concatenate([part[i] for part in parts]) if parts else np.zeros(0) for i in range(3)))
+
+    def as_dict(self) -> dict[str, Any]:
+        said, made = (expected_calibration_error(x, self.came) for x in (self.said, self.made))
+        bins = {"before": self.bins(self.said), "after": self.bins(self.made)}
+        return {"nodes": len(self.came), "ece_before": said, "ece_after": made, "bins": bins}
+
+    def bins(self, chances: Floats, count: int = 10) -> list[tuple[float, float, int]]:
+        """Mean confidence, frequency of acceptance and number of nodes, by confidence."""
+        place = np.minimum((chances * count).astype(int), count - 1)
+        inside = [place == b for b in range(count) if (place == b).any()]
+        return [(float(chances[i].mean()), float(self.came[i].mean()), int(i.sum())) for i in inside]
 
 
 def _sigmoid(x: Floats) -> Floats:

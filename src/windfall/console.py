@@ -337,3 +337,16 @@ def checklist(checks: list[dict[str, Any]]) -> None:
     for check in checks:
         mark, style = MARKS["ok" if check["ok"] else "broken" if check["needed"] else "missing"]
         out.print(Text.assemble((mark, style), f" {check['name']:<15}", check["detail"]))
+
+
+def reliability(found: Any) -> None:
+    """How often nodes were accepted, by how likely they were said to be."""
+    told = found.as_dict()
+    table = Table(box=box.SIMPLE_HEAD, caption=f"{told['nodes']} judged nodes", caption_justify="left")
+    for title in ("", "confidence", "accepted", "nodes"):
+        table.add_column(title, justify="left" if not title else "right")
+    for name, error in (("before", told["ece_before"]), ("after", told["ece_after"])):
+        for place, (confidence, frequency, count) in enumerate(told["bins"][name]):
+            table.add_row("" if place else name, f"{confidence:.2f}", f"{frequency:.2f}", str(count))
+        table.add_row("", "[b]ECE", f"[b]{error:.3f}", "", end_section=True)
+    stdout().print(table)

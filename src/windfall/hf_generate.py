@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from windfall.engine import Engine
-from windfall.loading import as_drafter, as_policy
+from windfall.loading import as_drafter, as_policy, make_engine
 from windfall.records import InputError, SamplingParams
 from windfall.target import Target
 
@@ -36,7 +36,7 @@ def custom_generate(drafter: Any = None, policy: Any = None) -> Callable[..., An
         _refuse(generation_config)
         streamer = streamer or _callers_streamer()
         if model not in engines:
-            engines[model] = Engine(Target(model), as_drafter(drafter), as_policy(policy))
+            engines[model] = make_engine(Target(model), as_drafter(drafter), as_policy(policy))
         starts = _padding(input_ids, model_kwargs.get("attention_mask"))
         params = [
             _params(input_ids[row], start, row, logits_processor, stopping_criteria, generation_config)

@@ -14,7 +14,7 @@ from windfall.policies.base import TreePolicy
 from windfall.target import Target
 
 DEFAULT_DRAFTER = "ngram"
-DEFAULT_POLICY = "beam"
+DEFAULT_POLICY = "auto"
 
 
 def load(
@@ -35,7 +35,17 @@ def load(
     """
     proposer, shaper = as_drafter(drafter), as_policy(policy)  # first: a wrong name costs no loading
     judge = as_target(target, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    return Engine(judge, proposer, shaper, coupled)
+    return make_engine(judge, proposer, shaper, coupled)
+
+
+def make_engine(target: Target, drafter: Drafter, policy: TreePolicy, coupled: bool = True) -> Engine:
+    """An engine that knows what passes cost here, if its policy asks for it."""
+    engine = Engine(target, drafter, policy, coupled)
+    if policy.uses_costs:
+        from windfall.profiling import attach
+
+        attach(engine)
+    return engine
 
 
 def as_target(target: Any, **how: Any) -> Target:

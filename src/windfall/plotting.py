@@ -7,9 +7,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from windfall.calibration import expected_calibration_error
 from windfall.records import InputError
 
 if TYPE_CHECKING:
+    from windfall.calibration import Reliability
     from windfall.profiling import Profile
 
 FORMATS = (".png", ".svg", ".pdf")
@@ -42,6 +44,18 @@ def plot_costs(profile: Profile, file: Path) -> None:
         axes.set_ylim(bottom=0)
     place = profile.about["machine"]["gpu"] or profile.about["machine"]["cpu"]
     figure.suptitle(f"{place}, {target['dtype'].removeprefix('torch.')} · c = {costs.ratio:.3f}", fontsize=9)
+    figure.savefig(file, dpi=150)
+
+
+def plot_reliability(found: Reliability, file: Path) -> None:
+    """How often nodes were accepted against how likely they were said to be, before and after calibration."""
+    figure, axes = _figure(2)
+    for place, (title, chances) in enumerate({"the drafter's word": found.said, "calibrated": found.made}.items()):
+        confidence, frequency, _ = zip(*found.bins(chances), strict=True)
+        axes[place].plot([0, 1], [0, 1], "--", color="#999999")
+        axes[place].plot(confidence, frequency, "o-", color=COLOURS[place])
+        error = expected_calibration_error(chances, found.came)
+        axes[place].set(title=f"{title}, ECE {error:.3f}", xlabel="confidence", ylabel="accepted", ylim=(0, 1))
     figure.savefig(file, dpi=150)
 
 

@@ -23,6 +23,7 @@ import torch
 import transformers
 
 from windfall import __version__
+from windfall.calibration import Calibrator
 from windfall.cost import Costs, Curve, monotone
 from windfall.drafters.base import Drafter
 from windfall.engine import Engine
@@ -102,6 +103,25 @@ def load_or_measure(
     return profile
 
 
+def attach(engine: Engine) -> None:
+    """Give an engine this machine's costs, and what was learnt about its drafter before."""
+    engine.costs = load_or_measure(engine).costs
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # nothing was kept, or it is damaged
+        kept = json.loads(calibration_file(engine).read_text("utf-8"))
+        engine.calibrators.update({regime: Calibrator.of_dict(saved) for regime, saved in kept.items()})
+
+
+def remember(engine: Engine) -> None:
+    """Keep what the calibrators have learnt, beside the profile."""
+    kept = {regime: calibrator.as_dict() for regime, calibrator in engine.calibrators.items()}
+    with suppress(OSError):
+        _replace_file(calibration_file(engine), json.dumps(kept))
+
+
+def calibration_file(engine: Engine) -> Path:
+    return profile_file(describe(engine)).with_suffix(".calibration.json")
+
+
 def profile_file(about: dict[str, Any]) -> Path:
     """Where the profile of this machine and model pair is kept; another version of anything is another file."""
     key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
@@ -118,11 +138,15 @@ def read(file: Path, about: dict[str, Any]) -> Profile | None:
 
 
 def write(profile: Profile, file: Path) -> None:
+    _replace_file(file, json.dumps(profile.as_dict(), indent=1))
+
+
+def _replace_file(file: Path, text: str) -> None:
     """All of the file or nothing."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
-        temporary.write_text(json.dumps(profile.as_dict(), indent=1), "utf-8")
+        temporary.write_text(text, "utf-8")
         os.replace(temporary, file)
     finally:
         temporary.unlink(missing_ok=True)

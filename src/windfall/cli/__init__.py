@@ -20,6 +20,7 @@ COMMANDS = (
     show.tree,
     measure.compare,
     measure.profile,
+    measure.calibrate,
     show.policies,
     show.doctor,
 )

@@ -43,6 +43,39 @@ def profile(
 
 
 @takes_records
+def calibrate(
+    model: ModelOptions,
+    sampling: SamplingOptions,
+    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; none: a few of our own.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw reliability into this PNG, SVG or PDF file.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show how far the drafter's confidence can be believed, before and after calibration."""
+    from windfall import plotting, registry
+    from windfall.calibration import Calibrator, Reliability
+    from windfall.prompts import SAMPLES
+
+    if plot is not None:
+        plotting.check(plot)
+    keywords, engine, steps = sampling.keywords(), model.load("none"), []
+    engine.policy = registry.policy("beam")
+    texts = list(prompts or SAMPLES)
+    with console.progress("Decoding") as progress:
+        for done, text in enumerate(texts, 1):
+            steps += engine.generate(text, **keywords).steps
+            progress(done / len(texts))
+    found = Reliability.of(steps, Calibrator())
+    if plot is not None:
+        plotting.plot_reliability(found, plot)
+    if json:
+        console.print_json(found.as_dict(), indent=2)
+    else:
+        console.reliability(found)
+
+
+@takes_records
 def compare(
     source: PromptOptions,
     model: ModelOptions,
@@ -64,6 +97,10 @@ def compare(
     prompt, keywords = source.read(), sampling.keywords()
     contenders = parse_policies(DEFAULT_POLICY if policies is None else policies)
     engine = model.load("none")
+    if any(policy.uses_costs for policy in contenders.values()):
+        from windfall.profiling import attach
+
+        attach(engine)
     if source.system is not None:
         check_chat(engine)
     runs = _race(engine, prompt, source.raw, keywords, contenders, rounds)

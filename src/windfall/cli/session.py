@@ -36,6 +36,10 @@ class Session:
         generation = _collect(self.engine, self.engine.stream(prompt, raw=self.raw, **self.sampling), self._show())
         if not self.json:
             console.end_text(generation, self.coloured)
+        if self.engine.policy.uses_costs:
+            from windfall.profiling import remember
+
+            remember(self.engine)
         return generation
 
     def report(self, generation: Generation) -> dict[str, Any]:

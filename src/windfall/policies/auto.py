@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from windfall.tree import DraftTree
 Nodes = NDArray[np.int64]
 AHEAD = 4  # further passes looked ahead
 WIDEST = 32  # nodes expanded in one pass at the most
+TRIAL = 3  # rows to begin with; one more for every three judged nodes
 CURIOSITY = 0.01  # share of the time that may go into drafts that promise nothing
 
 
@@ -30,6 +32,8 @@ class Auto(TreePolicy):
     pays again.
     """
 
+    uses_costs: ClassVar[bool] = True
+
     nodes: int = option(64, "rows of a verify pass at the most, the root counted: memory's limit, not taste's", low=1)
 
     def __post_init__(self) -> None:
@@ -39,30 +43,44 @@ class Auto(TreePolicy):
         self._curves: dict[int, Floats] = {}
 
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
-        cycle, prices = self._cycle, self._prices(ctx)
+        cycle = self._cycle
+        if cycle.expanded and len(tree) == len(cycle.reach):  # the last pass brought nothing
+            cycle.learn(tree, ctx.calibrator)
+            return None
         cycle.learn(tree, ctx.calibrator)
+        chosen = self._next_pass(cycle, tree, ctx)
+        if chosen is None:
+            return None
+        cycle.expand(chosen, ctx.costs.draft(len(chosen)))
+        return Grow(torch.from_numpy(chosen), k=CHILDREN)
+
+    def _next_pass(self, cycle: Cycle, tree: DraftTree, ctx: Context) -> Nodes | None:
+        """The nodes of another draft pass, if it pays, or costs next to nothing."""
+        if not cycle.expanded and _price(ctx, ctx.costs.draft(1)) < CURIOSITY:
+            return np.zeros(1, dtype=np.int64)
+        prices = self._prices(ctx)
         profit, rows = best_profit(cycle.values, prices)
         chosen = worth_expanding(cycle, tree, ctx, marginal(prices, rows))
         if not len(chosen):
             return None
-        if foreseen_profit(cycle, chosen, tree, ctx, prices, profit) <= profit:
-            if cycle.expanded or self._plain_seconds * CURIOSITY < ctx.costs.draft(1):
-                return None
-            self._plain_seconds = 0.0  # just curious
-        cycle.expand(chosen, ctx.costs.draft(len(chosen)))
-        return Grow(torch.from_numpy(chosen), k=CHILDREN)
+        if foreseen_profit(cycle, chosen, tree, ctx, prices, profit) > profit:
+            return chosen
+        if cycle.expanded or self._plain_seconds * CURIOSITY < ctx.costs.draft(1):
+            return None
+        self._plain_seconds = 0.0  # just curious
+        return chosen
 
     def select(self, tree: DraftTree, ctx: Context) -> Tensor:
-        cycle, prices = self._cycle, self._prices(ctx)
+        cycle, self._cycle = self._cycle, Cycle()
         cycle.learn(tree, ctx.calibrator)
-        rows = best_profit(cycle.values, prices)[1]
         seconds = self._seconds(ctx)
+        rows = best_profit(cycle.values, self._prices(ctx))[1] if len(tree) > 1 else 0
+        expected = 1 + float(cycle.values[:rows].sum())
+        ctx.calibrator.pace(expected, float(seconds[rows]) + cycle.spent, float(seconds[0]))
         if not rows:
             ctx.calibrator.relax()
             self._plain_seconds += float(seconds[0])
-        expected = 1 + float(cycle.values[:rows].sum())
-        ctx.calibrator.pace(expected, float(seconds[rows]) + cycle.spent, float(seconds[0]))
-        self._cycle = Cycle()
+            return torch.zeros(1, dtype=torch.long)
         believed = replace(tree, score=torch.from_numpy(np.log(np.maximum(cycle.reach, 1e-300))))
         return best(believed, torch.arange(len(tree)), rows + 1)
 
@@ -75,9 +93,13 @@ class Auto(TreePolicy):
         return self._curves[place]
 
     def _prices(self, ctx: Context) -> Floats:
-        """The same in tokens: what could be earned elsewhere in that time, at the present pace."""
-        seconds = self._seconds(ctx)
-        return np.multiply(seconds, ctx.calibrator.gain / seconds[0])
+        """The same in tokens: what could be earned elsewhere in that time, at the present pace.
+
+        Only for as many rows as the calibrator has earned trust for: a new drafter is tried with few.
+        """
+        seconds, trusted = self._seconds(ctx), TRIAL + ctx.calibrator.observed // TRIAL
+        prices: Floats = seconds[:trusted] * (ctx.calibrator.gain / seconds[0])
+        return prices
 
 
 class Cycle:

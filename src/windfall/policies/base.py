@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ class TreePolicy:
     Subclasses are dataclasses whose fields (made with `option`) are what a user can set; state that lasts over cycles
     is set up in `__post_init__`. One object serves one sequence.
     """
+
+    uses_costs: ClassVar[bool] = False  # whether it wants this machine's costs measured
 
     def __post_init__(self) -> None:
         options.check(self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ class GT(TreePolicy):
     The paper gives no largest size and no depth limit (`nodes`, `cap`), and does not say whether the level that fell
     below the threshold is verified too (`count_last`); its c is a ratio of parameter counts, ours of measured times.
     """
+
+    uses_costs: ClassVar[bool] = True
 
     c: float | None = option(None, "a draft pass over a plain step; none: as measured on this machine", low=0)
     eps: float = option(0.0, "slack: how much less than c a level may bring", low=0)

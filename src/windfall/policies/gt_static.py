@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 from windfall.options import option
 from windfall.records import Context
@@ -19,6 +20,8 @@ class GTStatic(StaticTreePolicy):
     The paper bounds neither size nor depth; where acceptances are high or c small, `nodes` and `cap` do.
     For heads that differ by depth it leaves the details open: `acceptance` may be a table with a row a depth.
     """
+
+    uses_costs: ClassVar[bool] = True
 
     acceptance: str = option(
         EXAMPLE, "how often the child of each rank is right, or a row a depth like [[0.6,0.2],[0.5]]; measure it"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 import numpy as np
 
@@ -42,6 +43,8 @@ class Sequoia(StaticTreePolicy):
     The paper counts the root as a level; `depth` here is the number of draft passes. It allows the sizes 1, 2, 4, ...
     when it looks for the quickest tree; here every size up to `nodes` may win, and a pass is priced at its mean width.
     """
+
+    uses_costs: ClassVar[bool] = True
 
     acceptance: str = option(EXAMPLE, "how often the child of each rank is right; the default is an example: measure")
     nodes: int = option(64, "rows of the verify pass, the root counted", low=1, high=512)
