@@ -56,7 +56,7 @@ def test_kappa_grows_for_an_overconfident_drafter() -> None:
 
 def test_it_relaxes_to_the_prior() -> None:
     calibrator, *_ = overconfident(50)
-    for _ in range(5000):
+    for _ in range(20_000):
         calibrator.relax()
     assert calibrator.weights == pytest.approx(Calibrator().weights, abs=1e-3)
 

@@ -11,6 +11,7 @@ from tiny import VOCABULARY, prompt, tiny
 from windfall import registry
 from windfall.drafters.lm import CATCH_UP, LMDrafter
 from windfall.drafters.self_skip import SelfDrafter, parse_layers, without_layers
+from windfall.engine import Engine
 from windfall.records import Grow, InputError
 from windfall.target import Target
 from windfall.tree import DraftTree
@@ -41,7 +42,7 @@ def test_nodes_of_any_depth_in_one_pass() -> None:
     model, committed = tiny(seed=1), prompt(6)
     drafter = attached(LMDrafter(model=model), Target(tiny()), [committed])
     [tree] = drafter.begin([committed[-1]])
-    for nodes in ([0], [2], [1, 4], [3, 5, 7, 9]):  # siblings late, depths mixed
+    for nodes in ([0], [2], [1], [3, 5], [8], [4, 6, 9]):  # siblings late, alone and together, depths mixed
         [tree] = drafter.expand([tree], [Grow(torch.tensor(nodes), 3)])
     tree.check()
     assert int(tree.depth.max()) >= 3
@@ -85,6 +86,20 @@ def test_one_of_two_sequences_stops_growing() -> None:
     assert [len(tree) for tree in trees] == [3, 9]
     for committed, tree in zip(prompts, trees, strict=True):
         check_children(model, committed, tree)
+
+
+def test_nothing_is_drafted_past_the_drafters_own_context() -> None:
+    short, committed = tiny("gpt2", seed=1, max_position_embeddings=24), prompt(20)
+    target = Target(tiny())
+    drafter = attached(LMDrafter(model=short), target, [committed])
+    [tree] = drafter.begin([committed[-1]])
+    for _ in range(8):
+        [tree] = drafter.expand([tree], [Grow(torch.tensor([len(tree) - 1]), 1)])
+    assert int(tree.depth.max()) == 5  # the last row stands at the last position, 23
+    engine = Engine(target, LMDrafter(model=short), registry.policy("beam"))
+    plain = Engine(target, LMDrafter(model=short), registry.policy("none"))
+    got, wanted = (e.generate(committed, max_new_tokens=30).token_ids for e in (engine, plain))
+    assert got == wanted
 
 
 def test_another_vocabulary_is_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -65,6 +67,51 @@ def test_sampling_is_seeded_by_torch_and_exact(model: Any) -> None:
         inputs, attention_mask=torch.ones_like(inputs), custom_generate=loop, num_return_sequences=3, **options
     )
     assert len({tuple(row) for row in several.tolist()}) == 3
+
+
+@pytest.mark.parametrize(
+    ("mask", "more", "message"),
+    [
+        ([[1, 1, 1, 0]], {}, "padded on the left"),
+        ([[1, 0, 1, 1]], {}, "padded on the left"),
+        ([[1, 1, 1, 1]], {"max_new_tokens": 300}, "takes 256 tokens"),
+    ],
+)
+def test_inputs_that_would_go_wrong_are_refused(model: Any, mask: list, more: dict[str, Any], message: str) -> None:
+    inputs = torch.tensor([prompt(4)])
+    with pytest.raises(InputError, match=message):
+        model.generate(
+            inputs,
+            attention_mask=torch.tensor(mask),
+            do_sample=False,
+            custom_generate=windfall.custom_generate(drafter="lm", policy="beam"),
+            **{"max_new_tokens": 5, **more},
+        )
+
+
+def test_constraints_by_prefix_work_for_one_prompt(model: Any) -> None:
+    inputs = torch.tensor([prompt()])
+
+    def allowed(batch: int, ids: torch.Tensor) -> list[int]:
+        return [1 + (int(ids[-1]) * 7 + i) % 60 for i in range(5)]
+
+    theirs, ours = both(model, inputs, do_sample=False, prefix_allowed_tokens_fn=allowed)
+    assert torch.equal(theirs, ours)
+    with pytest.raises(InputError, match="one prompt at a time"):
+        both(model, inputs.repeat(2, 1), do_sample=False, prefix_allowed_tokens_fn=allowed)
+
+
+def test_the_engine_goes_with_the_model() -> None:
+    made = tiny()
+    inputs = torch.tensor([prompt()])
+    loop = windfall.custom_generate(drafter="lm", policy="beam")
+    made.generate(
+        inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=3, custom_generate=loop
+    )
+    seen = weakref.ref(made)
+    del made
+    gc.collect()
+    assert seen() is None
 
 
 class StopAt(StoppingCriteria):

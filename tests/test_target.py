@@ -148,6 +148,12 @@ def test_end_of_text_ids_are_collected() -> None:
     assert Target(model).eos == (2, 4, 9)
 
 
+def test_rotary_factors_that_depend_on_the_length_limit_the_context() -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    model = tiny("phi3", rope_parameters={**rope, "original_max_position_embeddings": 32}, max_position_embeddings=256)
+    assert Target(model).context == 32
+
+
 def unsupported() -> dict[str, Any]:
     small = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}
     return {
@@ -170,6 +176,11 @@ def unsupported() -> dict[str, Any]:
                 num_experts_per_tok=1,
                 moe_intermediate_size=8,
                 shared_expert_intermediate_size=8,
+            )
+        ),
+        "local layers": lambda: transformers.GPTNeoForCausalLM(
+            transformers.GPTNeoConfig(
+                vocab_size=61, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]
             )
         ),
         "position_ids": lambda: transformers.BloomForCausalLM(

@@ -32,7 +32,7 @@ class Packed(NamedTuple):
 
 
 def pack(rows: list[Rows], lengths: list[int], staged: int, device: torch.device) -> Packed:
-    """Pad to the longest; a padding row sees only itself, and no real row sees it."""
+    """Pad to the longest; a padding row sees the prefix and itself, and no real row sees it."""
     batch, width, top = len(rows), max(len(r.tokens) for r in rows), max(lengths)
     tokens = torch.zeros(batch, width, dtype=torch.long)
     positions = torch.zeros(batch, width, dtype=torch.long)

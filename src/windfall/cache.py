@@ -103,9 +103,10 @@ class KVCache(Cache):  # type: ignore[misc]
             if top + row != self.lengths[b] + place
         ]
         if moves:
-            batch, source, goal = torch.tensor(moves, device=self.live[0].device).T
+            where = torch.tensor(moves).T
             for layer in self.live:
-                layer.move(batch, source, goal)
+                where = where.to(layer.device)
+                layer.move(*where)
         self.lengths = [length + len(rows) for length, rows in zip(self.lengths, keep, strict=True)]
         self.staged = 0
 

@@ -16,6 +16,7 @@ Floats = NDArray[np.float64]
 DEPTHS, RANKS = 6, 5  # levels and siblings beyond these share the last one's correction
 SURE = 5.0  # log-odds beyond which confidence is not believed
 FORGET = 0.998  # of the evidence, per cycle: the text changes
+RELAX = 0.9995  # of what was learnt, per cycle without evidence
 PRIOR = 4.0  # observations that the prior is worth, in each direction
 CHILDREN = 8  # siblings whose acceptance is foreseen
 STEADY = 0.97  # of the outlook, per expanded node
@@ -97,9 +98,9 @@ class Calibrator:
 
     def relax(self) -> None:
         """Nothing was verified: drift back to the prior, so that one bad stretch does not end drafting for good."""
-        self._evidence *= FORGET
-        self.weights *= FORGET
-        self.weights[0] += 1 - FORGET
+        self._evidence *= RELAX
+        self.weights *= RELAX
+        self.weights[0] += 1 - RELAX
 
     def _fit_kappa(self, logq: Floats, accepted: Floats, parents: NDArray[np.int64]) -> None:
         """One step up the likelihood of which sibling was drawn, as a function of how sharp the drafter is taken to be.

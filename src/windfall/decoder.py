@@ -22,9 +22,37 @@ class Decoder:
         self.taps = taps  # which of transformers' hidden_states to hand out, concatenated
         self.config = model.config.get_text_config()
         self.windows = attention_windows(self.config)
-        self.device: torch.device = model.get_input_embeddings().weight.device
-        self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+        if model.config._attn_implementation not in ("sdpa", "eager"):  # flash kernels take no tree mask
+            model.set_attn_implementation("sdpa")
         self.reset(0)
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.model.get_input_embeddings().weight.device
+        return device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.model.get_input_embeddings().weight.dtype
+        return dtype
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    @property
+    def context(self) -> int | None:
+        """The longest sequence the model takes, or None if its configuration names none.
+
+        Where the rotary factors depend on the length of a pass (LongRoPE), only as far as they stay the same.
+        """
+        limit: int | None = getattr(self.config, "max_position_embeddings", None)
+        rope = getattr(self.config, "rope_parameters", None) or getattr(self.config, "rope_scaling", None) or {}
+        if rope.get("rope_type") == "longrope":
+            first = rope.get("original_max_position_embeddings")
+            first = first or getattr(self.config, "original_max_position_embeddings", None)
+            return min(filter(None, (limit, first)), default=None)
+        return limit
 
     def reset(self, batch: int) -> None:
         """Drop everything and make place for this many sequences."""
@@ -53,7 +81,7 @@ class Decoder:
         outputs = forward(
             input_ids=packed.tokens,
             position_ids=packed.positions,
-            attention_mask=self._mask(packed, causal),
+            attention_mask=self._mask(packed, causal or self._sees_all(rows)),
             past_key_values=self.cache,
             use_cache=True,
             output_hidden_states=bool(self.taps),
@@ -92,13 +120,17 @@ class Decoder:
         self.cache.retain(keep)
         self._staged_positions = self._staged_positions[keep]
 
+    def _sees_all(self, rows: list[Rows]) -> bool:
+        """Whether this pass is a single row that sees every staged row: then it is the end of a chain."""
+        return len(rows) == 1 and len(rows[0].tokens) == 1 and bool(rows[0].visible.all())
+
     def _mask(self, packed: Packed, causal: bool) -> Any:
         """What transformers wants as `attention_mask`: a 4-D mask, one for each kind of layer, or None for its own.
 
-        None spares the kernels a mask where transformers' causal one is the same: for a single row, which sees
+        None spares the kernels a mask where transformers' causal one is the same: for a single row that sees
         everything, and for chains in an empty cache.
         """
-        if not self.windows and (packed.mask.shape[:2] == (1, 1) or (causal and self.cache.end == 0)):
+        if causal and not self.windows and (packed.mask.shape[:2] == (1, 1) or self.cache.end == 0):
             return None
         full = self._as_given(packed.mask[:, None])
         if not self.windows:

@@ -72,6 +72,8 @@ class Engine:
     def generate_batch(self, prompts: Many[Prompt], *, raw: bool = False, **sampling: Any) -> list[Generation]:
         """Several texts, decoded together; each is what `generate` would have given."""
         encoded, params = [self.encode(prompt, raw) for prompt in prompts], self.params(**sampling)
+        if not encoded:
+            return []
         steps: list[list[Step]] = [[] for _ in encoded]
         times: list[list[float]] = [[] for _ in encoded]
         started = time.perf_counter()
@@ -94,15 +96,19 @@ class Engine:
         self.prefill_seconds = time.perf_counter() - started
         live = dict(enumerate(sequences))
         while live:
-            if generation != self._generation:
-                raise RuntimeError("another generation has begun on this engine; load a second engine to run both")
+            self._check_alone(generation)
             steps = dict(zip(live, self._cycle(list(live.values())), strict=True))
+            self._check_alone(generation)
             going = [place for place, sequence in enumerate(live.values()) if not sequence.finish]
             if 0 < len(going) < len(live):
                 self.target.retain(going)
                 self.drafter.retain(going)
             live = {i: sequence for i, sequence in live.items() if not sequence.finish}
             yield steps
+
+    def _check_alone(self, generation: int) -> None:
+        if generation != self._generation:
+            raise RuntimeError("another generation has begun on this engine; load a second engine to run both")
 
     @torch.inference_mode()
     def _cycle(self, live: list[Sequence]) -> list[Step]:
@@ -144,10 +150,7 @@ class Engine:
 
     def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """Text, chat messages or token ids → token ids; text becomes a user's message unless `raw`."""
-        if len(prompt) == 0:
-            raise InputError("the prompt is empty")
-        worded = isinstance(prompt, str) or isinstance(prompt[0], dict)
-        ids = self._tokenize(prompt, raw) if worded else torch.as_tensor(prompt).flatten().tolist()
+        ids = self._tokenize(prompt, raw) if _is_worded(prompt) else _as_ids(prompt)
         context, vocabulary = self.target.context, self.target.vocab_size
         if not ids:
             raise InputError("the prompt is empty")
@@ -184,6 +187,25 @@ class Engine:
         if params.logit_bias and not 0 <= min(params.logit_bias) <= max(params.logit_bias) < self.target.vocab_size:
             raise InputError(f"logit_bias takes token ids between 0 and {self.target.vocab_size - 1}")
         return params
+
+
+def _is_worded(prompt: Prompt) -> bool:
+    if isinstance(prompt, str):
+        return bool(prompt)
+    return isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(m, dict) for m in prompt)
+
+
+def _as_ids(prompt: Prompt) -> list[int]:
+    """Token ids as a list, from a list or tensor of one prompt."""
+    if isinstance(prompt, str) or (isinstance(prompt, list | tuple) and not prompt):
+        raise InputError("the prompt is empty")
+    try:
+        ids = torch.as_tensor(prompt)
+        assert not ids.is_floating_point() and (ids.dim() == 1 or (ids.dim() == 2 and len(ids) == 1))
+    except (TypeError, ValueError, RuntimeError, AssertionError):
+        raise InputError("a prompt is text, a list of chat messages, or the token ids of one prompt") from None
+    found: list[int] = ids.flatten().tolist()
+    return found
 
 
 class Growth:

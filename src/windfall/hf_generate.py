@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from transformers import PrefixConstrainedLogitsProcessor
 
 from windfall.engine import Engine
 from windfall.loading import as_drafter, as_policy, make_engine
 from windfall.records import InputError, SamplingParams
 from windfall.target import Target
+
+UNDERSTOOD = ("attention_mask", "position_ids", "past_key_values", "use_cache", "cache_position", "logits_to_keep")
 
 
 def custom_generate(drafter: Any = None, policy: Any = None) -> Callable[..., Any]:
@@ -21,7 +24,6 @@ def custom_generate(drafter: Any = None, policy: Any = None) -> Callable[..., An
 
     Takes what `windfall.load` takes. Greedy and sampling, one prompt or a left-padded batch.
     """
-    engines: WeakKeyDictionary[Any, Engine] = WeakKeyDictionary()
 
     def decode(
         model: Any,
@@ -33,17 +35,19 @@ def custom_generate(drafter: Any = None, policy: Any = None) -> Callable[..., An
         synced_gpus: bool = False,
         **model_kwargs: Any,
     ) -> Any:
-        _refuse(generation_config)
+        engines = model.__dict__.setdefault("_windfall_engines", {})  # goes with the model
+        if decode not in engines:
+            engines[decode] = make_engine(Target(model), copy.copy(as_drafter(drafter)), as_policy(policy))
+        engine: Engine = engines[decode]
         streamer = streamer or _callers_streamer()
-        if model not in engines:
-            engines[model] = make_engine(Target(model), as_drafter(drafter), as_policy(policy))
+        _refuse(input_ids, logits_processor, generation_config, model_kwargs, engine.target.context)
         starts = _padding(input_ids, model_kwargs.get("attention_mask"))
         params = [
             _params(input_ids[row], start, row, logits_processor, stopping_criteria, generation_config)
             for row, start in enumerate(starts)
         ]
         prompts = [ids[start:].tolist() for ids, start in zip(input_ids, starts, strict=True)]
-        return _collect(engines[model], prompts, params, input_ids, generation_config, streamer)
+        return _collect(engine, prompts, params, input_ids, generation_config, streamer)
 
     return decode
 
@@ -54,18 +58,29 @@ def _callers_streamer() -> Any:
     return caller.f_locals.get("streamer") if caller.f_code.co_name == "generate" else None
 
 
-def _refuse(config: Any) -> None:
+def _refuse(input_ids: Tensor, processors: Any, config: Any, more: dict[str, Any], context: int | None) -> None:
+    """Say what this loop does not do, rather than leave it out in silence."""
     for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
         if getattr(config, name, False):
             raise InputError(f"windfall's loop does not keep what {name} asks for; leave it off")
     if (config.num_beams or 1) > 1:
         raise InputError("windfall decodes greedily or by sampling; num_beams must be 1")
+    if unknown := [name for name, value in more.items() if name not in UNDERSTOOD and value is not None]:
+        raise InputError(f"windfall's loop does not know what to do with {', '.join(unknown)}")
+    if not input_ids.numel():
+        raise InputError("windfall's loop needs input_ids")
+    if context is not None and config.max_length > context:
+        raise InputError(f"the model takes {context} tokens, and max_length (prompt and answer) is {config.max_length}")
+    if len(input_ids) > 1 and any(isinstance(p, PrefixConstrainedLogitsProcessor) for p in processors or ()):
+        raise InputError("prefix_allowed_tokens_fn works with one prompt at a time here")
 
 
 def _padding(input_ids: Tensor, mask: Tensor | None) -> list[int]:
     """How many padding tokens stand to the left of each prompt."""
     if mask is None:
         return [0] * len(input_ids)
+    if mask.shape != input_ids.shape or bool((mask.int().diff(dim=1) < 0).any()) or not bool(mask[:, -1].all()):
+        raise InputError("windfall's loop takes prompts padded on the left: a mask of zeros, then ones")
     return [int(row.int().argmax()) for row in mask]
 
 

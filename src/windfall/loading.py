@@ -8,6 +8,7 @@ import torch
 
 from windfall import registry
 from windfall.drafters.base import Drafter
+from windfall.drafters.lm import LMDrafter
 from windfall.engine import Engine
 from windfall.models import load_model
 from windfall.policies.base import TreePolicy
@@ -34,6 +35,8 @@ def load(
     `device` or `dtype` says otherwise. `coupled`: at temperature above 0 the drafter sees the coming noise.
     """
     proposer, shaper = as_drafter(drafter), as_policy(policy)  # first: a wrong name costs no loading
+    if trust_remote_code and isinstance(proposer, LMDrafter):
+        proposer.trust_remote_code = True
     judge = as_target(target, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     return make_engine(judge, proposer, shaper, coupled)
 

@@ -46,6 +46,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        for name in ("max_new_tokens", "top_k", "seed"):
+            _require(isinstance(getattr(self, name), int), f"{name} must be a whole number")
         _require(self.max_new_tokens >= 1, f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
         _require(self.temperature >= 0, f"temperature must be 0 (greedy) or more, not {self.temperature}")
         _require(self.top_k >= 0, f"top_k must be 0 (off) or more, not {self.top_k}")

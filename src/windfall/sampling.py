@@ -128,8 +128,9 @@ class Sampler:
         self.prompt_length = prompt_length
 
     def draws(self, tree: DraftTree, logits: Tensor, committed: list[int]) -> Callable[[int], int]:
-        """A function node → token. On a CPU it works node by node, since the walk visits few; elsewhere all at once."""
-        if logits.device.type == "cpu":
+        """A function node → token. Where a row is cheap to read, or somebody's processor looks at it, it works node by
+        node, so that only visited nodes are touched, in order; on a GPU otherwise all at once."""
+        if logits.device.type == "cpu" or self.params.processors:
             return lambda node: int(self._draw(tree, logits, committed, torch.tensor([node])))
         if not self.params.reads_prefix:
             return self._draw(tree, logits, committed, torch.arange(len(tree))).tolist().__getitem__

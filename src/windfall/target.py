@@ -13,7 +13,7 @@ from windfall.decoder import Decoder
 from windfall.records import InputError, Scores
 from windfall.tree import DraftTree
 
-ORDINARY = {"full_attention", "sliding_attention", "attention"}  # layer kinds whose rows can be gathered
+ORDINARY = {"full_attention", "sliding_attention", "attention", "global"}  # layer kinds whose rows can be gathered
 
 
 class Target:
@@ -24,10 +24,17 @@ class Target:
         refuse_unsupported(model, self.name)
         self.model = model
         self.tokenizer = tokenizer
-        if model.config._attn_implementation not in ("sdpa", "eager"):  # flash kernels take no tree mask
-            model.set_attn_implementation("sdpa")
         self.decoder = Decoder(model)
-        self._check_trees()
+        try:
+            gap, scale = self._tree_gap()
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            raise InputError(f"{self.name}: {type(model).__name__} cannot score a tree: {reason}") from error
+        if not gap <= 0.05 * max(scale, 1e-3):
+            raise InputError(
+                f"{self.name}: {type(model).__name__} does not score a tree as it scores the tree's paths "
+                f"(logits differ by {gap:.3g}), so its output could change; windfall refuses it"
+            )
 
     @property
     def device(self) -> torch.device:
@@ -35,12 +42,11 @@ class Target:
 
     @property
     def vocab_size(self) -> int:
-        return int(self.model.get_output_embeddings().weight.shape[0])
+        return self.decoder.vocab_size
 
     @property
     def context(self) -> int | None:
-        """The longest sequence the model takes, or None if its configuration names none."""
-        return getattr(self.decoder.config, "max_position_embeddings", None)
+        return self.decoder.context
 
     @property
     def eos(self) -> tuple[int, ...]:
@@ -73,8 +79,11 @@ class Target:
         """Go on with these sequences only."""
         self.decoder.retain(keep)
 
-    def _check_trees(self) -> None:
-        """Refuse a model whose tree scores differ from its path scores: some families hide positions in the mask."""
+    def _tree_gap(self) -> tuple[float, float]:
+        """How far a small tree's scores are from its paths' scores, and their scale.
+
+        Some families hide positions in the mask, or in the places of cache rows.
+        """
         tokens = torch.arange(6) % self.vocab_size
         tree = DraftTree.root(int(tokens[3]))
         for parent, token in ((0, tokens[4]), (0, tokens[5]), (1, tokens[2])):
@@ -89,25 +98,21 @@ class Target:
             alone = self.score([tree.select(torch.tensor(path))])[0].logits.float()
             gap = max(gap, float((alone - in_tree[path]).abs().max()))
         self.decoder.reset(0)
-        scale = float(in_tree.abs().max())
-        if not gap <= 0.05 * max(scale, 1e-3):
-            raise InputError(
-                f"{self.name}: {type(self.model).__name__} does not score a tree as it scores the tree's paths "
-                f"(logits differ by {gap:.3g}), so its output could change; windfall refuses it"
-            )
+        return gap, float(in_tree.abs().max())
 
 
 def refuse_unsupported(model: Any, name: str) -> None:
     """Say by name why a model cannot be verified in trees, before anything goes wrong."""
     config, kind = model.config.get_text_config(), type(model).__name__
-    odd = sorted(set(getattr(config, "layer_types", None) or []) - ORDINARY)
+    kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or []
+    odd = sorted(set(kinds) - ORDINARY)
     forward = inspect.signature(model.forward).parameters
     reason = ""
     if getattr(model.config, "is_encoder_decoder", False):
         reason = "is an encoder–decoder; windfall speeds up decoder-only models"
     elif getattr(model, "_is_stateful", False) or odd:
-        kinds = ", ".join(odd) or "recurrent"
-        reason = f"has {kinds} layers, whose state cannot drop rejected tokens"
+        names = ", ".join(odd) or "recurrent"
+        reason = f"has {names} layers, whose state or window cannot drop rejected tokens"
     elif "past_key_values" not in forward or "position_ids" not in forward:
         reason = "takes no past_key_values or position_ids, which a tree pass needs"
     if reason:

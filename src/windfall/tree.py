@@ -48,6 +48,7 @@ class DraftTree:
 
     def select(self, keep: Tensor) -> DraftTree:
         """The sub-tree of these nodes (ascending indices, root kept, closed under parents), order preserved."""
+        assert bool((keep.diff() > 0).all()), "nodes are kept in their order"
         if len(keep) == len(self):
             return self
         place = torch.full((len(self) + 1,), -1)  # the last slot answers for the root's parent, -1

@@ -67,10 +67,12 @@ def sprout(tree: DraftTree, grow: Grow, logq: Tensor, dice: Dice | None, tokens:
     scores into children here and nowhere else, so that coupling, ties and precision are the same for all.
     """
     logq = logq.float()
+    if grow.entropy:
+        chances = logq.exp()
+        rest = (1 - chances.sum(-1)).clamp(min=0)  # of candidates that were not named
+        tree = tree.measure(grow.nodes, (torch.special.entr(chances).sum(-1) + torch.special.entr(rest)).cpu())
     if dice is not None:
         logq = dice.couple(logq, tree.depth[grow.nodes], tokens)
-    if grow.entropy:
-        tree = tree.measure(grow.nodes, torch.special.entr(logq.exp()).sum(-1).cpu())
     if tokens is None:
         values, order = logq.topk(min(grow.k, logq.shape[-1]), dim=-1)
         picked = order.cpu()

@@ -30,6 +30,7 @@ class LMDrafter(Drafter):
     """
 
     model: Any = option(None, "folder, GGUF file, hub id or loaded model; none: the target itself")
+    trust_remote_code: bool = option(False, "run Python code that comes with the model")
 
     def attach(self, target: Target) -> None:
         model, tokenizer = self._find(target)
@@ -45,7 +46,12 @@ class LMDrafter(Drafter):
             return self.model
         if hasattr(self.model, "forward"):
             return self.model, None
-        loaded = load_model(self.model, device=target.device, dtype=target.decoder.dtype)
+        loaded = load_model(
+            self.model,
+            device=target.device,
+            dtype=target.decoder.dtype,
+            trust_remote_code=self.trust_remote_code,
+        )
         return loaded.model, loaded.tokenizer
 
     def _serve(self, model: Any, target: Target) -> None:
@@ -60,6 +66,9 @@ class LMDrafter(Drafter):
         self._slots: list[dict[int, int]] = [{} for _ in prompts]  # expanded node → its staged row
 
     def expand(self, trees: list[DraftTree], grows: Sequence[Grow | None]) -> list[DraftTree]:
+        grows = [grow if self._fits(b, tree) else None for b, (tree, grow) in enumerate(zip(trees, grows, strict=True))]
+        if not any(grows):
+            return trees
         self._catch_up(grows)
         first = self._decoder.staged
         rows = [self._rows(b, tree, grow) for b, (tree, grow) in enumerate(zip(trees, grows, strict=True))]
@@ -97,6 +106,12 @@ class LMDrafter(Drafter):
         self._pending = [self._pending[b] for b in keep]
         self._slots = [self._slots[b] for b in keep]
         self._dice = [self._dice[b] for b in keep]
+
+    def _fits(self, b: int, tree: DraftTree) -> bool:
+        """Whether the drafter's own context has room for another level."""
+        limit = self._decoder.context
+        used = self._decoder.lengths[b] + len(self._pending[b]) + int(tree.depth[-1])
+        return limit is None or used <= limit
 
     def _catch_up(self, grows: Sequence[Grow | None]) -> None:
         """Bring the cache close to the root before the first pass of a cycle, if much was committed meanwhile."""

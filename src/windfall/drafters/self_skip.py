@@ -20,6 +20,7 @@ class SelfDrafter(LMDrafter):
     """The target's own weights without some layers."""
 
     model: Any = None
+    trust_remote_code: bool = False
     skip: str = option("middle", "layers to leave out: 'middle' (the sixth past the middle), or e.g. '3,5,10-20'")
 
     def attach(self, target: Target) -> None:

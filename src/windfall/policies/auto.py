@@ -44,6 +44,8 @@ class Auto(TreePolicy):
 
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
         cycle = self._cycle
+        if ctx.room < 2:
+            return None
         if cycle.expanded and len(tree) == len(cycle.reach):  # the last pass brought nothing
             cycle.learn(tree, ctx.calibrator)
             return None

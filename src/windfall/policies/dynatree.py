@@ -100,8 +100,8 @@ class DynaTree(TreePolicy):
         return deep & (depth < self.max_depth) & (score >= _log(max(self.tau, self.rho_stop)))
 
     def observe(self, step: Step) -> None:
-        if self.history == "paper":
-            self._adapt(step.accepted / max(len(step.tree) - 1, 1))
+        if self.history == "paper" and len(step.tree) > 1:  # a cycle without a draft says nothing
+            self._adapt(step.accepted / (len(step.tree) - 1))
         self._committed, self._cycles = self._committed + step.accepted + 1, self._cycles + 1
         if self.history == "release" and step.finish:
             self._adapt(self._committed / self._cycles / (self.base_depth + 2))

@@ -70,6 +70,6 @@ class GT(TreePolicy):
 
     def _least(self, ctx: Context) -> float:
         """The log-probability a path must exceed."""
-        c = ctx.costs.ratio if self.c is None else self.c
+        c = ctx.costs.draft(self.k) / ctx.costs.verify(1, ctx.length) if self.c is None else self.c
         least = (c * self._speedup if self.threshold == "c*S" else c) - self.eps
         return math.log(least) if least > 0 else -math.inf

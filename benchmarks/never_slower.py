@@ -1,0 +1,91 @@
+"""Is `auto` ever slower than plain decoding? Short generations of both, taking turns, on prompts of three kinds.
+
+    python benchmarks/never_slower.py [--rounds 16] [--tokens 64] [--policy auto] [--drafter …] [--json FILE]
+
+The ratio of each pair of neighbouring runs is taken, and then the median: machines drift.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+import transformers
+
+import windfall
+from windfall import loading, registry
+
+PROMPTS = {
+    "code": ("Write a Python class Stack with push, pop and peek, each with a docstring, then show its use.", {}),
+    "story": ("Tell me a story about a fox who finds a lantern in the forest.", {}),
+    "random words": (
+        "apple zinc marmot quilt seven turbine velvet ogre plinth cactus harbour nimbus",
+        {"raw": True, "temperature": 1.2},
+    ),
+    "repetitive": ("Count from one to fifty in words, one per line.", {}),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("target", "drafter", "device", "dtype", "json"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--policy", default="auto")
+    parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=64)
+    options = parser.parse_args()
+    engine = windfall.load(options.target, options.drafter, options.policy, options.device, options.dtype)
+    chosen, plain, rows = loading.as_policy(options.policy), registry.policy("none"), {}
+    for name, (prompt, sampling) in PROMPTS.items():
+        ratios, tau, share, same = [], [], [], True
+        for round_ in range(options.rounds + 1):
+            runs = {}
+            for kind in (("plain", "chosen"), ("chosen", "plain"))[round_ % 2]:
+                engine.policy = plain if kind == "plain" else chosen
+                runs[kind] = engine.generate(prompt, max_new_tokens=options.tokens, **sampling)
+            same = same and runs["plain"].token_ids == runs["chosen"].token_ids
+            if round_:  # the first is the warm-up
+                before, after = runs["plain"].stats, runs["chosen"].stats
+                ratios.append(before.seconds / after.seconds)
+                tau.append(after.tau)
+                share.append(after.split.policy / after.seconds)
+        quarters = statistics.quantiles(ratios, n=4)
+        rows[name] = {
+            "speedup": statistics.median(ratios),
+            "quartiles": [quarters[0], quarters[2]],
+            "tau": statistics.mean(tau),
+            "policy_share": statistics.median(share),
+            "same_tokens": same,
+        }
+        print(name, json.dumps(rows[name]), file=sys.stderr, flush=True)
+    result = {
+        "what": f"{options.policy} against plain decoding, paired runs taking turns",
+        "command": " ".join(sys.argv),
+        "target": engine.target.name,
+        "drafter": options.drafter or loading.DEFAULT_DRAFTER,
+        "dtype": str(engine.target.decoder.dtype),
+        "device": str(engine.target.device),
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "rounds": options.rounds,
+        "tokens": options.tokens,
+        "prompts": rows,
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "windfall": windfall.__version__,
+        },
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+    print(json.dumps(result, indent=2))
+    if options.json:
+        Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
