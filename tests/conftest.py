@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ torch.set_num_threads(1)  # tiny models: threads only get in each other's way
 def profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Profiles that tests measure are not the user's."""
     patch = pytest.MonkeyPatch()
-    patch.setattr("windfall.profiling.cache_dir", lambda: folder)
+    patch.setattr("windfall.profiling.cache_dir", lambda: Path(os.environ.get("WINDFALL_CACHE", folder)))
     folder = tmp_path_factory.mktemp("cache")
     yield
     patch.undo()

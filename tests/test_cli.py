@@ -87,6 +87,7 @@ def refused(*arguments: object, input: str | bytes | None = None) -> str:
 
 
 def test_generate_streams_the_text_and_says_how_fast(folder: Path) -> None:
+    windfall("generate", "abc abc", "--target", folder, *SHORT)  # measures what passes cost
     result = windfall("generate", "abc abc", "--target", folder, *SHORT)
     told = windfall("generate", "abc abc", "--target", folder, "--json", *SHORT)
     assert result.exit_code == 0
@@ -161,7 +162,18 @@ def test_prompt_from_a_file_a_system_message_and_raw(folder: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("temperature", [0, 0.9])
 def test_compare_finds_the_same_tokens(folder: Path, temperature: float) -> None:
-    options = ("--compare", "--temperature", temperature, "--target", folder, "--drafter", "lm", *SHORT)
+    options = (
+        "--compare",
+        "--temperature",
+        temperature,
+        "--target",
+        folder,
+        "--drafter",
+        "lm",
+        "--policy",
+        "beam",
+        *SHORT,
+    )
     result = windfall("generate", "abc", *options)
     assert result.exit_code == 0
     assert "Same 20 tokens" in result.stdout
@@ -226,7 +238,8 @@ def test_uncoupled_reaches_the_engine_and_changes_no_token(folder: Path, monkeyp
 
 
 def test_a_smaller_model_drafts(folder: Path) -> None:
-    told = json.loads(windfall("generate", "abc", "--drafter", folder, "--target", folder, "--json", *SHORT).stdout)
+    options = ("--drafter", folder, "--target", folder, "--policy", "beam", "--json", *SHORT)
+    told = json.loads(windfall("generate", "abc", *options).stdout)
     assert told["drafter"] == str(folder)
     assert told["stats"]["tau"] > 2
 
@@ -304,10 +317,10 @@ def test_control_c_while_loading_is_quiet(folder: Path, monkeypatch: pytest.Monk
         ("--preset nonsense", "there is no preset 'nonsense'; choose from eagle-1"),
         ("--preset eagle-2 --policy beam", "--preset names a policy and its settings, --policy only a policy"),
         ("--preset eagle-2 --set colour=red", "policy beam has no option 'colour'; it has: depth, k, nodes"),
-        ("--set depth=x", "policy beam: depth takes int, not 'x'"),
-        ("--set depth=0", "depth must be at least 1, not 0"),
+        ("--policy chain --set depth=x", "policy chain: depth takes int, not 'x'"),
+        ("--policy chain --set depth=0", "depth must be at least 1, not 0"),
         ("--set depth", "write settings as name=value, not 'depth'"),
-        ("--set colour=red", "policy beam has no option 'colour'; it has: depth, k, nodes"),
+        ("--policy chain --set colour=red", "policy chain has no option 'colour'; it has: depth"),
         ("--drafter-set colour=red", "drafter ngram has no option 'colour'; it has: method"),
         ("--drafter /no/such/model", "there is no file or folder '/no/such/model'"),
         ("--device nonsense", "there is no device 'nonsense'; choose from cpu"),
@@ -346,8 +359,10 @@ def test_a_terminal_without_a_prompt_is_not_waited_for(monkeypatch: pytest.Monke
 def test_models_that_cannot_be_used_are_refused_in_one_line(bare: Path, tmp_path: Path) -> None:
     assert refused("generate", "abc", "--target", "/no/such/model") == "there is no file or folder '/no/such/model'"
     assert "has no config.json" in refused("generate", "abc", "--target", tmp_path)
-    assert refused("chat", "--target", bare).startswith("bare has no chat template")
-    assert refused("generate", "abc", "--system", "kind", "--target", bare).startswith("bare has no chat template")
+    assert refused("chat", "--policy", "none", "--target", bare).startswith("bare has no chat template")
+    assert refused("generate", "abc", "--policy", "none", "--system", "kind", "--target", bare).startswith(
+        "bare has no chat template"
+    )
     assert windfall("generate", "abc", "--target", bare, *SHORT).exit_code == 0
 
 

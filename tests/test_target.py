@@ -150,7 +150,7 @@ def test_end_of_text_ids_are_collected() -> None:
 
 def test_rotary_factors_that_depend_on_the_length_limit_the_context() -> None:
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    model = tiny("phi3", rope_parameters={**rope, "original_max_position_embeddings": 32}, max_position_embeddings=256)
+    model = tiny("phi3", rope_parameters=rope, original_max_position_embeddings=32, max_position_embeddings=256)
     assert Target(model).context == 32
 
 

@@ -110,7 +110,9 @@ def same_text() -> str:
 
     model, prompt = tiny_model().to(pick_device(None)), list(range(1, 9))
     plain = loading.load(model, registry.drafter("lm"), registry.policy("none"))
-    speculative = loading.load(model, registry.drafter("lm"))  # the target drafts for itself: every guess is right
+    speculative = loading.load(
+        model, registry.drafter("lm"), registry.policy("beam")
+    )  # the target drafts for itself: every guess is right
     for temperature in (0.8, 0.0):
         wanted = plain.generate(prompt, max_new_tokens=TOKENS, temperature=temperature)
         found = speculative.generate(prompt, max_new_tokens=TOKENS, temperature=temperature)
