@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 RUN := $(BIN)/.run-installed
 DEV := $(BIN)/.dev-installed
-PROMPT ?= Write a short story about a squirrel who plants an oak. Then write the same story again, word for word.
+PROMPT ?= Write a Python class Stack with push, pop and peek, each with a docstring, then show how it is used.
 
 .PHONY: demo test lint bench clean
 demo: $(RUN)

@@ -44,6 +44,7 @@ def main() -> None:
     chosen, plain, rows = loading.as_policy(options.policy), registry.policy("none"), {}
     for name, (prompt, sampling) in PROMPTS.items():
         ratios, tau, share, same = [], [], [], True
+        plain_seconds, chosen_seconds = [], []
         for round_ in range(options.rounds + 1):
             runs = {}
             for kind in (("plain", "chosen"), ("chosen", "plain"))[round_ % 2]:
@@ -53,12 +54,15 @@ def main() -> None:
             if round_:  # the first is the warm-up
                 before, after = runs["plain"].stats, runs["chosen"].stats
                 ratios.append(before.seconds / after.seconds)
+                plain_seconds.append(before.seconds)
+                chosen_seconds.append(after.seconds)
                 tau.append(after.tau)
                 share.append(after.split.policy / after.seconds)
         quarters = statistics.quantiles(ratios, n=4)
         rows[name] = {
             "speedup": statistics.median(ratios),
             "quartiles": [quarters[0], quarters[2]],
+            "speedup_of_totals": sum(plain_seconds) / sum(chosen_seconds),
             "tau": statistics.mean(tau),
             "policy_share": statistics.median(share),
             "same_tokens": same,

@@ -231,7 +231,7 @@ def test_uncoupled_reaches_the_engine_and_changes_no_token(folder: Path, monkeyp
     coupled = []
     run = Engine.run
     monkeypatch.setattr(Engine, "run", lambda self, *given: coupled.append(self.coupled) or run(self, *given))
-    options = ("--drafter", "lm", "--temperature", "1", "--target", folder, "--json", *SHORT)
+    options = ("--drafter", "lm", "--policy", "beam", "--temperature", "1", "--target", folder, "--json", *SHORT)
     told = [json.loads(windfall("generate", "abc", *options, *flag).stdout) for flag in ([], ["--uncoupled"])]
     assert coupled == [True, False]
     assert told[0]["token_ids"] == told[1]["token_ids"]

@@ -18,21 +18,22 @@ SURE = 5.0  # log-odds beyond which confidence is not believed
 FORGET = 0.998  # of the evidence, per cycle: the text changes
 RELAX = 0.9995  # of what was learnt, per cycle without evidence
 PRIOR = 4.0  # observations that the prior is worth, in each direction
+BUCKETS = (0.35, 0.75)  # of a parent's own chance
 CHILDREN = 8  # siblings whose acceptance is foreseen
 STEADY = 0.97  # of the outlook, per expanded node
 KAPPA = (0.4, 2.5)
 
 
 class Outlook(NamedTuple):
-    """The chances of children yet to be drafted, by rank: [CHILDREN] each, when drafting goes badly and when well."""
+    """The chances of children yet to be drafted, by parent and rank, when drafting goes badly and when it goes well."""
 
-    bad: Floats
-    good: Floats
-    often: float  # how often it goes well
+    bad: Floats  # [n, CHILDREN]
+    good: Floats  # [n, CHILDREN]
+    often: Floats  # [n], how often it goes well
 
     @property
     def mean(self) -> Floats:
-        return np.add(self.bad, self.often * (self.good - self.bad))
+        return np.add(self.bad, self.often[:, None] * (self.good - self.bad))
 
 
 class Calibrator:
@@ -60,19 +61,19 @@ class Calibrator:
         logq, depth, rank = (x[start:].numpy() for x in (tree.logq, tree.depth, tree.rank))
         return _sigmoid(self._features(logq, depth, rank) @ self.weights)
 
-    def outlook(self, depth: int, chance: float) -> Outlook:
-        """What to expect of the children of a node at this depth that itself had this chance."""
-        place = min(depth, DEPTHS - 1), _bucket(chance)
-        bad, good = self._outlook[place]
-        return Outlook(bad, good, float(self._good[place]))
+    def outlook(self, depths: NDArray[np.int64], chances: Floats) -> Outlook:
+        """What to expect of the children of nodes at these depths that themselves had these chances."""
+        place = np.minimum(depths, DEPTHS - 1), np.searchsorted(BUCKETS, chances)
+        moods = self._outlook[place]
+        return Outlook(moods[:, 0], moods[:, 1], self._good[place])
 
     def foresee(self, depth: int, chance: float, children: Floats) -> None:
         """Learn the outlook from children that were just drafted (none of them: an empty array)."""
         seen = np.zeros(CHILDREN)
         seen[: len(children)] = children[:CHILDREN]
-        place = min(depth, DEPTHS - 1), _bucket(chance)
+        place = min(depth, DEPTHS - 1), sum(chance > limit for limit in BUCKETS)
         moods = self._outlook[place]
-        good = int(seen[0] > moods[:, 0].mean())
+        good = int(2 * seen[0] > moods[0, 0] + moods[1, 0])
         moods[good] += (1 - STEADY) * (seen - moods[good])
         self._good[place] += (1 - STEADY) * (good - self._good[place])
 
@@ -188,10 +189,6 @@ class Reliability(NamedTuple):
 def _sigmoid(x: Floats) -> Floats:
     odds: Floats = np.exp(np.clip(x, -30, 30))
     return np.divide(odds, 1 + odds)
-
-
-def _bucket(chance: float) -> int:
-    return 0 if chance < 0.35 else 1 if chance < 0.75 else 2
 
 
 def expected_calibration_error(chances: Floats, outcomes: Floats, bins: int = 15) -> float:

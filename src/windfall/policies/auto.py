@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from windfall.calibration import CHILDREN, Calibrator, Floats, Outlook
+from windfall.calibration import CHILDREN, Calibrator, Floats
 from windfall.options import option
 from windfall.policies.base import TreePolicy, best
 from windfall.records import Context, Grow
@@ -65,6 +65,8 @@ class Auto(TreePolicy):
         chosen = worth_expanding(cycle, tree, ctx, marginal(prices, rows))
         if not len(chosen):
             return None
+        if _price(ctx, ctx.costs.draft(len(chosen))) < CURIOSITY:  # as cheap to look as to think about it
+            return chosen
         if foreseen_profit(cycle, chosen, tree, ctx, prices, profit) > profit:
             return chosen
         if cycle.expanded or self._plain_seconds * CURIOSITY < ctx.costs.draft(1):
@@ -164,9 +166,12 @@ def worth_expanding(cycle: Cycle, tree: DraftTree, ctx: Context, row: float) -> 
     open_nodes[cycle.expanded] = False
     nodes = np.flatnonzero(open_nodes)
     nodes = nodes[np.argsort(-cycle.reach[nodes], kind="stable")][:WIDEST]
+    if not len(nodes):
+        return nodes
     wider = _price(ctx, ctx.costs.draft(WIDEST) - ctx.costs.draft(1)) / (WIDEST - 1)
-    good = np.array([np.maximum(reach * o.good - row, 0).sum() for reach, o in _outlooks(cycle, nodes, tree, ctx)])
-    worth: Nodes = nodes[good > wider] if len(nodes) else nodes
+    good = ctx.calibrator.outlook(tree.depth.numpy()[nodes], cycle.chance[nodes]).good
+    earned = np.maximum(cycle.reach[nodes][:, None] * good - row, 0).sum(1)
+    worth: Nodes = nodes[earned > wider]
     return worth
 
 
@@ -176,30 +181,26 @@ def foreseen_profit(cycle: Cycle, chosen: Nodes, tree: DraftTree, ctx: Context, 
     What the first node's children turn out to be decides whether one goes on, so the good and the bad case are weighed
     apart; beyond that the mean serves.
     """
-    fee = _price(ctx, ctx.costs.draft(len(chosen)))
-    (reach, first), *others = _outlooks(cycle, chosen, tree, ctx)
-    pool = np.concatenate([cycle.values, *(r * o.mean for r, o in others)])
-    good, bad = (best_profit(-np.sort(-np.append(pool, reach * case)), prices)[0] for case in (first.good, first.bad))
-    most = first.often * good + (1 - first.often) * bad - fee
-    level = np.concatenate([reach * first.good, *(r * o.mean for r, o in others)])
-    chance = np.concatenate([first.good, *(o.mean for _, o in others)])
-    pool, depth = np.append(pool, reach * first.good), int(tree.depth[chosen].max()) + 1
+    depths, reach = tree.depth.numpy()[chosen], cycle.reach[chosen][:, None]
+    fee, outlook = _price(ctx, ctx.costs.draft(len(chosen))), ctx.calibrator.outlook(depths, cycle.chance[chosen])
+    chance = outlook.mean  # [width, CHILDREN]
+    profits = []
+    for case in (outlook.bad[0], outlook.good[0]):
+        chance[0] = case
+        pool = np.append(cycle.values, chance * reach)
+        profits.append(best_profit(-np.sort(-pool), prices)[0])
+    bad, often, depth = profits[0], float(outlook.often[0]), int(depths.max()) + 1
+    most, level = often * profits[1] + (1 - often) * bad - fee, (chance * reach).ravel()
     for passes in range(2, AHEAD + 1):
         if most > least:
             break
         top = np.argsort(-level)[: max(len(chosen), 2)]
-        steps = [(level[i], ctx.calibrator.outlook(depth, chance[i]).mean) for i in top]
-        level, chance = np.concatenate([r * c for r, c in steps]), np.concatenate([c for _, c in steps])
-        pool, depth = np.append(pool, level), depth + 1
+        chance = ctx.calibrator.outlook(np.full(len(top), depth), chance.ravel()[top]).mean
+        level, depth = (level[top][:, None] * chance).ravel(), depth + 1
+        pool = np.append(pool, level)
         deep = best_profit(-np.sort(-pool), prices)[0] - (passes - 1) * fee
-        most = max(most, first.often * deep + (1 - first.often) * bad - fee)
+        most = max(most, often * deep + (1 - often) * bad - fee)
     return most
-
-
-def _outlooks(cycle: Cycle, nodes: Nodes, tree: DraftTree, ctx: Context) -> list[tuple[float, Outlook]]:
-    """Each node's own acceptance and what to expect of its children."""
-    depths, chances, reach = tree.depth[nodes].tolist(), cycle.chance[nodes].tolist(), cycle.reach[nodes].tolist()
-    return [(r, ctx.calibrator.outlook(d, c)) for r, d, c in zip(reach, depths, chances, strict=True)]
 
 
 def _price(ctx: Context, seconds: float) -> float:
