@@ -11,16 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
+from provenance import publish
 
-import windfall
 from windfall import loading
 from windfall.engine import Engine, Generation
 from windfall.options import split_settings
@@ -73,24 +69,15 @@ def main() -> None:
             print(json.dumps(row), file=sys.stderr, flush=True)
     result = {
         "what": "tokens per target pass, drafter with and without the noise of the draws",
-        "command": " ".join(sys.argv),
         "target": target.name,
         "drafter": [options.drafter, *options.drafter_set],
         "prompts": len(prompts),
         "tokens": options.tokens,
         "dtype": str(target.decoder.dtype),
-        "device": torch.cuda.get_device_name() if target.device.type == "cuda" else platform.machine(),
+        "device": str(target.device),
         "rows": rows,
-        "versions": {
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "windfall": windfall.__version__,
-        },
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-    print(json.dumps(result, indent=2))
-    if options.json:
-        Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
+    publish(result, options.json)
 
 
 if __name__ == "__main__":

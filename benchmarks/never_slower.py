@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
-from datetime import datetime, timezone
-from pathlib import Path
 
-import torch
-import transformers
+from provenance import publish
 
 import windfall
 from windfall import loading, registry
@@ -70,25 +66,15 @@ def main() -> None:
         print(name, json.dumps(rows[name]), file=sys.stderr, flush=True)
     result = {
         "what": f"{options.policy} against plain decoding, paired runs taking turns",
-        "command": " ".join(sys.argv),
         "target": engine.target.name,
         "drafter": options.drafter or loading.DEFAULT_DRAFTER,
         "dtype": str(engine.target.decoder.dtype),
         "device": str(engine.target.device),
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
         "rounds": options.rounds,
         "tokens": options.tokens,
         "prompts": rows,
-        "versions": {
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "windfall": windfall.__version__,
-        },
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-    print(json.dumps(result, indent=2))
-    if options.json:
-        Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
+    publish(result, options.json)
 
 
 if __name__ == "__main__":

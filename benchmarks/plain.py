@@ -6,16 +6,12 @@ python benchmarks/plain.py [--target …] [--device …] [--dtype …] [--tokens
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import time
-from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from provenance import publish
 
 import windfall
 
@@ -85,17 +81,8 @@ def main() -> None:
         "same_tokens": same,
         "step_ms": 1e3 * step,
         "loop_overhead_percent": 100 * (step - forward) / step,
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
-        "versions": {
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "windfall": windfall.__version__,
-        },
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-    print(json.dumps(result, indent=2))
-    if options.json:
-        Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
+    publish(result, options.json)
 
 
 if __name__ == "__main__":

@@ -642,3 +642,17 @@ def test_a_tree_is_drawn_as_svg(folder: Path, tmp_path: Path) -> None:
     assert refused("tree", "abc", *options, "--svg", tmp_path) == f"cannot write '{tmp_path}': Is a directory"
     plain = windfall("tree", "the cat", "--target", folder, "--policy", "none", "--svg", file, *SHORT)
     assert plain.exit_code == 0 and "1 tokens from one pass" in file.read_text()
+
+
+def test_calibrate_shows_reliability_before_and_after(folder: Path, tmp_path: Path) -> None:
+    options = ("--target", folder, "--drafter", "lm", *SHORT)
+    shown = windfall("calibrate", "abc", "cab", *options)
+    assert shown.exit_code == 0
+    assert shown.stdout.count("ECE") == 2
+    told = json.loads(windfall("calibrate", "abc", "--json", *options).stdout)
+    assert told["nodes"] > 0
+    assert 0 <= told["ece_after"] <= 1
+    assert sum(count for _, _, count in told["bins"]["before"]) == told["nodes"]
+    silent = windfall("calibrate", "abc", "--target", folder, "--drafter", "ngram", "--max-new-tokens", "1")
+    assert silent.exit_code == 2
+    assert "nothing was drafted" in silent.stderr

@@ -56,6 +56,7 @@ def calibrate(
     from windfall import plotting, registry
     from windfall.calibration import Calibrator, Reliability
     from windfall.prompts import SAMPLES
+    from windfall.records import InputError
 
     if plot is not None:
         plotting.check(plot)
@@ -67,6 +68,8 @@ def calibrate(
             steps += engine.generate(text, **keywords).steps
             progress(done / len(texts))
     found = Reliability.of(steps, Calibrator())
+    if not len(found.came):
+        raise InputError("nothing was drafted, so there is nothing to judge; give longer prompts or another drafter")
     if plot is not None:
         plotting.plot_reliability(found, plot)
     if json:

@@ -1,0 +1,35 @@
+"""How every benchmark ends: its result with where and when it came about, on the screen and in a file."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import windfall
+
+
+def publish(result: dict[str, Any], file: str | None) -> None:
+    """Print a result with its command, machine, versions and date; keep it as JSON where a file is named."""
+    script = f"benchmarks/{Path(sys.argv[0]).name}"
+    about = {
+        "command": " ".join(["python", script, *sys.argv[1:]]),
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "windfall": windfall.__version__,
+        },
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+    text = json.dumps({**result, **about}, indent=2)
+    print(text)
+    if file:
+        Path(file).write_text(text + "\n", "utf-8")
