@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from random_parallel import some_drafter
 from tiny import tiny
 from windfall import loading, profiling, registry
 from windfall.cost import ASSUMED, Costs, Curve, monotone
@@ -117,7 +118,7 @@ def sound(curve: Curve) -> bool:
 
 @pytest.mark.parametrize("drafter", registry.drafters())
 def test_measured_curves_are_positive_finite_and_rising(drafter: str) -> None:
-    engine = loading.load(tiny(), drafter, "beam")
+    engine = loading.load(tiny(), some_drafter(drafter), "beam")
     profile = measure(engine, **FEW)
     costs = profile.costs
     assert [length for length, _ in costs.verifies] == [16, 64]

@@ -14,7 +14,7 @@ from transformers import (
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from windfall.records import InputError, SamplingParams
-from windfall.sampling import GOLDEN, Sampler, _mix, gumbel, noise_bits, process
+from windfall.sampling import GOLDEN, Sampler, gumbel, mix, noise_bits, process
 from windfall.tree import DraftTree
 
 
@@ -22,7 +22,7 @@ def test_hash_is_splitmix64() -> None:
     """The published outputs of the generator for seed 0."""
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC]
     steps = torch.arange(1, 5) * GOLDEN
-    assert [bits % 2**64 for bits in _mix(steps).tolist()] == published
+    assert [bits % 2**64 for bits in mix(steps).tolist()] == published
 
 
 def test_noise_known_answers() -> None:

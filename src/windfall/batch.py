@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from windfall.tree import DraftTree
+
 
 class Rows(NamedTuple):
     """What one sequence adds to a pass. Staged rows of earlier passes of this cycle come first in `visible`."""
@@ -21,6 +23,19 @@ class Rows(NamedTuple):
         size = len(tokens)
         visible = torch.cat([torch.zeros(size, staged, dtype=torch.bool), torch.ones(size, size).tril().bool()], 1)
         return cls(torch.tensor(tokens, dtype=torch.long), start + torch.arange(size), visible)
+
+    @classmethod
+    def branch(cls, tree: DraftTree, nodes: Tensor, slots: dict[int, int], stem: range, root: int, staged: int) -> Rows:
+        """Unexpanded nodes of a tree whose expanded nodes lie in staged rows (`slots`); each sees its ancestors.
+
+        `stem` are the staged rows before the root's, `root` is the root's position.
+        """
+        size = len(nodes)
+        visible = torch.zeros(size, staged + size, dtype=torch.bool)
+        visible[:, stem.start : stem.stop] = True
+        visible[:, list(slots.values())] = tree.mask()[nodes][:, list(slots)]
+        visible[:, staged:] = torch.eye(size, dtype=torch.bool)
+        return cls(tree.tokens[nodes], root + tree.depth[nodes], visible)
 
 
 class Packed(NamedTuple):

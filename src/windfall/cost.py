@@ -45,12 +45,15 @@ class Curve:
 class Costs:
     """A draft pass by width, a verify pass by rows and context length, and what a cycle costs besides.
 
+    Some drafters do in a cycle's first draft pass what serves all of them: that is `opening`, on top of its width.
+
     In a batch the nodes and rows of all sequences count together, as they share the pass.
     """
 
     drafts: Curve
     verifies: tuple[tuple[int, Curve], ...]  # (context length, seconds by rows), lengths ascending
     overhead: float = 0.0
+    opening: float = 0.0
 
     def draft(self, width: int) -> float:
         """One draft pass that expands this many nodes."""
@@ -73,7 +76,8 @@ class Costs:
     def as_dict(self) -> dict[str, Any]:
         """As plain data, for JSON."""
         verifies = [{"length": length, **asdict(curve)} for length, curve in self.verifies]
-        return {"drafts": asdict(self.drafts), "verifies": verifies, "overhead": self.overhead}
+        rest = {"overhead": self.overhead, "opening": self.opening}
+        return {"drafts": asdict(self.drafts), "verifies": verifies, **rest}
 
     @classmethod
     def of_dict(cls, given: Mapping[str, Any]) -> Costs:
@@ -82,7 +86,8 @@ class Costs:
         lengths = [length for length, _ in verifies]
         if not lengths or lengths != sorted(set(lengths)):
             raise ValueError("verify passes need ascending lengths")
-        return cls(Curve.of_dict(given["drafts"]), verifies, float(given["overhead"]))
+        overhead, opening = float(given["overhead"]), float(given.get("opening", 0.0))
+        return cls(Curve.of_dict(given["drafts"]), verifies, overhead, opening)
 
     @classmethod
     def simple(cls, draft: float, rows: Sequence[int], seconds: Sequence[float], overhead: float = 0.0) -> Costs:

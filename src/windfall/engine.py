@@ -92,6 +92,7 @@ class Engine:
             Sequence(prompt, own, self.policy.fresh(), self.target, self.coupled)
             for prompt, own in zip(prompts, params, strict=True)
         ]
+        self.target.decoder.taps = self.drafter.taps
         self.drafter.start(prompts, self.target.prefill(prompts), [sequence.dice for sequence in sequences])
         self.prefill_seconds = time.perf_counter() - started
         live = dict(enumerate(sequences))

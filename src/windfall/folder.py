@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # as one file, or in shards with an index
+HEADS = tuple(f"{kind}_lm_head.{end}" for kind in ("medusa", "hydra") for end in ("safetensors", "pt"))  # instead
 TOKENIZERS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -35,7 +36,7 @@ TOKENIZERS = (
 def read_model(folder: Path, label: str, dtype: torch.dtype, code: bool) -> PreTrainedModel:
     config = _read_config(folder, label, code)
     _check_causal(config, label, code)
-    _check_weight_files(folder, label)
+    check_weight_files(folder, label)
     with readable(f"cannot load '{label}'", label):
         model, report = _read_weights(folder, config=config, dtype=dtype, **_trust(code))
     check_report(model, report, label)
@@ -69,7 +70,7 @@ def _check_causal(config: Any, label: str, code: bool) -> None:
 
 def weight_files(folder: Path) -> list[Path]:
     """The files that hold a folder's weights, existing or not; none if the folder has no weights at all."""
-    for single in WEIGHTS:
+    for single in (*WEIGHTS, *HEADS):
         index = folder / f"{single}.index.json"
         if (folder / single).is_file():
             return [folder / single]
@@ -79,7 +80,7 @@ def weight_files(folder: Path) -> list[Path]:
     return []
 
 
-def _check_weight_files(folder: Path, label: str) -> None:
+def check_weight_files(folder: Path, label: str) -> None:
     """Find missing, empty and truncated weights before anything is loaded, to name the file at fault."""
     try:
         files = weight_files(folder)

@@ -16,17 +16,17 @@ from windfall.quiet import first_line
 from windfall.records import InputError
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
-SAFE_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
-OTHER_WEIGHTS = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?")
+SAFE_WEIGHTS = re.compile(r"(model(-\d+-of-\d+)?|(medusa|hydra)_lm_head)\.safetensors(\.index\.json)?")
+OTHER_WEIGHTS = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?|(medusa|hydra)_lm_head\.pt")
 OTHER_FILES = re.compile(r".*(?<!\.index)\.(json|jinja|txt|model|tiktoken)")
 SECONDS = 8.0  # how long the hub may take to say that it is there
 
 
 def fetch(name: str, code: bool) -> Path:
     """The local snapshot of a hub repository, downloaded if it is not there in full."""
-    cached = _snapshot(name)
-    if cached and has_tokenizer(cached):
-        return cached
+    known = cached(name)
+    if known and has_tokenizer(known):
+        return known
     try:
         files = _within(SECONDS, lambda: _hub_files(name))
         return Path(snapshot_download(name, allow_patterns=_wanted(files, code)))
@@ -37,15 +37,15 @@ def fetch(name: str, code: bool) -> Path:
             f"there is no model '{name}' on the hub (or it is private: log in with `hf auth login`)"
         ) from None
     except Exception as error:
-        if cached:
-            return cached
+        if known:
+            return known
         why = "offline mode is on (HF_HUB_OFFLINE)" if isinstance(error, OfflineModeIsEnabled) else first_line(error)
         raise InputError(
             f"cannot reach the Hugging Face hub for '{name}': {why}; pass a local folder or GGUF file, or connect"
         ) from error
 
 
-def _snapshot(name: str) -> Path | None:
+def cached(name: str) -> Path | None:
     """The folder of a hub model that was downloaded before, with its config and all of its weights."""
     try:
         config = try_to_load_from_cache(name, "config.json")

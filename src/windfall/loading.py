@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -10,11 +11,12 @@ from windfall import registry
 from windfall.drafters.base import Drafter
 from windfall.drafters.lm import LMDrafter
 from windfall.engine import Engine
+from windfall.heads.files import find
+from windfall.heads.kinds import KINDS, kind_of, recognise
 from windfall.models import load_model
 from windfall.policies.base import TreePolicy
 from windfall.target import Target
 
-DEFAULT_DRAFTER = "ngram"
 DEFAULT_POLICY = "auto"
 
 
@@ -30,11 +32,13 @@ def load(
     """An engine that generates exactly what the target alone would.
 
     target: a folder, GGUF file or hub id, a transformers model, or a pair (model, tokenizer); none: the embedded model.
-    drafter: a name from `registry.drafters()`, a Drafter, or what `target` takes, for a smaller model of the same
-    tokenizer. policy: a name from `registry.policies()` or a TreePolicy. A ready model stays where it is unless
-    `device` or `dtype` says otherwise. `coupled`: at temperature above 0 the drafter sees the coming noise.
+    drafter: a name from `registry.drafters()`, a Drafter, a draft head (a folder, a hub id or a loaded one), or what
+    `target` takes, for a smaller model of the same tokenizer. policy: a name from `registry.policies()` or a
+    TreePolicy. A ready model stays where it is unless `device` or `dtype` says otherwise. `coupled`: at temperature
+    above 0 the drafter sees the coming noise. Without a drafter, the embedded model's own head, else n-grams.
     """
-    proposer, shaper = as_drafter(drafter), as_policy(policy)  # first: a wrong name costs no loading
+    proposer = as_drafter(default_drafter(target) if drafter is None else drafter)
+    shaper = as_policy(policy)  # first: a wrong name costs no loading
     if trust_remote_code and isinstance(proposer, LMDrafter):
         proposer.trust_remote_code = True
     judge = as_target(target, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -51,6 +55,11 @@ def make_engine(target: Target, drafter: Drafter, policy: TreePolicy, coupled: b
     return engine
 
 
+def default_drafter(target: Any) -> str:
+    """The embedded model has a head of its own; for any other, n-grams of the text cost nothing to try."""
+    return "head" if target is None else "ngram"
+
+
 def as_target(target: Any, **how: Any) -> Target:
     if isinstance(target, Target):
         return target
@@ -63,15 +72,26 @@ def as_target(target: Any, **how: Any) -> Target:
 
 
 def as_drafter(drafter: Any, **settings: Any) -> Drafter:
-    """A drafter by name and settings; any other name, and a model, is a language model that drafts."""
+    """A drafter by name and settings; a head or a model, loaded or by path or hub id, drafts by its own kind."""
     if isinstance(drafter, Drafter):
         return drafter
-    drafter = DEFAULT_DRAFTER if drafter is None else drafter
     named = isinstance(drafter, str) and drafter in registry.drafters()
     made: Drafter = (
-        registry.drafter(drafter, **settings) if named else registry.drafter("lm", model=drafter, **settings)
+        registry.drafter(drafter, **settings)
+        if named
+        else registry.drafter(_kind_of_drafter(drafter), model=drafter, **settings)
     )
     return made
+
+
+def _kind_of_drafter(model: Any) -> str:
+    """The drafter that serves this model: a head's own, by what its files say, or `lm`."""
+    if isinstance(model, str | os.PathLike):
+        folder = find(os.fspath(model))
+        kind = None if folder is None else recognise(folder)
+    else:
+        kind = kind_of(model)
+    return KINDS[kind].drafter if kind else "lm"
 
 
 def as_policy(policy: Any, **settings: Any) -> TreePolicy:

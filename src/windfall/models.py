@@ -8,13 +8,14 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from windfall.conversion import cache_dir, converted
 from windfall.folder import read_model, read_tokenizer, readable
 from windfall.hub import HUB_ID, fetch
+from windfall.light import borrows, read_light
 from windfall.quiet import quiet
 from windfall.records import InputError
 
@@ -53,27 +54,41 @@ def load_model(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
+    lender: Any = None,
 ) -> Loaded:
     """The model in a folder or GGUF file, on the hub, or (None) the embedded one: frozen, on its device, in its dtype.
 
-    A hub model in the local cache is taken from there without asking the hub.
+    A hub model in the local cache is taken from there without asking the hub. `lender` is the model whose embeddings a
+    light folder borrows.
     """
     place = pick_device(device)
     kind = pick_dtype(dtype, place)
     folder, name = _find(source, trust_remote_code)
     label = name if source is None else os.fspath(source)
     with quiet():
-        model = read_model(folder, label, kind, trust_remote_code)
+        if borrows(folder):
+            model = _read_borrower(folder, label, lender, kind)
+        else:
+            model = read_model(folder, label, kind, trust_remote_code)
         tokenizer = read_tokenizer(folder, label, trust_remote_code)
         with readable(f"cannot move '{label}' to {place}", label):
             model = model.to(place)
     return Loaded(model.eval().requires_grad_(False), tokenizer, name)
 
 
+def _read_borrower(folder: Path, label: str, lender: Any, dtype: torch.dtype) -> Any:
+    if lender is None:
+        raise InputError(f"'{label}' has no embeddings of its own: it can only draft, for the model it was made from")
+    return read_light(folder, label, lender, dtype)
+
+
 def pick_device(device: str | torch.device | None) -> torch.device:
     """The asked device if this machine has it; None takes the best there is."""
     if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "mps" if _has_mps() else "cpu")
+        if torch.cuda.is_available():
+            mine = os.environ.get("LOCAL_RANK")  # of several training processes
+            return torch.device("cuda" if mine is None else f"cuda:{mine}")
+        return torch.device("mps" if _has_mps() else "cpu")
     try:
         picked = torch.device(device)
     except (RuntimeError, TypeError):

@@ -7,7 +7,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from windfall.records import InputError
+from windfall.errors import InputError
 
 T = TypeVar("T")
 

@@ -9,7 +9,6 @@ import platform
 import random
 import sys
 import time
-import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,10 +22,12 @@ import torch
 import transformers
 
 from windfall import __version__
+from windfall.atomic import make_folder, replace_text
 from windfall.calibration import Calibrator
 from windfall.cost import Costs, Curve, monotone
 from windfall.drafters.base import Drafter
 from windfall.engine import Engine
+from windfall.errors import InputError
 from windfall.models import cache_dir
 from windfall.options import options_of
 from windfall.policies.none import NoSpeculation
@@ -39,7 +40,7 @@ from windfall.verify import walk
 
 Progress = Callable[[float], None]  # told the finished share, 0 to 1
 
-FORMAT = 1  # raise it when the code of a pass changes what it costs: older profiles are then left alone
+FORMAT = 2  # raise it when the code of a pass changes what it costs: older profiles are then left alone
 WIDTHS = (1, 2, 4, 8, 16, 32)
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 LENGTHS = (64, 512, 2048, 8192)
@@ -47,6 +48,7 @@ SECONDS = 60.0
 QUICK = {"rows": (1, 2, 4, 8, 16, 32), "lengths": (64, 512), "seconds": 3.5}
 ROUNDS = 9  # at the most
 CHILDREN = 8  # of a node, in draft passes
+OPENING = 0  # stands for the width of a cycle's first draft pass
 CYCLES = 5  # plain ones a round, for the overhead; the first is not counted
 BUSY = 60  # times a second that our threads lose their core, from which on the machine is busy with other work
 UNSTEADY = 1.5  # a point's median over its least, in the middle of all points, from which on the machine is unsteady
@@ -98,7 +100,7 @@ def load_or_measure(
     else:
         with announced("Measuring what passes cost here (first run only)…"):
             profile = measure(engine, **sizes)
-    with suppress(OSError):  # a cache that cannot be written to only costs time
+    with suppress(InputError):  # a cache that cannot be written to only costs time
         write(profile, file)
     return profile
 
@@ -114,8 +116,8 @@ def attach(engine: Engine) -> None:
 def remember(engine: Engine) -> None:
     """Keep what the calibrators have learnt, beside the profile."""
     kept = {regime: calibrator.as_dict() for regime, calibrator in engine.calibrators.items()}
-    with suppress(OSError):
-        _replace_file(calibration_file(engine), json.dumps(kept))
+    with suppress(InputError):
+        _keep(calibration_file(engine), kept)
 
 
 def calibration_file(engine: Engine) -> Path:
@@ -138,18 +140,12 @@ def read(file: Path, about: dict[str, Any]) -> Profile | None:
 
 
 def write(profile: Profile, file: Path) -> None:
-    _replace_file(file, json.dumps(profile.as_dict(), indent=1))
+    _keep(file, profile.as_dict())
 
 
-def _replace_file(file: Path, text: str) -> None:
-    """All of the file or nothing."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex[:12]}.tmp")
-    try:
-        temporary.write_text(text, "utf-8")
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
+def _keep(file: Path, found: dict[str, Any]) -> None:
+    make_folder(file.parent)
+    replace_text(file, json.dumps(found, indent=1))
 
 
 def describe(engine: Engine) -> dict[str, Any]:
@@ -206,8 +202,11 @@ def _drafter(drafter: Drafter) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple) and value:
         return _plain(value[0])
-    if hasattr(value, "parameters"):
+    if hasattr(value, "get_output_embeddings"):
         return _shape(value)
+    if hasattr(value, "parameters"):  # a head
+        sizes = [parameter.numel() for parameter in value.parameters()]
+        return {"class": type(value).__name__, "parameters": sum(sizes), "tensors": len(sizes)}
     return value if value is None or isinstance(value, bool | int | float) else str(value)
 
 
@@ -247,9 +246,11 @@ def measure(
                 overheads.append(taken)
                 if clock.over:
                     break
-    drafted = sorted(drafts)
-    times = monotone([median_low(drafts[width]) for width in drafted])
-    costs = Costs(Curve(tuple(drafted), tuple(times), stepped), verifies.curves(stepped), median(overheads))
+    first = median_low(drafts.pop(OPENING))
+    drafted = sorted(drafts) or [1]
+    times = monotone([median_low(drafts.get(width, [first])) for width in drafted])
+    opening = max(first - times[0], 0.0)
+    costs = Costs(Curve(tuple(drafted), tuple(times), stepped), verifies.curves(stepped), median(overheads), opening)
     steady = clock.undisturbed and verifies.spread < UNSTEADY
     return Profile(costs, describe(engine), full, clock.rounds, clock.elapsed, steady)
 
@@ -277,6 +278,7 @@ def _text(engine: Engine) -> list[int]:
 def _state_kept(engine: Engine) -> Iterator[None]:
     """Measure plain cycles on the engine, and leave it as it was, however it ends."""
     policy, engine.policy = engine.policy, NoSpeculation()
+    engine.target.decoder.taps = engine.drafter.taps
     try:
         yield
     finally:
@@ -401,17 +403,18 @@ def some_tree(size: int, vocabulary: int) -> DraftTree:
 
 
 def _draft_passes(engine: Engine, text: list[int], widths: Sequence[int]) -> Iterator[tuple[int, float]]:
-    """One cycle's drafting, a pass of each width (or of as many nodes as there are) with its seconds."""
+    """One cycle's drafting: its first pass and one of each width (or of as many nodes as there are), with seconds."""
     drafter, device = engine.drafter, engine.target.device
     hidden = engine.target.prefill([text]) if engine.target.decoder.taps else None
     drafter.start([text], hidden, [None])
-    trees, expanded = drafter.begin([text[-1]]), 0
-    root = Grow(torch.tensor([0]), k=max(widths))
+    root, expanded = Grow(torch.tensor([0]), k=max(widths)), 0
+    trees = drafter.expand(drafter.begin([text[-1]]), [root])  # a first cycle, which takes in the text
+    bonus = int(trees[0].tokens[min(1, len(trees[0]) - 1)])
+    drafter.commit(trees, [torch.tensor([0])], [bonus], hidden and [hidden[0][-1:]])
+    trees = drafter.begin([bonus])
     started = now(device)
     trees = drafter.expand(trees, [root])
-    first = now(device) - started
-    if len(trees[0]) == 1:
-        yield 1, first  # nothing to be found: that is what a pass costs
+    yield OPENING, now(device) - started
     for width in widths:
         nodes = torch.arange(expanded + 1, len(trees[0]))[:width]
         if not len(nodes):

@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from windfall.cost import Costs
+from windfall.errors import InputError as InputError
 from windfall.tree import DraftTree
 
 if TYPE_CHECKING:
     from windfall.calibration import Calibrator
-
-
-class InputError(ValueError):
-    """Something a person gave us cannot be used; the message is one line that says what would be right."""
 
 
 def _require(ok: bool, message: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from windfall import options
@@ -33,6 +35,9 @@ DRAFTERS = {
     "ngram": "windfall.drafters.ngram:NGramDrafter",
     "self": "windfall.drafters.self_skip:SelfDrafter",
     "lm": "windfall.drafters.lm:LMDrafter",
+    "head": "windfall.drafters.feature_head:FeatureHeadDrafter",
+    "medusa": "windfall.drafters.medusa:MedusaDrafter",
+    "hydra": "windfall.drafters.hydra:HydraDrafter",
 }
 PRESETS: dict[str, tuple[str, dict[str, Any], str]] = {  # published settings: policy, options, where they come from
     "eagle-1": ("static", {"shape": "eagle-1"}, "EAGLE's release, mc_sim_7b_63: 25 nodes"),
@@ -46,6 +51,7 @@ PRESETS: dict[str, tuple[str, dict[str, Any], str]] = {  # published settings: p
     "gt-vicuna-7b": ("gt", {"c": 0.11}, "the GT paper's c for Vicuna 7B with EAGLE heads"),
     "gt-vicuna-13b": ("gt", {"c": 0.08}, "the GT paper's c for Vicuna 13B with EAGLE heads"),
     "gt-vicuna-33b": ("gt", {"c": 0.05}, "the GT paper's c for Vicuna 33B with EAGLE heads"),
+    "gt-medusa-plus": ("gt", {"c": 0.01, "nodes": 64, "each": True}, "the GT paper's Table 7: Medusa+ and c = 0.01"),
     "opt-tree": ("opt-tree", {"nodes": 60, "threshold": 0.5, "depth": 10}, "OPT-Tree's release: 50 to 60 nodes"),
     "specexec": ("optimal", {"beams": 128, "width": 32, "steps": 32, "decay": 0.95}, "SpecExec's release, any budget"),
     "fixed-wikitext2": (
@@ -98,11 +104,25 @@ def presets() -> list[str]:
 
 
 def preset(name: str, /, **settings: Any) -> Any:
-    """A policy with published settings by name, e.g. `preset("eagle-2")`; settings given here come on top."""
-    if name not in PRESETS:
-        raise InputError(f"there is no preset '{name}'; choose from {', '.join(PRESETS)}")
-    chosen, published, _ = PRESETS[name]
+    """A policy with published settings by name, e.g. `preset("eagle-2")`, or with those in a JSON file that
+    `windfall tune` wrote; settings given here come on top."""
+    if name.endswith(".json"):
+        chosen, published = _read_preset(name)
+    elif name in PRESETS:
+        chosen, published, _ = PRESETS[name]
+    else:
+        raise InputError(f"there is no preset '{name}'; choose from {', '.join(PRESETS)}, or give a JSON file")
     return policy(chosen, **published | settings)
+
+
+def _read_preset(file: str) -> tuple[str, dict[str, Any]]:
+    try:
+        given = json.loads(Path(file).read_text("utf-8"))
+        return str(given["policy"]), dict(given["settings"])
+    except OSError as error:
+        raise InputError(f"cannot read '{file}': {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"'{file}' is no preset: it must hold a policy and its settings, as `tune` writes") from error
 
 
 def _table(kind: str) -> dict[str, str]:

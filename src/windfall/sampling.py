@@ -12,39 +12,39 @@ from windfall.records import SamplingParams
 from windfall.tree import DraftTree
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     """A 64-bit pattern as the int64 that torch stores it in."""
     value &= 2**64 - 1
     return value - 2**64 if value >= 2**63 else value
 
 
-GOLDEN = _signed(0x9E3779B97F4A7C15)  # splitmix64: Steele, Lea & Flood 2014
+GOLDEN = signed(0x9E3779B97F4A7C15)  # splitmix64: Steele, Lea & Flood 2014
 EULER = 0.5772156649  # the mean of the noise
-FIRST, SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+FIRST, SECOND = signed(0xBF58476D1CE4E5B9), signed(0x94D049BB133111EB)
 
 
-def _shift(x: Tensor, bits: int) -> Tensor:
+def shift(x: Tensor, bits: int) -> Tensor:
     return (x >> bits).bitwise_and_(2 ** (64 - bits) - 1)  # int64 shifts keep the sign; this one does not
 
 
-def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift(x, 30)).mul_(FIRST)
-    x = x.bitwise_xor_(_shift(x, 27)).mul_(SECOND)
-    return x.bitwise_xor_(_shift(x, 31))
+def mix(x: Tensor) -> Tensor:
+    x = (x ^ shift(x, 30)).mul_(FIRST)
+    x = x.bitwise_xor_(shift(x, 27)).mul_(SECOND)
+    return x.bitwise_xor_(shift(x, 31))
 
 
 def noise_bits(seed: int, positions: Tensor, tokens: Tensor) -> Tensor:
     """64 hashed bits for each (position, token): positions [n], tokens [V] or [n, V] → [n, V] int64, on any device."""
-    start = _mix(torch.tensor(_signed(seed), device=positions.device))
-    key = _mix(start + (positions + 1) * GOLDEN)
-    return _mix(key[:, None] + (tokens + 1) * GOLDEN)
+    start = mix(torch.tensor(signed(seed), device=positions.device))
+    key = mix(start + (positions + 1) * GOLDEN)
+    return mix(key[:, None] + (tokens + 1) * GOLDEN)
 
 
 def gumbel(seed: int, positions: Tensor, tokens: Tensor) -> Tensor:
     """Standard Gumbel noise [n, V] fp32; computed in fp64, so that devices agree after rounding."""
     if positions.device.type == "mps":  # has no fp64
         return gumbel(seed, positions.cpu(), tokens.cpu()).to(positions.device)
-    uniform = (_shift(noise_bits(seed, positions, tokens), 12).double() + 0.5) * 2.0**-52  # inside (0, 1)
+    uniform = (shift(noise_bits(seed, positions, tokens), 12).double() + 0.5) * 2.0**-52  # inside (0, 1)
     return uniform.log_().neg_().log_().neg_().float()
 
 
@@ -109,9 +109,9 @@ class Dice:
     def couple(self, logq: Tensor, depths: Tensor, tokens: Tensor | None) -> Tensor:
         """Draft log-probabilities [n, M] after nodes of these depths → log-probabilities that each token is drawn."""
         positions = (len(self.committed) + depths).to(logq.device)
-        if tokens is None:
+        if tokens is None or tokens.dim() == 1:
             scores = _warp(logq / self.params.temperature, self.params)
-            noise = gumbel(self.params.seed, positions, _vocabulary(logq))
+            noise = gumbel(self.params.seed, positions, _vocabulary(logq) if tokens is None else tokens)
             return torch.log_softmax((scores.log_softmax(-1) + noise) / self.kappa, -1)
         rest = (1 - logq.exp().sum(-1, keepdim=True)).clamp(min=1e-6).log()  # of all tokens that were not named
         known = torch.cat([logq, rest], -1).div(self.params.temperature).log_softmax(-1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ class Drafter:
     `attach`. What is drafted must be a deterministic function of the tokens (and, at temperature above 0, of the
     noise that belongs to their positions): that is what makes the engine's walk exact.
     """
+
+    taps: ClassVar[tuple[int, ...]] = ()  # which of the target's hidden states it wants, by transformers' numbers
 
     def __post_init__(self) -> None:
         options.check(self)
@@ -62,9 +64,10 @@ class Drafter:
 def sprout(tree: DraftTree, grow: Grow, logq: Tensor, dice: Dice | None, tokens: Tensor | None = None) -> DraftTree:
     """Hang the k likeliest children under each of grow.nodes; logq [n, M] are the drafter's log-probabilities.
 
-    `tokens` [n, M] names the candidates where they are not the whole vocabulary; -inf marks an empty place, and ties
-    keep the order given. With `dice` the children are ranked by what the target is going to draw. Every drafter turns
-    scores into children here and nowhere else, so that coupling, ties and precision are the same for all.
+    `tokens` names the candidates where they are not the whole vocabulary: [M] the same for all nodes, or [n, M]; -inf
+    marks an empty place, and ties keep the order given. With `dice` the children are ranked by what the target is going
+    to draw. Every drafter turns scores into children here and nowhere else, so that coupling, ties and precision are
+    the same for all.
     """
     logq = logq.float()
     if grow.entropy:
@@ -73,9 +76,9 @@ def sprout(tree: DraftTree, grow: Grow, logq: Tensor, dice: Dice | None, tokens:
         tree = tree.measure(grow.nodes, (torch.special.entr(chances).sum(-1) + torch.special.entr(rest)).cpu())
     if dice is not None:
         logq = dice.couple(logq, tree.depth[grow.nodes], tokens)
-    if tokens is None:
+    if tokens is None or tokens.dim() == 1:
         values, order = logq.topk(min(grow.k, logq.shape[-1]), dim=-1)
-        picked = order.cpu()
+        picked = (order if tokens is None else tokens[order]).cpu()
     else:
         values, order = logq.sort(dim=-1, descending=True, stable=True)
         values, picked = values[:, : grow.k], tokens.gather(1, order[:, : grow.k]).cpu()

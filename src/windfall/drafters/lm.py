@@ -51,6 +51,7 @@ class LMDrafter(Drafter):
             device=target.device,
             dtype=target.decoder.dtype,
             trust_remote_code=self.trust_remote_code,
+            lender=target.model,
         )
         return loaded.model, loaded.tokenizer
 
@@ -66,7 +67,7 @@ class LMDrafter(Drafter):
         self._slots: list[dict[int, int]] = [{} for _ in prompts]  # expanded node → its staged row
 
     def expand(self, trees: list[DraftTree], grows: Sequence[Grow | None]) -> list[DraftTree]:
-        grows = [grow if self._fits(b, tree) else None for b, (tree, grow) in enumerate(zip(trees, grows, strict=True))]
+        grows = [self._fitting(b, tree, grow) for b, (tree, grow) in enumerate(zip(trees, grows, strict=True))]
         if not any(grows):
             return trees
         self._catch_up(grows)
@@ -107,11 +108,11 @@ class LMDrafter(Drafter):
         self._slots = [self._slots[b] for b in keep]
         self._dice = [self._dice[b] for b in keep]
 
-    def _fits(self, b: int, tree: DraftTree) -> bool:
-        """Whether the drafter's own context has room for another level."""
+    def _fitting(self, b: int, tree: DraftTree, grow: Grow | None) -> Grow | None:
+        """None where the drafter's own context has no room for all of these nodes."""
         limit = self._decoder.context
-        used = self._decoder.lengths[b] + len(self._pending[b]) + int(tree.depth[-1])
-        return limit is None or used <= limit
+        used = self._decoder.lengths[b] + len(self._pending[b])
+        return grow if grow and (limit is None or used + int(tree.depth[grow.nodes].max()) <= limit) else None
 
     def _catch_up(self, grows: Sequence[Grow | None]) -> None:
         """Bring the cache close to the root before the first pass of a cycle, if much was committed meanwhile."""
@@ -129,9 +130,5 @@ class LMDrafter(Drafter):
         if not slots:
             assert grow.nodes.tolist() == [0], "the root comes first"
             return Rows.chain(pending, length, staged)
-        size = len(grow.nodes)
-        visible = torch.zeros(size, staged + size, dtype=torch.bool)
-        visible[:, slots[0] - len(pending) + 1 : slots[0]] = True
-        visible[:, list(slots.values())] = tree.mask()[grow.nodes][:, list(slots)]
-        visible[:, staged:] = torch.eye(size, dtype=torch.bool)
-        return Rows(tree.tokens[grow.nodes], length + len(pending) - 1 + tree.depth[grow.nodes], visible)
+        stem = range(slots[0] - len(pending) + 1, slots[0])
+        return Rows.branch(tree, grow.nodes, slots, stem, length + len(pending) - 1, staged)

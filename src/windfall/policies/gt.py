@@ -38,6 +38,7 @@ class GT(TreePolicy):
     cap: int = option(24, "draft passes at the most (open in the paper)", low=1)
     threshold: str = option("c", "c as in the paper, or c times the speed-up: the optimum", choices=("c", "c*S"))
     count_last: bool = option(False, "whether the level that fell below the threshold counts (open in the paper)")
+    each: bool = option(False, "verify only nodes above the threshold themselves, up to `nodes`: the paper's Medusa+")
     eta: float = option(0.1, "weight of the last cycle in the average speed-up", low=0, high=1)
 
     def __post_init__(self) -> None:
@@ -53,6 +54,10 @@ class GT(TreePolicy):
         return Grow(best(tree, frontier, self.k), k=self.k)
 
     def select(self, tree: DraftTree, ctx: Context) -> Tensor:
+        if self.each:
+            worth = tree.score > self._least(ctx)
+            worth[0] = True
+            return best(tree, torch.nonzero(worth).flatten(), 1 + self.nodes)
         counted = tree.depth if self.count_last else tree.depth[tree.score > self._least(ctx)]
         levels = int(counted.max()) if len(counted) else 0
         pool = torch.nonzero(tree.depth <= levels).flatten()

@@ -30,6 +30,7 @@ def quickest(acceptance: tuple[float, ...], nodes: int, depth: int, costs: Costs
     known, verify = plan(acceptance, nodes, depth), np.array([0.0, *costs.verify_curve(nodes, length)])
     widths = [[-(-rows // max(passes, 1)) for rows in range(nodes + 1)] for passes in range(depth + 1)]
     drafts = [[passes * costs.draft(max(w, 1)) for w in row] for passes, row in enumerate(widths)]
+    drafts[1:] = [[seconds + costs.opening for seconds in row] for row in drafts[1:]]
     tokens = np.array(known.best)  # [depth, m]
     seconds = np.where(tokens > 0, (np.array(drafts) + verify + costs.overhead) / tokens.clip(1), np.inf)
     passes, rows = np.unravel_index(seconds.argmin(), seconds.shape)

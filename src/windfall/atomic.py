@@ -1,0 +1,41 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from windfall.errors import InputError
+
+
+def replace_file(file: Path, write: Callable[[Path], Any]) -> None:
+    """Let `write` fill a file beside this one, which then takes its place, with the permissions of any new file."""
+    temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex[:12]}.tmp")
+    try:
+        temporary.touch()
+        mode = temporary.stat().st_mode
+        write(temporary)
+        temporary.chmod(mode)  # some writers make private files
+        os.replace(temporary, file)
+    except (OSError, RuntimeError, SafetensorError) as error:  # of the last two when a disk is full
+        raise InputError(f"cannot write '{file}': {getattr(error, 'strerror', None) or error}") from error
+    finally:
+        with suppress(OSError):  # where there is no folder, there is nothing to remove
+            temporary.unlink(missing_ok=True)
+
+
+def replace_text(file: Path, text: str) -> None:
+    replace_file(file, lambda temporary: temporary.write_text(text, "utf-8"))
+
+
+def make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make the folder '{folder}': {error.strerror or error}") from error

@@ -1,0 +1,161 @@
+"""A head on the target's hidden states drafts: EAGLE-1/2, EAGLE-3, Griffin, whatever loss they were trained with.
+
+Committed tokens carry the target's true features, drafted ones the head's own; the rows of drafted tokens are therefore
+dropped after each cycle and computed anew from true features when the next one begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windfall.batch import Rows, pack
+from windfall.cache import KVCache
+from windfall.drafters.base import Drafter, sprout
+from windfall.heads.base import FeatureHead, Guess
+from windfall.heads.layers import masked_attention
+from windfall.options import option
+from windfall.records import Grow
+from windfall.sampling import Dice
+from windfall.target import Target
+from windfall.tree import DraftTree
+
+CHUNK = 1024  # columns that one catching-up pass takes at the most
+CATCH_UP = 32  # pending columns up to which they ride along with the first draft pass
+
+
+@dataclass
+class FeatureHeadDrafter(Drafter):
+    """A draft head: a folder, a hub id or a loaded FeatureHead; none: the one that comes with the embedded model."""
+
+    model: Any = option(None, "folder or hub id of a head, or a loaded one; none: the one made for the embedded model")
+
+    def attach(self, target: Target) -> None:
+        from windfall.heads.loading import find_head
+
+        self._head: FeatureHead = find_head(self.model, target, "head")
+        self.taps = self._head.config.taps  # type: ignore[misc]
+
+    def start(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
+        assert hidden is not None
+        self._dice = list(dice)
+        self._memory = HeadMemory(self._head.config.layer.num_hidden_layers, len(prompts))
+        self._tokens = [prompt[1:] for prompt in prompts]  # pending columns: committed, but not in memory
+        self._features = list(hidden)  # of the position before each pending token
+        self._slots: list[dict[int, int]] = [{} for _ in prompts]  # expanded node → its staged row
+        self._recycled: list[list[Tensor]] = [[] for _ in prompts]  # per staged row, [rows of a pass, H]
+
+    @torch.inference_mode()
+    def expand(self, trees: list[DraftTree], grows: Sequence[Grow | None]) -> list[DraftTree]:
+        grows = [self._fitting(b, tree, grow) for b, (tree, grow) in enumerate(zip(trees, grows, strict=True))]
+        if not any(grows):
+            return trees
+        self._catch_up(grows)
+        first = self._memory.cache.staged
+        rows = [self._rows(b, tree, grow) for b, (tree, grow) in enumerate(zip(trees, grows, strict=True))]
+        hidden = [self._hidden(b, tree, grow) for b, (tree, grow) in enumerate(zip(trees, grows, strict=True))]
+        guess = self._feed(rows, hidden)
+        return [
+            tree if grow is None else self._sprout(b, tree, grow, guess, len(rows[b].tokens), first)
+            for b, (tree, grow) in enumerate(zip(trees, grows, strict=True))
+        ]
+
+    def commit(
+        self, trees: list[DraftTree], paths: list[Tensor], bonus: list[int], hidden: list[Tensor] | None
+    ) -> None:
+        assert hidden is not None
+        keep = []
+        for b, (tree, path) in enumerate(zip(trees, paths, strict=True)):
+            seen = bool(self._slots[b])  # the root was expanded, and every pending column with it
+            last = self._slots[b].get(0, 0)
+            keep.append(list(range(last - len(self._tokens[b]) + 1, last + 1)) if seen else [])
+            fresh = [*tree.tokens[path[1:]].tolist(), bonus[b]]
+            self._tokens[b] = fresh if seen else self._tokens[b] + fresh
+            self._features[b] = hidden[b] if seen else torch.cat([self._features[b], hidden[b]])
+            self._slots[b], self._recycled[b] = {}, []
+        self._memory.cache.commit(keep)
+
+    def retain(self, keep: list[int]) -> None:
+        self._memory.cache.retain(keep)
+        self._tokens, self._features = [self._tokens[b] for b in keep], [self._features[b] for b in keep]
+        self._slots, self._recycled = [self._slots[b] for b in keep], [self._recycled[b] for b in keep]
+        self._dice = [self._dice[b] for b in keep]
+
+    def _fitting(self, b: int, tree: DraftTree, grow: Grow | None) -> Grow | None:
+        """None where there is nothing to start from, or the head's positions have no room for all of these nodes."""
+        used = self._memory.cache.lengths[b] + len(self._tokens[b])
+        longest: int = self._head.config.layer.max_position_embeddings
+        return grow if grow and used and used + int(tree.depth[grow.nodes].max()) <= longest else None
+
+    def _catch_up(self, grows: Sequence[Grow | None]) -> None:
+        """Take in all pending columns but the root's before the first pass of a cycle, if they are many."""
+        if self._memory.cache.staged:
+            return
+        while any(grow and len(own) > CATCH_UP for own, grow in zip(self._tokens, grows, strict=True)):
+            takes = [min(len(own) - 1, CHUNK) if grow else 0 for own, grow in zip(self._tokens, grows, strict=True)]
+            lengths = self._memory.cache.lengths
+            rows = [Rows.chain(own[:n], at) for own, n, at in zip(self._tokens, takes, lengths, strict=True)]
+            features = [self._head.fuse(own[:n]) for own, n in zip(self._features, takes, strict=True)]
+            self._feed(rows, features)
+            self._memory.cache.commit([list(range(n)) for n in takes])
+            self._tokens = [own[n:] for own, n in zip(self._tokens, takes, strict=True)]
+            self._features = [own[n:] for own, n in zip(self._features, takes, strict=True)]
+
+    def _rows(self, b: int, tree: DraftTree, grow: Grow | None) -> Rows:
+        """The pending columns if the root is to be expanded, else the nodes themselves."""
+        staged, length, pending = self._memory.cache.staged, self._memory.cache.lengths[b], len(self._tokens[b])
+        if grow is None:
+            return Rows.chain([], 0, staged)
+        slots = self._slots[b]
+        if not slots:
+            assert grow.nodes.tolist() == [0], "the root comes first"
+            return Rows.chain(self._tokens[b], length, staged)
+        return Rows.branch(
+            tree, grow.nodes, slots, range(slots[0] - pending + 1, slots[0]), length + pending - 1, staged
+        )
+
+    def _hidden(self, b: int, tree: DraftTree, grow: Grow | None) -> Tensor:
+        """[n, H]: the target's features of the pending columns, or the head's own of the nodes' parents."""
+        if grow is None:
+            return self._features[b].new_zeros(0, self._head.config.layer.hidden_size)
+        slots = self._slots[b]
+        if not slots:
+            return self._head.fuse(self._features[b])
+        places = [slots[parent] - slots[0] for parent in tree.parents[grow.nodes].tolist()]
+        return torch.cat(self._recycled[b])[torch.tensor(places, device=self._head.device)]
+
+    def _sprout(self, b: int, tree: DraftTree, grow: Grow, guess: Guess, size: int, first: int) -> DraftTree:
+        fresh = len(grow.nodes)
+        slots = range(first + size - fresh, first + size)
+        self._slots[b].update(zip(grow.nodes.tolist(), slots, strict=True))
+        width = guess.recycled.shape[1]
+        self._recycled[b].append(guess.recycled[b, size - fresh : width])
+        logq = torch.log_softmax(self._head.logits(guess.state[b, size - fresh : size]).float(), -1)
+        return sprout(tree, grow, logq, self._dice[b], self._head.draft_tokens)
+
+    def _feed(self, rows: list[Rows], hidden: list[Tensor]) -> Guess:
+        """One pass over these rows, staged behind what is there."""
+        cache, device = self._memory.cache, self._head.device
+        packed = pack(rows, cache.lengths, cache.staged, device)
+        width = packed.tokens.shape[1]
+        padded = torch.stack([torch.cat([own, own.new_zeros(width - len(own), own.shape[1])]) for own in hidden])
+        cache.reserve(width)
+        self._memory.mask = packed.mask
+        guess: Guess = self._head(packed.tokens, padded, packed.positions, self._memory)
+        cache.staged += width
+        return guess
+
+
+class HeadMemory:
+    """The head's keys and values, committed and staged, under the mask of the present pass."""
+
+    def __init__(self, layers: int, batch: int):
+        self.cache = KVCache(layers, batch)
+        self.mask: Tensor | None = None  # [B, n, columns] bool
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        keys, values = self.cache.layers[layer].update(keys, values)
+        return masked_attention(queries, keys, values, self.mask)

@@ -1,0 +1,133 @@
+"""Hydra heads draft (Ankner et al. 2024): each reads the target's last state and the tokens on the path to its node.
+
+With a prefix layer (Hydra++) they read its view of everything committed instead, which it keeps in a memory; only true
+features ever enter it, so nothing in it is taken back."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from windfall.batch import Rows, pack
+from windfall.drafters.base import Drafter, sprout
+from windfall.drafters.feature_head import CHUNK, HeadMemory
+from windfall.drafters.medusa import find_heads
+from windfall.options import option
+from windfall.records import Grow
+from windfall.sampling import Dice
+from windfall.tree import DraftTree
+
+if TYPE_CHECKING:
+    from windfall.heads.hydra import Hydra
+    from windfall.target import Target
+
+
+@dataclass
+class HydraDrafter(Drafter):
+    """Hydra or Hydra++ heads: one small pass a level, and no node lies deeper than there are heads."""
+
+    taps: ClassVar[tuple[int, ...]] = (-1,)
+
+    model: Any = option(None, "folder or hub id of Hydra heads, or loaded ones; there are none by default")
+
+    def attach(self, target: Target) -> None:
+        from windfall.heads.hydra import Hydra
+
+        self._heads: Hydra = find_heads(self.model, Hydra, target)
+        self.taps = self._heads.config.taps  # type: ignore[misc]
+
+    def start(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
+        assert hidden is not None
+        self._dice = list(dice)
+        self._memory = HeadMemory(1, len(prompts))
+        self._unseen = [self._needed(own) for own in hidden]  # [n, H] features that the prefix layer has not seen
+        self._contexts: list[Tensor | None] = [None] * len(prompts)  # [H] what the heads read in this cycle
+
+    @torch.inference_mode()
+    def expand(self, trees: list[DraftTree], grows: Sequence[Grow | None]) -> list[DraftTree]:
+        nodes = [self._possible(b, tree, grow) for b, (tree, grow) in enumerate(zip(trees, grows, strict=True))]
+        self._read([b for b, own in enumerate(nodes) if len(own) and self._contexts[b] is None])
+        logq = self._guess(trees, nodes)
+        grown = list(trees)
+        for b, grow in enumerate(grows):
+            if grow is not None and len(nodes[b]):
+                rows = torch.stack([logq[b, node] for node in nodes[b].tolist()])  # [n, Vd]
+                wish, names = grow._replace(nodes=nodes[b]), self._heads.draft_tokens
+                grown[b] = sprout(trees[b], wish, rows, self._dice[b], names)
+        return grown
+
+    def commit(
+        self, trees: list[DraftTree], paths: list[Tensor], bonus: list[int], hidden: list[Tensor] | None
+    ) -> None:
+        assert hidden is not None
+        for b, fresh in enumerate(hidden):
+            self._unseen[b] = self._needed(torch.cat([self._unseen[b], fresh]))
+            self._contexts[b] = None
+
+    def retain(self, keep: list[int]) -> None:
+        self._memory.cache.retain(keep)
+        self._unseen, self._contexts = [self._unseen[b] for b in keep], [self._contexts[b] for b in keep]
+        self._dice = [self._dice[b] for b in keep]
+
+    def _needed(self, features: Tensor) -> Tensor:
+        """All that a prefix layer wants to see; without one the last feature is enough."""
+        return features if self._heads.prefix is not None else features[-1:].clone()
+
+    def _possible(self, b: int, tree: DraftTree, grow: Grow | None) -> Tensor:
+        """The nodes that have a head, if there is a feature to start from and the prefix layer has room for it."""
+        limit = self._heads.config.layer.max_position_embeddings
+        seen = self._memory.cache.lengths[b] + len(self._unseen[b])
+        if grow is None or not seen or (self._heads.prefix is not None and seen > limit):
+            return torch.zeros(0, dtype=torch.long)
+        return grow.nodes[tree.depth[grow.nodes] < self._heads.config.heads]
+
+    def _read(self, places: list[int]) -> None:
+        """Find out what the heads of these sequences read, from all features that came since the last time."""
+        if self._heads.prefix is None:
+            for b in places:
+                self._contexts[b] = self._unseen[b][-1]
+            return
+        while any(len(self._unseen[b]) for b in places):
+            taken = [own[: CHUNK if b in places else 0] for b, own in enumerate(self._unseen)]
+            seen = self._see(taken)
+            for b in places:
+                if size := len(taken[b]):
+                    self._contexts[b], self._unseen[b] = seen[b, size - 1], self._unseen[b][size:]
+
+    def _see(self, features: list[Tensor]) -> Tensor:
+        """Commit features to the prefix layer's memory; returns its view of them, [B, n, H]."""
+        cache = self._memory.cache
+        rows = [Rows.chain([0] * len(own), at) for own, at in zip(features, cache.lengths, strict=True)]
+        packed = pack(rows, cache.lengths, 0, self._heads.device)
+        cache.reserve(packed.positions.shape[1])
+        self._memory.mask = packed.mask
+        padded = torch.nn.utils.rnn.pad_sequence(features, batch_first=True)
+        seen = self._heads.contexts(padded, packed.positions, self._memory)
+        cache.staged += packed.positions.shape[1]
+        cache.commit([list(range(len(own))) for own in features])
+        return seen
+
+    def _guess(self, trees: list[DraftTree], nodes: list[Tensor]) -> dict[tuple[int, int], Tensor]:
+        """Log-probabilities [Vd] after each node of each sequence; nodes of one depth go together."""
+        depths: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for b, own in enumerate(nodes):
+            for node, depth in zip(own.tolist(), trees[b].depth[own].tolist(), strict=True):
+                depths[depth].append((b, node))
+        logq: dict[tuple[int, int], Tensor] = {}
+        for depth, members in depths.items():
+            tokens = torch.stack([trees[b].tokens[trees[b].path(node)] for b, node in members])  # [n, depth + 1]
+            context = torch.stack([self._context(b) for b, _ in members])  # [n, H]
+            state = self._heads.states(depth, context, tokens.to(context.device))
+            logits = self._heads.head_logits(depth, state).float()
+            logq.update(zip(members, torch.log_softmax(logits, -1), strict=True))
+        return logq
+
+    def _context(self, b: int) -> Tensor:
+        context = self._contexts[b]
+        assert context is not None
+        return context

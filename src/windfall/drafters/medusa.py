@@ -1,0 +1,124 @@
+"""Medusa heads draft (Cai et al. 2024): all of them from the target's last state, all in the first pass of a cycle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from windfall.drafters.base import Drafter, sprout
+from windfall.options import option
+from windfall.records import Grow, InputError
+from windfall.sampling import Dice
+from windfall.tree import DraftTree
+
+if TYPE_CHECKING:
+    from windfall.heads.medusa import Heads, Medusa
+    from windfall.target import Target
+
+H = TypeVar("H", bound="Heads")
+
+
+@dataclass
+class MedusaDrafter(Drafter):
+    """Medusa heads: nodes of one depth have the same children, and none lies deeper than there are heads.
+
+    A fixed tree should end there too: give `static` and `gt-static` a row of accuracies for each head.
+    """
+
+    taps: ClassVar[tuple[int, ...]] = (-1,)
+
+    model: Any = option(None, "folder or hub id of Medusa heads, or loaded ones; there are none by default")
+
+    def attach(self, target: Target) -> None:
+        from windfall.heads.medusa import Medusa
+
+        self._heads: Medusa = find_heads(self.model, Medusa, target)
+        self.taps = self._heads.config.taps  # type: ignore[misc]
+
+    def start(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
+        assert hidden is not None
+        self._dice = list(dice)
+        self._features = [own[-1:].clone() for own in hidden]  # [1, H] of the token before the root; [0, H]: none yet
+        self._levels: list[Levels | None] = [None] * len(prompts)
+
+    @torch.inference_mode()
+    def expand(self, trees: list[DraftTree], grows: Sequence[Grow | None]) -> list[DraftTree]:
+        ready = [b for b, grow in enumerate(grows) if grow is not None and len(self._features[b])]
+        self._guess([b for b in ready if self._levels[b] is None])
+        grown = list(trees)
+        for b in ready:
+            levels, grow = self._levels[b], grows[b]
+            assert levels is not None and grow is not None
+            grown[b] = levels.expand(trees[b], grow)
+        return grown
+
+    def _guess(self, places: list[int]) -> None:
+        """Run all heads for these sequences at once."""
+        if not places:
+            return
+        features = torch.cat([self._features[b] for b in places])  # [n, H]
+        logq = torch.log_softmax(self._heads.logits(self._heads.states(features)).float(), -1)  # [heads, n, Vd]
+        for row, b in enumerate(places):
+            self._levels[b] = Levels(logq[:, row], self._dice[b], self._heads.draft_tokens)
+
+    def commit(
+        self, trees: list[DraftTree], paths: list[Tensor], bonus: list[int], hidden: list[Tensor] | None
+    ) -> None:
+        assert hidden is not None
+        self._features = [own[-1:].clone() for own in hidden]
+        self._levels = [None] * len(trees)
+
+    def retain(self, keep: list[int]) -> None:
+        self._features, self._dice = [self._features[b] for b in keep], [self._dice[b] for b in keep]
+        self._levels = [self._levels[b] for b in keep]
+
+
+class Levels:
+    """One sequence's guesses of a cycle: the children that every node of a depth gets."""
+
+    def __init__(self, logq: Tensor, dice: Dice | None, names: Tensor | None):
+        self.logq, self.dice, self.names = logq, dice, names  # [heads, Vd]; what they are called in the target
+        self._asked = (0, False)  # the most children so far, and whether with entropies
+
+    def expand(self, tree: DraftTree, grow: Grow) -> DraftTree:
+        """Hang each node's children under it, as many as asked for."""
+        stem, depth = self._stem(grow), len(self.logq)
+        nodes = grow.nodes[tree.depth[grow.nodes] < depth]
+        if grow.entropy:
+            tree = tree.measure(nodes, stem.entropy[tree.depth[nodes]])
+        own = (stem.parents[depth:] == tree.depth[nodes][:, None]) & (stem.rank[depth:] < grow.k)  # [n, children]
+        row, child = own.nonzero(as_tuple=True)
+        child = child + depth
+        return tree.extend(nodes[row], stem.tokens[child], stem.logq[child], stem.rank[child])
+
+    def _stem(self, grow: Grow) -> DraftTree:
+        """A chain with a node for each depth, and every node's children behind it: made once, for all nodes."""
+        k, measured = self._asked
+        if grow.k > k or (grow.entropy and not measured):
+            self._asked = (max(k, grow.k), measured or grow.entropy)
+            chain = DraftTree.root(0)
+            for place in range(len(self.logq) - 1):
+                chain = chain.extend(
+                    torch.tensor([place]), torch.zeros(1).long(), torch.zeros(1), torch.zeros(1).long()
+                )
+            wish = grow._replace(nodes=torch.arange(len(chain)), k=self._asked[0], entropy=self._asked[1])
+            self._made = sprout(chain, wish, self.logq, self.dice, self.names)
+        return self._made
+
+
+def find_heads(model: Any, wanted: type[H], target: Target) -> H:
+    """Heads of the wanted kind that fit the target; an InputError says what else was found, or how to get some."""
+    from windfall.heads.loading import find_head
+
+    kind = wanted.__name__.lower()
+    if model is None:
+        raise InputError(
+            f"the {kind} drafter needs heads trained for {target.name}: give their folder or hub id as its model"
+        )
+    head = find_head(model, target, kind)
+    assert isinstance(head, wanted)
+    return head

@@ -1,0 +1,103 @@
+"""The contract of a feature head: the target's states in, guesses and its own next state out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from windfall.heads.layers import Memory, Rotary
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """What a head is, whatever file it came from."""
+
+    kind: str  # eagle, eagle3 or griffin
+    layer: LlamaConfig  # widths, heads, rope, activation; qk_norm and o_bias as extra attributes
+    target_hidden: int  # width of one of the target's states
+    taps: tuple[int, ...]  # which of transformers' hidden_states the head reads; -1: the one the vocabulary head reads
+    vocab_size: int  # of the target
+    draft_vocab_size: int | None = None  # where it is smaller
+    flags: dict[str, bool] = field(default_factory=dict)  # the variants of a kind, see the kinds' own files
+
+    def flag(self, name: str) -> bool:
+        return self.flags.get(name, False)
+
+
+class Guess(NamedTuple):
+    """What a head makes of some rows."""
+
+    state: Tensor  # [B, n, H], for `FeatureHead.logits`
+    recycled: Tensor  # [B, n, H], in place of the target's feature when the next token is drafted
+
+
+class FeatureHead(nn.Module):
+    """Column t holds token x[t+1] and the feature of position t, and guesses x[t+2].
+
+    The feature is the target's own, through `fuse`, for committed tokens, and `Guess.recycled` for drafted ones.
+    `embedding` and `vocabulary` are the target's unless the file brings its own; frozen, and not part of the module.
+    """
+
+    def __init__(self, config: HeadConfig):
+        super().__init__()
+        self.config = config
+        self.rotary = Rotary(config.layer)
+        self.draft_tokens: Tensor | None = None  # [Vd] target id of each draft id; None: the target's vocabulary
+        self.agreement: float | None = None  # share of first guesses that were the target's, where that was measured
+        self._shared: dict[str, Any] = {}
+        width = config.layer.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.flag("own_embedding") else None
+        drafted = config.draft_vocab_size or config.vocab_size
+        self.lm_head = nn.Linear(width, drafted, bias=False) if config.flag("own_vocabulary") else None
+
+    def borrow(self, embedding: Tensor, vocabulary: Tensor, bias: Tensor | None = None) -> None:
+        """Take the target's embedding [V, H] and vocabulary head [V, H]; keep only the rows that are drafted."""
+        if self.draft_tokens is not None:
+            self.draft_tokens = self.draft_tokens.to(vocabulary.device)
+            vocabulary = vocabulary.detach()[self.draft_tokens].contiguous()
+            bias = None if bias is None else bias.detach()[self.draft_tokens]
+        self._shared = {"embedding": embedding.detach(), "vocabulary": vocabulary.detach(), "bias": bias}
+
+    @property
+    def vocabulary(self) -> Tensor:
+        """[Vd, H]"""
+        found: Tensor = self._shared["vocabulary"] if self.lm_head is None else self.lm_head.weight
+        return found
+
+    @property
+    def vocabulary_bias(self) -> Tensor | None:
+        """[Vd]; only a borrowed vocabulary may have one."""
+        found: Tensor | None = self._shared.get("bias") if self.lm_head is None else None
+        return found
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        table = self._shared["embedding"] if self.embed_tokens is None else self.embed_tokens.weight
+        return nn.functional.embedding(tokens, table)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's tapped states [.., taps * target_hidden] → [.., H]."""
+        raise NotImplementedError
+
+    def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, memory: Memory) -> Guess:
+        """Rows of tokens [B, n], each with its (fused or recycled) feature [B, n, H]."""
+        raise NotImplementedError
+
+    def logits(self, state: Tensor) -> Tensor:
+        """[.., H] → [.., Vd]"""
+        return nn.functional.linear(self.normed(state), self.vocabulary, self.vocabulary_bias)
+
+    def normed(self, state: Tensor) -> Tensor:
+        """What the vocabulary head reads."""
+        return state
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype

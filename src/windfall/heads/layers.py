@@ -1,0 +1,130 @@
+"""The parts that feature heads are made of. Where keys and values are kept, and which rows see which, is the caller's
+matter: one forward serves cached drafting and every way of training."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+
+class Memory(Protocol):
+    """Keeps the keys and values of earlier rows; knows which of them the present rows may see."""
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Queries [B, heads, n, d], keys and values [B, kv_heads, n, d] of the present rows → [B, heads, n, d]."""
+        ...
+
+
+def masked_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """Grouped-query attention; mask [B, n, columns] bool, None: every row sees every column."""
+    groups = queries.shape[1] // keys.shape[1]
+    if groups > 1:
+        keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=None if mask is None else mask[:, None])
+
+
+class Unrolled:
+    """The memory of training: rows of earlier passes, differentiable, under explicit masks."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self.mask: Tensor | None = None  # [B or 1, n, all rows so far] bool, set before each pass
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        rows = self._rows.setdefault(layer, [])
+        rows.append((keys, values))
+        keys, values = (torch.cat(parts, 2) for parts in zip(*rows, strict=True))
+        return masked_attention(queries, keys, values, self.mask)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in fp32."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Rotary grouped-query attention whose input may be wider than its output."""
+
+    def __init__(self, config: Any, place: int, width: int):
+        super().__init__()
+        self.place, self.dim = place, head_dim(config)
+        heads, shared, bias = config.num_attention_heads, config.num_key_value_heads, config.attention_bias
+        self.q_proj = nn.Linear(width, heads * self.dim, bias)
+        self.k_proj = nn.Linear(width, shared * self.dim, bias)
+        self.v_proj = nn.Linear(width, shared * self.dim, bias)
+        self.o_proj = nn.Linear(heads * self.dim, config.hidden_size, getattr(config, "o_bias", bias))
+        normed = getattr(config, "qk_norm", False)
+        self.q_norm = RMSNorm(self.dim, config.rms_norm_eps) if normed else None
+        self.k_norm = RMSNorm(self.dim, config.rms_norm_eps) if normed else None
+
+    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
+        queries, keys, values = (
+            project(x).unflatten(-1, (-1, self.dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )  # [B, n, heads, d]
+        queries = queries if self.q_norm is None else self.q_norm(queries)
+        keys = keys if self.k_norm is None else self.k_norm(keys)
+        queries, keys, values = (y.transpose(1, 2) for y in (queries, keys, values))
+        queries, keys = rotate(queries, *turn), rotate(keys, *turn)
+        out = memory.attend(self.place, queries, keys, values)
+        projected: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return projected
+
+
+class MLP(nn.Module):
+    """Gated feed-forward; `out` is the width of its output."""
+
+    def __init__(self, config: Any, out: int | None = None):
+        super().__init__()
+        bias = getattr(config, "mlp_bias", False)
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias)
+        self.down_proj = nn.Linear(config.intermediate_size, out or config.hidden_size, bias)
+        self.act = ACT2FN[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Rotary(nn.Module):
+    """Angles of any rope type that transformers knows, made where and when they are first needed.
+
+    Positions must stay below what the configuration scales for: nothing is re-estimated while decoding.
+    """
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self._config = config
+        self._made: dict[torch.device, Any] = {}
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin, [B, 1, n, d]."""
+        device = positions.device
+        if device not in self._made:
+            self._made[device] = LlamaRotaryEmbedding(self._config).to(device)
+        cos, sin = self._made[device](torch.empty(0, dtype=dtype, device=device), positions)
+        return cos[:, None], sin[:, None]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary positions to [B, heads, n, d], halves paired as transformers does."""
+    left, right = x.chunk(2, -1)
+    return x * cos + torch.cat([-right, left], -1) * sin
+
+
+def head_dim(config: Any) -> int:
+    found: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return found

@@ -1,0 +1,45 @@
+"""Random draft heads for tiny targets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+
+from tiny import SHAPE, VOCABULARY
+from windfall.heads.base import FeatureHead, HeadConfig
+from windfall.heads.eagle import Eagle
+from windfall.heads.eagle3 import Eagle3
+from windfall.heads.griffin import Griffin
+
+WIDTH = SHAPE["hidden_size"]
+KINDS: dict[str, tuple[type[FeatureHead], dict[str, Any]]] = {
+    "eagle": (Eagle, {"taps": (-1,), "flags": {"fc_bias": True}}),
+    "eagle3": (Eagle3, {}),
+    "eagle3-normed": (Eagle3, {"flags": {"fc_norm": True, "norm_output": True, "norm_before_residual": True}}),
+    "eagle3-before-fc": (Eagle3, {"flags": {"norm_before_fc": True, "own_vocabulary": True, "own_embedding": True}}),
+    "eagle3-pruned": (Eagle3, {"draft_vocab_size": 30}),
+    "eagle3-deep": (Eagle3, {"layers": 2}),
+    "griffin": (Griffin, {"taps": (-1,)}),
+}
+
+
+def random_head(name: str = "eagle3", seed: int = 0, **changes: Any) -> FeatureHead:
+    kind, given = KINDS[name]
+    given = {"taps": (1, 2, 4), **given, **changes}
+    layer = LlamaConfig(
+        hidden_size=WIDTH, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCABULARY,
+        num_hidden_layers=given.pop("layers", 1), max_position_embeddings=given.pop("positions", 256),
+    )  # fmt: skip
+    config = HeadConfig(kind=name.split("-")[0], layer=layer, target_hidden=WIDTH, vocab_size=VOCABULARY, **given)
+    torch.manual_seed(seed)
+    head = kind(config)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() > 1 else 0.2))
+            if parameter.dim() == 1:
+                parameter.add_(1)
+    if config.draft_vocab_size:
+        head.draft_tokens = torch.randperm(VOCABULARY)[: config.draft_vocab_size].sort().values
+    return head.eval()
