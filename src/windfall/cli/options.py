@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import typing
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from windfall import console
 if TYPE_CHECKING:
     from windfall.engine import Engine, Prompt
     from windfall.policies.base import TreePolicy
+    from windfall.target import Target
 
 
 def takes_records(command: Callable[..., None]) -> Callable[..., None]:
@@ -42,11 +44,23 @@ def takes_records(command: Callable[..., None]) -> Callable[..., None]:
 
 def _parameters(record: Any) -> list[inspect.Parameter]:
     hints = typing.get_type_hints(record, include_extras=True)
-    blank = record()
     return [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(blank, name), annotation=hints[name])
-        for name in (f.name for f in dataclasses.fields(record))
+        inspect.Parameter(
+            f.name, inspect.Parameter.KEYWORD_ONLY, default=_default(f), annotation=_annotation(f, hints[f.name])
+        )
+        for f in dataclasses.fields(record)
     ]
+
+
+def _default(f: dataclasses.Field[Any]) -> Any:
+    return f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+
+
+def _annotation(f: dataclasses.Field[Any], hint: Any) -> Any:
+    """What typer wants; fields made with `options.option` carry their own words."""
+    if "help" not in f.metadata:
+        return hint
+    return Annotated[hint, typer.Option(f"--{f.name.replace('_', '-')}", help=f.metadata["help"])]
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -77,12 +91,43 @@ class PromptOptions:
         return text if self.system is None else [message("system", self.system), message("user", text)]
 
 
+def words(texts: list[str], option: str) -> list[str]:
+    """The names in an option that takes several, separated by commas, and can be repeated."""
+    from windfall.errors import InputError
+
+    found = [word.strip() for text in texts for word in text.split(",")]
+    if not all(found):
+        raise InputError(f"write {option} as names separated by commas")
+    return found
+
+
 def message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
 def _model(flag: str, help: str, **more: Any) -> Any:
     return typer.Option(flag, help=help, rich_help_panel="Model", **more)
+
+
+@dataclass
+class TargetOptions:
+    """Which target, and where it runs."""
+
+    target: Annotated[
+        str | None, _model("--target", "Folder, GGUF file or hub id of the model; none: the embedded one.")
+    ] = None
+    device: Annotated[str | None, _model("--device", "cpu, cuda, cuda:1, mps; none: the best there is.")] = None
+    dtype: Annotated[str | None, _model("--dtype", "float32, bfloat16, float16; none: what suits the device.")] = None
+    trust_remote_code: Annotated[bool, _model("--trust-remote-code", "Run Python code that comes with the model.")] = (
+        False
+    )
+
+    def load(self) -> Target:
+        from windfall import loading
+
+        how: dict[str, Any] = {"device": self.device, "dtype": self.dtype, "trust_remote_code": self.trust_remote_code}
+        with console.waiting("Loading the model…"):
+            return loading.as_target(self.target, **how)
 
 
 @dataclass
@@ -93,7 +138,7 @@ class ModelOptions:
         str | None, _model("--target", "Folder, GGUF file or hub id of the model; none: the embedded one.")
     ] = None
     drafter: Annotated[
-        str | None, _model("--drafter", "Drafter by name (see `windfall policies`), or a smaller model.")
+        str | None, _model("--drafter", "Drafter by name (see `windfall policies`), a draft head, or a smaller model.")
     ] = None
     drafter_settings: Annotated[
         list[str], _model("--drafter-set", "An option of the drafter; repeatable.", metavar="NAME=VALUE")
@@ -110,18 +155,25 @@ class ModelOptions:
     def load(self, policy: Any = None) -> Engine:
         """The engine; names and settings are checked before the weights are read."""
         from windfall import loading
+        from windfall.heads.probe import HeadWarning
         from windfall.options import split_settings
 
         how: dict[str, Any] = {"device": self.device, "dtype": self.dtype, "trust_remote_code": self.trust_remote_code}
-        drafter = loading.as_drafter(self.drafter, **split_settings(self.drafter_settings))
-        with console.waiting("Loading the model…"):
-            return loading.load(self.target, drafter, policy, **how, coupled=not self.uncoupled)
+        drafter = loading.as_drafter(self.drafter_name, **split_settings(self.drafter_settings))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", HeadWarning)
+            with console.waiting("Loading the model…"):
+                engine = loading.load(self.target, drafter, policy, **how, coupled=not self.uncoupled)
+        for each in told:
+            if issubclass(each.category, HeadWarning):
+                console.note(str(each.message))
+        return engine
 
     @property
     def drafter_name(self) -> str:
-        from windfall.loading import DEFAULT_DRAFTER
+        from windfall.loading import default_drafter
 
-        return self.drafter or DEFAULT_DRAFTER
+        return self.drafter or default_drafter(self.target)
 
 
 def _policy(flag: str, help: str, **more: Any) -> Any:
@@ -133,7 +185,9 @@ class PolicyOptions:
     """Which policy shapes the trees."""
 
     policy: Annotated[str | None, _policy("--policy", "Tree policy by name (see `windfall policies`).")] = None
-    preset: Annotated[str | None, _policy("--preset", "Policy and settings of a published method.")] = None
+    preset: Annotated[
+        str | None, _policy("--preset", "Policy and settings of a published method, or of a `tune` file.")
+    ] = None
     settings: Annotated[list[str], _policy("--set", "An option of the policy; repeatable.", metavar="NAME=VALUE")] = (
         field(default_factory=list)
     )

@@ -1,0 +1,36 @@
+"""Ways to train a draft head, one small file each; named here, loaded when asked for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from windfall import options
+from windfall.records import InputError
+
+if TYPE_CHECKING:
+    from windfall.train.objectives.base import Objective
+
+OBJECTIVES = {
+    "ttt": "windfall.train.objectives.ttt:TrainingTimeTest",
+    "eagle": "windfall.train.objectives.eagle:EagleLoss",
+    "hass": "windfall.train.objectives.hass:Harmonized",
+    "talf": "windfall.train.objectives.talf:TreeAware",
+    "griffin": "windfall.train.objectives.griffin:TokenAligned",
+    "medusa": "windfall.train.objectives.medusa:MedusaLoss",
+    "hydra": "windfall.train.objectives.hydra:HydraLoss",
+}
+
+
+def objective_class(name: str) -> type:
+    if name not in OBJECTIVES:
+        raise InputError(f"there is no training method '{name}'; choose from {', '.join(OBJECTIVES)}")
+    module, _, attribute = OBJECTIVES[name].partition(":")
+    found: type = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+def objective(name: str, /, **settings: Any) -> Objective:
+    """A training objective by name, e.g. `objective("ttt", steps=5)`."""
+    made: Objective = options.build(objective_class(name), settings, f"method {name}")
+    return made

@@ -1,0 +1,36 @@
+"""EAGLE-3's training-time test (Li et al. 2025): the head drafts several steps from its own features, and every step is
+held against the target's distribution."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from windfall.heads.eagle3 import Eagle3
+from windfall.options import option
+from windfall.train.losses import distil
+from windfall.train.objectives.base import Objective, Report
+from windfall.train.shapes import new_eagle3
+from windfall.train.teacher import Lesson, Teacher
+from windfall.train.unroll import aligned, unroll
+
+
+@dataclass
+class TrainingTimeTest(Objective):
+    """Cross-entropy alone, through all steps, no feature loss."""
+
+    steps: int = option(7, "unrolled draft steps", low=1, high=16)
+    first_steps: int = option(3, "unrolled steps in the first fifth of the training", low=1)
+    decay: float = option(0.9, "weight of a step over the step before it; EAGLE-3's release has 0.8", low=0, high=1)
+
+    def new_head(self, target: Any, shape: dict[str, Any]) -> Eagle3:
+        return new_eagle3(target, shape)
+
+    def report(self, head: Any, lesson: Lesson, teacher: Teacher, progress: float) -> Report:
+        steps = self.steps if progress >= 0.2 else min(self.first_steps, self.steps)
+        states, final, valid = aligned(head, unroll(head, lesson, steps), lesson)
+        decay = self.decay ** torch.arange(steps, device=final.device)
+        weights = valid * decay[:, None] / max(1, valid.shape[1])
+        return Report(*distil(states, final, teacher.vocabularies(head), weights))

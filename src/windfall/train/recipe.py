@@ -1,0 +1,48 @@
+"""How a training goes: how long, in what batches, at what learning rate."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from windfall import options
+from windfall.errors import InputError
+from windfall.options import option
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Length by `steps` (resumable to the same losses) or by `minutes` (the schedule then follows the clock)."""
+
+    steps: int | None = option(None, "optimizer steps; or give minutes", low=1)
+    minutes: float | None = option(None, "minutes of training; the schedule follows the clock", low=0)
+    batch_tokens: int = option(16384, "tokens of a forward pass, padding included", low=16)
+    accumulate: int = option(1, "forward passes whose gradients are averaged into one step", low=1)
+    max_length: int = option(1024, "longer texts are cut here", low=8)
+    optimizer: str = option("adamw", "muon: for matrices, with AdamW for the rest", choices=("adamw", "muon"))
+    rate: float = option(1e-3, "highest learning rate", low=0)
+    warm_up: float = option(0.03, "share of the training in which the rate rises", low=0, high=1)
+    last_rate: float = option(0.02, "share of the highest rate at the end, after a cosine", low=0, high=1)
+    decay: float = option(0.01, "weight decay", low=0)
+    clip: float = option(1.0, "largest norm of the gradient; 0: any", low=0)
+    seed: int = option(0, "of batches and of a new head's weights")
+    validate_every: int = option(500, "steps between looks at held-out texts", low=1)
+    validation_batches: int = option(16, "forward passes of such a look", low=1)
+    save_minutes: float = option(3.0, "minutes between checkpoints", low=0)
+
+    def __post_init__(self) -> None:
+        options.check(self)
+        if bool(self.steps) == bool(self.minutes):
+            raise InputError("say how long to train: either steps or minutes")
+
+    def progress(self, step: int, seconds: float) -> float:
+        """From 0 to 1."""
+        done = step / self.steps if self.steps else seconds / 60 / (self.minutes or 1)
+        return min(done, 1.0)
+
+    def rate_at(self, progress: float) -> float:
+        """Linear warm-up, then a cosine."""
+        if progress < self.warm_up:
+            return self.rate * min(1.0, (progress + 1e-3) / self.warm_up)
+        late = (progress - self.warm_up) / max(1 - self.warm_up, 1e-9)
+        return self.rate * (self.last_rate + (1 - self.last_rate) * (1 + math.cos(math.pi * late)) / 2)

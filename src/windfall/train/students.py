@@ -1,0 +1,193 @@
+"""Smaller language models for a target: some of its layers, trained on until they write what it writes."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from windfall import light, options
+from windfall.atomic import make_folder
+from windfall.errors import InputError
+from windfall.heads.files import write_folder
+from windfall.target import Target
+from windfall.train.objectives.distillation import Distillation
+from windfall.train.recipe import Recipe
+from windfall.train.runs import BEST, begin, check_folder, check_texts, open_texts
+from windfall.train.teacher import Teacher
+from windfall.train.trainer import Event, Trainer
+
+EMBEDDING, VOCABULARY = "embed_tokens.weight", "lm_head.weight"  # as these families call them
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is kept of the target."""
+
+    layers: str | None = None  # a number: the first so many; or which, e.g. 0,1,29; None: the first eighth
+    intermediate: int | None = None  # feed-forward neurons of a layer; None: all
+    own_embeddings: bool = False  # train and store embeddings, rather than borrow the target's
+
+
+@dataclass(frozen=True)
+class StudentJob:
+    """What to train, on what, into which folder."""
+
+    data: Path
+    out: Path
+    shape: Shape = Shape()
+    settings: list[str] = field(default_factory=list)
+    resume: bool = False
+
+    def check(self) -> None:
+        """Refuse what cannot work before anything is loaded."""
+        self.objective()
+        check_folder(self.out, self.words() if self.resume else None)
+        check_texts(self.data)
+
+    def objective(self) -> Distillation:
+        return options.build(Distillation, options.split_settings(self.settings), "distillation")
+
+    def words(self) -> dict[str, Any]:
+        return {"method": "distillation", "settings": self.settings, "student": asdict(self.shape)}
+
+
+def train_student(job: StudentJob, recipe: Recipe, target: Target) -> Iterator[Event]:
+    """Yields as it learns; out/best always holds the student that does best on held-out texts."""
+    train, held_out = open_texts(job.data, target)
+    torch.manual_seed(recipe.seed)
+    student = new_student(target, job.shape)
+    make_folder(job.out)
+    trainer = Trainer(student, job.objective(), Teacher(target.model, ()), recipe, job.out)
+    begin(trainer, job.out, job.words(), target, job.resume)
+
+    def keep(best: nn.Module) -> None:
+        assert isinstance(best, Student)
+        write_student(best, job.out / BEST, target)
+
+    yield from trainer.run(train, held_out, keep)
+
+
+class Student(nn.Module):
+    """A transformers model that learns. What it borrows is frozen, and not part of the module."""
+
+    def __init__(self, body: Any, embedding: Tensor, vocabulary: Tensor, own: bool, tied: bool):
+        """embedding, vocabulary [V, H]: the target's, copied if they are to be its `own`."""
+        super().__init__()
+        self.body: Any = body
+        self.config: Any = body.config
+        self.own = own
+        self.own_embedding = nn.Parameter(embedding.detach().float().clone()) if own else None
+        self.own_vocabulary = nn.Parameter(vocabulary.detach().float().clone()) if own and not tied else None
+        self._borrowed = {"embedding": embedding.detach(), "vocabulary": vocabulary.detach()}
+
+    @property
+    def vocabulary(self) -> Tensor:
+        """[V, H]"""
+        if self.own_vocabulary is not None:
+            return self.own_vocabulary
+        return self._borrowed["vocabulary"] if self.own_embedding is None else self.own_embedding
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[B, n] → [B, n, H], what the vocabulary head reads."""
+        table = self._borrowed["embedding"] if self.own_embedding is None else self.own_embedding
+        states: Tensor = self.body(inputs_embeds=F.embedding(tokens, table).float(), use_cache=False).last_hidden_state
+        return states
+
+
+# ---- making
+
+
+def new_student(target: Target, shape: Shape) -> Student:
+    """Layers of the target in fp32, ready to learn."""
+    model, config = target.model, target.model.config
+    if config.model_type not in light.FAMILIES:
+        raise InputError(
+            f"{target.name} is a {config.model_type}; students are cut from the families {', '.join(light.FAMILIES)}"
+        )
+    layers = choose_layers(shape.layers, config.num_hidden_layers)
+    cut = cut_config(config, layers, shape.intermediate)
+    tensors = cut_tensors(model.base_model.state_dict(), layers, shape.intermediate)
+    body = light.fill(light.hollow(cut).base_model, tensors).to(target.device).requires_grad_(True)
+    embedding, vocabulary = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return Student(body, embedding, vocabulary, shape.own_embeddings, embedding is vocabulary).train()
+
+
+def choose_layers(text: str | None, count: int) -> list[int]:
+    """'4' (the first four) or '0,1,27-29' → layer numbers below `count`."""
+    if text is None:
+        return list(range(max(1, count // 8)))
+    try:
+        layers = set(range(int(text))) if text.strip().isdecimal() else _numbers(text)
+    except ValueError:
+        raise InputError(f"--layers takes a number, or layers such as 0,1,27-29, not '{text}'") from None
+    if not layers or not layers <= set(range(count)):
+        raise InputError(f"--layers must choose from the target's {count} layers, 0 to {count - 1}, not '{text}'")
+    return sorted(layers)
+
+
+def _numbers(text: str) -> set[int]:
+    pairs = (part.partition("-") for part in text.split(",") if part.strip())
+    return {layer for first, dash, last in pairs for layer in range(int(first), int(last if dash else first) + 1)}
+
+
+def cut_config(config: Any, layers: list[int], intermediate: int | None) -> Any:
+    if intermediate is not None and not 1 <= intermediate <= config.intermediate_size:
+        raise InputError(f"--intermediate must be between 1 and {config.intermediate_size}, not {intermediate}")
+    cut = copy.deepcopy(config)
+    kinds = getattr(config, "layer_types", None)
+    cut.num_hidden_layers = len(layers)
+    if kinds is not None:
+        cut.layer_types = [kinds[layer] for layer in layers]
+    cut.intermediate_size = intermediate or config.intermediate_size
+    return cut
+
+
+def cut_tensors(given: dict[str, Tensor], layers: list[int], intermediate: int | None) -> dict[str, Tensor]:
+    """The weights of these layers under their new numbers, and of what is not in a layer but the embedding; in fp32."""
+    taken = {name: tensor for name, tensor in given.items() if not name.startswith("layers.") and name != EMBEDDING}
+    for place, layer in enumerate(layers):
+        before = f"layers.{layer}."
+        own = {name.removeprefix(before): tensor for name, tensor in given.items() if name.startswith(before)}
+        own = own if intermediate is None else narrow(own, intermediate)
+        taken |= {f"layers.{place}.{name}": tensor for name, tensor in own.items()}
+    return {name: tensor.detach().float().clone() for name, tensor in taken.items()}
+
+
+def narrow(layer: dict[str, Tensor], width: int) -> dict[str, Tensor]:
+    """A layer with the feed-forward neurons whose weights (into both gates, and out) have the largest norms."""
+    gate, up, down = (layer[f"mlp.{name}_proj.weight"].float() for name in ("gate", "up", "down"))
+    kept = (gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)).topk(width).indices.sort().values
+    rows = {name: tensor[kept] for name, tensor in layer.items() if name.startswith(("mlp.gate_proj.", "mlp.up_proj."))}
+    return layer | rows | {"mlp.down_proj.weight": layer["mlp.down_proj.weight"][:, kept]}
+
+
+# ---- writing
+
+
+def write_student(student: Student, folder: Path, target: Target) -> None:
+    """A folder that transformers reads; where the embeddings are borrowed, one that windfall's `--drafter` reads."""
+    prefix = target.model.base_model_prefix
+    tensors = {f"{prefix}.{name}": tensor for name, tensor in student.body.state_dict().items()}
+    if student.own_embedding is not None:
+        tensors[f"{prefix}.{EMBEDDING}"] = student.own_embedding
+    if student.own_vocabulary is not None:
+        tensors[VOCABULARY] = student.own_vocabulary
+    config = {
+        **json.loads(student.config.to_json_string()),
+        "architectures": [type(target.model).__name__],
+        "dtype": "bfloat16",
+        "tie_word_embeddings": student.own and student.own_vocabulary is None,
+        **({} if student.own else {light.MARK: light.EMBEDDINGS, light.TARGET: target.name}),
+    }
+    config.pop("_model_name_or_path", None)  # where the target was on this machine
+    write_folder(folder, config, {name: t.detach().to("cpu", torch.bfloat16) for name, t in tensors.items()})
+    if student.own and target.tokenizer is not None:
+        target.tokenizer.save_pretrained(folder)

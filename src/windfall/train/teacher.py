@@ -1,0 +1,46 @@
+"""The target as a teacher: its states over whole texts."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from windfall.heads.base import FeatureHead
+from windfall.train.losses import Bend, Vocabularies
+from windfall.train.shards import Batch
+
+
+class Lesson(NamedTuple):
+    """A batch and what the target makes of it."""
+
+    batch: Batch
+    features: Tensor  # [B, L, taps * Ht], what the head reads
+    final: Tensor  # [B, L, Ht], what the target's vocabulary head reads
+
+
+class Teacher:
+    """A frozen target."""
+
+    def __init__(self, model: Any, taps: tuple[int, ...]):
+        self.model, self.taps = model, taps
+        self.output = model.get_output_embeddings()
+        self.bend = Bend.of(model.config.get_text_config())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.output.weight.dtype
+        return dtype
+
+    @torch.no_grad()
+    def teach(self, batch: Batch) -> Lesson:
+        """One causal forward; padding comes last, so no real token sees any."""
+        outputs = self.model.base_model(batch.tokens, use_cache=False, output_hidden_states=bool(self.taps))
+        states, final = outputs.hidden_states or (), outputs.last_hidden_state
+        features = [final if tap in (-1, len(states) - 1) else states[tap] for tap in self.taps]
+        return Lesson(batch, torch.cat([final[..., :0], *features], -1), final)
+
+    def vocabularies(self, head: FeatureHead) -> Vocabularies:
+        own = head.vocabulary, self.output.weight, head.draft_tokens
+        return Vocabularies(*own, getattr(self.output, "bias", None), head.vocabulary_bias, self.bend)
