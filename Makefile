@@ -7,7 +7,7 @@ RUN := $(BIN)/.run-installed
 DEV := $(BIN)/.dev-installed
 PROMPT ?= Write a Python class Stack with push, pop and peek, each with a docstring, then show how it is used.
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench bench-smoke clean
 demo: $(RUN)
 	@$(BIN)/windfall generate "$(PROMPT)" --compare --max-new-tokens 200
 
@@ -21,6 +21,10 @@ lint: $(DEV)
 
 bench: $(RUN)
 	$(BIN)/python benchmarks/plain.py
+
+bench-smoke: $(RUN)  # fails if any method's text is not plain decoding's
+	@out=$$(mktemp -d); $(BIN)/windfall bench run --suite smoke --device cpu --dtype float32 --out $$out/smoke; \
+	code=$$?; rm -rf $$out; exit $$code
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -126,15 +126,6 @@ def progress(title: str) -> Iterator[Callable[[float], None]]:
         yield lambda share: bar.update(task, completed=share)
 
 
-def write_file(file: Path, text: str) -> None:
-    from windfall.records import InputError
-
-    try:
-        file.write_text(text, "utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write '{file}': {error.strerror}") from error
-
-
 def show_nothing(step: Step) -> None:
     """For `--json`, which prints at the end."""
 

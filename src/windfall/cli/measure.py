@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from windfall import console
+from windfall.bench.methods import parse_policies
 from windfall.cli.options import Json, ModelOptions, PromptOptions, SamplingOptions, takes_records
 from windfall.cli.session import DIFFERENT, check_chat, warm_up
 
@@ -117,29 +118,6 @@ def compare(
         console.agreement(wanted, {name: run.token_ids for name, run in wrong.items()}, engine)
     if wrong:
         raise typer.Exit(DIFFERENT)
-
-
-def parse_policies(text: str) -> dict[str, TreePolicy]:
-    """`"all"` or `"beam:depth=4:k=4,salf"` → policies under these names, `none` first."""
-    from windfall import registry
-    from windfall.records import InputError
-
-    items = registry.policies() if text.strip() == "all" else [item.strip() for item in text.split(",")]
-    if not all(items):
-        raise InputError("write --policies as names separated by commas, for example chain,beam:depth=4")
-    return {item: _policy(item) for item in dict.fromkeys(["none", *items])}
-
-
-def _policy(item: str) -> TreePolicy:
-    from windfall import loading, registry
-    from windfall.options import split_settings
-
-    name, *settings = item.split(":")
-    given = split_settings(settings)
-    if name in registry.policies() or name not in registry.presets():
-        return loading.as_policy(name, **given)
-    chosen: TreePolicy = registry.preset(name, **given)
-    return chosen
 
 
 def _race(

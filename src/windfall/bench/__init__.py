@@ -1,0 +1,1 @@
+"""Benchmarks: tasks and methods, runs and records, tables, figures and reports."""

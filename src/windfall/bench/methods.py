@@ -1,0 +1,150 @@
+"""What is compared: a method is a policy with settings, and perhaps a drafter of its own, written in one word.
+
+`beam:depth=4:k=4`, a preset such as `eagle-2`, `self:skip=3+5/beam`: drafter, slash, policy; settings follow after
+colons, and a plus stands for a comma inside a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from windfall.bench.paths import shorten
+from windfall.errors import InputError
+
+if TYPE_CHECKING:
+    from windfall.drafters.base import Drafter
+    from windfall.policies.base import TreePolicy
+
+PLAIN = "none"
+EVERY = "all"
+
+
+@dataclass(frozen=True)
+class DrafterSpec:
+    """A drafter by name, or a model that drafts, with settings as they were typed."""
+
+    name: str
+    settings: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> DrafterSpec:
+        """`self:skip=3+5` → a drafter with settings."""
+        return cls(*_settings(text))
+
+    @property
+    def label(self) -> str:
+        """As in a method, without the folders of a model's path."""
+        return ":".join([self.short_name, *(f"{key}={value.replace(',', '+')}" for key, value in self.told.items())])
+
+    @property
+    def short_name(self) -> str:
+        return Path(self.name).name if Path(self.name).is_absolute() else self.name
+
+    @property
+    def told(self) -> dict[str, str]:
+        """The settings, without the folders of paths."""
+        return {key: shorten(value) for key, value in self.settings.items()}
+
+    def check(self) -> None:
+        """Hold the settings of a known drafter to its options; heads and models are looked for when they are needed."""
+        from windfall import registry
+
+        if self.name in registry.drafters():
+            registry.drafter(self.name, **self.settings)
+
+    def make(self, trust_remote_code: bool = False) -> Drafter:
+        from windfall import loading
+        from windfall.drafters.lm import LMDrafter
+
+        made = loading.as_drafter(self.name, **self.settings)
+        if trust_remote_code and isinstance(made, LMDrafter):
+            made.trust_remote_code = True
+        return made
+
+
+@dataclass(frozen=True)
+class Method:
+    """A policy with settings; `drafter` is None where the run's own is meant."""
+
+    label: str
+    policy: str  # its name in the registry
+    settings: dict[str, Any]
+    drafter: DrafterSpec | None = None
+
+    def make(self) -> TreePolicy:
+        from windfall import loading
+
+        return loading.as_policy(self.policy, **self.settings)
+
+    @property
+    def plain(self) -> bool:
+        """Whether this is plain decoding, which needs no drafter."""
+        return self.policy == PLAIN and self.drafter is None
+
+
+def parse_methods(texts: Sequence[str], option: str = "--methods") -> list[Method]:
+    """Methods in these texts, each a list separated by commas; plain decoding comes first, `all` is every policy."""
+    items = [item.strip() for text in texts for item in text.split(",")]
+    if not all(items):
+        raise InputError(f"write {option} as names separated by commas, for example chain,beam:depth=4")
+    names = [name for item in items for name in _expand(item)]
+    methods = [parse_method(name) for name in dict.fromkeys([PLAIN, *names])]
+    labels = [method.label for method in methods]
+    if twice := next((label for label in labels if labels.count(label) > 1), None):
+        raise InputError(f"two methods would be called '{twice}'; their drafters need different names")
+    return methods
+
+
+def parse_policies(text: str, option: str = "--policies") -> dict[str, TreePolicy]:
+    """`"all"` or `"beam:depth=4:k=4,salf"` → policies under these names, `none` first."""
+    methods = parse_methods([text], option)
+    if own := next((method for method in methods if method.drafter), None):
+        raise InputError(f"{option} takes policies; the drafter of '{own.label}' goes into --drafter")
+    return {method.label: method.make() for method in methods}
+
+
+def parse_method(item: str) -> Method:
+    """One method; names and settings are checked here, as far as no model is needed."""
+    from windfall import registry
+
+    drafter, shaper = _split(item)
+    name, given = _settings(shaper)
+    policy, settings = name, dict[str, Any](given)
+    if name not in registry.policies() and name in registry.presets():
+        policy, published, _ = registry.PRESETS[name]
+        settings = {**published, **given}
+    method = Method(shaper if drafter is None else f"{drafter.label}/{shaper}", policy, settings, drafter)
+    method.make()
+    if drafter is not None:
+        drafter.check()
+    return method
+
+
+def _expand(item: str) -> list[str]:
+    """`all`, and `all` behind a drafter, as every policy by name."""
+    from windfall import registry
+
+    drafter, slash, last = item.rpartition("/")
+    return [f"{drafter}{slash}{name}" for name in registry.policies()] if last == EVERY else [item]
+
+
+def _split(item: str) -> tuple[DrafterSpec | None, str]:
+    """Drafter, and policy or preset with settings, which begins behind the first slash that a known name follows."""
+    from windfall import registry
+
+    known = {*registry.policies(), *registry.presets()}
+    starts = [*(place + 1 for place, character in enumerate(item) if character == "/"), 0]
+    start = next((start for start in starts if item[start:].partition(":")[0] in known), None)
+    if start is None:  # no policy that we know: the complaint names what stands in its place
+        start = item.rfind("/") + 1
+    return (DrafterSpec.parse(item[: start - 1]) if start else None), item[start:]
+
+
+def _settings(text: str) -> tuple[str, dict[str, str]]:
+    from windfall.options import split_settings
+
+    name, *settings = text.split(":")
+    return name, {key: value.replace("+", ",") for key, value in split_settings(settings).items()}

@@ -1,0 +1,82 @@
+"""Where a run comes from: versions, machine, weights, and the command without anybody's folders."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import shlex
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+import transformers
+
+from windfall import __version__
+from windfall.bench.paths import shorten
+from windfall.bench.tasks import Prompt
+from windfall.drafters.base import Drafter
+from windfall.engine import Engine
+from windfall.profiling import machine
+from windfall.target import Target
+
+SAMPLES = 1024  # of each parameter, evenly spread, for the hash of the weights
+
+
+def describe(
+    engines: dict[str, Engine], target: Target, prompts: Sequence[Prompt], command: Sequence[str]
+) -> dict[str, Any]:
+    """All that somebody would need to know to repeat a run."""
+    return {
+        "command": shlex.join(shorten(word) for word in command),
+        "date": now(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "transformers": transformers.__version__,
+            "windfall": __version__,
+        },
+        "machine": machine(target.device),
+        "target": {
+            "name": shorten(target.name),
+            "weights": weights_hash(target.model.named_parameters()),
+            "dtype": str(target.decoder.dtype).removeprefix("torch."),
+            "device": target.device.type,
+            "attention": str(target.model.config._attn_implementation),
+        },
+        "drafters": {label: _drafter(engine) for label, engine in engines.items()},
+        "prompts": prompts_hash(prompts),
+    }
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def weights_hash(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Of names, shapes and an even sample of the values: quick, and the same wherever the weights are."""
+    known = hashlib.sha256()
+    for name, parameter in sorted(parameters, key=lambda pair: pair[0]):
+        values = parameter.detach().flatten()
+        known.update(f"{name} {tuple(parameter.shape)}".encode())
+        known.update(values[:: max(len(values) // SAMPLES, 1)].float().cpu().numpy().tobytes())
+    return known.hexdigest()[:16]
+
+
+def prompts_hash(prompts: Sequence[Prompt]) -> str:
+    rows = [[p.task, p.category, p.id, p.turns, p.raw] for p in prompts]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+
+
+def _drafter(engine: Engine) -> dict[str, Any]:
+    """The class, and the weights where it is a model."""
+    kind, module = type(engine.drafter), _module(engine.drafter)
+    weights = None if module is None else weights_hash(module.named_parameters())
+    return {"class": f"{kind.__module__}.{kind.__qualname__}", "weights": weights}
+
+
+def _module(drafter: Drafter) -> torch.nn.Module | None:
+    """The network that a drafter holds, itself or inside something that runs it."""
+    held = [inner for value in vars(drafter).values() for inner in (value, getattr(value, "model", None))]
+    return next((each for each in held if isinstance(each, torch.nn.Module)), None)

@@ -1,0 +1,390 @@
+"""Runs methods over prompts, interleaved against drift, and keeps every finished conversation at once.
+
+Every conversation starts from the same state: a method's calibrators and policy as the warm-up left them, on prompts
+that are in no task. So the order of the conversations, an interruption and the other methods change no tree.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windfall import profiling
+from windfall.bench import provenance
+from windfall.bench.methods import DrafterSpec, Method
+from windfall.bench.recording import repeated_share, turn_record
+from windfall.bench.results import Run, load
+from windfall.bench.store import Store
+from windfall.bench.tasks import Prompt
+from windfall.calibration import Calibrator
+from windfall.cost import Costs
+from windfall.drafters.base import Drafter
+from windfall.engine import Engine, Generation
+from windfall.errors import InputError
+from windfall.options import options_of
+from windfall.policies.base import TreePolicy
+from windfall.policies.none import NoSpeculation
+from windfall.prompts import SAMPLES
+from windfall.records import SamplingParams, Step
+from windfall.sampling import Dice
+from windfall.target import Target
+
+WARM_UP = 64  # tokens of each warm-up prompt, at the most
+LONGEST = 16  # characters of a token, on average: whole books need not be tokenized
+PROMPT_TOKENS = 200  # of texts to be continued
+NOBODY = "none"  # the drafter of plain decoding
+PROFILE = ("costs", "c", "rounds", "steady")  # what a run keeps of a profile, which names models and folders too
+
+Progress = Callable[[int, int], None]  # conversations done, and all of them
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the outcome of a run, besides model, prompts and machine."""
+
+    methods: tuple[str, ...]
+    tasks: tuple[str, ...]
+    temperatures: tuple[float, ...] = (0.0,)
+    repeats: int = 3
+    limit: int | None = None
+    max_new_tokens: int = 128
+    prompt_tokens: int = PROMPT_TOKENS
+    seed: int = 0
+    batch: int = 1
+    timing: bool = True
+    coupled: bool = True
+    ignore_eos: bool = False
+    warm_up: int = 2  # prompts for each method and temperature
+    drafter: str = ""
+    suite: str | None = None
+
+    def __post_init__(self) -> None:
+        least = {"repeats": 1, "max_new_tokens": 1, "prompt_tokens": 1, "batch": 1, "warm_up": 0}
+        for name, low in least.items():
+            if getattr(self, name) < low:
+                raise InputError(f"{name} must be at least {low}, not {getattr(self, name)}")
+        if self.limit is not None and self.limit < 1:
+            raise InputError(f"limit must be at least 1, not {self.limit}")
+        if self.warm_up > len(SAMPLES):
+            raise InputError(f"there are {len(SAMPLES)} prompts to warm up with, not {self.warm_up}")
+        if self.batch > 1 and self.timing:
+            raise InputError("conversations of a batch share their passes and cannot be timed apart; add --no-timing")
+        if self.repeats > 1 and not self.timing and not any(self.temperatures):
+            raise InputError("greedy answers repeat themselves, so repeats without times tell nothing; leave one out")
+        if not self.temperatures or len(set(self.temperatures)) < len(self.temperatures):
+            raise InputError("give each temperature once, for example 0,1")
+        for temperature in self.temperatures:
+            SamplingParams(temperature=temperature)
+
+
+@dataclass(frozen=True)
+class State:
+    """What a method knows when a conversation begins."""
+
+    policy: TreePolicy
+    calibrators: Mapping[str, Calibrator] = field(default_factory=dict)
+
+
+@dataclass
+class Contender:
+    """A method with its engine, which it shares with the methods of the same drafter, one after another."""
+
+    method: Method
+    engine: Engine
+    drafter: DrafterSpec | None
+    states: dict[float, State] = field(default_factory=dict)  # by temperature, after the warm-up
+
+    def reset(self, state: State) -> None:
+        """Begin with this state, which itself stays as it is."""
+        self.engine.policy = copy.deepcopy(state.policy)
+        self.engine.calibrators = defaultdict(Calibrator, copy.deepcopy(dict(state.calibrators)))
+
+    def about(self) -> dict[str, Any]:
+        """What a record says of the method."""
+        policy, drafter = self.engine.policy, self.drafter
+        return {
+            "method": self.method.label,
+            "drafter": NOBODY if drafter is None else drafter.short_name,
+            "drafter_settings": {} if drafter is None else drafter.told,
+            "policy": self.method.policy,
+            "settings": {name: getattr(policy, name) for name in options_of(type(policy))},
+            "coupled": self.engine.coupled,
+        }
+
+
+@dataclass
+class NoDrafter(Drafter):
+    """For plain decoding, which should not pay for a drafter that is never asked."""
+
+    def start(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
+        pass
+
+    def commit(self, trees: Any, paths: Any, bonus: Any, hidden: Any) -> None:
+        pass
+
+    def retain(self, keep: list[int]) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Job:
+    """The conversations of one method that are decoded together: one, or a batch."""
+
+    contender: Contender
+    prompts: Sequence[Prompt]
+    temperature: float
+    repeat: int
+
+
+def run(
+    settings: Settings,
+    methods: Sequence[Method],
+    prompts: Sequence[Prompt],
+    target: Target,
+    store: Store,
+    drafter: DrafterSpec | None = None,
+    profiles: Mapping[str, Any] | None = None,
+    command: Sequence[str] = (),
+    trust_remote_code: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> Run:
+    """Run what is not in the store yet, and close it; returns all that is there in the end."""
+    try:
+        contenders = assemble(methods, target, drafter or DrafterSpec("ngram"), settings.coupled, trust_remote_code)
+        engines = {_label(each.drafter): each.engine for each in contenders}
+        about = provenance.describe(engines, target, prompts, command)
+        known = store.profiles if store.about is not None else profiles
+        store.begin(asdict(settings), about, attach_costs(contenders, known))
+        Bench(settings, contenders, store, progress).run(prompts)
+        return load(store.folder)
+    finally:
+        store.close()
+
+
+def assemble(
+    methods: Sequence[Method], target: Target, default: DrafterSpec, coupled: bool, trust_remote_code: bool = False
+) -> list[Contender]:
+    """An engine for each drafter; the target's weights are shared, its cache and what it is asked for are not."""
+    engines: dict[str, Engine] = {}
+    specs: dict[str, DrafterSpec | None] = {}
+    contenders = []
+    for method in methods:
+        drafter = None if method.plain else method.drafter or default
+        label = _label(drafter)
+        if specs.setdefault(label, drafter) != drafter:
+            raise InputError(f"two different drafters would be called '{label}'; they need different names")
+        if label not in engines:
+            own = Target(target.model, target.tokenizer, target.name)
+            proposer = NoDrafter() if drafter is None else drafter.make(trust_remote_code)
+            engines[label] = Engine(own, proposer, NoSpeculation(), coupled)
+        contenders.append(Contender(method, engines[label], drafter))
+    return contenders
+
+
+def _label(drafter: DrafterSpec | None) -> str:
+    return NOBODY if drafter is None else drafter.label
+
+
+def attach_costs(contenders: Sequence[Contender], known: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Give the engines whose policies ask for them the known costs of passes, or measure these; returns all used."""
+    used: dict[str, Any] = {}
+    for each in contenders:
+        label = _label(each.drafter)
+        if label in used or not each.method.make().uses_costs:
+            continue
+        if known is not None and label not in known:
+            raise InputError(f"the profile has no costs for the drafter {label}; it has: {', '.join(known) or 'none'}")
+        profile = profiling.load_or_measure(each.engine).as_dict() if known is None else known[label]
+        used[label] = {name: profile[name] for name in PROFILE if name in profile}
+        each.engine.costs = Costs.of_dict(used[label]["costs"])
+    return used
+
+
+def read_profiles(file: Path, labels: Sequence[str]) -> dict[str, Any]:
+    """The costs in a run.json, or those of `windfall profile --json` for every one of these drafters."""
+    try:
+        given = json.loads(file.read_text("utf-8"))
+        found: dict[str, Any] = given["profiles"] if "profiles" in given else dict.fromkeys(labels, given)
+        for profile in found.values():
+            Costs.of_dict(profile["costs"])
+    except OSError as error:
+        raise InputError(f"cannot read '{file}': {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise InputError(f"'{file}' is no profile; give a run.json or what `windfall profile --json` prints") from None
+    return found
+
+
+class Bench:
+    """One run at work."""
+
+    def __init__(self, settings: Settings, contenders: list[Contender], store: Store, progress: Progress):
+        self.settings, self.contenders, self.store, self.progress = settings, contenders, store, progress
+
+    def run(self, prompts: Sequence[Prompt]) -> None:
+        jobs = [job for job in self.schedule(prompts) if self._missing(job)]
+        total = len(prompts) * len(self.settings.temperatures) * len(self.contenders) * self.settings.repeats
+        self.progress(len(self.store.done), total)
+        if jobs:
+            self._warm_up()
+        for job in jobs:
+            for record in self._converse(job):
+                self.store.append(record)
+            self.progress(len(self.store.done), total)
+
+    def schedule(self, prompts: Sequence[Prompt]) -> Iterator[Job]:
+        """Rounds over the prompts; on each, at each temperature, all methods in turn, another one first each time."""
+        size, count = self.settings.batch, len(self.contenders)
+        chunks = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+        for repeat in range(self.settings.repeats):
+            for place, chunk in enumerate(chunks):
+                for turn, temperature in enumerate(self.settings.temperatures, place + repeat):
+                    for shift in range(count):
+                        yield Job(self.contenders[(turn + shift) % count], chunk, temperature, repeat)
+
+    def _missing(self, job: Job) -> list[Prompt]:
+        method, rest = job.contender.method.label, (job.temperature, job.repeat)
+        return [p for p in job.prompts if (method, p.task, p.id, *rest) not in self.store.done]
+
+    def _warm_up(self) -> None:
+        """Let every method speak at every temperature, untimed, and keep what it learnt as its state to begin with."""
+        kept, learnt = self.store.warm_up, {}
+        for contender in self.contenders:
+            for temperature in self.settings.temperatures:
+                contender.reset(State(contender.method.make()))
+                for sample in SAMPLES[: self.settings.warm_up]:
+                    params = self._params(temperature, self.settings.seed, min(WARM_UP, self.settings.max_new_tokens))
+                    ids = _encode(contender.engine, sample)[-room(contender.engine.target, params.max_new_tokens) :]
+                    answer(contender.engine, [ids], [params])
+                name = f"{contender.method.label} {temperature:g}"
+                contender.engine.target.decoder.reset(0)
+                calibrators = contender.engine.calibrators
+                learnt[name] = kept.get(name) or {regime: own.as_dict() for regime, own in calibrators.items()}
+                restored = {regime: Calibrator.of_dict(own) for regime, own in learnt[name].items()}
+                contender.states[temperature] = State(contender.engine.policy, restored)
+        self.store.keep_warm_up(learnt)
+
+    def _params(self, temperature: float, seed: int, tokens: int) -> SamplingParams:
+        eos = () if self.settings.ignore_eos else None
+        return SamplingParams(max_new_tokens=tokens, temperature=temperature, seed=seed, eos=eos)
+
+    def _converse(self, job: Job) -> list[dict[str, Any]]:
+        """Hold these conversations, turn by turn, all together; returns the records that were missing."""
+        contender, engine = job.contender, job.contender.engine
+        contender.reset(contender.states[job.temperature])
+        talks = [Talk(prompt, seed_of(self.settings.seed, job.repeat, prompt)) for prompt in job.prompts]
+        memory = PeakMemory(engine.target.device)
+        while live := [talk for talk in talks if talk.ask(engine, self.settings)]:
+            params = [self._params(job.temperature, talk.seed, self.settings.max_new_tokens) for talk in live]
+            answers = answer(engine, [talk.ids for talk in live], params)
+            for talk, generation in zip(live, answers, strict=True):
+                talk.take(generation, self.settings.timing)
+        peak, missing = memory.peak if self.settings.batch == 1 else None, self._missing(job)
+        engine.target.decoder.reset(0)  # the next method's memory is its own
+        about = {**contender.about(), "temperature": job.temperature, "repeat": job.repeat, "peak_memory": peak}
+        return [{**about, **talk.record()} for talk in talks if talk.prompt in missing]
+
+
+class Talk:
+    """One conversation as it goes on: what was said, and what is kept of it."""
+
+    def __init__(self, prompt: Prompt, seed: int):
+        self.prompt, self.seed = prompt, seed
+        self.ids: list[int] = []  # the next question, with all that came before
+        self.turns: list[dict[str, Any]] = []
+        self._replies: list[Generation] = []
+
+    def ask(self, engine: Engine, settings: Settings) -> bool:
+        """Put the next question; False if there is none, or no room for its answer."""
+        if len(self.turns) == len(self.prompt.turns):
+            return False
+        self.ids = question(self.prompt, [reply.text for reply in self._replies], engine, settings.prompt_tokens)
+        return len(self.ids) <= room(engine.target, settings.max_new_tokens)
+
+    def take(self, generation: Generation, timed: bool) -> None:
+        self._replies.append(generation)
+        self.turns.append(turn_record(generation, len(self.ids), timed))
+
+    def record(self) -> dict[str, Any]:
+        prompt = self.prompt
+        said = {"task": prompt.task, "category": prompt.category, "id": prompt.id, "seed": self.seed}
+        repeated = repeated_share([reply.token_ids for reply in self._replies])
+        return {**said, "turns": self.turns, "repeated": repeated}
+
+
+def question(prompt: Prompt, replies: Sequence[str], engine: Engine, prompt_tokens: int) -> list[int]:
+    """The token ids of the next question and of all before it; a raw text is cut to its first `prompt_tokens`."""
+    if prompt.raw:
+        return _encode(engine, prompt.turns[0][: LONGEST * prompt_tokens], raw=True)[:prompt_tokens]
+    asked = prompt.turns[: len(replies) + 1]
+    if not getattr(engine.target.tokenizer, "chat_template", None):
+        return _encode(engine, "\n\n".join(_alternate(asked, replies)))
+    said = zip(("user", "assistant") * len(asked), _alternate(asked, replies), strict=False)
+    return _encode(engine, [{"role": role, "content": content} for role, content in said])
+
+
+def _encode(engine: Engine, prompt: Any, raw: bool = False) -> list[int]:
+    """As the engine does it, however long; what does not fit is left out later."""
+    return engine._tokenize(prompt, raw)
+
+
+def _alternate(asked: Sequence[str], replies: Sequence[str]) -> list[str]:
+    return [text for pair in zip(asked, [*replies, ""], strict=True) for text in pair][:-1]
+
+
+def fitting(prompts: Sequence[Prompt], target: Target, settings: Settings) -> list[Prompt]:
+    """The prompts whose first answer has room in the target's context."""
+    most = room(target, settings.max_new_tokens)
+    return [prompt for prompt in prompts if prompt_length(prompt, target, settings.prompt_tokens) <= most]
+
+
+def prompt_length(prompt: Prompt, target: Target, prompt_tokens: int) -> int:
+    """Of the first question, in tokens."""
+    return len(question(prompt, (), Engine(target, NoDrafter(), NoSpeculation()), prompt_tokens))
+
+
+def room(target: Target, tokens: int) -> int:
+    """How long a prompt may be if this many tokens are to follow."""
+    context = target.context
+    return 2**31 if context is None else max(context - tokens, 0)
+
+
+def seed_of(seed: int, repeat: int, prompt: Prompt) -> int:
+    """Another one for every prompt and repeat, the same for every method."""
+    name = f"{seed} {repeat} {prompt.task} {prompt.id}"
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") >> 1
+
+
+def answer(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Generation]:
+    """Answers decoded together, each with its own seed, and when their cycles ended."""
+    steps: list[list[Step]] = [[] for _ in prompts]
+    times: list[list[float]] = [[] for _ in prompts]
+    started = profiling.now(engine.target.device)  # what the answer before left the device to do is over
+    for cycle in engine.run(prompts, params):
+        taken = time.perf_counter() - started
+        for i, step in cycle.items():
+            steps[i].append(step)
+            times[i].append(taken)
+    return [Generation.of(*own, engine.prefill_seconds) for own in zip(steps, times, strict=True)]
+
+
+class PeakMemory:
+    """The most memory that a CUDA device held since this was made."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    @property
+    def peak(self) -> int | None:
+        return int(torch.cuda.max_memory_allocated(self.device)) if self.device.type == "cuda" else None

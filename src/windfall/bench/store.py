@@ -1,0 +1,149 @@
+"""The folder of a run: settings and provenance in run.json, a line a finished conversation in records.jsonl.
+
+A line is on the disk before the next conversation begins, so whatever ends a run costs one conversation at the most.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from windfall.atomic import replace_text
+from windfall.bench.provenance import now
+from windfall.bench.results import FORMAT, RECORDS_FILE, RUN_FILE, complete_lines
+from windfall.errors import InputError
+
+WARM_UP_FILE = "warm-up.json"  # what the calibrators had learnt before the first conversation
+SAME = ("target", "drafters", "prompts", "versions")  # of the provenance, in a run that is resumed
+TIMED = (*SAME, "machine")  # where times are compared
+
+Done = tuple[str, str, str, float, int]  # method, task, id, temperature, repeat
+
+
+class Store:
+    """Opens a folder for a new run, or (`resume`) for the rest of the run that is in it."""
+
+    def __init__(self, folder: Path, resume: bool = False):
+        self.folder = folder
+        self.about: dict[str, Any] | None = None  # of the run that is resumed
+        self.done: set[Done] = set()
+        self._held: int | None = None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._held = _hold(folder)  # until it is closed or the process ends, however it does
+            self._enter(resume)
+        except OSError as error:
+            self.close()
+            raise InputError(f"cannot use '{folder}' for the results: {error.strerror}") from error
+        except InputError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let other processes in."""
+        if self._held is not None:
+            os.close(self._held)
+        self._held = None
+
+    def _enter(self, resume: bool) -> None:
+        if all(file.suffix == ".tmp" for file in self.folder.iterdir()):
+            return
+        if not resume:
+            raise InputError(f"'{self.folder}' is not empty; give another --out, or --resume the run in it")
+        try:
+            about = json.loads((self.folder / RUN_FILE).read_text("utf-8"))
+            self.about = {name: about[name] for name in ("settings", "provenance", "profiles")}
+            self.done = {_key(record) for record in self._mend()}
+        except FileNotFoundError:
+            raise InputError(f"'{self.folder}' is not empty and holds no {RUN_FILE}: no run to resume") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"'{self.folder}' holds a damaged {RUN_FILE} or {RECORDS_FILE}: {error}") from error
+
+    def _mend(self) -> list[dict[str, Any]]:
+        """The records; a last line that was not written to its end is cut off."""
+        file = self.folder / RECORDS_FILE
+        if not file.exists():
+            return []
+        content = file.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        records = complete_lines(whole.decode("utf-8"))
+        if len(whole) < len(content):
+            os.truncate(file, len(whole))
+        return records
+
+    @property
+    def profiles(self) -> dict[str, Any] | None:
+        """The costs that the resumed run was made with."""
+        return None if self.about is None else self.about["profiles"]
+
+    @property
+    def warm_up(self) -> dict[str, Any]:
+        """What the resumed run's calibrators had learnt beforehand."""
+        try:
+            kept: dict[str, Any] = json.loads((self.folder / WARM_UP_FILE).read_text("utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return kept
+
+    def begin(self, settings: dict[str, Any], provenance: dict[str, Any], profiles: dict[str, Any]) -> None:
+        """Write down what is going to be run; what is resumed must be the same."""
+        settings = json.loads(json.dumps(settings))  # as it will be read back
+        if self.about is not None:
+            self._compare(settings, provenance)
+            before = self.about["provenance"]
+            provenance = {**before, "resumed": [*before.get("resumed", []), now()]}
+        about = {"format": FORMAT, "settings": settings, "provenance": provenance, "profiles": profiles}
+        replace_text(self.folder / RUN_FILE, json.dumps(about, indent=1, ensure_ascii=False) + "\n")
+
+    def _compare(self, settings: dict[str, Any], provenance: dict[str, Any]) -> None:
+        assert self.about is not None
+        same = TIMED if settings["timing"] else SAME
+        before = {**self.about["settings"], **{name: self.about["provenance"].get(name) for name in same}}
+        after = json.loads(json.dumps({**settings, **{name: provenance[name] for name in same}}))
+        for name in {**before, **after}:
+            if before.get(name) != after.get(name):
+                was, wanted = (json.dumps(each.get(name), ensure_ascii=False) for each in (before, after))
+                raise InputError(
+                    f"'{self.folder}' was run with other settings: {name} was {was}, not {wanted}; give another --out"
+                )
+
+    def keep_warm_up(self, learnt: dict[str, Any]) -> None:
+        replace_text(self.folder / WARM_UP_FILE, json.dumps(learnt) + "\n")
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Add a finished conversation, on the disk when this returns."""
+        line = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
+        try:
+            with (self.folder / RECORDS_FILE).open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise InputError(
+                f"cannot write to '{self.folder}': {error.strerror}; --resume goes on from here"
+            ) from error
+        self.done.add(_key(record))
+
+
+def _hold(folder: Path) -> int | None:
+    """Keep other processes out of a folder; None where the system has no such locks."""
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(held)
+        raise InputError(f"'{folder}' is in use by a run that has not ended yet") from None
+    except OSError:  # a file system without locks
+        os.close(held)
+        return None
+    return held
+
+
+def _key(record: dict[str, Any]) -> Done:
+    return record["method"], record["task"], record["id"], record["temperature"], record["repeat"]

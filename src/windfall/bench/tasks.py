@@ -1,0 +1,206 @@
+"""What is to be answered: prompts from JSONL files, from known datasets on the hub, or the built-in set."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from windfall.errors import InputError
+
+BUILTIN = "builtin"
+ROWS = 80  # of a hub dataset, from its start: as many as the papers take
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation (the user's turns) or, with `raw`, one text to be continued."""
+
+    task: str
+    category: str
+    id: str
+    turns: tuple[str, ...]
+    raw: bool = False
+
+
+def load_tasks(names: Sequence[str], limit: int | None = None) -> list[Prompt]:
+    """The prompts of these tasks, `limit` of each at the most; a task is `builtin`, a JSONL file or a known dataset."""
+    prompts = [prompt for name in dict.fromkeys(names) for prompt in _load(name, limit)]
+    seen: set[tuple[str, str]] = set()
+    for prompt in prompts:
+        if (prompt.task, prompt.id) in seen:
+            raise InputError(f"task {prompt.task} has two prompts with the id '{prompt.id}'; ids must differ")
+        seen.add((prompt.task, prompt.id))
+    return prompts if limit is None else limited(prompts, limit)
+
+
+def limited(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
+    """`limit` prompts of each task at the most."""
+    by_task: dict[str, list[Prompt]] = defaultdict(list)
+    for prompt in prompts:
+        by_task[prompt.task].append(prompt)
+    return [prompt for own in by_task.values() for prompt in spread(own, limit)]
+
+
+def spread(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
+    """`limit` of these prompts, from every category in turn, in their order."""
+    places: dict[str, list[int]] = defaultdict(list)
+    for place, prompt in enumerate(prompts):
+        places[prompt.category].append(place)
+    turns = sorted((turn, place) for own in places.values() for turn, place in enumerate(own))
+    return [prompts[place] for place in sorted(place for _, place in turns[:limit])]
+
+
+def _load(name: str, limit: int | None) -> list[Prompt]:
+    if name == BUILTIN:
+        return builtin()
+    if name in HUB:
+        return _from_hub(name, limit)
+    if name.endswith(".jsonl") or Path(name).is_file():
+        return read_file(Path(name))
+    raise InputError(f"there is no task '{name}'; give a JSONL file, {BUILTIN}, or one of {', '.join(HUB)}")
+
+
+# ---- files
+
+
+def builtin() -> list[Prompt]:
+    """Sixty prompts of our own: chat, code, math, writing, summarization and question answering, ten of each."""
+    return _parse(files("windfall.bench").joinpath("builtin.jsonl").read_text("utf-8"), BUILTIN, BUILTIN)
+
+
+def read_file(file: Path) -> list[Prompt]:
+    """Rows `{"id", "category", "turns": [...]}` or `{"id", "text"}`, with their own "task" or the file's name."""
+    try:
+        text = file.read_text("utf-8-sig")
+    except OSError as error:
+        raise InputError(f"cannot read '{file}': {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"'{file}' is not UTF-8 text (byte {error.start})") from error
+    prompts = _parse(text, file.stem, f"'{file}'")
+    if not prompts:
+        raise InputError(f"'{file}' has no rows")
+    return prompts
+
+
+def _parse(text: str, task: str, label: str) -> list[Prompt]:
+    return [
+        _prompt(line, task, number, f"{label}, line {number}")
+        for number, line in enumerate(text.split("\n"), 1)
+        if line.strip()
+    ]
+
+
+def _prompt(line: str, task: str, number: int, label: str) -> Prompt:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        raise InputError(f"{label} is not JSON") from None
+    if not isinstance(row, dict):
+        raise InputError(f'{label} must be an object with "turns" or "text"')
+    raw = "turns" not in row
+    turns = [row.get("text")] if raw else row["turns"]
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise InputError(f'{label} needs "turns", a list of texts that are not empty, or a "text" that is not')
+    own = (str(row.get("task") or task), str(row.get("category") or ""), str(row.get("id", number)))
+    return Prompt(*own, tuple(turns), raw)
+
+
+# ---- the hub
+
+Row = dict[str, Any]
+
+
+class Source(NamedTuple):
+    """Where a dataset is on the hub, and how one of its rows becomes turns; `raw` rows are texts to be continued."""
+
+    path: str
+    split: str
+    turns: Callable[[Row], list[str]]
+    category: str = ""
+    config: str | None = None
+    file: str | None = None
+    raw: bool = False
+
+
+def _field(name: str, before: str = "") -> Callable[[Row], list[str]]:
+    return lambda row: [before + row[name]]
+
+
+def _turns_or_prompt(row: Row) -> list[str]:
+    found = row.get("turns") or row["prompt"]
+    return [found] if isinstance(found, str) else list(found)
+
+
+def _alpaca(row: Row) -> list[str]:
+    return ["\n\n".join(filter(None, (row["instruction"], row["input"])))]
+
+
+def _spec_bench(file: str, category: str) -> Source:
+    return Source("RedHatAI/speculator_benchmarks", "train", _turns_or_prompt, category, file=f"{file}.jsonl")
+
+
+HUB = {
+    "mt-bench": Source("HuggingFaceH4/mt_bench_prompts", "train", _turns_or_prompt),
+    "humaneval": Source(
+        "openai/openai_humaneval", "test", _field("prompt", "Complete this Python function.\n\n"), "code"
+    ),
+    "gsm8k": Source("openai/gsm8k", "test", _field("question"), "math", config="main"),
+    "alpaca": Source("tatsu-lab/alpaca", "train", _alpaca, "instruction"),
+    "cnn_dm": Source("abisee/cnn_dailymail", "test", _field("article", "Summarize: "), "summarization", config="3.0.0"),
+    "natural-questions": Source("google-research-datasets/nq_open", "validation", _field("question"), "qa"),
+    "wikitext-2": Source("Salesforce/wikitext", "test", _field("text"), config="wikitext-2-raw-v1", raw=True),
+    "pg-19": Source("emozilla/pg19", "test", _field("text"), raw=True),
+    "spec-bench-mt": _spec_bench("question", ""),
+    "spec-bench-translation": _spec_bench("translation", "translation"),
+    "spec-bench-summarization": _spec_bench("summarization", "summarization"),
+    "spec-bench-qa": _spec_bench("qa", "qa"),
+    "spec-bench-math": _spec_bench("math_reasoning", "math"),
+    "spec-bench-rag": _spec_bench("rag", "rag"),
+}
+
+
+def _from_hub(name: str, limit: int | None) -> list[Prompt]:
+    instead = f"or use --tasks FILE.jsonl or --tasks {BUILTIN}"
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise InputError(
+            f"task {name} comes from the hub, which takes: pip install 'windfall[hub]'; {instead}"
+        ) from None
+    source = HUB[name]
+    more = {"data_files": source.file} if source.file else {}
+    try:
+        rows = load_dataset(source.path, source.config, split=source.split, streaming=True, **more)
+        prompts = list(islice(as_prompts(name, source, rows), max(ROWS, limit or 0)))
+    except Exception as error:
+        from windfall.quiet import first_line
+
+        raise InputError(f"cannot get task {name} from the hub ({first_line(error)}); connect, {instead}") from error
+    return prompts if limit is None else spread(prompts, limit)
+
+
+def as_prompts(name: str, source: Source, rows: Iterable[Row]) -> Iterator[Prompt]:
+    """The rows of a dataset as prompts; lines of WikiText are put together into articles."""
+    rows = _articles(rows) if name == "wikitext-2" else rows
+    for number, row in enumerate(rows):
+        turns = tuple(source.turns(row))
+        yield Prompt(name, str(row.get("category") or source.category), f"{name}/{number}", turns, source.raw)
+
+
+def _articles(lines: Iterable[Row]) -> Iterator[Row]:
+    """WikiText's lines up to the next title, ` = Title = `, as one text each."""
+    article: list[str] = []
+    for line in lines:
+        text = line["text"].strip()
+        if text.startswith("= ") and not text.startswith("= =") and article:
+            yield {"text": "\n".join(article)}
+            article = []
+        article += [text] if text else []
+    if article:
+        yield {"text": "\n".join(article)}

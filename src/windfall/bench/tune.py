@@ -1,0 +1,271 @@
+"""Searching for a policy's best options by measured tokens per second: a full grid, or halving a random field."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import random
+import time
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from windfall import registry
+from windfall.atomic import replace_text
+from windfall.bench.methods import DrafterSpec
+from windfall.bench.paths import shorten
+from windfall.bench.tasks import Prompt
+from windfall.options import options_of
+from windfall.records import InputError
+
+Settings = dict[str, Any]
+Measure = Callable[[Settings, int], float]  # (settings, how many prompts) -> tokens per second
+Progress = Callable[[float], None]
+
+GRID = {"depth": tuple(range(4, 13)), "nodes": tuple(range(40, 241, 20))}  # LTD's grid search over EAGLE-3's tree
+SPREAD = 8.0  # a number is searched from its default over this to its default times this, within its range
+
+
+@dataclass
+class Search:
+    """What was measured so far, kept in a file after every measurement, so that a search can go on where it ended."""
+
+    file: Path
+    about: dict[str, Any]  # policy, target, drafter, prompts, sampling: measurements of others do not count
+    measured: dict[str, float] = field(default_factory=dict)  # of (settings, prompts)
+
+    @classmethod
+    def open(cls, file: Path, about: Mapping[str, Any]) -> Search:
+        """The search kept in a file, or a new one; a search for something else is refused."""
+        wanted: dict[str, Any] = json.loads(json.dumps(dict(about)))
+        if not file.is_file():
+            return cls(file, wanted)
+        try:
+            kept = json.loads(file.read_text("utf-8"))
+            found, measured = kept["about"], {str(key): float(value) for key, value in kept["measured"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"'{file}' is not the file of a search; give another name, or remove it") from error
+        if found != wanted:
+            other = ", ".join(key for key in wanted if found.get(key) != wanted[key]) or "settings"
+            raise InputError(f"'{file}' holds a search with another {other}; give another name, or remove it")
+        return cls(file, wanted, measured)
+
+    def measure(self, settings: Settings, prompts: int, measure: Measure) -> float:
+        key = json.dumps([settings, prompts], sort_keys=True)
+        if key not in self.measured:
+            self.measured[key] = measure(settings, prompts)
+            replace_text(self.file, json.dumps({"about": self.about, "measured": self.measured}, indent=1))
+        return self.measured[key]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Settings and the speed they were measured at, on how many prompts."""
+
+    settings: Settings
+    speed: float
+    prompts: int
+
+
+def candidates(
+    policy: str, search: str, names: tuple[str, ...], count: int, seed: int, fixed: Mapping[str, Any]
+) -> list[Settings]:
+    """What to measure: for `grid` every depth with every size, for `halving` random settings; fixed options stay."""
+    registry.policy(policy, **fixed)  # refuses what it does not take
+    if both := next((name for name in names if name in fixed), None):
+        raise InputError(f"'{both}' cannot both stay as it is (--set) and be searched over (--vary)")
+    if search == "halving":
+        free = names or tuple(name for name in numbers(policy) if name not in fixed)
+        return field_of(policy, free, count, seed, fixed)
+    if search != "grid":
+        raise InputError(f"there is no search '{search}'; choose from grid, halving")
+    axes = names or tuple(name for name in GRID if name not in fixed)
+    known = numbers(policy)
+    lacking = [name for name in axes if name not in GRID or name not in known]
+    if lacking:
+        raise InputError(
+            f"the grid is over depth and nodes, and {policy} has no such '{lacking[0]}'; use --search halving"
+        )
+    return grid({name: GRID[name] for name in axes})
+
+
+def grid(axes: Mapping[str, Sequence[Any]]) -> list[Settings]:
+    """Every combination."""
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def sweep(
+    search: Search, candidates: Sequence[Settings], prompts: int, measure: Measure, tell: Progress
+) -> list[Result]:
+    """Measure every candidate on every prompt; the fastest comes first."""
+    found = []
+    for done, settings in enumerate(candidates, 1):
+        found.append(Result(settings, search.measure(settings, prompts, measure), prompts))
+        tell(done / len(candidates))
+    return sorted(found, key=lambda result: -result.speed)
+
+
+def halving(
+    search: Search, candidates: Sequence[Settings], prompts: int, measure: Measure, tell: Progress
+) -> list[Result]:
+    """Measure all on a few prompts, the better half on twice as many, and so on; who came furthest comes first."""
+    rounds = list(plan(len(candidates), prompts))
+    total, done = sum(count * size for count, size in rounds), 0
+    alive, ranked = list(candidates), list[Result]()
+    for count, size in rounds:
+        found = []
+        for settings in alive:
+            found.append(Result(settings, search.measure(settings, size, measure), size))
+            done += size
+            tell(min(done / total, 1.0))
+        found.sort(key=lambda result: -result.speed)
+        ranked = [*found, *(result for result in ranked if result.settings not in alive)]
+        alive = [result.settings for result in found[: max(count // 2, 1)]]
+    return ranked
+
+
+def plan(candidates: int, prompts: int) -> Iterator[tuple[int, int]]:
+    """(candidates, prompts each) of every round; the last round has every prompt."""
+    rounds = max(math.ceil(math.log2(max(candidates, 2))), 1)
+    for step in range(rounds):
+        yield max(candidates >> step, 1), max(math.ceil(prompts / 2 ** (rounds - 1 - step)), 1)
+
+
+def field_of(
+    policy: str, names: Iterable[str] = (), count: int = 16, seed: int = 0, fixed: Mapping[str, Any] | None = None
+) -> list[Settings]:
+    """Random settings of a policy's numbers that the policy takes, its defaults first."""
+    ranges = numbers(policy, tuple(names))
+    chance = random.Random(seed)
+    found = [{name: default for name, (default, _, _) in ranges.items()}]
+    for _ in range(50 * count):
+        if len(found) == count:
+            break
+        drawn = {name: _draw(chance, *bounds) for name, bounds in ranges.items()}
+        if drawn not in found and _takes(policy, {**(fixed or {}), **drawn}):
+            found.append(drawn)
+    return found
+
+
+def _takes(policy: str, settings: Settings) -> bool:
+    try:
+        registry.policy(policy, **settings)
+    except InputError:
+        return False
+    return True
+
+
+def numbers(policy: str, names: tuple[str, ...] = ()) -> dict[str, tuple[Any, float, float]]:
+    """Default and range of a policy's numeric options: the named ones, or all that have a default."""
+    cls = registry.policy_class(policy)
+    hints, known = typing.get_type_hints(cls), options_of(cls)
+    found = {}
+    for name, option in known.items():
+        if option.default is not None and not isinstance(option.default, bool) and _is_number(hints[name]):
+            found[name] = (option.default, *_range(option))
+    unknown = [name for name in names if name not in found]
+    if unknown:
+        choices = ", ".join(found) or "none"
+        raise InputError(f"{policy} has no number '{unknown[0]}' to search for; it has: {choices}")
+    if not found:
+        raise InputError(f"{policy} has no numbers to search for; choose another policy")
+    return {name: found[name] for name in names} if names else found
+
+
+def _is_number(kind: Any) -> bool:
+    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    return any(each in (int, float) for each in kinds)
+
+
+def _range(option: dataclasses.Field[Any]) -> tuple[float, float]:
+    """Around the default, within what is allowed; a share from 0 to 1 is searched whole."""
+    low, high = option.metadata["low"], option.metadata["high"]
+    default: Any = option.default
+    if (low, high) == (0, 1):
+        return 0.0, 1.0
+    least = default / SPREAD if default else 0.0
+    most = default * SPREAD if default else 1.0
+    return max(least, -math.inf if low is None else low), min(most, math.inf if high is None else high)
+
+
+def _draw(chance: random.Random, default: Any, low: float, high: float) -> Any:
+    """Evenly between 0 and 1, evenly in the logarithm elsewhere."""
+    if isinstance(default, int):
+        return round(math.exp(chance.uniform(math.log(max(low, 1)), math.log(max(high, 1)))))
+    if low <= 0 or (low, high) == (0.0, 1.0):
+        return round(chance.uniform(low, high), 3)
+    return float(f"{math.exp(chance.uniform(math.log(low), math.log(high))):.3g}")
+
+
+def describe(engine: Any, drafter: DrafterSpec, prompts: Sequence[Any], sampling: Settings) -> dict[str, Any]:
+    """All that a measurement depends on besides the policy."""
+    from windfall.bench.provenance import weights_hash
+    from windfall.profiling import machine
+
+    target = engine.target
+    return {
+        "target": shorten(target.name),
+        "weights": weights_hash(target.model.named_parameters()),
+        "drafter": drafter.label,
+        "coupled": engine.coupled,
+        "dtype": str(target.decoder.dtype).removeprefix("torch."),
+        "machine": machine(target.device),
+        "sampling": sampling,
+        "prompts": digest(prompts),
+    }
+
+
+def attach_costs(engine: Any, policy: str) -> None:
+    """Measure what passes cost here, where the policy asks for it."""
+    if registry.policy_class(policy).uses_costs:  # type: ignore[attr-defined]
+        from windfall.profiling import attach
+
+        attach(engine)
+
+
+def first_questions(engine: Any, prompts: Sequence[Prompt], tokens: int) -> list[list[int]]:
+    """The first question of each prompt as token ids, of those that leave room for an answer of so many tokens."""
+    from windfall.bench.runner import PROMPT_TOKENS, question, room
+
+    found = [question(prompt, (), engine, PROMPT_TOKENS) for prompt in prompts]
+    fitting = [ids for ids in found if len(ids) <= room(engine.target, tokens)]
+    if not fitting:
+        raise InputError(f"no prompt leaves room for {tokens} new tokens in the context of {engine.target.name}")
+    return fitting
+
+
+def timed(engine: Any, policy: str, fixed: Settings, prompts: Sequence[Any], sampling: Settings) -> Measure:
+    """Tokens per second of an engine on the first so many prompts; a short text before, not counted.
+
+    What the engine has learnt about its drafter is the same at the start of every measurement.
+    """
+    known = copy.deepcopy(engine.calibrators)
+
+    def measure(settings: Settings, count: int) -> float:
+        engine.policy = registry.policy(policy, **{**fixed, **settings})
+        engine.calibrators = copy.deepcopy(known)
+        engine.generate(prompts[0], **{**sampling, "max_new_tokens": min(8, sampling["max_new_tokens"])})
+        started, tokens = time.perf_counter(), 0
+        for prompt in prompts[:count]:
+            tokens += engine.generate(prompt, **sampling).stats.tokens
+        return tokens / (time.perf_counter() - started)
+
+    return measure
+
+
+def write_preset(file: Path, policy: str, settings: Settings, result: Result, about: Mapping[str, Any]) -> None:
+    """What `--preset FILE` reads."""
+    best = {"policy": policy, "settings": {**settings, **result.settings}}
+    replace_text(file, json.dumps({**best, "tokens_per_second": result.speed, "about": dict(about)}, indent=2) + "\n")
+
+
+def digest(prompts: Sequence[Any]) -> str:
+    """A few letters that stand for these prompts."""
+    return hashlib.sha256(json.dumps(list(prompts), sort_keys=True).encode()).hexdigest()[:12]

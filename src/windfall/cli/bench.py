@@ -1,0 +1,309 @@
+"""`windfall bench`: methods over prompts, with every finished conversation kept, and a table of what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from windfall import console
+from windfall.bench.suites import SUITES, Suite, find
+from windfall.cli.options import Json, ModelOptions, takes_records, words
+from windfall.cli.session import DIFFERENT, ON_INTERRUPT
+from windfall.errors import InputError
+
+if TYPE_CHECKING:
+    from windfall.bench.results import Difference, Estimate, Row, Run
+    from windfall.bench.runner import Settings
+
+SHOWN = 5  # differing texts that are named
+EXACT = ("cpu", ("float32", "float64"))  # where every text must be plain decoding's
+
+app = typer.Typer(
+    help="Run methods over prompts, and keep what came of it.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _bench(flag: str, help: str, **more: Any) -> Any:
+    return typer.Option(flag, help=help, rich_help_panel="Benchmark", **more)
+
+
+@dataclass
+class BenchOptions:
+    """What to run; what is not given here comes from the suite, or else from the defaults."""
+
+    suite: Annotated[str | None, _bench("--suite", "A named benchmark; see `windfall bench suites`.")] = None
+    methods: Annotated[
+        list[str],
+        _bench(
+            "--methods",
+            "Policies or presets, separated by commas; repeatable. Settings follow after colons, a drafter goes before "
+            "a slash, + stands for a comma in a value: self:skip=3+5/beam:depth=4. Or all.",
+            metavar="A,B,C",
+        ),
+    ] = field(default_factory=list)
+    tasks: Annotated[
+        list[str],
+        _bench("--tasks", "JSONL files, builtin, or known datasets, separated by commas; repeatable.", metavar="A,B,C"),
+    ] = field(default_factory=list)
+    temperature: Annotated[
+        str | None, _bench("--temperature", "0 is greedy; several are separated by commas.", metavar="A,B,C")
+    ] = None
+    repeats: Annotated[
+        int | None,
+        _bench("--repeats", "Rounds over all prompts; 3 if no suite says otherwise, 1 with --no-timing.", min=1),
+    ] = None
+    limit: Annotated[
+        int | None, _bench("--limit", "Prompts of each task, spread over its categories; none: all.", min=1)
+    ] = None
+    max_new_tokens: Annotated[
+        int | None,
+        _bench("--max-new-tokens", "Length of an answer at the most; 128 if no suite says otherwise.", min=1),
+    ] = None
+    prompt_tokens: Annotated[
+        int | None, _bench("--prompt-tokens", "Of texts to be continued; 200 if no suite says otherwise.", min=1)
+    ] = None
+    ignore_eos: Annotated[bool | None, _bench("--ignore-eos", "Go on after the model's end of text.")] = None
+    warm_up: Annotated[
+        int | None,
+        _bench("--warm-up", "Prompts that each method answers first, untimed; 2 if no suite says otherwise.", min=0),
+    ] = None
+    seed: Annotated[int, _bench("--seed", "Same seed, same texts.")] = 0
+    batch: Annotated[int, _bench("--batch", "Conversations decoded together; needs --no-timing.", min=1)] = 1
+    no_timing: Annotated[bool, _bench("--no-timing", "Keep no times: for tau and acceptance alone.")] = False
+    profile: Annotated[
+        Path | None,
+        _bench("--profile", "Costs of passes: another run's run.json, or the output of `windfall profile --json`."),
+    ] = None
+
+    def settings(self, methods: list[str], coupled: bool, drafter: str) -> Settings:
+        from windfall.bench.paths import shorten
+        from windfall.bench.runner import Settings
+
+        base = self._suite
+        given = {"repeats": self.rounds} | {name: value for name, value in vars(self).items() if value is not None}
+        shared = {f.name: given.get(f.name, getattr(base, f.name)) for f in dataclasses.fields(Suite)}
+        del shared["about"]
+        chosen = {
+            "methods": tuple(methods),
+            "tasks": tuple(map(shorten, self.task_names)),
+            "temperatures": _numbers(self.temperature) if self.temperature is not None else base.temperatures,
+            "seed": self.seed,
+            "batch": self.batch,
+            "timing": not self.no_timing,
+            "coupled": coupled,
+            "drafter": drafter,
+            "suite": self.suite,
+        }
+        return Settings(**{**shared, **chosen})
+
+    @property
+    def rounds(self) -> int:
+        """As asked for, or as the suite says; without times one, unless it was asked for."""
+        return self.repeats or (1 if self.no_timing else self._suite.repeats)
+
+    @property
+    def _suite(self) -> Suite:
+        return find(self.suite) if self.suite is not None else Suite("", ("auto",), ("builtin",))
+
+    @property
+    def method_names(self) -> list[str]:
+        return self.methods or list(self._suite.methods)
+
+    @property
+    def task_names(self) -> list[str]:
+        return words(self.tasks, "--tasks") or list(self._suite.tasks)
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(map(float, text.split(",")))
+    except ValueError:
+        raise InputError(f"write --temperature as numbers separated by commas, for example 0,1, not '{text}'") from None
+
+
+@app.command()
+@takes_records
+def run(
+    bench: BenchOptions,
+    model: ModelOptions,
+    out: Annotated[Path, typer.Option("--out", help="Folder for the results: new, or with --resume an earlier run's.")],
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    json: Json = False,
+) -> None:
+    """Run methods over prompts, plain decoding among them, and keep every finished conversation."""
+    from windfall import loading
+    from windfall.bench import runner, tasks
+    from windfall.bench.methods import DrafterSpec, parse_methods
+    from windfall.bench.store import Store
+    from windfall.options import split_settings
+
+    methods = parse_methods(bench.method_names)
+    drafter = DrafterSpec(model.drafter_name, split_settings(model.drafter_settings))
+    drafter.check()
+    if bench.repeats is None and bench.rounds == 1 < bench._suite.repeats:
+        console.note("one round over the prompts, as nothing is timed; --repeats N gives samples with other seeds")
+    settings = bench.settings([method.label for method in methods], not model.uncoupled, drafter.label)
+    labels = [(method.drafter or drafter).label for method in methods]
+    profiles = None if bench.profile is None else runner.read_profiles(bench.profile, labels)
+    store = Store(out, resume)
+    prompts = tasks.load_tasks(bench.task_names, settings.limit)
+    with console.waiting("Loading the model…"):
+        how: dict[str, Any] = {"device": model.device, "dtype": model.dtype}
+        target = loading.as_target(model.target, **how, trust_remote_code=model.trust_remote_code)
+    prompts = _fitting(prompts, target, settings)
+    try:
+        with progress("Benchmark") as tell:
+            done = runner.run(
+                settings,
+                methods,
+                prompts,
+                target,
+                store,
+                drafter,
+                profiles,
+                ["windfall", *sys.argv[1:]],
+                model.trust_remote_code,
+                tell,
+            )
+    except KeyboardInterrupt:
+        console.note(f"stopped; {len(store.done)} conversations are kept, and --resume goes on from there")
+        raise typer.Exit(ON_INTERRUPT) from None
+    _show(done, json)
+    _judge(done)
+
+
+def _fitting(prompts: list[Any], target: Any, settings: Settings) -> list[Any]:
+    """The prompts that the target has room for; how many were left out is said."""
+    from windfall.bench import runner
+
+    fitting = runner.fitting(prompts, target, settings)
+    if not fitting:
+        wanted = f"a prompt and {settings.max_new_tokens} new tokens"
+        raise InputError(f"no prompt fits: {target.name} has a context of {target.context} for {wanted}")
+    if len(fitting) < len(prompts):
+        console.note(
+            f"{len(prompts) - len(fitting)} of {len(prompts)} prompts are too long for {target.name}: left out"
+        )
+    return fitting
+
+
+@app.command()
+def suites(json: Json = False) -> None:
+    """List the named benchmarks."""
+    if json:
+        console.print_json({name: dataclasses.asdict(suite) for name, suite in SUITES.items()}, indent=2)
+        return
+    out = console.stdout()
+    for name, suite in SUITES.items():
+        out.print(Text.assemble((name, "bold"), "  ", suite.about))
+        out.print(Text(f"  methods  {' '.join(suite.methods)}", style="dim"))
+        heat = ", ".join(f"{temperature:g}" for temperature in suite.temperatures)
+        out.print(Text(f"  tasks    {' '.join(suite.tasks)}; temperature {heat}", style="dim"))
+
+
+@app.command()
+def show(
+    folder: Annotated[Path, typer.Argument(help="Folder that `windfall bench run` wrote.")], json: Json = False
+) -> None:
+    """Print the figures of a run."""
+    from windfall.bench.results import load
+
+    _show(load(folder), json)
+
+
+# ---- what is printed
+
+
+@contextlib.contextmanager
+def progress(title: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar that is told how many of how many are done, with the time left; gone afterwards."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    shown = sys.stderr.isatty()
+    with Progress(
+        *columns, console=console.stderr(), transient=True, disable=not shown, speed_estimate_period=600
+    ) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _show(done: Run, json: bool) -> None:
+    from windfall.bench.results import differences, summary
+
+    rows, wrong = summary(done), differences(done)
+    if json:
+        found = [each._asdict() for each in wrong]
+        console.print_json({"rows": [row.as_dict() for row in rows], "different": found}, indent=2)
+        return
+    for temperature in done.temperatures:
+        console.stdout().print(table([row for row in rows if row.temperature == temperature], temperature))
+    _tell_differences(wrong, done)
+
+
+def table(rows: list[Row], temperature: float) -> Table:
+    """The figures at one temperature, a section for each task."""
+    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=f"temperature {temperature:g}", title_justify="left")
+    made.add_column("method", overflow="fold")
+    for column in ("tau", "delta", "rows", "accepted", "tokens/s", "speed-up (95%)"):
+        made.add_column(column, justify="right", no_wrap=True)
+    task = None
+    for row in rows:
+        if task != row.task:
+            made.add_section()
+            made.add_row(Text(row.task, style="bold"))
+        task = row.task
+        figures = f"{row.tau:.2f}", f"{row.delta:.2f}", f"{row.rows:.1f}"
+        accepted = "" if math.isnan(row.acceptance) else f"{100 * row.acceptance:.0f}%"
+        speed = "" if row.tokens_per_second is None else f"{row.tokens_per_second:.1f}"
+        made.add_row(Text(row.method), *figures, accepted, speed, _gain(row.speedup))
+    return made
+
+
+def _gain(estimate: Estimate | None) -> str:
+    return "" if estimate is None else f"{estimate.value:.2f} ({estimate.low:.2f}–{estimate.high:.2f})"
+
+
+def _tell_differences(wrong: list[Difference], done: Run) -> None:
+    from windfall.bench.results import compared
+
+    out, texts = console.stdout(), len(compared(done.records))
+    if not texts:
+        out.print(Text("No text was compared with plain decoding's", style="yellow"))
+        return
+    if not wrong:
+        out.print(Text(f"Same text as plain decoding's in all {texts} conversations", style="green"))
+        return
+    out.print(Text(f"{len(wrong)} of {texts} conversations differ from plain decoding's", style="red"))
+    for each in wrong[:SHOWN]:
+        where = f"temperature {each.temperature:g}, repeat {each.repeat}, turn {each.turn}"
+        out.print(Text(f"  {each.method} on {each.task} {each.id}: {where}", style="red"))
+
+
+def _judge(done: Run) -> None:
+    """Where arithmetic is exact enough for it, another text is a failure."""
+    from windfall.bench.results import differences
+
+    target = done.provenance["target"]
+    if target["device"] == EXACT[0] and target["dtype"] in EXACT[1] and differences(done):
+        raise typer.Exit(DIFFERENT)

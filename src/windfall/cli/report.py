@@ -1,0 +1,59 @@
+"""`windfall report`: what a benchmark's records say, as a page to look at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from windfall import console
+from windfall.cli.options import ModelOptions, takes_records
+
+
+@takes_records
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="Folder that `windfall bench run` wrote.", metavar="DIR")],
+    model: ModelOptions,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="The page, a .html file; or a .md file, for one or more folders. [default: in DIR]"),
+    ] = None,
+    trees: Annotated[
+        bool, typer.Option("--trees", help="Draw an example tree for each method, with the model given here.")
+    ] = False,
+    prompt: Annotated[
+        str, typer.Option("--prompt", help="What the example trees answer.")
+    ] = "Count from one to twenty in words.",
+) -> None:
+    """Make a page from a benchmark's folder: summary, tables, figures; also report.md and report.csv in the folder."""
+    from windfall.bench import report as reports
+    from windfall.records import InputError
+
+    if out is not None and out.suffix not in (".html", ".md"):
+        raise InputError(f"--out is a .html or a .md file, not '{out}'")
+    if len(folders) > 1 and (out is None or out.suffix != ".md"):
+        raise InputError("a page shows one folder; several go into a Markdown file: --out FILE.md")
+    if trees:
+        for folder in folders:
+            _draw_trees(folder, model, prompt)
+    with console.progress("Drawing") as progress:
+        if out is not None and out.suffix == ".md":
+            reports.results_page(folders, out, progress)
+            written = [out]
+        else:
+            written = reports.write(folders[0], out, progress)
+    for file in written:
+        print(file)
+
+
+def _draw_trees(folder: Path, model: ModelOptions, prompt: str) -> None:
+    from windfall.bench import report as reports
+    from windfall.bench.methods import DrafterSpec
+    from windfall.bench.results import load
+
+    run = load(folder)
+    engine = model.load("none")
+    drafter = DrafterSpec(model.drafter_name).short_name
+    with console.progress("Drawing trees") as progress:
+        reports.draw_trees(engine, drafter, run, folder, prompt, {"max_new_tokens": 48}, progress)
