@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from windfall import __version__, console
-from windfall.cli import chat, generate, measure, show
+from windfall.cli import bench, chat, diagnose, generate, measure, report, show, study, train, tune
 from windfall.cli.session import BAD_INPUT, ON_BROKEN_PIPE, ON_INTERRUPT
 
 COMMANDS = (
@@ -21,6 +21,9 @@ COMMANDS = (
     measure.compare,
     measure.profile,
     measure.calibrate,
+    diagnose.diagnose,
+    tune.tune,
+    report.report,
     show.policies,
     show.doctor,
 )
@@ -61,6 +64,9 @@ app = typer.Typer(
 )
 for command in COMMANDS:
     app.command()(command)
+bench.app.command()(study.study)
+app.add_typer(bench.app, name="bench")
+app.add_typer(train.app, name="train")
 
 
 def main() -> None:

@@ -1,0 +1,113 @@
+"""`windfall diagnose`: how right and how sure a drafter is, and which nodes of its trees are used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from windfall import console
+from windfall.cli.options import Json, ModelOptions, PolicyOptions, SamplingOptions, takes_records
+
+if TYPE_CHECKING:
+    from windfall.diagnosis import Diagnosis
+    from windfall.engine import Engine
+
+DEFAULT_POLICY = "beam"
+SHOWN = 10  # ranks in a table
+
+
+@takes_records
+def diagnose(
+    model: ModelOptions,
+    policy: PolicyOptions,
+    sampling: SamplingOptions,
+    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; none: a few of our own.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--prompts", help='JSONL file with "turns" (the first is taken) or "text".')
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Leave out the chat template.")] = False,
+    children: Annotated[
+        int,
+        typer.Option("--children", help="Tokens asked for after each guess; rarer ones count as 0.", min=1),
+    ] = 256,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw it all into this PNG, SVG or PDF file.")] = None,
+    json: Json = False,
+) -> None:
+    """Measure a drafter as the papers do: accuracy and calibration by rank, ranks and acceptance of tree nodes."""
+    from windfall import diagnosis, plotting
+
+    if plot is not None:
+        plotting.check(plot)
+    texts, keywords = _read(prompts or [], file, raw), sampling.keywords()
+    if policy.policy is None and policy.preset is None:
+        policy.policy = DEFAULT_POLICY
+    engine = model.load(policy.make())
+    encoded = [engine.encode(text, plain) for text, plain in texts]
+    with console.progress("Decoding") as progress:
+        found = diagnosis.diagnose(engine, encoded, engine.params(**keywords), children, progress)
+    if plot is not None:
+        from windfall.diagnosis_plot import plot_diagnosis
+
+        plot_diagnosis(found, f"{model.drafter_name} for {engine.target.name}, policy {policy.name}", plot)
+    if json:
+        console.print_json({**_names(engine, model, policy), "prompts": len(encoded), **found.as_dict()}, indent=2)
+    else:
+        _show(found)
+
+
+def _read(prompts: list[str], file: Path | None, raw: bool) -> list[tuple[str, bool]]:
+    """Texts, and whether each goes without the chat template."""
+    from windfall.bench.tasks import read_file
+    from windfall.prompts import SAMPLES
+    from windfall.records import InputError
+
+    if prompts and file is not None:
+        raise InputError("give prompts or --prompts, not both")
+    if file is not None:
+        return [(each.turns[0], raw or each.raw) for each in read_file(file)]
+    return [(text, raw) for text in prompts or SAMPLES]
+
+
+def _names(engine: Engine, model: ModelOptions, policy: PolicyOptions) -> dict[str, str]:
+    return {"target": engine.target.name, "drafter": model.drafter_name, "policy": policy.name}
+
+
+def _show(found: Diagnosis) -> None:
+    trees = found.trees
+    rows = [
+        [f"{each.rank}", f"{each.contexts}"]
+        + [f"{value:.3f}" for value in (each.accuracy, each.confidence, each.ece_paper, each.ece_guo)]
+        for each in found.ranks
+    ]
+    columns = ["rank", "contexts", "accuracy", "q(target's)", "ECE (paper)", "ECE (Guo)"]
+    _table("The drafter's guess after its own guess of a rank", columns, rows)
+    shares = [f"{100 * share:.1f}%" for share in trees.rank_share()]
+    _table("Verified nodes by rank among siblings", [*map(str, range(1, len(shares))), f"{len(shares)}+"], [shares])
+    for layer, words in ((False, "rank among siblings"), (True, "rank within the level")):
+        _heat(f"Share of target passes (%) that accepted a node, by depth and {words}", trees.heat_map(layer, SHOWN))
+    lengths = [str(length) for length in trees.lengths]
+    cells = [f"{100 * cycles / trees.cycles:.1f}%" for cycles in trees.lengths.values()]
+    _table("Target passes by accepted drafted tokens", lengths, [cells])
+    console.stdout().print(f"{trees.cycles} target passes, tau {trees.tau:.2f}, delta {trees.delta:.2f}")
+
+
+def _heat(title: str, cells: list[list[float]]) -> None:
+    width = max(map(len, cells), default=0)
+    ranks = [f"{rank}+" if rank == SHOWN else f"{rank}" for rank in range(1, width + 1)]
+    rows = [[str(depth), *(f"{100 * value:.0f}" for value in row)] for depth, row in enumerate(cells, 1)]
+    _table(title, ["depth", *ranks], rows)
+
+
+def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    console.heading(title)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    console.stdout().print(table)
