@@ -27,7 +27,7 @@ def overconfident(cycles: int) -> tuple[Calibrator, np.ndarray, np.ndarray, np.n
         on_path = set(step.path.tolist())
         judged = [n for n in range(1, len(step.tree)) if int(step.tree.parents[n]) in on_path]
         said += step.tree.logq[judged].exp().tolist()
-        made += believed.accept(step.tree)[[n - 1 for n in judged]].tolist()
+        made += [believed.accept(step.tree)[n - 1] for n in judged]
         came += [float(n in on_path) for n in judged]
     return simulation.calibrator, np.array(said), np.array(made), np.array(came)
 
@@ -36,7 +36,7 @@ def test_it_starts_at_the_drafters_own_word() -> None:
     tree = DraftTree.root(0).extend(
         torch.tensor([0, 0]), torch.tensor([1, 2]), torch.tensor([0.7, 0.2]).log(), torch.arange(2)
     )
-    assert Calibrator().accept(tree).tolist() == pytest.approx([0.7, 0.2], abs=1e-5)
+    assert Calibrator().accept(tree) == pytest.approx([0.7, 0.2], abs=1e-5)
 
 
 def test_overconfidence_is_corrected_as_it_goes() -> None:
@@ -46,7 +46,7 @@ def test_overconfidence_is_corrected_as_it_goes() -> None:
     assert before > 0.06
     assert after < 0.5 * before
     assert calibrator.weights[0] < 0.8  # log-odds are shrunk
-    assert calibrator.observed == len(said)
+    assert calibrator.as_dict()["observed"] == len(said)
 
 
 def test_kappa_grows_for_an_overconfident_drafter() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,25 +23,27 @@ BUCKETS = (0.35, 0.75)  # of a parent's own chance
 CHILDREN = 8  # siblings whose acceptance is foreseen
 STEADY = 0.97  # of the outlook, per expanded node
 KAPPA = (0.4, 2.5)
+READ_EVERY = 4  # cycles between two steps of the fit, once EAGER nodes were judged
+EAGER = 64
 
 
 class Outlook(NamedTuple):
-    """The chances of children yet to be drafted, by parent and rank, when drafting goes badly and when it goes well."""
+    """The chances of a node's children yet to be drafted, by rank, when drafting goes badly and when it goes well."""
 
-    bad: Floats  # [n, CHILDREN]
-    good: Floats  # [n, CHILDREN]
-    often: Floats  # [n], how often it goes well
+    bad: list[float]  # [CHILDREN]
+    good: list[float]  # [CHILDREN]
+    often: float  # how often it goes well
 
     @property
-    def mean(self) -> Floats:
-        return np.add(self.bad, self.often[:, None] * (self.good - self.bad))
+    def mean(self) -> list[float]:
+        return [bad + self.often * (good - bad) for bad, good in zip(self.bad, self.good, strict=True)]
 
 
 class Calibrator:
     """P(accepted | parent accepted) = σ(w · logit(q) + depth + rank), starting at q itself.
 
-    The fit is one damped Newton step a cycle on the logistic loss, with old evidence fading. Beside it the calibrator
-    keeps an outlook: how likely the children of a node will be accepted, before they are drafted.
+    The fit is one damped Newton step every few cycles on the logistic loss, with old evidence fading. Beside it the
+    calibrator keeps an outlook: how likely the children of a node will be accepted, before they are drafted.
     """
 
     def __init__(self) -> None:
@@ -50,32 +53,37 @@ class Calibrator:
         self._evidence = np.zeros_like(self._prior)
         self.kappa = 1.0
         self.observed = 0
-        falling = 0.4 ** np.arange(CHILDREN)
-        moods = np.stack([0.25 * falling, 0.75 * falling])
-        self._outlook = np.tile(moods, (DEPTHS, 3, 1, 1))  # [parent's depth, its chance, bad or good, child's rank]
-        self._good = np.full((DEPTHS, 3), 0.5)  # how often it is good
+        self._unread: list[Step] = []
+        moods = [[mood * 0.4**rank for rank in range(CHILDREN)] for mood in (0.25, 0.75)]
+        self._outlook = [[[list(mood) for mood in moods] for _ in range(3)] for _ in range(DEPTHS)]
+        # ^ by the parent's depth, its chance, bad or good, the child's rank
+        self._good = [[0.5] * 3 for _ in range(DEPTHS)]  # how often it is good
         self.gain = 1.0  # tokens per second, as a multiple of plain decoding's, lately
 
-    def accept(self, tree: DraftTree, start: int = 1) -> Floats:
+    def accept(self, tree: DraftTree, start: int = 1) -> list[float]:
         """Each node's chance to be accepted if its parent is, from node `start` on."""
-        logq, depth, rank = (x[start:].numpy() for x in (tree.logq, tree.depth, tree.rank))
-        return _sigmoid(self._features(logq, depth, rank) @ self.weights)
+        slope, *corrections = self.weights.tolist()
+        nodes = zip(*(x[start:].tolist() for x in (tree.logq, tree.depth, tree.rank)), strict=True)
+        scores = (
+            slope * _log_odds(logq) + corrections[min(depth, DEPTHS) - 1] + corrections[DEPTHS + min(rank, RANKS - 1)]
+            for logq, depth, rank in nodes
+        )
+        return [1 / (1 + math.exp(-max(-30.0, min(30.0, score)))) for score in scores]
 
-    def outlook(self, depths: NDArray[np.int64], chances: Floats) -> Outlook:
-        """What to expect of the children of nodes at these depths that themselves had these chances."""
-        place = np.minimum(depths, DEPTHS - 1), np.searchsorted(BUCKETS, chances)
-        moods = self._outlook[place]
-        return Outlook(moods[:, 0], moods[:, 1], self._good[place])
+    def outlook(self, depth: int, chance: float) -> Outlook:
+        """What to expect of the children of a node at this depth that itself had this chance."""
+        depth, bucket = min(depth, DEPTHS - 1), bisect_left(BUCKETS, chance)
+        bad, good = self._outlook[depth][bucket]
+        return Outlook(bad, good, self._good[depth][bucket])
 
-    def foresee(self, depth: int, chance: float, children: Floats) -> None:
-        """Learn the outlook from children that were just drafted (none of them: an empty array)."""
-        seen = np.zeros(CHILDREN)
-        seen[: len(children)] = children[:CHILDREN]
-        place = min(depth, DEPTHS - 1), sum(chance > limit for limit in BUCKETS)
-        moods = self._outlook[place]
-        good = int(2 * seen[0] > moods[0, 0] + moods[1, 0])
-        moods[good] += (1 - STEADY) * (seen - moods[good])
-        self._good[place] += (1 - STEADY) * (good - self._good[place])
+    def foresee(self, depth: int, chance: float, children: Sequence[float]) -> None:
+        """Learn the outlook from children that were just drafted (none of them: an empty list)."""
+        seen = [*children[:CHILDREN], *[0.0] * (CHILDREN - len(children))]
+        depth, bucket = min(depth, DEPTHS - 1), bisect_left(BUCKETS, chance)
+        moods = self._outlook[depth][bucket]
+        good = int(2 * seen[0] > moods[0][0] + moods[1][0])
+        moods[good] = [old + (1 - STEADY) * (new - old) for old, new in zip(moods[good], seen, strict=True)]
+        self._good[depth][bucket] += (1 - STEADY) * (good - self._good[depth][bucket])
 
     def pace(self, tokens: float, seconds: float, plain: float) -> None:
         """Learn how much faster than plain decoding (one token in `plain` seconds) the cycles are."""
@@ -84,18 +92,29 @@ class Calibrator:
 
     def observe(self, step: Step) -> None:
         """Learn from a cycle: every verified node whose parent was accepted was either accepted or not."""
-        nodes, accepted = judged(step)
-        if not len(nodes):
+        if len(step.tree) == 1:
             return
-        logq, depth, rank, parents = (
-            x.numpy()[nodes] for x in (step.tree.logq, step.tree.depth, step.tree.rank, step.tree.parents)
-        )
+        self._unread.append(step)
+        if len(self._unread) >= READ_EVERY or self.observed < EAGER:
+            self._read()
+
+    def _read(self) -> None:
+        """Take in the cycles seen since the last time, in one step of the fit."""
+        cycles, self._unread = self._unread, []
+        parts = []
+        for step in cycles:
+            nodes, accepted = judged(step)
+            trees = (step.tree.logq, step.tree.depth, step.tree.rank, step.tree.parents)
+            logq, depth, rank, parents = (x.numpy()[nodes] for x in trees)
+            parts.append((logq, depth, rank, accepted))
+            self._fit_kappa(logq, accepted, parents)
+        logq, depth, rank, accepted = (np.concatenate(part) for part in zip(*parts, strict=True))
         features = self._features(logq, depth, rank)
         chance = _sigmoid(features @ self.weights)
-        self._evidence = FORGET * self._evidence + (features * (chance * (1 - chance))[:, None]).T @ features
+        faded = FORGET ** len(cycles) * self._evidence
+        self._evidence = faded + (features * (chance * (1 - chance))[:, None]).T @ features
         self.weights = self.weights + np.linalg.solve(self._prior + self._evidence, features.T @ (accepted - chance))
-        self.observed += len(nodes)
-        self._fit_kappa(logq, accepted, parents)
+        self.observed += len(accepted)
 
     def relax(self) -> None:
         """Nothing was verified: drift back to the prior, so that one bad stretch does not end drafting for good."""
@@ -118,18 +137,21 @@ class Calibrator:
     @staticmethod
     def _features(logq: Floats, depth: Floats, rank: Floats) -> Floats:
         features = np.zeros((len(logq), 1 + DEPTHS + RANKS))
-        features[:, 0] = np.clip(logq - np.log(-np.expm1(np.minimum(logq, -1e-6))), -SURE, SURE)
+        features[:, 0] = [_log_odds(each) for each in logq.tolist()]
         rows = np.arange(len(logq))
         features[rows, 1 + np.minimum(depth, DEPTHS) - 1] = 1
         features[rows, 1 + DEPTHS + np.minimum(rank, RANKS - 1)] = 1
         return features
 
     def as_dict(self) -> dict[str, Any]:
+        """All that was learnt, as plain data."""
+        if self._unread:
+            self._read()
         return {
             "weights": self.weights.tolist(),
             "evidence": self._evidence.tolist(),
-            "outlook": self._outlook.tolist(),
-            "good": self._good.tolist(),
+            "outlook": self._outlook,
+            "good": self._good,
             "kappa": self.kappa,
             "gain": self.gain,
             "observed": self.observed,
@@ -138,12 +160,18 @@ class Calibrator:
     @classmethod
     def of_dict(cls, saved: dict[str, Any]) -> Calibrator:
         made = cls()
-        arrays = {"weights": made.weights, "evidence": made._evidence, "outlook": made._outlook, "good": made._good}
+        arrays: dict[str, Any] = {
+            "weights": made.weights,
+            "evidence": made._evidence,
+            "outlook": made._outlook,
+            "good": made._good,
+        }
+        found = {name: np.asarray(saved[name], dtype=float) for name in arrays}
         for name, wanted in arrays.items():
-            found = np.asarray(saved[name], dtype=float)
-            if found.shape != wanted.shape or not np.isfinite(found).all():
+            if found[name].shape != np.shape(wanted) or not np.isfinite(found[name]).all():
                 raise ValueError(f"saved calibration: {name} is damaged")
-            wanted[...] = found
+        made.weights, made._evidence = found["weights"], found["evidence"]
+        made._outlook, made._good = found["outlook"].tolist(), found["good"].tolist()
         made.kappa, made.gain, made.observed = float(saved["kappa"]), float(saved["gain"]), int(saved["observed"])
         return made
 
@@ -170,7 +198,9 @@ class Reliability(NamedTuple):
         for step in steps:
             nodes, came = judged(step)
             if len(nodes):
-                parts.append((np.exp(step.tree.logq.numpy()[nodes]), calibrator.accept(step.tree)[nodes - 1], came))
+                parts.append(
+                    (np.exp(step.tree.logq.numpy()[nodes]), np.array(calibrator.accept(step.tree))[nodes - 1], came)
+                )
             calibrator.observe(step)
         return cls(*(np.concatenate([part[i] for part in parts]) if parts else np.zeros(0) for i in range(3)))
 
@@ -184,6 +214,10 @@ class Reliability(NamedTuple):
         place = np.minimum((chances * count).astype(int), count - 1)
         inside = [place == b for b in range(count) if (place == b).any()]
         return [(float(chances[i].mean()), float(self.came[i].mean()), int(i.sum())) for i in inside]
+
+
+def _log_odds(logq: float) -> float:
+    return max(-SURE, min(SURE, logq - math.log(-math.expm1(min(logq, -1e-6)))))
 
 
 def _sigmoid(x: Floats) -> Floats:

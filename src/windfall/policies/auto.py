@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from windfall.calibration import CHILDREN, Calibrator, Floats
+from windfall.calibration import CHILDREN, Calibrator
+from windfall.cost import Costs
 from windfall.options import option
-from windfall.policies.base import TreePolicy, best
+from windfall.policies.base import TreePolicy
 from windfall.records import Context, Grow
 from windfall.tree import DraftTree
 
-Nodes = NDArray[np.int64]
 AHEAD = 4  # further passes looked ahead
 WIDEST = 32  # nodes expanded in one pass at the most
 TRIAL = 3  # rows to begin with; one more for every three judged nodes
@@ -39,171 +38,190 @@ class Auto(TreePolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._plain_seconds = 0.0  # decoded without drafting since the last look
-        self._cycle = Cycle()
-        self._curves: dict[int, Floats] = {}
+        self._cycle: Cycle | None = None
+        self._curves: dict[int, list[float]] = {}
 
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
-        cycle = self._cycle
+        cycle = self._now(ctx)
         if ctx.room < 2:
             return None
         if cycle.expanded and len(tree) == len(cycle.reach):  # the last pass brought nothing
             cycle.learn(tree, ctx.calibrator)
             return None
         cycle.learn(tree, ctx.calibrator)
-        chosen = self._next_pass(cycle, tree, ctx)
+        chosen = self._next_pass(cycle, ctx)
         if chosen is None:
             return None
-        cycle.expand(chosen, ctx.costs.draft(len(chosen)))
-        return Grow(torch.from_numpy(chosen), k=CHILDREN)
+        cycle.expand(chosen)
+        return Grow(torch.tensor(chosen), k=CHILDREN)
 
-    def _next_pass(self, cycle: Cycle, tree: DraftTree, ctx: Context) -> Nodes | None:
+    def _next_pass(self, cycle: Cycle, ctx: Context) -> list[int] | None:
         """The nodes of another draft pass, if it pays, or costs next to nothing."""
-        if not cycle.expanded and _price(ctx, ctx.costs.draft(1)) < CURIOSITY:
-            return np.zeros(1, dtype=np.int64)
-        prices = self._prices(ctx)
-        profit, rows = best_profit(cycle.values, prices)
-        chosen = worth_expanding(cycle, tree, ctx, marginal(prices, rows))
-        if not len(chosen):
+        if not cycle.expanded and cycle.fee(1) < CURIOSITY:
+            return [0]
+        profit, rows = best_profit(cycle.values, cycle.prices)
+        chosen = worth_expanding(cycle, ctx, marginal(cycle.prices, rows))
+        if not chosen:
             return None
-        if _price(ctx, ctx.costs.draft(len(chosen))) < CURIOSITY:  # as cheap to look as to think about it
+        if cycle.fee(len(chosen)) < CURIOSITY:  # as cheap to look as to think about it
             return chosen
-        if foreseen_profit(cycle, chosen, tree, ctx, prices, profit) > profit:
+        if foreseen_profit(cycle, chosen, ctx, profit) > profit:
             return chosen
-        if cycle.expanded or self._plain_seconds * CURIOSITY < ctx.costs.draft(1):
+        if cycle.expanded or self._plain_seconds * CURIOSITY < cycle.seconds(1):
             return None
         self._plain_seconds = 0.0  # just curious
         return chosen
 
     def select(self, tree: DraftTree, ctx: Context) -> Tensor:
-        cycle, self._cycle = self._cycle, Cycle()
+        cycle, self._cycle = self._now(ctx), None
         cycle.learn(tree, ctx.calibrator)
-        seconds = self._seconds(ctx)
-        rows = best_profit(cycle.values, self._prices(ctx))[1] if len(tree) > 1 else 0
-        expected = 1 + float(cycle.values[:rows].sum())
-        ctx.calibrator.pace(expected, float(seconds[rows]) + cycle.spent, float(seconds[0]))
+        seconds, values = self._seconds(ctx), cycle.values
+        rows = best_profit(values, cycle.prices)[1] if len(tree) > 1 else 0
+        ctx.calibrator.pace(1 + sum(values[:rows]), seconds[rows] + cycle.spent, seconds[0])
         if not rows:
             ctx.calibrator.relax()
-            self._plain_seconds += float(seconds[0])
+            self._plain_seconds += seconds[0]
             return torch.zeros(1, dtype=torch.long)
-        believed = replace(tree, score=torch.from_numpy(np.log(np.maximum(cycle.reach, 1e-300))))
-        return best(believed, torch.arange(len(tree)), rows + 1)
+        return torch.tensor(cycle.best(rows + 1))
 
-    def _seconds(self, ctx: Context) -> Floats:
+    def _now(self, ctx: Context) -> Cycle:
+        """This cycle; a new one begins by pricing time: what could be earned in it elsewhere, at the present pace.
+
+        Rows are priced only as far as the calibrator has earned trust for: a new drafter is tried with few.
+        """
+        if self._cycle is None:
+            seconds, trusted = self._seconds(ctx), TRIAL + ctx.calibrator.observed // TRIAL
+            rate = ctx.calibrator.gain / seconds[0]
+            self._cycle = Cycle([each * rate for each in seconds[:trusted]], rate, ctx.costs)
+        return self._cycle
+
+    def _seconds(self, ctx: Context) -> list[float]:
         """Of a cycle's target pass over 1, 2, … rows at about this length."""
         place = ctx.length // 128
         if place not in self._curves:
             curve = ctx.costs.verify_curve(self.nodes, ctx.length)
-            self._curves[place] = np.array(curve) + ctx.costs.overhead
+            self._curves[place] = [seconds + ctx.costs.overhead for seconds in curve]
         return self._curves[place]
-
-    def _prices(self, ctx: Context) -> Floats:
-        """The same in tokens: what could be earned elsewhere in that time, at the present pace.
-
-        Only for as many rows as the calibrator has earned trust for: a new drafter is tried with few.
-        """
-        seconds, trusted = self._seconds(ctx), TRIAL + ctx.calibrator.observed // TRIAL
-        prices: Floats = seconds[:trusted] * (ctx.calibrator.gain / seconds[0])
-        return prices
 
 
 class Cycle:
-    """What is known about the nodes drafted in this cycle."""
+    """What time costs in this cycle, and what is known about the nodes drafted in it.
 
-    def __init__(self) -> None:
-        self.chance = np.ones(1)  # [N] of a node to be accepted if its parent is
-        self.reach = np.ones(1)  # [N] of a node to be accepted
-        self.expanded: list[int] = []
+    Lists, not arrays: there are a few dozen nodes at the most, and this runs between passes of the models.
+    """
+
+    def __init__(self, prices: list[float], rate: float, costs: Costs) -> None:
+        self.prices = prices  # of verifying 1, 2, … rows, in tokens
+        self.rate, self._costs = rate, costs  # tokens that could be earned elsewhere in a second
+        self.chance = [1.0]  # of each node to be accepted if its parent is
+        self.reach = [1.0]  # of each node to be accepted
+        self.depth = [0]
+        self.values: list[float] = []  # of the drafted nodes' reach, best first
+        self.expanded: set[int] = set()
         self.spent = 0.0  # seconds of drafting
         self._fresh: list[int] = []  # expanded in the last pass
 
-    @property
-    def values(self) -> Floats:
-        """The drafted nodes' acceptance, best first."""
-        return -np.sort(-self.reach[1:])
+    def seconds(self, width: int) -> float:
+        """What a pass over this many nodes would take now."""
+        return self._costs.draft(width) + (0.0 if self.expanded else self._costs.opening)
 
-    def expand(self, nodes: Nodes, seconds: float) -> None:
-        self._fresh = nodes.tolist()
-        self.expanded += self._fresh
-        self.spent += seconds
+    def fee(self, width: int) -> float:
+        """The same in tokens."""
+        return self.seconds(width) * self.rate
+
+    def later_fee(self, width: int) -> float:
+        """Of a pass that is not the cycle's first."""
+        return self._costs.draft(width) * self.rate
+
+    def expand(self, nodes: list[int]) -> None:
+        self.spent += self.seconds(len(nodes))
+        self._fresh = nodes
+        self.expanded.update(nodes)
+
+    def best(self, count: int) -> list[int]:
+        """The nodes most likely to be accepted, ascending; ties go to the shallower, then to the earlier node."""
+        order = sorted(range(len(self.reach)), key=lambda node: (-self.reach[node], self.depth[node]))
+        return sorted(order[:count])
 
     def learn(self, tree: DraftTree, calibrator: Calibrator) -> None:
         """Take in the nodes drafted last, and teach the calibrator what children such nodes turn out to have."""
         known = len(self.reach)
-        parents = tree.parents[known:].numpy()
-        if len(parents):
-            chance = calibrator.accept(tree, known)
-            chance /= np.maximum(np.bincount(parents, chance)[parents], 1.0)  # one sibling at the most is accepted
-            self.chance = np.concatenate([self.chance, chance])
-            reach = self.reach.tolist()
-            for parent, own in zip(parents.tolist(), chance.tolist(), strict=True):
-                reach.append(reach[parent] * own)
-            self.reach = np.array(reach)
+        parents, children = tree.parents[known:].tolist(), {node: list[float]() for node in self._fresh}
+        if parents:
+            chances, families = calibrator.accept(tree, known), dict.fromkeys(parents, 0.0)
+            for parent, chance in zip(parents, chances, strict=True):
+                families[parent] += chance
+            for parent, chance in zip(parents, chances, strict=True):
+                chance /= max(families[parent], 1.0)  # one sibling at the most is accepted
+                self.chance.append(chance)
+                self.reach.append(self.reach[parent] * chance)
+                children.setdefault(parent, []).append(chance)
+            self.depth += tree.depth[known:].tolist()
+            self.values = sorted(self.reach[1:], reverse=True)
         for node in self._fresh:
-            children = self.chance[known:][parents == node]
-            calibrator.foresee(int(tree.depth[node]), float(self.chance[node]), children)
+            calibrator.foresee(self.depth[node], self.chance[node], children[node])
         self._fresh = []
 
 
-def best_profit(values: Floats, prices: Floats) -> tuple[float, int]:
+def best_profit(values: Sequence[float], prices: Sequence[float]) -> tuple[float, int]:
     """The most that verifying some of these nodes earns, in tokens net of time, and how many of them that takes."""
-    earned = np.zeros(min(len(values), len(prices) - 1) + 1)
-    np.cumsum(values[: len(earned) - 1], out=earned[1:])
-    earned -= prices[: len(earned)]
-    rows = int(earned.argmax())
-    return float(earned[rows]), rows
+    most, rows, earned = -prices[0], 0, 0.0
+    for count, (value, price) in enumerate(zip(values, prices[1:], strict=False), 1):
+        earned += value
+        if earned - price > most:
+            most, rows = earned - price, count
+    return most, rows
 
 
-def marginal(prices: Floats, rows: int) -> float:
+def marginal(prices: Sequence[float], rows: int) -> float:
     """The price of one more row, on the way to the best larger pass."""
-    if rows + 1 >= len(prices):
-        return float("inf")
-    return float(((prices[rows + 1 :] - prices[rows]) / np.arange(1, len(prices) - rows)).min())
+    base = prices[rows] if rows < len(prices) else 0.0
+    return min(((price - base) / more for more, price in enumerate(prices[rows + 1 :], 1)), default=float("inf"))
 
 
-def worth_expanding(cycle: Cycle, tree: DraftTree, ctx: Context, row: float) -> Nodes:
+def worth_expanding(cycle: Cycle, ctx: Context, row: float) -> list[int]:
     """Unexpanded nodes whose children, if all goes well, earn more than their rows and their share of the pass."""
-    open_nodes = tree.depth.numpy() < ctx.room - 1
-    open_nodes[cycle.expanded] = False
-    nodes = np.flatnonzero(open_nodes)
-    nodes = nodes[np.argsort(-cycle.reach[nodes], kind="stable")][:WIDEST]
-    if not len(nodes):
-        return nodes
-    wider = _price(ctx, ctx.costs.draft(WIDEST) - ctx.costs.draft(1)) / (WIDEST - 1)
-    good = ctx.calibrator.outlook(tree.depth.numpy()[nodes], cycle.chance[nodes]).good
-    earned = np.maximum(cycle.reach[nodes][:, None] * good - row, 0).sum(1)
-    worth: Nodes = nodes[earned > wider]
+    deepest, reach = ctx.room - 1, cycle.reach
+    nodes = [n for n, depth in enumerate(cycle.depth) if depth < deepest and n not in cycle.expanded]
+    nodes = sorted(nodes, key=reach.__getitem__, reverse=True)[:WIDEST]
+    wider = (cycle.later_fee(WIDEST) - cycle.later_fee(1)) / (WIDEST - 1)
+    worth = []
+    for node in nodes:
+        good, own = ctx.calibrator.outlook(cycle.depth[node], cycle.chance[node]).good, reach[node]
+        if sum(own * chance - row for chance in good if own * chance > row) > wider:
+            worth.append(node)
     return worth
 
 
-def foreseen_profit(cycle: Cycle, chosen: Nodes, tree: DraftTree, ctx: Context, prices: Floats, least: float) -> float:
+def foreseen_profit(cycle: Cycle, chosen: list[int], ctx: Context, least: float) -> float:
     """The profit expected of a pass over the chosen nodes, or of a few more; stops looking once it exceeds `least`.
 
     What the first node's children turn out to be decides whether one goes on, so the good and the bad case are weighed
     apart; beyond that the mean serves.
     """
-    depths, reach = tree.depth.numpy()[chosen], cycle.reach[chosen][:, None]
-    fee, outlook = _price(ctx, ctx.costs.draft(len(chosen))), ctx.calibrator.outlook(depths, cycle.chance[chosen])
-    chance = outlook.mean  # [width, CHILDREN]
-    profits = []
-    for case in (outlook.bad[0], outlook.good[0]):
-        chance[0] = case
-        pool = np.append(cycle.values, chance * reach)
-        profits.append(best_profit(-np.sort(-pool), prices)[0])
-    bad, often, depth = profits[0], float(outlook.often[0]), int(depths.max()) + 1
-    most, level = often * profits[1] + (1 - often) * bad - fee, (chance * reach).ravel()
+    fee, first, prices = cycle.later_fee(len(chosen)), cycle.fee(len(chosen)), cycle.prices
+    outlook, depth = ctx.calibrator.outlook, max(cycle.depth[node] for node in chosen) + 1
+    leader = outlook(cycle.depth[chosen[0]], cycle.chance[chosen[0]])
+    others = _children((cycle.reach[n], outlook(cycle.depth[n], cycle.chance[n]).mean) for n in chosen[1:])
+    own = cycle.reach[chosen[0]]
+
+    def profit(children: list[tuple[float, float]]) -> float:
+        return best_profit(sorted([*cycle.values, *(reach for reach, _ in children)], reverse=True), prices)[0]
+
+    bad, pool = profit(_children([(own, leader.bad)]) + others), _children([(own, leader.good)]) + others
+    often = leader.often
+    most, level = often * profit(pool) + (1 - often) * bad - first, pool
     for passes in range(2, AHEAD + 1):
         if most > least:
             break
-        top = np.argsort(-level)[: max(len(chosen), 2)]
-        chance = ctx.calibrator.outlook(np.full(len(top), depth), chance.ravel()[top]).mean
-        level, depth = (level[top][:, None] * chance).ravel(), depth + 1
-        pool = np.append(pool, level)
-        deep = best_profit(-np.sort(-pool), prices)[0] - (passes - 1) * fee
-        most = max(most, often * deep + (1 - often) * bad - fee)
+        top = sorted(level, reverse=True)[: max(len(chosen), 2)]
+        level, depth = _children((reach, outlook(depth, chance).mean) for reach, chance in top), depth + 1
+        pool = pool + level
+        deep = profit(pool) - (passes - 1) * fee
+        most = max(most, often * deep + (1 - often) * bad - first)
     return most
 
 
-def _price(ctx: Context, seconds: float) -> float:
-    """Tokens that could be earned elsewhere in this time."""
-    plain = ctx.costs.verify(1, ctx.length) + ctx.costs.overhead
-    return float(seconds * ctx.calibrator.gain / plain)
+def _children(families: Iterable[tuple[float, list[float]]]) -> list[tuple[float, float]]:
+    """(reach, chance) of all children, from (the parent's reach, the children's chances)."""
+    return [(reach * chance, chance) for reach, chances in families for chance in chances]
