@@ -67,7 +67,7 @@ def main() -> None:
     result = {
         "what": f"{options.policy} against plain decoding, paired runs taking turns",
         "target": engine.target.name,
-        "drafter": options.drafter or loading.DEFAULT_DRAFTER,
+        "drafter": options.drafter or loading.default_drafter(options.target),
         "dtype": str(engine.target.decoder.dtype),
         "device": str(engine.target.device),
         "rounds": options.rounds,

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from windfall import console
+from windfall.atomic import replace_text
 from windfall.cli.options import (
     Json,
     ModelOptions,
@@ -45,7 +46,7 @@ def tree(
         console.stdout().print(drawing.draw(chosen, engine.target.tokenizer))
         console.stdout().print(drawing.legend(chosen))
     else:
-        console.write_file(svg, drawing.svg(chosen, engine.target.tokenizer))
+        replace_text(svg, drawing.svg(chosen, engine.target.tokenizer))
 
 
 def policies(
@@ -59,7 +60,7 @@ def policies(
 
     known = {
         "policies": [] if drafters else _entries(registry.policies(), registry.policy_class, loading.DEFAULT_POLICY),
-        "drafters": _entries(registry.drafters(), registry.drafter_class, loading.DEFAULT_DRAFTER),
+        "drafters": _entries(registry.drafters(), registry.drafter_class, loading.default_drafter(None)),
         "presets": [] if drafters else [_preset(*entry) for entry in registry.PRESETS.items()],
     }
     found = {kind: [e for e in entries if name in (None, e["name"])] for kind, entries in known.items()}
