@@ -1,0 +1,39 @@
+"""Train a draft head in Python: the target answers prompts, the head learns from the answers, and then it drafts.
+
+Much too little data and time for a good head (windfall will warn that it hardly agrees with the target), but everything
+happens that happens in a long training.
+
+python examples/train_head.py FOLDER [PROMPTS.jsonl]
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import windfall
+from windfall.bench.tasks import builtin
+from windfall.loading import as_target
+from windfall.train.data import Settings, make_data
+from windfall.train.recipe import Recipe
+from windfall.train.runs import HeadJob, train_head
+
+if len(sys.argv) < 2:
+    sys.exit(__doc__)
+folder = Path(sys.argv[1])
+folder.mkdir(parents=True, exist_ok=True)
+prompts = folder / "prompts.jsonl"
+if len(sys.argv) > 2:
+    prompts = Path(sys.argv[2])
+else:
+    prompts.write_text("".join(json.dumps({"turns": each.turns}) + "\n" for each in builtin()[::5]))
+
+target = as_target(None)  # the embedded model; or a folder, hub id, model object
+make_data(target, [str(prompts)], folder / "data", Settings(max_new_tokens=32, held_out=0.3))
+
+job = HeadJob(folder / "data", folder / "head", method="ttt", light=True, shape={"vocabulary": 4096})
+recipe = Recipe(steps=6, batch_tokens=512, max_length=128, validate_every=3, validation_batches=1)
+for event in train_head(job, recipe, target):
+    print(f"step {event.step}: loss {event.loss:.2f}", *(f"{hit:.2f}" for hit in event.hits))
+
+engine = windfall.load(target, drafter=str(folder / "head" / "best"), policy="beam")
+print(f"{engine.generate('Name three rivers.', max_new_tokens=24).stats.tau:.2f} tokens per pass")
