@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 import windfall
-from windfall.records import Context, Grow
+from windfall.context import Context
+from windfall.records import Grow
 
 
 @dataclass

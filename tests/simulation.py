@@ -7,10 +7,11 @@ from torch import Tensor
 
 from table import TableDrafter
 from windfall.calibration import Calibrator
+from windfall.context import Context
 from windfall.cost import Costs
 from windfall.engine import Growth
 from windfall.policies.base import TreePolicy
-from windfall.records import Context, Split, Step
+from windfall.records import Split, Step
 from windfall.tree import DraftTree
 from windfall.verify import walk
 

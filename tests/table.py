@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from windfall.calibration import Calibrator
+from windfall.context import Context
 from windfall.cost import ASSUMED, Costs
 from windfall.drafters.base import sprout
 from windfall.policies.base import TreePolicy
-from windfall.records import Context, Grow
+from windfall.records import Grow
 from windfall.tree import DraftTree
 
 

@@ -12,9 +12,9 @@ from simulation import Simulation
 from table import random_table
 from windfall import registry
 from windfall.calibration import Calibrator
+from windfall.context import Context
 from windfall.cost import Costs
 from windfall.policies.auto import best_profit, marginal
-from windfall.records import Context
 from windfall.tree import DraftTree
 
 CURVES = {

@@ -13,11 +13,12 @@ import torch
 from jinja2 import TemplateError
 
 from windfall.calibration import Calibrator
+from windfall.context import Context
 from windfall.cost import ASSUMED
 from windfall.drafters.base import Drafter
 from windfall.metrics import Stats
 from windfall.policies.base import TreePolicy
-from windfall.records import Context, Grow, InputError, SamplingParams, Split, Step
+from windfall.records import Grow, InputError, SamplingParams, Split, Step
 from windfall.sequence import Sequence
 from windfall.target import Target
 from windfall.tree import DraftTree

@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from windfall.cost import Costs
 from windfall.errors import InputError as InputError
 from windfall.tree import DraftTree
-
-if TYPE_CHECKING:
-    from windfall.calibration import Calibrator
 
 
 def _require(ok: bool, message: str) -> None:
@@ -86,16 +82,6 @@ class Scores(NamedTuple):
 
     logits: Tensor  # [N, V]
     hidden: Tensor | None  # [N, taps * H], where a drafter asked for hidden states
-
-
-class Context(NamedTuple):
-    """What a policy may know besides the tree."""
-
-    length: int  # committed tokens, the root included
-    room: int  # tokens that may still be emitted
-    temperature: float
-    costs: Costs  # what this machine's passes take
-    calibrator: Calibrator  # what drafted tokens are worth
 
 
 class Split(NamedTuple):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from windfall.calibration import Calibrator
+from windfall.context import Context
 from windfall.cost import Costs
 from windfall.detokenizer import Detokenizer
 from windfall.policies.base import TreePolicy
-from windfall.records import Context, SamplingParams, Verdict
+from windfall.records import SamplingParams, Verdict
 from windfall.sampling import Dice, Sampler
 from windfall.target import Target
 from windfall.tree import DraftTree

@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from windfall.context import Context
 from windfall.policies.base import TreePolicy
-from windfall.records import Context, Grow, InputError
+from windfall.records import Grow, InputError
 from windfall.tree import DraftTree
 
 Path = tuple[int, ...]  # ranks from the root: (0, 2) is the third-best child of the best child

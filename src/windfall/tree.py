@@ -48,15 +48,15 @@ class DraftTree:
 
     def select(self, keep: Tensor) -> DraftTree:
         """The sub-tree of these nodes (ascending indices, root kept, closed under parents), order preserved."""
-        assert bool((keep.diff() > 0).all()), "nodes are kept in their order"
-        if len(keep) == len(self):
+        kept = keep.tolist()
+        assert kept == sorted(set(kept)), "nodes are kept in their order"
+        if len(kept) == len(self):
             return self
-        place = torch.full((len(self) + 1,), -1)  # the last slot answers for the root's parent, -1
-        place[keep] = torch.arange(len(keep))
-        parents = place[self.parents[keep]]
-        assert keep[0] == 0 and bool((parents[1:] >= 0).all()), "a kept node's parent must be kept"
+        place, above = {node: i for i, node in enumerate(kept)} | {-1: -1}, self.parents.tolist()
+        parents = [place.get(above[node], -2) for node in kept]
+        assert kept[0] == 0 and min(parents[1:], default=0) >= 0, "a kept node's parent must be kept"
         arrays = (self.logq, self.score, self.depth, self.rank, self.entropy)
-        return DraftTree(self.tokens[keep], parents, *(array[keep] for array in arrays))
+        return DraftTree(self.tokens[keep], torch.tensor(parents), *(array[keep] for array in arrays))
 
     def mask(self) -> Tensor:
         """[N, N] bool: row i is True at i and at i's ancestors."""

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from windfall.calibration import CHILDREN, Calibrator
+from windfall.context import Context
 from windfall.cost import Costs
 from windfall.options import option
 from windfall.policies.base import TreePolicy
-from windfall.records import Context, Grow
+from windfall.records import Grow
 from windfall.tree import DraftTree
 
 AHEAD = 4  # further passes looked ahead

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from windfall import options
-from windfall.records import Context, Grow, Step
+from windfall.context import Context
+from windfall.records import Grow, Step
 from windfall.tree import DraftTree
 
 P = TypeVar("P", bound="TreePolicy")

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from windfall.context import Context
 from windfall.options import option
 from windfall.policies.base import TreePolicy
-from windfall.records import Context, Grow, Step
+from windfall.records import Grow, Step
 from windfall.tree import DraftTree
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from windfall.context import Context
 from windfall.options import option
 from windfall.policies.beam import Beam
-from windfall.records import Context, Grow, InputError
+from windfall.records import Grow, InputError
 from windfall.tree import DraftTree
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from windfall.context import Context
 from windfall.options import option
 from windfall.policies.beam import Beam
-from windfall.records import Context, Grow, Step
+from windfall.records import Grow, Step
 from windfall.tree import DraftTree
 
 

@@ -9,10 +9,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from windfall.context import Context
 from windfall.cost import ASSUMED
 from windfall.options import option
 from windfall.policies.base import TreePolicy, best
-from windfall.records import Context, Grow, Step
+from windfall.records import Grow, Step
 from windfall.tree import DraftTree
 
 

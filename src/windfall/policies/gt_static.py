@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
+from windfall.context import Context
 from windfall.options import option
-from windfall.records import Context
 from windfall.static_trees import EXAMPLE, Shape, StaticTreePolicy, Table, grow_by_product, parse_table, parse_vector
 
 grown = lru_cache(maxsize=64)(grow_by_product)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from windfall.context import Context
 from windfall.policies.base import TreePolicy
-from windfall.records import Context, Grow
+from windfall.records import Grow
 from windfall.tree import DraftTree
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from windfall.context import Context
 from windfall.options import option
 from windfall.policies.base import TreePolicy, best
-from windfall.records import Context, Grow
+from windfall.records import Grow
 from windfall.tree import DraftTree
 
 

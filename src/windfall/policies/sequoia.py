@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from windfall.context import Context
 from windfall.cost import Costs
 from windfall.options import option
-from windfall.records import Context
 from windfall.static_trees import EXAMPLE, Plan, Shape, StaticTreePolicy, parse_vector
 
 SIZING = ("quickest", "largest")

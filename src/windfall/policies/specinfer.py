@@ -8,9 +8,10 @@ from operator import mul
 
 import torch
 
+from windfall.context import Context
 from windfall.options import option
 from windfall.policies.base import TreePolicy
-from windfall.records import Context, Grow, InputError
+from windfall.records import Grow, InputError
 from windfall.tree import DraftTree
 
 LARGEST = 1024  # nodes; more is a slip of the finger

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from windfall.context import Context
 from windfall.options import option
-from windfall.records import Context, InputError
+from windfall.records import InputError
 from windfall.static_trees import Shape, StaticTreePolicy, grow_by_product, parse_paths, parse_table
 
 PUBLISHED = {  # children of each inner node, named by its ranks from the root

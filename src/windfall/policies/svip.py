@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from windfall.context import Context
 from windfall.options import option
 from windfall.policies.base import best
 from windfall.policies.beam import Beam
-from windfall.records import Context, Grow
+from windfall.records import Grow
 from windfall.tree import DraftTree
 
 

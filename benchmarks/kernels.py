@@ -1,0 +1,81 @@
+"""Which matrix product is quickest for few rows on this CPU? All products of one pass of a small Llama, four kernels.
+
+    python benchmarks/kernels.py [--layers 30] [--rounds 7] [--json FILE]
+
+A verify pass is a product of a few rows with every weight of the model. torch offers several ways to compute it; a
+second path in the engine is worth its code only if it makes verify(4) / verify(1) smaller.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from provenance import publish
+from torch import Tensor
+from torch.nn import functional as F
+
+ROWS = (1, 2, 4, 8, 16, 64)
+LAYER = [(576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536)]  # SmolLM2-135M
+VOCABULARY = (49152, 576)
+Kernel = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]  # prepare a weight; multiply
+
+
+def packed_linear(rows: int) -> Kernel:
+    """Weights reordered for oneDNN, for this number of rows."""
+    return (
+        lambda weight: torch.ops.mkldnn._reorder_linear_weight(weight, rows),
+        lambda x, weight: torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], ""),
+    )
+
+
+def kernels(rows: int) -> dict[str, Kernel]:
+    return {
+        "F.linear": (lambda weight: weight, F.linear),
+        "x @ W.T stored transposed": (lambda weight: weight.T.contiguous(), torch.mm),
+        "(W @ x.T).T": (lambda weight: weight, lambda x, weight: torch.mm(weight, x.T).T),
+        "oneDNN packed": packed_linear(rows),
+    }
+
+
+def seconds(kernel: Kernel, shapes: list[tuple[int, int]], rows: int, rounds: int) -> float:
+    """Median time of all products, each with weights of its own, as in a model."""
+    prepare, multiply = kernel
+    weights = [prepare(torch.randn(shape)) for shape in shapes]
+    inputs = {width: torch.randn(rows, width) for width in {shape[1] for shape in shapes}}
+    times = []
+    for _ in range(rounds + 1):
+        started = time.perf_counter()
+        for (_, width), weight in zip(shapes, weights, strict=True):
+            multiply(inputs[width], weight)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    shapes = LAYER * options.layers + [VOCABULARY]
+    table: dict[str, dict[str, float]] = {}
+    for rows in ROWS:
+        for name, kernel in kernels(rows).items():
+            table.setdefault(name, {})[str(rows)] = 1e3 * seconds(kernel, shapes, rows, options.rounds)
+        print(rows, {name: round(own[str(rows)], 1) for name, own in table.items()}, file=sys.stderr, flush=True)
+    best = {str(rows): min(own[str(rows)] for own in table.values()) for rows in ROWS}
+    growth = {name: own["4"] / own["1"] for name, own in {**table, "the best of each": best}.items()}
+    publish(
+        {"what": "milliseconds of all matrix products of a pass, by rows", "ms": table, "4 rows / 1": growth},
+        options.json,
+    )
+
+
+if __name__ == "__main__":
+    main()

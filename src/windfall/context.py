@@ -1,0 +1,18 @@
+"""What a policy may know besides the tree: where the text stands, what passes cost, what drafted tokens are worth."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from windfall.calibration import Calibrator
+from windfall.cost import Costs
+
+
+class Context(NamedTuple):
+    """What a policy may know besides the tree."""
+
+    length: int  # committed tokens, the root included
+    room: int  # tokens that may still be emitted
+    temperature: float
+    costs: Costs  # what this machine's passes take
+    calibrator: Calibrator  # what drafted tokens are worth
