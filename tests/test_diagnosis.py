@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -50,9 +49,9 @@ class Judge:
     """A target whose favourite depends on the last token alone."""
 
     def __init__(self) -> None:
-        self.decoder, self.vocab_size, self.commits = SimpleNamespace(taps=None), 4, 0
+        self.vocab_size, self.commits = 4, 0
 
-    def prefill(self, prompts: Any) -> None:
+    def prefill(self, prompts: Any, taps: Any) -> None:
         return None
 
     def score(self, trees: list[DraftTree]) -> list[Scores]:

@@ -24,10 +24,11 @@ from windfall.drafters.lm import LMDrafter
 from windfall.engine import Engine
 from windfall.heads import probe, shipped
 from windfall.heads.base import FeatureHead
+from windfall.heads.fitting import fit
 from windfall.heads.formats import AUX, FORMATS, Shape, read, read_checkpoint, write
 from windfall.heads.kinds import recognise
 from windfall.heads.layers import Unrolled
-from windfall.heads.loading import find_head, fit
+from windfall.heads.loading import find_head
 from windfall.heads.probe import HeadWarning
 from windfall.records import InputError
 from windfall.target import Target

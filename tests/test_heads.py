@@ -51,8 +51,7 @@ def check_children(head: FeatureHead, model: Any, committed: list[int], tree: Dr
 def started(head: FeatureHead, target: Target, prompts: list[list[int]]) -> FeatureHeadDrafter:
     drafter = FeatureHeadDrafter(model=head)
     drafter.attach(target)
-    target.decoder.taps = drafter.taps
-    drafter.start(prompts, target.prefill(prompts), [None] * len(prompts))
+    drafter.start(prompts, target.prefill(prompts, drafter.taps), [None] * len(prompts))
     return drafter
 
 
@@ -127,8 +126,7 @@ def test_no_node_is_fed_beyond_the_last_position(name: str) -> None:
     made = {"head": lambda: random_head(positions=8), "lm": lambda: small}[name]()
     drafter, target = registry.drafter(name, model=made), Target(tiny())
     drafter.attach(target)
-    target.decoder.taps = drafter.taps
-    drafter.start([committed], target.prefill([committed]), [None])
+    drafter.start([committed], target.prefill([committed], drafter.taps), [None])
     trees = drafter.begin([committed[-1]])
     for node in (0, 1, 3, 5, 2):  # depths 0, 1, 2, 3, and back to 1
         trees = drafter.expand(trees, [Grow(torch.tensor([node]), 2)])

@@ -74,8 +74,7 @@ def check_children(heads: Heads, model: Any, committed: list[int], tree: DraftTr
 def started(heads: Heads, target: Target, prompts: list[list[int]]) -> Drafter:
     drafter = drafter_of(heads)
     drafter.attach(target)
-    target.decoder.taps = drafter.taps
-    drafter.start(prompts, target.prefill(prompts), [None] * len(prompts))
+    drafter.start(prompts, target.prefill(prompts, drafter.taps), [None] * len(prompts))
     return drafter
 
 
@@ -144,7 +143,7 @@ def test_the_noise_of_a_depth_is_shown_to_all_its_nodes() -> None:
     target = Target(MODEL)
     drafter = started(heads, target, [committed])
     dice = Dice(SamplingParams(temperature=0.9, seed=5), committed)
-    drafter.start([committed], target.prefill([committed]), [dice])
+    drafter.start([committed], target.prefill([committed], drafter.taps), [dice])
     trees = drafter.begin([committed[-1]])
     trees = drafter.expand(trees, [Grow(torch.tensor([0]), 3)])
     [tree] = drafter.expand(trees, [Grow(torch.tensor([1, 3]), 3, entropy=True)])

@@ -16,8 +16,8 @@ from tiny import VOCABULARY, prompt, tiny
 from windfall import registry
 from windfall.errors import InputError
 from windfall.heads.base import FeatureHead, Guess
+from windfall.heads.fitting import fit
 from windfall.heads.layers import Unrolled
-from windfall.heads.loading import fit
 from windfall.records import Grow
 from windfall.target import Target
 from windfall.train import trees as tree_module
@@ -192,14 +192,13 @@ def test_parallel_heads_train_on_what_they_draft(kind: str) -> None:
     head = random_heads(kind, target.model)
     drafter = registry.drafter("medusa" if kind.startswith("medusa") else "hydra", model=head)
     drafter.attach(target)
-    target.decoder.taps = drafter.taps
     method = objective("medusa" if kind.startswith("medusa") else "hydra")
     lesson = Teacher(target.model, (-1,)).teach(batch(1))
     states = method.states(head, lesson)  # rows 5 to 18
     for row in (5, 12):
         for i in range(3):
             committed = lesson.batch.tokens[0, : row + 1 - i].tolist()
-            drafter.start([committed], target.prefill([committed]), [None])
+            drafter.start([committed], target.prefill([committed], drafter.taps), [None])
             [tree] = drafter.begin([committed[-1]])
             for token in lesson.batch.tokens[0, row + 1 - i : row + 1].tolist():
                 zero = torch.zeros(1, dtype=torch.long)

@@ -45,12 +45,13 @@ def stderr() -> Console:
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
     """The prompt as given, from a file, or (`-` or nothing) from standard input; one line end at the end is dropped."""
+    from windfall.files import read_text
     from windfall.records import InputError
 
     if prompt is not None and file is not None:
         raise InputError("give a prompt or --file, not both")
     if file is not None:
-        text = _decode(_read_file(file), f"'{file}'")
+        text = _cut_end(read_text(file))
     elif prompt not in (None, "-"):
         text = str(prompt)
     elif sys.stdin is None or (prompt is None and sys.stdin.isatty()):
@@ -82,15 +83,6 @@ def turns() -> Iterator[str]:
         yield typed
 
 
-def _read_file(file: Path) -> bytes:
-    from windfall.records import InputError
-
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise InputError(f"cannot read '{file}': {error.strerror}") from error
-
-
 def _decode(content: bytes, place: str) -> str:
     from windfall.records import InputError
 
@@ -98,6 +90,10 @@ def _decode(content: bytes, place: str) -> str:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{place} is not UTF-8 text (byte {error.start})") from error
+    return _cut_end(text)
+
+
+def _cut_end(text: str) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 

@@ -51,8 +51,7 @@ def probe(
     In each, one draft pass gives the likeliest tokens, the next what follows each of them, and one target pass judges.
     """
     found: list[Probe] = []
-    target.decoder.taps = drafter.taps
-    drafter.start([list(prompt)], target.prefill([list(prompt)]), [None])
+    drafter.start([list(prompt)], target.prefill([list(prompt)], drafter.taps), [None])
     for root, following in zip([prompt[-1], *answer], answer, strict=False):
         drafted = guessed = drafter.expand(drafter.begin([root]), [Grow(torch.tensor([0]), k=RANKS)])
         nodes = torch.arange(1, len(guessed[0]))

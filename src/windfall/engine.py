@@ -75,10 +75,14 @@ class Engine:
         encoded, params = [self.encode(prompt, raw) for prompt in prompts], self.params(**sampling)
         if not encoded:
             return []
-        steps: list[list[Step]] = [[] for _ in encoded]
-        times: list[list[float]] = [[] for _ in encoded]
+        return self.decode(encoded, [params] * len(encoded))
+
+    def decode(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Generation]:
+        """What these prompts of token ids, each with its own sampling, become; all are decoded together."""
+        steps: list[list[Step]] = [[] for _ in prompts]
+        times: list[list[float]] = [[] for _ in prompts]
         started = time.perf_counter()
-        for cycle in self.run(encoded, [params] * len(encoded)):
+        for cycle in self.run(prompts, params):
             now = time.perf_counter() - started
             for i, step in cycle.items():
                 steps[i].append(step)
@@ -93,8 +97,8 @@ class Engine:
             Sequence(prompt, own, self.policy.fresh(), self.target, self.coupled)
             for prompt, own in zip(prompts, params, strict=True)
         ]
-        self.target.decoder.taps = self.drafter.taps
-        self.drafter.start(prompts, self.target.prefill(prompts), [sequence.dice for sequence in sequences])
+        hidden = self.target.prefill(prompts, self.drafter.taps)
+        self.drafter.start(prompts, hidden, [sequence.dice for sequence in sequences])
         self.prefill_seconds = time.perf_counter() - started
         live = dict(enumerate(sequences))
         while live:
@@ -152,7 +156,7 @@ class Engine:
 
     def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """Text, chat messages or token ids → token ids; text becomes a user's message unless `raw`."""
-        ids = self._tokenize(prompt, raw) if _is_worded(prompt) else _as_ids(prompt)
+        ids = self.tokenize(prompt, raw) if _is_worded(prompt) else _as_ids(prompt)
         context, vocabulary = self.target.context, self.target.vocab_size
         if not ids:
             raise InputError("the prompt is empty")
@@ -162,7 +166,8 @@ class Engine:
             raise InputError(f"token ids must be between 0 and {vocabulary - 1}")
         return ids
 
-    def _tokenize(self, prompt: Prompt, raw: bool) -> list[int]:
+    def tokenize(self, prompt: Prompt, raw: bool = False) -> list[int]:
+        """Text or chat messages → token ids, however many."""
         tokenizer = self.target.tokenizer
         if tokenizer is None:
             raise InputError("this target has no tokenizer; give the prompt as token ids")

@@ -48,11 +48,16 @@ def load(
 def make_engine(target: Target, drafter: Drafter, policy: TreePolicy, coupled: bool = True) -> Engine:
     """An engine that knows what passes cost here, if its policy asks for it."""
     engine = Engine(target, drafter, policy, coupled)
-    if policy.uses_costs:
+    attach_costs(engine, policy)
+    return engine
+
+
+def attach_costs(engine: Engine, *policies: TreePolicy) -> None:
+    """Tell the engine what passes cost here, if one of these policies asks for it."""
+    if any(policy.uses_costs for policy in policies):
         from windfall.profiling import attach
 
         attach(engine)
-    return engine
 
 
 def default_drafter(target: Any) -> str:

@@ -22,12 +22,12 @@ import torch
 import transformers
 
 from windfall import __version__
-from windfall.atomic import make_folder, replace_text
 from windfall.calibration import Calibrator
 from windfall.cost import Costs, Curve, monotone
 from windfall.drafters.base import Drafter
 from windfall.engine import Engine
 from windfall.errors import InputError
+from windfall.files import make_folder, replace_text
 from windfall.models import cache_dir
 from windfall.options import options_of
 from windfall.policies.none import NoSpeculation
@@ -405,7 +405,7 @@ def some_tree(size: int, vocabulary: int) -> DraftTree:
 def _draft_passes(engine: Engine, text: list[int], widths: Sequence[int]) -> Iterator[tuple[int, float]]:
     """One cycle's drafting: its first pass and one of each width (or of as many nodes as there are), with seconds."""
     drafter, device = engine.drafter, engine.target.device
-    hidden = engine.target.prefill([text]) if engine.target.decoder.taps else None
+    hidden = engine.target.prefill([text], drafter.taps) if drafter.taps else None
     drafter.start([text], hidden, [None])
     root, expanded = Grow(torch.tensor([0]), k=max(widths)), 0
     trees = drafter.expand(drafter.begin([text[-1]]), [root])  # a first cycle, which takes in the text

@@ -57,8 +57,9 @@ class Target:
             ids.update([found] if isinstance(found, int) else found or [])
         return tuple(sorted(ids))
 
-    def prefill(self, prompts: list[list[int]]) -> list[Tensor] | None:
-        """Start new sequences; returns the tapped hidden states of every prompt token but the last."""
+    def prefill(self, prompts: list[list[int]], taps: tuple[int, ...] = ()) -> list[Tensor] | None:
+        """Start new sequences, whose states at `taps` are handed out; returns those of all tokens but the last."""
+        self.decoder.taps = taps
         self.decoder.reset(len(prompts))
         return self.decoder.extend([prompt[:-1] for prompt in prompts])
 

@@ -10,8 +10,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from windfall.atomic import make_folder, replace_file, replace_text
 from windfall.bench.results import Estimate
+from windfall.files import make_folder, replace_file, replace_text
 from windfall.plotting import COLOURS
 
 Cells = Sequence[Sequence[float | None]]

@@ -9,54 +9,20 @@ import math
 import os
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from windfall.atomic import make_folder, replace_text
 from windfall.bench import papers, results
-from windfall.bench.report_figures import Drawing, drawings
+from windfall.bench.report_figures import drawings
+from windfall.bench.report_parts import Report, Section, Table
 from windfall.bench.results import ALL, PLAIN, Estimate, Row, Run
+from windfall.files import make_folder, replace_text
 from windfall.records import InputError
 
 DASH = "–"
 NOTHING = 0.01  # draft passes per target pass, below which a method decodes plainly
 ROUGH = 10  # prompts, below which an interval over them says little
-
-
-@dataclass(frozen=True)
-class Table:
-    """Texts in rows and columns; the first column names the rest."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: list[list[str]]
-    note: str = ""
-    best: frozenset[tuple[int, int]] = frozenset()  # cells to stand out: row, column
-    folded: bool = False  # whether a figure shows the same, so that few will want it
-
-
-@dataclass(frozen=True)
-class Section:
-    """Tables and figures that belong together."""
-
-    title: str
-    text: str = ""  # paragraphs are parted by empty lines
-    tables: list[Table] = field(default_factory=list)
-    drawings: list[Drawing] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Report:
-    """Everything that a page shows."""
-
-    title: str
-    summary: list[str]
-    facts: list[tuple[str, str]]  # a large figure and what it is
-    sections: list[Section]
-    trees: list[tuple[str, str]]  # name, SVG
-    commands: list[str]
-    about: list[tuple[str, str]]
 
 
 def make(folder: Path) -> Report:
@@ -496,8 +462,9 @@ def draw_trees(
     tell: Callable[[float], None],
 ) -> list[Path]:
     """An example for each method that this drafter served: the cycle of one text that accepted most, as verified."""
-    from windfall import drawing, profiling, registry
+    from windfall import drawing, registry
     from windfall.bench.provenance import weights_hash
+    from windfall.loading import attach_costs
 
     known = run.provenance.get("target")
     if isinstance(known, dict) and known.get("weights") != weights_hash(engine.target.model.named_parameters()):
@@ -513,8 +480,7 @@ def draw_trees(
     files = []
     for method, record in firsts.items():
         engine.policy = registry.policy(record.policy, **record.settings)
-        if engine.policy.uses_costs:
-            profiling.attach(engine)
+        attach_costs(engine, engine.policy)
         steps = engine.generate(prompt, **sampling).steps
         chosen = max(steps, key=lambda step: step.accepted)
         files.append(folder / "trees" / f"{_file_name(method)}.svg")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 
-from windfall.bench.report import Report, Section, Table
 from windfall.bench.report_figures import Drawing
+from windfall.bench.report_parts import Report, Section, Table
 
 STYLE = """
 :root { --ink: #1f2329; --soft: #57606a; --ground: #ffffff; --card: #f6f8fa; --line: #d0d7de; --strong: #0072b2;

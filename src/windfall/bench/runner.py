@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -35,7 +34,7 @@ from windfall.options import options_of
 from windfall.policies.base import TreePolicy
 from windfall.policies.none import NoSpeculation
 from windfall.prompts import SAMPLES
-from windfall.records import SamplingParams, Step
+from windfall.records import SamplingParams
 from windfall.sampling import Dice
 from windfall.target import Target
 
@@ -263,7 +262,7 @@ class Bench:
                 contender.reset(State(contender.method.make()))
                 for sample in SAMPLES[: self.settings.warm_up]:
                     params = self._params(temperature, self.settings.seed, min(WARM_UP, self.settings.max_new_tokens))
-                    ids = _encode(contender.engine, sample)[-room(contender.engine.target, params.max_new_tokens) :]
+                    ids = contender.engine.tokenize(sample)[-room(contender.engine.target, params.max_new_tokens) :]
                     answer(contender.engine, [ids], [params])
                 name = f"{contender.method.label} {temperature:g}"
                 contender.engine.target.decoder.reset(0)
@@ -324,17 +323,12 @@ class Talk:
 def question(prompt: Prompt, replies: Sequence[str], engine: Engine, prompt_tokens: int) -> list[int]:
     """The token ids of the next question and of all before it; a raw text is cut to its first `prompt_tokens`."""
     if prompt.raw:
-        return _encode(engine, prompt.turns[0][: LONGEST * prompt_tokens], raw=True)[:prompt_tokens]
+        return engine.tokenize(prompt.turns[0][: LONGEST * prompt_tokens], raw=True)[:prompt_tokens]
     asked = prompt.turns[: len(replies) + 1]
     if not getattr(engine.target.tokenizer, "chat_template", None):
-        return _encode(engine, "\n\n".join(_alternate(asked, replies)))
+        return engine.tokenize("\n\n".join(_alternate(asked, replies)))
     said = zip(("user", "assistant") * len(asked), _alternate(asked, replies), strict=False)
-    return _encode(engine, [{"role": role, "content": content} for role, content in said])
-
-
-def _encode(engine: Engine, prompt: Any, raw: bool = False) -> list[int]:
-    """As the engine does it, however long; what does not fit is left out later."""
-    return engine._tokenize(prompt, raw)
+    return engine.tokenize([{"role": role, "content": content} for role, content in said])
 
 
 def _alternate(asked: Sequence[str], replies: Sequence[str]) -> list[str]:
@@ -365,16 +359,9 @@ def seed_of(seed: int, repeat: int, prompt: Prompt) -> int:
 
 
 def answer(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Generation]:
-    """Answers decoded together, each with its own seed, and when their cycles ended."""
-    steps: list[list[Step]] = [[] for _ in prompts]
-    times: list[list[float]] = [[] for _ in prompts]
-    started = profiling.now(engine.target.device)  # what the answer before left the device to do is over
-    for cycle in engine.run(prompts, params):
-        taken = time.perf_counter() - started
-        for i, step in cycle.items():
-            steps[i].append(step)
-            times[i].append(taken)
-    return [Generation.of(*own, engine.prefill_seconds) for own in zip(steps, times, strict=True)]
+    """Answers decoded together, each with its own seed."""
+    profiling.now(engine.target.device)  # what the answer before left the device to do is over
+    return engine.decode(prompts, params)
 
 
 class PeakMemory:

@@ -10,10 +10,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from windfall.atomic import replace_text
 from windfall.bench.provenance import now
 from windfall.bench.results import FORMAT, RECORDS_FILE, RUN_FILE, complete_lines
 from windfall.errors import InputError
+from windfall.files import replace_text
 
 WARM_UP_FILE = "warm-up.json"  # what the calibrators had learnt before the first conversation
 SAME = ("target", "drafters", "prompts", "versions")  # of the provenance, in a run that is resumed

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windfall.atomic import replace_text
 from windfall.bench import figures, papers, results
 from windfall.bench.figures import Panel, Series
 from windfall.bench.methods import Method, parse_method
 from windfall.bench.results import ALL, PLAIN, Estimate, Row, Run
+from windfall.files import replace_text
 from windfall.records import InputError
 
 if TYPE_CHECKING:

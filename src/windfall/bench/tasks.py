@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from windfall.errors import InputError
+from windfall.files import read_text
 
 BUILTIN = "builtin"
 ROWS = 80  # of a hub dataset, from its start: as many as the papers take
@@ -76,12 +77,7 @@ def builtin() -> list[Prompt]:
 
 def read_file(file: Path) -> list[Prompt]:
     """Rows `{"id", "category", "turns": [...]}` or `{"id", "text"}`, with their own "task" or the file's name."""
-    try:
-        text = file.read_text("utf-8-sig")
-    except OSError as error:
-        raise InputError(f"cannot read '{file}': {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"'{file}' is not UTF-8 text (byte {error.start})") from error
+    text = read_text(file)
     prompts = _parse(text, file.stem, f"'{file}'")
     if not prompts:
         raise InputError(f"'{file}' has no rows")

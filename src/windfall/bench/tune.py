@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from windfall import registry
-from windfall.atomic import replace_text
 from windfall.bench.methods import DrafterSpec
 from windfall.bench.paths import shorten
 from windfall.bench.tasks import Prompt
+from windfall.files import replace_text
 from windfall.options import options_of
 from windfall.records import InputError
 
@@ -220,14 +220,6 @@ def describe(engine: Any, drafter: DrafterSpec, prompts: Sequence[Any], sampling
         "sampling": sampling,
         "prompts": digest(prompts),
     }
-
-
-def attach_costs(engine: Any, policy: str) -> None:
-    """Measure what passes cost here, where the policy asks for it."""
-    if registry.policy_class(policy).uses_costs:  # type: ignore[attr-defined]
-        from windfall.profiling import attach
-
-        attach(engine)
 
 
 def first_questions(engine: Any, prompts: Sequence[Prompt], tokens: int) -> list[list[int]]:

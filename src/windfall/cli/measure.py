@@ -96,15 +96,12 @@ def compare(
     json: Json = False,
 ) -> None:
     """Time policies side by side on one prompt; plain decoding is always among them."""
-    from windfall.loading import DEFAULT_POLICY
+    from windfall.loading import DEFAULT_POLICY, attach_costs
 
     prompt, keywords = source.read(), sampling.keywords()
     contenders = parse_policies(DEFAULT_POLICY if policies is None else policies)
     engine = model.load("none")
-    if any(policy.uses_costs for policy in contenders.values()):
-        from windfall.profiling import attach
-
-        attach(engine)
+    attach_costs(engine, *contenders.values())
     if source.system is not None:
         check_chat(engine)
     runs = _race(engine, prompt, source.raw, keywords, contenders, rounds)

@@ -53,7 +53,9 @@ def _parameters(record: Any) -> list[inspect.Parameter]:
 
 
 def _default(f: dataclasses.Field[Any]) -> Any:
-    return f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+    if f.default_factory is not dataclasses.MISSING:
+        return f.default_factory()
+    return inspect.Parameter.empty if f.default is dataclasses.MISSING else f.default
 
 
 def _annotation(f: dataclasses.Field[Any], hint: Any) -> Any:

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from windfall import console
-from windfall.atomic import replace_text
 from windfall.cli.options import (
     Json,
     ModelOptions,
@@ -20,6 +19,7 @@ from windfall.cli.options import (
     takes_records,
 )
 from windfall.cli.session import check_chat
+from windfall.files import replace_text
 
 
 @takes_records

@@ -11,9 +11,9 @@ import typer
 from rich.text import Text
 
 from windfall import console
-from windfall.atomic import make_folder
 from windfall.cli.options import takes_records, words
 from windfall.cli.session import ON_INTERRUPT
+from windfall.files import make_folder
 
 
 @dataclass

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from windfall import console
 from windfall.cli.options import TargetOptions, takes_records
-from windfall.cli.training import follow
+from windfall.cli.training import TrainingOptions, follow
 from windfall.train.recipe import Recipe
 
 
@@ -19,16 +18,11 @@ def _shape(flag: str, help: str, **more: Any) -> Any:
 
 @takes_records
 def head(
-    data: Annotated[Path, typer.Argument(help="A folder that `windfall train data` made.")],
-    out: Annotated[Path, typer.Option("--out", help="Where the head, its checkpoints and its log go.")],
+    training: TrainingOptions,
     recipe: Recipe,
     model: TargetOptions,
     method: Annotated[str, typer.Option("--method", help="eagle, hass, talf, ttt, medusa, hydra or griffin.")] = "ttt",
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="An option of the method; repeatable.", metavar="NAME=VALUE")
-    ] = None,
     init: Annotated[str | None, typer.Option("--init", help="Start from this head, not from a new one.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --out.")] = False,
     light: Annotated[
         bool,
         typer.Option("--light", help="Write the head without the target's embedding and vocabulary, for windfall."),
@@ -47,11 +41,8 @@ def head(
     """Train a draft head on what the target itself wrote."""
     from windfall.train import runs
 
-    job = runs.HeadJob(
-        data=data, out=out, method=method, settings=settings or [], init=init, resume=resume, light=light,
-        shape={"vocabulary": vocabulary, "intermediate": intermediate, "layers": layers, "taps": runs.parse_taps(taps)},
-    )  # fmt: skip
+    shape = {"vocabulary": vocabulary, "intermediate": intermediate, "layers": layers, "taps": runs.parse_taps(taps)}
+    job = runs.HeadJob(**vars(training), method=method, init=init, light=light, shape=shape)
     job.check()
-    target = model.load()
-    follow(runs.train_head(job, recipe, target), out)
-    console.note(f"the best head is in {out / runs.BEST}")
+    follow(runs.train_head(job, recipe, model.load()), training.out)
+    console.note(f"the best head is in {training.out / runs.BEST}")

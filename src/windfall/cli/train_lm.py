@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from windfall import console
 from windfall.cli.options import TargetOptions, takes_records
-from windfall.cli.training import follow
+from windfall.cli.training import TrainingOptions, follow
 from windfall.train.recipe import Recipe
 
 
@@ -19,14 +18,9 @@ def _shape(flag: str, help: str, **more: Any) -> Any:
 
 @takes_records
 def lm(
-    data: Annotated[Path, typer.Argument(help="A folder that `windfall train data` made.")],
-    out: Annotated[Path, typer.Option("--out", help="Where the model, its checkpoints and its log go.")],
+    training: TrainingOptions,
     recipe: Recipe,
     model: TargetOptions,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="An option of the distillation; repeatable.", metavar="NAME=VALUE")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --out.")] = False,
     layers: Annotated[
         str | None,
         _shape(
@@ -45,8 +39,8 @@ def lm(
     from windfall.train.runs import BEST
 
     shape = students.Shape(layers, intermediate, own_embeddings)
-    job = students.StudentJob(data, out, shape, settings or [], resume)
+    job = students.StudentJob(**vars(training), shape=shape)
     job.check()
-    target = model.load()
-    follow(students.train_student(job, recipe, target), out)
-    console.note(f"the best model is in {out / BEST}; try: windfall generate --drafter {out / BEST}")
+    follow(students.train_student(job, recipe, model.load()), training.out)
+    best = training.out / BEST
+    console.note(f"the best model is in {best}; try: windfall generate --drafter {best}")

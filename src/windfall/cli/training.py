@@ -6,8 +6,11 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from windfall import console
 
@@ -15,11 +18,23 @@ if TYPE_CHECKING:
     from windfall.train.trainer import Event
 
 
+@dataclass
+class TrainingOptions:
+    """What every training is told."""
+
+    data: Annotated[Path, typer.Argument(help="A folder that `windfall train data` made.")]
+    out: Annotated[Path, typer.Option("--out", help="Where what is trained, its checkpoints and its log go.")]
+    settings: Annotated[
+        list[str], typer.Option("--set", help="An option of the method; repeatable.", metavar="NAME=VALUE")
+    ] = field(default_factory=list)
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --out.")] = False
+
+
 def follow(events: Iterator[Event], folder: Path) -> None:
     """Show and log every event. Ctrl-C stops; the last checkpoint stays, to be resumed from."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    from windfall.atomic import make_folder
+    from windfall.files import make_folder
 
     if int(os.environ.get("RANK", "0")):  # of several processes the first one speaks
         for _ in events:

@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from windfall import console
-from windfall.atomic import make_folder
 from windfall.cli.options import Json, ModelOptions, takes_records, words
 from windfall.cli.session import ON_INTERRUPT
 from windfall.errors import InputError
+from windfall.files import make_folder
 
 if TYPE_CHECKING:
     from windfall.bench.tune import Result
@@ -51,9 +51,11 @@ def tune(
 
     What was measured is kept beside it (FILE.search); the same command goes on from there.
     """
+    from windfall import registry
     from windfall.bench import tune as tuning
     from windfall.bench.methods import DrafterSpec
     from windfall.bench.tasks import load_tasks
+    from windfall.loading import attach_costs
     from windfall.options import split_settings
 
     if out.is_dir():
@@ -64,7 +66,7 @@ def tune(
     asked = load_tasks(words(tasks or [], "--tasks") or ["builtin"], limit)
     sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     engine = model.load("none")
-    tuning.attach_costs(engine, policy)
+    attach_costs(engine, registry.policy(policy, **fixed))
     prompts = tuning.first_questions(engine, asked, max_new_tokens)
     drafter = DrafterSpec(model.drafter_name, split_settings(model.drafter_settings))
     about = {"policy": policy, "search": search, "fixed": fixed}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,10 +27,13 @@ class Drafter:
     noise that belongs to their positions): that is what makes the engine's walk exact.
     """
 
-    taps: ClassVar[tuple[int, ...]] = ()  # which of the target's hidden states it wants, by transformers' numbers
-
     def __post_init__(self) -> None:
         options.check(self)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Which of the target's hidden states it wants, by transformers' numbers; known once it is attached."""
+        return ()
 
     def attach(self, target: Target) -> None:
         """Meet the target; refuse it (InputError) if the two do not fit."""

@@ -37,7 +37,10 @@ class FeatureHeadDrafter(Drafter):
         from windfall.heads.loading import find_head
 
         self._head: FeatureHead = find_head(self.model, target, "head")
-        self.taps = self._head.config.taps  # type: ignore[misc]
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self._head.config.taps
 
     def start(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
         assert hidden is not None

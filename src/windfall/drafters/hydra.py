@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,15 +31,16 @@ if TYPE_CHECKING:
 class HydraDrafter(Drafter):
     """Hydra or Hydra++ heads: one small pass a level, and no node lies deeper than there are heads."""
 
-    taps: ClassVar[tuple[int, ...]] = (-1,)
-
     model: Any = option(None, "folder or hub id of Hydra heads, or loaded ones; there are none by default")
 
     def attach(self, target: Target) -> None:
         from windfall.heads.hydra import Hydra
 
         self._heads: Hydra = find_heads(self.model, Hydra, target)
-        self.taps = self._heads.config.taps  # type: ignore[misc]
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self._heads.config.taps
 
     def start(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
         assert hidden is not None

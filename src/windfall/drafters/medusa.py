@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,15 +29,16 @@ class MedusaDrafter(Drafter):
     A fixed tree should end there too: give `static` and `gt-static` a row of accuracies for each head.
     """
 
-    taps: ClassVar[tuple[int, ...]] = (-1,)
-
     model: Any = option(None, "folder or hub id of Medusa heads, or loaded ones; there are none by default")
 
     def attach(self, target: Target) -> None:
         from windfall.heads.medusa import Medusa
 
         self._heads: Medusa = find_heads(self.model, Medusa, target)
-        self.taps = self._heads.config.taps  # type: ignore[misc]
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self._heads.config.taps
 
     def start(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
         assert hidden is not None

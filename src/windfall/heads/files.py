@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from windfall.atomic import make_folder, replace_file, replace_text
+from windfall.files import make_folder, replace_file, replace_text
 from windfall.folder import check_weight_files, readable, weight_files
 from windfall.hub import HUB_ID, cached, fetch
 from windfall.records import InputError

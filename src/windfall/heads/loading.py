@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from windfall.heads.base import FeatureHead
+from windfall.heads.fitting import fit
 from windfall.heads.kinds import KINDS, recognise
 from windfall.records import InputError
 
@@ -41,32 +42,3 @@ def _check_kind(kind: str | None, drafter: str | None, label: str) -> None:
     own = KINDS[kind].drafter if kind and kind in KINDS else drafter
     if drafter not in (None, own):
         raise InputError(f"'{label}' is a {kind} head, which the drafter {own} takes, not {drafter}")
-
-
-def fit(head: FeatureHead, target: Target) -> FeatureHead:
-    """Move a head to its target, and let it borrow embedding and vocabulary; refuse what cannot go together."""
-    check_fit(head, target)
-    output = target.model.get_output_embeddings()
-    head = head.to(device=target.device, dtype=target.decoder.dtype).eval()
-    embedding = target.model.get_input_embeddings().weight
-    head.borrow(embedding, output.weight, getattr(output, "bias", None))
-    return head
-
-
-def check_fit(head: FeatureHead, target: Target) -> None:
-    config, own = head.config, target.decoder.config.hidden_size
-    if config.target_hidden != own:
-        raise InputError(f"this head reads hidden states of width {config.target_hidden}; {target.name} has {own}")
-    if config.vocab_size > target.vocab_size:
-        raise InputError(f"this head drafts {config.vocab_size} tokens; {target.name} has {target.vocab_size}")
-    tokens = target.vocab_size if target.tokenizer is None else min(len(target.tokenizer), target.vocab_size)
-    if config.vocab_size < tokens:
-        raise InputError(f"this head knows {config.vocab_size} tokens; {target.name} has {tokens}")
-    deepest = target.decoder.config.num_hidden_layers
-    if any(tap > deepest for tap in config.taps):
-        raise InputError(f"this head reads layer {max(config.taps)}; {target.name} has {deepest} layers")
-    if (head.embed_tokens is None or head.lm_head is None) and config.layer.hidden_size != own:
-        raise InputError(
-            f"this head is {config.layer.hidden_size} wide and brings no embedding or vocabulary of its own; "
-            f"those of {target.name} are {own} wide"
-        )

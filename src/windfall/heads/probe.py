@@ -10,6 +10,7 @@ from torch import Tensor
 
 from windfall.batch import Rows
 from windfall.heads.base import FeatureHead
+from windfall.heads.fitting import fit
 from windfall.heads.layers import Unrolled
 from windfall.prompts import SAMPLES
 from windfall.records import InputError
@@ -54,8 +55,6 @@ def choose(checkpoint: Checkpoint, target: Target) -> FeatureHead:
     One pass of the target over a known text, and one of each reading that the file allows. Where none agrees, the
     target writes a text of its own, and what other projects would have meant by the file is tried too.
     """
-    from windfall.heads.loading import fit
-
     fit(checkpoint.build(checkpoint.told[0]), target)  # refuses another target's head before anything is computed
     checkpoint.to(target.device, target.decoder.dtype)
     readings = checkpoint.told
@@ -76,8 +75,6 @@ def choose(checkpoint: Checkpoint, target: Target) -> FeatureHead:
 def _measure(
     readings: list[Reading], checkpoint: Checkpoint, target: Target, tokens: list[int], start: int
 ) -> list[Score]:
-    from windfall.heads.loading import fit
-
     taps = sorted({tap for reading in readings for tap in reading.config.taps})
     text = scored(target, tokens, start, taps)
     return [score(fit(checkpoint.build(reading), target), text, checkpoint.label) for reading in readings]

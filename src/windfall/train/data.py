@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 
-from windfall.atomic import make_folder, replace_text
+from windfall.files import make_folder, replace_text
 from windfall.records import InputError
 from windfall.target import Target
 from windfall.train import shards

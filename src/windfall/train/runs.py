@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from windfall.atomic import make_folder, replace_text
 from windfall.errors import InputError
+from windfall.files import make_folder, replace_text
 from windfall.heads import formats
 from windfall.heads.loading import find_head
 from windfall.heads.shipped import fingerprint

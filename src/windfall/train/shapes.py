@@ -14,8 +14,8 @@ from windfall.heads import hydra, medusa
 from windfall.heads.base import FeatureHead, HeadConfig
 from windfall.heads.eagle import Eagle
 from windfall.heads.eagle3 import Eagle3
+from windfall.heads.fitting import fit
 from windfall.heads.griffin import Griffin
-from windfall.heads.loading import fit
 from windfall.target import Target
 
 Head = TypeVar("Head", bound=FeatureHead)

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from windfall.atomic import replace_file, replace_text
+from windfall.files import replace_file, replace_text
 from windfall.quiet import first_line
 from windfall.records import InputError
 

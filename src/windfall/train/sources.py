@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from windfall.files import read_text
 from windfall.quiet import first_line
 from windfall.records import InputError
 
@@ -60,12 +61,7 @@ def read_sources(names: Iterable[str]) -> Iterator[Source]:
 
 
 def _read_file(file: Path) -> Iterator[Source]:
-    try:
-        text = file.read_text("utf-8-sig")
-    except OSError as error:
-        raise InputError(f"cannot read '{file}': {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"'{file}' is not UTF-8 text (byte {error.start})") from error
+    text = read_text(file)
     if file.suffix not in (".jsonl", ".ndjson", ".json"):
         yield from _passages(text, file.name)
         return

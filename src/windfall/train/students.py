@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from windfall import light, options
-from windfall.atomic import make_folder
 from windfall.errors import InputError
+from windfall.files import make_folder
 from windfall.heads.files import write_folder
 from windfall.target import Target
 from windfall.train.objectives.distillation import Distillation

@@ -13,10 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from windfall.atomic import make_folder, replace_file
 from windfall.batch import Packed
 from windfall.decoder import Decoder
 from windfall.errors import InputError
+from windfall.files import make_folder, replace_file
 from windfall.quiet import first_line
 from windfall.train.losses import Bend
 from windfall.train.shards import Batch

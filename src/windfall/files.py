@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Files: read as text or refused in a line, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ from typing import Any
 from safetensors import SafetensorError
 
 from windfall.errors import InputError
+
+
+def read_text(file: Path) -> str:
+    try:
+        return file.read_text("utf-8-sig")
+    except OSError as error:
+        raise InputError(f"cannot read '{file}': {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"'{file}' is not UTF-8 text (byte {error.start})") from error
 
 
 def replace_file(file: Path, write: Callable[[Path], Any]) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from windfall.atomic import make_folder, replace_file, replace_text
 from windfall.errors import InputError
+from windfall.files import make_folder, replace_file, replace_text
 from windfall.heads import files
 
 

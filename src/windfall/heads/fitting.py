@@ -1,0 +1,40 @@
+"""A head and its target brought together, or kept apart."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from windfall.errors import InputError
+from windfall.heads.base import FeatureHead
+
+if TYPE_CHECKING:
+    from windfall.target import Target
+
+
+def fit(head: FeatureHead, target: Target) -> FeatureHead:
+    """Move a head to its target, and let it borrow embedding and vocabulary; refuse what cannot go together."""
+    check_fit(head, target)
+    output = target.model.get_output_embeddings()
+    head = head.to(device=target.device, dtype=target.decoder.dtype).eval()
+    embedding = target.model.get_input_embeddings().weight
+    head.borrow(embedding, output.weight, getattr(output, "bias", None))
+    return head
+
+
+def check_fit(head: FeatureHead, target: Target) -> None:
+    config, own = head.config, target.decoder.config.hidden_size
+    if config.target_hidden != own:
+        raise InputError(f"this head reads hidden states of width {config.target_hidden}; {target.name} has {own}")
+    if config.vocab_size > target.vocab_size:
+        raise InputError(f"this head drafts {config.vocab_size} tokens; {target.name} has {target.vocab_size}")
+    tokens = target.vocab_size if target.tokenizer is None else min(len(target.tokenizer), target.vocab_size)
+    if config.vocab_size < tokens:
+        raise InputError(f"this head knows {config.vocab_size} tokens; {target.name} has {tokens}")
+    deepest = target.decoder.config.num_hidden_layers
+    if any(tap > deepest for tap in config.taps):
+        raise InputError(f"this head reads layer {max(config.taps)}; {target.name} has {deepest} layers")
+    if (head.embed_tokens is None or head.lm_head is None) and config.layer.hidden_size != own:
+        raise InputError(
+            f"this head is {config.layer.hidden_size} wide and brings no embedding or vocabulary of its own; "
+            f"those of {target.name} are {own} wide"
+        )
