@@ -76,6 +76,16 @@ class Calibrator:
         bad, good = self._outlook[depth][bucket]
         return Outlook(bad, good, self._good[depth][bucket])
 
+    def means(self) -> list[list[list[float]]]:
+        """The mean outlook: by the parent's depth, the bucket of its chance, the child's rank."""
+        return [
+            [
+                [bad + often * (good - bad) for bad, good in zip(*moods, strict=True)]
+                for moods, often in zip(buckets, shares, strict=True)
+            ]
+            for buckets, shares in zip(self._outlook, self._good, strict=True)
+        ]
+
     def foresee(self, depth: int, chance: float, children: Sequence[float]) -> None:
         """Learn the outlook from children that were just drafted (none of them: an empty list)."""
         seen = [*children[:CHILDREN], *[0.0] * (CHILDREN - len(children))]

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jinja2 import TemplateError
@@ -24,6 +24,11 @@ from windfall.target import Target
 from windfall.tree import DraftTree
 from windfall.verify import walk
 
+if TYPE_CHECKING:
+    from windfall.resident.loop import Resident
+    from windfall.resident.seat import SeatedTarget
+
+WARM_UP = 24  # tokens
 Prompt = Any  # text, chat messages ({"role", "content"}), or token ids
 
 
@@ -52,14 +57,26 @@ class Generation:
 class Engine:
     """A target, a drafter and a policy. One generation (of one or several sequences) at a time."""
 
-    def __init__(self, target: Target, drafter: Drafter, policy: TreePolicy, coupled: bool = True):
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        policy: TreePolicy,
+        coupled: bool = True,
+        graphs: bool | None = None,
+        compiled: bool = False,
+    ):
         self.target, self.drafter, self.policy = target, drafter, policy
         self.coupled = coupled  # whether the drafter sees the noise of the draws, where there is any
+        self.graphs = target.device.type == "cuda" if graphs is None else graphs  # whether single texts stay on the GPU
+        self.compiled = compiled  # whether torch.compile makes their forward, where it is not fused by hand
         self.costs = ASSUMED
         self.calibrators: defaultdict[str, Calibrator] = defaultdict(Calibrator)  # by regime
         drafter.attach(target)
         self.prefill_seconds = 0.0
         self._generation = 0
+        self._made: tuple[Resident | None, str] | None = None
+        self.fallback = ""  # why the last text was not generated on the device
 
     def generate(self, prompt: Prompt, *, raw: bool = False, **sampling: Any) -> Generation:
         """The whole text. Keywords are the fields of SamplingParams; `raw` leaves out the chat template."""
@@ -97,47 +114,90 @@ class Engine:
             Sequence(prompt, own, self.policy.fresh(), self.target, self.coupled)
             for prompt, own in zip(prompts, params, strict=True)
         ]
-        hidden = self.target.prefill(prompts, self.drafter.taps)
-        self.drafter.start(prompts, hidden, [sequence.dice for sequence in sequences])
+        target: Target | SeatedTarget = self.target
+        drafter = self.drafter
+        if len(sequences) == 1 and (resident := self._resident(sequences[0])):
+            if not self.fallback:
+                for step in resident.run(self, sequences[0]):
+                    yield {0: step}
+                    self._check_alone(generation)
+                return
+            target, drafter = resident.seats(sequences[0])
+        hidden = target.prefill(prompts, drafter.taps)
+        drafter.start(prompts, hidden, [sequence.dice for sequence in sequences])
         self.prefill_seconds = time.perf_counter() - started
         live = dict(enumerate(sequences))
         while live:
             self._check_alone(generation)
-            steps = dict(zip(live, self._cycle(list(live.values())), strict=True))
+            steps = dict(zip(live, self._cycle(list(live.values()), target, drafter), strict=True))
             self._check_alone(generation)
             going = [place for place, sequence in enumerate(live.values()) if not sequence.finish]
             if 0 < len(going) < len(live):
-                self.target.retain(going)
-                self.drafter.retain(going)
+                target.retain(going)
+                drafter.retain(going)
             live = {i: sequence for i, sequence in live.items() if not sequence.finish}
             yield steps
+
+    @property
+    def resident(self) -> Resident | None:
+        """What holds single texts on the device, where that is possible; else `fallback` says why not."""
+        if self._made is None:
+            from windfall.resident.loop import settle
+
+            self._made = (None, "graphs are off")
+            if self.graphs:
+                self._made = settle(self.target, self.drafter, self.compiled)
+        resident, self.fallback = self._made
+        return resident
+
+    def _resident(self, sequence: Sequence) -> Resident | None:
+        """The same for this text; where `fallback` is not empty, policy and sampling stay on the host."""
+        resident = self.resident if len(sequence.tokens) > 1 else None
+        if resident is not None:
+            self.fallback = resident.refuses(sequence)
+        return resident
+
+    def warm_up(self, **sampling: Any) -> Iterator[float]:
+        """Load and record what generating with this sampling needs, on a text of no matter; yields the finished share.
+
+        Without it the first generation on a GPU does the same, silently.
+        """
+        params = self.params(**{**sampling, "max_new_tokens": WARM_UP, "stop": (), "eos": ()})
+        kept, self.calibrators = self.calibrators, defaultdict(Calibrator)
+        done = 0
+        try:
+            for steps in self.run([[0, 0, 0, 0]], [params]):
+                done += len(steps[0].tokens)
+                yield min(done / WARM_UP, 1.0)
+        finally:
+            self.calibrators = kept
 
     def _check_alone(self, generation: int) -> None:
         if generation != self._generation:
             raise RuntimeError("another generation has begun on this engine; load a second engine to run both")
 
     @torch.inference_mode()
-    def _cycle(self, live: list[Sequence]) -> list[Step]:
+    def _cycle(self, live: list[Sequence], target: Target | SeatedTarget, drafter: Drafter) -> list[Step]:
         clock, contexts = Stopwatch(), [s.context(self.costs, self.calibrators[s.regime]) for s in live]
-        drafted = self.drafter.begin([sequence.tokens[-1] for sequence in live])
+        drafted = drafter.begin([sequence.tokens[-1] for sequence in live])
         growth = [Growth(sequence.policy, context) for sequence, context in zip(live, contexts, strict=True)]
         while any(grows := [grower.next(tree) for grower, tree in zip(growth, drafted, strict=True)]):
             clock.lap("policy")
-            drafted = self.drafter.expand(drafted, grows)
+            drafted = drafter.expand(drafted, grows)
             clock.lap("draft")
         kept = [s.policy.select(tree, ctx) for s, tree, ctx in zip(live, drafted, contexts, strict=True)]
         trees = [tree.select(keep) for tree, keep in zip(drafted, kept, strict=True)]
         clock.lap("policy")
 
-        scores = self.target.score(trees)
+        scores = target.score(trees)
         draws = [s.sampler.draws(t, score.logits, s.tokens) for s, t, score in zip(live, trees, scores, strict=True)]
         verdicts = [walk(tree, draw) for tree, draw in zip(trees, draws, strict=True)]
-        self.target.commit([verdict.path for verdict in verdicts])
+        target.commit([verdict.path for verdict in verdicts])
         clock.lap("verify")
 
         paths = [keep[verdict.path] for keep, verdict in zip(kept, verdicts, strict=True)]  # as nodes of `drafted`
         states = [s.hidden[v.path] for s, v in zip(scores, verdicts, strict=True) if s.hidden is not None]
-        self.drafter.commit(drafted, paths, [verdict.bonus for verdict in verdicts], states or None)
+        drafter.commit(drafted, paths, [verdict.bonus for verdict in verdicts], states or None)
         clock.lap("draft")
 
         emitted = [s.accept(tree, verdict) for s, tree, verdict in zip(live, trees, verdicts, strict=True)]

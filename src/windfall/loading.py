@@ -28,6 +28,8 @@ def load(
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
     coupled: bool = True,
+    graphs: bool | None = None,
+    compiled: bool = False,
 ) -> Engine:
     """An engine that generates exactly what the target alone would.
 
@@ -35,19 +37,28 @@ def load(
     drafter: a name from `registry.drafters()`, a Drafter, a draft head (a folder, a hub id or a loaded one), or what
     `target` takes, for a smaller model of the same tokenizer. policy: a name from `registry.policies()` or a
     TreePolicy. A ready model stays where it is unless `device` or `dtype` says otherwise. `coupled`: at temperature
-    above 0 the drafter sees the coming noise. Without a drafter, the embedded model's own head, else n-grams.
+    above 0 the drafter sees the coming noise. `graphs`: whether single texts are decoded in CUDA graphs; none: on a GPU.
+    `compiled`: torch.compile where no fused forward exists. Without a drafter, the embedded model's own head, else
+    n-grams.
     """
     proposer = as_drafter(default_drafter(target) if drafter is None else drafter)
     shaper = as_policy(policy)  # first: a wrong name costs no loading
     if trust_remote_code and isinstance(proposer, LMDrafter):
         proposer.trust_remote_code = True
     judge = as_target(target, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    return make_engine(judge, proposer, shaper, coupled)
+    return make_engine(judge, proposer, shaper, coupled, graphs, compiled)
 
 
-def make_engine(target: Target, drafter: Drafter, policy: TreePolicy, coupled: bool = True) -> Engine:
+def make_engine(
+    target: Target,
+    drafter: Drafter,
+    policy: TreePolicy,
+    coupled: bool = True,
+    graphs: bool | None = None,
+    compiled: bool = False,
+) -> Engine:
     """An engine that knows what passes cost here, if its policy asks for it."""
-    engine = Engine(target, drafter, policy, coupled)
+    engine = Engine(target, drafter, policy, coupled, graphs, compiled)
     attach_costs(engine, policy)
     return engine
 

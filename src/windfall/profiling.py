@@ -12,11 +12,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median, median_low
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -37,6 +37,9 @@ from windfall.sampling import Sampler
 from windfall.target import Target
 from windfall.tree import DraftTree
 from windfall.verify import walk
+
+if TYPE_CHECKING:
+    from windfall.resident.loop import Resident
 
 Progress = Callable[[float], None]  # told the finished share, 0 to 1
 
@@ -159,6 +162,7 @@ def describe(engine: Engine) -> dict[str, Any]:
             "dtype": str(target.decoder.dtype),
             "device": str(target.device),
             "attention": str(target.model.config._attn_implementation),
+            "graphs": engine.resident is not None,
         },
         "drafter": _drafter(engine.drafter),
         "versions": {
@@ -229,8 +233,10 @@ def measure(
     median counts, and costs never fall with size. `stepped`: passes run in graphs of these sizes.
     """
     full = tuple(rows) == ROWS
-    rows, lengths = _within(engine.target.context, rows, lengths)
     clock = Clock(seconds, progress)
+    if engine.resident is not None:
+        return _measure_resident(engine, engine.resident, clock)
+    rows, lengths = _within(engine.target.context, rows, lengths)
     verifies = VerifyPasses(engine.target, rows, lengths)
     drafts: dict[int, list[float]] = defaultdict(list)
     overheads: list[float] = []
@@ -253,6 +259,25 @@ def measure(
     costs = Costs(Curve(tuple(drafted), tuple(times), stepped), verifies.curves(stepped), median(overheads), opening)
     steady = clock.undisturbed and verifies.spread < UNSTEADY
     return Profile(costs, describe(engine), full, clock.rounds, clock.elapsed, steady)
+
+
+def _measure_resident(engine: Engine, resident: Resident, clock: Clock) -> Profile:
+    """The same where passes are recorded work on the device."""
+    from windfall.resident.timing import costs, drafts_there
+
+    found = costs(resident)
+    if not drafts_there(resident.drafter):  # its passes run on the host
+        text, taken = _text(engine), defaultdict(list)
+        with _state_kept(engine):
+            for _ in range(ROUNDS // 2):
+                for width, seconds in _draft_passes(engine, text, WIDTHS):
+                    taken[width].append(seconds)
+        first = median_low(taken.pop(OPENING))
+        widths = tuple(sorted(taken)) or (1,)
+        times = monotone([median_low(taken.get(width, [first])) for width in widths])
+        found = replace(found, drafts=Curve(widths, tuple(times)), opening=max(first - times[0], 0.0))
+    clock.progress(1.0)
+    return Profile(found, describe(engine), True, 1, clock.elapsed, True)
 
 
 def _within(context: int | None, rows: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:

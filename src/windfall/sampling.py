@@ -64,7 +64,10 @@ def process(logits: Tensor, prefix: Tensor | None, prompt_length: int, params: S
         logits = _penalise(logits, prefix, prompt_length, params)
         for processor in params.processors:
             logits = processor(prefix, logits)
-    return logits if params.greedy else _warp(logits / params.temperature, params)
+    if params.greedy:
+        return logits
+    temperature = logits.new_full((1,), params.temperature)  # a tensor: CUDA multiplies by a number's reciprocal
+    return warp(logits / temperature, params)
 
 
 def _penalise(logits: Tensor, prefix: Tensor, prompt_length: int, params: SamplingParams) -> Tensor:
@@ -79,7 +82,7 @@ def _penalise(logits: Tensor, prefix: Tensor, prompt_length: int, params: Sampli
     return logits
 
 
-def _warp(logits: Tensor, params: SamplingParams) -> Tensor:
+def warp(logits: Tensor, params: SamplingParams) -> Tensor:
     if 0 < params.top_k < logits.shape[-1]:
         lowest = logits.topk(params.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < lowest, -torch.inf)
@@ -110,7 +113,7 @@ class Dice:
         """Draft log-probabilities [n, M] after nodes of these depths → log-probabilities that each token is drawn."""
         positions = (len(self.committed) + depths).to(logq.device)
         if tokens is None or tokens.dim() == 1:
-            scores = _warp(logq / self.params.temperature, self.params)
+            scores = warp(logq / self.params.temperature, self.params)
             noise = gumbel(self.params.seed, positions, _vocabulary(logq) if tokens is None else tokens)
             return torch.log_softmax((scores.log_softmax(-1) + noise) / self.kappa, -1)
         rest = (1 - logq.exp().sum(-1, keepdim=True)).clamp(min=1e-6).log()  # of all tokens that were not named

@@ -29,7 +29,7 @@ class Sequence:
         self.finish: str | None = None
         self._eos = frozenset(target.eos if params.eos is None else params.eos)
         limit = params.max_new_tokens
-        self._end = len(prompt) + (limit if target.context is None else min(limit, target.context - len(prompt)))
+        self.end = len(prompt) + (limit if target.context is None else min(limit, target.context - len(prompt)))
 
     @property
     def regime(self) -> str:
@@ -39,7 +39,7 @@ class Sequence:
     def context(self, costs: Costs, calibrator: Calibrator) -> Context:
         if self.dice:
             self.dice.kappa = calibrator.kappa
-        room = self._end - len(self.tokens)
+        room = self.end - len(self.tokens)
         return Context(len(self.tokens), room, self.params.temperature, costs, calibrator)
 
     def accept(self, tree: DraftTree, verdict: Verdict) -> tuple[tuple[int, ...], str]:
@@ -59,4 +59,4 @@ class Sequence:
             stopped = any(bool(torch.as_tensor(ask(ids, None)).all()) for ask in self.params.criteria)
         if stopped:
             return "stop"
-        return "length" if len(self.tokens) >= self._end else None
+        return "length" if len(self.tokens) >= self.end else None

@@ -14,7 +14,7 @@ from windfall.cli.options import (
     message,
     takes_records,
 )
-from windfall.cli.session import Session, check_chat
+from windfall.cli.session import Session, check_chat, record
 
 if TYPE_CHECKING:
     from windfall.engine import Generation
@@ -32,6 +32,7 @@ def chat(
     keywords = sampling.keywords()
     engine = model.load(policy.make())
     check_chat(engine)
+    record(engine, keywords)
     names = {"drafter": model.drafter_name, "policy": policy.name}
     conversation = Conversation(Session(engine, names, keywords, coloured=show_drafts), system)
     for line in filter(None, map(str.strip, console.turns())):

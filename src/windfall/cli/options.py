@@ -154,6 +154,11 @@ class ModelOptions:
         False
     )
 
+    no_graphs: Annotated[bool, _model("--no-graphs", "On a GPU, launch kernels one by one.")] = False
+    compile: Annotated[
+        bool, _model("--compile", "On a GPU, torch.compile models without a fused forward; the first pass takes long.")
+    ] = False
+
     def load(self, policy: Any = None) -> Engine:
         """The engine; names and settings are checked before the weights are read."""
         from windfall import loading
@@ -165,10 +170,20 @@ class ModelOptions:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always", HeadWarning)
             with console.waiting("Loading the model…"):
-                engine = loading.load(self.target, drafter, policy, **how, coupled=not self.uncoupled)
+                engine = loading.load(
+                    self.target,
+                    drafter,
+                    policy,
+                    **how,
+                    coupled=not self.uncoupled,
+                    graphs=False if self.no_graphs else None,
+                    compiled=self.compile,
+                )
         for each in told:
             if issubclass(each.category, HeadWarning):
                 console.note(str(each.message))
+        if engine.graphs and engine.resident is None:
+            console.note(f"passes are launched kernel by kernel, because {engine.fallback}")
         return engine
 
     @property

@@ -52,6 +52,14 @@ class Session:
         return console.DraftColours(self.engine, self.sampling["stop"]) if self.coloured else console.show_text
 
 
+def record(engine: Engine, sampling: dict[str, Any]) -> None:
+    """On a GPU, record the passes before the first text, and show how far that is."""
+    if engine.resident is not None:
+        with console.progress("Recording passes…") as told:
+            for share in engine.warm_up(**sampling):
+                told(share)
+
+
 def warm_up(engine: Engine, prompt: Prompt, raw: bool, sampling: dict[str, Any]) -> None:
     brief = {**sampling, "max_new_tokens": min(WARM_UP, sampling["max_new_tokens"])}
     engine.generate(prompt, raw=raw, **brief)

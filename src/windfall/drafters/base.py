@@ -85,6 +85,10 @@ def sprout(tree: DraftTree, grow: Grow, logq: Tensor, dice: Dice | None, tokens:
     else:
         values, order = logq.sort(dim=-1, descending=True, stable=True)
         values, picked = values[:, : grow.k], tokens.gather(1, order[:, : grow.k]).cpu()
-    values = values.cpu()
-    rows, rank = torch.isfinite(values).nonzero(as_tuple=True)
-    return tree.extend(grow.nodes[rows], picked[rows, rank], values[rows, rank], rank)
+    return hang(tree, grow.nodes, picked, values.cpu())
+
+
+def hang(tree: DraftTree, nodes: Tensor, tokens: Tensor, logq: Tensor) -> DraftTree:
+    """Hang children [n, k] under these nodes, the likeliest first; -inf marks an empty place."""
+    rows, rank = torch.isfinite(logq).nonzero(as_tuple=True)
+    return tree.extend(nodes[rows], tokens[rows, rank], logq[rows, rank], rank)

@@ -74,9 +74,14 @@ class FeatureHead(nn.Module):
         found: Tensor | None = self._shared.get("bias") if self.lm_head is None else None
         return found
 
+    @property
+    def embedding(self) -> Tensor:
+        """[V, H]"""
+        found: Tensor = self._shared["embedding"] if self.embed_tokens is None else self.embed_tokens.weight
+        return found
+
     def embed(self, tokens: Tensor) -> Tensor:
-        table = self._shared["embedding"] if self.embed_tokens is None else self.embed_tokens.weight
-        return nn.functional.embedding(tokens, table)
+        return nn.functional.embedding(tokens, self.embedding)
 
     def fuse(self, features: Tensor) -> Tensor:
         """The target's tapped states [.., taps * target_hidden] → [.., H]."""

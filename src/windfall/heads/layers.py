@@ -112,11 +112,16 @@ class Rotary(nn.Module):
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin, [B, 1, n, d]."""
+        cos, sin = self.angles(torch.empty(0, dtype=dtype, device=positions.device), positions)
+        return cos[:, None], sin[:, None]
+
+    def angles(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, [B, n, d], in the dtype of `like`."""
         device = positions.device
         if device not in self._made:
             self._made[device] = LlamaRotaryEmbedding(self._config).to(device)
-        cos, sin = self._made[device](torch.empty(0, dtype=dtype, device=device), positions)
-        return cos[:, None], sin[:, None]
+        cos, sin = self._made[device](like, positions)
+        return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

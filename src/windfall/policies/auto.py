@@ -13,8 +13,9 @@ from windfall.calibration import CHILDREN, Calibrator
 from windfall.context import Context
 from windfall.cost import Costs
 from windfall.options import option
+from windfall.policies import flat
 from windfall.policies.base import TreePolicy
-from windfall.records import Grow
+from windfall.records import Grow, Step
 from windfall.tree import DraftTree
 
 AHEAD = 4  # further passes looked ahead
@@ -41,8 +42,15 @@ class Auto(TreePolicy):
         self._plain_seconds = 0.0  # decoded without drafting since the last look
         self._cycle: Cycle | None = None
         self._curves: dict[int, list[float]] = {}
+        self._rule: flat.Rule | None = None  # where rows are cheap
+        self._ctx: Context | None = None
+        self._cycles = 0
 
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
+        if len(tree) == 1:
+            self._rule = flat.Rule(ctx) if flat.is_flat(ctx.costs, ctx.length) else None
+        if self._rule is not None:
+            return self._grow_flat(self._rule, tree, ctx)
         cycle = self._now(ctx)
         if ctx.room < 2:
             return None
@@ -55,6 +63,29 @@ class Auto(TreePolicy):
             return None
         cycle.expand(chosen)
         return Grow(torch.tensor(chosen), k=CHILDREN)
+
+    def _grow_flat(self, rule: flat.Rule, tree: DraftTree, ctx: Context) -> Grow | None:
+        """The next pass where rows are cheap."""
+        self._ctx = ctx
+        rule.learn(tree)
+        nodes = rule.frontier(tree) if rule.passes else [0]
+        asked = rule.passes >= flat.LEAST
+        if not nodes or rule.passes >= flat.PASSES or (asked and rule.gain(tree, nodes) <= 0):
+            return None
+        rule.taken.update(nodes)
+        rule.passes += 1
+        return Grow(torch.tensor(nodes), k=CHILDREN)
+
+    def _select_flat(self, rule: flat.Rule, tree: DraftTree) -> Tensor:
+        """The rows that are worth their price."""
+        count = flat.rows(rule.worth, self.nodes)
+        order = sorted(range(len(rule.reach)), key=lambda node: (-rule.reach[node], node))
+        return torch.tensor(sorted(order[:count]))
+
+    def observe(self, step: Step) -> None:
+        if self._rule is not None and self._ctx is not None:
+            flat.learn(step, self._ctx, foresee=self._cycles % flat.FORESEE == 0)
+            self._cycles += 1
 
     def _next_pass(self, cycle: Cycle, ctx: Context) -> list[int] | None:
         """The nodes of another draft pass, if it pays, or costs next to nothing."""
@@ -74,6 +105,8 @@ class Auto(TreePolicy):
         return chosen
 
     def select(self, tree: DraftTree, ctx: Context) -> Tensor:
+        if self._rule is not None:
+            return self._select_flat(self._rule, tree)
         cycle, self._cycle = self._now(ctx), None
         cycle.learn(tree, ctx.calibrator)
         seconds, values = self._seconds(ctx), cycle.values

@@ -23,10 +23,10 @@ class DDD(Beam):
         super().__post_init__()
         if not all(level.strip().isdecimal() for level in self.checks.split(",")):
             raise InputError(f"checks must be levels with commas between, e.g. 5,7,9, not {self.checks!r}")
-        self._levels = {int(level) for level in self.checks.split(",")}
+        self.levels = {int(level) for level in self.checks.split(",")}
 
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
         wish = super().grow(tree, ctx)
-        if wish is None or int(tree.depth[-1]) not in self._levels:
+        if wish is None or int(tree.depth[-1]) not in self.levels:
             return wish
         return wish if float(tree.score[wish.nodes].logsumexp(0)) >= self.threshold else None

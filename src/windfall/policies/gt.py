@@ -50,16 +50,16 @@ class GT(TreePolicy):
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
         self._ctx, level = ctx, int(tree.depth[-1])
         frontier = torch.nonzero(tree.depth == level).flatten()
-        if level and (level >= self.cap or float(tree.score[frontier].max()) <= self._least(ctx)):
+        if level and (level >= self.cap or float(tree.score[frontier].max()) <= self.least(ctx)):
             return None
         return Grow(best(tree, frontier, self.k), k=self.k)
 
     def select(self, tree: DraftTree, ctx: Context) -> Tensor:
         if self.each:
-            worth = tree.score > self._least(ctx)
+            worth = tree.score > self.least(ctx)
             worth[0] = True
             return best(tree, torch.nonzero(worth).flatten(), 1 + self.nodes)
-        counted = tree.depth if self.count_last else tree.depth[tree.score > self._least(ctx)]
+        counted = tree.depth if self.count_last else tree.depth[tree.score > self.least(ctx)]
         levels = int(counted.max()) if len(counted) else 0
         pool = torch.nonzero(tree.depth <= levels).flatten()
         return best(tree, pool, 1 + min(levels * self.k, self.nodes))
@@ -74,7 +74,7 @@ class GT(TreePolicy):
         speedup = len(step.tokens) * costs.verify(1, length) / seconds
         self._speedup += self.eta * (speedup - self._speedup)
 
-    def _least(self, ctx: Context) -> float:
+    def least(self, ctx: Context) -> float:
         """The log-probability a path must exceed."""
         c = ctx.costs.draft(self.k) / ctx.costs.verify(1, ctx.length) if self.c is None else self.c
         least = (c * self._speedup if self.threshold == "c*S" else c) - self.eps

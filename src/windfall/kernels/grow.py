@@ -1,0 +1,177 @@
+"""What follows a draft pass: its children join the tree, and the nodes of the next pass are chosen and laid out."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from windfall.calibration import BUCKETS, DEPTHS, RANKS, SURE
+from windfall.kernels.backend import on_triton
+
+NOBODY = -1
+RULES = ("beam", "calibrated")
+
+
+class TreeArrays(NamedTuple):
+    """A tree of `count` places, C at the most; a place whose key is -inf holds no node. Behind `count`: anything."""
+
+    tokens: Tensor  # [C] long
+    parents: Tensor  # [C] long, the root's is NOBODY
+    depth: Tensor  # [C] long
+    rank: Tensor  # [C] long
+    logq: Tensor  # [C] fp32
+    score: Tensor  # [C] fp32, the sum of logq from the root
+    key: Tensor  # [C] fp32, by which nodes are chosen; never above the parent's
+    chance: Tensor  # [C] fp32, of being accepted if the parent is
+    taken: Tensor  # [C] bool: expanded, or about to be
+    line: Tensor  # [C, D + 1] long: ancestors by depth, itself included, NOBODY elsewhere
+    slot: Tensor  # [C] long: an expanded node's place among the drafter's features; the root's is 0
+    count: Tensor  # type: ignore[assignment]  # [1] long
+
+
+class Ahead(NamedTuple):
+    """The rows of the next draft pass, W of them, and the S rows that the passes of a cycle have staged so far."""
+
+    nodes: Tensor  # [W] long, NOBODY: an empty row
+    tokens: Tensor  # [W] long
+    positions: Tensor  # [W] long
+    slots: Tensor  # [W] long: places in the drafter's cache
+    above: Tensor  # [W] long: the slot of each one's parent
+    here: Tensor  # [W] long: its own
+    mask: Tensor  # [W, S] bool: which staged rows are a row's ancestors or itself
+    expanded: Tensor  # [S] long: the node of each staged row, NOBODY behind them
+    staged: Tensor  # [1] long
+    length: Tensor  # [1] long: the drafter's committed columns, only read
+    promise: Tensor  # [4] fp32: best key, logsumexp of keys, what another pass should bring, nodes worth their row
+
+
+class Terms(NamedTuple):
+    """What the calibrated rule believes, and what things cost."""
+
+    weights: Tensor  # [1 + DEPTHS + RANKS] fp32: see Calibrator.accept
+    outlook: Tensor  # [DEPTHS, 3, children] fp32: mean chances of the children to come, see Calibrator.outlook
+    prices: Tensor  # [2] fp32: of a pass and of a row, in tokens
+
+
+def grow(
+    tree: TreeArrays,
+    nodes: Tensor,  # [w] long, just expanded; may be ahead.nodes itself
+    tokens: Tensor,  # [w, k] long
+    logq: Tensor,  # [w, k] fp32
+    ahead: Ahead,
+    rule: str,  # one of RULES
+    terms: Terms | None = None,  # for the calibrated rule
+) -> None:
+    """Append the children of these nodes, and make the W best nodes by key the rows of the next pass.
+
+    `beam` chooses among the newest children by the drafter's own score; `calibrated` among all nodes not yet expanded
+    by the chance of their whole path. Ties go to the lower index, and none at depth D is chosen. A child of NOBODY, or
+    with a log-probability of -inf, is an empty place. If the W rows no longer fit among the S, none is staged.
+    """
+    assert rule in RULES and (terms is not None or rule == "beam")
+    if on_triton(tokens):
+        from windfall.kernels.jit.grow import grow as compiled
+
+        compiled(tree, nodes, tokens, logq, ahead, terms if rule == "calibrated" else None)
+    else:
+        reference(tree, nodes, tokens, logq, ahead, terms if rule == "calibrated" else None)
+
+
+def reference(tree: TreeArrays, nodes: Tensor, tokens: Tensor, logq: Tensor, ahead: Ahead, terms: Terms | None) -> None:
+    """The same with torch; without terms the rule is `beam`."""
+    fresh = append(tree, nodes, tokens, logq, terms)
+    places = torch.arange(len(tree.tokens), device=nodes.device)
+    eligible = (tree.depth < tree.line.shape[1] - 1) & (places < tree.count)
+    eligible &= places >= tree.count - fresh if terms is None else ~tree.taken
+    values, order = torch.where(eligible, tree.key, -math.inf).sort(descending=True, stable=True)
+    width = len(ahead.nodes)
+    spare = max(width - len(order), 0)  # a frontier wider than the tree
+    keys = torch.nn.functional.pad(values[:width], (0, spare), value=-math.inf)
+    chosen = torch.where(keys > -math.inf, torch.nn.functional.pad(order[:width], (0, spare)), NOBODY)
+    stage(tree, ahead, chosen)
+    ahead.promise[0] = keys.amax()
+    ahead.promise[1] = keys.logsumexp(0)
+    ahead.promise[2:] = 0
+    if terms is not None:
+        fee, price = terms.prices
+        real = chosen.clamp(min=0)
+        bucket = sum((tree.chance[real] > edge).long() for edge in BUCKETS)
+        hopes = terms.outlook[tree.depth[real].clamp(max=DEPTHS - 1), bucket]  # [W, children]
+        ahead.promise[2] = (keys.exp()[:, None] * hopes - price).clamp(min=0).sum() - fee
+        worth = (tree.key.exp() > price) & (places > 0) & (places < tree.count)
+        ahead.promise[3] = worth.sum()
+
+
+def append(tree: TreeArrays, nodes: Tensor, tokens: Tensor, logq: Tensor, terms: Terms | None) -> int:
+    """Children [w, k] join the tree; returns how many places that took."""
+    width, k = tokens.shape
+    ranks = torch.arange(k, device=nodes.device).expand(width, k)
+    parent = nodes.clamp(min=0)[:, None].expand(width, k)
+    alive = (nodes >= 0)[:, None] & (logq > -math.inf)
+    depth = tree.depth[parent] + 1
+    if terms is None:
+        chance, step = logq.exp(), logq
+    else:
+        chance = torch.where(alive, believed(logq, depth, ranks, terms.weights), 0.0)  # fp64
+        chance = chance / chance.sum(1, keepdim=True).clamp(min=1)
+        step = chance.log().float()
+    base = tree.score if terms is None else tree.key
+    where = tree.count + torch.arange(width * k, device=nodes.device)
+    columns = torch.arange(tree.line.shape[1], device=nodes.device)
+    line = torch.where(columns == depth.flatten()[:, None], where[:, None], tree.line[parent.flatten()])
+    made = {
+        "tokens": tokens,
+        "parents": parent,
+        "depth": depth,
+        "rank": ranks,
+        "logq": logq,
+        "score": torch.where(alive, tree.score[parent] + logq, -math.inf),
+        "key": torch.where(alive, base[parent] + step, -math.inf),
+        "chance": torch.where(alive, chance, 0.0).float(),
+        "taken": torch.zeros_like(alive),
+    }
+    for name, values in made.items():
+        getattr(tree, name).index_copy_(0, where, values.flatten())
+    tree.line.index_copy_(0, where, line)
+    tree.count.add_(width * k)
+    return width * k
+
+
+def believed(logq: Tensor, depth: Tensor, rank: Tensor, weights: Tensor) -> Tensor:
+    """Calibrator.accept, in fp64."""
+    wide, weights = logq.double(), weights.double()
+    odds = (wide - (-wide.clamp(max=-1e-6).expm1()).log()).clamp(-SURE, SURE)
+    score = weights[0] * odds + weights[depth.clamp(max=DEPTHS)] + weights[1 + DEPTHS + rank.clamp(max=RANKS - 1)]
+    return score.clamp(-30, 30).sigmoid()
+
+
+def stage(tree: TreeArrays, ahead: Ahead, nodes: Tensor) -> None:
+    """Lay these nodes [W] out as the rows of the next pass."""
+    width, room, device = len(nodes), len(ahead.expanded), nodes.device
+    real, live = nodes.clamp(min=0), nodes >= 0
+    place = ahead.staged + torch.arange(width, device=device)
+    fits = ahead.staged + width <= room
+    ahead.nodes.copy_(nodes)
+    ahead.tokens.copy_(torch.where(live, tree.tokens[real], 0))
+    ahead.positions.copy_(ahead.length - 1 + torch.where(live, tree.depth[real], 0))
+    ahead.above.copy_(torch.where(live, tree.slot[tree.parents[real].clamp(min=0)], 0))
+    ahead.here.copy_(1 + place)
+    ahead.slots.copy_(ahead.length + place)
+    mine = (nodes[:, None] == torch.arange(len(tree.slot), device=device)) & live[:, None]  # [W, C]
+    tree.taken.logical_or_(mine.any(0))
+    tree.slot.copy_(torch.where(mine.any(0) & fits, (mine * ahead.here[:, None]).sum(0), tree.slot))
+    row = torch.arange(room, device=device) - ahead.staged
+    fresh = (row >= 0) & (row < width) & fits
+    ahead.expanded.copy_(torch.where(fresh, nodes[row.clamp(0, width - 1)], ahead.expanded))
+    ahead.mask.copy_(sees(tree, nodes, ahead.expanded))
+    ahead.staged.add_(width * fits)
+
+
+def sees(tree: TreeArrays, nodes: Tensor, others: Tensor) -> Tensor:
+    """[n, m] bool: whether each of `others` is that node itself or one of its ancestors; NOBODY is nobody's."""
+    above = tree.line[nodes.clamp(min=0)]  # [n, D + 1]
+    at_depth = tree.depth[others.clamp(min=0)].expand(len(nodes), -1)  # [n, m]
+    return (above.gather(1, at_depth) == others) & (others >= 0) & (nodes[:, None] >= 0)

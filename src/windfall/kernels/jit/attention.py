@@ -1,0 +1,265 @@
+"""Flash decoding over a tree: the rows of one key head's queries share its keys, which are split over programs.
+
+A row's result does not depend on how many rows are beside it: the split is a function of the capacity, the block of
+keys one of the head's width, and blocks are taken in ascending order from multiples of their size. Tiles are 16 or 32
+rows high with four warps side by side along the keys, which is the same matrix instruction and the same order of every
+sum for both. Nor does it depend on which of the rows it sees are committed and which staged.
+"""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from windfall.kernels.backend import power_of_two
+
+UNSPLIT = 512  # capacities up to this are read by one program for each head and block of rows: no second kernel
+LEAST_CHUNK = 128  # keys a program should have at least
+PROGRAMS = 256  # for all key heads together, however long the cache: two for each multiprocessor
+
+
+class Tile(NamedTuple):
+    """How many rows and keys a program works on at a time, with how many warps, loading how far ahead."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@triton.jit
+def _absorb(q, k, v, seen, scale, top, total, sums, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+    """One block of keys into the running softmax; top, total [M] and sums [M, D] are fp32."""
+    scores = tl.dot(q, k, input_precision=PRECISION)
+    if MASKED:
+        scores = tl.where(seen, scores, float("-inf"))
+    scores = scores * scale
+    higher = tl.maximum(top, tl.max(scores, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen so far
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(top - base)
+    total = total * shrink + tl.sum(weights, 1)
+    sums = tl.dot(weights.to(v.dtype), v, sums * shrink[:, None], input_precision=PRECISION)
+    return higher, total, sums
+
+
+@triton.jit(do_not_specialize=["rows", "staged", "capacity", "size", "mask_row"])
+def _attend(
+    queries,
+    keys,
+    values,
+    length_at,
+    mask,
+    out,
+    tops,
+    totals,
+    partials,
+    scale,
+    rows,
+    staged,
+    capacity,
+    size,
+    query_row,
+    query_head,
+    key_head,
+    key_row,
+    value_head,
+    value_row,
+    mask_row,
+    mask_column,
+    out_row,
+    out_head,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Program (block of rows, key head, split). Row m is query m // GROUP of head GROUP * key head + m % GROUP."""
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    length = tl.load(length_at).to(tl.int32)
+    end = tl.minimum(length + staged, capacity)
+    first = split * size
+    if first >= end:
+        return
+    last = tl.minimum(first + size, end)
+
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    node = row // GROUP
+    query = head * GROUP + row % GROUP
+    dims = tl.arange(0, BLOCK_D)
+    columns = tl.arange(0, BLOCK_N)
+    within = dims < D
+    live = row < rows
+    place = node[:, None].to(tl.int64) * query_row + query[:, None] * query_head + dims[None, :]
+    q = tl.load(queries + place, mask=live[:, None] & within[None, :], other=0.0)
+    keys += head.to(tl.int64) * key_head
+    values += head.to(tl.int64) * value_head
+
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+    whole = tl.maximum(tl.minimum(length // BLOCK_N * BLOCK_N, last), first)  # up to here every key is seen by all
+    for start in tl.range(first, whole, BLOCK_N):
+        column = start + columns
+        if BLOCK_D == D:
+            k = tl.load(keys + column[None, :] * key_row + dims[:, None])
+            v = tl.load(values + column[:, None] * value_row + dims[None, :])
+        else:
+            k = tl.load(keys + column[None, :] * key_row + dims[:, None], mask=within[:, None], other=0.0)
+            v = tl.load(values + column[:, None] * value_row + dims[None, :], mask=within[None, :], other=0.0)
+        top, total, sums = _absorb(q, k, v, live[:, None], scale, top, total, sums, False, PRECISION)
+    for start in tl.range(whole, last, BLOCK_N, num_stages=1):
+        column = start + columns
+        used = column < last
+        k = tl.load(keys + column[None, :] * key_row + dims[:, None], mask=within[:, None] & used[None, :], other=0.0)
+        v = tl.load(
+            values + column[:, None] * value_row + dims[None, :], mask=used[:, None] & within[None, :], other=0.0
+        )
+        stage = column - length
+        asked = live[:, None] & (used & (stage >= 0))[None, :]
+        told = tl.load(mask + node[:, None] * mask_row + stage[None, :] * mask_column, mask=asked, other=0)
+        seen = (told != 0) | (used & (stage < 0))[None, :]
+        top, total, sums = _absorb(q, k, v, seen, scale, top, total, sums, True, PRECISION)
+
+    if SPLIT:
+        place = (split * tl.num_programs(1) + head) * rows + row
+        tl.store(tops + place, top, mask=live)
+        tl.store(totals + place, total, mask=live)
+        tl.store(partials + place[:, None] * D + dims[None, :], sums, mask=live[:, None] & within[None, :])
+    else:
+        result = sums / tl.where(total == 0, 1.0, total)[:, None]
+        place = node[:, None].to(tl.int64) * out_row + query[:, None] * out_head + dims[None, :]
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=live[:, None] & within[None, :])
+
+
+@triton.jit(do_not_specialize=["rows", "staged", "capacity", "size"])
+def _combine(
+    tops,
+    totals,
+    partials,
+    length_at,
+    out,
+    rows,
+    staged,
+    capacity,
+    size,
+    out_row,
+    out_head,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Program (row, key head): the splits' softmaxes into one."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    length = tl.load(length_at).to(tl.int32)
+    end = tl.minimum(length + staged, capacity)
+    split = tl.arange(0, SPLITS)
+    dims = tl.arange(0, BLOCK_D)
+    made = split * size < end
+    place = (split * tl.num_programs(1) + head) * rows + row
+    top = tl.load(tops + place, mask=made, other=float("-inf"))
+    total = tl.load(totals + place, mask=made, other=0.0)
+    highest = tl.max(top, 0)
+    share = tl.exp2(top - tl.where(highest == float("-inf"), 0.0, highest))
+    inside = made[:, None] & (dims < D)[None, :]
+    sums = tl.load(partials + place[:, None] * D + dims[None, :], mask=inside, other=0.0)
+    whole = tl.sum(share * total, 0)
+    result = tl.sum(sums * share[:, None], 0) / tl.where(whole == 0, 1.0, whole)
+    target = (row // GROUP).to(tl.int64) * out_row + (head * GROUP + row % GROUP) * out_head + dims
+    tl.store(out + target, result.to(out.dtype.element_ty), mask=dims < D)
+
+
+def tile(rows: int, width: int, dtype: torch.dtype) -> Tile:
+    """Rows beside a row change how many a program takes, never how it treats one of them."""
+    if dtype == torch.float32:  # no matrix instruction: the same tile for all
+        return Tile(16, 32, 4, 2) if width <= 64 else Tile(16, 16, 8, 2)
+    return Tile(16 if rows <= 16 else 32, 64, 4, 3)
+
+
+def chunk(capacity: int, key_heads: int) -> int:
+    """How many keys a split holds: whatever makes enough programs of a full cache, whichever rows look at it."""
+    if capacity <= UNSPLIT:
+        return power_of_two(capacity)
+    return max(LEAST_CHUNK, power_of_two(-(-capacity * key_heads // PROGRAMS)))
+
+
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    length: Tensor,
+    mask: Tensor,
+    scale: float,
+    out: Tensor,
+    shape: Tile | None = None,
+    size: int | None = None,
+) -> None:
+    """`tree_attention` into `out`; `shape` and `size` (a split's keys, a multiple of the tile's) are for measuring."""
+    (count, heads, width), (shared, capacity, _) = queries.shape, keys.shape
+    assert queries.stride(2) == keys.stride(2) == values.stride(2) == out.stride(2) == 1
+    rows = count * heads // shared
+    shape = tile(rows, width, queries.dtype) if shape is None else shape
+    size = max(chunk(capacity, shared) if size is None else size, shape.keys)
+    splits = -(-capacity // size)
+    tops = torch.empty((2, splits, shared, rows), device=out.device) if splits > 1 else out
+    partials = torch.empty((splits, shared, rows, width), device=out.device) if splits > 1 else out
+    across = max(power_of_two(width), 16)
+    mask = mask.view(torch.uint8)
+    _attend[(-(-rows // shape.rows), shared, splits)](
+        queries,
+        keys,
+        values,
+        length,
+        mask,
+        out,
+        tops[0],
+        tops[-1],
+        partials,
+        scale * 1.4426950408889634,  # softmax in powers of two
+        rows,
+        mask.shape[1],
+        capacity,
+        size,
+        *queries.stride()[:2],
+        *keys.stride()[:2],
+        *values.stride()[:2],
+        *mask.stride(),
+        *out.stride()[:2],
+        GROUP=heads // shared,
+        D=width,
+        SPLIT=splits > 1,
+        BLOCK_M=shape.rows,
+        BLOCK_N=shape.keys,
+        BLOCK_D=across,
+        PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+    )
+    if splits > 1:
+        _combine[(rows, shared)](
+            tops[0],
+            tops[1],
+            partials,
+            length,
+            out,
+            rows,
+            mask.shape[1],
+            capacity,
+            size,
+            *out.stride()[:2],
+            GROUP=heads // shared,
+            D=width,
+            SPLITS=power_of_two(splits),
+            BLOCK_D=across,
+            num_warps=4,
+        )

@@ -1,0 +1,326 @@
+"""One program: children are appended, the best are found by one maximum after the other, and laid out as rows.
+
+Reductions are of 32-bit integers, which a warp does in one instruction. What one thread stores and another reads has a
+barrier between.
+"""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from windfall.kernels.backend import power_of_two
+from windfall.kernels.grow import Ahead, Terms, TreeArrays
+
+NONE = tl.constexpr(-(2**31))  # below every float's order
+FAR = tl.constexpr(2**31 - 1)
+COLUMNS = tl.constexpr(8)  # of `line`, copied at a time
+TILE = 4096  # cells of the mask made at a time
+
+
+@triton.jit
+def order_of(values):
+    """32-bit integers that sort like these floats."""
+    bits = (values + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _value_of(order):
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _believed(logq, depth, rank, weights):
+    """Calibrator.accept in fp64; depth is that of the children."""
+    wide = logq.to(tl.float64)
+    odds = wide - tl.log(1.0 - tl.exp(tl.minimum(wide, -1e-6)))
+    odds = tl.minimum(tl.maximum(odds, -5.0), 5.0)
+    score = tl.load(weights).to(tl.float64) * odds
+    score += tl.load(weights + tl.minimum(depth, 6)).to(tl.float64)
+    score += tl.load(weights + 7 + tl.minimum(rank, 4)).to(tl.float64)
+    score = tl.minimum(tl.maximum(score, -30.0), 30.0)
+    return 1.0 / (1.0 + tl.exp(-score))
+
+
+@triton.jit
+def _append(
+    nodes,
+    names,
+    values,
+    tokens,
+    parents,
+    depth,
+    rank,
+    logq,
+    score,
+    key,
+    chance,
+    taken,
+    line,
+    weights,
+    count,
+    CALIBRATED: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    DEEPEST: tl.constexpr,
+    GIVEN: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The children [BLOCK_W, BLOCK_K] of these nodes; returns their places, depth and keys, -inf for none."""
+    row = tl.arange(0, BLOCK_W)
+    column = tl.arange(0, BLOCK_K)
+    node = tl.load(nodes + row, mask=row < GIVEN, other=-1).to(tl.int32)
+    parent = tl.maximum(node, 0)
+    inside = (row < GIVEN)[:, None] & (column < K)[None, :]
+    cell = row[:, None] * K + column[None, :]
+    place = count + cell
+    fits = inside & (place < CAPACITY)
+    own = tl.load(values + cell, mask=inside, other=float("-inf"))
+    below = tl.load(depth + parent).to(tl.int32) + 1
+    base = tl.load(score + parent)
+    alive = (node >= 0)[:, None] & (own > float("-inf"))
+    total = tl.where(alive, base[:, None] + own, float("-inf"))
+    if CALIBRATED:
+        hope = tl.where(alive, _believed(tl.where(alive, own, -1.0), below[:, None], column[None, :], weights), 0.0)
+        hope = hope / tl.maximum(tl.sum(hope, 1), 1.0)[:, None]
+        step = tl.log(tl.where(alive, hope, 1.0)).to(tl.float32)
+        keys = tl.where(alive, tl.load(key + parent)[:, None] + step, float("-inf"))
+        likely = hope.to(tl.float32)
+    else:
+        keys = total
+        likely = tl.where(alive, tl.exp(own), 0.0)
+    deep = tl.broadcast_to(below[:, None], (BLOCK_W, BLOCK_K))
+    tl.store(tokens + place, tl.load(names + cell, mask=inside, other=0), mask=fits)
+    tl.store(parents + place, tl.broadcast_to(parent[:, None], (BLOCK_W, BLOCK_K)).to(tl.int64), mask=fits)
+    tl.store(depth + place, deep.to(tl.int64), mask=fits)
+    tl.store(rank + place, tl.broadcast_to(column[None, :], (BLOCK_W, BLOCK_K)).to(tl.int64), mask=fits)
+    tl.store(logq + place, own, mask=fits)
+    tl.store(score + place, total, mask=fits)
+    tl.store(key + place, keys, mask=fits)
+    tl.store(chance + place, likely, mask=fits)
+    tl.store(taken + place, tl.zeros([BLOCK_W, BLOCK_K], tl.uint8), mask=fits)
+    for start in range(0, DEEPEST + 1, COLUMNS):
+        level = start + tl.arange(0, COLUMNS)
+        above = tl.load(
+            line + parent[:, None] * (DEEPEST + 1) + level[None, :], mask=(level <= DEEPEST)[None, :], other=-1
+        )
+        itself = level[None, None, :] == below[:, None, None]
+        ancestors = tl.where(itself, place[:, :, None].to(tl.int64), above[:, None, :])
+        goal = line + place[:, :, None] * (DEEPEST + 1) + level[None, None, :]
+        tl.store(goal, ancestors, mask=fits[:, :, None] & (level <= DEEPEST)[None, None, :])
+    return place, deep, keys
+
+
+@triton.jit
+def _best(order, place, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """The places of the highest orders, best first, ties to the lower, -1 behind them; and those orders."""
+    lane = tl.arange(0, BLOCK)
+    chosen = tl.full([BLOCK], -1, tl.int32)
+    orders = tl.full([BLOCK], NONE, tl.int32)
+    for turn in range(COUNT):
+        first = tl.max(order, 0)
+        found = tl.min(tl.where(order == first, place, FAR), 0)
+        chosen = tl.where((lane == turn) & (first > NONE), found, chosen)
+        orders = tl.where(lane == turn, first, orders)
+        order = tl.where(place == found, NONE, order)
+    return chosen, orders
+
+
+@triton.jit
+def _outlook(keys, level, likely, outlook, CHILDREN: tl.constexpr, BLOCK: tl.constexpr, price):
+    """What the children of these nodes should bring, less the price of their rows."""
+    child = tl.arange(0, BLOCK)
+    bucket = (likely > 0.35).to(tl.int32) + (likely > 0.75).to(tl.int32)
+    entry = (tl.minimum(level, 5) * 3 + bucket)[:, None] * CHILDREN + child[None, :]
+    hopes = tl.load(outlook + entry, mask=(child < CHILDREN)[None, :], other=0.0)
+    worth = tl.where((child < CHILDREN)[None, :], tl.maximum(tl.exp(keys)[:, None] * hopes - price, 0.0), 0.0)
+    return tl.sum(tl.sum(worth, 1), 0)
+
+
+@triton.jit
+def _grow(
+    nodes,
+    names,
+    values,
+    tokens,
+    parents,
+    depth,
+    rank,
+    logq,
+    score,
+    key,
+    chance,
+    taken,
+    line,
+    slot,
+    count_at,
+    weights,
+    outlook,
+    prices,
+    next_nodes,
+    next_tokens,
+    positions,
+    slots,
+    above,
+    here,
+    mask,
+    expanded,
+    staged_at,
+    length_at,
+    promise,
+    mask_row,
+    CALIBRATED: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    DEEPEST: tl.constexpr,
+    GIVEN: tl.constexpr,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROOM: tl.constexpr,
+    CHILDREN: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+):
+    count = tl.load(count_at).to(tl.int32)
+    staged = tl.load(staged_at).to(tl.int32)
+    length = tl.load(length_at).to(tl.int32)
+    place, deep, fresh = _append(
+        nodes,
+        names,
+        values,
+        tokens,
+        parents,
+        depth,
+        rank,
+        logq,
+        score,
+        key,
+        chance,
+        taken,
+        line,
+        weights,
+        count,
+        CALIBRATED,
+        CAPACITY,
+        DEEPEST,
+        GIVEN,
+        K,
+        BLOCK_W,
+        BLOCK_K,
+    )
+    tl.debug_barrier()
+    count += GIVEN * K
+    price = 0.0
+    if CALIBRATED:
+        price = tl.load(prices + 1)
+        place = tl.arange(0, BLOCK_C)
+        known = (place < count) & (place < CAPACITY)
+        every = tl.load(key + place, mask=known, other=float("-inf"))
+        idle = tl.load(taken + place, mask=known, other=1) == 0
+        shallow = tl.load(depth + place, mask=known, other=DEEPEST) < DEEPEST
+        order = tl.where(known & idle & shallow & (every > float("-inf")), order_of(every), NONE)
+        worthy = tl.sum((known & (place > 0) & (tl.exp(every) > price)).to(tl.int32), 0)
+    else:
+        choosable = (deep < DEEPEST) & (fresh > float("-inf")) & (place < CAPACITY)
+        order = tl.reshape(tl.where(choosable, order_of(fresh), NONE), (BLOCK_W * BLOCK_K,))
+        place = tl.reshape(place, (BLOCK_W * BLOCK_K,))
+    chosen, orders = _best(order, place, WIDTH, BLOCK_N)
+
+    lane = tl.arange(0, BLOCK_N)
+    live = lane < WIDTH
+    real = chosen >= 0
+    node = tl.maximum(chosen, 0)
+    level = tl.load(depth + node, mask=real, other=0).to(tl.int32)
+    likely = tl.load(chance + node, mask=real, other=0.0)
+    parent = tl.load(parents + node, mask=real, other=0)
+    fits = staged + WIDTH <= ROOM
+    tl.store(next_nodes + lane, chosen.to(tl.int64), mask=live)
+    tl.store(next_tokens + lane, tl.load(tokens + node, mask=real, other=0), mask=live)
+    tl.store(positions + lane, (length - 1 + level).to(tl.int64), mask=live)
+    tl.store(slots + lane, (length + staged + lane).to(tl.int64), mask=live)
+    tl.store(above + lane, tl.load(slot + parent, mask=real, other=0), mask=live)
+    tl.store(here + lane, (1 + staged + lane).to(tl.int64), mask=live)
+    tl.store(taken + node, tl.full([BLOCK_N], 1, tl.uint8), mask=real)
+    tl.store(slot + node, (1 + staged + lane).to(tl.int64), mask=real & fits)
+    tl.store(expanded + staged + lane, chosen.to(tl.int64), mask=live & fits)
+    for start in range(0, ROOM, BLOCK_S):
+        other = start + tl.arange(0, BLOCK_S)
+        earlier = other < tl.minimum(staged, ROOM)
+        who = tl.load(expanded + other, mask=earlier, other=-1).to(tl.int32)
+        at = tl.load(depth + tl.maximum(who, 0), mask=who >= 0, other=0).to(tl.int32)
+        asked = real[:, None] & (who >= 0)[None, :]
+        found = tl.load(line + node[:, None] * (DEEPEST + 1) + at[None, :], mask=asked, other=-2).to(tl.int32)
+        itself = (other[None, :] == staged + lane[:, None]) & real[:, None] & fits  # no other of these is an ancestor
+        seen = (found == who[None, :]) | itself
+        tl.store(
+            mask + lane[:, None] * mask_row + other[None, :],
+            seen.to(tl.uint8),
+            mask=live[:, None] & (other < ROOM)[None, :],
+        )
+
+    keys = tl.where(real, _value_of(orders), float("-inf"))
+    most = tl.max(keys, 0)
+    base = tl.where(most == float("-inf"), 0.0, most)
+    tl.store(promise, most)
+    total = tl.sum(tl.exp(keys - base), 0)
+    tl.store(promise + 1, most + tl.log(tl.maximum(total, 1.0)))  # 1 of it is the best's own
+    if CALIBRATED:
+        coming = _outlook(keys, level, likely, outlook, CHILDREN, BLOCK_O, price)
+        tl.store(promise + 2, coming - tl.load(prices))
+        tl.store(promise + 3, worthy.to(tl.float32))
+    else:
+        tl.store(promise + 2, 0.0)
+        tl.store(promise + 3, 0.0)
+    tl.store(count_at, count.to(tl.int64))
+    tl.store(staged_at, (staged + tl.where(fits, WIDTH, 0)).to(tl.int64))
+
+
+def grow(tree: TreeArrays, nodes: Tensor, tokens: Tensor, logq: Tensor, ahead: Ahead, terms: Terms | None) -> None:
+    """`kernels.grow`; without terms the rule is `beam`."""
+    (given, k), width, (capacity, columns) = tokens.shape, len(ahead.nodes), tree.line.shape
+    assert ahead.mask.stride(1) == 1 and logq.dtype == torch.float32
+    assert all(x.is_contiguous() for x in (*tree, nodes, tokens, logq, *ahead[:6], ahead.expanded, *(terms or ())))
+    weights, outlook, prices = terms or (tree.key, tree.key[:1, None, None], tree.key)
+    block, across = power_of_two(given) * power_of_two(k), power_of_two(width)
+    everyone = power_of_two(capacity)
+    _grow[(1,)](
+        nodes,
+        tokens,
+        logq,
+        *tree[:8],
+        tree.taken.view(torch.uint8),
+        tree.line,
+        tree.slot,
+        tree.count,
+        weights,
+        outlook,
+        prices,
+        *ahead[:6],
+        ahead.mask.view(torch.uint8),
+        ahead.expanded,
+        ahead.staged,
+        ahead.length,
+        ahead.promise,
+        ahead.mask.stride(0),
+        CALIBRATED=terms is not None,
+        CAPACITY=capacity,
+        DEEPEST=columns - 1,
+        GIVEN=given,
+        K=k,
+        WIDTH=width,
+        ROOM=len(ahead.expanded),
+        CHILDREN=outlook.shape[2],
+        BLOCK_W=power_of_two(given),
+        BLOCK_K=power_of_two(k),
+        BLOCK_N=across,
+        BLOCK_C=everyone,
+        BLOCK_S=min(power_of_two(len(ahead.expanded)), max(TILE // across, 16)),
+        BLOCK_O=power_of_two(outlook.shape[2]),
+        num_warps=8 if block > 256 or (terms is not None and everyone > 1024) else 4,
+    )

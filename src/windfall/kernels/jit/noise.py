@@ -1,0 +1,30 @@
+"""`sampling.gumbel` inside a kernel, bit by bit."""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+
+import triton
+import triton.language as tl
+
+GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)  # splitmix64
+FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
+SECOND = tl.constexpr(0x94D049BB133111EB)
+
+
+@triton.jit
+def mix(x):
+    x = (x ^ (x >> 30)) * FIRST
+    x = (x ^ (x >> 27)) * SECOND
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def noise_key(seed, position):
+    """What a position's noise is made of, uint64."""
+    return mix(mix(seed.to(tl.uint64)) + (position.to(tl.uint64) + 1) * GOLDEN)
+
+
+@triton.jit
+def gumbel(key, tokens):
+    """Noise of these tokens in fp32, computed in fp64."""
+    bits = mix(key + (tokens.to(tl.uint64) + 1) * GOLDEN) >> 12
+    uniform = (bits.to(tl.int64).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2^-52
+    return (-tl.log(-tl.log(uniform))).to(tl.float32)

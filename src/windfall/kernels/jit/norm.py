@@ -1,0 +1,158 @@
+"""Element-wise kernels. Products and sums are rounded one by one, as separate torch operations would: no fused
+multiply-add, and a pass through the model's dtype wherever eager code stores a result."""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from windfall.kernels.backend import power_of_two
+
+ACROSS = 512  # columns of a program of silu_mul
+
+
+@triton.jit
+def _add_norm(
+    x, residual, weight, normed, total, width, eps, x_row, residual_row, ADD: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Program (row)."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    kind = normed.dtype.element_ty
+    wide = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        wide += tl.load(residual + row * residual_row + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(total + row * width + column, wide.to(kind), mask=inside)
+        wide = wide.to(kind).to(tl.float32)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed + row * width + column, (factor * wide.to(kind).to(tl.float32)).to(kind), mask=inside)
+
+
+@triton.jit
+def _silu_mul(gate_up, out, width, gate_row, BLOCK: tl.constexpr):
+    """Program (row, stretch)."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    kind = out.dtype.element_ty
+    gate = tl.load(gate_up + row * gate_row + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * gate_row + width + column, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(kind).to(tl.float32)
+    tl.store(out + row * width + column, (gate * up).to(kind), mask=inside)
+
+
+@triton.jit
+def _rotate_and_store(
+    qkv,
+    cos,
+    sin,
+    keys,
+    values,
+    slots,
+    out,
+    qkv_row,
+    turn_row,
+    key_head,
+    key_row,
+    value_head,
+    value_row,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (row, head of queries, keys or values)."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    half = D // 2
+    dim = tl.arange(0, BLOCK)
+    inside = dim < half
+    kind = out.dtype.element_ty
+    start = qkv + row * qkv_row + head * D
+    left = tl.load(start + dim, mask=inside, other=0.0)
+    right = tl.load(start + half + dim, mask=inside, other=0.0)
+    if head < HEADS + SHARED:
+        turn = row * turn_row + dim
+        before, after = left.to(tl.float32), right.to(tl.float32)
+        one = before * tl.load(cos + turn, mask=inside, other=0.0).to(tl.float32)
+        two = after * tl.load(sin + turn, mask=inside, other=0.0).to(tl.float32)
+        left = (one.to(kind).to(tl.float32) - two.to(kind).to(tl.float32)).to(kind)
+        one = after * tl.load(cos + turn + half, mask=inside, other=0.0).to(tl.float32)
+        two = before * tl.load(sin + turn + half, mask=inside, other=0.0).to(tl.float32)
+        right = (one.to(kind).to(tl.float32) + two.to(kind).to(tl.float32)).to(kind)
+    if head < HEADS:
+        target = out + (row * HEADS + head) * D
+    else:
+        slot = tl.load(slots + row).to(tl.int64)
+        if head < HEADS + SHARED:
+            target = keys + (head - HEADS).to(tl.int64) * key_head + slot * key_row
+        else:
+            target = values + (head - HEADS - SHARED).to(tl.int64) * value_head + slot * value_row
+    tl.store(target + dim, left, mask=inside)
+    tl.store(target + half + dim, right, mask=inside)
+
+
+def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    rows, width = x.shape
+    assert x.stride(1) == 1 and (residual is None or residual.stride(1) == 1)
+    normed = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    total = x if residual is None else torch.empty_like(normed)
+    other = x if residual is None else residual
+    block = power_of_two(width)
+    _add_norm[(rows,)](
+        x,
+        other,
+        weight,
+        normed,
+        total,
+        width,
+        eps,
+        x.stride(0),
+        other.stride(0),
+        ADD=residual is not None,
+        BLOCK=block,
+        num_warps=max(1, min(16, block // 256)),
+        enable_fp_fusion=False,
+    )
+    return normed, total
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    assert gate_up.stride(1) == 1
+    out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    _silu_mul[(rows, -(-width // ACROSS))](
+        gate_up, out, width, gate_up.stride(0), BLOCK=ACROSS, num_warps=4, enable_fp_fusion=False
+    )
+    return out
+
+
+def rotate_and_store(qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> Tensor:
+    (rows, columns), (shared, _, width) = qkv.shape, keys.shape
+    heads = columns // width - 2 * shared
+    assert qkv.stride(1) == cos.stride(1) == sin.stride(1) == keys.stride(2) == values.stride(2) == 1
+    assert cos.stride(0) == sin.stride(0) and width % 2 == 0
+    out = torch.empty((rows, heads, width), dtype=qkv.dtype, device=qkv.device)
+    _rotate_and_store[(rows, heads + 2 * shared)](
+        qkv,
+        cos,
+        sin,
+        keys,
+        values,
+        slots,
+        out,
+        qkv.stride(0),
+        cos.stride(0),
+        *keys.stride()[:2],
+        *values.stride()[:2],
+        HEADS=heads,
+        SHARED=shared,
+        D=width,
+        BLOCK=power_of_two(width // 2),
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
+    return out

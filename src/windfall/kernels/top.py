@@ -1,0 +1,51 @@
+"""The likeliest children of the nodes of a draft pass, ranked by what the target will draw where that is known."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from windfall.kernels.backend import on_triton
+from windfall.kernels.draw import gumbel
+
+MOST = 16  # children of a node
+
+
+def top_children(
+    logits: Tensor,  # [w, V]
+    k: int,
+    positions: Tensor | None = None,  # [w] long; with it come the next three, each one number on the device
+    seed: Tensor | None = None,  # int64
+    temperature: Tensor | None = None,  # fp32, above 0
+    kappa: Tensor | None = None,  # fp32
+    tokens: Tensor | None = None,  # [V] long: the token of each column
+) -> tuple[Tensor, Tensor]:
+    """The k largest of log_softmax(x) for each row and their tokens → [w, k] fp32, [w, k] long.
+
+    x is logits, or with dice (logits / temperature + noise) / kappa; the lower column goes first at ties.
+    """
+    assert 0 < k <= min(MOST, logits.shape[-1])
+    if on_triton(logits):
+        from windfall.kernels.jit.top import top_children as compiled
+
+        return compiled(logits, k, positions, seed, temperature, kappa, tokens)
+    return reference(logits, k, positions, seed, temperature, kappa, tokens)
+
+
+def reference(
+    logits: Tensor,
+    k: int,
+    positions: Tensor | None = None,
+    seed: Tensor | None = None,
+    temperature: Tensor | None = None,
+    kappa: Tensor | None = None,
+    tokens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    scores = logits.float()
+    if positions is not None:
+        assert seed is not None and temperature is not None and kappa is not None
+        names = torch.arange(logits.shape[-1], device=logits.device) if tokens is None else tokens
+        scores = (scores / temperature + gumbel(seed, positions, names)) / kappa
+    values, order = scores.log_softmax(-1).sort(dim=-1, descending=True, stable=True)
+    values, order = values[:, :k], order[:, :k]
+    return values, order if tokens is None else tokens[order]

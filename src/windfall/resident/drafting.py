@@ -1,0 +1,233 @@
+"""Drafters on fixed buffers: a cycle's first pass takes in what was committed, each later one expands some nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windfall.decoder import Decoder
+from windfall.heads.base import FeatureHead
+from windfall.heads.layers import head_dim, masked_attention
+from windfall.kernels.attention import tree_attention
+from windfall.kernels.top import MOST, top_children
+from windfall.records import SamplingParams
+from windfall.resident.forward import Pass, Unfit
+from windfall.resident.judge import Dials, Judge, copy_rows, fitting
+from windfall.resident.swift import Swift
+from windfall.sampling import warp
+
+CHUNK = 1024  # columns of a prompt that one pass takes in
+
+
+class Sprouting:
+    """From a drafter's logits to children, by one way of sampling: coupled to the coming draws, or not."""
+
+    def __init__(self, params: SamplingParams, coupled: bool, dials: Dials):
+        self.params, self.dials = params, dials
+        self.coupled = coupled and not params.greedy
+        self.warped = self.coupled and bool(params.top_k or params.top_p < 1 or params.min_p)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What a recorded pass depends on."""
+        params = self.params
+        if self.warped:
+            return ("warped", params.temperature, params.top_k, params.top_p, params.min_p)
+        return ("coupled",) if self.coupled else ("alone",)
+
+    def children(self, logits: Tensor, positions: Tensor, k: int, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and tokens [w, k]; `positions` [w] are those of the draws after these rows."""
+        dice: dict[str, Any] = {}
+        if self.coupled:
+            temperature = self.dials.temperature
+            if self.warped:
+                logits = warp(logits.float().log_softmax(-1) / self.params.temperature, self.params)
+                temperature = torch.ones_like(temperature)
+            dice = {"positions": positions, "seed": self.dials.seed, "temperature": temperature}
+            dice["kappa"] = self.dials.kappa
+        k = min(k, logits.shape[-1])
+        if k <= MOST:
+            return top_children(logits, k, tokens=tokens, **dice)
+        return many_children(logits, k, tokens=tokens, **dice)
+
+
+class Draft:
+    """What all of them share: the columns that were committed but not taken in, and the length of what was."""
+
+    lag: int  # a node's draw comes so many positions after its column
+
+    def __init__(self, judge: Judge, pending: int):
+        device, long = judge.device, torch.long
+        self.judge, self.pending = judge, pending
+        self.tokens = torch.zeros(pending, dtype=long, device=device)  # committed, but not taken in
+        self.waiting = torch.zeros(1, dtype=long, device=device)  # how many of them are
+        self.length = torch.zeros(1, dtype=long, device=device)  # columns taken in
+        self._places = torch.arange(pending, device=device)
+        self._causal = torch.ones(pending, pending, dtype=torch.bool, device=device).tril()
+
+    @property
+    def vocabulary(self) -> Tensor | None:
+        """[M] the token of each column of the logits; None: they are the target's."""
+        return None
+
+    def start(self, prompt: list[int], hidden: Tensor | None) -> None:
+        """Take in a prompt but for its last column, which stays pending."""
+        raise NotImplementedError
+
+    def open(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Take in the pending columns, which are `rows` at the most; logits [1, V] after the last, and its draw's
+        position [1]."""
+        slots = self.length + self._places[:rows]
+        given = Pass(self.tokens[:rows], slots, slots, self._causal[:rows, :rows], self.length)
+        last = self.waiting - 1
+        logits = self._opened(given, last)
+        self.length.add_(self.waiting)
+        return logits, self.length - 1 + self.lag
+
+    def grow(self, rows: Pass, above: Tensor, here: Tensor) -> Tensor:
+        """Run nodes whose parents have the places `above` and which get the places `here`; logits [w, V]."""
+        raise NotImplementedError
+
+    def _opened(self, rows: Pass, last: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class HeadDraft(Draft):
+    """A head on the target's hidden states. Column t holds token t + 1."""
+
+    lag = 2
+
+    def __init__(self, head: FeatureHead, judge: Judge, pending: int, staged: int):
+        super().__init__(judge, pending)
+        self.head = head
+        layer, device, dtype = head.config.layer, judge.device, head.dtype
+        heads, width = layer.num_key_value_heads, head_dim(layer)
+        self.kv = torch.zeros(2, layer.num_hidden_layers, heads, judge.capacity, width, dtype=dtype, device=device)
+        self.features = torch.zeros(pending, judge.width, dtype=dtype, device=device)
+        self.own = torch.zeros(staged + 1, layer.hidden_size, dtype=dtype, device=device)  # what the head goes on from
+        try:
+            self.swift: Swift | None = Swift(head, judge.capacity)
+        except Unfit:
+            self.swift = None
+
+    @property
+    def vocabulary(self) -> Tensor | None:
+        return self.head.draft_tokens
+
+    def start(self, prompt: list[int], hidden: Tensor | None) -> None:
+        assert hidden is not None
+        device, count = self.judge.device, len(prompt) - 2
+        tokens = torch.tensor(prompt[1:], device=device)
+        memory = Reading(self.kv)
+        for start in range(0, count, CHUNK):
+            end = min(start + CHUNK, count)
+            memory.span = (start, end)
+            positions = torch.arange(start, end, device=device)
+            self.head(tokens[None, start:end], self.head.fuse(hidden[None, start:end]), positions[None], memory)
+        self.length.fill_(count)
+        self.tokens[:1] = tokens[-1]
+        self.features[:1] = hidden[-1]
+        self.waiting.fill_(1)
+
+    def _opened(self, rows: Pass, last: Tensor) -> Tensor:
+        state, recycled = self._run(rows, self.head.fuse(self.features[: len(rows.tokens)]), None)
+        self.own[:1] = recycled.index_select(0, last)
+        return self._logits(state.index_select(0, last))
+
+    def grow(self, rows: Pass, above: Tensor, here: Tensor) -> Tensor:
+        state, recycled = self._run(rows, self.own, above)
+        self.own.index_copy_(0, here, recycled)
+        return self._logits(state)
+
+    def _run(self, rows: Pass, hidden: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The rows' states and what is gone on from, [n, H]; their features lie in `hidden`, at `index`."""
+        if self.swift is not None:
+            return self.swift(rows, hidden, index, self.kv)
+        hidden = hidden if index is None else hidden.index_select(0, index)
+        guess = self.head(rows.tokens[None], hidden[None], rows.positions[None], Static(self.kv, rows))
+        return guess.state[0], guess.recycled[0]
+
+    def _logits(self, state: Tensor) -> Tensor:
+        return self.head.logits(state) if self.swift is None else self.swift.logits(state)
+
+
+class Static:
+    """A head's memory for one pass over the fixed buffer."""
+
+    def __init__(self, kv: Tensor, rows: Pass):
+        self.kv, self.rows = kv, rows
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        kept, rows = self.kv[:, layer], self.rows
+        kept[0].index_copy_(1, rows.slots, keys[0])
+        kept[1].index_copy_(1, rows.slots, values[0])
+        out = tree_attention(queries[0].transpose(0, 1), kept[0], kept[1], rows.length, rows.mask)  # [n, heads, d]
+        return out.transpose(0, 1)[None]
+
+
+class Reading:
+    """A head's memory while it reads a prompt into the fixed buffer, columns [start, end) at a time."""
+
+    def __init__(self, kv: Tensor):
+        self.kv, self.span = kv, (0, 0)
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        (start, end), kept = self.span, self.kv[:, layer]
+        kept[0, :, start:end], kept[1, :, start:end] = keys[0], values[0]
+        mask = torch.ones(end - start, end, dtype=torch.bool, device=keys.device).tril(start)
+        return masked_attention(queries, kept[None, 0, :, :end], kept[None, 1, :, :end], mask[None])
+
+
+class ModelDraft(Draft):
+    """A smaller language model. Column t holds token t."""
+
+    lag = 1
+
+    def __init__(self, decoder: Decoder, vocabulary: int, judge: Judge, pending: int, staged: int):
+        super().__init__(judge, pending)
+        self.decoder, self.size, self.staged = decoder, vocabulary, staged
+        self.forward = fitting(decoder.model)
+        layers, heads, width = self.forward.shape
+        self.kv = torch.zeros(2, layers, heads, judge.capacity, width, dtype=decoder.dtype, device=judge.device)
+
+    def start(self, prompt: list[int], hidden: Tensor | None) -> None:
+        self.decoder.reset(1)
+        self.decoder.extend([prompt[:-1]])
+        copy_rows(self.decoder.cache, self.kv)
+        self.decoder.reset(0)
+        self.length.fill_(len(prompt) - 1)
+        self.tokens[:1] = prompt[-1]
+        self.waiting.fill_(1)
+
+    def _opened(self, rows: Pass, last: Tensor) -> Tensor:
+        return self._logits(rows).index_select(0, last)
+
+    def grow(self, rows: Pass, above: Tensor, here: Tensor) -> Tensor:
+        return self._logits(rows)
+
+    def _logits(self, rows: Pass) -> Tensor:
+        columns = self.judge.columns(self.pending + self.staged)
+        return self.forward(rows, self.kv, (), columns)[0][:, : self.size]
+
+
+def many_children(
+    logits: Tensor,
+    k: int,
+    positions: Tensor | None = None,
+    seed: Tensor | None = None,
+    temperature: Tensor | None = None,
+    kappa: Tensor | None = None,
+    tokens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`top_children` for more children than its kernel takes."""
+    from windfall.kernels.draw import gumbel
+
+    scores = logits.float()
+    if positions is not None:
+        assert seed is not None and temperature is not None and kappa is not None
+        names = torch.arange(logits.shape[-1], device=logits.device) if tokens is None else tokens
+        scores = (scores / temperature + gumbel(seed, positions, names)) / kappa
+    values, order = scores.log_softmax(-1).topk(k, dim=-1)
+    return values, order if tokens is None else tokens[order]

@@ -1,0 +1,120 @@
+"""A model's forward over fixed buffers: rows of a tree in, logits and tapped states out. Any transformers model runs
+as `Whole`; those with Llama's skeleton run as `Stack` (stack.py), which launches far fewer kernels."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from windfall.decoder import attention_windows
+
+
+class Unfit(Exception):
+    """This model, drafter or sampling cannot run on fixed buffers; the message says why."""
+
+
+class Pass(NamedTuple):
+    """The rows of one forward. Committed rows [0, length) are seen by all; `mask` says which staged ones are."""
+
+    tokens: Tensor  # [n] long
+    positions: Tensor  # [n] long
+    slots: Tensor  # [n] long, where keys and values go
+    mask: Tensor  # [n, S] bool, over the slots from `length` on
+    length: Tensor  # [1] long
+
+
+class Forward(Protocol):
+    """Runs rows through a model whose keys and values lie in `kv`, [2, layers, kv_heads, capacity, d]."""
+
+    shape: tuple[int, int, int]  # layers, kv_heads, d
+    bucketed: bool  # whether a pass reads columns up to a bound that the host must give
+
+    def __call__(self, rows: Pass, kv: Tensor, taps: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor | None]:
+        """Logits [n, V] and the states at `taps`, side by side [n, taps * H]."""
+        ...
+
+
+class Whole:
+    """A transformers model as it is, over a bounded number of columns under an explicit mask."""
+
+    bucketed = True
+
+    def __init__(self, model: Any, compiled: bool = False):
+        config = model.config.get_text_config()
+        if attention_windows(config):
+            raise Unfit("its attention has sliding windows")
+        self.model = model
+        self._call = torch.compile(model, dynamic=False) if compiled else model
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.shape = (config.num_hidden_layers, heads, width)
+
+    def __call__(self, rows: Pass, kv: Tensor, taps: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor | None]:
+        outputs = self._call(
+            input_ids=rows.tokens[None],
+            position_ids=rows.positions[None],
+            attention_mask=self._as_given(visible(rows, columns)[None, None]),
+            past_key_values=Columns(kv, rows.slots, columns),
+            use_cache=True,
+            output_hidden_states=bool(taps),
+        )
+        states = torch.cat([outputs.hidden_states[tap][0] for tap in taps], -1) if taps else None
+        return outputs.logits[0], states
+
+    def _as_given(self, mask: Tensor) -> Tensor:
+        if self.model.config._attn_implementation == "sdpa":
+            return mask
+        return torch.where(mask, 0.0, torch.finfo(self.model.dtype).min).to(self.model.dtype)
+
+
+def visible(rows: Pass, columns: int) -> Tensor:
+    """[n, columns] bool: what each row sees of the first `columns` slots."""
+    place = torch.arange(columns, device=rows.mask.device) - rows.length  # among the staged rows
+    staged = rows.mask[:, place.clamp(0, rows.mask.shape[1] - 1)] & (place >= 0) & (place < rows.mask.shape[1])
+    return staged | (place < 0)
+
+
+class Columns(Cache):  # type: ignore[misc]
+    """What a transformers model takes for a cache: one pass's view of the buffer."""
+
+    def __init__(self, kv: Tensor, slots: Tensor, columns: int):
+        super().__init__(layers=[Column(kv[:, layer], slots, columns) for layer in range(kv.shape[1])])
+        self.columns = columns
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        return self.columns, 0
+
+
+class Column(CacheLayerMixin):  # type: ignore[misc]
+    """One layer of it."""
+
+    is_sliding = False
+
+    def __init__(self, kv: Tensor, slots: Tensor, columns: int):
+        super().__init__()
+        self.kv, self.slots, self.columns = kv, slots, columns
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        self.kv[0].index_copy_(1, self.slots, key_states[0])
+        self.kv[1].index_copy_(1, self.slots, value_states[0])
+        return self.kv[0][None, :, : self.columns], self.kv[1][None, :, : self.columns]
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        return self.columns, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length

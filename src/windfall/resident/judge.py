@@ -1,0 +1,205 @@
+"""The target on fixed buffers: a tree's rows go in, the accepted path comes out, and the cache keeps its rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from windfall.cache import KVCache
+from windfall.kernels.draw import draw
+from windfall.kernels.move import move
+from windfall.kernels.settle import settle
+from windfall.records import InputError, SamplingParams
+from windfall.resident.forward import Forward, Pass, Unfit, Whole
+from windfall.resident.parcel import Parcel
+from windfall.resident.recorder import Recorder
+from windfall.resident.stack import Stack
+from windfall.sampling import process, signed
+from windfall.tree import DraftTree
+
+if TYPE_CHECKING:
+    from windfall.resident.loop import Cycle
+
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # sizes of recorded verify passes
+MOST = ROWS[-1]
+CAPACITY = 1920  # rows of the cache to begin with, beside those of a pass
+STEP = 1024
+COLUMNS = 256  # step of the bound on columns, for forwards that need one
+
+
+class Dials(NamedTuple):
+    """What sampling needs on the device, so that a recorded pass serves every seed and temperature."""
+
+    seed: Tensor  # [1] long
+    temperature: Tensor  # [1] fp32
+    kappa: Tensor  # [1] fp32
+
+
+class Judge:
+    """Scores the rows of one tree, follows the target's draws through it, and commits what was accepted."""
+
+    def __init__(self, model: Any, taps: tuple[int, ...], recorder: Recorder, compiled: bool = False):
+        self.forward = fitting(model, compiled)
+        self.taps, self.recorder = taps, recorder
+        embedding = model.get_input_embeddings().weight
+        self.device, self.dtype = embedding.device, embedding.dtype
+        width = model.config.get_text_config().hidden_size
+        long, device = torch.long, self.device
+        self.rows = Parcel(
+            device,
+            tokens=(long, (MOST,)),
+            parents=(long, (MOST,)),  # as rows of the pass; the root's is 0
+            depth=(long, (MOST,)),
+            count=(long, (1,)),  # rows that are not padding
+            path=(long, (MOST,)),  # where the host walks: the accepted rows, -1 behind them
+            mask=(torch.bool, (MOST, MOST)),
+        )
+        self.length = torch.zeros(1, dtype=long, device=device)  # committed rows
+        self.width = len(taps) * width  # of the tapped states
+        self.source, self.goal = (torch.zeros(MOST, dtype=long, device=device) for _ in range(2))
+        self.path = torch.zeros(MOST, dtype=long, device=device)  # accepted rows, -1 behind them
+        self.accepted = torch.zeros(1, dtype=long, device=device)
+        self.bonus = torch.zeros(1, dtype=long, device=device)
+        self.dials = Dials(
+            torch.zeros(1, dtype=long, device=device), torch.ones(1, device=device), torch.ones(1, device=device)
+        )
+        self.logits: dict[int, Tensor] = {}  # by rows of the pass; good until another pass runs
+        self.hidden: dict[int, Tensor | None] = {}  # the tapped states, likewise
+        self._places = torch.arange(MOST, device=device)
+        self.known = 0  # the host's bound on `length`
+        self.capacity = 0
+        self.reserve(CAPACITY)
+
+    @torch.inference_mode()
+    def reserve(self, rows: int) -> None:
+        """Make room for texts of this length; where the buffer grows, whatever was recorded points at the old one."""
+        if rows + MOST <= self.capacity:
+            return
+        layers, heads, width = self.forward.shape
+        capacity = -(-max(rows + MOST, 2 * self.capacity) // STEP) * STEP
+        self.kv = torch.zeros(2, layers, heads, capacity, width, dtype=self.dtype, device=self.device)
+        self.capacity = capacity
+        self.recorder.graphs.clear()
+
+    @torch.inference_mode()
+    def begin(self, cache: KVCache) -> None:
+        """Take over a prompt's committed rows."""
+        (length,) = cache.lengths
+        copy_rows(cache, self.kv)
+        self.length.fill_(length)
+        self.known = length
+
+    @torch.inference_mode()
+    def sample(self, params: SamplingParams, kappa: float = 1.0) -> None:
+        """Set the dials."""
+        self.dials.seed.fill_(signed(params.seed))
+        self.dials.temperature.fill_(params.temperature or 1.0)
+        self.dials.kappa.fill_(kappa)
+
+    @torch.inference_mode()
+    def place(self, tree: DraftTree) -> int:
+        """Send a tree's rows to the device; returns the size of the pass that takes them."""
+        count = len(tree)
+        size = next((rows for rows in ROWS if rows >= count), 0)
+        if not size:
+            raise InputError(f"a verify pass takes {MOST} rows at the most on a GPU, not {count}")
+        host = self.rows.host
+        for name, given in (("tokens", tree.tokens), ("parents", tree.parents), ("depth", tree.depth)):
+            host[name][:count] = given
+            host[name][count:size] = 0
+        host["parents"][0] = 0
+        host["count"][0] = count
+        host["mask"][:size, :size] = False
+        host["mask"][:count, :count] = tree.mask()
+        host["mask"][range(count, size), range(count, size)] = True
+        self.rows.send()
+        return size
+
+    def columns(self, size: int) -> int:
+        """The bound on columns of a pass of this size, for forwards that read up to a bound."""
+        if not self.forward.bucketed:
+            return self.capacity
+        return min(-(-(self.known + size) // COLUMNS) * COLUMNS, self.capacity)
+
+    def score(self, size: int, columns: int) -> None:
+        """The rows through the model; keys and values are staged behind the committed ones."""
+        rows = self.rows.device
+        tokens, depth = rows["tokens"][:size], rows["depth"][:size]
+        slots = self.length + self._places[:size]
+        given = Pass(tokens, self.length + depth, slots, rows["mask"][:size, :size], self.length)
+        self.logits[size], self.hidden[size] = self.forward(given, self.kv, self.taps, columns)
+
+    def draw(self, size: int, params: SamplingParams) -> Tensor:
+        """The target's own token after each row, [size]."""
+        logits, temperature = self.logits[size], self.dials.temperature
+        if not params.greedy and (params.top_k or params.top_p < 1 or params.min_p):
+            logits, temperature = process(logits, None, 0, params), torch.ones_like(temperature)
+        positions = self.length + 1 + self.rows.device["depth"][:size]
+        return draw(logits, positions, self.dials.seed, temperature, greedy=params.greedy)
+
+    def settle(self, size: int, deepest: int, params: SamplingParams, cycle: Cycle) -> None:
+        """Follow the draws through the tree, keep the accepted rows, `deepest` at the most, and plant the next tree."""
+        rows, draft, deepest = self.rows.device, cycle.draft, min(size, deepest)
+        settle(
+            self.draw(size, params),
+            rows["tokens"][:size],
+            rows["parents"][:size],
+            rows["mask"][:size, :size],
+            rows["count"],
+            self.length,
+            self.path,
+            self.accepted,
+            self.bonus,
+            self.source[:deepest],
+            self.goal[:deepest],
+            None if draft is None else draft.tokens[:deepest],
+            None if draft is None else draft.waiting,
+            cycle.tree,
+            None if draft is None else cycle.ahead.expanded,
+            None if draft is None else cycle.ahead.staged,
+            cycle.told.device["figures"],
+        )
+        features = getattr(draft, "features", None)
+        states = None if features is None else self.hidden[size]
+        kept = None if features is None else features[:deepest]
+        move(self._flat, self.source[:deepest], self.goal[:deepest], states, self.path[:deepest], kept)
+        self.length.add_(self.accepted)
+
+    def keep(self, verdict: Parcel, deepest: int) -> None:
+        """Commit a path that the host walked."""
+        path = verdict.device["path"][:deepest]
+        goal = self.length + self._places[:deepest]
+        move(self._flat, torch.where(path >= 0, self.length + path, goal), goal)
+        self.length.add_(verdict.device["accepted"])
+
+    @property
+    def _flat(self) -> Tensor:
+        """[2 * layers * kv_heads, capacity, d]"""
+        return self.kv.view(-1, *self.kv.shape[-2:])
+
+
+def copy_rows(cache: KVCache, kv: Tensor) -> None:
+    """A prompt's committed rows → a fixed buffer."""
+    (length,) = cache.lengths
+    for place, layer in enumerate(cache.live):
+        kv[0, place, :, :length] = layer.keys[0, :, :length]
+        kv[1, place, :, :length] = layer.values[0, :, :length]
+
+
+def shape_of(params: SamplingParams) -> tuple[object, ...]:
+    """What of the sampling a recorded pass depends on."""
+    if params.greedy:
+        return ("greedy",)
+    if not (params.top_k or params.top_p < 1 or params.min_p):
+        return ("sampled",)
+    return ("warped", params.temperature, params.top_k, params.top_p, params.min_p)
+
+
+def fitting(model: Any, compiled: bool = False) -> Forward:
+    """The fastest forward that this model can run as."""
+    try:
+        return Stack(model)
+    except Unfit:
+        return Whole(model, compiled)

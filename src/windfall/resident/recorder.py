@@ -1,0 +1,64 @@
+"""Work that is launched as one CUDA graph from its second time on; on other devices it simply runs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+
+Key = tuple[object, ...]
+
+
+class Recorder:
+    """Remembers device work by key.
+
+    What is recorded must read and write buffers that stay in their place, and must neither allocate anything that
+    outlives it nor wait for the device. The first time it runs as written, which also loads its kernels; then it is
+    recorded, which runs nothing; afterwards it is replayed.
+    """
+
+    def __init__(self, device: torch.device, enabled: bool = True):
+        self.device = device
+        self.enabled = enabled and device.type == "cuda"
+        self.graphs: dict[Key, torch.cuda.CUDAGraph] = {}
+        self.refused = ""  # why the last work that could not be recorded could not
+        self._pool = torch.cuda.graph_pool_handle() if self.enabled else None
+
+    def run(self, key: Key, work: Callable[[], None]) -> None:
+        """Do this work; the same key always means the same work on the same buffers."""
+        graph = self.graphs.get(key)
+        if graph is not None:
+            graph.replay()
+            return
+        work()
+        if self.enabled:
+            self._record(key, work)
+
+    def refresh(self, key: Key, work: Callable[[], None]) -> None:
+        """The same for work that may run twice and whose results are its own: they are those of the recorded run."""
+        fresh = self.enabled and key not in self.graphs
+        self.run(key, work)
+        if fresh and key in self.graphs:
+            self.graphs[key].replay()
+        elif fresh:
+            work()
+
+    def forget(self, name: str) -> None:
+        """Drop what was recorded under keys that begin with this name."""
+        self.graphs = {key: graph for key, graph in self.graphs.items() if key[0] != name}
+
+    def _record(self, key: Key, work: Callable[[], None]) -> None:
+        """Record it; what cannot be recorded (it waits for the device, say) runs as written from now on."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self.device)
+        try:
+            with torch.cuda.device(self.device), torch.cuda.graph(graph, pool=self._pool):
+                work()
+        except RuntimeError as error:
+            self.refused = str(error).partition("\n")[0]
+            self.enabled = False
+            warnings.warn(f"passes are launched kernel by kernel: {self.refused}", stacklevel=2)
+            torch.cuda.synchronize(self.device)
+        else:
+            self.graphs[key] = graph

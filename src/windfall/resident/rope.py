@@ -1,0 +1,31 @@
+"""Rotary angles of all positions, looked up instead of computed in every pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+STEADY = ("default", "linear", "llama3", "yarn")  # rope types whose angles depend on the position alone
+Turn = tuple[Tensor, Tensor]
+
+
+class Angles:
+    """cos and sin [n, d] by position; positions past the table count as its last."""
+
+    def __init__(self, rotary: Callable[[Tensor, Tensor], Turn], like: Tensor, positions: int):
+        places = torch.arange(positions, device=like.device)
+        cos, sin = rotary(like[:1, None], places[None])  # transformers looks at the dtype and device of `like`
+        self.table = torch.cat([cos[0], sin[0]], -1)  # [positions, 2d]
+
+    def __call__(self, positions: Tensor) -> Turn:
+        cos, sin = self.table[positions.clamp(max=len(self.table) - 1)].chunk(2, -1)
+        return cos, sin
+
+
+def steady(config: Any) -> bool:
+    """Whether the angles of this model's positions never change."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return rope.get("rope_type", "default") in STEADY

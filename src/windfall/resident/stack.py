@@ -1,0 +1,148 @@
+"""Llama's skeleton, layer by layer: products with merged weights, and one kernel for each thing between them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from windfall.kernels.attention import tree_attention
+from windfall.kernels.norm import add_norm, rotate_and_store, silu_mul
+from windfall.resident.forward import Pass, Unfit
+from windfall.resident.rope import Angles, steady
+
+FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+class Layer(NamedTuple):
+    """One layer's weights; `qkv` and `gate_up` are products merged along their outputs."""
+
+    norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    post_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class Stack:
+    """The forward of a model with Llama's skeleton. The model's own modules go on working: they share the weights."""
+
+    bucketed = False
+
+    def __init__(self, model: Any):
+        config = model.config.get_text_config()
+        if type(model).__name__ not in FAMILIES:
+            raise Unfit(f"{type(model).__name__} has not Llama's skeleton")
+        if getattr(config, "hidden_act", "") != "silu" or getattr(config, "mlp_bias", False):
+            raise Unfit("its feed-forward part is not Llama's")
+        body = model.model
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.d = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.eps = config.rms_norm_eps
+        self.scale = float(body.layers[0].self_attn.scaling)
+        self.shape = (len(body.layers), self.kv_heads, self.d)
+        self.layers = [_layer(layer) for layer in body.layers]
+        self.embedding, self.norm = body.embed_tokens.weight, body.norm.weight
+        self.vocabulary, self.vocabulary_bias = model.lm_head.weight, model.lm_head.bias
+        self._turn = body.rotary_emb
+        self._angles: Angles | None = None
+        self._steady = steady(config)
+
+    @torch.no_grad()
+    def __call__(self, rows: Pass, kv: Tensor, taps: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor | None]:
+        total = F.embedding(rows.tokens, self.embedding)  # [n, H], the residual stream
+        cos, sin = self._angles_at(rows.positions, total, kv.shape[3])
+        states, count = {0: total}, len(self.layers)
+        normed, _ = add_norm(total, None, self.layers[0].norm, self.eps)
+        for place, layer in enumerate(self.layers):
+            attended = self._attend(layer, normed, cos, sin, rows, kv[:, place])
+            normed, total = add_norm(attended, total, layer.post_norm, self.eps)
+            fed = F.linear(silu_mul(F.linear(normed, layer.gate_up)), layer.down)
+            following = self.layers[place + 1].norm if place + 1 < count else self.norm
+            normed, total = add_norm(fed, total, following, self.eps)
+            states[place + 1] = total
+        states[count] = normed  # as transformers counts: the last one is behind the final norm
+        tapped = torch.cat([states[tap % (count + 1)] for tap in taps], -1) if taps else None
+        return F.linear(normed, self.vocabulary, self.vocabulary_bias), tapped
+
+    def _angles_at(self, positions: Tensor, like: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+        """cos and sin, [n, d]."""
+        if not self._steady:
+            cos, sin = self._turn(like[None], positions[None])
+            return cos[0], sin[0]
+        if self._angles is None or len(self._angles.table) < capacity:
+            self._angles = Angles(self._turn, like, capacity)
+        return self._angles(positions)
+
+    def _attend(self, layer: Layer, normed: Tensor, cos: Tensor, sin: Tensor, rows: Pass, kv: Tensor) -> Tensor:
+        qkv = F.linear(normed, layer.qkv, layer.qkv_bias)  # [n, (heads + 2 kv_heads) * d]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            split = qkv.view(len(qkv), -1, self.d)  # [n, heads + 2 kv_heads, d]
+            q, k, v = split.split((self.heads, self.kv_heads, self.kv_heads), 1)
+            q, k = (
+                add_norm(x.reshape(-1, self.d), None, norm, self.eps)[0].view_as(x)
+                for x, norm in ((q, layer.q_norm), (k, layer.k_norm))
+            )
+            qkv = torch.cat([q, k, v], 1).flatten(1)
+        queries = rotate_and_store(qkv, cos, sin, kv[0], kv[1], rows.slots)  # [n, heads, d]
+        out = tree_attention(queries, kv[0], kv[1], rows.length, rows.mask, self.scale)
+        return F.linear(out.flatten(1), layer.o, layer.o_bias)
+
+
+def _layer(layer: Any) -> Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    if getattr(attention, "sliding_window", None) is not None:
+        raise Unfit("its attention has sliding windows")
+    qkv, bias = merge(attention.q_proj, attention.k_proj, attention.v_proj)
+    gate_up, _ = merge(mlp.gate_proj, mlp.up_proj)
+    normed = getattr(attention, "q_norm", None) is not None
+    return Layer(
+        layer.input_layernorm.weight,
+        qkv,
+        bias,
+        attention.q_norm.weight if normed else None,
+        attention.k_norm.weight if normed else None,
+        attention.o_proj.weight,
+        attention.o_proj.bias,
+        layer.post_attention_layernorm.weight,
+        gate_up,
+        mlp.down_proj.weight,
+    )
+
+
+@torch.no_grad()
+def merge(*modules: Any) -> tuple[Tensor, Tensor | None]:
+    """One weight for several products of the same input; the modules become views of it, so nothing is kept twice."""
+    if any(type(module) is not nn.Linear for module in modules):
+        raise Unfit(f"its products are not plain linear layers but {type(modules[0]).__name__}")
+    weights = [module.weight for module in modules]
+    merged = _merged(weights)
+    if merged is None:
+        merged = torch.cat([weight.detach() for weight in weights])
+        start = 0
+        for module in modules:
+            size = module.weight.shape[0]
+            module.weight = nn.Parameter(merged[start : start + size], requires_grad=module.weight.requires_grad)
+            start += size
+    biases = [module.bias for module in modules]
+    return merged, None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
+
+
+def _merged(weights: list[Tensor]) -> Tensor | None:
+    """The weight that these are already consecutive views of."""
+    whole = weights[0]._base
+    if whole is None or any(weight._base is not whole for weight in weights):
+        return None
+    places = [weight.storage_offset() for weight in weights]
+    wanted, at = [], 0
+    for weight in weights:
+        wanted.append(at)
+        at += weight.numel()
+    return whole if places == wanted and at == whole.numel() else None

@@ -1,0 +1,75 @@
+"""EAGLE-3 heads of one layer with merged products and fused kernels: what `Stack` is for targets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+
+from windfall.heads.base import FeatureHead
+from windfall.heads.eagle3 import Eagle3
+from windfall.heads.layers import Attention
+from windfall.kernels.attention import tree_attention
+from windfall.kernels.norm import add_norm, rotate_and_store, silu_mul
+from windfall.kernels.pair import pair_norm
+from windfall.resident.forward import Pass, Unfit
+from windfall.resident.rope import Angles, steady
+from windfall.resident.stack import merge
+
+
+class Swift:
+    """The same function as the head it is made of, in a dozen launches."""
+
+    def __init__(self, head: FeatureHead, positions: int):
+        if not isinstance(head, Eagle3) or len(head.layers) != 1:
+            raise Unfit("only EAGLE-3 heads of one layer are fused")
+        layer: Any = head.layers[0]
+        attention: Attention = layer.self_attn
+        config = head.config.layer
+        if attention.q_norm is not None or not isinstance(layer.mlp.act, type(ACT2FN["silu"])):
+            raise Unfit("its layer is not Llama's")
+        if layer.mlp.gate_proj.bias is not None or not steady(config):
+            raise Unfit("its layer is not Llama's")
+        self.head, self.layer, self.attention = head, layer, attention
+        self.qkv, self.qkv_bias = merge(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.gate_up, _ = merge(layer.mlp.gate_proj, layer.mlp.up_proj)
+        self.eps = config.rms_norm_eps
+        self.turn = Angles(head.rotary.angles, torch.empty(1, 1, dtype=head.dtype, device=head.device), positions)
+        self.recycles_normed = head.config.flag("norm_output")
+
+    def __call__(self, rows: Pass, hidden: Tensor, index: Tensor | None, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """What the vocabulary head reads, and what is gone on from, both [n, H]; `hidden` [m, H] is read at `index`."""
+        both, total = self._inputs(rows.tokens, hidden, index)
+        qkv = F.linear(both, self.qkv, self.qkv_bias)
+        queries = rotate_and_store(qkv, *self.turn(rows.positions), kv[0, 0], kv[1, 0], rows.slots)
+        out = tree_attention(queries, kv[0, 0], kv[1, 0], rows.length, rows.mask)
+        attended = F.linear(out.flatten(1), self.attention.o_proj.weight, self.attention.o_proj.bias)
+        normed, total = add_norm(attended, total, self.layer.post_attention_layernorm.weight, self.eps)
+        fed = F.linear(silu_mul(F.linear(normed, self.gate_up)), self.layer.mlp.down_proj.weight)
+        normed, total = add_norm(fed, total, self.head.norm.weight, self.eps)
+        return normed, normed if self.recycles_normed else total
+
+    def logits(self, normed: Tensor) -> Tensor:
+        return F.linear(normed, self.head.vocabulary, self.head.vocabulary_bias)
+
+    def _inputs(self, tokens: Tensor, hidden: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Embedding and feature side by side, normed, and the residual."""
+        head, layer = self.head, self.layer
+        count, width = len(tokens), hidden.shape[-1]
+        both, residual = hidden.new_empty(count, 2 * width), hidden.new_empty(count, width)
+        pair_norm(
+            tokens,
+            head.embedding,
+            layer.input_layernorm.weight,
+            hidden,
+            index,
+            layer.hidden_norm.weight,
+            self.eps,
+            both,
+            residual,
+            layer.normed_residual,
+        )
+        return both, residual

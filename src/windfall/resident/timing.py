@@ -1,0 +1,101 @@
+"""What passes cost on fixed buffers: recorded work of every size, replayed and timed."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+
+from windfall.cost import Costs, Curve, monotone
+from windfall.drafters.base import Drafter
+from windfall.drafters.feature_head import FeatureHeadDrafter
+from windfall.drafters.lm import LMDrafter
+from windfall.policies.auto import Auto
+from windfall.policies.none import NoSpeculation
+from windfall.records import SamplingParams
+from windfall.resident.drafting import Sprouting
+from windfall.resident.loop import Cycle, Resident
+from windfall.resident.plans import AUTO_ROWS, AutoPlan, NonePlan
+
+LENGTHS = (64, 512, 2048, 8192)
+ROUNDS = 9
+
+
+@torch.inference_mode()
+def costs(resident: Resident, lengths: Sequence[int] = LENGTHS, rounds: int = ROUNDS) -> Costs:
+    """Verify passes of the sizes that plans ask for, behind texts of these lengths, and one draft pass."""
+    judge = resident.judge
+    context = resident.target.context
+    lengths = [length for length in lengths if context is None or length + 256 <= context] or [64]
+    judge.reserve(max(lengths) + 256)
+    plan = AutoPlan(Auto()) if drafts_there(resident.drafter) else NonePlan(NoSpeculation())
+    cycle = Cycle(plan, resident.drafter, judge)
+    params = SamplingParams()
+    sprouting = Sprouting(params, False, judge.dials)
+    works: dict[tuple[object, ...], Callable[[], None]] = {}
+    for length in lengths:
+        for rows in AUTO_ROWS:
+            works["verify", length, rows] = _verify(cycle, rows, params)
+    if cycle.draft is not None:
+        works["draft", 1] = lambda: _draft(cycle, sprouting, 1)
+        works["draft", 4] = lambda: _draft(cycle, sprouting, 4)
+    found: dict[tuple[object, ...], list[float]] = {key: [] for key in works}
+    for turn in range(rounds + 1):
+        for key in random.Random(turn).sample(list(works), len(works)):
+            length = int(key[1]) if key[0] == "verify" else min(512, max(lengths))  # type: ignore[call-overload]
+            seconds = _timed(cycle, key, works[key], length)
+            if turn:
+                found[key].append(seconds)
+    judge.recorder.forget("timing")
+    return _folded({key: median(taken) for key, taken in found.items()}, lengths, cycle.plan.width)
+
+
+def drafts_there(drafter: Drafter) -> bool:
+    """Whether this drafter's passes are recorded work too."""
+    return isinstance(drafter, FeatureHeadDrafter | LMDrafter)
+
+
+def _folded(taken: dict[tuple[object, ...], float], lengths: Sequence[int], width: int) -> Costs:
+    grid = [monotone([taken["verify", length, rows] for rows in AUTO_ROWS]) for length in lengths]
+    grid = [list(column) for column in zip(*map(monotone, zip(*grid, strict=True)), strict=True)]
+    verifies = tuple((n, Curve(AUTO_ROWS, tuple(own), stepped=True)) for n, own in zip(lengths, grid, strict=True))
+    opening = taken.get(("draft", 1), 0.0)
+    later = max((taken.get(("draft", 4), 0.0) - opening) / 3, 0.0)
+    return Costs(Curve((1, width), (later, later)), verifies, overhead=0.0, opening=max(opening - later, 0.0))
+
+
+def _verify(cycle: Cycle, rows: int, params: SamplingParams) -> Callable[[], None]:
+    return lambda: cycle.verify(rows, cycle.plan.passes, cycle.judge.columns(rows), params)
+
+
+def _draft(cycle: Cycle, sprouting: Sprouting, passes: int) -> None:
+    cycle.open(sprouting)
+    for _ in range(1, passes):
+        cycle.expand(sprouting)
+
+
+def _timed(cycle: Cycle, key: tuple[object, ...], work: Callable[[], None], length: int) -> float:
+    """Seconds of this work behind a text of this length."""
+    judge, device = cycle.judge, cycle.judge.device
+    judge.length.fill_(length)
+    judge.known = length
+    cycle.tree.count.fill_(1)
+    cycle.ahead.staged.zero_()
+    cycle.ahead.expanded.fill_(-1)
+    if cycle.draft is not None:
+        cycle.draft.length.fill_(length)
+        cycle.draft.waiting.fill_(1)
+    columns = judge.columns(64)
+    _wait(device)
+    started = time.perf_counter()
+    judge.recorder.run(("timing", id(cycle), columns, *key), work)
+    _wait(device)
+    return time.perf_counter() - started
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

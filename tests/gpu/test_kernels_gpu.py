@@ -1,0 +1,101 @@
+"""The kernels at full size on a CUDA device, alone and inside a captured graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from test_kernels import (
+    both,
+    check_attention,
+    check_chain,
+    check_draw,
+    check_norm,
+    check_rotation,
+    check_top,
+    check_walk,
+    make_cache,
+    random_tree,
+)
+from windfall.kernels import draw, tree_attention
+from windfall.kernels.backend import installed
+from windfall.sampling import signed
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or not installed(), reason="no CUDA device or no Triton"),
+]
+
+
+@both
+@pytest.mark.parametrize(("heads", "shared", "width"), [(9, 3, 64), (32, 8, 128), (8, 1, 128), (4, 4, 80)])
+@pytest.mark.parametrize("n", [1, 2, 10, 64, 128])
+@pytest.mark.parametrize(("length", "capacity"), [(5, 256), (200, 512), (1000, 4096), (5000, 8192)])
+def test_attention(n: int, heads: int, shared: int, width: int, length: int, capacity: int, dtype: torch.dtype) -> None:
+    check_attention(n, heads, shared, width, length, capacity, dtype, "cuda")
+
+
+@both
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize(("length", "capacity"), [(120, 256), (1020, 2048), (8190, 16_384)])
+def test_a_chain_is_decoding_step_by_step(width: int, length: int, capacity: int, dtype: torch.dtype) -> None:
+    check_chain(12, width, length, capacity, dtype, "cuda")
+
+
+@both
+@pytest.mark.parametrize("n", [1, 10, 64])
+@pytest.mark.parametrize("vocabulary", [16_384, 49_152, 151_936])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_draw(n: int, vocabulary: int, temperature: float, dtype: torch.dtype) -> None:
+    check_draw(n, vocabulary, dtype, temperature, "cuda")
+
+
+@both
+@pytest.mark.parametrize(("w", "k"), [(1, 1), (10, 10), (64, 16)])
+@pytest.mark.parametrize("columns", [16_384, 49_152, 151_936])
+@pytest.mark.parametrize(("dice", "named"), [(False, False), (True, False), (True, True)])
+def test_top_children(w: int, k: int, columns: int, dice: bool, named: bool, dtype: torch.dtype) -> None:
+    check_top(w, k, columns, dtype, dice, named, "cuda")
+
+
+@pytest.mark.parametrize(("size", "padding"), [(1, 0), (10, 6), (64, 0), (100, 28), (128, 0)])
+def test_walk(size: int, padding: int) -> None:
+    for seed in range(10):
+        check_walk(size, seed, padding, "cuda")
+
+
+@both
+@pytest.mark.parametrize("n", [1, 10, 64])
+@pytest.mark.parametrize("width", [576, 1536, 4096, 14_336])
+def test_norm_and_gate(n: int, width: int, dtype: torch.dtype) -> None:
+    check_norm(n, width, dtype, "cuda")
+
+
+@both
+@pytest.mark.parametrize("n", [1, 10, 64])
+@pytest.mark.parametrize(("heads", "shared", "width"), [(9, 3, 64), (32, 8, 128)])
+def test_rotate_and_store(n: int, heads: int, shared: int, width: int, dtype: torch.dtype) -> None:
+    check_rotation(n, heads, shared, width, dtype, "cuda")
+
+
+def test_a_graph_serves_other_lengths_masks_and_seeds() -> None:
+    """Captured at one length and seed, replayed at others: everything that changes is read on the device."""
+    n, capacity = 16, 4096
+    keys, values = make_cache(3, capacity, 64, capacity, torch.bfloat16, "cuda")
+    queries = torch.randn(n, 9, 64, device="cuda", dtype=torch.bfloat16)
+    logits = torch.randn(n, 49_152, device="cuda")
+    mask, length = random_tree(n, 1).mask().cuda(), torch.tensor([7], device="cuda")
+    seed, heat, positions = torch.tensor([1], device="cuda"), torch.ones(1, device="cuda"), torch.arange(n).cuda()
+    for _ in range(2):
+        tree_attention(queries, keys, values, length, mask), draw(logits, positions, seed, heat)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = tree_attention(queries, keys, values, length, mask)
+        drawn = draw(logits, positions, seed, heat)
+    for trial, now in enumerate((0, 500, 4000)):
+        length.fill_(now)
+        seed.fill_(signed(2**64 - 1 - trial))
+        mask.copy_(random_tree(n, trial + 2).mask())
+        graph.replay()
+        assert torch.equal(made, tree_attention(queries, keys, values, length, mask))
+        assert torch.equal(drawn, draw(logits, positions, seed, heat))

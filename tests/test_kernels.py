@@ -1,0 +1,277 @@
+"""The kernels against plain definitions: here as torch computes them, in a second process under Triton's interpreter,
+and from tests/gpu at full size on a CUDA device."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import (
+    LlamaConfig,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from windfall import verify
+from windfall.drafters.base import sprout
+from windfall.kernels import add_norm, draw, rotate_and_store, silu_mul, top_children, tree_attention, walk
+from windfall.records import Grow, SamplingParams
+from windfall.sampling import Dice, gumbel, signed
+from windfall.tree import DraftTree
+
+SEED = 2**63 + 12345  # its int64 is negative
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED and find_spec("triton"):
+    from triton.runtime import interpreter
+
+    plain = interpreter._patch_lang_tensor
+
+    def patched(tensor: type, scope: Any) -> None:
+        """Triton before 3.9 takes int() of an array of one element as a loop's bound; numpy no longer allows it."""
+        plain(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
+
+HALF = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter does not multiply or round in bf16
+both = pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_under_the_interpreter() -> None:
+    """Triton reads the variable when it is imported, which may long have happened in this process."""
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__]
+    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def random_tree(size: int, seed: int, width: int = 50) -> DraftTree:
+    """Random parents; siblings differ."""
+    chance = torch.Generator().manual_seed(seed)
+    tree = DraftTree.root(0)
+    for node in range(1, size):
+        parent = torch.randint(node, (1,), generator=chance)
+        taken = (tree.parents == parent).sum()
+        tree = tree.extend(parent, taken.reshape(1) % width, torch.zeros(1), taken.reshape(1))
+    return tree
+
+
+def make_cache(
+    shared: int, capacity: int, width: int, used: int, dtype: torch.dtype, device: str
+) -> tuple[Tensor, Tensor]:
+    """Keys and values as slices of something larger; what must not be read is NaN."""
+    buffer = torch.randn(3, 2, shared, capacity + 7, width, device=device).to(dtype)
+    buffer[:, :, :, used:] = torch.nan
+    return buffer[1, 0, :, :capacity], buffer[1, 1, :, :capacity]
+
+
+def check_attention(
+    n: int, heads: int, shared: int, width: int, length: int, capacity: int, dtype: torch.dtype, device: str = "cpu"
+) -> None:
+    torch.manual_seed(n + length)
+    fused = torch.randn(n, (heads + 2 * shared) * width, device=device).to(dtype)
+    queries = fused[:, : heads * width].unflatten(1, (heads, width))
+    keys, values = make_cache(shared, capacity, width, length + n, dtype, device)
+    mask = random_tree(n, seed=n).mask().to(device)
+    seen = torch.cat([torch.ones(n, length, dtype=torch.bool, device=device), mask], 1)
+    repeated = (x[:, : length + n].double().repeat_interleave(heads // shared, 0) for x in (keys, values))
+    wanted = F.scaled_dot_product_attention(queries.double().transpose(0, 1), *repeated, seen).transpose(0, 1)
+    given = torch.tensor([length], device=device)
+    made = tree_attention(queries, keys, values, given, mask)
+    close = 2e-6 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(made.double(), wanted, atol=close, rtol=close)
+    # a row is the same, to the bit, whatever is beside it
+    for row in {0, n // 2, n - 1} if device == "cuda" else {n // 2}:
+        alone = tree_attention(queries[row : row + 1], keys, values, given, mask[row : row + 1])
+        assert_same(alone[0], made[row], close)
+
+
+def assert_same(one: Tensor, other: Tensor, close: float) -> None:
+    """To the bit on Triton; torch's own kernels may choose another order of sums."""
+    if one.is_cuda or INTERPRETED:
+        assert torch.equal(one, other)
+    else:
+        torch.testing.assert_close(one, other, atol=close, rtol=close)
+
+
+def check_chain(n: int, width: int, length: int, capacity: int, dtype: torch.dtype, device: str = "cpu") -> None:
+    """A chain verified in one pass is what decoding its tokens one by one gives: blocks of keys have fixed places."""
+    torch.manual_seed(n)
+    keys, values = make_cache(2, capacity, width, length + n, dtype, device)
+    queries, chain = torch.randn(n, 6, width, device=device).to(dtype), torch.ones(n, n, device=device).tril() > 0
+    made = tree_attention(queries, keys, values, torch.tensor([length], device=device), chain)
+    for row in range(n):
+        behind = torch.tensor([length + row], device=device)
+        alone = tree_attention(queries[row : row + 1], keys, values, behind, chain[:1, :1])
+        assert_same(alone[0], made[row], 2e-6 if dtype == torch.float32 else 1e-2)
+
+
+@both
+@pytest.mark.parametrize(
+    ("n", "heads", "shared", "width", "length", "capacity"),
+    [(1, 3, 1, 16, 5, 64), (12, 6, 2, 32, 0, 96), (7, 6, 2, 24, 130, 200), (9, 3, 1, 16, 511, 700)],
+)
+def test_attention(n: int, heads: int, shared: int, width: int, length: int, capacity: int, dtype: torch.dtype) -> None:
+    check_attention(n, heads, shared, width, length, capacity, dtype)
+
+
+@both
+def test_a_chain_is_decoding_step_by_step(dtype: torch.dtype) -> None:
+    check_chain(3, 16, 127, 520, dtype)
+
+
+def test_attention_takes_scale_and_out_and_padding() -> None:
+    keys, values = make_cache(1, 40, 16, 13, torch.float32, "cpu")
+    queries, out = torch.randn(3, 2, 16), torch.full((3, 4, 16), 7.0)
+    mask = torch.tensor([[True, False, False], [True, True, False], [False, False, False]])  # the last row is padding
+    length = torch.tensor([10], dtype=torch.int32)
+    made = tree_attention(queries, keys, values, length, mask, scale=0.5, out=out[:, ::2])
+    scores = queries.transpose(0, 1) @ keys[:, :13].transpose(1, 2) * 0.5
+    seen = torch.cat([torch.ones(3, 10, dtype=torch.bool), mask], 1)
+    wanted = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values[:, :13]
+    torch.testing.assert_close(made, wanted.transpose(0, 1), atol=1e-6, rtol=1e-6)
+    assert out[:, 0].data_ptr() == made.data_ptr() and (out[:, 1::2] == 7).all()
+
+
+def check_draw(n: int, vocabulary: int, dtype: torch.dtype, temperature: float, device: str = "cpu") -> None:
+    torch.manual_seed(n)
+    logits = (torch.randn(n, vocabulary + 8, device=device) * 3).to(dtype)[:, :vocabulary]
+    positions = torch.arange(n, device=device) * 37
+    seed = torch.tensor([signed(SEED)], device=device)
+    heat = torch.tensor([temperature], device=device)
+    wanted = logits.float()
+    if temperature:
+        wanted = wanted / heat + gumbel(SEED, positions, torch.arange(vocabulary, device=device))
+    assert torch.equal(draw(logits, positions, seed, heat), wanted.argmax(-1))
+    first = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)  # bf16 has ties
+    assert torch.equal(draw(logits, positions, seed, heat, greedy=True), first)
+
+
+@both
+@pytest.mark.parametrize(("n", "vocabulary", "temperature"), [(1, 5, 1.0), (3, 2500, 0.7), (2, 1024, 0.0)])
+def test_draw(n: int, vocabulary: int, temperature: float, dtype: torch.dtype) -> None:
+    check_draw(n, vocabulary, dtype, temperature)
+
+
+def check_top(w: int, k: int, columns: int, dtype: torch.dtype, dice: bool, named: bool, device: str = "cpu") -> None:
+    """Against what `sprout` makes of the same scores."""
+    torch.manual_seed(w + k)
+    logits = (torch.randn(w, columns, device=device) * 3).to(dtype)
+    tokens = torch.randperm(3 * columns, device=device)[:columns].sort().values if named else None
+    tree = random_tree(w, seed=3)
+    params = SamplingParams(temperature=0.8, seed=SEED)
+    dealt = Dice(params, committed=[0] * 11)
+    dealt.kappa = 1.25
+    scores, more = logits.float().log_softmax(-1), k + 1  # one more, to know whether the last was clear
+    grown = sprout(tree, Grow(torch.arange(w), more), scores, dealt if dice else None, tokens)
+    wanted, told = (x[w:].reshape(w, more) for x in (grown.logq, grown.tokens))
+    given = (torch.tensor([x], device=device) for x in (signed(SEED), params.temperature, dealt.kappa))
+    rest = ((11 + tree.depth).to(device), *given) if dice else ()
+    values, names = top_children(logits, k, *rest, tokens=tokens)
+    torch.testing.assert_close(values.cpu(), wanted[:, :k], atol=1e-5, rtol=0)
+    assert values.dtype == torch.float32 and names.dtype == torch.long
+    gaps = wanted.diff(dim=1).abs() > 1e-5  # [w, k]
+    clear = gaps & F.pad(gaps, (1, -1), value=True)
+    assert clear.any() and torch.equal(names.cpu()[clear], told[:, :k][clear])
+
+
+@both
+@pytest.mark.parametrize(
+    ("w", "k", "columns", "dice", "named"),
+    [(3, 4, 700, False, False), (2, 16, 1100, True, True), (1, 1, 5, True, False), (2, 5, 515, False, True)],
+)
+def test_top_children(w: int, k: int, columns: int, dice: bool, named: bool, dtype: torch.dtype) -> None:
+    check_top(w, k, columns, dtype, dice, named)
+
+
+def test_ties_go_to_the_lower_column() -> None:
+    logits = torch.tensor([1.0, 0.0, -0.0, 2.0, -1.0, -torch.inf, 2.0, 0.0]).repeat(100)[None]
+    values, names = top_children(logits, 16)
+    assert names[0].tolist() == sorted(names[0].tolist()) and (logits[0, names[0]] == 2).all()
+    values, names = top_children(torch.tensor([[0.0, -0.0, -torch.inf, 0.0, -5.0]]), 5)
+    assert names[0].tolist() == [0, 1, 3, 4, 2] and values[0, 4] == -torch.inf
+
+
+def check_walk(size: int, seed: int, padding: int, device: str = "cpu") -> None:
+    tree = random_tree(size, seed)
+    chance = torch.Generator().manual_seed(seed)
+    draws = torch.randint(3, (size,), generator=chance)
+    verdict = verify.walk(tree, draws.tolist().__getitem__)
+    tokens, parents, draws = (F.pad(x, (0, padding)) for x in (tree.tokens, tree.parents, draws))  # padding would fit
+    mask = F.pad(tree.mask(), (0, padding, 0, padding))
+    mask.diagonal()[size:] = True
+    given = (x.to(device) for x in (draws, tokens, parents, mask, torch.tensor([size])))
+    path, count, bonus = (x.tolist() for x in walk(*given))
+    assert path == verdict.path.tolist() + [-1] * (size + padding - len(verdict.path))
+    assert count == [len(verdict.path)] and bonus == [verdict.bonus]
+
+
+@pytest.mark.parametrize(("size", "padding"), [(1, 0), (2, 3), (30, 2), (64, 0), (100, 28)])
+def test_walk(size: int, padding: int) -> None:
+    for seed in range(4):
+        check_walk(size, seed, padding)
+
+
+def test_walk_without_padding_follows_every_draw() -> None:
+    tree = random_tree(20, seed=5)
+    deepest = int(tree.depth.argmax())
+    draws = torch.full((20,), 99)
+    for node in tree.path(deepest)[1:]:
+        draws[tree.parents[node]] = tree.tokens[node]
+    path, count, bonus = walk(draws, tree.tokens, tree.parents, tree.mask())
+    assert path[: int(count)].tolist() == list(tree.path(deepest)) and bonus.tolist() == [99]
+
+
+def check_norm(n: int, width: int, dtype: torch.dtype, device: str = "cpu") -> None:
+    torch.manual_seed(n)
+    norm = LlamaRMSNorm(width, eps=1e-5).to(device, dtype)
+    torch.nn.init.normal_(norm.weight)
+    x, residual = torch.randn(2, n, width, device=device).to(dtype)
+    ulp = 3e-6 if dtype == torch.float32 else 2**-7
+    with torch.no_grad():
+        for other in (residual, None):
+            summed = x if other is None else other + x
+            normed, total = add_norm(x, other, norm.weight, 1e-5)
+            assert torch.equal(total, summed)
+            torch.testing.assert_close(normed, norm(summed), atol=1e-6, rtol=ulp)
+    gate_up = torch.randn(n, 2 * width, device=device).to(dtype) * 3
+    wanted = F.silu(gate_up[:, :width]) * gate_up[:, width:]
+    torch.testing.assert_close(silu_mul(gate_up), wanted, atol=1e-6, rtol=ulp)
+
+
+@both
+@pytest.mark.parametrize(("n", "width"), [(1, 64), (3, 576), (2, 700)])
+def test_norm_and_gate(n: int, width: int, dtype: torch.dtype) -> None:
+    check_norm(n, width, dtype)
+
+
+def check_rotation(n: int, heads: int, shared: int, width: int, dtype: torch.dtype, device: str = "cpu") -> None:
+    torch.manual_seed(n)
+    config = LlamaConfig(hidden_size=heads * width, num_attention_heads=heads, head_dim=width)
+    positions = torch.arange(n, device=device)[None] + 90
+    qkv = torch.randn(n, (heads + 2 * shared) * width, device=device).to(dtype)
+    cos, sin = LlamaRotaryEmbedding(config).to(device)(qkv, positions)  # [1, n, d]
+    rows = qkv.unflatten(1, (-1, width)).transpose(0, 1)[None]  # [1, heads, n, d]
+    queries, turned = apply_rotary_pos_emb(rows[:, :heads], rows[:, heads : heads + shared], cos, sin)
+    keys, values = make_cache(shared, n + 20, width, n + 20, dtype, device)
+    slots = torch.randperm(n + 20, device=device)[:n]
+    wanted = [keys.clone(), values.clone()]
+    wanted[0][:, slots], wanted[1][:, slots] = turned[0], rows[0, heads + shared :]
+    made = rotate_and_store(qkv, cos[0], sin[0], keys, values, slots)
+    assert torch.equal(made, queries[0].transpose(0, 1))
+    assert torch.equal(keys, wanted[0]) and torch.equal(values, wanted[1])
+
+
+@both
+@pytest.mark.parametrize(("n", "heads", "shared", "width"), [(1, 3, 1, 16), (5, 4, 2, 24)])
+def test_rotate_and_store(n: int, heads: int, shared: int, width: int, dtype: torch.dtype) -> None:
+    check_rotation(n, heads, shared, width, dtype)
