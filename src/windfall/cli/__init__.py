@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from windfall import __version__, console
-from windfall.cli import bench, chat, diagnose, generate, measure, report, show, study, train, tune
+from windfall.cli import audit, bench, chat, diagnose, generate, measure, report, show, study, train, tune
 from windfall.cli.session import BAD_INPUT, ON_BROKEN_PIPE, ON_INTERRUPT
 
 COMMANDS = (
@@ -22,6 +22,7 @@ COMMANDS = (
     measure.profile,
     measure.calibrate,
     diagnose.diagnose,
+    audit.audit,
     tune.tune,
     report.report,
     show.policies,
