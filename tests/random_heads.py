@@ -16,6 +16,7 @@ from windfall.heads.griffin import Griffin
 WIDTH = SHAPE["hidden_size"]
 KINDS: dict[str, tuple[type[FeatureHead], dict[str, Any]]] = {
     "eagle": (Eagle, {"taps": (-1,), "flags": {"fc_bias": True}}),
+    "eagle-pruned": (Eagle, {"taps": (-1,), "draft_vocab_size": 30}),
     "eagle3": (Eagle3, {}),
     "eagle3-normed": (Eagle3, {"flags": {"fc_norm": True, "norm_output": True, "norm_before_residual": True}}),
     "eagle3-before-fc": (Eagle3, {"flags": {"norm_before_fc": True, "own_vocabulary": True, "own_embedding": True}}),

@@ -150,7 +150,8 @@ def draft_vocabulary(config: Mapping[str, Any], tensors: dict[str, Tensor], labe
     """[Vd] target id of each draft id; None: the whole vocabulary. Takes d2t and t2d out of the tensors."""
     offsets, mask = tensors.pop("d2t", None), tensors.pop("t2d", None)
     whole, reduced = _whole(layer_of(config), "vocab_size", label), config.get("draft_vocab_size")
-    rows = len(tensors["lm_head.weight"]) if "lm_head.weight" in tensors else reduced or whole
+    listed = whole if offsets is None else offsets.numel()
+    rows = len(tensors["lm_head.weight"]) if "lm_head.weight" in tensors else reduced or listed
     if offsets is None:
         if rows != whole:
             raise InputError(f"'{label}' drafts {rows} of {whole} tokens and lacks d2t, which says which")

@@ -70,7 +70,7 @@ class Cycle:
         rows = self.ahead
         given = Pass(rows.tokens, rows.positions, rows.slots, rows.mask, self.draft.length)
         logits = self.draft.grow(given, rows.above, rows.here)
-        self._sprout(rows.nodes.clone(), logits, rows.positions + self.draft.lag, sprouting)
+        self._sprout(rows.nodes, logits, rows.positions + self.draft.lag, sprouting)
 
     def _sprout(self, nodes: Tensor, logits: Tensor, positions: Tensor, sprouting: Sprouting) -> None:
         assert self.draft is not None

@@ -1,0 +1,106 @@
+"""The kernels between passes at full size on a CUDA device, alone and inside a captured graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from test_tree_kernels import (
+    check_growth,
+    check_moving,
+    check_pair,
+    check_settling,
+    empty_rows,
+    empty_tree,
+    rules,
+    same,
+    some_terms,
+    sprouts,
+)
+from windfall.calibration import Calibrator
+from windfall.kernels.backend import installed
+from windfall.kernels.grow import Ahead, TreeArrays, grow
+from windfall.kernels.settle import plant
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or not installed(), reason="no CUDA device or no Triton"),
+]
+both = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "half"])
+
+
+@rules
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("widths", "k", "deepest", "rows"),
+    [
+        ((1, 10, 10, 10, 10, 10), 10, 6, 60),
+        ((1, *[16] * 7), 8, 8, 128),
+        ((1, *[16] * 7), 16, 31, 64),
+        ((1, 8, 8), 3, 3, 24),
+        ((1, 3, 3, 3), 2, 2, 9),
+        ((1, 64, 64), 12, 2, 100),
+        ((1, 1, 1), 1, 3, 1),
+    ],
+)
+def test_growth(rule: str, widths: tuple[int, ...], k: int, deepest: int, rows: int, tied: bool) -> None:
+    for seed in range(4):
+        check_growth(rule, widths, k, seed, deepest, rows, tied, "cuda")
+
+
+@pytest.mark.parametrize("drafter", [False, True])
+@pytest.mark.parametrize(("size", "rows", "steps"), [(1, 1, 1), (7, 8, 40), (60, 60, 7), (100, 128, 9), (128, 128, 64)])
+def test_settling(size: int, rows: int, steps: int, drafter: bool) -> None:
+    for seed in range(10):
+        check_settling(size, rows, steps, seed, drafter, "cuda")
+
+
+@both
+@pytest.mark.parametrize("heads", [60, 512])
+@pytest.mark.parametrize(
+    ("steps", "width", "features"), [(1, 64, 576), (7, 128, 12_288), (33, 64, 1728), (80, 128, 40)]
+)
+def test_moving(heads: int, steps: int, width: int, features: int, dtype: torch.dtype) -> None:
+    for _ in range(5):
+        check_moving(heads, width, steps, features, dtype, "cuda")
+
+
+@both
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("n", "width"), [(1, 576), (10, 4096), (64, 5120)])
+def test_pair_norm(n: int, width: int, normed: bool, dtype: torch.dtype) -> None:
+    check_pair(n, width, dtype, normed, "cuda")
+
+
+@rules
+def test_a_graph_serves_every_pass(rule: str) -> None:
+    """Captured once, replayed pass after pass over the same buffers."""
+    width, k, passes = 8, 6, 5
+    terms = some_terms(Calibrator(), "cuda") if rule == "calibrated" else None
+    tree, ahead = empty_tree(400, passes, "cuda"), empty_rows(width, width * passes, "cuda")
+    tokens, logq = (x.cuda() for x in sprouts(width, k, 0, False))
+
+    def begin(tree: TreeArrays, ahead: Ahead) -> None:
+        tree.slot.zero_()
+        plant(tree, torch.tensor([5], device="cuda"))
+        ahead.staged.zero_()
+        ahead.expanded.fill_(-1)
+        ahead.nodes.fill_(-1)
+        ahead.nodes[0] = 0
+
+    begin(tree, ahead)
+    grow(tree, ahead.nodes, tokens, logq, ahead, rule, terms)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grow(tree, ahead.nodes, tokens, logq, ahead, rule, terms)
+    twin, other = empty_tree(400, passes, "cuda"), empty_rows(width, width * passes, "cuda")
+    begin(tree, ahead)
+    begin(twin, other)
+    for turn in range(passes):
+        drawn = sprouts(width, k, turn + 1, turn % 2 == 1)
+        tokens.copy_(drawn[0])
+        logq.copy_(drawn[1])
+        graph.replay()
+        grow(twin, other.nodes, tokens, logq, other, rule, terms)
+        same(tree, twin, 1 + (turn + 1) * width * k)
+        same(ahead, other, 0)
