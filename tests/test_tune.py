@@ -102,7 +102,7 @@ def test_what_cannot_be_searched_is_refused() -> None:
         (("beam", "grid", ("k",)), "the grid is over depth and nodes"),
         (("salf", "grid", ()), "'depth'"),
         (("beam", "dice", ()), "choose from grid, halving"),
-        (("beam", "halving", ("width",)), "no number 'width'"),
+        (("beam", "halving", ("width",)), "no option 'width' to search over; it has: depth, k, nodes"),
         (("none", "halving", ()), "no numbers"),
     ):
         with pytest.raises(InputError, match=reason):
@@ -116,6 +116,29 @@ def test_fixed_options_are_not_searched() -> None:
     with pytest.raises(InputError, match="has no option 'width'"):
         tune.candidates("beam", "grid", (), 0, 0, {"width": "5"})
     assert all("k" not in each for each in tune.candidates("beam", "halving", (), 4, 0, {"k": "3"}))
+
+
+def test_switches_and_choices_are_searched_where_they_are_named() -> None:
+    chosen = tune.candidates("dynatree", "halving", ("history", "root_branching", "tau"), 20, 0, {})
+    assert chosen[0] == {"history": "paper", "root_branching": False, "tau": 0.05} and len(chosen) == 20
+    assert {each["history"] for each in chosen} == {"paper", "release", "none"}
+    assert {each["root_branching"] for each in chosen} == {True, False}
+    assert "history" not in tune.candidates("dynatree", "halving", (), 2, 0, {})[0]
+    few = tune.candidates("dynatree", "halving", ("root_branching",), 20, 0, {})
+    assert few == [{"root_branching": False}, {"root_branching": True}]
+
+
+def test_halving_goes_over_a_policys_own_fields(tmp_path: Path) -> None:
+    """The whole way from a policy's options to a preset: the best of what was drawn, written and read again."""
+    speeds = {"paper": 1.0, "release": 3.0, "none": 2.0}
+    chosen = tune.candidates("dynatree", "halving", ("history", "base_depth"), 24, 1, {"nodes": "40"})
+    search = tune.Search.open(tmp_path / "s", {})
+    found = tune.halving(search, chosen, 8, lambda own, _: speeds[own["history"]] - 0.1 * own["base_depth"], nothing)
+    best = max(chosen, key=lambda own: speeds[own["history"]] - 0.1 * own["base_depth"])
+    assert found[0].settings == best and found[0].prompts == 8
+    tune.write_preset(tmp_path / "p.json", "dynatree", {"nodes": "40"}, found[0], {})
+    made = registry.preset(str(tmp_path / "p.json"))
+    assert (made.history, made.base_depth, made.nodes) == (best["history"], best["base_depth"], 40)
 
 
 def test_a_preset_file_is_a_preset(tmp_path: Path) -> None:
@@ -139,6 +162,7 @@ def test_the_command_writes_what_generate_reads(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text('{"id": "1", "turns": ["count to ten"]}\n', "utf-8")
     how = ["--target", str(model), "--drafter", "self"]
     words = ["tune", *how, "--policy", "chain", "--vary", "depth", "--candidates", "3", "--out", str(out), "--json"]
+    words += ["--search", "halving"]
     result = CliRunner().invoke(app, [*words, "--tasks", str(tmp_path / "t.jsonl"), "--max-new-tokens", "6"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)["results"]

@@ -30,6 +30,11 @@ POLICIES = {
     "ddd": "windfall.policies.ddd:DDD",
     "svip": "windfall.policies.svip:SVIP",
     "gammatune": "windfall.policies.gammatune:GammaTune",
+    "disco": "windfall.policies.disco:Disco",
+    "specdecpp": "windfall.policies.specdecpp:SpecDecPlusPlus",
+    "c2t": "windfall.policies.c2t:C2T",
+    "ltd": "windfall.policies.ltd:LTD",
+    "bandit": "windfall.policies.bandit:Bandit",
 }
 DRAFTERS = {
     "ngram": "windfall.drafters.ngram:NGramDrafter",

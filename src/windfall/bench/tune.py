@@ -15,7 +15,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from windfall import registry
 from windfall.bench.methods import DrafterSpec
@@ -138,17 +138,29 @@ def plan(candidates: int, prompts: int) -> Iterator[tuple[int, int]]:
         yield max(candidates >> step, 1), max(math.ceil(prompts / 2 ** (rounds - 1 - step)), 1)
 
 
+class Axis(NamedTuple):
+    """What an option is searched over: a range around its default, or a few values."""
+
+    default: Any
+    low: float = 0.0
+    high: float = 0.0
+    values: tuple[Any, ...] = ()
+
+    def draw(self, chance: random.Random) -> Any:
+        return chance.choice(self.values) if self.values else _draw(chance, self.default, self.low, self.high)
+
+
 def field_of(
     policy: str, names: Iterable[str] = (), count: int = 16, seed: int = 0, fixed: Mapping[str, Any] | None = None
 ) -> list[Settings]:
-    """Random settings of a policy's numbers that the policy takes, its defaults first."""
-    ranges = numbers(policy, tuple(names))
+    """Random settings of a policy's numbers, or of the named options, that the policy takes, its defaults first."""
+    axes = axes_of(policy, tuple(names))
     chance = random.Random(seed)
-    found = [{name: default for name, (default, _, _) in ranges.items()}]
+    found = [{name: axis.default for name, axis in axes.items()}]
     for _ in range(50 * count):
         if len(found) == count:
             break
-        drawn = {name: _draw(chance, *bounds) for name, bounds in ranges.items()}
+        drawn = {name: axis.draw(chance) for name, axis in axes.items()}
         if drawn not in found and _takes(policy, {**(fixed or {}), **drawn}):
             found.append(drawn)
     return found
@@ -162,21 +174,37 @@ def _takes(policy: str, settings: Settings) -> bool:
     return True
 
 
-def numbers(policy: str, names: tuple[str, ...] = ()) -> dict[str, tuple[Any, float, float]]:
-    """Default and range of a policy's numeric options: the named ones, or all that have a default."""
-    cls = registry.policy_class(policy)
-    hints, known = typing.get_type_hints(cls), options_of(cls)
-    found = {}
-    for name, option in known.items():
-        if option.default is not None and not isinstance(option.default, bool) and _is_number(hints[name]):
-            found[name] = (option.default, *_range(option))
-    unknown = [name for name in names if name not in found]
-    if unknown:
-        choices = ", ".join(found) or "none"
-        raise InputError(f"{policy} has no number '{unknown[0]}' to search for; it has: {choices}")
+def numbers(policy: str) -> dict[str, Axis]:
+    """A policy's numeric options that have a default."""
+    found = {name: axis for name, axis in searchable(policy).items() if not axis.values}
     if not found:
         raise InputError(f"{policy} has no numbers to search for; choose another policy")
-    return {name: found[name] for name in names} if names else found
+    return found
+
+
+def axes_of(policy: str, names: tuple[str, ...]) -> dict[str, Axis]:
+    """What is searched over: the named options, or every number."""
+    if not names:
+        return numbers(policy)
+    known = searchable(policy)
+    if unknown := next((name for name in names if name not in known), None):
+        choices = ", ".join(known) or "none"
+        raise InputError(f"{policy} has no option '{unknown}' to search over; it has: {choices}")
+    return {name: known[name] for name in names}
+
+
+def searchable(policy: str) -> dict[str, Axis]:
+    """A policy's options that are numbers, switches or choices."""
+    cls = registry.policy_class(policy)
+    hints, found = typing.get_type_hints(cls), dict[str, Axis]()
+    for name, option in options_of(cls).items():
+        if option.metadata["choices"]:
+            found[name] = Axis(option.default, values=option.metadata["choices"])
+        elif hints[name] is bool:
+            found[name] = Axis(option.default, values=(False, True))
+        elif option.default is not None and _is_number(hints[name]):
+            found[name] = Axis(option.default, *_range(option))
+    return found
 
 
 def _is_number(kind: Any) -> bool:

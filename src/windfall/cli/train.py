@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import typer
 
-from windfall.cli import train_data, train_head, train_lm
+from windfall.cli import train_classifier, train_data, train_head, train_lm, train_ltd
 
 app = typer.Typer(no_args_is_help=True, help="Train drafters for a target on what the target itself writes.")
-for command in (train_data.data, train_head.head, train_lm.lm):
+drafters = (train_data.data, train_head.head, train_lm.lm)
+policies = (train_classifier.classifier, train_ltd.record, train_ltd.ltd)
+for command in (*drafters, *policies):
     app.command()(command)

@@ -31,7 +31,8 @@ def tune(
         str, typer.Option("--search", help="grid: every depth with every size; halving: random settings, halved.")
     ] = "halving",
     vary: Annotated[
-        str | None, typer.Option("--vary", help="Options to search over; none: every number.", metavar="A,B")
+        str | None,
+        typer.Option("--vary", help="Options to search over; none: every number.", metavar="A,B"),
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="An option that stays as it is; repeatable.", metavar="NAME=VALUE")
@@ -95,7 +96,7 @@ def _tell(found: list[Result], out: Path, json: bool) -> None:
     table.add_column("prompts", justify="right")
     table.add_column("tokens/s", justify="right")
     for result in found[:SHOWN]:
-        values = [f"{value:g}" for value in result.settings.values()]
+        values = [str(value) if isinstance(value, bool | str) else f"{value:g}" for value in result.settings.values()]
         table.add_row(*map(Text, values), str(result.prompts), f"{result.speed:.1f}")
     console.stdout().print(table)
     if len(found) > SHOWN:

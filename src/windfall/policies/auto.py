@@ -9,11 +9,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from windfall import flat
 from windfall.calibration import CHILDREN, Calibrator
 from windfall.context import Context
 from windfall.cost import Costs
 from windfall.options import option
-from windfall.policies import flat
 from windfall.policies.base import TreePolicy
 from windfall.records import Grow, Step
 from windfall.tree import DraftTree

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from windfall import flat
 from windfall.context import Context
-from windfall.policies import flat
 from windfall.policies.auto import Auto
 from windfall.policies.base import TreePolicy
 from windfall.policies.beam import Beam
@@ -128,7 +128,7 @@ class GTPlan(Plan):
 
 class AutoPlan(Plan):
     """The nodes most likely to be accepted come next, while they earn more than the pass costs; then as many rows as
-    are worth theirs. The rule of `policies/flat.py`, which `auto` follows where rows are cheap."""
+    are worth theirs. The rule of `flat.py`, which `auto` follows where rows are cheap."""
 
     rule = "calibrated"
     policy: Auto

@@ -72,7 +72,7 @@ class SeatedDrafter(Drafter):
         self.params = SamplingParams()  # of the sequence to come
         device, long = draft.judge.device, torch.long
         names = ("tokens", "depth", "staged", "above")
-        self._rows = Parcel(device, **{name: (long, (MOST,)) for name in names}, mask=(torch.bool, (MOST, STAGED)))
+        self._rows = Parcel(device, **dict.fromkeys(names, (long, (MOST,))), mask=(torch.bool, (MOST, STAGED)))
         self._opening = Parcel(device, tokens=(long, (PENDING,)), waiting=(long, (1,)))
         self._found: dict[tuple[int, int], Parcel] = {}
         self._slots: dict[int, int] = {}  # expanded node → its place; the root's is 0

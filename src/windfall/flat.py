@@ -1,5 +1,5 @@
-"""Where rows and draft passes are cheap, as on a GPU, the best tree per second has a simple form: a pass is worth its fee, a row its
-price, and everything else follows. `auto` uses it there; resident/plans.py runs the same rule on the device."""
+"""Where rows and draft passes are cheap, as on a GPU, the best tree per second has a simple form: a pass must be worth
+its fee and a row its price. `auto` follows it there, and resident/plans.py has the device follow it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,215 @@
+"""Superset trees on file: the widest beam at every position of a text, and the path that the text takes through it.
+
+The target writes each text plainly, one token a cycle, and at every position the drafter grows the whole beam, of which
+nothing is verified. What is drafted depends on the tokens alone, and so does the text; so the recorded tree at a
+position is the tree that any policy would have met there, and a beam of any depth and size is a part of it. Cycles
+recorded where one policy happens to begin them would suit that policy; every position suits all of them, and a replay
+goes from position to position exactly as the engine would. (At temperature above 0 a drafter that sees the noise also
+listens to the calibrator, which learns as it goes: there a replay is close, not exact.)
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from windfall.context import Context
+from windfall.errors import InputError
+from windfall.files import replace_file
+from windfall.options import option
+from windfall.policies.beam import Beam
+from windfall.records import Grow, Step
+from windfall.tree import DraftTree
+
+if TYPE_CHECKING:
+    from windfall.engine import Engine
+
+Array = np.ndarray[Any, Any]
+FORMAT = 1
+ARRAYS = ("tokens", "parents", "logq", "entropy", "sizes", "lengths", "rooms", "texts", "path", "steps")
+DTYPES = dict(zip(ARRAYS, ("i4", "i2", "f4", "f4", "i4", "i4", "i4", "i4", "i2", "i2"), strict=True))
+
+
+@dataclass
+class Tree:
+    """One position of one text."""
+
+    text: int
+    length: int  # committed tokens, the root included
+    room: int  # tokens that could still be emitted
+    left: int  # tokens that were
+    parents: Array  # [N]
+    score: Array  # [N] fp32, cumulative
+    depth: Array  # [N]
+    entropy: Array  # [N] fp32, NaN where the node was not expanded
+    path: Array  # [a] the drafted nodes that the text goes through, from depth 1 on
+
+
+@dataclass
+class Recording:
+    """Trees of whole texts, flat: `sizes` says how many nodes each tree has, `steps` how long its path is."""
+
+    about: dict[str, Any]
+    arrays: dict[str, Array] = field(default_factory=dict)
+
+    @property
+    def ids(self) -> list[str]:
+        """Of the prompts, one for each text."""
+        return list(self.about["ids"])
+
+    def trees(self) -> Iterator[Tree]:
+        """Text by text, in the order of positions."""
+        found, node, step = self.arrays, 0, 0
+        ends = _positions_left(found["texts"])
+        for place, (size, steps) in enumerate(zip(found["sizes"], found["steps"], strict=True)):
+            own = slice(node, node + size)
+            parents = found["parents"][own].astype(np.int64)
+            score, depth = _accumulate(parents, found["logq"][own])
+            yield Tree(
+                int(found["texts"][place]),
+                int(found["lengths"][place]),
+                int(found["rooms"][place]),
+                int(ends[place]),
+                parents,
+                score,
+                depth,
+                found["entropy"][own],
+                found["path"][step : step + steps].astype(np.int64),
+            )
+            node, step = node + size, step + steps
+
+    def save(self, file: Path) -> None:
+        arrays: dict[str, Any] = {**self.arrays, "about": np.array(json.dumps(self.about))}
+
+        def write(temporary: Path) -> None:
+            with temporary.open("wb") as stream:
+                np.savez_compressed(stream, **arrays)
+
+        replace_file(file, write)
+
+    @classmethod
+    def load(cls, file: Path) -> Recording:
+        try:
+            with np.load(file, allow_pickle=False) as found:
+                about = json.loads(str(found["about"]))
+                arrays = {name: found[name] for name in ARRAYS}
+        except OSError as error:
+            raise InputError(f"cannot read '{file}': {error.strerror or error}") from error
+        except (ValueError, KeyError, zipfile.BadZipFile) as error:
+            raise InputError(f"'{file}' is no recording; make one with: windfall train record") from error
+        if about.get("format") != FORMAT:
+            raise InputError(f"'{file}' was made by another version; make it again with: windfall train record")
+        return cls(about, arrays)
+
+    def joined(self, other: Recording) -> Recording:
+        """Both, one after the other."""
+        arrays = {name: np.concatenate([self.arrays[name], other.arrays[name]]) for name in ARRAYS}
+        arrays["texts"][len(self.arrays["texts"]) :] += len(self.ids)
+        return Recording({**self.about, "ids": [*self.ids, *other.ids]}, arrays)
+
+
+def _positions_left(texts: Array) -> Array:
+    """For each position, how many of its text come from here on, itself counted."""
+    counts = np.bincount(texts) if len(texts) else np.zeros(0, dtype=np.int64)
+    starts = np.cumsum(counts) - counts
+    return (counts + starts)[texts] - np.arange(len(texts))
+
+
+def _accumulate(parents: Array, logq: Array) -> tuple[Array, Array]:
+    """Cumulative scores and depths, with the additions that DraftTree makes, level by level."""
+    score, depth = np.zeros(len(parents), dtype=np.float32), np.zeros(len(parents), dtype=np.int64)
+    start = 1
+    while start < len(parents):
+        end = start + int(np.searchsorted(parents[start:], start))  # parents before this level: it is a whole level
+        own = parents[start:end]
+        score[start:end], depth[start:end] = score[own] + logq[start:end], depth[own] + 1
+        start = end
+    return score, depth
+
+
+# ---- making one
+
+
+@dataclass
+class Widest(Beam):
+    """A beam of which nothing is verified: the text goes on by the target's own token alone."""
+
+    entropy: bool = option(False, "measure the drafter's uncertainty too")
+
+    def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
+        wish = super().grow(tree, ctx)
+        return wish and wish._replace(entropy=self.entropy)
+
+    def select(self, tree: DraftTree, ctx: Context) -> Tensor:
+        return torch.zeros(1, dtype=torch.long)
+
+
+def record(
+    engine: Engine,
+    prompts: Sequence[tuple[str, Any]],
+    progress: Callable[[float], None] = lambda share: None,
+    *,
+    depth: int = 12,
+    k: int = 10,
+    entropy: bool = True,
+    raw: bool = False,
+    **sampling: Any,
+) -> Iterator[Recording]:
+    """Decode the prompts (id and prompt each) with this engine, and yield the recording of each finished text."""
+    policy, engine.policy = engine.policy, Widest(depth=depth, k=k, entropy=entropy)
+    about = {"format": FORMAT, "depth": depth, "k": k, "target": engine.target.name, "sampling": _plain(sampling)}
+    share = sampling.get("max_new_tokens", 256) * len(prompts)
+    try:
+        for done, (name, prompt) in enumerate(prompts):
+            length, steps = len(engine.encode(prompt, raw)), list[Step]()
+            for step in engine.stream(prompt, raw=raw, **sampling):
+                steps.append(step)
+                progress(done / len(prompts) + len(steps) / share)
+            yield Recording({**about, "ids": [name]}, _arrays(engine, steps, length, sampling))
+    finally:
+        engine.policy = policy
+
+
+def _plain(sampling: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in sampling.items() if isinstance(value, int | float | str)}
+
+
+def _arrays(engine: Engine, steps: Sequence[Step], length: int, sampling: dict[str, Any]) -> dict[str, Array]:
+    text, context = [step.tokens[0] for step in steps], engine.target.context
+    limit = sampling.get("max_new_tokens", 256)
+    end = limit if context is None else min(limit, context - length)
+    trees, places = [step.drafted for step in steps], np.arange(len(steps))
+    paths = [_path(tree, text[place:]) for place, tree in enumerate(trees)]
+    found: dict[str, Any] = {
+        "tokens": torch.cat([tree.tokens for tree in trees]).numpy(),
+        "parents": torch.cat([tree.parents for tree in trees]).numpy(),
+        "logq": torch.cat([tree.logq for tree in trees]).numpy(),
+        "entropy": torch.cat([tree.entropy for tree in trees]).numpy(),
+        "sizes": [len(tree) for tree in trees],
+        "lengths": length + places,
+        "rooms": end - places,
+        "texts": np.zeros(len(trees)),
+        "path": [node for path in paths for node in path],
+        "steps": [len(path) for path in paths],
+    }
+    return {name: np.asarray(found[name], dtype=DTYPES[name]) for name in ARRAYS}
+
+
+def _path(tree: DraftTree, text: Sequence[int]) -> list[int]:
+    """The nodes below the root that spell the text for as long as there are such."""
+    edges = zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
+    child = {edge: node for node, edge in enumerate(edges)}
+    path, node = list[int](), 0
+    for token in text:
+        if (node := child.get((node, token), -1)) < 0:
+            break
+        path.append(node)
+    return path

@@ -1,0 +1,154 @@
+"""Cycles replayed from a recording under a cost profile: no model runs, thousands of cycles a second."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from windfall.cost import Costs
+from windfall.errors import InputError
+from windfall.files import read_text
+from windfall.policies.ltd import NOTHING, View
+from windfall.train.rl.backend import Outcome
+from windfall.train.rl.recording import Recording, Tree
+
+Array = np.ndarray[Any, Any]
+STRETCH = 32  # lengths of context that are priced alike
+
+
+@dataclass(frozen=True)
+class Position:
+    """A recorded tree, ready to be played: what every depth and size of it would have brought."""
+
+    length: int
+    room: int
+    left: int  # tokens of the text from here on
+    scores: Array  # [N - 1] of the drafted nodes
+    ends: tuple[int, ...]  # drafted nodes after each level, ends[0] == 0
+    ranks: Array  # [levels + 1, a] place of each path node among the nodes up to that level; N + 1: not drafted yet
+    widths: tuple[int, ...]  # nodes expanded by each pass
+    entropy: Array  # of the expanded nodes
+    measured: tuple[int, ...]  # how many of these there are after each pass
+
+    @classmethod
+    def of(cls, tree: Tree, k: int) -> Position:
+        levels = int(tree.depth[-1])
+        ends = np.searchsorted(tree.depth, np.arange(levels + 1), side="right") - 1
+        sizes = [1, *(int(size) for size in np.diff(ends))]
+        known = ~np.isnan(tree.entropy)
+        measured = [0, *np.cumsum(np.bincount(tree.depth[known], minlength=levels + 1))]
+        return cls(
+            tree.length,
+            tree.room,
+            tree.left,
+            tree.score[1:],
+            tuple(map(int, ends)),
+            _ranks(tree, ends),
+            tuple(min(size, k) for size in sizes),
+            tree.entropy[known],
+            tuple(map(int, measured)),
+        )
+
+    @property
+    def levels(self) -> int:
+        return len(self.ends) - 1
+
+
+def _ranks(tree: Tree, ends: Array) -> Array:
+    """[levels + 1, a]: how many drafted nodes up to a level come before each path node, by score, depth and age."""
+    nodes, scores = np.arange(1, len(tree.score)), tree.score[1:]
+    ranks = np.full((len(ends), len(tree.path)), len(tree.score), dtype=np.int32)
+    for place, node in enumerate(tree.path):
+        own = tree.score[node]
+        before = np.concatenate([[0], np.cumsum((scores > own) | ((scores == own) & (nodes < node)))])
+        drafted = int(tree.depth[node])
+        ranks[drafted:, place] = before[ends[drafted:]]
+    return ranks
+
+
+class Replay:
+    """A backend over the positions of some texts of a recording."""
+
+    def __init__(self, texts: Sequence[Sequence[Position]], costs: Costs, depth: int, seed: int | None = None):
+        """`depth`: of the recorded beams. With a seed texts come in random order and without end, else once each."""
+        if not any(texts):
+            raise InputError("the recording has no texts to replay")
+        self._texts, self._costs, self._depth = [text for text in texts if text], costs, depth
+        self._random = None if seed is None else np.random.default_rng(seed)
+        self._order = iter(range(len(self._texts)))
+        self._text: Sequence[Position] = ()
+        self._place = 0
+        self._verifies: dict[tuple[int, int], float] = {}
+        self.passes = self._level = 0
+        self._seconds = 0.0
+
+    def begin(self) -> bool:
+        if self._place >= len(self._text):
+            place = next(self._order, None) if self._random is None else self._random.integers(len(self._texts))
+            if place is None:
+                return False
+            self._text, self._place = self._texts[int(place)], 0
+        self._now = self._text[self._place]
+        self.passes = self._level = 0
+        self._seconds = self._costs.overhead
+        return True
+
+    def draft(self) -> bool:
+        now = self._now
+        if self._level >= min(now.room - 1, self._depth):
+            return False
+        self._seconds += self._costs.draft(now.widths[self._level]) + (0.0 if self.passes else self._costs.opening)
+        self.passes += 1
+        if self._level >= now.levels:  # the drafter had nothing more to say
+            return False
+        self._level += 1
+        return True
+
+    def view(self, newest: bool) -> View:
+        now, level = self._now, self._level
+        start = now.ends[max(level - 1, 0)] if newest else 0
+        first = now.measured[max(level - 1, 0)] if newest else 0
+        entropy = now.entropy[first : now.measured[level]] if level else NOTHING
+        return View(now.scores[start : now.ends[level]], now.length, level, entropy)
+
+    def verify(self, nodes: int, thinking: float) -> Outcome:
+        now = self._now
+        nodes = min(nodes, now.ends[self._level])
+        accepted = int((now.ranks[self._level] < nodes).sum())
+        tokens = min(accepted + 1, now.left)
+        self._place += tokens
+        seconds = self._seconds + self._verify_seconds(nodes + 1, now.length) + thinking
+        return Outcome(tokens, seconds, self.passes, nodes)
+
+    def _verify_seconds(self, rows: int, length: int) -> float:
+        key = (rows, length // STRETCH)
+        if key not in self._verifies:
+            self._verifies[key] = self._costs.verify(rows, length // STRETCH * STRETCH)
+        return self._verifies[key]
+
+    def close(self) -> None:
+        pass
+
+
+def positions(recording: Recording) -> list[list[Position]]:
+    """Text by text."""
+    texts: list[list[Position]] = [[] for _ in recording.ids]
+    for tree in recording.trees():
+        texts[tree.text].append(Position.of(tree, recording.about["k"]))
+    return texts
+
+
+def read_costs(file: Path) -> Costs:
+    """From the JSON of `Costs.as_dict` or of `windfall profile --json`."""
+    try:
+        given = json.loads(read_text(file))
+        return Costs.of_dict(given.get("costs", given))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"'{file}' holds no cost profile; `windfall profile --json` writes one") from error

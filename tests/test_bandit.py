@@ -1,0 +1,163 @@
+"""The bandit: near the best arm in simulated worlds, also where they change; it remembers, and forgets nothing else."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from random_parallel import some_drafter
+from test_policies_adaptive import verified
+from tiny import prompt, tiny
+from windfall import registry
+from windfall.engine import Engine
+from windfall.policies.bandit import Bandit, Chooser, Evidence, parse_arms
+from windfall.records import InputError
+from windfall.target import Target
+
+LONGEST = 7  # tokens of a cycle
+CHANCES = (0.0, 0.55, 0.67, 0.71, 0.74)  # of one more token, by arm
+
+
+class World:
+    """Cycles of arms with known speeds: how many tokens come is a matter of luck, and a little the time they take."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+
+    def cycle(self, arm: int, speed: float) -> tuple[int, float]:
+        tokens = 1
+        while tokens < LONGEST and self.chance.random() < CHANCES[arm]:
+            tokens += 1
+        usual = sum(CHANCES[arm] ** more for more in range(LONGEST))
+        return tokens, usual / speed * self.chance.lognormvariate(0, 0.1)
+
+    def speed(self, chooser: Chooser, speeds: list[float], warm_up: int, cycles: int) -> float:
+        """Tokens per second as expected of the arms that were played, after a warm-up."""
+        made = taken = 0.0
+        for cycle in range(cycles):
+            arm = chooser.arm
+            tokens, seconds = self.cycle(arm, speeds[arm])
+            chooser.observe(arm, tokens, seconds)
+            if cycle >= warm_up:
+                made, taken = made + speeds[arm] * seconds, taken + seconds
+        return made / taken
+
+
+WORLDS = {  # speeds of the arms, the first is plain decoding; then those after a change
+    "one is best": [[50, 60, 80, 100, 90]],
+    "several are good": [[50, 90, 100, 92, 60]],
+    "plain is best": [[50, 45, 30, 40, 20]],
+    "all are alike": [[50, 97, 100, 98, 97]],
+    "the best gets slow": [[50, 60, 100, 80, 80], [50, 100, 60, 80, 80], [100, 60, 50, 80, 80]],
+    "another gets fast": [[50, 60, 80, 70, 40], [50, 60, 80, 110, 40]],
+}
+
+
+@pytest.mark.parametrize("method", ["ucb", "thompson"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_never_more_than_three_percent_below_the_best(world: str, method: str) -> None:
+    for seed in range(6):
+        chooser, cycles = Chooser(len(CHANCES), method), World(seed)
+        for speeds in WORLDS[world]:
+            found = cycles.speed(chooser, [float(speed) for speed in speeds], 1500, 4000)
+            assert found >= 0.97 * max(speeds), (seed, speeds)
+
+
+def test_slow_drift_is_followed() -> None:
+    """Every 300 cycles the speeds move a little, until the slowest arm has become the fastest."""
+    for seed in range(3):
+        chooser, cycles, made, best = Chooser(3), World(seed), 0.0, 0.0
+        for step in range(40):
+            speeds = [60.0, 100.0 - step, 60.0 + step]
+            found = cycles.speed(chooser, speeds, 0, 300)
+            if step >= 5:
+                made, best = made + found, best + max(speeds)
+        assert made >= 0.95 * best
+
+
+def test_a_hiccup_is_no_verdict() -> None:
+    chooser, cycles = Chooser(2), World(0)
+    cycles.speed(chooser, [50.0, 100.0], 0, 800)
+    assert chooser.arm == 1
+    chooser.observe(1, 1, 60.0)
+    assert cycles.speed(chooser, [50.0, 100.0], 0, 200) > 95
+
+
+def test_evidence_by_hand() -> None:
+    evidence = Evidence()
+    for tokens, seconds in ((4, 2.0), (8, 2.0)):
+        evidence.add(tokens, seconds)
+    assert evidence.rate == 3.0
+    # residues -2 and 2, and a prior of four turns that deviate by 0.35 of 6 tokens
+    assert evidence.error == pytest.approx(((8 + 4 * 2.1**2) / 6 * 2) ** 0.5 / 4)
+    evidence.fade(0.5)
+    assert evidence.rate == 3.0 and evidence.turns == 1.0
+    assert Evidence().error == float("inf")
+
+
+def test_arms_are_policies_and_presets() -> None:
+    made = parse_arms("beam:depth=4:k=3+eagle-2, chain@depth=2")
+    assert list(made) == ["none", "beam:depth=4:k=3", "eagle-2", "chain@depth=2"]
+    assert made["beam:depth=4:k=3"] == registry.policy("beam", depth=4, k=3)
+    assert made["eagle-2"] == registry.preset("eagle-2") and made["chain@depth=2"].depth == 2
+    assert "none" in registry.policy("bandit").labels
+    for arms, reason in (
+        ("beam++auto", "with \\+ between"),
+        ("baem", "no preset 'baem'"),
+        ("beam:width=3", "no option 'width'"),
+        ("bandit", "cannot be an arm"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            registry.policy("bandit", arms=arms)
+
+
+def run(policy: Any, texts: int = 6) -> list[list[int]]:
+    engine = Engine(Target(tiny()), some_drafter("small"), policy)
+    return [engine.generate(prompt(seed=seed), max_new_tokens=30).token_ids for seed in range(texts)]
+
+
+def test_texts_share_what_was_learnt_and_stay_the_same() -> None:
+    policy = registry.policy("bandit", arms="chain:depth=2+beam:depth=2:k=2+gammatune", block=2)
+    assert run(policy) == run(registry.policy("none"))
+    assert policy.chooser.turns > 12 and all(own.turns > 0 for own in policy.chooser.known)
+    mate = policy.fresh()
+    assert mate.chooser is policy.chooser and mate._arms[3] is not policy._arms[3]
+
+
+def test_batch_mates_play_the_same_arm() -> None:
+    policy = registry.policy("bandit", arms="chain:depth=2+beam:depth=2:k=2", block=1)
+    engine = Engine(Target(tiny()), some_drafter("small"), policy)
+    played = []
+    for steps in engine.run([prompt(seed=1), prompt(seed=2)], [engine.params(max_new_tokens=30)] * 2):
+        played.append({step.draft_passes for step in steps.values()})
+    assert any(0 in passes for passes in played) and {2} in played
+    assert all(len(passes) == 1 for passes in played[:-4]), "near the end the room is short"
+
+
+def test_what_was_learnt_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "state.json"
+    first = registry.policy("bandit", arms="chain+beam", state=str(file))
+    run(first, 3)
+    again = registry.policy("bandit", arms="chain+beam", state=str(file))
+    assert again.chooser == first.chooser and again.chooser.turns > 0
+    with pytest.raises(InputError, match=r"about the arms none\+chain\+beam"):
+        registry.policy("bandit", arms="chain", state=str(file))
+    kept = json.loads(file.read_text("utf-8"))
+    damaged = ("", "[]", "{}", json.dumps({**kept, "arm": 9}), json.dumps({**kept, "known": kept["known"][:1]}))
+    for text in (*damaged, json.dumps({**kept, "spent": "much"}), json.dumps({**kept, "earned": float("nan")})):
+        file.write_text(text, "utf-8")
+        with pytest.raises(InputError, match="not what a bandit has learnt"):
+            registry.policy("bandit", arms="chain+beam", state=str(file))
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_a_full_disk_does_not_cost_the_text(tmp_path: Path) -> None:
+    file = tmp_path / "state.json"
+    policy = registry.policy("bandit", arms="chain", state=str(file))
+    file.mkdir()  # cannot be replaced by a file
+    verified(policy, 1, finish="stop")
+    assert isinstance(policy, Bandit) and file.is_dir()
