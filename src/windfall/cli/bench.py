@@ -18,6 +18,7 @@ from rich.text import Text
 
 from windfall import console
 from windfall.bench.suites import SUITES, Suite, find
+from windfall.cli.bench_speed import speed
 from windfall.cli.options import Json, ModelOptions, takes_records, words
 from windfall.cli.session import DIFFERENT, ON_INTERRUPT
 from windfall.errors import InputError
@@ -34,6 +35,7 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(speed)
 
 
 def _bench(flag: str, help: str, **more: Any) -> Any:

@@ -47,6 +47,7 @@ class Whole:
         if attention_windows(config):
             raise Unfit("its attention has sliding windows")
         self.model = model
+        self._last = (getattr(config, "max_position_embeddings", None) or 2**31) - 1
         self._call = torch.compile(model, dynamic=False) if compiled else model
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -55,7 +56,7 @@ class Whole:
     def __call__(self, rows: Pass, kv: Tensor, taps: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor | None]:
         outputs = self._call(
             input_ids=rows.tokens[None],
-            position_ids=rows.positions[None],
+            position_ids=rows.positions.clamp(max=self._last)[None],  # past the end nothing is kept
             attention_mask=self._as_given(visible(rows, columns)[None, None]),
             past_key_values=Columns(kv, rows.slots, columns),
             use_cache=True,

@@ -40,7 +40,7 @@ class Cycle:
     def __init__(self, plan: Plan, drafter: Drafter, judge: Judge):
         self.plan, self.judge = plan, judge
         device, staged = judge.device, max(plan.width * plan.passes, 1)
-        self.tree, self.told = plant(device, plan.nodes + plan.width * plan.k, max(plan.passes, 1))
+        self.tree, self.told = plant(device, plan.nodes + plan.width * plan.k, plan.passes + 1)
         self.terms, self.terms_sent = terms(device)
         self.signal = Parcel(device, promise=(torch.float32, (4,)))
         self.levels = torch.zeros(1, dtype=torch.long, device=device)

@@ -14,6 +14,7 @@ from windfall.resident.drafting import Draft, HeadDraft, Sprouting
 from windfall.resident.forward import Pass
 from windfall.resident.judge import MOST, Judge
 from windfall.resident.parcel import Parcel
+from windfall.resident.recorder import Key
 from windfall.sampling import Dice
 from windfall.target import Target
 from windfall.tree import DraftTree
@@ -30,6 +31,7 @@ class SeatedTarget:
 
     def __init__(self, target: Target, judge: Judge):
         self.target, self.judge = target, judge
+        self._results: dict[Key, tuple[Tensor, Tensor | None]] = {}  # where each recorded pass leaves them
         self._verdict = Parcel(judge.device, path=(torch.long, (MOST,)), accepted=(torch.long, (1,)))
 
     @torch.inference_mode()
@@ -44,9 +46,13 @@ class SeatedTarget:
         judge, (tree,) = self.judge, trees
         size = judge.place(tree)
         columns = judge.columns(size)
-        judge.recorder.refresh(("score", size, columns, judge.capacity), lambda: judge.score(size, columns))
-        states = judge.hidden[size]
-        return [Scores(judge.logits[size][: len(tree)], None if states is None else states[: len(tree)])]
+        key = ("score", size, columns, judge.capacity)
+        fresh = key not in judge.recorder.graphs
+        judge.recorder.refresh(key, lambda: judge.score(size, columns))
+        if fresh:
+            self._results[key] = judge.logits[size], judge.hidden[size]
+        logits, states = self._results[key]
+        return [Scores(logits[: len(tree)], None if states is None else states[: len(tree)])]
 
     @torch.inference_mode()
     def commit(self, paths: list[Tensor]) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from windfall.decoder import attention_windows
 from windfall.kernels.attention import tree_attention
 from windfall.kernels.norm import add_norm, rotate_and_store, silu_mul
 from windfall.resident.forward import Pass, Unfit
@@ -40,6 +41,8 @@ class Stack:
         config = model.config.get_text_config()
         if type(model).__name__ not in FAMILIES:
             raise Unfit(f"{type(model).__name__} has not Llama's skeleton")
+        if attention_windows(config):
+            raise Unfit("its attention has sliding windows")
         if getattr(config, "hidden_act", "") != "silu" or getattr(config, "mlp_bias", False):
             raise Unfit("its feed-forward part is not Llama's")
         body = model.model
@@ -85,7 +88,7 @@ class Stack:
         qkv = F.linear(normed, layer.qkv, layer.qkv_bias)  # [n, (heads + 2 kv_heads) * d]
         if layer.q_norm is not None and layer.k_norm is not None:
             split = qkv.view(len(qkv), -1, self.d)  # [n, heads + 2 kv_heads, d]
-            q, k, v = split.split((self.heads, self.kv_heads, self.kv_heads), 1)
+            q, k, v = split[:, : self.heads], split[:, self.heads : -self.kv_heads], split[:, -self.kv_heads :]
             q, k = (
                 add_norm(x.reshape(-1, self.d), None, norm, self.eps)[0].view_as(x)
                 for x, norm in ((q, layer.q_norm), (k, layer.k_norm))
@@ -98,8 +101,6 @@ class Stack:
 
 def _layer(layer: Any) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
-    if getattr(attention, "sliding_window", None) is not None:
-        raise Unfit("its attention has sliding windows")
     qkv, bias = merge(attention.q_proj, attention.k_proj, attention.v_proj)
     gate_up, _ = merge(mlp.gate_proj, mlp.up_proj)
     normed = getattr(attention, "q_norm", None) is not None

@@ -1,0 +1,240 @@
+"""Decoding on fixed buffers gives the host path's text and, for the policies that the device follows, its trees.
+
+Off a GPU the same work runs unrecorded, so all of it but the graphs themselves is held here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from random_heads import random_head
+from test_cli import character_tokenizer
+from tiny import prompt, tiny
+from windfall import registry
+from windfall.calibration import Calibrator
+from windfall.drafters.base import Drafter
+from windfall.drafters.feature_head import FeatureHeadDrafter
+from windfall.drafters.lm import LMDrafter
+from windfall.engine import Engine, Generation
+from windfall.target import Target
+from windfall.tree import DraftTree
+
+LENGTH = 20
+PRECISE = torch.float64  # random heads magnify rounding so far that float32 trees differ deep down
+PAIRS = [("llama", "eagle3"), ("qwen3", "eagle"), ("gpt-neox", "eagle3-pruned"), ("olmo2", "griffin"), ("llama", "lm")]
+ON_DEVICE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "beam": {"depth": 4, "k": 4, "nodes": 12},
+    "ddd": {"depth": 6, "k": 4, "nodes": 20, "checks": "2,3", "threshold": -0.5},
+    "gt": {"k": 4, "nodes": 20, "c": 0.1, "cap": 6},
+}
+THIN = {"depth": 4, "k": 1, "nodes": 5}  # of a beam that is a chain
+LEARNING: dict[str, dict[str, Any]] = {"gammatune": {"depth": 5, "k": 4, "nodes": 20}, "auto": {}}
+ON_HOST: dict[str, dict[str, Any]] = {
+    "salf": {},
+    "talon": {"nodes": 20},
+    "dynatree": {},
+    "sequoia": {"nodes": 16, "depth": 4},
+    "svip": {"depth": 5, "nodes": 20},
+    "chain": {"depth": 4},
+    "opt-tree": {"nodes": 16, "depth": 5},
+}
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "warm": {"temperature": 1.0, "seed": 3},
+    "nucleus": {"temperature": 0.8, "seed": 4, "top_p": 0.9},
+    "penalty": {"temperature": 1.0, "seed": 5, "repetition_penalty": 1.2},
+}
+
+
+def drafter(kind: str) -> Drafter:
+    if kind == "lm":
+        return LMDrafter(tiny("llama", seed=1, dtype=PRECISE, num_hidden_layers=2))
+    return LMDrafter() if kind == "itself" else FeatureHeadDrafter(random_head(kind))
+
+
+def engine(family: str, kind: str, policy: str, graphs: bool, coupled: bool = True, **changes: Any) -> Engine:
+    name, settings = ("beam", THIN) if policy == "thin" else (policy, {**ON_DEVICE, **LEARNING, **ON_HOST}[policy])
+    target = Target(tiny(family, dtype=PRECISE, **changes), character_tokenizer())
+    return Engine(target, drafter(kind), registry.policy(name, **settings), coupled, graphs)
+
+
+def both(family: str, kind: str, policy: str, **sampling: Any) -> tuple[Generation, Generation, Engine]:
+    """The same text on the host path and on fixed buffers, and the engine of the latter."""
+    asked = {"max_new_tokens": LENGTH, "eos": (), **sampling}
+    coupled = asked.pop("coupled", True)
+    host, device = (engine(family, kind, policy, graphs, coupled) for graphs in (False, True))
+    return host.generate(prompt(), **asked), device.generate(prompt(), **asked), device
+
+
+def paths(tree: DraftTree) -> list[tuple[int, ...]]:
+    return sorted(tuple(tree.tokens[torch.tensor(tree.path(node))].tolist()) for node in range(len(tree)))
+
+
+def same_trees(wanted: Generation, found: Generation, deepest: int) -> None:
+    """Cycle by cycle, but for the last ones: the device does not know how much room is left."""
+    said = compared = 0
+    for one, other in zip(wanted.steps, found.steps, strict=False):
+        if LENGTH - said <= deepest:
+            break
+        assert paths(one.drafted) == paths(other.drafted)
+        assert paths(one.tree) == paths(other.tree)
+        assert one.draft_passes == other.draft_passes
+        said, compared = said + len(one.tokens), compared + 1
+    assert compared > 3
+
+
+@pytest.mark.parametrize("policy", ON_DEVICE)
+@pytest.mark.parametrize(("family", "kind"), PAIRS)
+def test_the_device_drafts_the_same_trees(family: str, kind: str, policy: str) -> None:
+    wanted, found, device = both(family, kind, policy)
+    assert device.fallback == "" and device.resident is not None
+    assert found.token_ids == wanted.token_ids
+    same_trees(wanted, found, ON_DEVICE[policy].get("cap", ON_DEVICE[policy].get("depth", 0)))
+
+
+@pytest.mark.parametrize("policy", LEARNING)
+@pytest.mark.parametrize(("family", "kind"), [PAIRS[1], PAIRS[-1]])
+def test_policies_that_learn_write_the_same_text(family: str, kind: str, policy: str) -> None:
+    wanted, found, device = both(family, kind, policy)
+    assert device.fallback == "" and found.token_ids == wanted.token_ids
+    assert max(step.draft_passes for step in found.steps) > 0
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "lm"])
+def test_auto_follows_the_plain_rule(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("observe", "foresee", "pace"):  # nothing is learnt, so that the device cannot lag behind
+        monkeypatch.setattr(Calibrator, name, lambda self, *given: None)
+    wanted, found, _ = both("llama", kind, "auto")
+    assert found.token_ids == wanted.token_ids
+    assert {step.draft_passes for step in wanted.steps[:3]} - {0, 1}
+    same_trees(wanted, found, max(step.draft_passes for step in found.steps))
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "policy"),
+    [*(("llama", "eagle3", policy) for policy in ON_HOST), ("gpt-neox", "lm", "salf"), ("olmo2", "griffin", "svip")],
+)
+def test_policies_on_the_host_have_seats(family: str, kind: str, policy: str) -> None:
+    wanted, found, device = both(family, kind, policy)
+    assert device.fallback == "its policy decides on the host" and device.resident is not None
+    assert found.token_ids == wanted.token_ids
+    for one, other in zip(wanted.steps, found.steps, strict=True):
+        assert paths(one.drafted) == paths(other.drafted) and paths(one.tree) == paths(other.tree)
+
+
+@pytest.mark.parametrize("coupled", [True, False], ids=["coupled", "uncoupled"])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("policy", ["beam", "auto", "salf"])
+def test_sampling(policy: str, sampling: str, coupled: bool) -> None:
+    family, kind = ("llama", "eagle3-pruned") if policy == "beam" else ("olmo2", "lm")
+    wanted, found, device = both(family, kind, policy, coupled=coupled, **SAMPLINGS[sampling])
+    assert found.token_ids == wanted.token_ids
+    assert (device.fallback == "") == (policy != "salf" and "penalty" not in sampling)
+    if policy == "salf" or (policy, sampling) == ("beam", "penalty"):
+        assert [paths(step.drafted) for step in found.steps] == [paths(step.drafted) for step in wanted.steps]
+
+
+@pytest.mark.parametrize("policy", ["beam", "salf"])
+def test_one_engine_after_another_sampling(policy: str) -> None:
+    """Neither seeds, temperatures nor lengths of a text before matter, nor one that was left unfinished."""
+    texts = [prompt(9), prompt(30, seed=1), prompt(2, seed=2), prompt(9)]
+    ways: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.0, "seed": 7},
+        {"repetition_penalty": 1.3},
+        {"temperature": 0.6, "top_k": 5},
+    ]
+    device = engine("llama", "eagle3", policy, graphs=True)
+    for text, way in [*zip(texts, ways, strict=True), (texts[0], ways[2])]:
+        next(device.stream(texts[1], max_new_tokens=9, temperature=1.0, seed=1))
+        found = device.generate(text, max_new_tokens=12, eos=(), **way)
+        wanted = engine("llama", "eagle3", policy, graphs=False).generate(text, max_new_tokens=12, eos=(), **way)
+        assert found.token_ids == wanted.token_ids
+
+
+@pytest.mark.parametrize("policy", ["beam", "salf"])
+def test_the_buffers_grow(policy: str) -> None:
+    changes = {"max_position_embeddings": 8192}
+    host, device = (engine("llama", "eagle3", policy, graphs, **changes) for graphs in (False, True))
+    before = device.generate(prompt(), max_new_tokens=8, eos=())
+    assert device.resident is not None
+    capacity = device.resident.judge.capacity
+    wanted = host.generate(prompt(), max_new_tokens=LENGTH, eos=())
+    last = next(
+        place for place, token in enumerate(wanted.token_ids) if place > 9 and token not in wanted.token_ids[:place]
+    )
+    longer = device.generate(prompt(), max_new_tokens=4000, eos=(wanted.token_ids[last],))
+    assert device.resident.judge.capacity > capacity
+    assert longer.token_ids == wanted.token_ids[: last + 1] and longer.finish_reason == "stop"
+    assert before.token_ids == wanted.token_ids[:8]
+
+
+def test_a_text_longer_than_the_first_columns() -> None:
+    """Models that run as they are read their cache up to a bound that moves."""
+    changes = {"max_position_embeddings": 512}
+    host, device = (engine("gpt-neox", "itself", "thin", graphs, **changes) for graphs in (False, True))
+    wanted, found = (each.generate(prompt(240), max_new_tokens=40, eos=()) for each in (host, device))
+    assert found.token_ids == wanted.token_ids and found.stats.tau > 3
+
+
+@pytest.mark.parametrize("policy", ["thin", "chain"])
+def test_the_end_may_lie_inside_a_cycle(policy: str) -> None:
+    wanted = engine("llama", "itself", policy, graphs=False).generate(prompt(), max_new_tokens=LENGTH, eos=())
+    ids, device = wanted.token_ids, engine("llama", "itself", policy, graphs=True)
+    place = next(p for p in range(5, LENGTH) if ids[p] not in ids[:p] and p % 5 < 4)  # cycles emit five tokens
+    ended = device.generate(prompt(), max_new_tokens=LENGTH, eos=(ids[place],))
+    assert (ended.token_ids, ended.finish_reason) == (ids[: place + 1], "stop")
+    assert ended.steps[-1].accepted == 4 and len(ended.steps[-1].tokens) == place % 5 + 1
+    assert device.generate(prompt(), max_new_tokens=LENGTH, eos=()).token_ids == ids
+    stop = wanted.text[6:8]
+    stopped = device.generate(prompt(), max_new_tokens=LENGTH, eos=(), stop=stop)
+    assert stopped.text == wanted.text[: wanted.text.index(stop)] and stopped.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_end_of_the_context(family: str) -> None:
+    """Trees may reach past the last position; what is there is never emitted."""
+    host, device = (engine(family, "itself", "beam", graphs) for graphs in (False, True))
+    wanted, found = (each.generate(prompt(246), max_new_tokens=LENGTH, eos=()) for each in (host, device))
+    assert found.token_ids == wanted.token_ids and len(found.token_ids) == 10 and found.finish_reason == "length"
+
+
+def test_a_head_with_few_positions() -> None:
+    texts = []
+    for graphs in (False, True):
+        head = FeatureHeadDrafter(random_head(positions=16))
+        made = Engine(Target(tiny()), head, registry.policy("beam", **ON_DEVICE["beam"]), graphs=graphs)
+        texts.append(made.generate(prompt(), max_new_tokens=LENGTH, eos=()).token_ids)
+    assert texts[0] == texts[1]
+
+
+def test_a_batch_goes_over_the_host() -> None:
+    device, host = (engine("llama", "eagle3", "beam", graphs) for graphs in (True, False))
+    texts = [prompt(9), prompt(5, seed=1)]
+    alone = [device.generate(text, max_new_tokens=12, eos=()).token_ids for text in texts]
+    together = device.generate_batch(texts, max_new_tokens=12, eos=())
+    assert [each.token_ids for each in together] == alone
+    assert [host.generate(text, max_new_tokens=12, eos=()).token_ids for text in texts] == alone
+
+
+def test_what_does_not_fit_says_why_and_runs_all_the_same() -> None:
+    host, device = (engine("mistral-window", "lm", "beam", graphs) for graphs in (False, True))
+    wanted, found = (each.generate(prompt(), max_new_tokens=LENGTH, eos=()) for each in (host, device))
+    assert device.resident is None and device.fallback == "its attention has sliding windows"
+    assert found.token_ids == wanted.token_ids
+    assert engine("llama", "lm", "beam", graphs=False).resident is None
+
+
+def test_a_single_token_is_a_prompt() -> None:
+    host, device = (engine("llama", "eagle3", "beam", graphs) for graphs in (False, True))
+    wanted, found = (each.generate([5], max_new_tokens=12, eos=()) for each in (host, device))
+    assert found.token_ids == wanted.token_ids
+
+
+def test_steps_account_for_their_time() -> None:
+    _, found, _ = both("llama", "eagle3", "beam")
+    assert all(step.seconds.draft > 0 and step.seconds.verify > 0 for step in found.steps)
+    assert sum(step.seconds.total for step in found.steps) <= 1.5 * found.stats.seconds
