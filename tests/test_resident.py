@@ -180,6 +180,16 @@ def test_a_text_longer_than_the_first_columns() -> None:
     assert found.token_ids == wanted.token_ids and found.stats.tau > 3
 
 
+@pytest.mark.parametrize("policy", ["beam", "salf"])
+@pytest.mark.parametrize("length", [128, 129, 130, 200])
+def test_a_prompt_is_read_in_pieces(policy: str, length: int) -> None:
+    """Trees too are the same: the head has seen every column once."""
+    host, device = (engine("llama", "eagle3", policy, graphs) for graphs in (False, True))
+    wanted, found = (each.generate(prompt(length), max_new_tokens=12, eos=()) for each in (host, device))
+    assert found.token_ids == wanted.token_ids
+    assert sorted(wanted.steps[0].drafted.tokens.tolist()) == sorted(found.steps[0].drafted.tokens.tolist())
+
+
 @pytest.mark.parametrize("policy", ["thin", "chain"])
 def test_the_end_may_lie_inside_a_cycle(policy: str) -> None:
     wanted = engine("llama", "itself", policy, graphs=False).generate(prompt(), max_new_tokens=LENGTH, eos=())

@@ -216,7 +216,7 @@ class Bench:
         assert cycle is not None
         columns, params = cycle.judge.columns(rows), SamplingParams()
         key = ("speed", "verify", rows, columns, cycle.judge.capacity)
-        cycle.judge.recorder.run(key, lambda: cycle.verify(rows, cycle.plan.passes, columns, params))
+        cycle.judge.recorder.run(key, lambda: cycle.verify(rows, columns, params))
 
     def draft(self, passes: int) -> None:
         """The first draft passes of a cycle."""

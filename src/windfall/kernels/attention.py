@@ -17,11 +17,13 @@ def tree_attention(
     mask: Tensor,  # [n, S] bool: row i sees the staged row at slot length + j
     scale: float | None = None,
     out: Tensor | None = None,  # [n, heads, d]
+    last: bool = True,
 ) -> Tensor:
     """Grouped-query attention of n rows over `length` committed and S staged cache rows → [n, heads, d].
 
     Nothing past length + S has any influence, and on Triton it is not read. A row that sees nothing gives zeros there.
-    Staged rows that a row does not see must still hold finite numbers.
+    Staged rows that a row does not see must still hold finite numbers. On Triton a long cache is split; `last` lets the
+    last program to finish combine the parts, which one stream at a time may do, instead of a second kernel.
     """
     heads, shared, capacity, staged = queries.shape[1], keys.shape[0], keys.shape[1], mask.shape[1]
     assert heads % shared == 0 and staged <= capacity and keys.shape == values.shape
@@ -30,7 +32,7 @@ def tree_attention(
     if on_triton(queries):
         from windfall.kernels.jit.attention import attend
 
-        attend(queries, keys, values, length, mask, scale, out)
+        attend(queries, keys, values, length, mask, scale, out, last=last)
         return out
     return out.copy_(reference(queries, keys, values, length, mask, scale))
 

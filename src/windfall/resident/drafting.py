@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,16 +10,16 @@ from torch import Tensor
 
 from windfall.decoder import Decoder
 from windfall.heads.base import FeatureHead
-from windfall.heads.layers import head_dim, masked_attention
+from windfall.heads.layers import head_dim
 from windfall.kernels.attention import tree_attention
-from windfall.kernels.top import MOST, top_children
+from windfall.kernels.top import MOST as CHILDREN
+from windfall.kernels.top import top_children
 from windfall.records import SamplingParams
 from windfall.resident.forward import Pass, Unfit
-from windfall.resident.judge import Dials, Judge, copy_rows, fitting
+from windfall.resident.judge import MOST as MOST_ROWS
+from windfall.resident.judge import Dials, Judge, Piece, fitting
 from windfall.resident.swift import Swift
 from windfall.sampling import warp
-
-CHUNK = 1024  # columns of a prompt that one pass takes in
 
 
 class Sprouting:
@@ -48,7 +49,7 @@ class Sprouting:
             dice = {"positions": positions, "seed": self.dials.seed, "temperature": temperature}
             dice["kappa"] = self.dials.kappa
         k = min(k, logits.shape[-1])
-        if k <= MOST:
+        if k <= CHILDREN:
             return top_children(logits, k, tokens=tokens, **dice)
         return many_children(logits, k, tokens=tokens, **dice)
 
@@ -64,6 +65,8 @@ class Draft:
         self.tokens = torch.zeros(pending, dtype=long, device=device)  # committed, but not taken in
         self.waiting = torch.zeros(1, dtype=long, device=device)  # how many of them are
         self.length = torch.zeros(1, dtype=long, device=device)  # columns taken in
+        self.piece = Piece(device)
+        self.taken_in: Tensor | None = None  # its features, where a drafter has any
         self._places = torch.arange(pending, device=device)
         self._causal = torch.ones(pending, pending, dtype=torch.bool, device=device).tril()
 
@@ -72,8 +75,36 @@ class Draft:
         """[M] the token of each column of the logits; None: they are the target's."""
         return None
 
-    def start(self, prompt: list[int], hidden: Tensor | None) -> None:
-        """Take in a prompt but for its last column, which stays pending."""
+    def start(self) -> None:
+        """Forget the text before."""
+        self.length.zero_()
+
+    def read(self, tokens: Tensor, following: Tensor, states: Tensor | None, last: bool) -> None:
+        """Take in a piece of a text: n tokens, the token that follows each, and the target's states of them; of the
+        last piece one column stays pending."""
+        raise NotImplementedError
+
+    def take_piece(self, text: Tensor, at: int, states: Tensor | None) -> int:
+        """`read` for the piece that begins here; returns where the next one does."""
+        until = min(at + MOST_ROWS, len(text) - 1)
+        self.read(text[at:until], text[at + 1 : until + 1], states, until == len(text) - 1)
+        return until
+
+    def _take_in(self, tokens: Tensor, features: Tensor | None) -> None:
+        """Columns of a text, without logits."""
+        if not len(tokens):
+            return
+        size = self.piece.take(tokens)
+        if features is not None and self.taken_in is not None:
+            self.taken_in[: len(tokens)] = features
+        key = ("take in", id(self), size, self.judge.columns(size), self.judge.capacity)
+        self.judge.recorder.run(key, partial(self._run_piece, size))
+
+    def _run_piece(self, size: int) -> None:
+        self._read(self.piece.rows(size, self.length), None if self.taken_in is None else self.taken_in[:size])
+        self.length.add_(self.piece.count)
+
+    def _read(self, rows: Pass, features: Tensor | None) -> None:
         raise NotImplementedError
 
     def open(self, rows: int) -> tuple[Tensor, Tensor]:
@@ -106,6 +137,7 @@ class HeadDraft(Draft):
         heads, width = layer.num_key_value_heads, head_dim(layer)
         self.kv = torch.zeros(2, layer.num_hidden_layers, heads, judge.capacity, width, dtype=dtype, device=device)
         self.features = torch.zeros(pending, judge.width, dtype=dtype, device=device)
+        self.taken_in = torch.zeros(MOST_ROWS, judge.width, dtype=dtype, device=device)
         self.own = torch.zeros(staged + 1, layer.hidden_size, dtype=dtype, device=device)  # what the head goes on from
         try:
             self.swift: Swift | None = Swift(head, judge.capacity)
@@ -116,20 +148,18 @@ class HeadDraft(Draft):
     def vocabulary(self) -> Tensor | None:
         return self.head.draft_tokens
 
-    def start(self, prompt: list[int], hidden: Tensor | None) -> None:
-        assert hidden is not None
-        device, count = self.judge.device, len(prompt) - 2
-        tokens = torch.tensor(prompt[1:], device=device)
-        memory = Reading(self.kv)
-        for start in range(0, count, CHUNK):
-            end = min(start + CHUNK, count)
-            memory.span = (start, end)
-            positions = torch.arange(start, end, device=device)
-            self.head(tokens[None, start:end], self.head.fuse(hidden[None, start:end]), positions[None], memory)
-        self.length.fill_(count)
-        self.tokens[:1] = tokens[-1]
-        self.features[:1] = hidden[-1]
-        self.waiting.fill_(1)
+    def read(self, tokens: Tensor, following: Tensor, states: Tensor | None, last: bool) -> None:
+        assert states is not None
+        count = len(following) - last
+        self._take_in(following[:count], states[:count])
+        if last:
+            self.tokens[:1] = following[-1:]
+            self.features[:1] = states[-1]
+            self.waiting.fill_(1)
+
+    def _read(self, rows: Pass, features: Tensor | None) -> None:
+        assert features is not None
+        self._run(rows, self.head.fuse(features), None)
 
     def _opened(self, rows: Pass, last: Tensor) -> Tensor:
         state, recycled = self._run(rows, self.head.fuse(self.features[: len(rows.tokens)]), None)
@@ -167,19 +197,6 @@ class Static:
         return out.transpose(0, 1)[None]
 
 
-class Reading:
-    """A head's memory while it reads a prompt into the fixed buffer, columns [start, end) at a time."""
-
-    def __init__(self, kv: Tensor):
-        self.kv, self.span = kv, (0, 0)
-
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        (start, end), kept = self.span, self.kv[:, layer]
-        kept[0, :, start:end], kept[1, :, start:end] = keys[0], values[0]
-        mask = torch.ones(end - start, end, dtype=torch.bool, device=keys.device).tril(start)
-        return masked_attention(queries, kept[None, 0, :, :end], kept[None, 1, :, :end], mask[None])
-
-
 class ModelDraft(Draft):
     """A smaller language model. Column t holds token t."""
 
@@ -192,14 +209,14 @@ class ModelDraft(Draft):
         layers, heads, width = self.forward.shape
         self.kv = torch.zeros(2, layers, heads, judge.capacity, width, dtype=decoder.dtype, device=judge.device)
 
-    def start(self, prompt: list[int], hidden: Tensor | None) -> None:
-        self.decoder.reset(1)
-        self.decoder.extend([prompt[:-1]])
-        copy_rows(self.decoder.cache, self.kv)
-        self.decoder.reset(0)
-        self.length.fill_(len(prompt) - 1)
-        self.tokens[:1] = prompt[-1]
-        self.waiting.fill_(1)
+    def read(self, tokens: Tensor, following: Tensor, states: Tensor | None, last: bool) -> None:
+        self._take_in(tokens, None)
+        if last:
+            self.tokens[:1] = following[-1:]
+            self.waiting.fill_(1)
+
+    def _read(self, rows: Pass, features: Tensor | None) -> None:
+        self._logits(rows)
 
     def _opened(self, rows: Pass, last: Tensor) -> Tensor:
         return self._logits(rows).index_select(0, last)
@@ -210,6 +227,17 @@ class ModelDraft(Draft):
     def _logits(self, rows: Pass) -> Tensor:
         columns = self.judge.columns(self.pending + self.staged)
         return self.forward(rows, self.kv, (), columns)[0][:, : self.size]
+
+
+def read(prompt: list[int], judge: Judge, draft: Draft | None) -> None:
+    """Begin a new text: target and drafter take in a prompt but for its last token."""
+    given = torch.tensor(prompt, device=judge.device)
+    if draft is not None:
+        draft.start()
+    at = 0
+    for states in judge.read(given[:-1]):
+        if draft is not None:
+            at = draft.take_piece(given, at, states)
 
 
 def many_children(

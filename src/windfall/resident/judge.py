@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from windfall.cache import KVCache
 from windfall.kernels.draw import draw
 from windfall.kernels.move import move
 from windfall.kernels.settle import settle
@@ -35,6 +36,27 @@ class Dials(NamedTuple):
     seed: Tensor  # [1] long
     temperature: Tensor  # [1] fp32
     kappa: Tensor  # [1] fp32
+
+
+class Piece:
+    """Consecutive tokens of a text that is read, in buffers that stay in their place."""
+
+    def __init__(self, device: torch.device):
+        self.tokens = torch.zeros(MOST, dtype=torch.long, device=device)
+        self.count = torch.zeros(1, dtype=torch.long, device=device)
+        self._places = torch.arange(MOST, device=device)
+        self._causal = torch.ones(MOST, MOST, dtype=torch.bool, device=device).tril()
+
+    def take(self, tokens: Tensor) -> int:
+        """These tokens come next; returns the size of the pass that takes them."""
+        self.tokens[: len(tokens)] = tokens
+        self.count.fill_(len(tokens))
+        return next(rows for rows in ROWS if rows >= len(tokens))
+
+    def rows(self, size: int, length: Tensor) -> Pass:
+        """The pass: a chain behind `length` rows, padded to its size."""
+        slots = length + self._places[:size]
+        return Pass(self.tokens[:size], slots, slots, self._causal[:size, :size], length)
 
 
 class Judge:
@@ -65,6 +87,8 @@ class Judge:
         self.dials = Dials(
             torch.zeros(1, dtype=long, device=device), torch.ones(1, device=device), torch.ones(1, device=device)
         )
+        self.piece = Piece(device)
+        self.taken_in = torch.zeros(MOST, self.width, dtype=self.dtype, device=device) if taps else None  # its states
         self.logits: dict[int, Tensor] = {}  # by rows of the pass; good until another pass runs
         self.hidden: dict[int, Tensor | None] = {}  # the tapped states, likewise
         self._places = torch.arange(MOST, device=device)
@@ -84,12 +108,23 @@ class Judge:
         self.recorder.graphs.clear()
 
     @torch.inference_mode()
-    def begin(self, cache: KVCache) -> None:
-        """Take over a prompt's committed rows."""
-        (length,) = cache.lengths
-        copy_rows(cache, self.kv)
-        self.length.fill_(length)
-        self.known = length
+    def read(self, text: Tensor) -> Iterator[Tensor | None]:
+        """Take in a new text [n], piece by piece; yields the tapped states of each piece, good until the next."""
+        self.length.zero_()
+        self.known = 0
+        for piece in torch.split(text, MOST):
+            size = self.piece.take(piece)
+            columns = self.columns(size)
+            self.recorder.run(("read", size, columns, self.capacity), partial(self._read, size, columns))
+            self.known += len(piece)
+            yield None if self.taken_in is None else self.taken_in[: len(piece)]
+
+    def _read(self, size: int, columns: int) -> None:
+        given = self.piece.rows(size, self.length)
+        _, states = self.forward(given, self.kv, self.taps, columns)
+        if self.taken_in is not None and states is not None:
+            self.taken_in[:size] = states
+        self.length.add_(self.piece.count)
 
     @torch.inference_mode()
     def sample(self, params: SamplingParams, kappa: float = 1.0) -> None:
@@ -178,14 +213,6 @@ class Judge:
     def _flat(self) -> Tensor:
         """[2 * layers * kv_heads, capacity, d]"""
         return self.kv.view(-1, *self.kv.shape[-2:])
-
-
-def copy_rows(cache: KVCache, kv: Tensor) -> None:
-    """A prompt's committed rows → a fixed buffer."""
-    (length,) = cache.lengths
-    for place, layer in enumerate(cache.live):
-        kv[0, place, :, :length] = layer.keys[0, :, :length]
-        kv[1, place, :, :length] = layer.values[0, :, :length]
 
 
 def shape_of(params: SamplingParams) -> tuple[object, ...]:

@@ -16,7 +16,7 @@ from windfall.drafters.lm import LMDrafter
 from windfall.kernels.choose import choose
 from windfall.kernels.grow import grow
 from windfall.records import SamplingParams, Split, Step, Verdict
-from windfall.resident.drafting import Draft, HeadDraft, ModelDraft, Sprouting
+from windfall.resident.drafting import Draft, HeadDraft, ModelDraft, Sprouting, read
 from windfall.resident.forward import Pass, Unfit
 from windfall.resident.judge import Judge, shape_of
 from windfall.resident.parcel import Parcel
@@ -41,6 +41,7 @@ class Cycle:
         self.plan, self.judge = plan, judge
         device, staged = judge.device, max(plan.width * plan.passes, 1)
         self.tree, self.told = plant(device, plan.nodes + plan.width * plan.k, plan.passes + 1)
+        self.blocks = [self.told.block() for _ in range(3)]  # where the host reads it, cycle by cycle
         self.terms, self.terms_sent = terms(device)
         self.signal = Parcel(device, promise=(torch.float32, (4,)))
         self.levels = torch.zeros(1, dtype=torch.long, device=device)
@@ -49,14 +50,13 @@ class Cycle:
         self.ahead = ahead(device, plan.width, staged, length, self.signal.device["promise"])
         self._root = torch.zeros(1, dtype=torch.long, device=device)
 
-    def start(self, prompt: list[int], hidden: Tensor | None) -> None:
-        """Begin with a prompt that the judge has taken over."""
+    def start(self, prompt: list[int]) -> None:
+        """Read a prompt, and begin with its last token as the root."""
+        read(prompt, self.judge, self.draft)
         self.tree.tokens[:1].fill_(prompt[-1])
         self.tree.count.fill_(1)
         self.ahead.staged.zero_()
         self.ahead.expanded.fill_(-1)
-        if self.draft is not None:
-            self.draft.start(prompt, hidden)
 
     def open(self, sprouting: Sprouting) -> None:
         """The first draft pass: the root's children, and which nodes come next."""
@@ -77,7 +77,7 @@ class Cycle:
         values, tokens = sprouting.children(logits, positions, self.plan.k, self.draft.vocabulary)
         grow(self.tree, nodes, tokens, values, self.ahead, self.plan.rule, self.terms)
 
-    def verify(self, rows: int, passes: int, columns: int, params: SamplingParams) -> None:
+    def verify(self, rows: int, columns: int, params: SamplingParams) -> None:
         """Choose the rows, judge them, and plant the next tree."""
         judge, there = self.judge, self.judge.rows.device
         kept = self.told.device["kept"][:rows]
@@ -85,7 +85,7 @@ class Cycle:
         mask = there["mask"][:rows, :rows]
         choose(self.tree, rows, kept, tokens, parents, depth, mask, there["count"], self.levels)
         judge.score(rows, columns)
-        judge.settle(rows, passes + 1, params, self)
+        judge.settle(rows, self.plan.passes + 1, params, self)
         self.told.device["path"][:rows].copy_(judge.path[:rows])
 
 
@@ -167,11 +167,8 @@ class Resident:
 
     def _start(self, plan: Plan, sequence: Sequence) -> Cycle:
         """Prefill, and hand the prompt over to the fixed buffers."""
-        target, judge, prompt = self.target, self.judge, sequence.tokens
+        judge, prompt = self.judge, sequence.tokens
         self._reserve(sequence, 3 * (plan.passes + 2) + plan.width * plan.passes)
-        hidden = target.prefill([prompt], self.drafter.taps)
-        judge.begin(target.decoder.cache)
-        target.decoder.reset(0)
         judge.sample(sequence.params)
         key = (plan.key, judge.capacity)
         if key not in self.cycles:
@@ -179,7 +176,7 @@ class Resident:
             self.cycles[key] = Cycle(plan, self.drafter, judge)
         cycle = self.cycles[key]
         cycle.plan = plan
-        cycle.start(prompt, hidden[0] if hidden else None)
+        cycle.start(prompt)
         return cycle
 
 
@@ -198,7 +195,6 @@ class Flight:
         self.cycle, self.sprouting, self.sequence = cycle, sprouting, sequence
         self._key = (cycle.plan.key, sprouting.key, shape_of(sequence.params), cycle.judge.capacity)
         self._cuda = cycle.judge.device.type == "cuda"
-        self._blocks = [cycle.told.block() for _ in range(3)]
         self._under_way: list[tuple[Tensor, int, list[Mark]]] = []
         self._turn = 0
         self._last: Mark | None = None
@@ -214,9 +210,9 @@ class Flight:
             cycle.levels.fill_(levels)
         judge.known += passes + 1
         columns = judge.columns(rows)
-        self._do(("verify", rows, passes, columns), lambda: cycle.verify(rows, passes, columns, self.sequence.params))
+        self._do(("verify", rows, columns), lambda: cycle.verify(rows, columns, self.sequence.params))
         marks.append(Mark(self._cuda))
-        block = self._blocks[self._turn % len(self._blocks)]
+        block = cycle.blocks[self._turn % len(cycle.blocks)]
         self._turn += 1
         cycle.told.fetch(block)
         marks.append(Mark(self._cuda))

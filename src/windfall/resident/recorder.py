@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 
 import torch
 
 Key = tuple[object, ...]
+PATIENCE = 3  # failures to record
 
 
 class Recorder:
@@ -22,6 +24,7 @@ class Recorder:
         self.device = device
         self.enabled = enabled and device.type == "cuda"
         self.graphs: dict[Key, torch.cuda.CUDAGraph] = {}
+        self.failures = 0
         self.refused = ""  # why the last work that could not be recorded could not
         self._pool = torch.cuda.graph_pool_handle() if self.enabled else None
 
@@ -52,13 +55,24 @@ class Recorder:
         """Record it; what cannot be recorded (it waits for the device, say) runs as written from now on."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
+        collecting = gc.isenabled()
+        gc.disable()  # an old graph that is collected now would free memory, which ends the recording
         try:
             with torch.cuda.device(self.device), torch.cuda.graph(graph, pool=self._pool):
                 work()
         except RuntimeError as error:
-            self.refused = str(error).partition("\n")[0]
-            self.enabled = False
-            warnings.warn(f"passes are launched kernel by kernel: {self.refused}", stacklevel=2)
-            torch.cuda.synchronize(self.device)
+            self._refuse(str(error).partition("\n")[0])
         else:
             self.graphs[key] = graph
+        finally:
+            if collecting:
+                gc.enable()
+
+    def _refuse(self, reason: str) -> None:
+        """Give up for good after a few failures: some may be bad luck."""
+        self.failures += 1
+        self.refused = reason
+        torch.cuda.synchronize(self.device)
+        if self.failures >= PATIENCE:
+            self.enabled = False
+            warnings.warn(f"passes are launched kernel by kernel: {reason}", stacklevel=2)

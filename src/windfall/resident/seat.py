@@ -3,6 +3,7 @@ places of Target and Drafter in the engine's own cycle. One small copy to the ho
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 
 import torch
@@ -36,10 +37,10 @@ class SeatedTarget:
 
     @torch.inference_mode()
     def prefill(self, prompts: list[list[int]], taps: tuple[int, ...] = ()) -> list[Tensor] | None:
-        hidden = self.target.prefill(prompts, taps)
-        self.judge.begin(self.target.decoder.cache)
-        self.target.decoder.reset(0)
-        return hidden
+        (prompt,) = prompts
+        given = torch.tensor(prompt[:-1], device=self.judge.device)
+        pieces = [None if states is None else states.clone() for states in self.judge.read(given)]
+        return [torch.cat([piece for piece in pieces if piece is not None])] if taps else None
 
     @torch.inference_mode()
     def score(self, trees: list[DraftTree]) -> list[Scores]:
@@ -94,7 +95,10 @@ class SeatedDrafter(Drafter):
         self._dice = dice[0]
         self._sprouting = Sprouting(self.params, self._dice is not None, self.draft.judge.dials)
         self.draft.judge.sample(self.params)
-        self.draft.start(prompt, hidden[0] if hidden else None)
+        self.draft.start()
+        given, at = torch.tensor(prompt, device=self.draft.judge.device), 0
+        while at < len(prompt) - 1:
+            at = self.draft.take_piece(given, at, hidden[0][at : at + MOST] if hidden else None)
         self._taken = len(prompt) - (2 if isinstance(self.draft, HeadDraft) else 1)
         self._tokens = prompt[-1:]
         self._features = hidden[0][-1:] if hidden else None
@@ -129,7 +133,7 @@ class SeatedDrafter(Drafter):
         draft = self.draft
         while len(self._tokens) > PENDING:
             self._bring(PENDING)
-            draft.judge.recorder.run(("absorb", draft.judge.capacity), lambda: self._absorb())
+            self._record(("absorb",), self._absorb)
             self._tokens = self._tokens[PENDING:]
             self._features = None if self._features is None else self._features[PENDING:]
             self._taken += PENDING
@@ -217,9 +221,9 @@ class SeatedDrafter(Drafter):
             there["entropy"].copy_(torch.special.entr(chances).sum(-1))
         found.fetch()
 
-    def _record(self, key: tuple[object, ...], work: object) -> None:
+    def _record(self, key: Key, work: Callable[[], None]) -> None:
         judge = self.draft.judge
-        judge.recorder.run((*key, id(self), *self._sprouting.key, judge.capacity), work)  # type: ignore[arg-type]
+        judge.recorder.run((*key, id(self), *self._sprouting.key, judge.capacity), work)
         if judge.device.type == "cuda":
             torch.cuda.current_stream(judge.device).synchronize()
 

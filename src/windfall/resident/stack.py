@@ -61,19 +61,34 @@ class Stack:
     @torch.no_grad()
     def __call__(self, rows: Pass, kv: Tensor, taps: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor | None]:
         total = F.embedding(rows.tokens, self.embedding)  # [n, H], the residual stream
-        cos, sin = self._angles_at(rows.positions, total, kv.shape[3])
-        states, count = {0: total}, len(self.layers)
-        normed, _ = add_norm(total, None, self.layers[0].norm, self.eps)
+        turn = self._angles_at(rows.positions, total, kv.shape[3])
+        states: dict[int, Tensor] = {}
+        fed: Tensor | None = None
         for place, layer in enumerate(self.layers):
-            attended = self._attend(layer, normed, cos, sin, rows, kv[:, place])
-            normed, total = add_norm(attended, total, layer.post_norm, self.eps)
-            fed = F.linear(silu_mul(F.linear(normed, layer.gate_up)), layer.down)
-            following = self.layers[place + 1].norm if place + 1 < count else self.norm
-            normed, total = add_norm(fed, total, following, self.eps)
-            states[place + 1] = total
-        states[count] = normed  # as transformers counts: the last one is behind the final norm
-        tapped = torch.cat([states[tap % (count + 1)] for tap in taps], -1) if taps else None
+            qkv, total = self._enter(fed, total, layer.norm, layer.qkv, layer.qkv_bias)
+            states[place] = total
+            attended = self._attend(layer, qkv, turn, rows, kv[:, place])
+            gates, total = self._enter(attended, total, layer.post_norm, layer.gate_up, gated=True)
+            fed = F.linear(gates, layer.down)
+        assert fed is not None, "a model without layers"
+        normed, _ = add_norm(fed, total, self.norm, self.eps)
+        states[len(self.layers)] = normed  # as transformers counts: the last one is behind the final norm
+        tapped = torch.cat([states[tap % len(states)] for tap in taps], -1) if taps else None
         return F.linear(normed, self.vocabulary, self.vocabulary_bias), tapped
+
+    def _enter(
+        self,
+        x: Tensor | None,
+        total: Tensor,
+        norm: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        gated: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Add x to the stream, norm it, multiply: [n, N], gated to half of it, and the stream."""
+        normed, total = add_norm(total, None, norm, self.eps) if x is None else add_norm(x, total, norm, self.eps)
+        out = F.linear(normed, weight, bias)
+        return (silu_mul(out) if gated else out), total
 
     def _angles_at(self, positions: Tensor, like: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
         """cos and sin, [n, d]."""
@@ -84,8 +99,8 @@ class Stack:
             self._angles = Angles(self._turn, like, capacity)
         return self._angles(positions)
 
-    def _attend(self, layer: Layer, normed: Tensor, cos: Tensor, sin: Tensor, rows: Pass, kv: Tensor) -> Tensor:
-        qkv = F.linear(normed, layer.qkv, layer.qkv_bias)  # [n, (heads + 2 kv_heads) * d]
+    def _attend(self, layer: Layer, qkv: Tensor, turn: tuple[Tensor, Tensor], rows: Pass, kv: Tensor) -> Tensor:
+        """qkv [n, (heads + 2 kv_heads) * d] → [n, H]"""
         if layer.q_norm is not None and layer.k_norm is not None:
             split = qkv.view(len(qkv), -1, self.d)  # [n, heads + 2 kv_heads, d]
             q, k, v = split[:, : self.heads], split[:, self.heads : -self.kv_heads], split[:, -self.kv_heads :]
@@ -94,7 +109,7 @@ class Stack:
                 for x, norm in ((q, layer.q_norm), (k, layer.k_norm))
             )
             qkv = torch.cat([q, k, v], 1).flatten(1)
-        queries = rotate_and_store(qkv, cos, sin, kv[0], kv[1], rows.slots)  # [n, heads, d]
+        queries = rotate_and_store(qkv, *turn, kv[0], kv[1], rows.slots)  # [n, heads, d]
         out = tree_attention(queries, kv[0], kv[1], rows.length, rows.mask, self.scale)
         return F.linear(out.flatten(1), layer.o, layer.o_bias)
 

@@ -68,7 +68,7 @@ def _folded(taken: dict[tuple[object, ...], float], lengths: Sequence[int], widt
 
 
 def _verify(cycle: Cycle, rows: int, params: SamplingParams) -> Callable[[], None]:
-    return lambda: cycle.verify(rows, cycle.plan.passes, cycle.judge.columns(rows), params)
+    return lambda: cycle.verify(rows, cycle.judge.columns(rows), params)
 
 
 def _draft(cycle: Cycle, sprouting: Sprouting, passes: int) -> None:

@@ -3,9 +3,10 @@
 A row's result does not depend on how many rows are beside it: the split is a function of the capacity, the block of
 keys one of the head's width, and blocks are taken in ascending order from multiples of their size. Tiles are 16 or 32
 rows high with four warps side by side along the keys, which is the same matrix instruction and the same order of every
-sum for both. Nor does it depend on which of the rows it sees are committed and which staged.
+sum for both. Nor does it depend on which of the rows it sees are committed and which staged, nor on which program
+combines the splits: that is done in ascending order.
 """
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
 
 from typing import NamedTuple
 
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from windfall.kernels.backend import power_of_two
 
-UNSPLIT = 512  # capacities up to this are read by one program for each head and block of rows: no second kernel
+UNSPLIT = 512  # capacities up to this are read by one program for each head and block of rows: nothing to combine
 LEAST_CHUNK = 128  # keys a program should have at least
 PROGRAMS = 256  # for all key heads together, however long the cache: two for each multiprocessor
+COUNTERS = 4096  # blocks of rows times key heads, at the most, whose last program combines the splits
 
 
 class Tile(NamedTuple):
@@ -46,6 +48,63 @@ def _absorb(q, k, v, seen, scale, top, total, sums, MASKED: tl.constexpr, PRECIS
     return higher, total, sums
 
 
+@triton.jit
+def _finish(target, sums, total, shown):
+    result = sums / tl.where(total == 0, 1.0, total)[:, None]
+    tl.store(target, result.to(target.dtype.element_ty), mask=shown)
+
+
+@triton.jit
+def _leave(tops, totals, partials, place, dims, top, total, sums, live, shown, D: tl.constexpr):
+    """A split's part, for whoever combines them."""
+    tl.store(tops + place, top, mask=live)
+    tl.store(totals + place, total, mask=live)
+    tl.store(partials + place[:, None] * D + dims[None, :], sums, mask=shown)
+
+
+@triton.jit
+def _merged(
+    tops,
+    totals,
+    partials,
+    place,
+    live,
+    heads,
+    rows,
+    needed,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """The softmaxes of `needed` splits into one, in ascending order; place [BLOCK_M]: of each row in the first."""
+    split = tl.arange(0, SPLITS)
+    dims = tl.arange(0, BLOCK_D)
+    step = heads * rows
+    made = (split < needed)[:, None] & live[None, :]
+    known = tl.load(tops + split[:, None] * step + place[None, :], mask=made, other=float("-inf"), cache_modifier=".cg")
+    highest = tl.max(known, 0)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    whole = tl.zeros([BLOCK_M], tl.float32)
+    sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in tl.range(0, needed, UNROLL):
+        parts, levels, weights = (), (), ()
+        for ahead in tl.static_range(UNROLL):  # all are on their way before the first is needed
+            at = (start + ahead) * step + place
+            there = live & (start + ahead < needed)
+            inside = there[:, None] & (dims < D)[None, :]
+            part = tl.load(partials + at[:, None] * D + dims[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+            parts += (part,)
+            levels += (tl.load(tops + at, mask=there, other=float("-inf"), cache_modifier=".cg"),)
+            weights += (tl.load(totals + at, mask=there, other=0.0, cache_modifier=".cg"),)
+        for ahead in tl.static_range(UNROLL):
+            share = tl.exp2(levels[ahead] - base)
+            whole = tl.fma(share, weights[ahead], whole)
+            sums = tl.fma(parts[ahead], tl.broadcast_to(share[:, None], [BLOCK_M, BLOCK_D]), sums)
+    return whole, sums
+
+
 @triton.jit(do_not_specialize=["rows", "staged", "capacity", "size", "mask_row"])
 def _attend(
     queries,
@@ -57,6 +116,7 @@ def _attend(
     tops,
     totals,
     partials,
+    counters,
     scale,
     rows,
     staged,
@@ -74,13 +134,18 @@ def _attend(
     out_head,
     GROUP: tl.constexpr,
     D: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    UNROLL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Program (block of rows, key head, split). Row m is query m // GROUP of head GROUP * key head + m % GROUP."""
+    """Program (block of rows, key head, split). Row m is query m // GROUP of head GROUP * key head + m % GROUP.
+
+    With several splits each leaves its part behind, and with LAST the last of them to do so combines them all.
+    """
     head = tl.program_id(1)
     split = tl.program_id(2)
     length = tl.load(length_at).to(tl.int32)
@@ -129,15 +194,30 @@ def _attend(
         seen = (told != 0) | (used & (stage < 0))[None, :]
         top, total, sums = _absorb(q, k, v, seen, scale, top, total, sums, True, PRECISION)
 
-    if SPLIT:
-        place = (split * tl.num_programs(1) + head) * rows + row
-        tl.store(tops + place, top, mask=live)
-        tl.store(totals + place, total, mask=live)
-        tl.store(partials + place[:, None] * D + dims[None, :], sums, mask=live[:, None] & within[None, :])
+    heads = tl.num_programs(1)
+    place = head * rows + row
+    target = node[:, None].to(tl.int64) * out_row + query[:, None] * out_head + dims[None, :]
+    shown = live[:, None] & within[None, :]
+    if SPLITS == 1:
+        _finish(out + target, sums, total, shown)
+    elif LAST:
+        if end <= size:
+            _finish(out + target, sums, total, shown)
+        else:
+            _leave(tops, totals, partials, split * heads * rows + place, dims, top, total, sums, live, shown, D)
+            counter = counters + tl.program_id(0) * heads + head
+            tl.debug_barrier()  # every thread's part is written before the one that counts releases it
+            before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+            tl.debug_barrier()
+            needed = (end + size - 1) // size
+            if before == needed - 1:
+                weight, mixed = _merged(
+                    tops, totals, partials, place, live, heads, rows, needed, D, SPLITS, BLOCK_M, BLOCK_D, UNROLL
+                )
+                _finish(out + target, mixed, weight, shown)
+                tl.store(counter, 0)  # for the next launch
     else:
-        result = sums / tl.where(total == 0, 1.0, total)[:, None]
-        place = node[:, None].to(tl.int64) * out_row + query[:, None] * out_head + dims[None, :]
-        tl.store(out + place, result.to(out.dtype.element_ty), mask=live[:, None] & within[None, :])
+        _leave(tops, totals, partials, split * heads * rows + place, dims, top, total, sums, live, shown, D)
 
 
 @triton.jit(do_not_specialize=["rows", "staged", "capacity", "size"])
@@ -157,26 +237,22 @@ def _combine(
     D: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     """Program (row, key head): the splits' softmaxes into one."""
-    row = tl.program_id(0)
+    row = tl.program_id(0) + tl.arange(0, 1)
     head = tl.program_id(1)
-    length = tl.load(length_at).to(tl.int32)
-    end = tl.minimum(length + staged, capacity)
-    split = tl.arange(0, SPLITS)
+    end = tl.minimum(tl.load(length_at).to(tl.int32) + staged, capacity)
     dims = tl.arange(0, BLOCK_D)
-    made = split * size < end
-    place = (split * tl.num_programs(1) + head) * rows + row
-    top = tl.load(tops + place, mask=made, other=float("-inf"))
-    total = tl.load(totals + place, mask=made, other=0.0)
-    highest = tl.max(top, 0)
-    share = tl.exp2(top - tl.where(highest == float("-inf"), 0.0, highest))
-    inside = made[:, None] & (dims < D)[None, :]
-    sums = tl.load(partials + place[:, None] * D + dims[None, :], mask=inside, other=0.0)
-    whole = tl.sum(share * total, 0)
-    result = tl.sum(sums * share[:, None], 0) / tl.where(whole == 0, 1.0, whole)
-    target = (row // GROUP).to(tl.int64) * out_row + (head * GROUP + row % GROUP) * out_head + dims
-    tl.store(out + target, result.to(out.dtype.element_ty), mask=dims < D)
+    live = row < rows
+    heads = tl.num_programs(1)
+    needed = (end + size - 1) // size
+    weight, mixed = _merged(
+        tops, totals, partials, head * rows + row, live, heads, rows, needed, D, SPLITS, 1, BLOCK_D, UNROLL
+    )
+    query = head * GROUP + row % GROUP
+    target = (row // GROUP)[:, None].to(tl.int64) * out_row + query[:, None] * out_head + dims[None, :]
+    _finish(out + target, mixed, weight, live[:, None] & (dims < D)[None, :])
 
 
 def tile(rows: int, width: int, dtype: torch.dtype) -> Tile:
@@ -193,6 +269,23 @@ def chunk(capacity: int, key_heads: int) -> int:
     return max(LEAST_CHUNK, power_of_two(-(-capacity * key_heads // PROGRAMS)))
 
 
+_counters: dict[torch.device, Tensor] = {}
+
+
+def counters(device: torch.device) -> Tensor | None:
+    """Zeros that every launch leaves as zeros, for the one stream that attends on this device.
+
+    None if they do not exist yet and a graph is being captured, in which they would be no zeros until it is replayed.
+    """
+    if device not in _counters:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return None
+        _counters[device] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # once: whichever stream comes next sees the zeros
+    return _counters[device]
+
+
 def attend(
     queries: Tensor,
     keys: Tensor,
@@ -203,8 +296,12 @@ def attend(
     out: Tensor,
     shape: Tile | None = None,
     size: int | None = None,
+    last: bool = True,
 ) -> None:
-    """`tree_attention` into `out`; `shape` and `size` (a split's keys, a multiple of the tile's) are for measuring."""
+    """`tree_attention` into `out`; `shape` and `size` (a split's keys, a multiple of the tile's) are for measuring.
+
+    `last`: the last program of a block of rows combines its splits, rather than a second kernel; the same to the bit.
+    """
     (count, heads, width), (shared, capacity, _) = queries.shape, keys.shape
     assert queries.stride(2) == keys.stride(2) == values.stride(2) == out.stride(2) == 1
     rows = count * heads // shared
@@ -214,8 +311,11 @@ def attend(
     tops = torch.empty((2, splits, shared, rows), device=out.device) if splits > 1 else out
     partials = torch.empty((splits, shared, rows, width), device=out.device) if splits > 1 else out
     across = max(power_of_two(width), 16)
+    unroll = 8 if across <= 64 else 4
     mask = mask.view(torch.uint8)
-    _attend[(-(-rows // shape.rows), shared, splits)](
+    blocks = -(-rows // shape.rows)
+    counts = counters(out.device) if last and splits > 1 and blocks * shared <= COUNTERS else None
+    _attend[(blocks, shared, splits)](
         queries,
         keys,
         values,
@@ -225,6 +325,7 @@ def attend(
         tops[0],
         tops[-1],
         partials,
+        length if counts is None else counts,
         scale * 1.4426950408889634,  # softmax in powers of two
         rows,
         mask.shape[1],
@@ -237,15 +338,17 @@ def attend(
         *out.stride()[:2],
         GROUP=heads // shared,
         D=width,
-        SPLIT=splits > 1,
+        SPLITS=power_of_two(splits),
+        LAST=counts is not None,
         BLOCK_M=shape.rows,
         BLOCK_N=shape.keys,
         BLOCK_D=across,
+        UNROLL=unroll,
         PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
         num_warps=shape.warps,
         num_stages=shape.stages,
     )
-    if splits > 1:
+    if splits > 1 and counts is None:
         _combine[(rows, shared)](
             tops[0],
             tops[1],
@@ -261,5 +364,6 @@ def attend(
             D=width,
             SPLITS=power_of_two(splits),
             BLOCK_D=across,
-            num_warps=4,
+            UNROLL=unroll,
+            num_warps=1,
         )
