@@ -19,7 +19,7 @@ from windfall.bench.speed import Entry, Kernel, Regime, Result, Settings, Timing
 from windfall.bench.tasks import Prompt
 from windfall.cost import Costs
 from windfall.drafters.feature_head import FeatureHeadDrafter
-from windfall.records import InputError
+from windfall.records import InputError, Launch
 from windfall.target import Target
 
 __all__ = ["folder"]  # the fixture
@@ -53,7 +53,7 @@ def measured(module_patch: pytest.MonkeyPatch) -> tuple[dict[str, Any], list[dic
         parse_methods(["beam:depth=3:k=3:nodes=8,auto"]),
         speed.Ready("head", {}, random_head()),
         PROMPTS,
-        Settings(graphs=True, hf_limit=1, **SHORT),
+        Settings(launch=Launch(graphs=True), hf_limit=1, **SHORT),
         attach,
         lambda found: kept.append(json.loads(json.dumps(found.as_dict()))),
     )

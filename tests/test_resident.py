@@ -19,6 +19,7 @@ from windfall.drafters.base import Drafter
 from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.drafters.lm import LMDrafter
 from windfall.engine import Engine, Generation
+from windfall.records import Launch
 from windfall.target import Target
 from windfall.tree import DraftTree
 
@@ -58,7 +59,7 @@ def drafter(kind: str) -> Drafter:
 def engine(family: str, kind: str, policy: str, graphs: bool, coupled: bool = True, **changes: Any) -> Engine:
     name, settings = ("beam", THIN) if policy == "thin" else (policy, {**ON_DEVICE, **LEARNING, **ON_HOST}[policy])
     target = Target(tiny(family, dtype=PRECISE, **changes), character_tokenizer())
-    return Engine(target, drafter(kind), registry.policy(name, **settings), coupled, graphs)
+    return Engine(target, drafter(kind), registry.policy(name, **settings), coupled, launch=Launch(graphs))
 
 
 def both(family: str, kind: str, policy: str, **sampling: Any) -> tuple[Generation, Generation, Engine]:
@@ -190,6 +191,25 @@ def test_a_prompt_is_read_in_pieces(policy: str, length: int) -> None:
     assert sorted(wanted.steps[0].drafted.tokens.tolist()) == sorted(found.steps[0].drafted.tokens.tolist())
 
 
+@pytest.mark.parametrize("policy", ["none", "beam", "auto", "salf"])
+def test_exact_passes_have_one_size(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row of a pass is then rounded as plain decoding rounds it, whatever the kernels' order for other sizes."""
+    sizes = set()
+    plain = Engine(Target(tiny()), FeatureHeadDrafter(random_head()), registry.policy("none"), launch=Launch(False))
+    made = Engine(
+        Target(tiny()), FeatureHeadDrafter(random_head()), registry.policy(policy), launch=Launch(True, exact=True)
+    )
+    assert made.resident is not None
+    forward = made.resident.judge.forward
+    monkeypatch.setattr(
+        made.resident.judge, "forward", lambda rows, *rest: (sizes.add(len(rows.tokens)), forward(rows, *rest))[1]
+    )
+    monkeypatch.setattr(made.resident.judge.forward, "bucketed", False, raising=False)
+    found = made.generate(prompt(60), max_new_tokens=LENGTH, eos=())
+    assert found.token_ids == plain.generate(prompt(60), max_new_tokens=LENGTH, eos=()).token_ids
+    assert sizes == {64}
+
+
 @pytest.mark.parametrize("policy", ["thin", "chain"])
 def test_the_end_may_lie_inside_a_cycle(policy: str) -> None:
     wanted = engine("llama", "itself", policy, graphs=False).generate(prompt(), max_new_tokens=LENGTH, eos=())
@@ -216,7 +236,7 @@ def test_a_head_with_few_positions() -> None:
     texts = []
     for graphs in (False, True):
         head = FeatureHeadDrafter(random_head(positions=16))
-        made = Engine(Target(tiny()), head, registry.policy("beam", **ON_DEVICE["beam"]), graphs=graphs)
+        made = Engine(Target(tiny()), head, registry.policy("beam", **ON_DEVICE["beam"]), launch=Launch(graphs))
         texts.append(made.generate(prompt(), max_new_tokens=LENGTH, eos=()).token_ids)
     assert texts[0] == texts[1]
 

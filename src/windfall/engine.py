@@ -18,7 +18,7 @@ from windfall.cost import ASSUMED
 from windfall.drafters.base import Drafter
 from windfall.metrics import Stats
 from windfall.policies.base import TreePolicy
-from windfall.records import Grow, InputError, SamplingParams, Split, Step
+from windfall.records import Grow, InputError, Launch, SamplingParams, Split, Step
 from windfall.sequence import Sequence
 from windfall.target import Target
 from windfall.tree import DraftTree
@@ -63,13 +63,11 @@ class Engine:
         drafter: Drafter,
         policy: TreePolicy,
         coupled: bool = True,
-        graphs: bool | None = None,
-        compiled: bool = False,
+        launch: Launch | None = None,
     ):
         self.target, self.drafter, self.policy = target, drafter, policy
         self.coupled = coupled  # whether the drafter sees the noise of the draws, where there is any
-        self.graphs = target.device.type == "cuda" if graphs is None else graphs  # whether single texts stay on the GPU
-        self.compiled = compiled  # whether torch.compile makes their forward, where it is not fused by hand
+        self.launch = launch or Launch()
         self.costs = ASSUMED
         self.calibrators: defaultdict[str, Calibrator] = defaultdict(Calibrator)  # by regime
         drafter.attach(target)
@@ -139,14 +137,18 @@ class Engine:
             yield steps
 
     @property
+    def graphs(self) -> bool:
+        """Whether single texts are to stay on the device."""
+        asked = self.launch.graphs
+        return self.target.device.type == "cuda" if asked is None else asked
+
+    @property
     def resident(self) -> Resident | None:
         """What holds single texts on the device, where that is possible; else `fallback` says why not."""
         if self._made is None:
             from windfall.resident.loop import settle
 
-            self._made = (None, "graphs are off")
-            if self.graphs:
-                self._made = settle(self.target, self.drafter, self.compiled)
+            self._made = settle(self.target, self.drafter, self.launch) if self.graphs else (None, "graphs are off")
         resident, self.fallback = self._made
         return resident
 

@@ -15,6 +15,7 @@ from windfall.heads.files import find
 from windfall.heads.kinds import KINDS, kind_of, recognise
 from windfall.models import load_model
 from windfall.policies.base import TreePolicy
+from windfall.records import Launch
 from windfall.target import Target
 
 DEFAULT_POLICY = "auto"
@@ -28,8 +29,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
     coupled: bool = True,
-    graphs: bool | None = None,
-    compiled: bool = False,
+    launch: Launch | None = None,
 ) -> Engine:
     """An engine that generates exactly what the target alone would.
 
@@ -37,16 +37,15 @@ def load(
     drafter: a name from `registry.drafters()`, a Drafter, a draft head (a folder, a hub id or a loaded one), or what
     `target` takes, for a smaller model of the same tokenizer. policy: a name from `registry.policies()` or a
     TreePolicy. A ready model stays where it is unless `device` or `dtype` says otherwise. `coupled`: at temperature
-    above 0 the drafter sees the coming noise. `graphs`: whether single texts are decoded in CUDA graphs; none: on a GPU.
-    `compiled`: torch.compile where no fused forward exists. Without a drafter, the embedded model's own head, else
-    n-grams.
+    above 0 the drafter sees the coming noise. `launch`: how passes run on a GPU. Without a drafter, the embedded
+    model's own head, else n-grams.
     """
     proposer = as_drafter(default_drafter(target) if drafter is None else drafter)
     shaper = as_policy(policy)  # first: a wrong name costs no loading
     if trust_remote_code and isinstance(proposer, LMDrafter):
         proposer.trust_remote_code = True
     judge = as_target(target, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    return make_engine(judge, proposer, shaper, coupled, graphs, compiled)
+    return make_engine(judge, proposer, shaper, coupled, launch)
 
 
 def make_engine(
@@ -54,11 +53,10 @@ def make_engine(
     drafter: Drafter,
     policy: TreePolicy,
     coupled: bool = True,
-    graphs: bool | None = None,
-    compiled: bool = False,
+    launch: Launch | None = None,
 ) -> Engine:
     """An engine that knows what passes cost here, if its policy asks for it."""
-    engine = Engine(target, drafter, policy, coupled, graphs, compiled)
+    engine = Engine(target, drafter, policy, coupled, launch)
     attach_costs(engine, policy)
     return engine
 

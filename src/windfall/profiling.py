@@ -163,6 +163,7 @@ def describe(engine: Engine) -> dict[str, Any]:
             "device": str(target.device),
             "attention": str(target.model.config._attn_implementation),
             "graphs": engine.resident is not None,
+            "exact": engine.launch.exact,
         },
         "drafter": _drafter(engine.drafter),
         "versions": {

@@ -62,6 +62,15 @@ class SamplingParams:
         return bool(self.processors or self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
 
 
+@dataclass(frozen=True)
+class Launch:
+    """How the passes of single texts run on a GPU."""
+
+    graphs: bool | None = None  # recorded as CUDA graphs; None: where there is a GPU
+    compiled: bool = False  # torch.compile makes the forward, where it is not fused by hand
+    exact: bool = False  # every pass has as many rows, so that in half precision, too, rounding is plain decoding's
+
+
 class Grow(NamedTuple):
     """A policy's wish: one drafting pass that gives each of these unexpanded nodes its best `k` children."""
 

@@ -34,7 +34,7 @@ from windfall.options import options_of
 from windfall.policies.base import TreePolicy
 from windfall.policies.none import NoSpeculation
 from windfall.prompts import SAMPLES
-from windfall.records import SamplingParams
+from windfall.records import Launch, SamplingParams
 from windfall.sampling import Dice
 from windfall.target import Target
 
@@ -66,6 +66,9 @@ class Settings:
     warm_up: int = 2  # prompts for each method and temperature
     drafter: str = ""
     suite: str | None = None
+    graphs: bool | None = None  # these three are Launch's
+    compiled: bool = False
+    exact: bool = False
 
     def __post_init__(self) -> None:
         least = {"repeats": 1, "max_new_tokens": 1, "prompt_tokens": 1, "batch": 1, "warm_up": 0}
@@ -159,7 +162,8 @@ def run(
 ) -> Run:
     """Run what is not in the store yet, and close it; returns all that is there in the end."""
     try:
-        contenders = assemble(methods, target, drafter or DrafterSpec("ngram"), settings.coupled, trust_remote_code)
+        own, launch = drafter or DrafterSpec("ngram"), Launch(settings.graphs, settings.compiled, settings.exact)
+        contenders = assemble(methods, target, own, settings.coupled, trust_remote_code, launch)
         engines = {_label(each.drafter): each.engine for each in contenders}
         about = provenance.describe(engines, target, prompts, command)
         known = store.profiles if store.about is not None else profiles
@@ -171,7 +175,12 @@ def run(
 
 
 def assemble(
-    methods: Sequence[Method], target: Target, default: DrafterSpec, coupled: bool, trust_remote_code: bool = False
+    methods: Sequence[Method],
+    target: Target,
+    default: DrafterSpec,
+    coupled: bool,
+    trust_remote_code: bool = False,
+    launch: Launch | None = None,
 ) -> list[Contender]:
     """An engine for each drafter; the target's weights are shared, its cache and what it is asked for are not."""
     engines: dict[str, Engine] = {}
@@ -185,7 +194,7 @@ def assemble(
         if label not in engines:
             own = Target(target.model, target.tokenizer, target.name)
             proposer = NoDrafter() if drafter is None else drafter.make(trust_remote_code)
-            engines[label] = Engine(own, proposer, NoSpeculation(), coupled)
+            engines[label] = Engine(own, proposer, NoSpeculation(), coupled, launch)
         contenders.append(Contender(method, engines[label], drafter))
     return contenders
 

@@ -28,7 +28,7 @@ from windfall.plotting import COLOURS
 from windfall.policies.auto import Auto
 from windfall.profiling import now, some_tree
 from windfall.prompts import SAMPLES
-from windfall.records import SamplingParams
+from windfall.records import Launch, SamplingParams
 from windfall.resident.drafting import Sprouting
 from windfall.resident.judge import MOST, ROWS, Judge
 from windfall.resident.loop import Cycle, Resident, settle
@@ -70,8 +70,7 @@ class Settings:
     hf_limit: int | None = 2  # prompts of each task for transformers' own loops, which are slow
     ignore_eos: bool = False
     seed: int = 0
-    graphs: bool | None = None
-    compiled: bool = False
+    launch: Launch = Launch()
 
     def __post_init__(self) -> None:
         if not self.temperatures or len(set(self.temperatures)) < len(self.temperatures):
@@ -744,9 +743,8 @@ def peak_of(target: Target, method: Method, drafter: DrafterSpec, case: Case, se
     _clear()
     before = torch.cuda.memory_allocated(target.device)
     torch.cuda.reset_peak_memory_stats(target.device)
-    (contender,) = assemble([method], target, drafter, settings.couplings[0])
+    (contender,) = assemble([method], target, drafter, settings.couplings[0], launch=settings.launch)
     contender.engine.policy = method.make()
-    contender.engine.graphs = contender.engine.graphs if settings.graphs is None else settings.graphs
     answer(contender.engine, [case.ids], [case.params])
     peak = torch.cuda.max_memory_allocated(target.device)
     del contender
@@ -816,17 +814,14 @@ def measure(
     """Measure everything into the result, which is handed to `keep` whenever something more is finished.
 
     `attach` gives the contenders their costs, and returns them."""
-    contenders = assemble(methods, target, drafter, settings.couplings[0], trust_remote_code)
-    for each in contenders:
-        each.engine.graphs = each.engine.graphs if settings.graphs is None else settings.graphs
-        each.engine.compiled = settings.compiled
+    contenders = assemble(methods, target, drafter, settings.couplings[0], trust_remote_code, settings.launch)
     drafting = next((each.engine for each in contenders if not each.method.plain), contenders[0].engine)
     assistant = drafting.drafter._decoder.model if isinstance(drafting.drafter, LMDrafter) else LOOKUP
     cases = cases_of(prompts, contenders[0], settings)
     contest = Contest(target, entries(contenders, settings, assistant), cases, settings)
 
     speed = bandwidth(target.device)
-    resident, reason = settle(drafting.target, drafting.drafter, settings.compiled)
+    resident, reason = settle(drafting.target, drafting.drafter, settings.launch)
     drafts = module_of(drafting.drafter)
     result.memory = {
         "bandwidth": speed,

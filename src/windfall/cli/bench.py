@@ -90,7 +90,7 @@ class BenchOptions:
         _bench("--profile", "Costs of passes: another run's run.json, or the output of `windfall profile --json`."),
     ] = None
 
-    def settings(self, methods: list[str], coupled: bool, drafter: str) -> Settings:
+    def settings(self, methods: list[str], model: ModelOptions, drafter: str) -> Settings:
         from windfall.bench.paths import shorten
         from windfall.bench.runner import Settings
 
@@ -105,9 +105,10 @@ class BenchOptions:
             "seed": self.seed,
             "batch": self.batch,
             "timing": not self.no_timing,
-            "coupled": coupled,
+            "coupled": not model.uncoupled,
             "drafter": drafter,
             "suite": self.suite,
+            **dataclasses.asdict(model.launch),
         }
         return Settings(**{**shared, **chosen})
 
@@ -157,7 +158,7 @@ def run(
     drafter.check()
     if bench.repeats is None and bench.rounds == 1 < bench._suite.repeats:
         console.note("one round over the prompts, as nothing is timed; --repeats N gives samples with other seeds")
-    settings = bench.settings([method.label for method in methods], not model.uncoupled, drafter.label)
+    settings = bench.settings([method.label for method in methods], model, drafter.label)
     labels = [(method.drafter or drafter).label for method in methods]
     profiles = None if bench.profile is None else runner.read_profiles(bench.profile, labels)
     store = Store(out, resume)

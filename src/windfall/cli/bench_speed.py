@@ -78,8 +78,7 @@ class SpeedOptions:
             hf_limit=self.hf_limit,
             ignore_eos=self.ignore_eos,
             seed=self.seed,
-            graphs=False if model.no_graphs else None,
-            compiled=model.compile,
+            launch=model.launch,
         )
 
 

@@ -19,6 +19,7 @@ from windfall import console
 if TYPE_CHECKING:
     from windfall.engine import Engine, Prompt
     from windfall.policies.base import TreePolicy
+    from windfall.records import Launch
     from windfall.target import Target
 
 
@@ -159,6 +160,10 @@ class ModelOptions:
         bool, _model("--compile", "On a GPU, torch.compile models without a fused forward; the first pass takes long.")
     ] = False
 
+    exact: Annotated[
+        bool, _model("--exact", "On a GPU, give every pass as many rows: in half precision texts stay the same, too.")
+    ] = False
+
     def load(self, policy: Any = None) -> Engine:
         """The engine; names and settings are checked before the weights are read."""
         from windfall import loading
@@ -176,8 +181,7 @@ class ModelOptions:
                     policy,
                     **how,
                     coupled=not self.uncoupled,
-                    graphs=False if self.no_graphs else None,
-                    compiled=self.compile,
+                    launch=self.launch,
                 )
         for each in told:
             if issubclass(each.category, HeadWarning):
@@ -185,6 +189,12 @@ class ModelOptions:
         if engine.graphs and engine.resident is None:
             console.note(f"passes are launched kernel by kernel, because {engine.fallback}")
         return engine
+
+    @property
+    def launch(self) -> Launch:
+        from windfall.records import Launch
+
+        return Launch(False if self.no_graphs else None, self.compile, self.exact)
 
     @property
     def drafter_name(self) -> str:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from windfall.kernels.draw import draw
 from windfall.kernels.move import move
 from windfall.kernels.settle import settle
-from windfall.records import InputError, SamplingParams
+from windfall.records import InputError, Launch, SamplingParams
 from windfall.resident.forward import Forward, Pass, Unfit, Whole
 from windfall.resident.parcel import Parcel
 from windfall.resident.recorder import Recorder
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # sizes of recorded verify passes
 MOST = ROWS[-1]
+EXACT = (64, 128)  # the only sizes, where texts must not depend on them
 CAPACITY = 1920  # rows of the cache to begin with, beside those of a pass
 STEP = 1024
 COLUMNS = 256  # step of the bound on columns, for forwards that need one
@@ -62,9 +64,12 @@ class Piece:
 class Judge:
     """Scores the rows of one tree, follows the target's draws through it, and commits what was accepted."""
 
-    def __init__(self, model: Any, taps: tuple[int, ...], recorder: Recorder, compiled: bool = False):
-        self.forward = fitting(model, compiled)
+    def __init__(self, model: Any, taps: tuple[int, ...], recorder: Recorder, launch: Launch):
+        self.forward = fitting(model, launch.compiled)
         self.taps, self.recorder = taps, recorder
+        self.exact = (
+            launch.exact
+        )  # whether every pass has as many rows, so that a row never depends on how many there are
         embedding = model.get_input_embeddings().weight
         self.device, self.dtype = embedding.device, embedding.dtype
         width = model.config.get_text_config().hidden_size
@@ -160,11 +165,17 @@ class Judge:
 
     def score(self, size: int, columns: int) -> None:
         """The rows through the model; keys and values are staged behind the committed ones."""
-        rows = self.rows.device
-        tokens, depth = rows["tokens"][:size], rows["depth"][:size]
-        slots = self.length + self._places[:size]
-        given = Pass(tokens, self.length + depth, slots, rows["mask"][:size, :size], self.length)
-        self.logits[size], self.hidden[size] = self.forward(given, self.kv, self.taps, columns)
+        rows, more = self.rows.device, self.padding(size)
+        tokens, depth = (pad(rows[name][:size], (0, more)) for name in ("tokens", "depth"))
+        mask = pad(rows["mask"][:size, :size], (0, more, 0, more))
+        slots = self.length + self._places[: size + more]
+        given = Pass(tokens, self.length + depth, slots, mask, self.length)
+        logits, states = self.forward(given, self.kv, self.taps, columns)
+        self.logits[size], self.hidden[size] = logits[:size], None if states is None else states[:size]
+
+    def padding(self, size: int) -> int:
+        """Rows that a pass of this size has beside its own."""
+        return next(rows for rows in EXACT if rows >= size) - size if self.exact else 0
 
     def draw(self, size: int, params: SamplingParams) -> Tensor:
         """The target's own token after each row, [size]."""

@@ -15,7 +15,7 @@ from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.drafters.lm import LMDrafter
 from windfall.kernels.choose import choose
 from windfall.kernels.grow import grow
-from windfall.records import SamplingParams, Split, Step, Verdict
+from windfall.records import Launch, SamplingParams, Split, Step, Verdict
 from windfall.resident.drafting import Draft, HeadDraft, ModelDraft, Sprouting, read
 from windfall.resident.forward import Pass, Unfit
 from windfall.resident.judge import Judge, shape_of
@@ -100,9 +100,9 @@ def draft_of(drafter: Drafter, judge: Judge, pending: int, staged: int) -> Draft
 class Resident:
     """Generates one sequence at a time on the device, for the policies, drafters and ways of sampling it knows."""
 
-    def __init__(self, target: Target, drafter: Drafter, compiled: bool = False):
+    def __init__(self, target: Target, drafter: Drafter, launch: Launch):
         self.target, self.drafter = target, drafter
-        self.judge = Judge(target.model, drafter.taps, Recorder(target.device), compiled)
+        self.judge = Judge(target.model, drafter.taps, Recorder(target.device), launch)
         self.cycles: dict[tuple[object, ...], Cycle] = {}
         self._seats: tuple[int, SeatedTarget, Drafter] | None = None
 
@@ -180,10 +180,10 @@ class Resident:
         return cycle
 
 
-def settle(target: Target, drafter: Drafter, compiled: bool) -> tuple[Resident | None, str]:
+def settle(target: Target, drafter: Drafter, launch: Launch) -> tuple[Resident | None, str]:
     """A Resident for this pair, or why there is none."""
     try:
-        return Resident(target, drafter, compiled), ""
+        return Resident(target, drafter, launch), ""
     except Unfit as reason:
         return None, str(reason)
 
