@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from random_heads import KINDS, random_head
-from tiny import FAMILIES, prompt, tiny
+from tiny import FAMILIES, VOCABULARY, prompt, tiny
 from windfall import registry
 from windfall.drafters.feature_head import CATCH_UP, FeatureHeadDrafter
 from windfall.engine import Engine
@@ -142,3 +142,16 @@ def test_a_head_of_another_target_is_refused() -> None:
         drafter.attach(Target(tiny(num_hidden_layers=3)))
     with pytest.raises(InputError, match="drafts 61 tokens"):
         drafter.attach(Target(tiny(vocab_size=50)))
+
+
+def test_a_reduced_head_may_draft_from_the_whole_vocabulary() -> None:
+    target, head = Target(tiny()), random_head("eagle3-pruned")
+    texts, sizes = [], []
+    for whole in (False, True):
+        engine = Engine(target, FeatureHeadDrafter(head, whole=whole), registry.policy("beam"), True)
+        texts.append(engine.generate(prompt(), max_new_tokens=30).token_ids)
+        sizes.append(len(engine.drafter._head.vocabulary))
+    assert texts[0] == texts[1] and sizes == [30, VOCABULARY]
+    assert head.draft_tokens is not None, "the head that was given stays as it is"
+    with pytest.raises(InputError, match="vocabulary of its own"):
+        FeatureHeadDrafter(random_head("eagle3-before-fc"), whole=True).attach(target)

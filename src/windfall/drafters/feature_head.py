@@ -33,10 +33,16 @@ class FeatureHeadDrafter(Drafter):
 
     model: Any = option(None, "folder or hub id of a head, or a loaded one; none: the one made for the embedded model")
 
+    whole: bool = option(
+        False, "draft from the target's whole vocabulary where the head only borrows it: dearer passes, longer paths"
+    )
+
     def attach(self, target: Target) -> None:
+        from windfall.heads.fitting import whole
         from windfall.heads.loading import find_head
 
-        self._head: FeatureHead = find_head(self.model, target, "head")
+        head = find_head(self.model, target, "head")
+        self._head: FeatureHead = whole(head, target) if self.whole else head
 
     @property
     def taps(self) -> tuple[int, ...]:

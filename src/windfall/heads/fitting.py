@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 from windfall.errors import InputError
@@ -19,6 +20,19 @@ def fit(head: FeatureHead, target: Target) -> FeatureHead:
     embedding = target.model.get_input_embeddings().weight
     head.borrow(embedding, output.weight, getattr(output, "bias", None))
     return head
+
+
+def whole(head: FeatureHead, target: Target) -> FeatureHead:
+    """The same head, drafting from the target's whole vocabulary instead of a part of it."""
+    if head.lm_head is not None:
+        raise InputError("this head brings a vocabulary of its own and drafts from that; leave out whole")
+    if head.draft_tokens is None:
+        return head
+    twin = copy.copy(head)  # shares all weights
+    twin.draft_tokens = None
+    output = target.model.get_output_embeddings()
+    twin.borrow(target.model.get_input_embeddings().weight, output.weight, getattr(output, "bias", None))
+    return twin
 
 
 def check_fit(head: FeatureHead, target: Target) -> None:
