@@ -60,3 +60,8 @@ def test_third_parties_register_through_entry_points(monkeypatch: pytest.MonkeyP
     assert "theirs" in registry.policies()
     assert "theirs" not in registry.drafters()
     assert type(registry.policy("theirs", depth=2)).__name__ == "Chain"
+
+
+def test_no_number_is_no_option() -> None:
+    with pytest.raises(InputError, match="^threshold must be a number, not nan$"):
+        registry.policy("ddd", threshold=float("nan"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -48,6 +49,8 @@ def check(instance: Any) -> None:
         value, low, high = getattr(instance, key), f.metadata["low"], f.metadata["high"]
         if f.metadata["choices"] and value not in f.metadata["choices"]:
             raise InputError(f"{key} must be one of {', '.join(f.metadata['choices'])}, not {value!r}")
+        if isinstance(value, float) and math.isnan(value):
+            raise InputError(f"{key} must be a number, not nan")
         if value is None or (low is None and high is None):
             continue
         wanted = " and ".join(
