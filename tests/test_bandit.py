@@ -87,6 +87,19 @@ def test_a_hiccup_is_no_verdict() -> None:
     assert cycles.speed(chooser, [50.0, 100.0], 0, 200) > 95
 
 
+def test_after_a_contradiction_only_what_contradicted_is_known() -> None:
+    chooser, cycles = Chooser(3), World(0)
+    cycles.speed(chooser, [50.0, 60.0, 100.0], 0, 1200)
+    assert chooser.arm == 2
+    for _ in range(400):
+        before = chooser.turns
+        cycles.speed(chooser, [50.0, 60.0, 30.0], 0, 1)
+        if chooser.turns < before:
+            break
+    assert [own.turns > 0 for own in chooser.known] == [False, False, True]
+    assert chooser.known[2].rate < 90 and chooser.arm == 0, "the others are tried anew"
+
+
 def test_evidence_by_hand() -> None:
     evidence = Evidence()
     for tokens, seconds in ((4, 2.0), (8, 2.0)):
@@ -147,8 +160,10 @@ def test_what_was_learnt_is_kept(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"about the arms none\+chain\+beam"):
         registry.policy("bandit", arms="chain", state=str(file))
     kept = json.loads(file.read_text("utf-8"))
-    damaged = ("", "[]", "{}", json.dumps({**kept, "arm": 9}), json.dumps({**kept, "known": kept["known"][:1]}))
-    for text in (*damaged, json.dumps({**kept, "spent": "much"}), json.dumps({**kept, "earned": float("nan")})):
+    worded = [{**own, "turns": "3"} for own in kept["known"]]
+    wrong = (("arm", 9), ("known", kept["known"][:1]), ("known", worded), ("spent", "much"))
+    wrong = (*wrong, ("earned", float("nan")), ("turns", float("inf")))
+    for text in ("", "[]", "{}", *(json.dumps({**kept, name: value}) for name, value in wrong)):
         file.write_text(text, "utf-8")
         with pytest.raises(InputError, match="not what a bandit has learnt"):
             registry.policy("bandit", arms="chain+beam", state=str(file))

@@ -216,6 +216,16 @@ def test_recordings_are_kept_whole(tmp_path: Path) -> None:
         Recording.load(file)
     with pytest.raises(InputError, match="cannot read"):
         Recording.load(tmp_path / "none.npz")
+    array = tmp_path / "array.npy"
+    np.save(array, np.zeros(3))
+    file.write_bytes(b"")
+    for other in (file, array):
+        with pytest.raises(InputError, match="is no recording"):
+            Recording.load(other)
+    lacking = replace(recorded(), arrays={**recorded().arrays, "path": recorded().arrays["path"][1:]})
+    lacking.save(file)
+    with pytest.raises(InputError, match="is no recording"):
+        Recording.load(file)
 
 
 # ---- environments
@@ -349,6 +359,28 @@ def _ideal() -> list[Outcome]:
     return outcomes
 
 
+@pytest.mark.parametrize(("kind", "recipe"), [("depth", "lean"), ("size", "release")])
+def test_plain_matrices_are_the_trained_network(kind: str, recipe: str) -> None:
+    """What stable-baselines3 would say of a vector, the lean path says of what the vector was made of."""
+    from stable_baselines3.common.vec_env import DummyVecEnv
+
+    from windfall.train.rl.envs import DepthEnv, Setting, SizeEnv
+    from windfall.train.rl.learning import actor
+    from windfall.train.rl.ppo import ppo
+
+    config = make_config(recipe, {"environments": "1"})
+    made = Setting(Ladder(0), config, Pair(config), Reward(), 0.0)
+    env: Any = (DepthEnv if kind == "depth" else SizeEnv)(made)
+    model = ppo(DummyVecEnv([lambda: env]), kind, config, 0)
+    lean = Network(actor(model.policy.state_dict()), env.layout, config.activation)
+    random = np.random.default_rng(0)
+    for count in (1, 40, 100):
+        seen = view(-9 * random.random(count))
+        logits = model.policy.get_distribution(torch.from_numpy(env.layout.vector(seen))[None]).distribution.logits[0]
+        own = torch.from_numpy(lean.logits(seen)).log_softmax(0)
+        assert torch.allclose(own, logits.detach(), atol=1e-4)
+
+
 def test_interrupted_and_resumed(tmp_path: Path) -> None:
     """Ctrl-C leaves the best so far in the folder; the training goes on where it was, with the same settings only."""
     from windfall.train.rl.learning import Event, Learner, read_log
@@ -423,6 +455,10 @@ def test_saved_policies_decide_the_same(tmp_path: Path) -> None:
     (tmp_path / ltd.FILE).write_bytes(b"nothing")
     with pytest.raises(InputError, match="can be read"):
         ltd.load(tmp_path)
+    for depth in (network(pair.rules.depth_layout, 3), network(pair.rules.size_layout, 2)):
+        ltd.save(replace(pair, depth=depth), tmp_path, {})
+        with pytest.raises(InputError, match="must turn 128 numbers into 2"):
+            ltd.load(tmp_path)
     with pytest.raises(InputError, match="train some with: windfall train ltd"):
         registry.policy("ltd", path=str(tmp_path / "other"))
 
@@ -506,5 +542,20 @@ def test_the_command(tmp_path: Path) -> None:
     assert {"curves.png", "decisions.png", "policy.safetensors", "report.json"} <= {f.name for f in out.iterdir()}
     again = CliRunner().invoke(app, words)
     assert again.exit_code == 2 and "--resume" in again.output
-    wide = CliRunner().invoke(app, [*words[:4], str(tmp_path / "other"), *words[4:], "--set=k=4"])
-    assert wide.exit_code == 2
+    wide = CliRunner().invoke(app, [*words[:3], str(tmp_path / "other"), *words[4:], "--set=k=4"])
+    assert wide.exit_code == 2 and "record with --depth 5 --k 4" in wide.output
+    (out / "checkpoint.pt").write_bytes(b"nothing")
+    damaged = CliRunner().invoke(app, [*words, "--resume"])
+    assert damaged.exit_code == 2 and "no checkpoint to resume from" in damaged.output
+
+
+def test_a_recording_goes_on_only_with_the_same_pair(tmp_path: Path) -> None:
+    from windfall.cli.train_ltd import TextOptions, write_recording
+
+    file = tmp_path / "trees.npz"
+    (tmp_path / "prompts.jsonl").write_text("".join(f'{{"id": {n}, "text": "{n}"}}\n' for n in range(3)), "utf-8")
+    texts = TextOptions([str(tmp_path / "prompts.jsonl")], 3, 4, 0.0)
+    recorded().save(file)
+    for drafter, depth, k, other in (("head", 5, 3, "drafter, sampling"), ("", 4, 3, "depth, sampling")):
+        with pytest.raises(InputError, match=f"with another {other}"):
+            write_recording(engine(), drafter, texts, file, depth, k)

@@ -63,5 +63,5 @@ def test_third_parties_register_through_entry_points(monkeypatch: pytest.MonkeyP
 
 
 def test_no_number_is_no_option() -> None:
-    with pytest.raises(InputError, match="^threshold must be a number, not nan$"):
+    with pytest.raises(InputError, match="threshold must be a number, not nan"):
         registry.policy("ddd", threshold=float("nan"))

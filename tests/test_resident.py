@@ -5,21 +5,26 @@ Off a GPU the same work runs unrecorded, so all of it but the graphs themselves 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from random_heads import random_head
 from test_cli import character_tokenizer
-from tiny import prompt, tiny
+from tiny import SHAPE, prompt, tiny
 from windfall import registry
 from windfall.calibration import Calibrator
 from windfall.drafters.base import Drafter
 from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.drafters.lm import LMDrafter
 from windfall.engine import Engine, Generation
-from windfall.records import Launch
+from windfall.records import InputError, Launch
+from windfall.resident.recorder import Key, Recorder
+from windfall.resident.timing import costs
 from windfall.target import Target
 from windfall.tree import DraftTree
 
@@ -204,10 +209,14 @@ def test_exact_passes_have_one_size(policy: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         made.resident.judge, "forward", lambda rows, *rest: (sizes.add(len(rows.tokens)), forward(rows, *rest))[1]
     )
-    monkeypatch.setattr(made.resident.judge.forward, "bucketed", False, raising=False)
+    monkeypatch.setattr(made.resident.judge.forward, "bucketed", False, raising=False)  # of the stand-in
     found = made.generate(prompt(60), max_new_tokens=LENGTH, eos=())
     assert found.token_ids == plain.generate(prompt(60), max_new_tokens=LENGTH, eos=()).token_ids
     assert sizes == {64}
+    assert forward.split is not None, "attention's parts must not depend on the cache's capacity"
+    made.policy = registry.policy("beam", nodes=100)
+    with pytest.raises(InputError, match="an exact verify pass takes 64 rows at the most"):
+        made.generate(prompt(60), max_new_tokens=LENGTH, eos=())
 
 
 @pytest.mark.parametrize("policy", ["thin", "chain"])
@@ -258,10 +267,137 @@ def test_what_does_not_fit_says_why_and_runs_all_the_same() -> None:
     assert engine("llama", "lm", "beam", graphs=False).resident is None
 
 
+class Operations(TorchDispatchMode):
+    """Notes every operation with its shapes and numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append((str(func), self._plain(args), self._plain(list((kwargs or {}).values()))))
+        return func(*args, **(kwargs or {}))
+
+    def _plain(self, given: Any) -> Any:
+        if isinstance(given, list | tuple):
+            return tuple(map(self._plain, given))
+        return tuple(given.shape) if isinstance(given, torch.Tensor) else given
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "policy", "length"),
+    [("gpt-neox", "itself", "thin", 375), ("gpt-neox", "itself", "chain", 60), ("llama", "eagle3", "auto", 9)],
+)
+def test_a_key_means_the_same_work(
+    family: str, kind: str, policy: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph repeats what its work did the second time, with the numbers that were Python's then."""
+    known: dict[Key, list[list[Any]]] = {}
+
+    def run(self: Recorder, key: Key, work: Callable[[], None]) -> None:
+        with Operations() as operations:
+            work()
+        runs = known.setdefault(key, [])
+        runs.append(operations.seen)
+        assert len(runs) < 3 or runs.pop() == runs[1], key
+
+    monkeypatch.setattr(Recorder, "run", run)
+    device = engine(family, kind, policy, graphs=True, max_position_embeddings=1024)
+    ways: list[dict[str, Any]] = [{}, {"temperature": 0.5}, {"temperature": 0.7}, {"temperature": 0.7, "top_p": 0.9}]
+    for way in [*ways, {"temperature": 0.5, "top_p": 0.9}]:
+        for device.coupled in (True, False) if length < 50 else (True,):
+            device.generate(prompt(length), max_new_tokens=LENGTH, eos=(), **way)
+    device.generate(prompt(length + 30), max_new_tokens=LENGTH, eos=())
+    assert sum(len(runs) > 1 for runs in known.values()) > 8
+
+
+def hooked(model: Any) -> None:
+    model.model.layers[1].register_forward_hook(lambda module, given, made: made * 2)
+
+
+def adapted(model: Any) -> None:
+    class Adapter(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 2
+
+    model.model.layers[1].mlp.down_proj.__class__ = Adapter
+
+
+@pytest.mark.parametrize("change", [hooked, adapted])
+def test_a_model_that_somebody_changed_runs_as_it_is(change: Callable[[Any], None]) -> None:
+    model = tiny()
+    wanted = Engine(Target(model), LMDrafter(), registry.policy("beam"), launch=Launch(False))
+    before = wanted.generate(prompt(), max_new_tokens=LENGTH, eos=()).token_ids
+    change(model)
+    found = Engine(Target(model), LMDrafter(), registry.policy("beam"), launch=Launch(True))
+    after = wanted.generate(prompt(), max_new_tokens=LENGTH, eos=()).token_ids
+    assert found.generate(prompt(), max_new_tokens=LENGTH, eos=()).token_ids == after != before
+    assert found.fallback == "" and found.resident is not None
+
+
+def test_a_cache_that_the_configuration_does_not_tell_of() -> None:
+    """Falcon's heads may share one pair of key and value."""
+    torch.manual_seed(0)
+    config = transformers.FalconConfig(**SHAPE, alibi=False, multi_query=True, new_decoder_architecture=False)
+    target = Target(transformers.AutoModelForCausalLM.from_config(config).eval())
+    texts = []
+    for graphs in (False, True):
+        made = Engine(target, LMDrafter(), registry.policy("beam"), launch=Launch(graphs))
+        texts.append(made.generate(prompt(), max_new_tokens=LENGTH, eos=()).token_ids)
+        assert (made.fallback == "") == graphs
+    assert texts[0] == texts[1]
+
+
+def test_angles_that_follow_the_length_do_not_fit() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    device = engine("llama", "lm", "beam", graphs=True, rope_parameters=rope)
+    assert device.resident is None and "rotary" in device.unfit
+
+
+@pytest.mark.parametrize("policy", ["beam", "salf"])
+def test_a_drafter_that_does_not_fit_drafts_on_the_host(policy: str) -> None:
+    texts = []
+    for graphs in (False, True):
+        made = Engine(
+            Target(tiny()), LMDrafter(tiny("mistral-window", seed=1)), registry.policy(policy), launch=Launch(graphs)
+        )
+        texts.append(made.generate(prompt(30), max_new_tokens=LENGTH, eos=()).token_ids)
+    reasons = {"beam": "its drafter works on the host: its attention has sliding windows"}
+    assert made.fallback == reasons.get(policy, "its policy decides on the host")
+    assert texts[0] == texts[1] and made.resident is not None
+
+
+def test_merged_weights_are_kept_once_and_can_be_trained() -> None:
+    target, head = Target(tiny()), random_head("eagle3")
+    made = [Engine(target, FeatureHeadDrafter(head), registry.policy("beam"), launch=Launch(True)) for _ in range(2)]
+    for each in made:
+        each.generate(prompt(), max_new_tokens=4, eos=())
+    one, other = (each.resident.judge.forward.layers[0] for each in made)  # type: ignore[union-attr]
+    assert one.qkv.data_ptr() == other.qkv.data_ptr() and one.gate_up.data_ptr() == other.gate_up.data_ptr()
+    attention = target.model.model.layers[0].self_attn
+    assert torch.equal(one.qkv, torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]))
+    for module in (target.model, head):
+        assert not any(parameter.is_inference() for parameter in module.parameters())
+
+
 def test_a_single_token_is_a_prompt() -> None:
     host, device = (engine("llama", "eagle3", "beam", graphs) for graphs in (False, True))
     wanted, found = (each.generate([5], max_new_tokens=12, eos=()) for each in (host, device))
     assert found.token_ids == wanted.token_ids
+
+
+@pytest.mark.parametrize("policy", ["beam", "salf"])
+def test_measuring_leaves_no_trace(policy: str) -> None:
+    """Neither in the size of the buffers nor in texts before and after it."""
+    device = engine("llama", "lm", policy, graphs=True, max_position_embeddings=4096)
+    before = device.generate(prompt(), max_new_tokens=LENGTH, eos=())
+    assert device.resident is not None
+    capacity = device.resident.judge.capacity
+    found = costs(device.resident, lengths=(2048,), rounds=1)
+    assert device.resident.judge.capacity == capacity and found.verify(1, 2048) > 0
+    after = device.generate(prompt(), max_new_tokens=LENGTH, eos=())
+    assert after.token_ids == before.token_ids
+    assert [paths(step.drafted) for step in after.steps] == [paths(step.drafted) for step in before.steps]
 
 
 def test_steps_account_for_their_time() -> None:

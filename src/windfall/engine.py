@@ -74,7 +74,7 @@ class Engine:
         self.prefill_seconds = 0.0
         self._generation = 0
         self._made: tuple[Resident | None, str] | None = None
-        self.fallback = ""  # why the last text was not generated on the device
+        self.fallback = ""  # why the last text did not stay on the device altogether
 
     def generate(self, prompt: Prompt, *, raw: bool = False, **sampling: Any) -> Generation:
         """The whole text. Keywords are the fields of SamplingParams; `raw` leaves out the chat template."""
@@ -114,7 +114,7 @@ class Engine:
         ]
         target: Target | SeatedTarget = self.target
         drafter = self.drafter
-        if len(sequences) == 1 and (resident := self._resident(sequences[0])):
+        if resident := self._resident(sequences):
             if not self.fallback:
                 for step in resident.run(self, sequences[0]):
                     yield {0: step}
@@ -144,19 +144,25 @@ class Engine:
 
     @property
     def resident(self) -> Resident | None:
-        """What holds single texts on the device, where that is possible; else `fallback` says why not."""
+        """What holds single texts on the device, where that is possible; else `unfit` says why not."""
         if self._made is None:
             from windfall.resident.loop import settle
 
             self._made = settle(self.target, self.drafter, self.launch) if self.graphs else (None, "graphs are off")
-        resident, self.fallback = self._made
-        return resident
+        return self._made[0]
 
-    def _resident(self, sequence: Sequence) -> Resident | None:
-        """The same for this text; where `fallback` is not empty, policy and sampling stay on the host."""
-        resident = self.resident if len(sequence.tokens) > 1 else None
-        if resident is not None:
-            self.fallback = resident.refuses(sequence)
+    @property
+    def unfit(self) -> str:
+        """Why no text can stay on the device; nothing if some can."""
+        return self._made[1] if self.resident is None and self._made is not None else ""
+
+    def _resident(self, sequences: list[Sequence]) -> Resident | None:
+        """The same for these texts; where `fallback` is not empty, policy and sampling at least stay on the host."""
+        if len(sequences) > 1 or len(sequences[0].tokens) < 2:
+            self.fallback = "several texts go together" if len(sequences) > 1 else "its prompt is a single token"
+            return None
+        resident = self.resident
+        self.fallback = self.unfit if resident is None else resident.refuses(sequences[0])
         return resident
 
     def warm_up(self, **sampling: Any) -> Iterator[float]:

@@ -12,6 +12,8 @@ from tiny import prompt, tiny
 from windfall import registry
 from windfall.drafters.lm import LMDrafter
 from windfall.engine import Engine
+from windfall.records import Launch
+from windfall.resident.timing import costs
 from windfall.sampling import gumbel, noise_bits
 from windfall.target import Target
 
@@ -47,3 +49,27 @@ def test_cpu_and_gpu_write_the_same_text(target: Target) -> None:
     for temperature in (0.0, 1.0):
         texts = [e.generate(prompt(), max_new_tokens=40, temperature=temperature).token_ids for e in (on_cpu, on_gpu)]
         assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("policy", ["beam", "salf"])
+def test_recording_goes_on_after_growth_and_measuring(policy: str) -> None:
+    """What was dropped with the old buffers leaves nothing behind that a new recording trips over."""
+    made = Engine(Target(tiny(max_position_embeddings=8192).cuda()), LMDrafter(), registry.policy(policy))
+    wanted = made.generate(prompt(), max_new_tokens=24, eos=()).token_ids
+    resident = made.resident
+    assert resident is not None
+    recorder, before = resident.judge.recorder, resident.judge.capacity
+    made.generate(prompt(3000), max_new_tokens=24, eos=())
+    assert resident.judge.capacity > before and recorder.graphs
+    costs(resident, lengths=(64, 512), rounds=1)
+    assert made.generate(prompt(), max_new_tokens=24, eos=()).token_ids == wanted
+    assert recorder.graphs and recorder.enabled and not recorder.failures
+
+
+@pytest.mark.parametrize("policy", ["beam", "chain"])
+def test_recorded_drafts_see_the_whole_text(policy: str) -> None:
+    """A drafter that is the target itself stays right however far the bound on columns moves."""
+    target = Target(tiny("gpt-neox", max_position_embeddings=2048).cuda())
+    host, made = (Engine(target, LMDrafter(), registry.policy(policy), launch=Launch(on)) for on in (False, True))
+    texts = [each.generate(prompt(200), max_new_tokens=700, eos=()) for each in (host, made)]
+    assert texts[1].stats.tau > 0.9 * texts[0].stats.tau

@@ -11,6 +11,11 @@ from windfall.errors import InputError
 
 SPEC_BENCH = tuple(f"spec-bench-{part}" for part in ("mt", "translation", "summarization", "qa", "math", "rag"))
 TALON = ("alpaca", "gsm8k", "humaneval", "mt-bench", "natural-questions", "cnn_dm")
+LTD = ("mt-bench", "gsm8k", "alpaca", "natural-questions")
+LTD_METHODS = (
+    "beam:depth=9:k=10:nodes=60", "ddd-ltd", "svip-ltd", "gammatune-ltd",
+    "disco", "specdecpp", "c2t:depth=9", "ltd", "auto",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -94,9 +99,17 @@ SUITES = {
         max_new_tokens=1024,
     ),
     "ltd-t1": Suite(
-        "Learning to Draft, Table 1: EAGLE-3 as it runs there, and the depth controllers on it that need no training",
-        ("beam:depth=9:k=10:nodes=60", "ddd-ltd", "svip-ltd", "gammatune-ltd", "auto"),
-        ("mt-bench", "gsm8k", "alpaca", "natural-questions"),
+        "Learning to Draft, Table 1: EAGLE-3 as it runs there, its rivals on that beam, LTD; greedy",
+        LTD_METHODS,
+        LTD,
+        limit=80,
+        max_new_tokens=1024,
+    ),
+    "ltd-t5": Suite(
+        "Learning to Draft, Table 5: the same at temperature 1",
+        LTD_METHODS,
+        LTD,
+        (1.0,),
         limit=80,
         max_new_tokens=1024,
     ),

@@ -62,10 +62,13 @@ def audit(
     """Compare texts with plain decoding's, token by token; in float32 any difference is a failure."""
     from windfall.audit import Audit
     from windfall.bench.tasks import load_tasks
+    from windfall.errors import InputError
     from windfall.files import make_folder
 
     prompts, shaper = load_tasks(options.names, options.limit), policy.make()
     if out is not None:
+        if out.is_dir():
+            raise InputError(f"--out is the file to write, and '{out}' is a folder")
         make_folder(out.parent)
     engine = model.load(shaper)
     asked = _cases(prompts, engine, options)

@@ -114,6 +114,8 @@ def speed(
     if plot is not None:
         plotting.check(plot)
     if out is not None:
+        if out.is_dir():
+            raise InputError(f"--out is the file to write, and '{out}' is a folder")
         make_folder(out.parent)
     labels = [(method.drafter or drafter).label for method in methods]
     profiles = None if options.profile is None else read_profiles(options.profile, labels)

@@ -161,7 +161,7 @@ class ModelOptions:
     ] = False
 
     exact: Annotated[
-        bool, _model("--exact", "On a GPU, give every pass as many rows: in half precision texts stay the same, too.")
+        bool, _model("--exact", "On a GPU, give every pass as many rows, so that in half precision all round alike.")
     ] = False
 
     def load(self, policy: Any = None) -> Engine:
@@ -187,7 +187,7 @@ class ModelOptions:
             if issubclass(each.category, HeadWarning):
                 console.note(str(each.message))
         if engine.graphs and engine.resident is None:
-            console.note(f"passes are launched kernel by kernel, because {engine.fallback}")
+            console.note(f"passes are launched kernel by kernel, because {engine.unfit}")
         return engine
 
     @property

@@ -65,21 +65,24 @@ def record(
 
     Ctrl-C keeps the finished texts; the same command adds those that are missing.
     """
-    write_recording(model.load("none"), texts, out, depth, k)
+    write_recording(model.load("none"), _drafter(model), texts, out, depth, k)
 
 
-def write_recording(engine: Engine, texts: TextOptions, out: Path, depth: int, k: int) -> None:
+def write_recording(engine: Engine, drafter: str, texts: TextOptions, out: Path, depth: int, k: int) -> None:
     """Record what the file does not hold yet."""
     from windfall.files import make_folder
     from windfall.train.rl import recording
 
     make_folder(out.parent)
     whole = recording.Recording.load(out) if out.exists() else None
+    if whole:
+        whole.check(recording.describe(engine, drafter, depth, k, texts.sampling()), out)
     done, due = set(whole.ids) if whole else set(), time.monotonic() + SAVE_SECONDS
     prompts = [(name, prompt) for name, prompt in texts.prompts() if name not in done]
     try:
         with console.progress("Recording") as progress:
-            for made in recording.record(engine, prompts, progress, depth=depth, k=k, **texts.sampling()):
+            how = {"depth": depth, "k": k, "drafter": drafter, **texts.sampling()}
+            for made in recording.record(engine, prompts, progress, **how):
                 whole = made if whole is None else whole.joined(made)
                 if time.monotonic() > due:
                     whole.save(out)
@@ -91,6 +94,14 @@ def write_recording(engine: Engine, texts: TextOptions, out: Path, depth: int, k
         if whole is not None:
             whole.save(out)
             console.note(f"{len(whole.ids)} texts with {len(whole.arrays['sizes'])} positions are in {out}")
+
+
+def _drafter(model: ModelOptions) -> str:
+    """What the drafter is called in a recording."""
+    from windfall.bench.methods import DrafterSpec
+    from windfall.options import split_settings
+
+    return DrafterSpec(model.drafter_name, split_settings(model.drafter_settings)).label
 
 
 @takes_records
@@ -123,7 +134,7 @@ def ltd(
     from windfall.errors import InputError
     from windfall.options import split_settings
     from windfall.train.rl.config import make_config
-    from windfall.train.rl.learning import Learner, check_extra
+    from windfall.train.rl.learning import CHECKPOINT, Learner, check_extra
 
     config = make_config(recipe, split_settings(settings or []))
     if show_settings:
@@ -140,7 +151,8 @@ def ltd(
     try:
         _follow(learner, resume)
     except KeyboardInterrupt:
-        console.note(f"stopped; the best so far is in {out}, and --resume goes on")
+        kept = f"the best so far is in {out}, and --resume goes on"
+        console.note(f"stopped; {kept if (out / CHECKPOINT).exists() else 'nothing was learnt yet'}")
         raise typer.Exit(ON_INTERRUPT) from None
     _tell(learner, searched=backend == "replay", json=json)
 
@@ -155,6 +167,7 @@ def _engine(model: ModelOptions, texts: TextOptions, config: Config) -> Source:
 def _replays(
     model: ModelOptions, texts: TextOptions, config: Config, recorded: Path | None, costs: str, out: Path
 ) -> Source:
+    from windfall.train.rl.recording import Recording
     from windfall.train.rl.replay import read_costs
     from windfall.train.rl.sources import open_recording
 
@@ -163,7 +176,9 @@ def _replays(
     if given is None or recorded is None:
         engine = model.load("none")
         if recorded is None:
-            write_recording(engine, texts, file, config.max_depth, config.k)
+            write_recording(engine, _drafter(model), texts, file, config.max_depth, config.k)
+        else:
+            Recording.load(file).check({"target": engine.target.name, "drafter": _drafter(model)}, file)
         given = given or _measured(engine)
     return open_recording(file, given, config)
 

@@ -18,12 +18,14 @@ def tree_attention(
     scale: float | None = None,
     out: Tensor | None = None,  # [n, heads, d]
     last: bool = True,
+    split: int | None = None,
 ) -> Tensor:
     """Grouped-query attention of n rows over `length` committed and S staged cache rows → [n, heads, d].
 
     Nothing past length + S has any influence, and on Triton it is not read. A row that sees nothing gives zeros there.
     Staged rows that a row does not see must still hold finite numbers. On Triton a long cache is split; `last` lets the
-    last program to finish combine the parts, which one stream at a time may do, instead of a second kernel.
+    last program to finish combine the parts, which one stream at a time may do, instead of a second kernel. A part has
+    `split` keys, a multiple of 128; None: as many as suit the cache's capacity, on which rounding then depends.
     """
     heads, shared, capacity, staged = queries.shape[1], keys.shape[0], keys.shape[1], mask.shape[1]
     assert heads % shared == 0 and staged <= capacity and keys.shape == values.shape
@@ -32,7 +34,7 @@ def tree_attention(
     if on_triton(queries):
         from windfall.kernels.jit.attention import attend
 
-        attend(queries, keys, values, length, mask, scale, out, last=last)
+        attend(queries, keys, values, length, mask, scale, out, size=split, last=last)
         return out
     return out.copy_(reference(queries, keys, values, length, mask, scale))
 

@@ -6,6 +6,7 @@ import os
 from functools import cache
 from importlib.util import find_spec
 
+import torch
 from torch import Tensor
 
 
@@ -15,8 +16,9 @@ def installed() -> bool:
 
 
 def on_triton(x: Tensor) -> bool:
-    """Whether the Triton kernels take this tensor."""
-    return (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1") and installed()
+    """Whether the Triton kernels take this tensor; their sums are fp32, which is too little for fp64."""
+    there = x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+    return there and x.dtype != torch.float64 and installed()
 
 
 def power_of_two(least: int) -> int:

@@ -124,8 +124,9 @@ class Chooser:
         self._cycles, self._tokens, self._seconds = 0, 0.0, 0.0
         self.turns += 1
         if self._contradicted():
+            contradicting = self.arm
             self._begin()
-            self.known[self.arm] = lately
+            self.known[contradicting] = lately  # all that is known of how things are now
         self.arm = self._next()
 
     def _contradicted(self) -> bool:
@@ -166,11 +167,11 @@ class Chooser:
         return found | {name: [asdict(own) for own in getattr(self, name)] for name in ("known", "recent")}
 
     def recall(self, kept: dict[str, Any]) -> None:
-        """Take over what was learnt; KeyError, TypeError or ValueError if it is nothing of the kind."""
+        """Take over what was learnt; KeyError, TypeError, ValueError or OverflowError if it is nothing of the kind."""
         self.arm, self.turns = int(kept["arm"]), int(kept["turns"])
         self.spent, self.earned = float(kept["spent"]), float(kept["earned"])
         self.known, self.recent = ([Evidence(**own) for own in kept[name]] for name in ("known", "recent"))
-        sums = [float(value) for own in self.known + self.recent for value in vars(own).values()]
+        sums = [value + 0.0 for own in self.known + self.recent for value in vars(own).values()]
         if not len(self.known) == len(self.recent) == self.arms > self.arm >= 0:
             raise ValueError("it is about other arms")
         if not all(0 <= value < math.inf for value in (*sums, self.turns, self.spent, self.earned)):
@@ -239,7 +240,7 @@ class Bandit(TreePolicy):
             labels = list(map(str, kept["arms"]))
             if labels == self.labels:
                 self.chooser.recall(kept)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise InputError(f"'{file}' is not what a bandit has learnt; give another name, or remove it") from error
         if labels != self.labels:
             raise InputError(f"'{file}' is about the arms {'+'.join(labels)}; use these, or give another name")

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -234,20 +235,31 @@ def _load(file: Path, changed: int) -> Pair:
         with safe_open(str(file), framework="np") as tensors:
             rules = Rules(**json.loads(tensors.metadata()[ABOUT])["rules"])
             found = {name: tensors.get_tensor(name).astype(np.float32) for name in tensors.keys()}  # noqa: SIM118
-        layouts = {"depth": rules.depth_layout, "size": rules.size_layout}
-        made = {name: _network(found, name, layout, rules.activation) for name, layout in layouts.items()}
+        shapes = {"depth": (rules.depth_layout, 2), "size": (rules.size_layout, rules.size_actions)}
+        made = {name: _network(found, name, *shape, rules.activation) for name, shape in shapes.items()}
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"'{file}' holds no policies that can be read: {error}") from error
     return Pair(rules, **made)
 
 
-def _network(tensors: Mapping[str, Array], name: str, layout: Layout, activation: str) -> Network | None:
+def _network(tensors: Mapping[str, Array], name: str, layout: Layout, actions: int, activation: str) -> Network | None:
     layers: Layers = []
     while (key := f"{name}.{len(layers)}") + ".weight" in tensors:
         layers.append((tensors[f"{key}.weight"], tensors[f"{key}.bias"]))
-    if layers and layers[0][0].shape[1] != layout.size:
-        raise ValueError(f"the {name} policy takes {layers[0][0].shape[1]} numbers, not {layout.size}")
-    return Network(layers, layout, activation) if layers else None
+    if not layers:
+        return None
+    _check(layers, name, layout.size, actions)
+    return Network(layers, layout, activation)
+
+
+def _check(layers: Layers, name: str, inputs: int, actions: int) -> None:
+    """Refuse (ValueError) matrices that do not fit together."""
+    widths = [inputs, *(len(bias) for _, bias in layers)]
+    shapes = [weight.shape for weight, _ in layers]
+    if shapes != [(out, own) for own, out in pairwise(widths)] or widths[-1] != actions:
+        raise ValueError(f"the {name} policy must turn {inputs} numbers into {actions}; its layers are {shapes}")
+    if not all(np.isfinite(weight).all() and np.isfinite(bias).all() for weight, bias in layers):
+        raise ValueError(f"the {name} policy holds what is no number")
 
 
 # ---- the policy

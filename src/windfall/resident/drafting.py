@@ -75,6 +75,11 @@ class Draft:
         """[M] the token of each column of the logits; None: they are the target's."""
         return None
 
+    @property
+    def columns(self) -> int:
+        """The bound on columns of its passes, on which recorded ones depend."""
+        return self.judge.capacity
+
     def start(self) -> None:
         """Forget the text before."""
         self.length.zero_()
@@ -97,7 +102,7 @@ class Draft:
         size = self.piece.take(tokens)
         if features is not None and self.taken_in is not None:
             self.taken_in[: len(tokens)] = features
-        key = ("take in", id(self), size, self.judge.columns(size), self.judge.capacity)
+        key = ("take in", id(self), size, self.columns, self.judge.capacity)
         self.judge.recorder.run(key, partial(self._run_piece, size))
 
     def _run_piece(self, size: int) -> None:
@@ -209,6 +214,10 @@ class ModelDraft(Draft):
         layers, heads, width = self.forward.shape
         self.kv = torch.zeros(2, layers, heads, judge.capacity, width, dtype=decoder.dtype, device=judge.device)
 
+    @property
+    def columns(self) -> int:
+        return self.judge.bound(max(self.pending + self.staged, MOST_ROWS), self.forward)
+
     def read(self, tokens: Tensor, following: Tensor, states: Tensor | None, last: bool) -> None:
         self._take_in(tokens, None)
         if last:
@@ -225,8 +234,7 @@ class ModelDraft(Draft):
         return self._logits(rows)
 
     def _logits(self, rows: Pass) -> Tensor:
-        columns = self.judge.columns(self.pending + self.staged)
-        return self.forward(rows, self.kv, (), columns)[0][:, : self.size]
+        return self.forward(rows, self.kv, (), self.columns)[0][:, : self.size]
 
 
 def read(prompt: list[int], judge: Judge, draft: Draft | None) -> None:

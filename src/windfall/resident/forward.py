@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from windfall.decoder import attention_windows
+from windfall.decoder import Decoder, attention_windows
+from windfall.resident.rope import follows_length
 
 
 class Unfit(Exception):
@@ -44,14 +45,11 @@ class Whole:
 
     def __init__(self, model: Any, compiled: bool = False):
         config = model.config.get_text_config()
-        if attention_windows(config):
-            raise Unfit("its attention has sliding windows")
+        refuse(model)
         self.model = model
         self._last = (getattr(config, "max_position_embeddings", None) or 2**31) - 1
         self._call = torch.compile(model, dynamic=False) if compiled else model
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.shape = (config.num_hidden_layers, heads, width)
+        self.shape = cache_shape(model)
 
     def __call__(self, rows: Pass, kv: Tensor, taps: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor | None]:
         outputs = self._call(
@@ -69,6 +67,28 @@ class Whole:
         if self.model.config._attn_implementation == "sdpa":
             return mask
         return torch.where(mask, 0.0, torch.finfo(self.model.dtype).min).to(self.model.dtype)
+
+
+def refuse(model: Any) -> None:
+    """Say why no forward over fixed buffers would give what this model gives."""
+    config = model.config.get_text_config()
+    if attention_windows(config):
+        raise Unfit("its attention has sliding windows")
+    if follows_length(config):  # a tree may reach past the end, where they change for all rows
+        raise Unfit("its rotary angles depend on the length of the text")
+    if len({weight.device for weight in model.parameters()}) > 1:
+        raise Unfit("its weights lie on several devices")
+
+
+def cache_shape(model: Any) -> tuple[int, int, int]:
+    """Layers, heads and width of the keys and values, as the model makes them: configurations do not always say."""
+    decoder = Decoder(model)
+    decoder.reset(1)
+    decoder.extend([[0]])
+    made = {(rows.shape[1], rows.shape[3]) for layer in decoder.cache.live for rows in (layer.keys, layer.values)}
+    if len(made) != 1:
+        raise Unfit("its keys and values differ in shape")
+    return (len(decoder.cache.layers), *made.pop())
 
 
 def visible(rows: Pass, columns: int) -> Tensor:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # sizes of recorded verify passes
 MOST = ROWS[-1]
-EXACT = (64, 128)  # the only sizes, where texts must not depend on them
+EXACT, SPLIT = 64, 256  # rows of every pass, and keys of attention's parts, where rounding must not depend on them
 CAPACITY = 1920  # rows of the cache to begin with, beside those of a pass
 STEP = 1024
 COLUMNS = 256  # step of the bound on columns, for forwards that need one
@@ -67,9 +67,9 @@ class Judge:
     def __init__(self, model: Any, taps: tuple[int, ...], recorder: Recorder, launch: Launch):
         self.forward = fitting(model, launch.compiled)
         self.taps, self.recorder = taps, recorder
-        self.exact = (
-            launch.exact
-        )  # whether every pass has as many rows, so that a row never depends on how many there are
+        self.exact = launch.exact  # whether a row must not depend on how many are beside it: all passes have one size
+        if self.exact and isinstance(self.forward, Stack):
+            self.forward.split = SPLIT
         embedding = model.get_input_embeddings().weight
         self.device, self.dtype = embedding.device, embedding.dtype
         width = model.config.get_text_config().hidden_size
@@ -104,13 +104,17 @@ class Judge:
     @torch.inference_mode()
     def reserve(self, rows: int) -> None:
         """Make room for texts of this length; where the buffer grows, whatever was recorded points at the old one."""
-        if rows + MOST <= self.capacity:
-            return
+        if rows + MOST > self.capacity:
+            self.resize(-(-max(rows + MOST, 2 * self.capacity) // STEP) * STEP)
+
+    @torch.inference_mode()
+    def resize(self, capacity: int) -> None:
+        """A buffer of so many rows, with nothing in it."""
         layers, heads, width = self.forward.shape
-        capacity = -(-max(rows + MOST, 2 * self.capacity) // STEP) * STEP
+        self.recorder.clear()
+        self.kv = torch.empty(0, device=self.device)  # what was there goes first
         self.kv = torch.zeros(2, layers, heads, capacity, width, dtype=self.dtype, device=self.device)
         self.capacity = capacity
-        self.recorder.graphs.clear()
 
     @torch.inference_mode()
     def read(self, text: Tensor) -> Iterator[Tensor | None]:
@@ -145,6 +149,10 @@ class Judge:
         size = next((rows for rows in ROWS if rows >= count), 0)
         if not size:
             raise InputError(f"a verify pass takes {MOST} rows at the most on a GPU, not {count}")
+        if self.exact and size > EXACT:
+            raise InputError(
+                f"an exact verify pass takes {EXACT} rows at the most, not {count}: a smaller tree, please"
+            )
         host = self.rows.host
         for name, given in (("tokens", tree.tokens), ("parents", tree.parents), ("depth", tree.depth)):
             host[name][:count] = given
@@ -159,7 +167,11 @@ class Judge:
 
     def columns(self, size: int) -> int:
         """The bound on columns of a pass of this size, for forwards that read up to a bound."""
-        if not self.forward.bucketed:
+        return self.bound(size, self.forward)
+
+    def bound(self, size: int, forward: Forward) -> int:
+        """The same for another model that reads this text."""
+        if not forward.bucketed:
             return self.capacity
         return min(-(-(self.known + size) // COLUMNS) * COLUMNS, self.capacity)
 
@@ -175,7 +187,7 @@ class Judge:
 
     def padding(self, size: int) -> int:
         """Rows that a pass of this size has beside its own."""
-        return next(rows for rows in EXACT if rows >= size) - size if self.exact else 0
+        return EXACT - size if self.exact else 0
 
     def draw(self, size: int, params: SamplingParams) -> Tensor:
         """The target's own token after each row, [size]."""

@@ -18,7 +18,7 @@ from windfall.kernels.grow import grow
 from windfall.records import Launch, SamplingParams, Split, Step, Verdict
 from windfall.resident.drafting import Draft, HeadDraft, ModelDraft, Sprouting, read
 from windfall.resident.forward import Pass, Unfit
-from windfall.resident.judge import Judge, shape_of
+from windfall.resident.judge import EXACT, Judge, fitting, shape_of
 from windfall.resident.parcel import Parcel
 from windfall.resident.plans import Plan, plan_of
 from windfall.resident.recorder import Recorder
@@ -89,6 +89,17 @@ class Cycle:
         self.told.device["path"][:rows].copy_(judge.path[:rows])
 
 
+def on_host(drafter: Drafter) -> str:
+    """Why this drafter cannot work on fixed buffers; nothing if it can."""
+    if isinstance(drafter, LMDrafter):
+        try:
+            fitting(drafter._decoder.model)
+        except Unfit as reason:
+            return f"its drafter works on the host: {reason}"
+        return ""
+    return "" if isinstance(drafter, FeatureHeadDrafter) else "its drafter works on the host"
+
+
 def draft_of(drafter: Drafter, judge: Judge, pending: int, staged: int) -> Draft:
     """This drafter on fixed buffers."""
     if isinstance(drafter, FeatureHeadDrafter):
@@ -103,16 +114,17 @@ class Resident:
     def __init__(self, target: Target, drafter: Drafter, launch: Launch):
         self.target, self.drafter = target, drafter
         self.judge = Judge(target.model, drafter.taps, Recorder(target.device), launch)
+        self.drafts_on_host = on_host(drafter)  # why the drafter cannot work on the device
         self.cycles: dict[tuple[object, ...], Cycle] = {}
         self._seats: tuple[int, SeatedTarget, Drafter] | None = None
 
     def refuses(self, sequence: Sequence) -> str:
         """Why this text cannot be generated here; nothing if it can."""
         plan, params = plan_of(sequence.policy), sequence.params
-        if plan is None:
+        if plan is None or (self.judge.exact and plan.rows > EXACT):
             return "its policy decides on the host"
-        if plan.passes and not isinstance(self.drafter, FeatureHeadDrafter | LMDrafter):
-            return "its drafter works on the host"
+        if plan.passes and self.drafts_on_host:
+            return self.drafts_on_host
         if params.reads_prefix or params.logit_bias:
             return "its sampling looks at the text so far"
         return ""
@@ -123,7 +135,7 @@ class Resident:
         self._reserve(sequence, STAGED + WIDEST)
         if self._seats is None or self._seats[0] != judge.capacity:
             seated: Drafter = drafter
-            if isinstance(drafter, FeatureHeadDrafter | LMDrafter):
+            if not self.drafts_on_host:
                 longest = None
                 if isinstance(drafter, FeatureHeadDrafter):
                     longest = drafter._head.config.layer.max_position_embeddings
@@ -194,7 +206,6 @@ class Flight:
     def __init__(self, cycle: Cycle, sprouting: Sprouting, sequence: Sequence):
         self.cycle, self.sprouting, self.sequence = cycle, sprouting, sequence
         self._key = (cycle.plan.key, sprouting.key, shape_of(sequence.params), cycle.judge.capacity)
-        self._cuda = cycle.judge.device.type == "cuda"
         self._under_way: list[tuple[Tensor, int, list[Mark]]] = []
         self._turn = 0
         self._last: Mark | None = None
@@ -202,32 +213,34 @@ class Flight:
     def launch(self, ctx: Context) -> None:
         """Start another cycle behind those under way."""
         cycle, plan, judge = self.cycle, self.cycle.plan, self.cycle.judge
-        marks = [Mark(self._cuda)]
+        marks = [Mark(judge.device)]
         passes = self._draft(ctx) if plan.passes else 0
-        marks.append(Mark(self._cuda))
+        marks.append(Mark(judge.device))
         rows, levels = plan.verified(passes)
         if plan.passes:
             cycle.levels.fill_(levels)
         judge.known += passes + 1
         columns = judge.columns(rows)
         self._do(("verify", rows, columns), lambda: cycle.verify(rows, columns, self.sequence.params))
-        marks.append(Mark(self._cuda))
+        marks.append(Mark(judge.device))
         block = cycle.blocks[self._turn % len(cycle.blocks)]
         self._turn += 1
         cycle.told.fetch(block)
-        marks.append(Mark(self._cuda))
+        marks.append(Mark(judge.device))
         self._under_way.append((block, passes, marks))
 
     def _draft(self, ctx: Context) -> int:
         """Grow the tree; returns the number of passes."""
-        plan = self.cycle.plan
+        plan, draft = self.cycle.plan, self.cycle.draft
+        assert draft is not None
+        columns = draft.columns
         plan.brief(self.cycle.terms_sent, ctx)
         settled = plan.settled(ctx)
         level = settled or min(plan.least(), plan.passes)
         ask = settled is None
-        self._do(("draft", level, ask), lambda: self._passes(level, ask))
+        self._do(("draft", level, ask, columns), lambda: self._passes(level, ask))
         while ask and plan.goes_on(level, self._promise(), ctx):
-            self._do(("pass",), self._pass)
+            self._do(("pass", columns), self._pass)
             level += 1
         return level
 
@@ -244,8 +257,7 @@ class Flight:
         self.cycle.signal.fetch()
 
     def _promise(self) -> list[float]:
-        if self._cuda:
-            torch.cuda.current_stream().synchronize()
+        self.cycle.judge.recorder.wait()
         found: list[float] = self.cycle.signal.host["promise"].tolist()
         return found
 
@@ -274,11 +286,12 @@ class Flight:
 class Mark:
     """A moment in the order of the device's work."""
 
-    def __init__(self, cuda: bool):
-        self._event: Any = torch.cuda.Event(enable_timing=True) if cuda else None  # type: ignore[no-untyped-call]
+    def __init__(self, device: torch.device):
+        self._event: Any = None
         self._time = time.perf_counter()
-        if self._event is not None:
-            self._event.record()
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
         if self._event is not None:

@@ -5,11 +5,20 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
 
 Key = tuple[object, ...]
 PATIENCE = 3  # failures to record
+MOST = 1024  # graphs kept, those used last
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Where work on this device is recorded; torch's own default is one for all devices."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class Recorder:
@@ -26,41 +35,63 @@ class Recorder:
         self.graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self.failures = 0
         self.refused = ""  # why the last work that could not be recorded could not
-        self._pool = torch.cuda.graph_pool_handle() if self.enabled else None
 
     def run(self, key: Key, work: Callable[[], None]) -> None:
         """Do this work; the same key always means the same work on the same buffers."""
-        graph = self.graphs.get(key)
-        if graph is not None:
-            graph.replay()
-            return
-        work()
-        if self.enabled:
-            self._record(key, work)
+        with self._there():
+            graph = self.graphs.pop(key, None)
+            if graph is not None:
+                self.graphs[key] = graph  # as the one used last
+                graph.replay()
+                return
+            work()
+            if self.enabled:
+                self._record(key, work)
 
     def refresh(self, key: Key, work: Callable[[], None]) -> None:
         """The same for work that may run twice and whose results are its own: they are those of the recorded run."""
         fresh = self.enabled and key not in self.graphs
         self.run(key, work)
-        if fresh and key in self.graphs:
-            self.graphs[key].replay()
-        elif fresh:
-            work()
+        with self._there():
+            if fresh and key in self.graphs:
+                self.graphs[key].replay()
+            elif fresh:
+                work()
 
     def forget(self, name: str) -> None:
         """Drop what was recorded under keys that begin with this name."""
+        self.wait()
         self.graphs = {key: graph for key, graph in self.graphs.items() if key[0] != name}
+
+    def clear(self) -> None:
+        """Drop everything that was recorded."""
+        self.wait()
+        self.graphs.clear()
+
+    def wait(self) -> None:
+        """For the work under way, on the stream that it is launched on."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _there(self) -> AbstractContextManager[object]:
+        """Kernels are launched on the current device, which need not be that of their tensors."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _record(self, key: Key, work: Callable[[], None]) -> None:
         """Record it; what cannot be recorded (it waits for the device, say) runs as written from now on."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
+        while len(self.graphs) >= MOST:
+            del self.graphs[next(iter(self.graphs))]
+        memory = next(iter(self.graphs.values())).pool() if self.graphs else None  # that of no living graph is refused
+        stream = torch.cuda.current_stream(self.device)
         collecting = gc.isenabled()
         gc.disable()  # an old graph that is collected now would free memory, which ends the recording
         try:
-            with torch.cuda.device(self.device), torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=memory, stream=_stream(self.device)):
                 work()
         except RuntimeError as error:
+            torch.cuda.set_stream(stream)  # where recording could not even begin, it is still the recording's
             self._refuse(str(error).partition("\n")[0])
         else:
             self.graphs[key] = graph

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 STEADY = ("default", "linear", "llama3", "yarn")  # rope types whose angles depend on the position alone
+LENGTHWISE = ("dynamic", "longrope")  # and those whose angles depend on the longest of a pass
 Turn = tuple[Tensor, Tensor]
 
 
@@ -27,5 +28,14 @@ class Angles:
 
 def steady(config: Any) -> bool:
     """Whether the angles of this model's positions never change."""
+    return _kind(config) in STEADY
+
+
+def follows_length(config: Any) -> bool:
+    """Whether the angles of a position change with the length of the text."""
+    return _kind(config) in LENGTHWISE
+
+
+def _kind(config: Any) -> str:
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    return rope.get("rope_type", "default") in STEADY
+    return str(rope.get("rope_type", "default"))

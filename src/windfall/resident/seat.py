@@ -53,7 +53,8 @@ class SeatedTarget:
         if fresh:
             self._results[key] = judge.logits[size], judge.hidden[size]
         logits, states = self._results[key]
-        return [Scores(logits[: len(tree)], None if states is None else states[: len(tree)])]
+        kept = None if states is None else states[: len(tree)].clone()  # other recorded work may use their place
+        return [Scores(logits[: len(tree)], kept)]
 
     @torch.inference_mode()
     def commit(self, paths: list[Tensor]) -> None:
@@ -223,9 +224,8 @@ class SeatedDrafter(Drafter):
 
     def _record(self, key: Key, work: Callable[[], None]) -> None:
         judge = self.draft.judge
-        judge.recorder.run((*key, id(self), *self._sprouting.key, judge.capacity), work)
-        if judge.device.type == "cuda":
-            torch.cuda.current_stream(judge.device).synchronize()
+        judge.recorder.run((*key, id(self), *self._sprouting.key, self.draft.columns, judge.capacity), work)
+        judge.recorder.wait()
 
     def _hung(self, tree: DraftTree, grow: Grow, found: Parcel) -> DraftTree:
         """The tree with the children that came back."""

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from windfall.decoder import attention_windows
 from windfall.kernels.attention import tree_attention
 from windfall.kernels.norm import add_norm, rotate_and_store, silu_mul
-from windfall.resident.forward import Pass, Unfit
+from windfall.resident.forward import Pass, Unfit, refuse
 from windfall.resident.rope import Angles, steady
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -41,18 +40,23 @@ class Stack:
         config = model.config.get_text_config()
         if type(model).__name__ not in FAMILIES:
             raise Unfit(f"{type(model).__name__} has not Llama's skeleton")
-        if attention_windows(config):
-            raise Unfit("its attention has sliding windows")
+        refuse(model)
+        if any(map(_altered, model.modules())):
+            raise Unfit("somebody's code takes part in its forward")
         if getattr(config, "hidden_act", "") != "silu" or getattr(config, "mlp_bias", False):
             raise Unfit("its feed-forward part is not Llama's")
         body = model.model
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.d = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.eps = config.rms_norm_eps
+        self.split: int | None = None  # keys that attention takes in one go; None: as suits the cache
         self.scale = float(body.layers[0].self_attn.scaling)
         self.shape = (len(body.layers), self.kv_heads, self.d)
         self.layers = [_layer(layer) for layer in body.layers]
         self.embedding, self.norm = body.embed_tokens.weight, body.norm.weight
+        require_plain(model.lm_head)
+        if type(body.embed_tokens) is not nn.Embedding:
+            raise Unfit(f"its embedding is not plain but {type(body.embed_tokens).__name__}")
         self.vocabulary, self.vocabulary_bias = model.lm_head.weight, model.lm_head.bias
         self._turn = body.rotary_emb
         self._angles: Angles | None = None
@@ -110,12 +114,13 @@ class Stack:
             )
             qkv = torch.cat([q, k, v], 1).flatten(1)
         queries = rotate_and_store(qkv, *turn, kv[0], kv[1], rows.slots)  # [n, heads, d]
-        out = tree_attention(queries, kv[0], kv[1], rows.length, rows.mask, self.scale)
+        out = tree_attention(queries, kv[0], kv[1], rows.length, rows.mask, self.scale, split=self.split)
         return F.linear(out.flatten(1), layer.o, layer.o_bias)
 
 
 def _layer(layer: Any) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
+    require_plain(attention.o_proj, mlp.down_proj)
     qkv, bias = merge(attention.q_proj, attention.k_proj, attention.v_proj)
     gate_up, _ = merge(mlp.gate_proj, mlp.up_proj)
     normed = getattr(attention, "q_norm", None) is not None
@@ -133,11 +138,25 @@ def _layer(layer: Any) -> Layer:
     )
 
 
+def _altered(module: nn.Module) -> bool:
+    """Whether its forward is not its class's own: it has hooks, transformers' own aside, or was replaced."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    foreign = any(not getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks)
+    return foreign or "forward" in vars(module)
+
+
+def require_plain(*modules: Any) -> None:
+    """Nothing but a product with its weight: not quantised, no adapter."""
+    for module in modules:
+        if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
+            raise Unfit(f"its products are not plain linear layers but {type(module).__name__}")
+
+
+@torch.inference_mode(False)
 @torch.no_grad()
 def merge(*modules: Any) -> tuple[Tensor, Tensor | None]:
     """One weight for several products of the same input; the modules become views of it, so nothing is kept twice."""
-    if any(type(module) is not nn.Linear for module in modules):
-        raise Unfit(f"its products are not plain linear layers but {type(modules[0]).__name__}")
+    require_plain(*modules)
     weights = [module.weight for module in modules]
     merged = _merged(weights)
     if merged is None:
@@ -153,12 +172,11 @@ def merge(*modules: Any) -> tuple[Tensor, Tensor | None]:
 
 def _merged(weights: list[Tensor]) -> Tensor | None:
     """The weight that these are already consecutive views of."""
-    whole = weights[0]._base
-    if whole is None or any(weight._base is not whole for weight in weights):
-        return None
-    places = [weight.storage_offset() for weight in weights]
-    wanted, at = [], 0
+    first, width = weights[0], weights[0].shape[1]
+    start = at = first.storage_offset()
     for weight in weights:
-        wanted.append(at)
+        beside = weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not beside or weight.storage_offset() != at or not weight.is_contiguous():
+            return None
         at += weight.numel()
-    return whole if places == wanted and at == whole.numel() else None
+    return first.detach().as_strided(((at - start) // width, width), (width, 1), start)

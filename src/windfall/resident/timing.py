@@ -11,13 +11,11 @@ import torch
 
 from windfall.cost import Costs, Curve, monotone
 from windfall.drafters.base import Drafter
-from windfall.drafters.feature_head import FeatureHeadDrafter
-from windfall.drafters.lm import LMDrafter
 from windfall.policies.auto import Auto
 from windfall.policies.none import NoSpeculation
 from windfall.records import SamplingParams
 from windfall.resident.drafting import Sprouting
-from windfall.resident.loop import Cycle, Resident
+from windfall.resident.loop import Cycle, Resident, on_host
 from windfall.resident.plans import AUTO_ROWS, AutoPlan, NonePlan
 
 LENGTHS = (64, 512, 2048, 8192)
@@ -30,8 +28,9 @@ def costs(resident: Resident, lengths: Sequence[int] = LENGTHS, rounds: int = RO
     judge = resident.judge
     context = resident.target.context
     lengths = [length for length in lengths if context is None or length + 256 <= context] or [64]
+    before = judge.capacity
     judge.reserve(max(lengths) + 256)
-    plan = AutoPlan(Auto()) if drafts_there(resident.drafter) else NonePlan(NoSpeculation())
+    plan = NonePlan(NoSpeculation()) if resident.drafts_on_host else AutoPlan(Auto())
     cycle = Cycle(plan, resident.drafter, judge)
     params = SamplingParams()
     sprouting = Sprouting(params, False, judge.dials)
@@ -50,12 +49,14 @@ def costs(resident: Resident, lengths: Sequence[int] = LENGTHS, rounds: int = RO
             if turn:
                 found[key].append(seconds)
     judge.recorder.forget("timing")
+    if judge.capacity != before:  # on which memory and, in half precision, rounding depend
+        judge.resize(before)
     return _folded({key: median(taken) for key, taken in found.items()}, lengths, cycle.plan.width)
 
 
 def drafts_there(drafter: Drafter) -> bool:
     """Whether this drafter's passes are recorded work too."""
-    return isinstance(drafter, FeatureHeadDrafter | LMDrafter)
+    return not on_host(drafter)
 
 
 def _folded(taken: dict[tuple[object, ...], float], lengths: Sequence[int], width: int) -> Costs:
@@ -88,7 +89,7 @@ def _timed(cycle: Cycle, key: tuple[object, ...], work: Callable[[], None], leng
     if cycle.draft is not None:
         cycle.draft.length.fill_(length)
         cycle.draft.waiting.fill_(1)
-    columns = judge.columns(64)
+    columns = judge.columns(64), 0 if cycle.draft is None else cycle.draft.columns
     _wait(device)
     started = time.perf_counter()
     judge.recorder.run(("timing", id(cycle), columns, *key), work)

@@ -130,9 +130,9 @@ class Learner:
             replace_text(self.folder / JOB, json.dumps(told, indent=2) + "\n")
             return
         try:
-            before = json.loads((self.folder / JOB).read_text("utf-8"))
+            before = dict(json.loads((self.folder / JOB).read_text("utf-8")))
             self.state = State(**torch.load(file, weights_only=True))
-        except (OSError, ValueError, TypeError, RuntimeError):
+        except Exception:  # torch and its pickles have many
             raise InputError(f"{self.folder} holds no checkpoint to resume from") from None
         if changed := [name for name in told if before.get(name) != told[name]]:
             raise InputError(f"{self.folder} was begun with another {changed[0]}; resume with the same settings")

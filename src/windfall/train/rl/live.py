@@ -141,7 +141,11 @@ class Live:
     def close(self) -> None:
         if self._thread is not None and self._thread.is_alive():
             self._steered.told.put(CLOSE)
-            self._thread.join(timeout=10)
+            try:
+                self._thread.join(timeout=10)
+            except KeyboardInterrupt:  # once more: a thread in the midst of a pass would end the process badly
+                self._thread.join(timeout=10)
+                raise
         self._thread = None
 
     @property

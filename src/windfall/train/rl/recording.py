@@ -11,8 +11,7 @@ listens to the calibrator, which learns as it goes: there a replay is close, not
 from __future__ import annotations
 
 import json
-import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 FORMAT = 1
 ARRAYS = ("tokens", "parents", "logq", "entropy", "sizes", "lengths", "rooms", "texts", "path", "steps")
+ABOUT = ("depth", "k", "target", "sampling", "ids")  # without which it is of no use
 DTYPES = dict(zip(ARRAYS, ("i4", "i2", "f4", "f4", "i4", "i4", "i4", "i4", "i2", "i2"), strict=True))
 
 
@@ -100,20 +100,41 @@ class Recording:
         try:
             with np.load(file, allow_pickle=False) as found:
                 about = json.loads(str(found["about"]))
-                arrays = {name: found[name] for name in ARRAYS}
+                made = int(about["format"])
+                arrays = {name: found[name].astype(DTYPES[name]) for name in ARRAYS}
+            if made == FORMAT and not _fits(about, arrays):
+                raise ValueError("its parts do not belong together")
         except OSError as error:
             raise InputError(f"cannot read '{file}': {error.strerror or error}") from error
-        except (ValueError, KeyError, zipfile.BadZipFile) as error:
+        except Exception as error:  # numpy, zipfile and zlib have many
             raise InputError(f"'{file}' is no recording; make one with: windfall train record") from error
-        if about.get("format") != FORMAT:
+        if made != FORMAT:
             raise InputError(f"'{file}' was made by another version; make it again with: windfall train record")
         return cls(about, arrays)
+
+    def check(self, wanted: Mapping[str, Any], file: Path) -> None:
+        """Refuse to be taken for a recording of something else."""
+        if other := [name for name, value in wanted.items() if self.about.get(name) != value]:
+            raise InputError(f"'{file}' was recorded with another {', '.join(other)}; give another, or remove it")
 
     def joined(self, other: Recording) -> Recording:
         """Both, one after the other."""
         arrays = {name: np.concatenate([self.arrays[name], other.arrays[name]]) for name in ARRAYS}
         arrays["texts"][len(self.arrays["texts"]) :] += len(self.ids)
         return Recording({**self.about, "ids": [*self.ids, *other.ids]}, arrays)
+
+
+def _fits(about: Mapping[str, Any], arrays: Mapping[str, Array]) -> bool:
+    """Whether the parts of a recording belong together."""
+    counts = {name: len(array) for name, array in arrays.items()}
+    nodes, places = ("tokens", "parents", "logq", "entropy"), ("sizes", "lengths", "rooms", "texts", "steps")
+    return (
+        set(ABOUT) <= set(about)
+        and all(counts[name] == arrays["sizes"].sum() for name in nodes)
+        and all(counts[name] == counts["sizes"] for name in places)
+        and counts["path"] == arrays["steps"].sum()
+        and set(arrays["texts"].tolist()) <= set(range(len(about["ids"])))
+    )
 
 
 def _positions_left(texts: Array) -> Array:
@@ -159,13 +180,17 @@ def record(
     *,
     depth: int = 12,
     k: int = 10,
+    drafter: str = "",
     entropy: bool = True,
     raw: bool = False,
     **sampling: Any,
 ) -> Iterator[Recording]:
-    """Decode the prompts (id and prompt each) with this engine, and yield the recording of each finished text."""
+    """Decode the prompts (id and prompt each) with this engine, and yield the recording of each finished text.
+
+    `drafter` is what the engine's is called in the record.
+    """
     policy, engine.policy = engine.policy, Widest(depth=depth, k=k, entropy=entropy)
-    about = {"format": FORMAT, "depth": depth, "k": k, "target": engine.target.name, "sampling": _plain(sampling)}
+    about = describe(engine, drafter, depth, k, sampling)
     share = sampling.get("max_new_tokens", 256) * len(prompts)
     try:
         for done, (name, prompt) in enumerate(prompts):
@@ -178,8 +203,11 @@ def record(
         engine.policy = policy
 
 
-def _plain(sampling: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in sampling.items() if isinstance(value, int | float | str)}
+def describe(engine: Engine, drafter: str, depth: int, k: int, sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """What a recording depends on besides its prompts."""
+    plain = {key: value for key, value in sampling.items() if isinstance(value, int | float | str)}
+    own = {"depth": depth, "k": k, "target": engine.target.name, "drafter": drafter, "sampling": plain}
+    return {"format": FORMAT, **own}
 
 
 def _arrays(engine: Engine, steps: Sequence[Step], length: int, sampling: dict[str, Any]) -> dict[str, Array]:
