@@ -25,7 +25,8 @@ __all__ = ["CHILDREN", "LEAST", "PASSES", "ROWS", "WIDTH", "Rule", "is_flat", "l
 def is_flat(costs: Costs, length: int) -> bool:
     """Whether rows and draft passes are cheap here."""
     one = costs.verify(1, length)
-    return costs.verify(ROWS[-1], length) < STEEP * one and costs.draft(WIDTH) < CHEAP * one
+    cheap = costs.draft(WIDTH) < CHEAP * one and costs.opening < 2 * CHEAP * one
+    return cheap and costs.verify(ROWS[-1], length) < STEEP * one
 
 
 def prices(ctx: Context) -> tuple[float, float]:

@@ -92,7 +92,7 @@ def _merged(
         parts, levels, weights = (), (), ()
         for ahead in tl.static_range(UNROLL):  # all are on their way before the first is needed
             at = (start + ahead) * step + place
-            there = live & (start + ahead < needed)
+            there = live & (0 * place + start + ahead < needed)  # a vector's comparison: masks are vectors
             inside = there[:, None] & (dims < D)[None, :]
             part = tl.load(partials + at[:, None] * D + dims[None, :], mask=inside, other=0.0, cache_modifier=".cg")
             parts += (part,)

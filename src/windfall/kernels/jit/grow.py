@@ -240,6 +240,7 @@ def _grow(
     likely = tl.load(chance + node, mask=real, other=0.0)
     parent = tl.load(parents + node, mask=real, other=0)
     fits = staged + WIDTH <= ROOM
+    room = 0 * lane + staged + WIDTH <= ROOM  # the same as a vector, for masks
     tl.store(next_nodes + lane, chosen.to(tl.int64), mask=live)
     tl.store(next_tokens + lane, tl.load(tokens + node, mask=real, other=0), mask=live)
     tl.store(positions + lane, (length - 1 + level).to(tl.int64), mask=live)
@@ -247,8 +248,8 @@ def _grow(
     tl.store(above + lane, tl.load(slot + parent, mask=real, other=0), mask=live)
     tl.store(here + lane, (1 + staged + lane).to(tl.int64), mask=live)
     tl.store(taken + node, tl.full([BLOCK_N], 1, tl.uint8), mask=real)
-    tl.store(slot + node, (1 + staged + lane).to(tl.int64), mask=real & fits)
-    tl.store(expanded + staged + lane, chosen.to(tl.int64), mask=live & fits)
+    tl.store(slot + node, (1 + staged + lane).to(tl.int64), mask=real & room)
+    tl.store(expanded + staged + lane, chosen.to(tl.int64), mask=live & room)
     for start in range(0, ROOM, BLOCK_S):
         other = start + tl.arange(0, BLOCK_S)
         earlier = other < tl.minimum(staged, ROOM)
@@ -256,7 +257,7 @@ def _grow(
         at = tl.load(depth + tl.maximum(who, 0), mask=who >= 0, other=0).to(tl.int32)
         asked = real[:, None] & (who >= 0)[None, :]
         found = tl.load(line + node[:, None] * (DEEPEST + 1) + at[None, :], mask=asked, other=-2).to(tl.int32)
-        itself = (other[None, :] == staged + lane[:, None]) & real[:, None] & fits  # no other of these is an ancestor
+        itself = (other[None, :] == staged + lane[:, None]) & (real & room)[:, None]  # no other of these is an ancestor
         seen = (found == who[None, :]) | itself
         tl.store(
             mask + lane[:, None] * mask_row + other[None, :],
