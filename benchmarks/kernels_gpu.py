@@ -20,7 +20,7 @@ from provenance import publish
 from torch import Tensor
 from torch.nn import functional as F
 
-from windfall.kernels import add_norm, draw, rotate_and_store, silu_mul, top_children, tree_attention, walk
+from windfall.kernels import add_norm, draw, rotate_and_store, silu_mul, top_children, tree_attention
 from windfall.kernels.attention import visible
 from windfall.kernels.norm import add_norm_reference, rotate_and_store_reference, silu_mul_reference
 
@@ -132,20 +132,6 @@ def top(columns: int, w: int, k: int, coupled: bool) -> Case:
     )
 
 
-def walks(n: int) -> Case:
-    from windfall.kernels.walk import reference
-
-    tokens, parents = torch.arange(n, device="cuda") % 5, torch.arange(-1, n - 1, device="cuda")
-    mask, out = torch.ones(n, n, device="cuda").tril() > 0, torch.empty(n + 2, dtype=torch.long, device="cuda")
-    return Case(
-        f"walk {n} nodes",
-        {
-            "ours": lambda i: walk(tokens, tokens, parents, mask),
-            "torch": lambda i: reference(tokens, tokens, parents, mask, None, out),
-        },
-    )
-
-
 def add_norms(model: str, n: int) -> Case:
     hidden = MODELS[model][3]
     x, residual, weight = half(SETS, n, hidden), half(SETS, n, hidden), half(hidden)
@@ -186,12 +172,10 @@ def cases(kind: str) -> Iterator[Case]:
         return itertools.starmap(draws, itertools.product(MODELS, ROWS, (True, False)))
     if kind == "top":
         return itertools.starmap(top, itertools.product((16_384, 49_152, 151_936), ROWS, (4, 10), (False, True)))
-    if kind == "walk":
-        return map(walks, (10, 64, 128))
     return (make(model, n) for make in (add_norms, gates, rotations) for model in MODELS for n in ROWS)
 
 
-KINDS = ("attention", "draw", "top", "walk", "norm")
+KINDS = ("attention", "draw", "top", "norm")
 
 
 @torch.inference_mode()

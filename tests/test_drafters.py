@@ -61,7 +61,7 @@ def test_committing_keeps_the_cache_right() -> None:
         path = torch.tensor(trees[0].path(len(trees[0]) - 1))
         drafter.commit(trees, [path], [10 + cycle], None)
         committed = [*committed, *trees[0].tokens[path[1:]].tolist(), 10 + cycle]
-        assert drafter._decoder.lengths[0] + len(drafter._pending[0]) == len(committed)
+        assert drafter.decoder.lengths[0] + len(drafter._pending[0]) == len(committed)
 
 
 def test_a_long_silence_is_caught_up_with() -> None:

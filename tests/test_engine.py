@@ -186,7 +186,7 @@ def test_caches_hold_what_was_committed(drafter_name: str) -> None:
         if step.finish is None:
             assert cache.lengths == [length - 1]
             if hasattr(made.drafter, "_pending"):
-                held = made.drafter._decoder.cache.lengths[0] + len(made.drafter._pending[0])
+                held = made.drafter.decoder.cache.lengths[0] + len(made.drafter._pending[0])
                 assert held == length
 
 

@@ -150,7 +150,7 @@ def test_a_reduced_head_may_draft_from_the_whole_vocabulary() -> None:
     for whole in (False, True):
         engine = Engine(target, FeatureHeadDrafter(head, whole=whole), registry.policy("beam"), True)
         texts.append(engine.generate(prompt(), max_new_tokens=30).token_ids)
-        sizes.append(len(engine.drafter._head.vocabulary))
+        sizes.append(len(engine.drafter.head.vocabulary))
     assert texts[0] == texts[1] and sizes == [30, VOCABULARY]
     assert head.draft_tokens is not None, "the head that was given stays as it is"
     with pytest.raises(InputError, match="vocabulary of its own"):

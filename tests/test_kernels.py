@@ -20,9 +20,8 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from windfall import verify
 from windfall.drafters.base import sprout
-from windfall.kernels import add_norm, draw, rotate_and_store, silu_mul, top_children, tree_attention, walk
+from windfall.kernels import add_norm, draw, rotate_and_store, silu_mul, top_children, tree_attention
 from windfall.records import Grow, SamplingParams
 from windfall.sampling import Dice, gumbel, signed
 from windfall.tree import DraftTree
@@ -199,36 +198,6 @@ def test_ties_go_to_the_lower_column() -> None:
     assert names[0].tolist() == sorted(names[0].tolist()) and (logits[0, names[0]] == 2).all()
     values, names = top_children(torch.tensor([[0.0, -0.0, -torch.inf, 0.0, -5.0]]), 5)
     assert names[0].tolist() == [0, 1, 3, 4, 2] and values[0, 4] == -torch.inf
-
-
-def check_walk(size: int, seed: int, padding: int, device: str = "cpu") -> None:
-    tree = random_tree(size, seed)
-    chance = torch.Generator().manual_seed(seed)
-    draws = torch.randint(3, (size,), generator=chance)
-    verdict = verify.walk(tree, draws.tolist().__getitem__)
-    tokens, parents, draws = (F.pad(x, (0, padding)) for x in (tree.tokens, tree.parents, draws))  # padding would fit
-    mask = F.pad(tree.mask(), (0, padding, 0, padding))
-    mask.diagonal()[size:] = True
-    given = (x.to(device) for x in (draws, tokens, parents, mask, torch.tensor([size])))
-    path, count, bonus = (x.tolist() for x in walk(*given))
-    assert path == verdict.path.tolist() + [-1] * (size + padding - len(verdict.path))
-    assert count == [len(verdict.path)] and bonus == [verdict.bonus]
-
-
-@pytest.mark.parametrize(("size", "padding"), [(1, 0), (2, 3), (30, 2), (64, 0), (100, 28)])
-def test_walk(size: int, padding: int) -> None:
-    for seed in range(4):
-        check_walk(size, seed, padding)
-
-
-def test_walk_without_padding_follows_every_draw() -> None:
-    tree = random_tree(20, seed=5)
-    deepest = int(tree.depth.argmax())
-    draws = torch.full((20,), 99)
-    for node in tree.path(deepest)[1:]:
-        draws[tree.parents[node]] = tree.tokens[node]
-    path, count, bonus = walk(draws, tree.tokens, tree.parents, tree.mask())
-    assert path[: int(count)].tolist() == list(tree.path(deepest)) and bonus.tolist() == [99]
 
 
 def check_norm(n: int, width: int, dtype: torch.dtype, device: str = "cpu") -> None:

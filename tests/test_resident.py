@@ -393,7 +393,7 @@ def test_measuring_leaves_no_trace(policy: str) -> None:
     before = device.generate(prompt(), max_new_tokens=LENGTH, eos=())
     assert device.resident is not None
     capacity = device.resident.judge.capacity
-    found = costs(device.resident, lengths=(2048,), rounds=1)
+    found = costs(device.resident, lengths=(2048,))
     assert device.resident.judge.capacity == capacity and found.verify(1, 2048) > 0
     after = device.generate(prompt(), max_new_tokens=LENGTH, eos=())
     assert after.token_ids == before.token_ids

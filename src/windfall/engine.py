@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -146,9 +147,11 @@ class Engine:
     def resident(self) -> Resident | None:
         """What holds single texts on the device, where that is possible; else `unfit` says why not."""
         if self._made is None:
-            from windfall.resident.loop import settle
+            from windfall.resident.loop import Resident
 
-            self._made = settle(self.target, self.drafter, self.launch) if self.graphs else (None, "graphs are off")
+            self._made = (None, "graphs are off")
+            if self.graphs:
+                self._made = Resident.of(self.target, self.drafter, self.launch)
         return self._made[0]
 
     @property
@@ -172,13 +175,14 @@ class Engine:
         """
         params = self.params(**{**sampling, "max_new_tokens": WARM_UP, "stop": (), "eos": ()})
         kept, self.calibrators = self.calibrators, defaultdict(Calibrator)
+        policy, self.policy = self.policy, copy.deepcopy(self.policy)  # some learn over all texts
         done = 0
         try:
             for steps in self.run([[0, 0, 0, 0]], [params]):
                 done += len(steps[0].tokens)
                 yield min(done / WARM_UP, 1.0)
         finally:
-            self.calibrators = kept
+            self.calibrators, self.policy = kept, policy
 
     def _check_alone(self, generation: int) -> None:
         if generation != self._generation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from windfall.calibration import BUCKETS, CHILDREN, DEPTHS, Calibrator
+from windfall.calibration import BUCKETS, DEPTHS, Calibrator
 from windfall.context import Context
 from windfall.cost import Costs
 from windfall.records import Step
@@ -18,8 +18,6 @@ ROWS = (1, 4, 8, 16, 24, 32, 48, 64)  # sizes of verify passes
 STEEP = 2.0  # a pass over the most rows may cost so many times one row's
 CHEAP = 0.12  # and a draft pass so much of it
 FORESEE = 4  # cycles between two lessons about what children to expect
-
-__all__ = ["CHILDREN", "LEAST", "PASSES", "ROWS", "WIDTH", "Rule", "is_flat", "learn", "prices", "rows"]
 
 
 def is_flat(costs: Costs, length: int) -> bool:

@@ -264,10 +264,10 @@ def measure(
 
 def _measure_resident(engine: Engine, resident: Resident, clock: Clock) -> Profile:
     """The same where passes are recorded work on the device."""
-    from windfall.resident.timing import costs, drafts_there
+    from windfall.resident.timing import costs
 
-    found = costs(resident)
-    if not drafts_there(resident.drafter):  # its passes run on the host
+    found = costs(resident, progress=clock.progress)
+    if resident.drafts_on_host:  # its passes run on the host
         text, taken = _text(engine), defaultdict(list)
         with _state_kept(engine):
             for _ in range(ROUNDS // 2):

@@ -57,6 +57,11 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
+    def filters(self) -> bool:
+        """Whether unlikely tokens are excluded."""
+        return bool(self.top_k or self.top_p < 1 or self.min_p)
+
+    @property
     def reads_prefix(self) -> bool:
         """Whether a row's logits depend on the tokens before it (and not on the model alone)."""
         return bool(self.processors or self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)

@@ -13,7 +13,6 @@ from test_kernels import (
     check_norm,
     check_rotation,
     check_top,
-    check_walk,
     make_cache,
     random_tree,
 )
@@ -56,12 +55,6 @@ def test_draw(n: int, vocabulary: int, temperature: float, dtype: torch.dtype) -
 @pytest.mark.parametrize(("dice", "named"), [(False, False), (True, False), (True, True)])
 def test_top_children(w: int, k: int, columns: int, dice: bool, named: bool, dtype: torch.dtype) -> None:
     check_top(w, k, columns, dtype, dice, named, "cuda")
-
-
-@pytest.mark.parametrize(("size", "padding"), [(1, 0), (10, 6), (64, 0), (100, 28), (128, 0)])
-def test_walk(size: int, padding: int) -> None:
-    for seed in range(10):
-        check_walk(size, seed, padding, "cuda")
 
 
 @both

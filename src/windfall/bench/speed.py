@@ -29,9 +29,10 @@ from windfall.policies.auto import Auto
 from windfall.profiling import now, some_tree
 from windfall.prompts import SAMPLES
 from windfall.records import Launch, SamplingParams
+from windfall.resident.cycle import Cycle
 from windfall.resident.drafting import Sprouting
 from windfall.resident.judge import MOST, ROWS, Judge
-from windfall.resident.loop import Cycle, Resident, settle
+from windfall.resident.loop import Resident
 from windfall.resident.plans import AutoPlan
 from windfall.resident.rope import steady
 from windfall.target import Target
@@ -171,8 +172,8 @@ def row_size(judge: Judge) -> int:
 def module_of(drafter: Drafter) -> torch.nn.Module | None:
     """The network of a drafter that runs on the device."""
     if isinstance(drafter, FeatureHeadDrafter):
-        return drafter._head
-    return drafter._decoder.model if isinstance(drafter, LMDrafter) else None
+        return drafter.head
+    return drafter.decoder.model if isinstance(drafter, LMDrafter) else None
 
 
 # ---- passes
@@ -188,20 +189,15 @@ class Bench:
     @classmethod
     def of(cls, resident: Resident, longest: int) -> Bench:
         resident.judge.reserve(longest + 2 * MOST)
-        there = module_of(resident.drafter) is not None
-        return cls(resident.judge, Cycle(AutoPlan(Auto()), resident.drafter, resident.judge) if there else None)
+        cycle = None if resident.drafts_on_host else Cycle(AutoPlan(Auto()), resident.drafter, resident.judge)
+        return cls(resident.judge, cycle)
 
     def at(self, length: int) -> None:
         """Behind a text of this length, with nothing drafted."""
-        judge, cycle = self.judge, self.cycle
-        judge.length.fill_(length)
-        judge.known = length
-        if cycle is not None and cycle.draft is not None:
-            cycle.tree.count.fill_(1)
-            cycle.ahead.staged.zero_()
-            cycle.ahead.expanded.fill_(-1)
-            cycle.draft.length.fill_(length)
-            cycle.draft.waiting.fill_(1)
+        self.judge.length.fill_(length)
+        self.judge.known = length
+        if self.cycle is not None:
+            self.cycle.rewind(length)
 
     def forward(self, rows: int) -> None:
         """The target's forward alone, over the rows that were placed."""
@@ -792,7 +788,7 @@ def widened(target: Target, drafter: DrafterSpec, like: str) -> tuple[Target, Dr
     if not isinstance(made, FeatureHeadDrafter):
         return Target(widen(target.model, like, name), target.tokenizer), drafter
     made.attach(target)
-    pair = widen_pair(target.model, made._head, like, name)
+    pair = widen_pair(target.model, made.head, like, name)
     return Target(pair.model, target.tokenizer), Ready(drafter.label, {}, pair.head)
 
 
@@ -816,12 +812,12 @@ def measure(
     `attach` gives the contenders their costs, and returns them."""
     contenders = assemble(methods, target, drafter, settings.couplings[0], trust_remote_code, settings.launch)
     drafting = next((each.engine for each in contenders if not each.method.plain), contenders[0].engine)
-    assistant = drafting.drafter._decoder.model if isinstance(drafting.drafter, LMDrafter) else LOOKUP
+    assistant = drafting.drafter.decoder.model if isinstance(drafting.drafter, LMDrafter) else LOOKUP
     cases = cases_of(prompts, contenders[0], settings)
     contest = Contest(target, entries(contenders, settings, assistant), cases, settings)
 
     speed = bandwidth(target.device)
-    resident, reason = settle(drafting.target, drafting.drafter, settings.launch)
+    resident, reason = Resident.of(drafting.target, drafting.drafter, settings.launch)
     drafts = module_of(drafting.drafter)
     result.memory = {
         "bandwidth": speed,

@@ -42,16 +42,16 @@ class FeatureHeadDrafter(Drafter):
         from windfall.heads.loading import find_head
 
         head = find_head(self.model, target, "head")
-        self._head: FeatureHead = whole(head, target) if self.whole else head
+        self.head: FeatureHead = whole(head, target) if self.whole else head
 
     @property
     def taps(self) -> tuple[int, ...]:
-        return self._head.config.taps
+        return self.head.config.taps
 
     def start(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
         assert hidden is not None
         self._dice = list(dice)
-        self._memory = HeadMemory(self._head.config.layer.num_hidden_layers, len(prompts))
+        self._memory = HeadMemory(self.head.config.layer.num_hidden_layers, len(prompts))
         self._tokens = [prompt[1:] for prompt in prompts]  # pending columns: committed, but not in memory
         self._features = list(hidden)  # of the position before each pending token
         self._slots: list[dict[int, int]] = [{} for _ in prompts]  # expanded node → its staged row
@@ -96,7 +96,7 @@ class FeatureHeadDrafter(Drafter):
     def _fitting(self, b: int, tree: DraftTree, grow: Grow | None) -> Grow | None:
         """None where there is nothing to start from, or the head's positions have no room for all of these nodes."""
         used = self._memory.cache.lengths[b] + len(self._tokens[b])
-        longest: int = self._head.config.layer.max_position_embeddings
+        longest: int = self.head.config.layer.max_position_embeddings
         return grow if grow and used and used + int(tree.depth[grow.nodes].max()) <= longest else None
 
     def _catch_up(self, grows: Sequence[Grow | None]) -> None:
@@ -107,7 +107,7 @@ class FeatureHeadDrafter(Drafter):
             takes = [min(len(own) - 1, CHUNK) if grow else 0 for own, grow in zip(self._tokens, grows, strict=True)]
             lengths = self._memory.cache.lengths
             rows = [Rows.chain(own[:n], at) for own, n, at in zip(self._tokens, takes, lengths, strict=True)]
-            features = [self._head.fuse(own[:n]) for own, n in zip(self._features, takes, strict=True)]
+            features = [self.head.fuse(own[:n]) for own, n in zip(self._features, takes, strict=True)]
             self._feed(rows, features)
             self._memory.cache.commit([list(range(n)) for n in takes])
             self._tokens = [own[n:] for own, n in zip(self._tokens, takes, strict=True)]
@@ -129,12 +129,12 @@ class FeatureHeadDrafter(Drafter):
     def _hidden(self, b: int, tree: DraftTree, grow: Grow | None) -> Tensor:
         """[n, H]: the target's features of the pending columns, or the head's own of the nodes' parents."""
         if grow is None:
-            return self._features[b].new_zeros(0, self._head.config.layer.hidden_size)
+            return self._features[b].new_zeros(0, self.head.config.layer.hidden_size)
         slots = self._slots[b]
         if not slots:
-            return self._head.fuse(self._features[b])
+            return self.head.fuse(self._features[b])
         places = [slots[parent] - slots[0] for parent in tree.parents[grow.nodes].tolist()]
-        return torch.cat(self._recycled[b])[torch.tensor(places, device=self._head.device)]
+        return torch.cat(self._recycled[b])[torch.tensor(places, device=self.head.device)]
 
     def _sprout(self, b: int, tree: DraftTree, grow: Grow, guess: Guess, size: int, first: int) -> DraftTree:
         fresh = len(grow.nodes)
@@ -142,18 +142,18 @@ class FeatureHeadDrafter(Drafter):
         self._slots[b].update(zip(grow.nodes.tolist(), slots, strict=True))
         width = guess.recycled.shape[1]
         self._recycled[b].append(guess.recycled[b, size - fresh : width])
-        logq = torch.log_softmax(self._head.logits(guess.state[b, size - fresh : size]).float(), -1)
-        return sprout(tree, grow, logq, self._dice[b], self._head.draft_tokens)
+        logq = torch.log_softmax(self.head.logits(guess.state[b, size - fresh : size]).float(), -1)
+        return sprout(tree, grow, logq, self._dice[b], self.head.draft_tokens)
 
     def _feed(self, rows: list[Rows], hidden: list[Tensor]) -> Guess:
         """One pass over these rows, staged behind what is there."""
-        cache, device = self._memory.cache, self._head.device
+        cache, device = self._memory.cache, self.head.device
         packed = pack(rows, cache.lengths, cache.staged, device)
         width = packed.tokens.shape[1]
         padded = torch.stack([torch.cat([own, own.new_zeros(width - len(own), own.shape[1])]) for own in hidden])
         cache.reserve(width)
         self._memory.mask = packed.mask
-        guess: Guess = self._head(packed.tokens, padded, packed.positions, self._memory)
+        guess: Guess = self.head(packed.tokens, padded, packed.positions, self._memory)
         cache.staged += width
         return guess
 

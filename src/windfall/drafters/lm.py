@@ -57,12 +57,12 @@ class LMDrafter(Drafter):
 
     def _serve(self, model: Any, target: Target) -> None:
         refuse_unsupported(model, "drafter")
-        self._decoder = Decoder(model)
-        self._vocabulary = target.vocab_size  # the drafter's logits may be padded further
+        self.decoder = Decoder(model)
+        self.vocabulary = target.vocab_size  # the drafter's logits may be padded further
 
     def start(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
         self._dice = list(dice)
-        self._decoder.reset(len(prompts))
+        self.decoder.reset(len(prompts))
         self._pending = [list(prompt) for prompt in prompts]  # committed but not in the cache, the root last
         self._slots: list[dict[int, int]] = [{} for _ in prompts]  # expanded node → its staged row
 
@@ -71,9 +71,9 @@ class LMDrafter(Drafter):
         if not any(grows):
             return trees
         self._catch_up(grows)
-        first = self._decoder.staged
+        first = self.decoder.staged
         rows = [self._rows(b, tree, grow) for b, (tree, grow) in enumerate(zip(trees, grows, strict=True))]
-        logits, _ = self._decoder.feed(rows)
+        logits, _ = self.decoder.feed(rows)
         grown = []
         for b, (tree, grow) in enumerate(zip(trees, grows, strict=True)):
             if grow is None:
@@ -81,7 +81,7 @@ class LMDrafter(Drafter):
                 continue
             size, fresh = len(rows[b].tokens), len(grow.nodes)
             self._slots[b].update(zip(grow.nodes.tolist(), range(first + size - fresh, first + size), strict=True))
-            logq = torch.log_softmax(logits[b][size - fresh :, : self._vocabulary].float(), -1)
+            logq = torch.log_softmax(logits[b][size - fresh :, : self.vocabulary].float(), -1)
             grown.append(sprout(tree, grow, logq, self._dice[b]))
         return grown
 
@@ -100,30 +100,30 @@ class LMDrafter(Drafter):
                 keep.append([])
                 self._pending[b] += [*left[1:], bonus[b]]
             self._slots[b] = {}
-        self._decoder.commit(keep)
+        self.decoder.commit(keep)
 
     def retain(self, keep: list[int]) -> None:
-        self._decoder.retain(keep)
+        self.decoder.retain(keep)
         self._pending = [self._pending[b] for b in keep]
         self._slots = [self._slots[b] for b in keep]
         self._dice = [self._dice[b] for b in keep]
 
     def _fitting(self, b: int, tree: DraftTree, grow: Grow | None) -> Grow | None:
         """None where the drafter's own context has no room for all of these nodes."""
-        limit = self._decoder.context
-        used = self._decoder.lengths[b] + len(self._pending[b])
+        limit = self.decoder.context
+        used = self.decoder.lengths[b] + len(self._pending[b])
         return grow if grow and (limit is None or used + int(tree.depth[grow.nodes].max()) <= limit) else None
 
     def _catch_up(self, grows: Sequence[Grow | None]) -> None:
         """Bring the cache close to the root before the first pass of a cycle, if much was committed meanwhile."""
-        if self._decoder.staged or all(len(p) <= CATCH_UP for p in self._pending):
+        if self.decoder.staged or all(len(p) <= CATCH_UP for p in self._pending):
             return
-        self._decoder.extend([p[:-1] if grow else [] for p, grow in zip(self._pending, grows, strict=True)])
+        self.decoder.extend([p[:-1] if grow else [] for p, grow in zip(self._pending, grows, strict=True)])
         self._pending = [p[-1:] if grow else p for p, grow in zip(self._pending, grows, strict=True)]
 
     def _rows(self, b: int, tree: DraftTree, grow: Grow | None) -> Rows:
         """The pending tokens if the root is to be expanded, else the nodes themselves."""
-        staged, length = self._decoder.staged, self._decoder.lengths[b]
+        staged, length = self.decoder.staged, self.decoder.lengths[b]
         if grow is None:
             return Rows.chain([], 0, staged)
         slots, pending = self._slots[b], self._pending[b]

@@ -5,6 +5,5 @@ from windfall.kernels.attention import tree_attention
 from windfall.kernels.draw import draw
 from windfall.kernels.norm import add_norm, rotate_and_store, silu_mul
 from windfall.kernels.top import top_children
-from windfall.kernels.walk import walk
 
-__all__ = ["add_norm", "draw", "rotate_and_store", "silu_mul", "top_children", "tree_attention", "walk"]
+__all__ = ["add_norm", "draw", "rotate_and_store", "silu_mul", "top_children", "tree_attention"]

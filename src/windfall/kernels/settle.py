@@ -7,7 +7,6 @@ from torch import Tensor
 
 from windfall.kernels.backend import on_triton
 from windfall.kernels.grow import NOBODY, TreeArrays
-from windfall.kernels.walk import reference as walk_reference
 
 
 def settle(
@@ -29,7 +28,7 @@ def settle(
     staged: Tensor | None,  # [1] long: becomes 0
     figures: Tensor,  # [4] long: places in the tree, rows, accepted rows, bonus
 ) -> None:
-    """Follow the draws (see `walk`), say what moves where, and plant the next tree."""
+    """Follow the draws, say what moves where, and plant the next tree."""
     if on_triton(draws):
         from windfall.kernels.jit.settle import settle as run
     else:
@@ -59,12 +58,11 @@ def reference(
     figures: Tensor,
 ) -> None:
     size, steps, device = len(draws), len(source), draws.device
-    out = torch.empty(size + 2, dtype=torch.long, device=device)
-    walk_reference(draws, rows_tokens[:size], rows_parents[:size], rows_mask, rows_count, out)
+    walked, count, token = _walk(draws, rows_tokens[:size], rows_parents[:size], rows_mask, rows_count)
     path.fill_(NOBODY)
-    path[:size] = out[:-2]
-    accepted.copy_(out[-2:-1])
-    bonus.copy_(out[-1:])
+    path[:size] = walked
+    accepted.copy_(count)
+    bonus.copy_(token)
     figures.copy_(torch.cat([tree.count, rows_count, accepted, bonus]))
     far = torch.full((max(steps, 0 if pending is None else len(pending)) + 1,), NOBODY, device=device)
     steps_taken = torch.cat([path, far])
@@ -79,6 +77,20 @@ def reference(
         if given is not None:
             given.copy_(torch.as_tensor(value, device=device))
     plant(tree, bonus)
+
+
+def _walk(draws: Tensor, tokens: Tensor, parents: Tensor, mask: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Accepted rows ascending, NOBODY behind them [n]; how many [1]; the token after the last [1].
+
+    A row is accepted if each row on its path, the root aside, is what was drawn after its parent.
+    """
+    nodes = torch.arange(len(draws), device=draws.device)
+    drawn = (tokens == draws[parents.clamp(min=0)]) | (nodes == 0)
+    accepted = (drawn | ~mask).all(1)
+    accepted &= (nodes < count) | (nodes == 0)
+    order = torch.where(accepted, nodes, len(nodes)).sort().values
+    path = torch.where(order < len(nodes), order, NOBODY)
+    return path, accepted.sum().reshape(1), draws[torch.where(accepted, nodes, 0).amax().reshape(1)]
 
 
 def plant(tree: TreeArrays, token: Tensor) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from windfall.kernels.backend import on_triton
 from windfall.kernels.draw import gumbel
 
-MOST = 16  # children of a node
+MOST = 16  # children of a node that the kernel takes
 
 
 def top_children(
@@ -22,9 +22,13 @@ def top_children(
 ) -> tuple[Tensor, Tensor]:
     """The k largest of log_softmax(x) for each row and their tokens → [w, k] fp32, [w, k] long.
 
-    x is logits, or with dice (logits / temperature + noise) / kappa; the lower column goes first at ties.
+    x is logits, or with dice (logits / temperature + noise) / kappa; the lower column goes first at ties, but for more
+    than MOST children on a GPU, where torch decides.
     """
-    assert 0 < k <= min(MOST, logits.shape[-1])
+    assert 0 < k <= logits.shape[-1]
+    if on_triton(logits) and k > MOST:
+        values, order = _scores(logits, positions, seed, temperature, kappa, tokens).topk(k, dim=-1)
+        return values, order if tokens is None else tokens[order]
     if on_triton(logits):
         from windfall.kernels.jit.top import top_children as compiled
 
@@ -41,11 +45,24 @@ def reference(
     kappa: Tensor | None = None,
     tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    scores = _scores(logits, positions, seed, temperature, kappa, tokens)
+    values, order = scores.sort(dim=-1, descending=True, stable=True)
+    values, order = values[:, :k], order[:, :k]
+    return values, order if tokens is None else tokens[order]
+
+
+def _scores(
+    logits: Tensor,
+    positions: Tensor | None,
+    seed: Tensor | None,
+    temperature: Tensor | None,
+    kappa: Tensor | None,
+    tokens: Tensor | None,
+) -> Tensor:
+    """log_softmax(x), [w, V]."""
     scores = logits.float()
     if positions is not None:
         assert seed is not None and temperature is not None and kappa is not None
         names = torch.arange(logits.shape[-1], device=logits.device) if tokens is None else tokens
         scores = (scores / temperature + gumbel(seed, positions, names)) / kappa
-    values, order = scores.log_softmax(-1).sort(dim=-1, descending=True, stable=True)
-    values, order = values[:, :k], order[:, :k]
-    return values, order if tokens is None else tokens[order]
+    return scores.log_softmax(-1)

@@ -49,6 +49,7 @@ class Auto(TreePolicy):
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
         if len(tree) == 1:
             self._rule = flat.Rule(ctx) if flat.is_flat(ctx.costs, ctx.length) else None
+            self._ctx = None
         if self._rule is not None:
             return self._grow_flat(self._rule, tree, ctx)
         cycle = self._now(ctx)
@@ -66,7 +67,7 @@ class Auto(TreePolicy):
 
     def _grow_flat(self, rule: flat.Rule, tree: DraftTree, ctx: Context) -> Grow | None:
         """The next pass where rows are cheap."""
-        self._ctx = ctx
+        self.follow(ctx)
         rule.learn(tree)
         nodes = rule.frontier(tree) if rule.passes else [0]
         asked = rule.passes >= flat.LEAST
@@ -82,8 +83,12 @@ class Auto(TreePolicy):
         order = sorted(range(len(rule.reach)), key=lambda node: (-rule.reach[node], node))
         return torch.tensor(sorted(order[:count]))
 
+    def follow(self, ctx: Context) -> None:
+        """This cycle's tree is grown where rows are cheap, here or on a device; `observe` learns from it."""
+        self._ctx = ctx
+
     def observe(self, step: Step) -> None:
-        if self._rule is not None and self._ctx is not None:
+        if self._ctx is not None:
             flat.learn(step, self._ctx, foresee=self._cycles % flat.FORESEE == 0)
             self._cycles += 1
 

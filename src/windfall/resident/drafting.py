@@ -12,12 +12,11 @@ from windfall.decoder import Decoder
 from windfall.heads.base import FeatureHead
 from windfall.heads.layers import head_dim
 from windfall.kernels.attention import tree_attention
-from windfall.kernels.top import MOST as CHILDREN
 from windfall.kernels.top import top_children
 from windfall.records import SamplingParams
 from windfall.resident.forward import Pass, Unfit
 from windfall.resident.judge import MOST as MOST_ROWS
-from windfall.resident.judge import Dials, Judge, Piece, fitting
+from windfall.resident.judge import Dials, Judge, Piece, fitting, shape_of
 from windfall.resident.swift import Swift
 from windfall.sampling import warp
 
@@ -28,15 +27,12 @@ class Sprouting:
     def __init__(self, params: SamplingParams, coupled: bool, dials: Dials):
         self.params, self.dials = params, dials
         self.coupled = coupled and not params.greedy
-        self.warped = self.coupled and bool(params.top_k or params.top_p < 1 or params.min_p)
+        self.warped = self.coupled and params.filters
 
     @property
     def key(self) -> tuple[object, ...]:
         """What a recorded pass depends on."""
-        params = self.params
-        if self.warped:
-            return ("warped", params.temperature, params.top_k, params.top_p, params.min_p)
-        return ("coupled",) if self.coupled else ("alone",)
+        return ("coupled", *shape_of(self.params)) if self.coupled else ("alone",)
 
     def children(self, logits: Tensor, positions: Tensor, k: int, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
         """Log-probabilities and tokens [w, k]; `positions` [w] are those of the draws after these rows."""
@@ -48,16 +44,14 @@ class Sprouting:
                 temperature = torch.ones_like(temperature)
             dice = {"positions": positions, "seed": self.dials.seed, "temperature": temperature}
             dice["kappa"] = self.dials.kappa
-        k = min(k, logits.shape[-1])
-        if k <= CHILDREN:
-            return top_children(logits, k, tokens=tokens, **dice)
-        return many_children(logits, k, tokens=tokens, **dice)
+        return top_children(logits, min(k, logits.shape[-1]), tokens=tokens, **dice)
 
 
 class Draft:
     """What all of them share: the columns that were committed but not taken in, and the length of what was."""
 
     lag: int  # a node's draw comes so many positions after its column
+    features: Tensor | None = None  # [pending, taps * H] the target's states before each pending column, if wanted
 
     def __init__(self, judge: Judge, pending: int):
         device, long = judge.device, torch.long
@@ -154,7 +148,7 @@ class HeadDraft(Draft):
         return self.head.draft_tokens
 
     def read(self, tokens: Tensor, following: Tensor, states: Tensor | None, last: bool) -> None:
-        assert states is not None
+        assert states is not None and self.features is not None
         count = len(following) - last
         self._take_in(following[:count], states[:count])
         if last:
@@ -167,6 +161,7 @@ class HeadDraft(Draft):
         self._run(rows, self.head.fuse(features), None)
 
     def _opened(self, rows: Pass, last: Tensor) -> Tensor:
+        assert self.features is not None
         state, recycled = self._run(rows, self.head.fuse(self.features[: len(rows.tokens)]), None)
         self.own[:1] = recycled.index_select(0, last)
         return self._logits(state.index_select(0, last))
@@ -246,24 +241,3 @@ def read(prompt: list[int], judge: Judge, draft: Draft | None) -> None:
     for states in judge.read(given[:-1]):
         if draft is not None:
             at = draft.take_piece(given, at, states)
-
-
-def many_children(
-    logits: Tensor,
-    k: int,
-    positions: Tensor | None = None,
-    seed: Tensor | None = None,
-    temperature: Tensor | None = None,
-    kappa: Tensor | None = None,
-    tokens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`top_children` for more children than its kernel takes."""
-    from windfall.kernels.draw import gumbel
-
-    scores = logits.float()
-    if positions is not None:
-        assert seed is not None and temperature is not None and kappa is not None
-        names = torch.arange(logits.shape[-1], device=logits.device) if tokens is None else tokens
-        scores = (scores / temperature + gumbel(seed, positions, names)) / kappa
-    values, order = scores.log_softmax(-1).topk(k, dim=-1)
-    return values, order if tokens is None else tokens[order]

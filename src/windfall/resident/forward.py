@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from windfall.decoder import Decoder, attention_windows
+from windfall.kernels.attention import visible
 from windfall.resident.rope import follows_length
 
 
@@ -55,7 +56,7 @@ class Whole:
         outputs = self._call(
             input_ids=rows.tokens[None],
             position_ids=rows.positions.clamp(max=self._last)[None],  # past the end nothing is kept
-            attention_mask=self._as_given(visible(rows, columns)[None, None]),
+            attention_mask=self._as_given(visible(rows.length, rows.mask, columns)[None, None]),
             past_key_values=Columns(kv, rows.slots, columns),
             use_cache=True,
             output_hidden_states=bool(taps),
@@ -89,13 +90,6 @@ def cache_shape(model: Any) -> tuple[int, int, int]:
     if len(made) != 1:
         raise Unfit("its keys and values differ in shape")
     return (len(decoder.cache.layers), *made.pop())
-
-
-def visible(rows: Pass, columns: int) -> Tensor:
-    """[n, columns] bool: what each row sees of the first `columns` slots."""
-    place = torch.arange(columns, device=rows.mask.device) - rows.length  # among the staged rows
-    staged = rows.mask[:, place.clamp(0, rows.mask.shape[1] - 1)] & (place >= 0) & (place < rows.mask.shape[1])
-    return staged | (place < 0)
 
 
 class Columns(Cache):  # type: ignore[misc]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from torch.nn.functional import pad
 
 from windfall.kernels.draw import draw
 from windfall.kernels.move import move
-from windfall.kernels.settle import settle
 from windfall.records import InputError, Launch, SamplingParams
 from windfall.resident.forward import Forward, Pass, Unfit, Whole
 from windfall.resident.parcel import Parcel
@@ -20,9 +19,6 @@ from windfall.resident.recorder import Recorder
 from windfall.resident.stack import Stack
 from windfall.sampling import process, signed
 from windfall.tree import DraftTree
-
-if TYPE_CHECKING:
-    from windfall.resident.loop import Cycle
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # sizes of recorded verify passes
 MOST = ROWS[-1]
@@ -80,7 +76,6 @@ class Judge:
             parents=(long, (MOST,)),  # as rows of the pass; the root's is 0
             depth=(long, (MOST,)),
             count=(long, (1,)),  # rows that are not padding
-            path=(long, (MOST,)),  # where the host walks: the accepted rows, -1 behind them
             mask=(torch.bool, (MOST, MOST)),
         )
         self.length = torch.zeros(1, dtype=long, device=device)  # committed rows
@@ -192,38 +187,10 @@ class Judge:
     def draw(self, size: int, params: SamplingParams) -> Tensor:
         """The target's own token after each row, [size]."""
         logits, temperature = self.logits[size], self.dials.temperature
-        if not params.greedy and (params.top_k or params.top_p < 1 or params.min_p):
+        if not params.greedy and params.filters:
             logits, temperature = process(logits, None, 0, params), torch.ones_like(temperature)
         positions = self.length + 1 + self.rows.device["depth"][:size]
         return draw(logits, positions, self.dials.seed, temperature, greedy=params.greedy)
-
-    def settle(self, size: int, deepest: int, params: SamplingParams, cycle: Cycle) -> None:
-        """Follow the draws through the tree, keep the accepted rows, `deepest` at the most, and plant the next tree."""
-        rows, draft, deepest = self.rows.device, cycle.draft, min(size, deepest)
-        settle(
-            self.draw(size, params),
-            rows["tokens"][:size],
-            rows["parents"][:size],
-            rows["mask"][:size, :size],
-            rows["count"],
-            self.length,
-            self.path,
-            self.accepted,
-            self.bonus,
-            self.source[:deepest],
-            self.goal[:deepest],
-            None if draft is None else draft.tokens[:deepest],
-            None if draft is None else draft.waiting,
-            cycle.tree,
-            None if draft is None else cycle.ahead.expanded,
-            None if draft is None else cycle.ahead.staged,
-            cycle.told.device["figures"],
-        )
-        features = getattr(draft, "features", None)
-        states = None if features is None else self.hidden[size]
-        kept = None if features is None else features[:deepest]
-        move(self._flat, self.source[:deepest], self.goal[:deepest], states, self.path[:deepest], kept)
-        self.length.add_(self.accepted)
 
     def keep(self, verdict: Parcel, deepest: int) -> None:
         """Commit a path that the host walked."""
@@ -231,6 +198,12 @@ class Judge:
         goal = self.length + self._places[:deepest]
         move(self._flat, torch.where(path >= 0, self.length + path, goal), goal)
         self.length.add_(verdict.device["accepted"])
+
+    def advance(self, deepest: int, size: int, features: Tensor | None) -> None:
+        """Commit the path in `source` and `goal`, and hand out its states, where they are wanted."""
+        states = None if features is None else self.hidden[size]
+        move(self._flat, self.source[:deepest], self.goal[:deepest], states, self.path[:deepest], features)
+        self.length.add_(self.accepted)
 
     @property
     def _flat(self) -> Tensor:
@@ -242,7 +215,7 @@ def shape_of(params: SamplingParams) -> tuple[object, ...]:
     """What of the sampling a recorded pass depends on."""
     if params.greedy:
         return ("greedy",)
-    if not (params.top_k or params.top_p < 1 or params.min_p):
+    if not params.filters:
         return ("sampled",)
     return ("warped", params.temperature, params.top_k, params.top_p, params.min_p)
 

@@ -8,7 +8,9 @@ from collections.abc import Callable
 import torch
 
 from windfall import flat
+from windfall.calibration import CHILDREN
 from windfall.context import Context
+from windfall.kernels.top import MOST as MOST_CHILDREN
 from windfall.policies.auto import Auto
 from windfall.policies.base import TreePolicy
 from windfall.policies.beam import Beam
@@ -16,11 +18,10 @@ from windfall.policies.ddd import DDD
 from windfall.policies.gammatune import GammaTune
 from windfall.policies.gt import GT
 from windfall.policies.none import NoSpeculation
-from windfall.records import Step
+from windfall.resident.judge import MOST as MOST_ROWS
 from windfall.resident.parcel import Parcel
 
-AUTO_ROWS = flat.ROWS
-MOST_PASSES, MOST_ROWS, MOST_CHILDREN, MOST_NODES = 32, 128, 16, 2048
+MOST_PASSES, MOST_NODES = 32, 2048
 
 
 class Plan:
@@ -60,9 +61,6 @@ class Plan:
     def verified(self, level: int) -> tuple[int, int]:
         """Rows to verify after this many passes, and the deepest level of which nodes are taken."""
         return self.rows, self.passes
-
-    def landed(self, step: Step, ctx: Context) -> None:
-        """Learn from a cycle."""
 
 
 class NonePlan(Plan):
@@ -134,11 +132,11 @@ class AutoPlan(Plan):
     policy: Auto
 
     def __init__(self, policy: Auto):
-        super().__init__(policy, flat.PASSES, flat.WIDTH, flat.CHILDREN, min(policy.nodes, AUTO_ROWS[-1]))
+        super().__init__(policy, flat.PASSES, flat.WIDTH, CHILDREN, min(policy.nodes, flat.ROWS[-1]))
         self._worth = 0
-        self._landed = 0
 
     def brief(self, terms: Parcel, ctx: Context) -> None:
+        self.policy.follow(ctx)
         calibrator, host = ctx.calibrator, terms.host
         host["weights"].copy_(torch.from_numpy(calibrator.weights))
         host["outlook"].copy_(torch.tensor(calibrator.means()))
@@ -157,10 +155,6 @@ class AutoPlan(Plan):
 
     def verified(self, level: int) -> tuple[int, int]:
         return flat.rows(self._worth, self.rows), self.passes
-
-    def landed(self, step: Step, ctx: Context) -> None:
-        flat.learn(step, ctx, foresee=self._landed % flat.FORESEE == 0)
-        self._landed += 1
 
 
 PLANS: dict[type[TreePolicy], Callable[..., Plan]] = {

@@ -17,7 +17,6 @@ from windfall.resident.judge import MOST, Judge
 from windfall.resident.parcel import Parcel
 from windfall.resident.recorder import Key
 from windfall.sampling import Dice
-from windfall.target import Target
 from windfall.tree import DraftTree
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # sizes of recorded draft passes
@@ -30,8 +29,8 @@ STEP = 128  # by which the bound on them grows
 class SeatedTarget:
     """Prefill, score and commit as Target has them."""
 
-    def __init__(self, target: Target, judge: Judge):
-        self.target, self.judge = target, judge
+    def __init__(self, judge: Judge):
+        self.judge = judge
         self._results: dict[Key, tuple[Tensor, Tensor | None]] = {}  # where each recorded pass leaves them
         self._verdict = Parcel(judge.device, path=(torch.long, (MOST,)), accepted=(torch.long, (1,)))
 
@@ -158,7 +157,7 @@ class SeatedDrafter(Drafter):
         self._opening.send()
         draft.tokens.copy_(self._opening.device["tokens"])
         draft.waiting.copy_(self._opening.device["waiting"])
-        if self._features is not None and isinstance(draft, HeadDraft):
+        if self._features is not None and draft.features is not None:
             draft.features[:count] = self._features[:count]
 
     def _absorb(self) -> None:

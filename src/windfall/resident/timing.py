@@ -9,21 +9,24 @@ from statistics import median
 
 import torch
 
+from windfall import flat
 from windfall.cost import Costs, Curve, monotone
-from windfall.drafters.base import Drafter
 from windfall.policies.auto import Auto
 from windfall.policies.none import NoSpeculation
 from windfall.records import SamplingParams
+from windfall.resident.cycle import Cycle
 from windfall.resident.drafting import Sprouting
-from windfall.resident.loop import Cycle, Resident, on_host
-from windfall.resident.plans import AUTO_ROWS, AutoPlan, NonePlan
+from windfall.resident.loop import Resident
+from windfall.resident.plans import AutoPlan, NonePlan
 
 LENGTHS = (64, 512, 2048, 8192)
 ROUNDS = 9
 
 
 @torch.inference_mode()
-def costs(resident: Resident, lengths: Sequence[int] = LENGTHS, rounds: int = ROUNDS) -> Costs:
+def costs(
+    resident: Resident, lengths: Sequence[int] = LENGTHS, progress: Callable[[float], None] = lambda share: None
+) -> Costs:
     """Verify passes of the sizes that plans ask for, behind texts of these lengths, and one draft pass."""
     judge = resident.judge
     context = resident.target.context
@@ -36,13 +39,14 @@ def costs(resident: Resident, lengths: Sequence[int] = LENGTHS, rounds: int = RO
     sprouting = Sprouting(params, False, judge.dials)
     works: dict[tuple[object, ...], Callable[[], None]] = {}
     for length in lengths:
-        for rows in AUTO_ROWS:
+        for rows in flat.ROWS:
             works["verify", length, rows] = _verify(cycle, rows, params)
     if cycle.draft is not None:
         works["draft", 1] = lambda: _draft(cycle, sprouting, 1)
         works["draft", 4] = lambda: _draft(cycle, sprouting, 4)
     found: dict[tuple[object, ...], list[float]] = {key: [] for key in works}
-    for turn in range(rounds + 1):
+    for turn in range(ROUNDS + 1):
+        progress(turn / (ROUNDS + 1))
         for key in random.Random(turn).sample(list(works), len(works)):
             length = int(key[1]) if key[0] == "verify" else min(512, max(lengths))  # type: ignore[call-overload]
             seconds = _timed(cycle, key, works[key], length)
@@ -54,15 +58,10 @@ def costs(resident: Resident, lengths: Sequence[int] = LENGTHS, rounds: int = RO
     return _folded({key: median(taken) for key, taken in found.items()}, lengths, cycle.plan.width)
 
 
-def drafts_there(drafter: Drafter) -> bool:
-    """Whether this drafter's passes are recorded work too."""
-    return not on_host(drafter)
-
-
 def _folded(taken: dict[tuple[object, ...], float], lengths: Sequence[int], width: int) -> Costs:
-    grid = [monotone([taken["verify", length, rows] for rows in AUTO_ROWS]) for length in lengths]
+    grid = [monotone([taken["verify", length, rows] for rows in flat.ROWS]) for length in lengths]
     grid = [list(column) for column in zip(*map(monotone, zip(*grid, strict=True)), strict=True)]
-    verifies = tuple((n, Curve(AUTO_ROWS, tuple(own), stepped=True)) for n, own in zip(lengths, grid, strict=True))
+    verifies = tuple((n, Curve(flat.ROWS, tuple(own), stepped=True)) for n, own in zip(lengths, grid, strict=True))
     opening = taken.get(("draft", 1), 0.0)
     later = max((taken.get(("draft", 4), 0.0) - opening) / 3, 0.0)
     return Costs(Curve((1, width), (later, later)), verifies, overhead=0.0, opening=max(opening - later, 0.0))
@@ -81,14 +80,7 @@ def _draft(cycle: Cycle, sprouting: Sprouting, passes: int) -> None:
 def _timed(cycle: Cycle, key: tuple[object, ...], work: Callable[[], None], length: int) -> float:
     """Seconds of this work behind a text of this length."""
     judge, device = cycle.judge, cycle.judge.device
-    judge.length.fill_(length)
-    judge.known = length
-    cycle.tree.count.fill_(1)
-    cycle.ahead.staged.zero_()
-    cycle.ahead.expanded.fill_(-1)
-    if cycle.draft is not None:
-        cycle.draft.length.fill_(length)
-        cycle.draft.waiting.fill_(1)
+    cycle.rewind(length)
     columns = judge.columns(64), 0 if cycle.draft is None else cycle.draft.columns
     _wait(device)
     started = time.perf_counter()

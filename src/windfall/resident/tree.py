@@ -7,12 +7,14 @@ import math
 import torch
 from torch import Tensor
 
+from windfall.calibration import BUCKETS, CHILDREN, DEPTHS, RANKS
 from windfall.kernels.grow import Ahead, Terms, TreeArrays
+from windfall.resident.judge import MOST as MOST_ROWS
 from windfall.resident.parcel import Parcel
 from windfall.tree import DraftTree
 
+OUTLOOK = (DEPTHS, len(BUCKETS) + 1, CHILDREN)
 ARRAYS = ("tokens", "parents", "depth", "rank", "logq", "score")
-MOST_ROWS = 128
 
 
 def plant(device: torch.device, capacity: int, deepest: int) -> tuple[TreeArrays, Parcel]:
@@ -75,7 +77,7 @@ def ahead(device: torch.device, width: int, staged: int, length: Tensor, promise
 def terms(device: torch.device) -> tuple[Terms, Parcel]:
     """What the calibrated rule reads, and the parcel that brings it."""
     number = torch.float32
-    parcel = Parcel(device, weights=(number, (12,)), outlook=(number, (6, 3, 8)), prices=(number, (2,)))
+    parcel = Parcel(device, weights=(number, (1 + DEPTHS + RANKS,)), outlook=(number, OUTLOOK), prices=(number, (2,)))
     return Terms(*(parcel.device[name] for name in ("weights", "outlook", "prices"))), parcel
 
 

@@ -1,4 +1,4 @@
-"""One program: the walk of `jit.walk`, and everything that follows from it, written from where each row stands."""
+"""One program: the walk down the tree, and everything that follows from it, written from where each row stands."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 
 import torch

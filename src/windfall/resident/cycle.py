@@ -1,0 +1,128 @@
+"""One plan with its buffers: the pieces of work that a cycle launches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from windfall.drafters.base import Drafter
+from windfall.drafters.feature_head import FeatureHeadDrafter
+from windfall.drafters.lm import LMDrafter
+from windfall.kernels.choose import choose
+from windfall.kernels.grow import grow
+from windfall.kernels.settle import settle
+from windfall.records import SamplingParams
+from windfall.resident.drafting import Draft, HeadDraft, ModelDraft, Sprouting, read
+from windfall.resident.forward import Pass, Unfit
+from windfall.resident.judge import Judge, fitting
+from windfall.resident.parcel import Parcel
+from windfall.resident.plans import Plan
+from windfall.resident.tree import ahead, plant, terms
+
+
+class Cycle:
+    """What a plan, a drafter and the target need on the device; its methods are recorded or part of what is."""
+
+    def __init__(self, plan: Plan, drafter: Drafter, judge: Judge):
+        self.plan, self.judge = plan, judge
+        device, staged = judge.device, max(plan.width * plan.passes, 1)
+        self.tree, self.told = plant(device, plan.nodes + plan.width * plan.k, plan.passes + 1)
+        self.blocks = [self.told.block() for _ in range(3)]  # where the host reads it, cycle by cycle
+        self.terms, self.terms_sent = terms(device)
+        self.signal = Parcel(device, promise=(torch.float32, (4,)))
+        self.levels = torch.zeros(1, dtype=torch.long, device=device)
+        self.draft = draft_of(drafter, judge, plan.passes + 1, staged) if plan.passes else None
+        length = judge.length if self.draft is None else self.draft.length
+        self.ahead = ahead(device, plan.width, staged, length, self.signal.device["promise"])
+        self._root = torch.zeros(1, dtype=torch.long, device=device)
+
+    def start(self, prompt: list[int]) -> None:
+        """Read a prompt, and begin with its last token as the root."""
+        read(prompt, self.judge, self.draft)
+        self.tree.tokens[:1].fill_(prompt[-1])
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing is drafted but the root."""
+        self.tree.count.fill_(1)
+        self.ahead.staged.zero_()
+        self.ahead.expanded.fill_(-1)
+
+    def rewind(self, length: int) -> None:
+        """As if behind a text of this length, whatever the buffers hold: for timing."""
+        self.clear()
+        self.judge.length.fill_(length)
+        self.judge.known = length
+        if self.draft is not None:
+            self.draft.length.fill_(length)
+            self.draft.waiting.fill_(1)
+
+    def open(self, sprouting: Sprouting) -> None:
+        """The first draft pass: the root's children, and which nodes come next."""
+        assert self.draft is not None
+        logits, positions = self.draft.open(self.draft.pending)
+        self._sprout(self._root, logits, positions, sprouting)
+
+    def expand(self, sprouting: Sprouting) -> None:
+        """A further draft pass."""
+        assert self.draft is not None
+        rows = self.ahead
+        given = Pass(rows.tokens, rows.positions, rows.slots, rows.mask, self.draft.length)
+        logits = self.draft.grow(given, rows.above, rows.here)
+        self._sprout(rows.nodes, logits, rows.positions + self.draft.lag, sprouting)
+
+    def _sprout(self, nodes: Tensor, logits: Tensor, positions: Tensor, sprouting: Sprouting) -> None:
+        assert self.draft is not None
+        values, tokens = sprouting.children(logits, positions, self.plan.k, self.draft.vocabulary)
+        grow(self.tree, nodes, tokens, values, self.ahead, self.plan.rule, self.terms)
+
+    def verify(self, rows: int, columns: int, params: SamplingParams) -> None:
+        """Choose the rows, judge them, and plant the next tree."""
+        judge, there = self.judge, self.judge.rows.device
+        kept = self.told.device["kept"][:rows]
+        tokens, parents, depth = (there[name][:rows] for name in ("tokens", "parents", "depth"))
+        mask = there["mask"][:rows, :rows]
+        choose(self.tree, rows, kept, tokens, parents, depth, mask, there["count"], self.levels)
+        judge.score(rows, columns)
+        draws, deepest, draft = judge.draw(rows, params), min(rows, self.plan.passes + 1), self.draft
+        settle(
+            draws,
+            tokens,
+            parents,
+            mask,
+            there["count"],
+            judge.length,
+            judge.path,
+            judge.accepted,
+            judge.bonus,
+            judge.source[:deepest],
+            judge.goal[:deepest],
+            None if draft is None else draft.tokens[:deepest],
+            None if draft is None else draft.waiting,
+            self.tree,
+            None if draft is None else self.ahead.expanded,
+            None if draft is None else self.ahead.staged,
+            self.told.device["figures"],
+        )
+        wanted = None if draft is None or draft.features is None else draft.features[:deepest]
+        judge.advance(deepest, rows, wanted)
+        self.told.device["path"][:rows].copy_(judge.path[:rows])
+
+
+def on_host(drafter: Drafter) -> str:
+    """Why this drafter cannot work on fixed buffers; nothing if it can."""
+    if isinstance(drafter, LMDrafter):
+        try:
+            fitting(drafter.decoder.model)
+        except Unfit as reason:
+            return f"its drafter works on the host: {reason}"
+        return ""
+    return "" if isinstance(drafter, FeatureHeadDrafter) else "its drafter works on the host"
+
+
+def draft_of(drafter: Drafter, judge: Judge, pending: int, staged: int) -> Draft:
+    """This drafter on fixed buffers."""
+    if isinstance(drafter, FeatureHeadDrafter):
+        return HeadDraft(drafter.head, judge, pending, staged)
+    assert isinstance(drafter, LMDrafter)
+    return ModelDraft(drafter.decoder, drafter.vocabulary, judge, pending, staged)
