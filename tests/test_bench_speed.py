@@ -13,13 +13,15 @@ from random_heads import random_head
 from test_cli import character_tokenizer, folder, refused, windfall
 from test_testing import LARGER
 from tiny import tiny
-from windfall.bench import speed
+from windfall.bench import passes, speed
+from windfall.bench.contest import Case, Contest, Entry, Regime, Settings, Timing
 from windfall.bench.methods import DrafterSpec, parse_methods
-from windfall.bench.speed import Entry, Kernel, Regime, Result, Settings, Timing
+from windfall.bench.profiled import Kernel
+from windfall.bench.speed import Result
 from windfall.bench.tasks import Prompt
 from windfall.cost import Costs
 from windfall.drafters.feature_head import FeatureHeadDrafter
-from windfall.records import InputError, Launch
+from windfall.records import InputError, Launch, SamplingParams
 from windfall.target import Target
 
 __all__ = ["folder"]  # the fixture
@@ -37,7 +39,7 @@ def module_patch() -> Iterator[pytest.MonkeyPatch]:
 @pytest.fixture(scope="module")
 def measured(module_patch: pytest.MonkeyPatch) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """A whole measurement with a head on fixed buffers, and what was kept on the way."""
-    module_patch.setattr(speed, "DEPTH", 2)
+    module_patch.setattr(passes, "DEPTH", 2)
     target = Target(tiny(), character_tokenizer(), "tiny")
     kept: list[dict[str, Any]] = []
     result = Result(target.name, {}, {})
@@ -108,8 +110,8 @@ def test_texts_are_plain_decodings(measured: Any) -> None:
 
 
 def test_another_text_is_told() -> None:
-    contest = speed.Contest.__new__(speed.Contest)
-    greedy, cases = Regime(0.0, True), [speed.Case(prompt, [1], speed.SamplingParams()) for prompt in PROMPTS]
+    contest = Contest.__new__(Contest)
+    greedy, cases = Regime(0.0, True), [Case(prompt, [1], SamplingParams()) for prompt in PROMPTS]
     contest.cases, contest.settings = cases, Settings()
     wanted, other = Timing("talk", (1, 2), 1.0, 1, 1, 0.5), Timing("talk", (1, 3), 1.0, 1, 1, 0.5)
     contest.rounds = {("none", greedy): [[wanted, wanted]], ("beam", greedy): [[wanted, other], [other, other]]}
@@ -135,13 +137,13 @@ def test_passes_are_timed_by_rows_and_by_context(measured: Any) -> None:
 def test_what_a_pass_reads() -> None:
     model, tied = tiny(), tiny(tie_word_embeddings=True)
     embedding = 61 * 32 * 4
-    assert speed.weights_read(model) == sum(each.numel() for each in model.parameters()) * 4 - embedding
-    assert speed.weights_read(tied) == sum(each.numel() for each in tied.parameters()) * 4
+    assert passes.weights_read(model) == sum(each.numel() for each in model.parameters()) * 4 - embedding
+    assert passes.weights_read(tied) == sum(each.numel() for each in tied.parameters()) * 4
 
 
 def test_lengths_past_the_context_need_rotary_positions() -> None:
-    assert speed.usable_lengths(Target(tiny()), (64, 512)) == ([64, 512], [512])
-    assert speed.usable_lengths(Target(tiny("gpt2")), (64, 512)) == ([64], [])
+    assert passes.usable_lengths(Target(tiny()), (64, 512)) == ([64, 512], [512])
+    assert passes.usable_lengths(Target(tiny("gpt2")), (64, 512)) == ([64], [])
 
 
 def test_kernels_are_sorted_into_models_and_the_rest() -> None:
@@ -185,8 +187,8 @@ def test_ctrl_c_keeps_what_is_finished(folder: Path, tmp_path: Path, monkeypatch
             raise KeyboardInterrupt
         return own(*given)
 
-    own = speed.Contest._answer
-    monkeypatch.setattr(speed.Contest, "_answer", stop)
+    own = Contest._answer
+    monkeypatch.setattr(Contest, "_answer", stop)
     options = "--methods chain:depth=2 --limit 1 --max-new-tokens 4 --rounds 2 --lengths 16 --temperature 0 --no-hf"
     result = windfall("bench", "speed", "--target", folder, *options.split(), "--out", out)
     assert result.exit_code == 130 and "what is finished is kept" in result.stderr

@@ -21,8 +21,9 @@ from windfall.cli.session import ON_INTERRUPT
 from windfall.errors import InputError
 
 if TYPE_CHECKING:
+    from windfall.bench.contest import Settings
     from windfall.bench.methods import DrafterSpec, Method
-    from windfall.bench.speed import Result, Settings
+    from windfall.bench.speed import Result
     from windfall.bench.tasks import Prompt
     from windfall.target import Target
 
@@ -66,7 +67,7 @@ class SpeedOptions:
     seed: Annotated[int, _speed("--seed", "Same seed, same texts.")] = 0
 
     def settings(self, model: ModelOptions) -> Settings:
-        from windfall.bench.speed import LENGTHS, Settings
+        from windfall.bench.contest import LENGTHS, Settings
 
         return Settings(
             temperatures=_numbers(self.temperature, float, "--temperature", "0,1"),
@@ -101,14 +102,15 @@ def speed(
 ) -> None:
     """Time passes against the memory's limit, and methods against plain decoding and transformers."""
     from windfall import plotting
-    from windfall.bench import speed as measuring
+    from windfall.bench import speed_plot
     from windfall.bench.methods import DrafterSpec, parse_methods
     from windfall.bench.runner import read_profiles
+    from windfall.bench.speed import METHODS
     from windfall.bench.tasks import load_tasks
     from windfall.files import make_folder
     from windfall.options import split_settings
 
-    settings, methods = options.settings(model), parse_methods(options.methods or list(measuring.METHODS))
+    settings, methods = options.settings(model), parse_methods(options.methods or list(METHODS))
     drafter = DrafterSpec(model.drafter_name, split_settings(model.drafter_settings))
     drafter.check()
     if plot is not None:
@@ -131,7 +133,7 @@ def speed(
     told = result.as_dict()
     _write(result, out)
     if plot is not None and result.methods:
-        measuring.plot(told, plot)
+        speed_plot.plot(told, plot)
     if json:
         console.print_json(told, indent=2)
     else:
