@@ -3,9 +3,6 @@ and from tests/gpu at full size on a CUDA device."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,6 +17,7 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
+from interpreter import HALF, INTERPRETED, outside, passes_under_the_interpreter
 from windfall.drafters.base import sprout
 from windfall.kernels import add_norm, draw, rotate_and_store, silu_mul, top_children, tree_attention
 from windfall.records import Grow, SamplingParams
@@ -27,7 +25,6 @@ from windfall.sampling import Dice, gumbel, signed
 from windfall.tree import DraftTree
 
 SEED = 2**63 + 12345  # its int64 is negative
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED and find_spec("triton"):
     from triton.runtime import interpreter
 
@@ -40,17 +37,12 @@ if INTERPRETED and find_spec("triton"):
 
     interpreter._patch_lang_tensor = patched
 
-HALF = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter does not multiply or round in bf16
 both = pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@outside
 def test_under_the_interpreter() -> None:
-    """Triton reads the variable when it is imported, which may long have happened in this process."""
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__]
-    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
+    passes_under_the_interpreter(__file__)
 
 
 def random_tree(size: int, seed: int, width: int = 50) -> DraftTree:

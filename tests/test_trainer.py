@@ -14,6 +14,7 @@ from tiny import prompt, tiny
 from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.engine import Engine
 from windfall.errors import InputError
+from windfall.heads.loading import find_head
 from windfall.registry import drafter, policy
 from windfall.target import Target
 from windfall.train.objectives import objective
@@ -37,8 +38,10 @@ def texts(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_texts(tmp_path_factory.mktemp("texts"), target.model)
 
 
-def train(out: Path, texts: Path, target: Target, resume: bool = False, **changes: Any) -> list[Event]:
-    job = HeadJob(texts, out, settings=["steps=3"], resume=resume, shape={"vocabulary": 50})
+def train(
+    out: Path, texts: Path, target: Target, resume: bool = False, light: bool = False, **changes: Any
+) -> list[Event]:
+    job = HeadJob(texts, out, settings=["steps=3"], resume=resume, light=light, shape={"vocabulary": 50})
     job.check()
     return list(train_head(job, Recipe(**{**RECIPE, **changes}), target))
 
@@ -133,8 +136,8 @@ def test_a_training_is_resumed_as_it_was_begun(tmp_path: Path, texts: Path, targ
             HeadJob(texts, tmp_path, resume=True, **given).check()
     with pytest.raises(InputError, match="was trained with target"):
         train(tmp_path, texts, Target(tiny(seed=1)), resume=True, steps=2)
-    with pytest.raises(InputError, match="leave out --vocabulary"):
-        HeadJob(texts, tmp_path / "new", init="x", shape={"vocabulary": 50, "layers": 1}).check()
+    with pytest.raises(InputError, match="leave out --intermediate"):
+        HeadJob(texts, tmp_path / "new", init="x", shape={"intermediate": 50, "layers": 1}).check()
 
 
 def test_a_given_head_must_suit_the_method(tmp_path: Path, texts: Path, target: Target) -> None:
@@ -144,6 +147,20 @@ def test_a_given_head_must_suit_the_method(tmp_path: Path, texts: Path, target: 
     assert last.step == 2
     with pytest.raises(InputError, match="is a eagle3 head, which the drafter head takes, not medusa"):
         next(train_head(HeadJob(texts, tmp_path / "m", "medusa", init=best), Recipe(**RECIPE), target))
+
+
+def test_a_given_head_can_learn_to_draft_other_tokens(tmp_path: Path, texts: Path, target: Target) -> None:
+    train(tmp_path / "first", texts, target, steps=2, light=True)
+    best, recipe = str(tmp_path / "first" / BEST), Recipe(**RECIPE | {"steps": 2})
+    for _ in train_head(
+        HeadJob(texts, tmp_path / "on", init=best, light=True, shape={"vocabulary": 60}), recipe, target
+    ):
+        pass
+    first, on = (find_head(str(tmp_path / name / BEST), target) for name in ("first", "on"))
+    assert len(first.draft_tokens) == first.config.draft_vocab_size == 50
+    assert len(on.draft_tokens) == on.config.draft_vocab_size == 60
+    assert set(first.draft_tokens.tolist()) < set(on.draft_tokens.tolist())
+    torch.testing.assert_close(on.vocabulary, target.model.get_output_embeddings().weight[on.draft_tokens])
 
 
 def test_copies_of_the_targets_matrices_do_not_learn(tmp_path: Path, texts: Path, target: Target) -> None:

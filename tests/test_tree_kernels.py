@@ -4,16 +4,13 @@ second process under Triton's interpreter, and from tests/gpu on a CUDA device."
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import pytest
 import torch
 from torch import Tensor
 
+from interpreter import HALF, INTERPRETED, outside, passes_under_the_interpreter
 from windfall import verify
 from windfall.calibration import Calibrator
 from windfall.kernels import choose as choosing
@@ -28,19 +25,13 @@ from windfall.policies.base import best
 from windfall.policies.beam import Beam
 from windfall.tree import DraftTree
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HALF = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter does not round in bf16
 rules = pytest.mark.parametrize("rule", ["beam", "calibrated"])
 LENGTH = 37  # committed columns of the drafter
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@outside
 def test_under_the_interpreter() -> None:
-    """Triton reads the variable when it is imported, which may long have happened in this process."""
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__]
-    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
+    passes_under_the_interpreter(__file__)
 
 
 def empty_tree(capacity: int, deepest: int, device: str) -> TreeArrays:

@@ -216,30 +216,17 @@ def _write(result: Result, out: Path | None) -> None:
 
 @contextlib.contextmanager
 def _bars() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar for each part of the work, gone afterwards."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    """A bar for each part of the work, one after the other."""
+    from windfall.cli.bench import progress
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console.stderr(), transient=True, disable=not sys.stderr.isatty()) as bars:
-        tasks: dict[str, Any] = {}
+    shown: dict[str, Callable[[int, int], None]] = {}
+    with contextlib.ExitStack() as bars:
 
         def tell(part: str, done: int, total: int) -> None:
-            if part not in tasks:
-                tasks[part] = bars.add_task(part, total=total)
-            bars.update(tasks[part], completed=done)
+            if part not in shown:
+                bars.close()
+                shown[part] = bars.enter_context(progress(part))
+            shown[part](done, total)
 
         yield tell
 

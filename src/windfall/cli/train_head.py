@@ -28,7 +28,8 @@ def head(
         typer.Option("--light", help="Write the head without the target's embedding and vocabulary, for windfall."),
     ] = False,
     vocabulary: Annotated[
-        int | None, _shape("--vocabulary", "Draft only the tokens that the answers use most; none: all of them.", min=1)
+        int | None,
+        _shape("--vocabulary", "Draft only the tokens that the answers use most; none: all, or as --init.", min=1),
     ] = None,
     intermediate: Annotated[
         int | None, _shape("--intermediate", "Width of its feed-forward; none: the target's.", min=1)

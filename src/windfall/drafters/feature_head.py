@@ -38,11 +38,11 @@ class FeatureHeadDrafter(Drafter):
     )
 
     def attach(self, target: Target) -> None:
-        from windfall.heads.fitting import whole
+        from windfall.heads.fitting import drafting
         from windfall.heads.loading import find_head
 
         head = find_head(self.model, target, "head")
-        self.head: FeatureHead = whole(head, target) if self.whole else head
+        self.head: FeatureHead = drafting(head, target, None) if self.whole else head
 
     @property
     def taps(self) -> tuple[int, ...]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from windfall.errors import InputError
 from windfall.heads.base import FeatureHead
@@ -22,14 +25,15 @@ def fit(head: FeatureHead, target: Target) -> FeatureHead:
     return head
 
 
-def whole(head: FeatureHead, target: Target) -> FeatureHead:
-    """The same head, drafting from the target's whole vocabulary instead of a part of it."""
+def drafting(head: FeatureHead, target: Target, tokens: Tensor | None) -> FeatureHead:
+    """The same head, drafting from these tokens [Vd] of the target's; None: from all of them."""
     if head.lm_head is not None:
-        raise InputError("this head brings a vocabulary of its own and drafts from that; leave out whole")
-    if head.draft_tokens is None:
-        return head
+        raise InputError(
+            "this head brings a vocabulary of its own and drafts from that; leave out whole and --vocabulary"
+        )
     twin = copy.copy(head)  # shares all weights
-    twin.draft_tokens = None
+    twin.draft_tokens = tokens
+    twin.config = dataclasses.replace(head.config, draft_vocab_size=None if tokens is None else len(tokens))
     output = target.model.get_output_embeddings()
     twin.borrow(target.model.get_input_embeddings().weight, output.weight, getattr(output, "bias", None))
     return twin

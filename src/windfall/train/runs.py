@@ -13,6 +13,7 @@ import torch
 from windfall.errors import InputError
 from windfall.files import make_folder, replace_text
 from windfall.heads import formats
+from windfall.heads.fitting import drafting
 from windfall.heads.loading import find_head
 from windfall.heads.shipped import fingerprint
 from windfall.options import split_settings
@@ -44,6 +45,7 @@ class HeadJob:
         """Refuse what cannot work before anything is loaded."""
         self.objective()
         given = [name for name, value in self.shape.items() if value is not None and (name, value) != ("layers", 1)]
+        given = [name for name in given if name != "vocabulary"]  # a head can learn to draft other tokens
         if self.init is not None and given:
             raise InputError(f"the head that --init names has its own shape; leave out --{given[0]}")
         check_folder(self.out, self.words() if self.resume else None)
@@ -124,12 +126,13 @@ def train_head(job: HeadJob, recipe: Recipe, target: Target) -> Iterator[Event]:
 
 def starting_head(job: HeadJob, method: Any, target: Target, train: TokenData) -> Any:
     """A given head to go on with, or a new one of the asked shape."""
-    if job.init is not None:
-        return unborrowed(find_head(job.init, target, method.drafter), target).float().train()
-    shape = dict(job.shape)
-    if (wanted := shape.get("vocabulary")) is not None:
-        shape["vocabulary"] = commonest(token_counts(train), int(wanted), target)
-    return method.new_head(target, shape)
+    wanted = job.shape.get("vocabulary")
+    tokens = None if wanted is None else commonest(token_counts(train), int(wanted), target)
+    if job.init is None:
+        return method.new_head(target, {**job.shape, "vocabulary": tokens})
+    head = find_head(job.init, target, method.drafter)
+    head = head if tokens is None else drafting(head, target, tokens)
+    return unborrowed(head, target).float().train()
 
 
 def unborrowed(head: Any, target: Target) -> Any:
