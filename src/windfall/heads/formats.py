@@ -461,7 +461,7 @@ def write(
     saved = {name: tensor.detach().to("cpu", dtype).clone().contiguous() for name, tensor in tensors.items()}
     if format == "eagle3":
         saved = {_midlayer(name): tensor for name, tensor in saved.items()}
-    write_folder(Path(folder), config, {**saved, **_mapping(head, vocabulary)})
+    write_folder(Path(folder), config, {**saved, **_mapping(head, vocabulary, light)})
 
 
 def _tensors(head: FeatureHead, light: bool) -> dict[str, Tensor]:
@@ -481,13 +481,15 @@ def _tensors(head: FeatureHead, light: bool) -> dict[str, Tensor]:
     return tensors
 
 
-def _mapping(head: FeatureHead, vocabulary: int) -> dict[str, Tensor]:
+def _mapping(head: FeatureHead, vocabulary: int, light: bool) -> dict[str, Tensor]:
+    """Which tokens are drafted, as the public formats say it; a light head says it in half the bytes."""
     if head.draft_tokens is None:
         return {}
     tokens = head.draft_tokens.cpu().long()
     mask = torch.zeros(vocabulary, dtype=torch.bool)
     mask[tokens] = True
-    return {"d2t": tokens - torch.arange(len(tokens)), "t2d": mask}
+    offsets = tokens - torch.arange(len(tokens))
+    return {"d2t": offsets.int() if light else offsets, "t2d": mask}
 
 
 def _midlayer(name: str) -> str:
