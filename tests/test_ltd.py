@@ -31,7 +31,7 @@ from windfall.train.rl.backend import Outcome
 from windfall.train.rl.config import RECIPES, Config, make_config
 from windfall.train.rl.live import Live
 from windfall.train.rl.playing import Reward, Thinking, play, throughput
-from windfall.train.rl.recording import Recording, record
+from windfall.train.rl.recording import DTYPES, Recording, record
 from windfall.train.rl.replay import Replay, positions
 
 H200 = Costs.simple(0.06e-3, (1, 64, 240), (1.0e-3, 1.3e-3, 2.0e-3), 0.1e-3)
@@ -226,6 +226,15 @@ def test_recordings_are_kept_whole(tmp_path: Path) -> None:
     lacking.save(file)
     with pytest.raises(InputError, match="is no recording"):
         Recording.load(file)
+
+
+def test_long_recordings_are_read_to_the_end() -> None:
+    """Their paths are more nodes than a short integer counts."""
+    nodes = {"tokens": [5, 6, 7], "parents": [0, 0, 1], "logq": [0.0, -1.0, -2.0], "entropy": [0.5, 0.5, np.nan]}
+    places = {"sizes": [3], "lengths": [9], "rooms": [9], "texts": [0], "path": [1, 2], "steps": [2]}
+    arrays = {name: np.tile(np.array(own, DTYPES[name]), 20_000) for name, own in (nodes | places).items()}
+    *_, last = Recording(recorded().about, arrays).trees()
+    assert last.path.tolist() == [1, 2] and last.score.tolist() == [0, -1, -3]
 
 
 # ---- environments

@@ -69,7 +69,7 @@ class Recording:
         """Text by text, in the order of positions."""
         found, node, step = self.arrays, 0, 0
         ends = _positions_left(found["texts"])
-        for place, (size, steps) in enumerate(zip(found["sizes"], found["steps"], strict=True)):
+        for place, (size, steps) in enumerate(zip(found["sizes"].tolist(), found["steps"].tolist(), strict=True)):
             own = slice(node, node + size)
             parents = found["parents"][own].astype(np.int64)
             score, depth = _accumulate(parents, found["logq"][own])
