@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from windfall import registry
 from windfall.bench.methods import DrafterSpec, parse_method, parse_methods, parse_policies
+from windfall.policies.ltd import SHIPPED
 from windfall.records import InputError
 
 
@@ -32,6 +36,22 @@ def test_a_model_that_drafts_is_named_without_its_folders() -> None:
     assert method.drafter is not None and method.drafter.name == "/models/small"
     assert method.label == "small/chain:depth=3"
     assert parse_method("org/small/chain").label == "org/small/chain"
+
+
+def test_a_preset_file_is_a_method(tmp_path: Path) -> None:
+    file = tmp_path / "tuned.json"
+    file.write_text(json.dumps({"policy": "beam", "settings": {"depth": 5, "k": 3}}))
+    methods = parse_methods([f"{file},{file}:k=2"])
+    assert [method.label for method in methods] == ["none", "tuned.json", "tuned.json:k=2"]
+    assert methods[1].make() == registry.policy("beam", depth=5, k=3) and methods[1].policy == "beam"
+    assert methods[2].make() == registry.policy("beam", depth=5, k=2)
+    with pytest.raises(InputError, match=r"cannot read '/nowhere/tuned\.json'"):
+        parse_method("/nowhere/tuned.json")
+
+
+def test_no_folder_of_mine_is_in_a_label() -> None:
+    method = parse_method(f"ltd:path={SHIPPED.resolve()}")
+    assert "/" not in method.label.replace("src/windfall/weights/ltd", "") and method.make()
 
 
 def test_all_is_every_policy() -> None:

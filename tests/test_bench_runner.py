@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from test_cli import character_tokenizer
@@ -24,7 +26,7 @@ from windfall.bench.tasks import Prompt
 from windfall.cli import app
 from windfall.cost import Costs
 from windfall.engine import Engine
-from windfall.records import InputError
+from windfall.records import InputError, Launch
 from windfall.target import Target
 
 PROMPTS = [
@@ -367,6 +369,54 @@ def test_costs_come_from_a_file(target: Target, whole: Path, tmp_path: Path) -> 
         bench(target, tmp_path / "run", "self/auto")
 
 
+def test_recorded_passes_have_room_for_the_longest_conversation(target: Target, tmp_path: Path) -> None:
+    """Buffers do not grow in the middle of a run, and the texts are those of the ordinary path."""
+    few, asked = "chain:depth=3,self/beam:depth=3:k=3:nodes=8", PROMPTS[:2]
+    bench(target, tmp_path / "plain", few, asked)
+    bench(target, tmp_path / "graphs", few, asked, graphs=True)
+    texts = [
+        {key: [turn["digest"] for turn in row["turns"]] for key, row in untimed(tmp_path / name).items()}
+        for name in ("plain", "graphs")
+    ]
+    assert texts[0] == texts[1] and len(texts[0]) == 3 * 2 * 2
+    settings = Settings(("none",), ("mine",), max_new_tokens=3000, graphs=True)
+    (plain,) = runner.assemble(parse_methods(["none"]), target, DrafterSpec("ngram"), True, launch=Launch(True))
+    before = plain.engine.resident.judge.capacity if plain.engine.resident else 0
+    roomy = Target(tiny(max_position_embeddings=16384), target.tokenizer, "long")
+    runner.make_room([plain.engine], roomy, PROMPTS, settings)
+    assert plain.engine.resident is not None and plain.engine.resident.judge.capacity > max(before, 6000)
+
+
+def test_memory_is_measured_with_each_method_alone(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Pretended(Target):
+        device = property(lambda self: torch.device("cuda"))
+
+    pretended = copy.copy(target)
+    pretended.__class__ = Pretended
+    engines: list[str] = []
+    for name in ("reset_peak_memory_stats", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1000 + len(engines))
+    decode = Engine.decode
+
+    def watched(self: Engine, *given: Any) -> Any:
+        engines.append(type(self.drafter).__name__)
+        return decode(self, *given)
+
+    monkeypatch.setattr(Engine, "decode", watched)
+    methods = parse_methods(["chain:depth=3,self/beam:depth=3:k=3:nodes=8"])
+    contenders = runner.assemble(methods, target, DrafterSpec("ngram"), True)
+    part = runner.Part("some", ("chain:depth=3",), ("talk",), (0.0,), memory=True)
+    settings = Settings(tuple(m.label for m in methods), ("mine",), max_new_tokens=4, parts=(part,))
+    peaks = runner.weigh(contenders, PROMPTS, pretended, DrafterSpec("ngram"), settings, False, Launch())
+    weights = sum(weight.nbytes for weight in target.model.parameters())
+    assert peaks == {"none": weights + 1, "chain:depth=3": weights + 2} and engines == ["NoDrafter", "NGramDrafter"]
+    assert not runner.weigh(contenders, PROMPTS, target, DrafterSpec("ngram"), settings, False, Launch())
+
+
 def test_drafters_of_the_same_name_are_not_mixed_up(target: Target) -> None:
     methods = parse_methods(["chain,/one/ngram/chain"])
     with pytest.raises(InputError, match="two different drafters would be called 'ngram'"):
@@ -468,6 +518,50 @@ def test_a_suite_with_own_tasks(model: Path, prompts: Path, tmp_path: Path) -> N
     assert done.exit_code == 0, done.output
     settings = json.loads((tmp_path / "o" / "run.json").read_text())["settings"]
     assert settings["suite"] == "smoke" and settings["max_new_tokens"] == 16 and settings["tasks"] == ["short.jsonl"]
+
+
+def test_several_suites_at_once(model: Path, tmp_path: Path) -> None:
+    """Each suite has its own methods, tasks and temperatures; what they share is run once."""
+    for name in ("mt_bench", "gsm8k", "other"):
+        rows = [{"id": f"{name}{n}", "turns": [f"{name} {n}"]} for n in range(2)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    files = ",".join(str(tmp_path / f"{name}.jsonl") for name in ("mt_bench", "gsm8k", "other"))
+    where = ("--target", model, "--tasks", files, "--limit", 1, "--out", tmp_path / "out", "--drafter", "self")
+    short = ("--max-new-tokens", 4, "--repeats", 1, "--warm-up", 0)
+    done = windfall("bench", "run", "--suite", "talon-t3,gt-t4,ltd-t9", *where, *short)
+    assert done.exit_code == 0, done.output
+    made = results.load(tmp_path / "out")
+    held = {(r.method, r.task, r.temperature) for r in made.records}
+    assert held == {
+        *((m, task, 1.0) for m in ("none", *SUITES["talon-t3"].methods) for task in ("mt_bench", "gsm8k")),
+        *((m, "mt_bench", 0.0) for m in ("none", *SUITES["gt-t4"].methods, "ltd")),
+        *((m, "gsm8k", 0.0) for m in ("none", "ltd")),
+    }
+    assert not results.differences(made) and made.settings["suite"] == "talon-t3,gt-t4,ltd-t9"
+    again = windfall("bench", "run", "--suite", "talon-t3,gt-t4,ltd-t9", *where, *short, "--resume")
+    assert again.exit_code == 0 and len(results.load(tmp_path / "out").records) == len(made.records)
+    refused = windfall("bench", "run", "--suite", "gt-t4,dynatree-t1", *where)
+    assert refused.exit_code == 2 and "differ in ignore_eos" in refused.stderr
+
+
+def test_methods_beside_suites_take_their_place(model: Path, prompts: Path, tmp_path: Path) -> None:
+    where = ("--target", model, "--tasks", prompts, "--out", tmp_path / "out", "--methods", "chain:depth=2", *SHORT)
+    assert windfall("bench", "run", "--suite", "salf-t2,talon-t3", *where).exit_code == 0
+    made = results.load(tmp_path / "out")
+    assert made.methods == ["none", "chain:depth=2"] and made.temperatures == [0.0, 1.0]
+    assert {part["suite"] for part in made.settings["parts"]} == {"salf-t2", "talon-t3"}
+
+
+def test_methods_are_added_to_suites(model: Path, prompts: Path, tmp_path: Path) -> None:
+    where = ("--target", model, "--tasks", prompts, "--out", tmp_path / "out", "--drafter", "self", "--limit", 1)
+    done = windfall("bench", "run", "--suite", "salf-t3,ltd-t9", "--methods", "+chain:depth=2,+none", *where, *SHORT)
+    assert done.exit_code == 0, done.output
+    made = results.load(tmp_path / "out")
+    assert made.methods == ["none", "optimal", "ltd", "chain:depth=2"]
+    assert [part["methods"] for part in made.settings["parts"]] == [
+        ["none", "optimal", "chain:depth=2"],
+        ["none", "ltd", "chain:depth=2"],
+    ]
 
 
 def test_another_text_is_a_failure(model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from windfall.bench import tasks
-from windfall.bench.tasks import HUB, Prompt, builtin, load_tasks, read_file, spread
+from windfall.bench.tasks import HUB, Prompt, builtin, in_turns, load_tasks, read_file, spread
 from windfall.records import InputError
 
 
@@ -89,6 +89,13 @@ def test_a_limit_counts_for_every_task(tmp_path: Path) -> None:
     file.write_text("\n".join(map(json.dumps, rows)))
     chosen = load_tasks([str(file), "builtin"], limit=2)
     assert Counter(prompt.task for prompt in chosen) == {"p": 2, "q": 2, "builtin": 2}
+
+
+def test_tasks_take_turns() -> None:
+    prompts = [
+        Prompt(task, "", str(place), ("x",)) for task, count in (("a", 3), ("b", 1), ("c", 2)) for place in range(count)
+    ]
+    assert [prompt.task + prompt.id for prompt in in_turns(prompts)] == ["a0", "b0", "c0", "a1", "c1", "a2"]
 
 
 # ---- the hub

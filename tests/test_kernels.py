@@ -19,7 +19,8 @@ from transformers.models.llama.modeling_llama import (
 
 from interpreter import HALF, INTERPRETED, outside, passes_under_the_interpreter
 from windfall.drafters.base import sprout
-from windfall.kernels import add_norm, draw, rotate_and_store, silu_mul, top_children, tree_attention
+from windfall.kernels import add_norm, draw, path_attention, rotate_and_store, silu_mul, top_children, tree_attention
+from windfall.kernels.attention import lineage
 from windfall.records import Grow, SamplingParams
 from windfall.sampling import Dice, gumbel, signed
 from windfall.tree import DraftTree
@@ -104,6 +105,65 @@ def check_chain(n: int, width: int, length: int, capacity: int, dtype: torch.dty
         behind = torch.tensor([length + row], device=device)
         alone = tree_attention(queries[row : row + 1], keys, values, behind, chain[:1, :1])
         assert_same(alone[0], made[row], 2e-6 if dtype == torch.float32 else 1e-2)
+
+
+def check_paths(
+    n: int, heads: int, shared: int, width: int, length: int, capacity: int, dtype: torch.dtype, device: str = "cpu"
+) -> None:
+    """Rows of a tree give what attention gives, and to the bit what they give where their path is a text of its own:
+    in a larger cache, with their ancestors committed or staged elsewhere, beside other rows, alone."""
+    torch.manual_seed(n + length)
+    queries = torch.randn(n, heads, width, device=device).to(dtype)
+    keys, values = make_cache(shared, capacity, width, length + n, dtype, device)
+    tree = random_tree(n, seed=n)
+    mask, depth = tree.mask().to(device), tree.depth.to(device)
+    given = torch.tensor([length], device=device)
+    made = path_attention(queries, keys, values, given, length + depth + 1, lineage(mask, depth))
+    close = 2e-6 if dtype == torch.float32 else 1e-2
+    wanted = tree_attention(queries.double(), keys.double(), values.double(), given, mask)
+    torch.testing.assert_close(made.double(), wanted, atol=close, rtol=close)
+    assert depth.max() >= 3
+    for row in {0, n // 2, n - 1, int(depth.argmax())} if device == "cuda" else {int(depth.argmax())}:
+        path = tree.mask()[row].nonzero()[:, 0].to(device)
+        text = torch.cat([torch.arange(length, device=device), length + path])
+        for staged, above, beside, room in ((1, 0, 0, 0), (1, 3, 2, 256), (min(3, len(path)), 2, 1, 1024)):
+            own = alone(queries[row], keys, values, text, staged, above, beside, capacity + room)
+            assert torch.equal(own, made[row]), (row, staged, above, beside)
+
+
+def alone(
+    query: Tensor, keys: Tensor, values: Tensor, text: Tensor, staged: int, above: int, beside: int, capacity: int
+) -> Tensor:
+    """The last row of a text whose last `staged` rows are a chain that lies, backwards, `above` rows behind the
+    committed ones; so many rows are `beside` it."""
+    shared, width, length = keys.shape[0], keys.shape[2], len(text) - staged
+    moved = make_cache(shared, capacity, width, length + above + staged, keys.dtype, str(keys.device))
+    slots = above + torch.arange(staged, device=keys.device).flip(0)  # of the chain, by depth
+    for goal, source in zip(moved, (keys, values), strict=True):
+        goal[:, :length], goal[:, length + slots] = source[:, text[:length]], source[:, text[length:]]
+    queries = torch.randn(beside + 1, *query.shape, device=query.device).to(query.dtype)
+    queries[beside] = query
+    reach = torch.randint(length + 1, (beside + 1,), device=keys.device)
+    reach[beside] = len(text)
+    lines = slots.int().expand(beside + 1, -1)
+    return path_attention(queries, *moved, torch.tensor([length], device=keys.device), reach, lines)[beside]
+
+
+@both
+@pytest.mark.parametrize(
+    ("n", "heads", "shared", "width", "length", "capacity"),
+    [(12, 6, 2, 24, 0, 96), (7, 3, 1, 16, 61, 130)]
+    + [(7, 3, 1, 16, length, 520) for length in (252, 253, 254, 255, 256, 257, 509)],
+)
+def test_paths(n: int, heads: int, shared: int, width: int, length: int, capacity: int, dtype: torch.dtype) -> None:
+    check_paths(n, heads, shared, width, length, capacity, dtype)
+
+
+def test_a_row_that_sees_nothing_gives_zeros() -> None:
+    keys, values = make_cache(2, 600, 16, 0, torch.float32, "cpu")
+    none, queries = torch.zeros(3, dtype=torch.long), torch.randn(3, 4, 16)
+    made = path_attention(queries, keys, values, torch.tensor([500]), none, torch.zeros(3, 3, dtype=torch.int32))
+    assert torch.equal(made, torch.zeros(3, 4, 16))
 
 
 @both

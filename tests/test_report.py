@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from bench_records import METHODS, TASKS, write_run
 from tiny import prompt, tiny
 from windfall import loading
-from windfall.bench import papers, report, results
+from windfall.bench import papers, report, report_results, results
 from windfall.cli import app
 from windfall.records import InputError
 
@@ -149,7 +149,7 @@ def test_markdown_shows_existing_figures(folder: Path, tmp_path: Path) -> None:
     assert "| salf | " in text and "made-up machine" in text
     target, shares = tmp_path / "docs" / "results.md", list[float]()
     small = write_run(tmp_path / "run", FEW, {"a": "b"}, (0.0,), texts=2, repeats=1)
-    report.results_page([small], target, shares.append)
+    report_results.write([small], target, None, shares.append)
     assert shares[-1] == 1
     figures = re.findall(r"!\[[^\]]*\]\(([^)]*)\)", target.read_text("utf-8"))
     assert figures and all((target.parent / figure).is_file() for figure in figures)
@@ -224,7 +224,7 @@ def test_what_cannot_be_reported_is_refused_in_one_line(tmp_path: Path) -> None:
     (place / "run.json").write_text("{", "utf-8")
     assert "damaged" in refusal(place)
     assert ".html or a .md" in refusal(place, "--out", "page.pdf")
-    assert "one folder" in refusal(place, place)
+    assert "several folders" in refusal(place, place)
 
 
 def test_an_unfinished_run_says_what_was_not_compared(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -41,6 +42,17 @@ def test_select_keeps_the_paths(tree: DraftTree, data: st.DataObject) -> None:
     part.check()
     for place, node in enumerate(keep.tolist()):
         assert part.tokens[part.path(place)].tolist() == tree.tokens[tree.path(node)].tolist()
+
+
+def test_a_tree_never_changes() -> None:
+    tree = build([0, 0, 1])
+    before = [array.copy() for array in tree.arrays]
+    more = tree.measure(torch.tensor([1]), torch.tensor([0.5])).extend(
+        torch.tensor([3]), torch.tensor([9]), torch.tensor([-1.0]), torch.tensor([0])
+    )
+    assert all(np.array_equal(old, now, equal_nan=True) for old, now in zip(before, tree.arrays, strict=True))
+    assert float(more.entropy[1]) == 0.5 and more.path(4) == [0, 1, 3, 4] and float(more.score[4]) == -2.0
+    assert [getattr(more, name).tolist()[:4] for name in ("tokens", "depth")] == [[100, 1, 2, 3], [0, 1, 1, 2]]
 
 
 def test_select_refuses_an_orphan() -> None:

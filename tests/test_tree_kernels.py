@@ -27,6 +27,7 @@ from windfall.tree import DraftTree
 
 rules = pytest.mark.parametrize("rule", ["beam", "calibrated"])
 LENGTH = 37  # committed columns of the drafter
+SIDE = 260  # of masks whose first rows are used
 
 
 @outside
@@ -232,7 +233,7 @@ def check_choice(tree: TreeArrays, host: Host, rows: int, levels: int | None, de
     size = len(wanted)
 
     long = [torch.full((rows + 2,), 9, device=device) for _ in range(4)]
-    mask = torch.ones(130, 130, dtype=torch.bool, device=device)
+    mask = torch.ones(SIDE, SIDE, dtype=torch.bool, device=device)
     count = torch.zeros(1, dtype=torch.long, device=device)
     at = None if levels is None else torch.tensor([levels], device=device)
     choose(tree, rows, *long, mask[:rows, :rows], count, at)
@@ -257,6 +258,7 @@ def check_choice(tree: TreeArrays, host: Host, rows: int, levels: int | None, de
         ((1, 5, 5), 3, 3, 128, False),  # a frontier wider than what the root has; a last pass that does not fit
         ((1, 10, 10), 6, 9, 60, True),  # two blocks of `line`
         ((1, 3, 3, 3), 2, 2, 9, True),  # nothing below the second level: an exhausted frontier
+        ((1, 8, 8, 8, 8), 8, 5, 241, False),
         ((1, 1, 1), 1, 3, 1, False),
     ],
 )
@@ -295,13 +297,13 @@ def check_settling(size: int, rows: int, steps: int, seed: int, drafter: bool, d
     verdict = verify.walk(wanted, draws.tolist().__getitem__)
     path, count = verdict.path.tolist(), len(verdict.path)
     steps = max(steps, count)
-    (tokens, parents), mask = torch.zeros(2, 130, dtype=torch.long), torch.zeros(130, 130, dtype=torch.bool)
+    (tokens, parents), mask = torch.zeros(2, SIDE, dtype=torch.long), torch.zeros(SIDE, SIDE, dtype=torch.bool)
     tokens[:size], parents[:size], mask[:size, :size] = wanted.tokens, wanted.parents.clamp(min=0), wanted.mask()
     mask[:, 0] = True  # what padding sees does not matter
 
     def arrays() -> tuple[list[Tensor | None], TreeArrays]:
         given = [draws, tokens, parents, mask[:rows, :rows], torch.tensor([size]), torch.tensor([LENGTH])]
-        sizes = (130, 1, 1, steps, steps, steps, 1, 21, 1, 4)
+        sizes = (SIDE, 1, 1, steps, steps, steps, 1, 21, 1, 4)
         made: list[Tensor | None] = [x.to(device) for x in (*given, *(torch.full((n,), 9) for n in sizes))]
         made[3] = mask.to(device)[:rows, :rows]
         if not drafter:
@@ -320,7 +322,7 @@ def check_settling(size: int, rows: int, steps: int, seed: int, drafter: bool, d
     (*_, walked, accepted, bonus, source, goal, pending, waiting, expanded, staged, figures) = (
         None if x is None else x.tolist() for x in made
     )
-    assert walked == path + [-1] * (130 - count) and accepted == [count] and bonus == [verdict.bonus]
+    assert walked == path + [-1] * (SIDE - count) and accepted == [count] and bonus == [verdict.bonus]
     assert source == [LENGTH + (path[i] if i < count else i) for i in range(steps)]
     assert goal == list(range(LENGTH, LENGTH + steps)) and figures == [7, size, count, verdict.bonus]
     if drafter:
@@ -331,7 +333,8 @@ def check_settling(size: int, rows: int, steps: int, seed: int, drafter: bool, d
 
 
 @pytest.mark.parametrize(
-    ("size", "rows", "steps", "drafter"), [(1, 1, 1, False), (1, 4, 6, True), (30, 30, 5, True), (50, 64, 9, True)]
+    ("size", "rows", "steps", "drafter"),
+    [(1, 1, 1, False), (1, 4, 6, True), (30, 30, 5, True), (50, 64, 9, True), (230, 241, 9, True)],
 )
 def test_settling(size: int, rows: int, steps: int, drafter: bool) -> None:
     for seed in range(2 if INTERPRETED else 6):

@@ -44,6 +44,21 @@ def test_the_grid_is_every_depth_with_every_size(tmp_path: Path) -> None:
     assert len(speeds.asked) == 99 and {result.settings["depth"] for result in found[:11]} == {7}
 
 
+def test_a_grid_of_given_values() -> None:
+    values = tune.parse_values(["depth=6,8", "nodes=40,60,80"])
+    chosen = tune.candidates("beam", "grid", (), 0, 0, {"k": "4"}, values)
+    assert len(chosen) == 6 and chosen[0] == {"depth": 6, "nodes": 40} and chosen[-1] == {"depth": 8, "nodes": 80}
+    assert tune.parse_values(["th=0.5,1", "history=none"]) == {"th": (0.5, 1), "history": ("none",)}
+    for message, how in (
+        ("write values as NAME=A,B,C", lambda: tune.parse_values(["depth"])),
+        ("--search grid", lambda: tune.candidates("beam", "halving", (), 4, 0, {}, values)),
+        ("both stay as it is", lambda: tune.candidates("beam", "grid", (), 0, 0, {"depth": "6"}, values)),
+        ("has no option 'width'", lambda: tune.candidates("beam", "grid", (), 0, 0, {}, {"width": (1, 2)})),
+    ):
+        with pytest.raises(InputError, match=message):
+            how()
+
+
 @pytest.mark.parametrize(("candidates", "prompts"), [(16, 8), (5, 3), (2, 1), (7, 100)])
 def test_halving_ends_with_every_prompt(candidates: int, prompts: int) -> None:
     rounds = list(tune.plan(candidates, prompts))

@@ -59,11 +59,20 @@ class Calibrator:
         # ^ by the parent's depth, its chance, bad or good, the child's rank
         self._good = [[0.5] * 3 for _ in range(DEPTHS)]  # how often it is good
         self.gain = 1.0  # tokens per second, as a multiple of plain decoding's, lately
+        self.version = 0  # of all the above, but for kappa
+
+    def chances(self, tree: DraftTree) -> Floats:
+        """`accept` for the many nodes of a whole tree, [N - 1]."""
+        logq, depth, rank = (x[1:] for x in (tree.arrays.logq, tree.arrays.depth, tree.arrays.rank))
+        own, corrections = self.weights[0], self.weights[1:]
+        scores = own * _odds(logq) + corrections[np.minimum(depth, DEPTHS) - 1]
+        return _sigmoid(scores + corrections[DEPTHS + np.minimum(rank, RANKS - 1)])
 
     def accept(self, tree: DraftTree, start: int = 1) -> list[float]:
         """Each node's chance to be accepted if its parent is, from node `start` on."""
         slope, *corrections = self.weights.tolist()
-        nodes = zip(*(x[start:].tolist() for x in (tree.logq, tree.depth, tree.rank)), strict=True)
+        known = tree.arrays
+        nodes = zip(*(x[start:].tolist() for x in (known.logq, known.depth, known.rank)), strict=True)
         scores = (
             slope * _log_odds(logq) + corrections[min(depth, DEPTHS) - 1] + corrections[DEPTHS + min(rank, RANKS - 1)]
             for logq, depth, rank in nodes
@@ -88,6 +97,7 @@ class Calibrator:
 
     def foresee(self, depth: int, chance: float, children: Sequence[float]) -> None:
         """Learn the outlook from children that were just drafted (none of them: an empty list)."""
+        self.version += 1
         seen = [*children[:CHILDREN], *[0.0] * (CHILDREN - len(children))]
         depth, bucket = min(depth, DEPTHS - 1), bisect_left(BUCKETS, chance)
         moods = self._outlook[depth][bucket]
@@ -99,6 +109,7 @@ class Calibrator:
         """Learn how much faster than plain decoding (one token in `plain` seconds) the cycles are."""
         self.gain += 0.02 * seconds / plain * (tokens * plain / seconds - self.gain)
         self.gain = max(self.gain, 1.0)
+        self.version += 1
 
     def observe(self, step: Step) -> None:
         """Learn from a cycle: every verified node whose parent was accepted was either accepted or not."""
@@ -125,9 +136,11 @@ class Calibrator:
         self._evidence = faded + (features * (chance * (1 - chance))[:, None]).T @ features
         self.weights = self.weights + np.linalg.solve(self._prior + self._evidence, features.T @ (accepted - chance))
         self.observed += len(accepted)
+        self.version += 1
 
     def relax(self) -> None:
         """Nothing was verified: drift back to the prior, so that one bad stretch does not end drafting for good."""
+        self.version += 1
         self._evidence *= RELAX
         self.weights *= RELAX
         self.weights[0] += 1 - RELAX
@@ -147,7 +160,7 @@ class Calibrator:
     @staticmethod
     def _features(logq: Floats, depth: Floats, rank: Floats) -> Floats:
         features = np.zeros((len(logq), 1 + DEPTHS + RANKS))
-        features[:, 0] = [_log_odds(each) for each in logq.tolist()]
+        features[:, 0] = _odds(logq)
         rows = np.arange(len(logq))
         features[rows, 1 + np.minimum(depth, DEPTHS) - 1] = 1
         features[rows, 1 + DEPTHS + np.minimum(rank, RANKS - 1)] = 1
@@ -190,7 +203,7 @@ def judged(step: Step) -> tuple[NDArray[np.int64], Floats]:
     """The verified nodes whose parents were accepted, and 1.0 for those that were accepted too."""
     on_path = np.zeros(len(step.tree), dtype=bool)
     on_path[step.path.numpy()] = True
-    nodes = np.flatnonzero(on_path[step.tree.parents.numpy()[1:]]) + 1
+    nodes = np.flatnonzero(on_path[step.tree.arrays.parents[1:]]) + 1
     return nodes, on_path[nodes].astype(float)
 
 
@@ -230,8 +243,15 @@ def _log_odds(logq: float) -> float:
     return max(-SURE, min(SURE, logq - math.log(-math.expm1(min(logq, -1e-6)))))
 
 
+def _odds(logq: NDArray[Any]) -> Floats:
+    """The same of many."""
+    exact = logq.astype(float)
+    odds: Floats = exact - np.log(-np.expm1(np.minimum(exact, -1e-6)))
+    return np.maximum(np.minimum(odds, SURE), -SURE)
+
+
 def _sigmoid(x: Floats) -> Floats:
-    odds: Floats = np.exp(np.clip(x, -30, 30))
+    odds: Floats = np.exp(np.maximum(np.minimum(x, 30), -30))
     return np.divide(odds, 1 + odds)
 
 

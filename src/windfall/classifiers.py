@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,24 +26,33 @@ Floats = NDArray[np.float32]
 SHIPPED = Path(__file__).parent / "weights" / "classifiers"
 TOP = 10  # probabilities shown; fewer are filled up with zeros
 SCALE = 10.0  # a depth is shown as a share of this
+HALF = np.float32(0.5)
 
 
 # ---- what they are shown
 
 
 def disco_inputs(tree: DraftTree, level: int) -> Floats:
+    """`disco_shown` for a level of this tree."""
+    return disco_shown(tree.score[tree.depth == level].numpy(), _entropy(tree, _leader(tree, level - 1)), level)
+
+
+def disco_shown(scores: Floats, entropy: float, level: int) -> Floats:
     """[TOP + 2] the path probabilities of a level's likeliest nodes, the drafter's entropy before them, the depth."""
-    scores = tree.score[tree.depth == level]
-    return np.array([*_highest(scores), _entropy(tree, _leader(tree, level - 1)), level / SCALE], dtype=np.float32)
+    return _shown(scores, entropy, level / SCALE)
 
 
 def specdecpp_inputs(tree: DraftTree, level: int) -> Floats:
+    """`specdecpp_shown` for a level of this tree."""
+    leader = _leader(tree, level - 1)
+    children = tree.logq[tree.parents == leader].numpy()
+    return specdecpp_shown(children, float(tree.score[leader]), _entropy(tree, leader), level)
+
+
+def specdecpp_shown(logq: Floats, score: float, entropy: float, level: int) -> Floats:
     """[TOP + 3] what stands in for the drafter's state before a level: after the likeliest node that was expanded, the
     probabilities of its children and their entropy; that node's own path probability; the depth."""
-    leader = _leader(tree, level - 1)
-    children = tree.logq[tree.parents == leader]
-    own = float(tree.score[leader].exp())
-    return np.array([*_highest(children), _entropy(tree, leader), own, level / SCALE], dtype=np.float32)
+    return _shown(logq, entropy, math.exp(score), level / SCALE)
 
 
 def c2t_inputs(tree: DraftTree, nodes: torch.Tensor, entropy: bool) -> Floats:
@@ -53,10 +63,13 @@ def c2t_inputs(tree: DraftTree, nodes: torch.Tensor, entropy: bool) -> Floats:
     return torch.stack(columns, 1).numpy().astype(np.float32)
 
 
-def _highest(scores: torch.Tensor) -> list[float]:
-    """[TOP] probabilities from the highest down."""
-    found: list[float] = scores.topk(min(TOP, len(scores))).values.exp().tolist()
-    return found + [0.0] * (TOP - len(found))
+def _shown(scores: Floats, *more: float) -> Floats:
+    """[TOP + n] the highest of these as probabilities, from the highest down, and some numbers."""
+    shown = np.zeros(TOP + len(more), dtype=np.float32)
+    highest = np.sort(scores)[: -TOP - 1 : -1]
+    np.exp(highest, out=shown[: len(highest)])
+    shown[TOP:] = more
+    return shown
 
 
 def _leader(tree: DraftTree, level: int) -> int:
@@ -76,8 +89,12 @@ def relu(x: Floats) -> Floats:
     return np.maximum(x, np.float32(0))  # type: ignore[no-any-return]
 
 
+def sigmoid(x: Floats) -> Floats:
+    return HALF + HALF * np.tanh(HALF * x)  # type: ignore[no-any-return]  # exp would overflow
+
+
 def silu(x: Floats) -> Floats:
-    return x / (1 + np.exp(-np.clip(x, -60, 60)))  # type: ignore[no-any-return]
+    return x * sigmoid(x)
 
 
 class Kind(NamedTuple):
@@ -139,7 +156,7 @@ class Classifier:
         score = hidden @ own["output"] + own["output_bias"][0]
         if "skip" in own:
             score = score + inputs @ own["skip"]
-        return 1 / (1 + np.exp(-np.clip(score, -60, 60)))  # type: ignore[no-any-return]
+        return sigmoid(score)
 
     @property
     def entropy(self) -> bool:

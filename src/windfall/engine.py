@@ -149,9 +149,8 @@ class Engine:
         if self._made is None:
             from windfall.resident.loop import Resident
 
-            self._made = (None, "graphs are off")
-            if self.graphs:
-                self._made = Resident.of(self.target, self.drafter, self.launch)
+            none = (None, "graphs are off")
+            self._made = Resident.of(self.target, self.drafter, self.launch) if self.graphs else none
         return self._made[0]
 
     @property
@@ -202,13 +201,19 @@ class Engine:
         clock.lap("policy")
 
         scores = target.score(trees)
-        draws = [s.sampler.draws(t, score.logits, s.tokens) for s, t, score in zip(live, trees, scores, strict=True)]
+        draws = [s.draws(tree, score) for s, tree, score in zip(live, trees, scores, strict=True)]
         verdicts = [walk(tree, draw) for tree, draw in zip(trees, draws, strict=True)]
         target.commit([verdict.path for verdict in verdicts])
         clock.lap("verify")
 
-        paths = [keep[verdict.path] for keep, verdict in zip(kept, verdicts, strict=True)]  # as nodes of `drafted`
-        states = [s.hidden[v.path] for s, v in zip(scores, verdicts, strict=True) if s.hidden is not None]
+        paths = [  # as nodes of `drafted`
+            torch.from_numpy(keep.numpy()[verdict.path.numpy()]) for keep, verdict in zip(kept, verdicts, strict=True)
+        ]
+        states = [
+            target.states(score.hidden, verdict.path)
+            for score, verdict in zip(scores, verdicts, strict=True)
+            if score.hidden is not None
+        ]
         drafter.commit(drafted, paths, [verdict.bonus for verdict in verdicts], states or None)
         clock.lap("draft")
 
@@ -305,11 +310,11 @@ class Growth:
             return None
         self._expanded.update(nodes)
         self.passes += 1
-        return grow._replace(nodes=torch.tensor(nodes))
+        return grow if len(nodes) == grow.nodes.numel() else grow._replace(nodes=torch.tensor(nodes))
 
     def _possible(self, tree: DraftTree, grow: Grow) -> list[int]:
         deepest = self.context.room - 2  # a child at depth room - 1 and the target's own token fill the room
-        nodes, depths = grow.nodes.tolist(), tree.depth[grow.nodes].tolist()
+        nodes, depths = grow.nodes.tolist(), tree.arrays.depth[grow.nodes.numpy()].tolist()
         return [n for n, depth in zip(nodes, depths, strict=True) if depth <= deepest and n not in self._expanded]
 
 

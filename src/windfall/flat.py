@@ -1,7 +1,13 @@
 """Where rows and draft passes are cheap, as on a GPU, the best tree per second has a simple form: a pass must be worth
-its fee and a row its price. `auto` follows it there, and resident/plans.py has the device follow it."""
+its fee and a row its price. `auto` follows it there, and resident/plans.py has the device follow it.
+
+There a decision costs as much as half a pass if the device waits for it. So it is made a pass ahead: while pass n+1
+runs, what pass n brought says whether pass n+2 will pay, and nobody waits.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,11 +19,13 @@ from windfall.tree import DraftTree
 
 PASSES = 12  # draft passes at the most
 WIDTH = 8  # nodes of a pass
-LEAST = 2  # passes before anybody asks
-ROWS = (1, 4, 8, 16, 24, 32, 48, 64)  # sizes of verify passes
+LEAST = 1  # passes before anybody looks
+ROWS = (1, 4, 8, 16, 24, 32, 48, 64, 96)  # sizes of verify passes
 STEEP = 2.0  # a pass over the most rows may cost so many times one row's
 CHEAP = 0.12  # and a draft pass so much of it
-FORESEE = 4  # cycles between two lessons about what children to expect
+NEAR = 64  # tokens: texts whose lengths differ by less cost the same
+EVERY = 4  # cycles between two lessons
+FAMILIES = 16  # of children that a lesson is about, at the most
 
 
 def is_flat(costs: Costs, length: int) -> bool:
@@ -29,17 +37,34 @@ def is_flat(costs: Costs, length: int) -> bool:
 
 def prices(ctx: Context) -> tuple[float, float]:
     """The fee of a draft pass and the price of a row, in tokens that the same time would earn elsewhere."""
-    costs, length = ctx.costs, ctx.length
+    costs, length = ctx.costs, ctx.length // NEAR * NEAR
     one, most = costs.verify(1, length), costs.verify(ROWS[-1], length)
     rate = ctx.calibrator.gain / (one + costs.overhead)
     return costs.draft(WIDTH) * rate, max(most - one, 0.0) / (ROWS[-1] - 1) * rate
 
 
-def rows(worth: int, most: int) -> int:
-    """Rows of the verify pass, where so many nodes are worth one: the next size up, which costs the same."""
+def rows(worth: int, passes: int, most: int) -> int:
+    """Rows of the verify pass, where so many nodes were worth one before the last of the draft passes, which brings
+    about as many as each of the others: the next size up, which costs the same."""
     if not worth:
         return 1
-    return min(next((size for size in ROWS if size > worth), ROWS[-1]), most)
+    return min(next((size for size in ROWS if size > worth * passes / max(passes - 1, 1)), ROWS[-1]), most)
+
+
+def pays(now: float, before: float, fee: float) -> bool:
+    """Whether the pass after the next is worth its fee, where the next is expected to earn `now` and the last was
+    expected to earn `before`: what passes earn shrinks about evenly."""
+    return now * min(now / max(before, 1e-9), 1.0) > fee
+
+
+def earned(means: Sequence[float], reach: float, price: float) -> float:
+    """By expanding a node with this chance to be accepted, if its children's chances are these."""
+    return sum(max(reach * mean - price, 0.0) for mean in means)
+
+
+def first(calibrator: Calibrator, price: float) -> float:
+    """What a cycle's first pass is expected to earn."""
+    return earned(calibrator.means()[0][int(np.searchsorted(BUCKETS, 1.0))], 1.0, price)
 
 
 class Rule:
@@ -50,7 +75,12 @@ class Rule:
         self.calibrator = ctx.calibrator
         self.chance, self.reach = [1.0], [1.0]
         self.taken = {0}
-        self.passes = 0
+        self.earnings: list[float] = []  # expected of the pass that follows, after 0, 1, … passes
+        self.worths: list[int] = []  # how many nodes were worth a row, likewise
+
+    @property
+    def passes(self) -> int:
+        return max(len(self.earnings) - 1, 0)
 
     def learn(self, tree: DraftTree) -> None:
         """Take in the nodes drafted last."""
@@ -69,38 +99,65 @@ class Rule:
         nodes = [n for n in range(len(self.reach)) if n not in self.taken and depth[n] < PASSES and self.reach[n] > 0]
         return sorted(nodes, key=lambda node: (-self.reach[node], node))[:WIDTH]
 
-    def gain(self, tree: DraftTree, nodes: list[int]) -> float:
-        """What expanding these nodes earns, its fee paid, if their children are what children usually are."""
-        means, depth = self.calibrator.means(), tree.depth.tolist()
-        earned = 0.0
+    def look(self, tree: DraftTree, nodes: list[int]) -> None:
+        """Note what is to be expected of a pass over these nodes, and how much there is to verify."""
+        self.earnings.append(self._earned(tree, nodes))
+        self.worths.append(sum(reach > self.price for reach in self.reach[1:]))
+
+    def _earned(self, tree: DraftTree, nodes: list[int]) -> float:
+        """By expanding these nodes, if their children are what children usually are."""
+        means, depth, total = self.calibrator.means(), tree.depth.tolist(), 0.0
         for node in nodes:
             bucket = int(np.searchsorted(BUCKETS, self.chance[node]))
-            for mean in means[min(depth[node], DEPTHS - 1)][bucket]:
-                earned += max(self.reach[node] * mean - self.price, 0.0)
-        return earned - self.fee
+            total += earned(means[min(depth[node], DEPTHS - 1)][bucket], self.reach[node], self.price)
+        return total
+
+    def goes_on(self) -> bool:
+        """Whether another pass follows, by what was known a pass ago."""
+        seen = self.passes - 1  # passes of which the outcome is known
+        if seen < LEAST:
+            return True
+        return seen + 1 < PASSES and pays(self.earnings[seen], self.earnings[seen - 1], self.fee)
 
     @property
     def worth(self) -> int:
-        """How many nodes are worth a row."""
-        return sum(reach > self.price for reach in self.reach[1:])
+        """How many nodes were worth a row a pass ago."""
+        return self.worths[-2] if len(self.worths) > 1 else 0
 
 
-def learn(step: Step, ctx: Context, foresee: bool) -> None:
-    """Learn from a cycle what drafting earns and, now and then, what children to expect."""
-    calibrator, costs = ctx.calibrator, ctx.costs
-    if step.seconds.total > 0:
-        calibrator.pace(len(step.tokens), step.seconds.total, costs.verify(1, ctx.length) + costs.overhead)
-    if foresee and len(step.drafted) > 1:
-        _foresee(step.drafted, calibrator)
+class Lessons:
+    """What cycles teach, taken in every few of them: only then is the device told, and the host has other work."""
+
+    def __init__(self) -> None:
+        self._cycles = self._tokens = 0
+        self._seconds = 0.0
+
+    def learn(self, step: Step, ctx: Context) -> None:
+        """Learn from a cycle what drafting earns and what children to expect."""
+        self._cycles += 1
+        self._tokens += len(step.tokens)
+        self._seconds += step.seconds.total
+        if self._cycles % EVERY:
+            return
+        calibrator, costs = ctx.calibrator, ctx.costs
+        if self._seconds > 0:
+            calibrator.pace(self._tokens, self._seconds, costs.verify(1, ctx.length) + costs.overhead)
+        self._tokens, self._seconds = 0, 0.0
+        if len(step.drafted) > 1:
+            foresee(step.drafted, calibrator, self._cycles // EVERY)
 
 
-def _foresee(tree: DraftTree, calibrator: Calibrator) -> None:
-    """Teach the calibrator what children this tree's nodes turned out to have."""
-    chances = [1.0, *calibrator.accept(tree)]
-    children: dict[int, list[float]] = {}
-    for node, parent in enumerate(tree.parents.tolist()[1:], 1):
-        children.setdefault(parent, []).append(chances[node])
-    depth = tree.depth.tolist()
-    for parent, own in children.items():
-        scale = max(sum(own), 1.0)
-        calibrator.foresee(depth[parent], chances[parent], [chance / scale for chance in own])
+def foresee(tree: DraftTree, calibrator: Calibrator, turn: int) -> None:
+    """Teach the calibrator what children some of this tree's nodes turned out to have; others in the next turn."""
+    chances, parents = calibrator.chances(tree), tree.arrays.parents[1:]
+    sums = np.bincount(parents, chances, len(tree))
+    shares = chances / np.maximum(sums[parents], 1.0)
+    order = np.argsort(parents, kind="stable")
+    ends = np.flatnonzero(np.diff(parents[order], append=-1)) + 1  # of each family
+    starts, depth = np.concatenate(([0], ends[:-1])), tree.arrays.depth
+    stride = -(-len(ends) // FAMILIES)
+    for family in range(turn % stride, len(ends), stride):
+        own = order[starts[family] : ends[family]]
+        parent = int(parents[own[0]])
+        chance = 1.0 if parent == 0 else float(chances[parent - 1])
+        calibrator.foresee(int(depth[parent]), chance, shares[own].tolist())

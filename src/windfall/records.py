@@ -73,7 +73,8 @@ class Launch:
 
     graphs: bool | None = None  # recorded as CUDA graphs; None: where there is a GPU
     compiled: bool = False  # torch.compile makes the forward, where it is not fused by hand
-    exact: bool = False  # every pass has as many rows, so that in half precision, too, rounding is plain decoding's
+    exact: bool = False  # a row depends on its own text alone: in half precision, too, it is plain decoding's
+    plans: bool = True  # policies that can be are followed on the device; else all decide on the host
 
 
 class Grow(NamedTuple):
@@ -96,6 +97,7 @@ class Scores(NamedTuple):
 
     logits: Tensor  # [N, V]
     hidden: Tensor | None  # [N, taps * H], where a drafter asked for hidden states
+    draws: list[int] | None = None  # [N] the target's next token after each node, where it was drawn with the pass
 
 
 class Split(NamedTuple):

@@ -112,7 +112,7 @@ def preset(name: str, /, **settings: Any) -> Any:
     """A policy with published settings by name, e.g. `preset("eagle-2")`, or with those in a JSON file that
     `windfall tune` wrote; settings given here come on top."""
     if name.endswith(".json"):
-        chosen, published = _read_preset(name)
+        chosen, published = read_preset(name)
     elif name in PRESETS:
         chosen, published, _ = PRESETS[name]
     else:
@@ -120,7 +120,8 @@ def preset(name: str, /, **settings: Any) -> Any:
     return policy(chosen, **published | settings)
 
 
-def _read_preset(file: str) -> tuple[str, dict[str, Any]]:
+def read_preset(file: str) -> tuple[str, dict[str, Any]]:
+    """Policy and settings of a file that `windfall tune` wrote."""
     try:
         given = json.loads(Path(file).read_text("utf-8"))
         return str(given["policy"]), dict(given["settings"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from windfall.calibration import Calibrator
@@ -9,7 +11,7 @@ from windfall.context import Context
 from windfall.cost import Costs
 from windfall.detokenizer import Detokenizer
 from windfall.policies.base import TreePolicy
-from windfall.records import SamplingParams, Verdict
+from windfall.records import SamplingParams, Scores, Verdict
 from windfall.sampling import Dice, Sampler
 from windfall.target import Target
 from windfall.tree import DraftTree
@@ -42,10 +44,16 @@ class Sequence:
         room = self.end - len(self.tokens)
         return Context(len(self.tokens), room, self.params.temperature, costs, calibrator)
 
+    def draws(self, tree: DraftTree, scores: Scores) -> Callable[[int], int]:
+        """A function: node → the target's own token after it."""
+        if scores.draws is not None:
+            return scores.draws.__getitem__
+        return self.sampler.draws(tree, scores.logits, self.tokens)
+
     def accept(self, tree: DraftTree, verdict: Verdict) -> tuple[tuple[int, ...], str]:
         """Append the target's tokens up to the first that ends the text; returns those taken, and their text."""
         before = len(self.tokens)
-        for token in [*tree.tokens[verdict.path[1:]].tolist(), verdict.bonus]:
+        for token in [*tree.arrays.tokens[verdict.path.numpy()[1:]].tolist(), verdict.bonus]:
             self.tokens.append(token)
             self.finish = self._ending(token)
             if self.finish:

@@ -47,7 +47,7 @@ class Shape:
     def places(self, tree: DraftTree) -> list[int]:
         """The place of every drafted node, -1 where the shape has none."""
         places = [0]
-        for parent, rank in zip(tree.parents[1:].tolist(), tree.rank[1:].tolist(), strict=True):
+        for parent, rank in zip(tree.arrays.parents[1:].tolist(), tree.arrays.rank[1:].tolist(), strict=True):
             places.append(self.child.get((places[parent], rank), -1))
         return places
 
@@ -60,7 +60,7 @@ class StaticTreePolicy(TreePolicy):
         raise NotImplementedError
 
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
-        shape, level = self.layout(ctx), int(tree.depth[-1])
+        shape, level = self.layout(ctx), int(tree.arrays.depth[-1])
         if level >= len(shape.levels):
             return None
         inner = shape.levels[level]

@@ -76,6 +76,10 @@ class Target:
         """Keep the rows of these nodes of the trees last scored."""
         self.decoder.commit([path.tolist() for path in paths])
 
+    def states(self, hidden: Tensor, path: Tensor) -> Tensor:
+        """Of a score's hidden states [N, taps * H], those of a committed path."""
+        return hidden[path]
+
     def retain(self, keep: list[int]) -> None:
         """Go on with these sequences only."""
         self.decoder.retain(keep)

@@ -2,76 +2,131 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+Integers = NDArray[np.int64]
+Floats = NDArray[np.float32]
+Flags = NDArray[np.bool_]
 
-@dataclass(frozen=True, slots=True)
+
+class Arrays(NamedTuple):
+    """What a tree is made of."""
+
+    tokens: Integers  # [N]
+    parents: Integers  # [N], parents[0] == -1
+    logq: Floats  # [N], draft log-probability given the parent
+    score: Floats  # [N], the sum of logq from the root
+    depth: Integers  # [N], root 0
+    rank: Integers  # [N], place among its siblings, 0 the likeliest
+    entropy: Floats  # [N], nats, of the drafter's distribution after this node; NaN where nobody asked for it
+
+
+class View:
+    """One of a tree's arrays as a tensor, made when it is first asked for."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._place = Arrays._fields.index(name)
+
+    def __get__(self, tree: DraftTree, owner: type) -> Tensor:
+        found = tree.views[self._place]
+        if found is None:
+            found = tree.views[self._place] = torch.from_numpy(tree.arrays[self._place])
+        return found
+
+
 class DraftTree:
-    """Node 0 is the last committed token; parents come before their children. Lives on the host."""
+    """Node 0 is the last committed token; parents come before their children. Lives on the host and never changes.
 
-    tokens: Tensor  # [N] long
-    parents: Tensor  # [N] long, parents[0] == -1
-    logq: Tensor  # [N] fp32, draft log-probability given the parent
-    score: Tensor  # [N] fp32, the sum of logq from the root
-    depth: Tensor  # [N] long, root 0
-    rank: Tensor  # [N] long, place among its siblings, 0 the likeliest
-    entropy: Tensor  # [N] fp32, nats, of the drafter's distribution after this node; NaN where nobody asked for it
+    Inside it is numpy, whose operations on a few nodes take a fraction of torch's time; `arrays` is for those who count
+    microseconds.
+    """
+
+    __slots__ = ("arrays", "views")
+
+    tokens, parents, logq, score, depth, rank, entropy = View(), View(), View(), View(), View(), View(), View()
+
+    def __init__(
+        self, tokens: Tensor, parents: Tensor, logq: Tensor, score: Tensor, depth: Tensor, rank: Tensor, entropy: Tensor
+    ):
+        given = (tokens, parents, logq, score, depth, rank, entropy)
+        self.arrays = Arrays(*(each.numpy() for each in given))
+        self.views: list[Tensor | None] = list(given)
+
+    @classmethod
+    def of(cls, arrays: Arrays) -> DraftTree:
+        made = cls.__new__(cls)
+        made.arrays, made.views = arrays, [None] * len(arrays)
+        return made
 
     @classmethod
     def root(cls, token: int) -> DraftTree:
-        zero = torch.zeros(1, dtype=torch.long)
-        unknown = torch.full((1,), torch.nan)
-        return cls(torch.tensor([token]), zero - 1, torch.zeros(1), torch.zeros(1), zero, zero, unknown)
+        zero, nothing = np.zeros(1, np.int64), np.zeros(1, np.float32)
+        return cls.of(Arrays(zero + token, zero - 1, nothing, nothing, zero, zero, nothing + np.float32(np.nan)))
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.arrays[0])
 
     def extend(self, parents: Tensor, tokens: Tensor, logq: Tensor, rank: Tensor) -> DraftTree:
         """Append children of nodes already here; `rank` is each child's place among its siblings."""
-        logq = logq.float()
-        return DraftTree(
-            torch.cat([self.tokens, tokens]),
-            torch.cat([self.parents, parents]),
-            torch.cat([self.logq, logq]),
-            torch.cat([self.score, self.score[parents] + logq]),
-            torch.cat([self.depth, self.depth[parents] + 1]),
-            torch.cat([self.rank, rank]),
-            torch.cat([self.entropy, torch.full((len(tokens),), torch.nan)]),
+        return self.append(parents.numpy(), tokens.numpy(), logq.float().numpy(), rank.numpy())
+
+    def append(self, parents: Integers, tokens: Integers, logq: Floats, rank: Integers) -> DraftTree:
+        """`extend` in numpy."""
+        known, unknown = self.arrays, np.full(len(tokens), np.nan, np.float32)
+        return DraftTree.of(
+            Arrays(
+                np.concatenate((known.tokens, tokens)),
+                np.concatenate((known.parents, parents)),
+                np.concatenate((known.logq, logq)),
+                np.concatenate((known.score, known.score[parents] + logq)),
+                np.concatenate((known.depth, known.depth[parents] + 1)),
+                np.concatenate((known.rank, rank)),
+                np.concatenate((known.entropy, unknown)),
+            )
         )
 
     def measure(self, nodes: Tensor, entropy: Tensor) -> DraftTree:
         """The same tree with the drafter's uncertainty after these nodes noted."""
-        return replace(self, entropy=self.entropy.index_copy(0, nodes, entropy.float()))
+        noted = self.arrays.entropy.copy()
+        noted[nodes.numpy()] = entropy.numpy()
+        return DraftTree.of(self.arrays._replace(entropy=noted))
 
     def select(self, keep: Tensor) -> DraftTree:
         """The sub-tree of these nodes (ascending indices, root kept, closed under parents), order preserved."""
-        kept = keep.tolist()
-        assert kept == sorted(set(kept)), "nodes are kept in their order"
+        kept, known = keep.numpy(), self.arrays
+        assert bool((kept[1:] > kept[:-1]).all()), "nodes are kept in their order"
         if len(kept) == len(self):
             return self
-        place, above = {node: i for i, node in enumerate(kept)} | {-1: -1}, self.parents.tolist()
-        parents = [place.get(above[node], -2) for node in kept]
-        assert kept[0] == 0 and min(parents[1:], default=0) >= 0, "a kept node's parent must be kept"
-        arrays = (self.logq, self.score, self.depth, self.rank, self.entropy)
-        return DraftTree(self.tokens[keep], torch.tensor(parents), *(array[keep] for array in arrays))
+        place = np.full(len(self), -1)
+        place[kept] = np.arange(len(kept))
+        parents = place[known.parents[kept]]
+        parents[:1] = -1
+        assert kept[0] == 0 and bool((parents[1:] >= 0).all()), "a kept node's parent must be kept"
+        return DraftTree.of(Arrays(*(array[kept] for array in known))._replace(parents=parents))
 
     def mask(self) -> Tensor:
         """[N, N] bool: row i is True at i and at i's ancestors."""
-        mask = torch.eye(len(self), dtype=torch.bool)
-        ancestors, rows = self.parents[1:], torch.arange(1, len(self))
-        while len(rows):
-            mask[rows, ancestors] = True
-            ancestors = self.parents[ancestors]
-            rows, ancestors = rows[ancestors >= 0], ancestors[ancestors >= 0]
+        return torch.from_numpy(self.ancestry())
+
+    def ancestry(self) -> Flags:
+        """`mask` in numpy."""
+        size, parents = len(self), self.arrays.parents.clip(0)
+        mask = np.eye(size, dtype=bool)
+        cells, rows, above = mask.reshape(-1), np.arange(0, size * size, size), parents  # the root is its own parent
+        for _ in range(int(self.arrays.depth.max())):
+            cells[rows + above] = True
+            above = parents[above]
         return mask
 
     def path(self, node: int) -> list[int]:
         """The nodes from the root to this one."""
-        path = [node]
-        while (node := int(self.parents[node])) >= 0:
+        parents, path = self.arrays.parents, [node]
+        while (node := int(parents[node])) >= 0:
             path.append(node)
         return path[::-1]
 

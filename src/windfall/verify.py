@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,13 +26,14 @@ def walk(tree: DraftTree, draw: Callable[[int], int]) -> Verdict:
     `draw(node)` is the target's next token after that node; only visited nodes are asked, in order. Greedy decoding is
     the case where the draw is the argmax.
     """
-    edges = zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
+    known = tree.arrays
+    edges = zip(known.parents.tolist(), known.tokens.tolist(), strict=True)
     child = {edge: node for node, edge in enumerate(edges)}
     path, node, token = [0], 0, draw(0)
     while (node := child.get((node, token), -1)) > 0:
         path.append(node)
         token = draw(node)
-    return Verdict(torch.tensor(path), token)
+    return Verdict(torch.from_numpy(np.array(path)), token)
 
 
 def rejection(tree: DraftTree, target: Tensor, draft: Tensor, choose: Choose, replacement: bool) -> Verdict:

@@ -51,7 +51,7 @@ def test_cpu_and_gpu_write_the_same_text(target: Target) -> None:
         assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("policy", ["beam", "salf"])
+@pytest.mark.parametrize("policy", ["beam", "ltd", "svip", "salf"])
 def test_recording_goes_on_after_growth_and_measuring(policy: str) -> None:
     """What was dropped with the old buffers leaves nothing behind that a new recording trips over."""
     made = Engine(Target(tiny(max_position_embeddings=8192).cuda()), LMDrafter(), registry.policy(policy))
@@ -61,7 +61,7 @@ def test_recording_goes_on_after_growth_and_measuring(policy: str) -> None:
     recorder, before = resident.judge.recorder, resident.judge.capacity
     made.generate(prompt(3000), max_new_tokens=24, eos=())
     assert resident.judge.capacity > before and recorder.graphs
-    costs(resident, lengths=(64, 512), rounds=1)
+    costs(resident, lengths=(64, 512))
     assert made.generate(prompt(), max_new_tokens=24, eos=()).token_ids == wanted
     assert recorder.graphs and recorder.enabled and not recorder.failures
 

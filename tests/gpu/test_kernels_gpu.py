@@ -11,6 +11,7 @@ from test_kernels import (
     check_chain,
     check_draw,
     check_norm,
+    check_paths,
     check_rotation,
     check_top,
     make_cache,
@@ -28,7 +29,7 @@ pytestmark = [
 
 @both
 @pytest.mark.parametrize(("heads", "shared", "width"), [(9, 3, 64), (32, 8, 128), (8, 1, 128), (4, 4, 80)])
-@pytest.mark.parametrize("n", [1, 2, 10, 64, 128])
+@pytest.mark.parametrize("n", [1, 2, 10, 64, 128, 241])
 @pytest.mark.parametrize(("length", "capacity"), [(5, 256), (200, 512), (1000, 4096), (5000, 8192)])
 def test_attention(n: int, heads: int, shared: int, width: int, length: int, capacity: int, dtype: torch.dtype) -> None:
     check_attention(n, heads, shared, width, length, capacity, dtype, "cuda")
@@ -39,6 +40,16 @@ def test_attention(n: int, heads: int, shared: int, width: int, length: int, cap
 @pytest.mark.parametrize(("length", "capacity"), [(120, 256), (1020, 2048), (8190, 16_384)])
 def test_a_chain_is_decoding_step_by_step(width: int, length: int, capacity: int, dtype: torch.dtype) -> None:
     check_chain(12, width, length, capacity, dtype, "cuda")
+
+
+@both
+@pytest.mark.parametrize(("heads", "shared", "width"), [(9, 3, 64), (32, 8, 128), (8, 1, 128), (4, 4, 80)])
+@pytest.mark.parametrize("n", [12, 64, 200])
+@pytest.mark.parametrize(
+    ("length", "capacity"), [(0, 256), (61, 512), (250, 1024), (255, 1024), (510, 2048), (1021, 4096), (5000, 8192)]
+)
+def test_paths(n: int, heads: int, shared: int, width: int, length: int, capacity: int, dtype: torch.dtype) -> None:
+    check_paths(n, heads, shared, width, length, capacity, dtype, "cuda")
 
 
 @both

@@ -1,7 +1,7 @@
 """What is compared: a method is a policy with settings, and perhaps a drafter of its own, written in one word.
 
-`beam:depth=4:k=4`, a preset such as `eagle-2`, `self:skip=3+5/beam`: drafter, slash, policy; settings follow after
-colons, and a plus stands for a comma inside a value.
+`beam:depth=4:k=4`, a preset such as `eagle-2` or a file that `windfall tune` wrote, `self:skip=3+5/beam`: drafter,
+slash, policy; settings follow after colons, and a plus stands for a comma inside a value.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 PLAIN = "none"
 EVERY = "all"
+TUNED = ".json"  # how the name of a preset file ends
 
 
 @dataclass(frozen=True)
@@ -113,10 +114,14 @@ def parse_method(item: str) -> Method:
     drafter, shaper = _split(item)
     name, given = _settings(shaper)
     policy, settings = name, dict[str, Any](given)
-    if name not in registry.policies() and name in registry.presets():
+    if name.endswith(TUNED):
+        policy, found = registry.read_preset(name)
+        settings = {**found, **given}
+    elif name not in registry.policies() and name in registry.presets():
         policy, published, _ = registry.PRESETS[name]
         settings = {**published, **given}
-    method = Method(shaper if drafter is None else f"{drafter.label}/{shaper}", policy, settings, drafter)
+    told = shorten(shaper)
+    method = Method(told if drafter is None else f"{drafter.label}/{told}", policy, settings, drafter)
     method.make()
     if drafter is not None:
         drafter.check()
@@ -135,6 +140,8 @@ def _split(item: str) -> tuple[DrafterSpec | None, str]:
     """Drafter, and policy or preset with settings, which begins behind the first slash that a known name follows."""
     from windfall import registry
 
+    if item.partition(":")[0].endswith(TUNED):
+        return None, item
     known = {*registry.policies(), *registry.presets()}
     starts = [*(place + 1 for place, character in enumerate(item) if character == "/"), 0]
     start = next((start for start in starts if item[start:].partition(":")[0] in known), None)

@@ -92,6 +92,13 @@ TASKS = {  # our tasks, without case and punctuation
     "specbenchrag": "RAG",
     "wikitext2": "WikiText-2",
     "pg19": "PG-19",
+    "books": "PG-19",  # both are old books
+    "qa": "QA",
+    "sum": "CNN/DM",
+    "summarization": "CNN/DM",
+    "mathreasoning": "GSM8K",
+    "translation": "translation",
+    "rag": "RAG",
 }
 MEAN = "mean"  # the paper's own mean over its tasks
 

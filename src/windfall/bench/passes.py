@@ -158,7 +158,7 @@ def measure_passes(
 def usable_lengths(target: Target, lengths: Sequence[int]) -> tuple[list[int], list[int]]:
     """The context lengths that passes can be timed behind, and those of them that the model was not made for."""
     context = target.context
-    inside = [n for n in lengths if context is None or n + MOST <= context]
+    inside = [n for n in lengths if context is None or n + MANY <= context]
     rotary = getattr(target.decoder.config, "rope_parameters", None) is not None and steady(target.decoder.config)
     beyond = [n for n in lengths if n not in inside] if rotary else []
     return sorted({*inside, *beyond}), beyond

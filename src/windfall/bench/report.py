@@ -6,14 +6,13 @@ from __future__ import annotations
 import csv
 import io
 import math
-import os
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from windfall.bench import papers, results
+from windfall.bench import beside, papers, results
 from windfall.bench.report_figures import drawings
 from windfall.bench.report_parts import Report, Section, Table
 from windfall.bench.results import ALL, PLAIN, Estimate, Row, Run
@@ -22,6 +21,7 @@ from windfall.records import InputError
 
 DASH = "–"
 NOTHING = 0.01  # draft passes per target pass, below which a method decodes plainly
+MANY = 40  # methods, which are counted then and not named
 ROUGH = 10  # prompts, below which an interval over them says little
 
 
@@ -33,12 +33,12 @@ def make(folder: Path) -> Report:
     rows = results.summary(run)
     return Report(
         title=f"Benchmark: {folder.resolve().name}",
-        summary=[_setting(run), *_winners(run, rows), *_caution(rows), _sameness(run)],
+        summary=[_setting(run), *_winners(run, rows), *_caution(run, rows), _sameness(run)],
         facts=_facts(run, rows),
-        sections=[*_sections(run, rows), beside_papers(run, rows)],
+        sections=[*_sections(run, rows), *(beside.sections([run]) or [beside_papers(run, rows)])],
         trees=[(file.stem, file.read_text("utf-8")) for file in sorted((folder / "trees").glob("*.svg"))],
-        commands=_commands(run, folder),
-        about=[*_flat(run.settings), *_flat(run.provenance)],
+        commands=commands(run, folder),
+        about=provenance_lines(run),
     )
 
 
@@ -61,7 +61,7 @@ def _setting(run: Run) -> str:
     more = f", {repeats} times each" if repeats > 1 else ""
     return (
         f"The model {_target(run)} answered {prompts} prompts ({_list(run.tasks)}){more}, at temperature {heats}, with "
-        f"{_list(run.methods)}. Plain decoding wrote {tokens:,} tokens of text. {_machine(run)}."
+        f"{_few(run.methods, 'methods', MANY)}. Plain decoding wrote {tokens:,} tokens of text. {_machine(run)}."
     )
 
 
@@ -82,6 +82,8 @@ def _machine(run: Run) -> str:
 
 
 def _winners(run: Run, rows: list[Row]) -> list[str]:
+    if run.settings.get("parts"):
+        return []
     return [sentence for heat in run.temperatures for sentence in _winner(_ranked(rows, _whole(run), heat), heat)]
 
 
@@ -110,9 +112,16 @@ def _winner(rows: list[Row], heat: float) -> list[str]:
     return [told]
 
 
-def _caution(rows: list[Row]) -> list[str]:
+def _caution(run: Run, rows: list[Row]) -> list[str]:
     few = max(row.prompts for row in rows)
-    return [f"Only {few} prompts: the intervals are rough, and small differences mean nothing."] if few < ROUGH else []
+    told = [f"Only {few} prompts: the intervals are rough, and small differences mean nothing."] if few < ROUGH else []
+    return [APART, *told] if run.settings.get("parts") else told
+
+
+APART = (
+    "Several suites ran at once, and a method answered the tasks of those it is in: figures over all tasks are of "
+    "different tasks, and what can be compared is the rows of one paper's table."
+)
 
 
 def _times(gain: Estimate) -> str:
@@ -280,8 +289,8 @@ def _published(row: Row, tasks: Sequence[str]) -> list[tuple[str, list[str]]]:
     return lines
 
 
-def _few(names: list[str], what: str) -> str:
-    return _list(names) if len(names) < 3 else f"{len(names)} {what}"
+def _few(names: list[str], what: str, many: int = 3) -> str:
+    return _list(names) if len(names) < many else f"{len(names)} {what}"
 
 
 def _range(values: Sequence[float | None]) -> str:
@@ -295,10 +304,19 @@ def _range(values: Sequence[float | None]) -> str:
 # ---- the rest of the page
 
 
-def _commands(run: Run, folder: Path) -> list[str]:
+def provenance_lines(run: Run, short: bool = False) -> list[tuple[str, str]]:
+    """Settings and provenance as lines of name and text; what the tables or the command say too can be left out."""
+    settings = {name: value for name, value in run.settings.items() if name != "parts"}
+    told = {name: value for name, value in run.provenance.items() if not (short and name == "command")}
+    if short:
+        settings.pop("methods", None)
+    return [*_flat(settings), *_flat(told)]
+
+
+def commands(run: Run, folder: Path) -> list[str]:
     found = run.provenance.get("command") or run.provenance.get("commands") or []
-    commands = [found] if isinstance(found, str) else list(found)
-    return [*commands, f"windfall report {shlex.quote(folder.resolve().name)}"]
+    given = [found] if isinstance(found, str) else list(found)
+    return [*given, f"windfall report {shlex.quote(folder.resolve().name)}"]
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
@@ -343,15 +361,20 @@ def markdown(report: Report, figures: str | None = None, level: int = 1) -> str:
                 f"![{drawing.title}]({figures}/{drawing.name}.svg)\n\n*{drawing.title}. {drawing.caption}*"
                 for drawing in section.drawings
             ]
-    commands = "\n".join(report.commands)
+    told = "\n".join(report.commands)
     about = "\n".join(f"| {name} | {_escape(value)} |" for name, value in report.about)
-    parts += [f"{head}# Commands", f"```\n{commands}\n```", f"{head}# Settings and provenance"]
+    parts += [f"{head}# Commands", f"```\n{told}\n```", f"{head}# Settings and provenance"]
     return "\n\n".join([*parts, f"| | |\n|---|---|\n{about}"]) + "\n"
 
 
 def _pipes(table: Table) -> str:
-    lines = [table.columns, ["---"] * len(table.columns), *table.rows]
+    lines = [table.columns, ["---"] * len(table.columns), *(_marked(row, n, table) for n, row in enumerate(table.rows))]
     return "\n".join("| " + " | ".join(map(_escape, line)) + " |" for line in lines)
+
+
+def _marked(row: list[str], place: int, table: Table) -> list[str]:
+    """With the cells in bold that are to stand out."""
+    return [f"**{cell}**" if (place, column) in table.best else cell for column, cell in enumerate(row)]
 
 
 def _escape(text: str) -> str:
@@ -418,38 +441,6 @@ def draw(report: Report, folder: Path, tell: Callable[[float], None] = lambda sh
         found[drawing.name] = figures.as_element(file.read_text("utf-8"), drawing.name)
         tell(done / len(drawings))
     return found
-
-
-def results_page(folders: Sequence[Path], file: Path, tell: Callable[[float], None] = lambda share: None) -> None:
-    """A page of the docs from several runs: each one's summary, tables and figures, the papers' beside them."""
-    from windfall import plotting
-
-    parts = ["# Results", PREFACE] + ([] if folders else [NO_RUN])
-    for done, folder in enumerate(folders):
-        report = make(folder)
-        plotting.check(folder / "figure.svg")
-        draw(report, folder / "figures", _part(tell, done, len(folders)))
-        place = _relative(folder / "figures", file.parent)
-        parts.append(markdown(report, place, level=2).strip())
-    make_folder(file.parent)
-    replace_text(file, "\n\n".join(parts) + "\n")
-
-
-def _part(tell: Callable[[float], None], place: int, count: int) -> Callable[[float], None]:
-    return lambda share: tell((place + share) / count)
-
-
-PREFACE = (
-    "Every figure on this page comes from the records of a run, kept with its settings, versions and machine; the "
-    "command under each run repeats it, and `windfall report` makes the page."
-)
-
-
-NO_RUN = "No run is here yet. `windfall bench run --out DIR` makes one, `windfall report DIR --out FILE.md` this page."
-
-
-def _relative(folder: Path, start: Path) -> str:
-    return Path(os.path.relpath(folder.resolve(), start.resolve())).as_posix()
 
 
 def draw_trees(

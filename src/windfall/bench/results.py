@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -19,6 +21,8 @@ from windfall.errors import InputError
 PLAIN = "none"  # the method that is plain decoding
 ALL = "all"  # the task that stands for every task together
 RUN_FILE, RECORDS_FILE = "run.json", "records.jsonl"
+PACKED_FILE = RECORDS_FILE + ".gz"  # the same, packed by hand to be kept
+PEAKS_FILE = "memory.json"  # bytes of device memory that methods need, each measured apart
 FORMAT = 1  # of these files
 RESAMPLES = 2000
 GIGABYTE = 2.0**30
@@ -167,18 +171,31 @@ def load(folder: str | Path) -> Run:
         about = json.loads((folder / RUN_FILE).read_text("utf-8"))
         if about.get("format", FORMAT) != FORMAT:
             raise InputError(f"'{folder}' has format {about['format']}; this windfall reads format {FORMAT}")
-        text = (folder / RECORDS_FILE).read_text("utf-8") if (folder / RECORDS_FILE).exists() else ""
-        records = [Record.of_dict(each) for each in complete_lines(text)]
+        records = [Record.of_dict(each) for each in complete_lines(_records_text(folder))]
         _check(records)
+        if (folder / PEAKS_FILE).exists():
+            peaks = json.loads((folder / PEAKS_FILE).read_text("utf-8"))
+            records = [replace(each, peak_memory=peaks.get(each.method, each.peak_memory)) for each in records]
         order = {label: place for place, label in enumerate(about["settings"]["methods"])}
         records.sort(key=lambda record: order.get(record.method, len(order)))  # stable: prompts keep their order
         return Run(folder.name, about["settings"], about["provenance"], about.get("profiles", {}), records)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise InputError(f"'{folder}' holds a damaged {PACKED_FILE}: {error}") from error
     except OSError as error:
         raise InputError(f"'{folder}' is not the folder of a benchmark: it has no readable {RUN_FILE}") from error
     except InputError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"'{folder}' holds a damaged {RUN_FILE} or {RECORDS_FILE}: {error}") from error
+
+
+def _records_text(folder: Path) -> str:
+    """The lines of the records, which may be packed."""
+    if (folder / RECORDS_FILE).exists():
+        return (folder / RECORDS_FILE).read_text("utf-8")
+    if (folder / PACKED_FILE).exists():
+        return gzip.decompress((folder / PACKED_FILE).read_bytes()).decode("utf-8")
+    return ""
 
 
 def _check(records: Sequence[Record]) -> None:
@@ -303,10 +320,17 @@ def speedup(
     `totals`: tokens per second overall, over plain decoding's; `ratios`: mean over prompts of each one's ratio;
     `rates`: mean over prompts of tokens per second, over plain decoding's mean (Spec-Bench). None: nothing was timed.
     """
-    ours, theirs = paired(records, plain)
+    return _bootstrap(*paired(records, plain), {"totals": _totals, "ratios": _ratios, "rates": _rates}[variant], seed)
+
+
+def tau_ratio(records: Sequence[Record], others: Sequence[Record], seed: int = 0) -> Estimate | None:
+    """How many times another method's tokens per target pass, on the same prompts, with an interval likewise."""
+    return _bootstrap(*paired(records, others, "cycles"), _totals, seed)
+
+
+def _bootstrap(ours: Floats, theirs: Floats, figure: Callable[[Floats, Floats], Floats], seed: int) -> Estimate | None:
     if not len(ours):
         return None
-    figure = {"totals": _totals, "ratios": _ratios, "rates": _rates}[variant]
     value = float(figure(ours[None], theirs[None])[0])
     if len(ours) == 1:
         return Estimate(value, value, value)
@@ -315,8 +339,8 @@ def speedup(
     return Estimate(value, float(low), float(high))
 
 
-def paired(records: Sequence[Record], plain: Sequence[Record]) -> tuple[Floats, Floats]:
-    """(tokens, seconds) of each prompt [n, 2] for a method and for plain decoding; repeats are added up.
+def paired(records: Sequence[Record], plain: Sequence[Record], unit: str = "seconds") -> tuple[Floats, Floats]:
+    """(tokens, seconds or cycles) of each prompt [n, 2] for a method and for plain decoding; repeats are added up.
 
     A prompt is one id of one task at one temperature; only repeats that both have count.
     """
@@ -324,9 +348,9 @@ def paired(records: Sequence[Record], plain: Sequence[Record]) -> tuple[Floats, 
     pairs: dict[tuple[str, str, float], list[Floats]] = defaultdict(list)
     for record in records:
         other = theirs.get(record.key)
-        if other is not None and record.seconds and other.seconds:
-            both = np.array([[record.tokens, record.seconds], [other.tokens, other.seconds]])
-            pairs[record.key[:3]].append(both)
+        taken = [getattr(each, unit) for each in (record, other) if each is not None]
+        if other is not None and all(taken):
+            pairs[record.key[:3]].append(np.array([[record.tokens, taken[0]], [other.tokens, taken[1]]], dtype=float))
     sums = np.array([np.sum(each, axis=0) for each in pairs.values()]).reshape(-1, 2, 2)
     return sums[:, 0], sums[:, 1]
 

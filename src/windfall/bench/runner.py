@@ -10,17 +10,19 @@ import copy
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from windfall import profiling
 from windfall.bench import provenance
+from windfall.bench.memory import PeakMemory, peak_apart
 from windfall.bench.methods import DrafterSpec, Method
+from windfall.bench.paths import shorten
 from windfall.bench.recording import repeated_share, turn_record
 from windfall.bench.results import Run, load
 from windfall.bench.store import Store
@@ -41,10 +43,22 @@ from windfall.target import Target
 WARM_UP = 64  # tokens of each warm-up prompt, at the most
 LONGEST = 16  # characters of a token, on average: whole books need not be tokenized
 PROMPT_TOKENS = 200  # of texts to be continued
+TEMPLATE = 32  # tokens that a chat template puts around a turn, at the most
 NOBODY = "none"  # the drafter of plain decoding
 PROFILE = ("costs", "c", "rounds", "steady")  # what a run keeps of a profile, which names models and folders too
 
 Progress = Callable[[int, int], None]  # conversations done, and all of them
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of a run of several suites, one: which methods answer which tasks, at which temperatures."""
+
+    suite: str
+    methods: tuple[str, ...]
+    tasks: tuple[str, ...]
+    temperatures: tuple[float, ...]
+    memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,9 +80,12 @@ class Settings:
     warm_up: int = 2  # prompts for each method and temperature
     drafter: str = ""
     suite: str | None = None
-    graphs: bool | None = None  # these three are Launch's
+    graphs: bool | None = None  # these four are Launch's
     compiled: bool = False
     exact: bool = False
+    plans: bool = True
+    memory: bool = False  # whether each method's peak memory is measured apart, on a CUDA device
+    parts: tuple[Part, ...] = ()  # none: every method answers every task
 
     def __post_init__(self) -> None:
         least = {"repeats": 1, "max_new_tokens": 1, "prompt_tokens": 1, "batch": 1, "warm_up": 0}
@@ -87,6 +104,25 @@ class Settings:
             raise InputError("give each temperature once, for example 0,1")
         for temperature in self.temperatures:
             SamplingParams(temperature=temperature)
+
+    def wants(self, method: str, task: str | None, temperature: float) -> bool:
+        """Whether a method is to answer a task (None: any) at a temperature; plain decoding answers what others do."""
+        return not self.parts or any(
+            (method == NOBODY or method in part.methods)
+            and (task is None or task in part.tasks)
+            and temperature in part.temperatures
+            for part in self.parts
+        )
+
+    def asks(self, task: str) -> bool:
+        """Whether anybody is to answer a task."""
+        return any(self.wants(NOBODY, task, temperature) for temperature in self.temperatures)
+
+    def weighs(self, method: str) -> bool:
+        """Whether a method's memory is to be measured apart."""
+        return any(p.memory and (method == NOBODY or method in p.methods) for p in self.parts) or (
+            self.memory and not self.parts
+        )
 
 
 @dataclass(frozen=True)
@@ -114,12 +150,13 @@ class Contender:
     def about(self) -> dict[str, Any]:
         """What a record says of the method."""
         policy, drafter = self.engine.policy, self.drafter
+        settings = {name: getattr(policy, name) for name in options_of(type(policy))}
         return {
             "method": self.method.label,
             "drafter": NOBODY if drafter is None else drafter.short_name,
             "drafter_settings": {} if drafter is None else drafter.told,
             "policy": self.method.policy,
-            "settings": {name: getattr(policy, name) for name in options_of(type(policy))},
+            "settings": {name: shorten(v) if isinstance(v, str) else v for name, v in settings.items()},
             "coupled": self.engine.coupled,
         }
 
@@ -162,13 +199,17 @@ def run(
 ) -> Run:
     """Run what is not in the store yet, and close it; returns all that is there in the end."""
     try:
-        own, launch = drafter or DrafterSpec("ngram"), Launch(settings.graphs, settings.compiled, settings.exact)
+        own = drafter or DrafterSpec("ngram")
+        launch = Launch(settings.graphs, settings.compiled, settings.exact, settings.plans)
         contenders = assemble(methods, target, own, settings.coupled, trust_remote_code, launch)
         engines = {_label(each.drafter): each.engine for each in contenders}
         about = provenance.describe(engines, target, prompts, command)
         known = store.profiles if store.about is not None else profiles
+        make_room(engines.values(), target, prompts, settings)
         store.begin(asdict(settings), about, attach_costs(contenders, known))
         Bench(settings, contenders, store, progress).run(prompts)
+        if peaks := weigh(contenders, prompts, target, own, settings, trust_remote_code, launch):
+            store.keep_peaks(peaks)
         return load(store.folder)
     finally:
         store.close()
@@ -197,6 +238,51 @@ def assemble(
             engines[label] = Engine(own, proposer, NoSpeculation(), coupled, launch)
         contenders.append(Contender(method, engines[label], drafter))
     return contenders
+
+
+def make_room(engines: Iterable[Engine], target: Target, prompts: Sequence[Prompt], settings: Settings) -> None:
+    """Buffers for the longest conversation at once: where they grow, all recorded passes are recorded anew."""
+    from windfall.resident.seat import STAGED, WIDTHS
+
+    residents = [engine.resident for engine in engines if engine.graphs and engine.resident is not None]
+    if residents and prompts:
+        longest = max(_most_tokens(prompt, target, settings) for prompt in prompts)
+        for resident in residents:
+            resident.judge.reserve(longest + STAGED + WIDTHS[-1])
+
+
+def _most_tokens(prompt: Prompt, target: Target, settings: Settings) -> int:
+    """Of a conversation with the longest answers there can be."""
+    replies = len(prompt.turns) * settings.max_new_tokens
+    if prompt.raw:
+        return settings.prompt_tokens + replies
+    asked = replace(prompt, turns=("\n\n".join(prompt.turns),))
+    return min(prompt_length(asked, target, 0) + replies + TEMPLATE * len(prompt.turns), target.context or 2**31)
+
+
+def weigh(
+    contenders: Sequence[Contender],
+    prompts: Sequence[Prompt],
+    target: Target,
+    default: DrafterSpec,
+    settings: Settings,
+    trust_remote_code: bool,
+    launch: Launch,
+) -> dict[str, int]:
+    """Peak memory of the methods that want it, each in an engine of its own, on the longest prompt; CUDA alone."""
+    chosen = [each for each in contenders if settings.weighs(each.method.label)]
+    if not chosen or target.device.type != "cuda":
+        return {}
+    longest = max(prompts, key=lambda prompt: prompt_length(prompt, target, settings.prompt_tokens))
+    ids = question(longest, (), contenders[0].engine, settings.prompt_tokens)
+    params = SamplingParams(max_new_tokens=settings.max_new_tokens, temperature=0.0, eos=())
+
+    def make(each: Contender) -> Engine:
+        (own,) = assemble([each.method], target, default, settings.coupled, trust_remote_code, launch)
+        own.engine.policy, own.engine.costs = each.method.make(), each.engine.costs
+        return own.engine
+
+    return {each.method.label: peak_apart(target, partial(make, each), ids, params) for each in chosen}
 
 
 def _label(drafter: DrafterSpec | None) -> str:
@@ -239,8 +325,9 @@ class Bench:
         self.settings, self.contenders, self.store, self.progress = settings, contenders, store, progress
 
     def run(self, prompts: Sequence[Prompt]) -> None:
-        jobs = [job for job in self.schedule(prompts) if self._missing(job)]
-        total = len(prompts) * len(self.settings.temperatures) * len(self.contenders) * self.settings.repeats
+        every = list(self.schedule(prompts))
+        jobs = [job for job in every if self._missing(job)]
+        total = sum(len(job.prompts) for job in every)
         self.progress(len(self.store.done), total)
         if jobs:
             self._warm_up()
@@ -257,7 +344,11 @@ class Bench:
             for place, chunk in enumerate(chunks):
                 for turn, temperature in enumerate(self.settings.temperatures, place + repeat):
                     for shift in range(count):
-                        yield Job(self.contenders[(turn + shift) % count], chunk, temperature, repeat)
+                        contender = self.contenders[(turn + shift) % count]
+                        label = contender.method.label
+                        own = [prompt for prompt in chunk if self.settings.wants(label, prompt.task, temperature)]
+                        if own:
+                            yield Job(contender, own, temperature, repeat)
 
     def _missing(self, job: Job) -> list[Prompt]:
         method, rest = job.contender.method.label, (job.temperature, job.repeat)
@@ -267,13 +358,14 @@ class Bench:
         """Let every method speak at every temperature, untimed, and keep what it learnt as its state to begin with."""
         kept, learnt = self.store.warm_up, {}
         for contender in self.contenders:
-            for temperature in self.settings.temperatures:
+            label = contender.method.label
+            for temperature in (heat for heat in self.settings.temperatures if self.settings.wants(label, None, heat)):
                 contender.reset(State(contender.method.make()))
                 for sample in SAMPLES[: self.settings.warm_up]:
                     params = self._params(temperature, self.settings.seed, min(WARM_UP, self.settings.max_new_tokens))
                     ids = contender.engine.tokenize(sample)[-room(contender.engine.target, params.max_new_tokens) :]
                     answer(contender.engine, [ids], [params])
-                name = f"{contender.method.label} {temperature:g}"
+                name = f"{label} {temperature:g}"
                 contender.engine.target.decoder.reset(0)
                 calibrators = contender.engine.calibrators
                 learnt[name] = kept.get(name) or {regime: own.as_dict() for regime, own in calibrators.items()}
@@ -371,16 +463,3 @@ def answer(engine: Engine, prompts: list[list[int]], params: list[SamplingParams
     """Answers decoded together, each with its own seed."""
     profiling.now(engine.target.device)  # what the answer before left the device to do is over
     return engine.decode(prompts, params)
-
-
-class PeakMemory:
-    """The most memory that a CUDA device held since this was made."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-
-    @property
-    def peak(self) -> int | None:
-        return int(torch.cuda.max_memory_allocated(self.device)) if self.device.type == "cuda" else None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from windfall.bench.provenance import now
-from windfall.bench.results import FORMAT, RECORDS_FILE, RUN_FILE, complete_lines
+from windfall.bench.results import FORMAT, PACKED_FILE, PEAKS_FILE, RECORDS_FILE, RUN_FILE, complete_lines
 from windfall.errors import InputError
 from windfall.files import replace_text
 
@@ -52,6 +52,8 @@ class Store:
             return
         if not resume:
             raise InputError(f"'{self.folder}' is not empty; give another --out, or --resume the run in it")
+        if (self.folder / PACKED_FILE).exists():
+            raise InputError(f"the records in '{self.folder}' are packed; unpack {PACKED_FILE} to go on with the run")
         try:
             about = json.loads((self.folder / RUN_FILE).read_text("utf-8"))
             self.about = {name: about[name] for name in ("settings", "provenance", "profiles")}
@@ -111,6 +113,9 @@ class Store:
 
     def keep_warm_up(self, learnt: dict[str, Any]) -> None:
         replace_text(self.folder / WARM_UP_FILE, json.dumps(learnt) + "\n")
+
+    def keep_peaks(self, peaks: dict[str, int]) -> None:
+        replace_text(self.folder / PEAKS_FILE, json.dumps(peaks, indent=1) + "\n")
 
     def append(self, record: dict[str, Any]) -> None:
         """Add a finished conversation, on the disk when this returns."""

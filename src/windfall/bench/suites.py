@@ -5,6 +5,7 @@ The drafter is whatever `--drafter` names. At temperature above 0 the papers hid
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from windfall.errors import InputError
@@ -12,6 +13,9 @@ from windfall.errors import InputError
 SPEC_BENCH = tuple(f"spec-bench-{part}" for part in ("mt", "translation", "summarization", "qa", "math", "rag"))
 TALON = ("alpaca", "gsm8k", "humaneval", "mt-bench", "natural-questions", "cnn_dm")
 LTD = ("mt-bench", "gsm8k", "alpaca", "natural-questions")
+BEAM = "beam:depth=7:k=10:nodes=60"
+SALF = ("mt-bench", "humaneval", "gsm8k", "alpaca", "cnn_dm")
+DYNATREE = ("chain:depth=8", "chain:depth=5", "fixed-wikitext2", "dynatree-wikitext2", "dynatree-pg19")
 LTD_METHODS = (
     "beam:depth=9:k=10:nodes=60", "ddd-ltd", "svip-ltd", "gammatune-ltd",
     "disco", "specdecpp", "c2t:depth=9", "ltd", "auto",
@@ -32,6 +36,7 @@ class Suite:
     prompt_tokens: int = 200
     ignore_eos: bool = False
     warm_up: int = 2
+    memory: bool = False  # whether each method's peak memory is measured apart
 
 
 SUITES = {
@@ -47,26 +52,57 @@ SUITES = {
     ),
     "salf-t1": Suite(
         "SALF & TALF, Table 1: the beam of depth 7 and SALF; its rows differ in how the drafter was trained too",
-        ("beam:depth=7:k=10:nodes=60", "optimal", "salf", "auto"),
-        ("mt-bench", "humaneval", "gsm8k", "alpaca", "cnn_dm"),
+        (BEAM, "optimal", "salf", "auto"),
+        SALF,
         (0.0, 1.0),
+        limit=80,
+        max_new_tokens=1024,
+    ),
+    "salf-t2": Suite(
+        "SALF & TALF, Table 2: three trees; for several heads --methods eagle/beam:depth=7:k=10:nodes=60,hass/beam…",
+        (BEAM, "optimal", "salf"),
+        SALF,
+        limit=80,
+        max_new_tokens=1024,
+    ),
+    "salf-t3": Suite(
+        "SALF & TALF, Table 3: heads trained on wider trees: --methods hass/optimal,talf-1/optimal,talf-4/optimal",
+        ("optimal",),
+        SALF[:3],
         limit=80,
         max_new_tokens=1024,
     ),
     "salf-t4": Suite(
         "SALF & TALF, Table 4: the threshold",
         tuple(f"salf:th={tenth / 10:g}" for tenth in range(10)),
-        ("mt-bench", "humaneval", "gsm8k"),
+        SALF[:3],
         limit=80,
         max_new_tokens=1024,
     ),
     "dynatree-t1": Suite(
-        "DynaTree, Table 1: chains of 8 and 5, its tuned fixed tree, DynaTree; 10 prompts of 200 tokens, 1500 new ones",
-        ("chain:depth=8", "chain:depth=5", "fixed-wikitext2", "dynatree-wikitext2", "dynatree-pg19", "auto"),
+        "DynaTree, Tables 1 to 3: chains of 8 and 5, its tuned fixed tree, DynaTree; 10 texts of 200 tokens, 1500 new",
+        (*DYNATREE, "auto"),
         ("wikitext-2", "pg-19"),
         limit=10,
         max_new_tokens=1500,
         ignore_eos=True,
+    ),
+    "dynatree-t4": Suite(
+        "DynaTree, Table 4: what each part brings to a fixed tree of depth 5 and breadth 2",
+        ("fixed-tree:depth=5:breadth=2", "dynatree:history=none", "dynatree:history=paper"),
+        ("wikitext-2",),
+        limit=10,
+        max_new_tokens=1500,
+        ignore_eos=True,
+    ),
+    "dynatree-t5": Suite(
+        "DynaTree, Table 5: peak memory of a GPU, each method apart",
+        DYNATREE,
+        ("wikitext-2", "pg-19"),
+        limit=10,
+        max_new_tokens=1500,
+        ignore_eos=True,
+        memory=True,
     ),
     "gt-t1": Suite(
         "the GT principle, Table 1: Sequoia and GT's static trees, EAGLE-2 and GT's dynamic ones, on Spec-Bench",
@@ -76,10 +112,27 @@ SUITES = {
         limit=80,
         max_new_tokens=1024,
     ),
+    "gt-t3": Suite(
+        "the GT principle, Table 3: speed-up for a gigabyte of a GPU's memory, each method apart",
+        ("eagle-2", "gt"),
+        SPEC_BENCH,
+        repeats=5,
+        limit=80,
+        max_new_tokens=1024,
+        memory=True,
+    ),
     "gt-t4": Suite(
         "the GT principle, Table 4: the threshold c",
         tuple(f"gt:c={c}" for c in (0.01, 0.05, 0.1, 0.109, 0.11, 0.111, 0.12, 0.15, 0.2, 0.3, 0.4)),
+        ("mt-bench",),
+        limit=80,
+        max_new_tokens=1024,
+    ),
+    "gt-t6": Suite(
+        "the GT principle, Table 6: EAGLE's static tree and GT's, EAGLE-3's beam of 6 and GT's; no Medusa, no Hydra",
+        ("eagle-1", "gt-static", "eagle-2", "gt"),
         SPEC_BENCH,
+        repeats=5,
         limit=80,
         max_new_tokens=1024,
     ),
@@ -105,6 +158,27 @@ SUITES = {
         limit=80,
         max_new_tokens=1024,
     ),
+    "ltd-t2": Suite(
+        "Learning to Draft, Table 2: size policies trained for length, time, throughput: --methods ltd:path=DIR,…",
+        ("ltd",),
+        LTD,
+        limit=80,
+        max_new_tokens=1024,
+    ),
+    "ltd-t4": Suite(
+        "Learning to Draft, Table 4: LTD without a part: --methods eagle-3,ltd:path=DIR,…,ltd",
+        ("eagle-3", "ltd"),
+        LTD,
+        limit=80,
+        max_new_tokens=1024,
+    ),
+    "ltd-t9": Suite(
+        "Learning to Draft, Table 9: how much of the time the policies take",
+        ("ltd",),
+        LTD,
+        limit=80,
+        max_new_tokens=1024,
+    ),
     "ltd-t5": Suite(
         "Learning to Draft, Table 5: the same at temperature 1",
         LTD_METHODS,
@@ -120,3 +194,29 @@ def find(name: str) -> Suite:
     if name not in SUITES:
         raise InputError(f"there is no suite '{name}'; choose from {', '.join(SUITES)}")
     return SUITES[name]
+
+
+def join(names: Sequence[str]) -> Suite:
+    """Several suites as one, with everything that any of them has; what their texts are must be the same."""
+    found = [find(name) for name in names]
+    for option in ("ignore_eos", "prompt_tokens"):
+        if len({getattr(suite, option) for suite in found}) > 1:
+            raise InputError(f"{names[0]} and the other suites differ in {option}; run those that differ by themselves")
+    limits = [suite.limit for suite in found]
+    return Suite(
+        "; ".join(suite.about for suite in found),
+        _union(suite.methods for suite in found),
+        _union(suite.tasks for suite in found),
+        tuple(sorted({heat for suite in found for heat in suite.temperatures})),
+        max(suite.repeats for suite in found),
+        None if None in limits else max(limit for limit in limits if limit is not None),
+        max(suite.max_new_tokens for suite in found),
+        found[0].prompt_tokens,
+        found[0].ignore_eos,
+        max(suite.warm_up for suite in found),
+        any(suite.memory for suite in found),
+    )
+
+
+def _union(lists: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for names in lists for name in names))

@@ -57,6 +57,16 @@ def spread(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
     return [prompts[place] for place in sorted(place for _, place in turns[:limit])]
 
 
+def in_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The first prompt of every task, then every second one: whatever ends a run early, all tasks were there."""
+    seen: dict[str, int] = defaultdict(int)
+    places = []
+    for prompt in prompts:
+        places.append(seen[prompt.task])
+        seen[prompt.task] += 1
+    return [prompt for _, prompt in sorted(zip(places, prompts, strict=True), key=lambda pair: pair[0])]
+
+
 def _load(name: str, limit: int | None) -> list[Prompt]:
     if name == BUILTIN:
         return builtin()

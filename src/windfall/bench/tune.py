@@ -75,10 +75,19 @@ class Result:
 
 
 def candidates(
-    policy: str, search: str, names: tuple[str, ...], count: int, seed: int, fixed: Mapping[str, Any]
+    policy: str,
+    search: str,
+    names: tuple[str, ...],
+    count: int,
+    seed: int,
+    fixed: Mapping[str, Any],
+    values: Mapping[str, Sequence[Any]] | None = None,
 ) -> list[Settings]:
-    """What to measure: for `grid` every depth with every size, for `halving` random settings; fixed options stay."""
+    """What to measure: for `grid` every depth with every size, or all of the given values with each other; for
+    `halving` random settings; fixed options stay."""
     registry.policy(policy, **fixed)  # refuses what it does not take
+    if values:
+        return _given_grid(policy, search, names, fixed, values)
     if both := next((name for name in names if name in fixed), None):
         raise InputError(f"'{both}' cannot both stay as it is (--set) and be searched over (--vary)")
     if search == "halving":
@@ -94,6 +103,39 @@ def candidates(
             f"the grid is over depth and nodes, and {policy} has no such '{lacking[0]}'; use --search halving"
         )
     return grid({name: GRID[name] for name in axes})
+
+
+def _given_grid(
+    policy: str, search: str, names: tuple[str, ...], fixed: Mapping[str, Any], values: Mapping[str, Sequence[Any]]
+) -> list[Settings]:
+    if search != "grid" or names:
+        raise InputError("values are those of a grid: give them with --search grid and without --vary")
+    if both := next((name for name in values if name in fixed), None):
+        raise InputError(f"'{both}' cannot both stay as it is (--set) and have several values")
+    found = grid(values)
+    for settings in found:
+        registry.policy(policy, **{**fixed, **settings})  # refuses what it does not take
+    return found
+
+
+def parse_values(texts: Iterable[str]) -> dict[str, tuple[Any, ...]]:
+    """`depth=6,8` → values of an option; numbers as numbers."""
+    found = {}
+    for text in texts:
+        name, equals, listed = text.partition("=")
+        if not equals or not all(item.strip() for item in listed.split(",")):
+            raise InputError(f"write values as NAME=A,B,C, for example depth=6,8,10, not '{text}'")
+        found[name] = tuple(_as_number(item.strip()) for item in listed.split(","))
+    return found
+
+
+def _as_number(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 def grid(axes: Mapping[str, Sequence[Any]]) -> list[Settings]:

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from windfall import console
-from windfall.bench.suites import SUITES, Suite, find
+from windfall.bench.suites import SUITES, Suite, find, join
 from windfall.cli.bench_speed import speed
 from windfall.cli.options import Json, ModelOptions, takes_records, words
 from windfall.cli.session import DIFFERENT, ON_INTERRUPT
@@ -25,9 +25,10 @@ from windfall.errors import InputError
 
 if TYPE_CHECKING:
     from windfall.bench.results import Difference, Estimate, Row, Run
-    from windfall.bench.runner import Settings
+    from windfall.bench.runner import Part, Settings
 
 SHOWN = 5  # differing texts that are named
+BESIDES = "+"  # before a method that comes to those of a suite
 EXACT = ("cpu", ("float32", "float64"))  # where every text must be plain decoding's
 
 app = typer.Typer(
@@ -46,13 +47,17 @@ def _bench(flag: str, help: str, **more: Any) -> Any:
 class BenchOptions:
     """What to run; what is not given here comes from the suite, or else from the defaults."""
 
-    suite: Annotated[str | None, _bench("--suite", "A named benchmark; see `windfall bench suites`.")] = None
+    suite: Annotated[
+        str | None,
+        _bench("--suite", "A named benchmark, or several at once; see `windfall bench suites`.", metavar="A,B,C"),
+    ] = None
     methods: Annotated[
         list[str],
         _bench(
             "--methods",
             "Policies or presets, separated by commas; repeatable. Settings follow after colons, a drafter goes before "
-            "a slash, + stands for a comma in a value: self:skip=3+5/beam:depth=4. Or all.",
+            "a slash, + stands for a comma in a value: self:skip=3+5/beam:depth=4. Or all. Beside a suite they take "
+            "the place of its own; with a + in front they come to them.",
             metavar="A,B,C",
         ),
     ] = field(default_factory=list)
@@ -84,6 +89,9 @@ class BenchOptions:
     ] = None
     seed: Annotated[int, _bench("--seed", "Same seed, same texts.")] = 0
     batch: Annotated[int, _bench("--batch", "Conversations decoded together; needs --no-timing.", min=1)] = 1
+    memory: Annotated[
+        bool | None, _bench("--memory", "On a CUDA device, measure each method's peak memory apart, in a new engine.")
+    ] = None
     no_timing: Annotated[bool, _bench("--no-timing", "Keep no times: for tau and acceptance alone.")] = False
     profile: Annotated[
         Path | None,
@@ -118,16 +126,55 @@ class BenchOptions:
         return self.repeats or (1 if self.no_timing else self._suite.repeats)
 
     @property
+    def suites(self) -> list[str]:
+        return [] if self.suite is None else words([self.suite], "--suite")
+
+    @property
     def _suite(self) -> Suite:
-        return find(self.suite) if self.suite is not None else Suite("", ("auto",), ("builtin",))
+        return join(self.suites) if self.suites else Suite("", ("auto",), ("builtin",))
+
+    def parts(self, settings: Settings, prompts: list[Any]) -> tuple[Part, ...]:
+        """Where several suites run at once, what each of them runs; of tasks that were given, those it has too."""
+        from windfall.bench.methods import parse_method
+        from windfall.bench.runner import Part
+
+        found, added = [], [parse_method(item).label for item in self.added]
+        for name in self.suites if len(self.suites) > 1 else ():
+            suite = find(name)
+            own = [label for label in settings.methods if label in (*suite.methods, *added)]
+            chosen = settings.methods if self.given else tuple(own)
+            heats = settings.temperatures if self.temperature is not None else suite.temperatures
+            found.append(Part(name, chosen, _tasks_of(suite, prompts), heats, suite.memory or bool(self.memory)))
+        return tuple(found)
+
+    @property
+    def given(self) -> list[str]:
+        """The methods that take the place of a suite's."""
+        return [item for text in self.methods for item in text.split(",") if not item.strip().startswith(BESIDES)]
+
+    @property
+    def added(self) -> list[str]:
+        """Those that come to them."""
+        items = [item.strip() for text in self.methods for item in text.split(",")]
+        return [item.removeprefix(BESIDES) for item in items if item.startswith(BESIDES)]
 
     @property
     def method_names(self) -> list[str]:
-        return self.methods or list(self._suite.methods)
+        return [*(self.given or self._suite.methods), *self.added]
 
     @property
     def task_names(self) -> list[str]:
         return words(self.tasks, "--tasks") or list(self._suite.tasks)
+
+
+def _tasks_of(suite: Suite, prompts: list[Any]) -> tuple[str, ...]:
+    """The tasks that a suite names, or that its paper calls the same; all of them where there is none."""
+    from windfall.bench.papers import task_name
+
+    every = list(dict.fromkeys(prompt.task for prompt in prompts))
+    names = {task_name(task) for task in suite.tasks} - {None}
+    own = [task for task in every if task in suite.tasks or task_name(task) in names]
+    return tuple(own or every)
 
 
 def _numbers(text: str) -> tuple[float, ...]:
@@ -162,7 +209,9 @@ def run(
     labels = [(method.drafter or drafter).label for method in methods]
     profiles = None if bench.profile is None else runner.read_profiles(bench.profile, labels)
     store = Store(out, resume)
-    prompts = tasks.load_tasks(bench.task_names, settings.limit)
+    prompts = tasks.in_turns(tasks.load_tasks(bench.task_names, settings.limit))
+    settings = dataclasses.replace(settings, parts=bench.parts(settings, prompts))
+    prompts = [prompt for prompt in prompts if settings.asks(prompt.task)]
     with console.waiting("Loading the model…"):
         how: dict[str, Any] = {"device": model.device, "dtype": model.dtype}
         target = loading.as_target(model.target, **how, trust_remote_code=model.trust_remote_code)

@@ -161,7 +161,11 @@ class ModelOptions:
     ] = False
 
     exact: Annotated[
-        bool, _model("--exact", "On a GPU, give every pass as many rows, so that in half precision all round alike.")
+        bool, _model("--exact", "On a GPU, round every row as plain decoding does, in half precision, too; slower.")
+    ] = False
+
+    host_policies: Annotated[
+        bool, _model("--host-policies", "On a GPU, let every policy decide on the host, also those with a plan.")
     ] = False
 
     def load(self, policy: Any = None) -> Engine:
@@ -194,7 +198,7 @@ class ModelOptions:
     def launch(self) -> Launch:
         from windfall.records import Launch
 
-        return Launch(False if self.no_graphs else None, self.compile, self.exact)
+        return Launch(False if self.no_graphs else None, self.compile, self.exact, not self.host_policies)
 
     @property
     def drafter_name(self) -> str:

@@ -17,7 +17,11 @@ def report(
     model: ModelOptions,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="The page, a .html file; or a .md file, for one or more folders. [default: in DIR]"),
+        typer.Option("--out", help="The page, a .html or .md file; several folders need one. [default: in DIR]"),
+    ] = None,
+    notes: Annotated[
+        Path | None,
+        typer.Option("--notes", help="Markdown file with what to say under a table, by its suite: ## salf-t1."),
     ] = None,
     trees: Annotated[
         bool, typer.Option("--trees", help="Draw an example tree for each method, with the model given here.")
@@ -26,20 +30,24 @@ def report(
         str, typer.Option("--prompt", help="What the example trees answer.")
     ] = "Count from one to twenty in words.",
 ) -> None:
-    """Make a page from a benchmark's folder: summary, tables, figures; also report.md and report.csv in the folder."""
+    """Make a page from a benchmark's folder: summary, tables, figures; also report.md and report.csv in the folder.
+
+    From several folders, a page of the papers' tables with these runs' rows among theirs.
+    """
     from windfall.bench import report as reports
+    from windfall.bench import report_results
     from windfall.records import InputError
 
     if out is not None and out.suffix not in (".html", ".md"):
         raise InputError(f"--out is a .html or a .md file, not '{out}'")
-    if len(folders) > 1 and (out is None or out.suffix != ".md"):
-        raise InputError("a page shows one folder; several go into a Markdown file: --out FILE.md")
+    if out is None and (len(folders) > 1 or notes is not None):
+        raise InputError("several folders, or notes, make a page of their own: --out FILE.html or --out FILE.md")
     if trees:
         for folder in folders:
             _draw_trees(folder, model, prompt)
     with console.progress("Drawing") as progress:
-        if out is not None and out.suffix == ".md":
-            reports.results_page(folders, out, progress)
+        if out is not None and (out.suffix == ".md" or len(folders) > 1 or notes is not None):
+            report_results.write(folders, out, notes, progress)
             written = [out]
         else:
             written = reports.write(folders[0], out, progress)

@@ -37,6 +37,12 @@ def tune(
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="An option that stays as it is; repeatable.", metavar="NAME=VALUE")
     ] = None,
+    values: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--values", help="What a grid goes over, instead of depth and nodes; repeatable.", metavar="NAME=A,B"
+        ),
+    ] = None,
     candidates: Annotated[int, typer.Option("--candidates", help="Settings that halving starts with.", min=2)] = 16,
     tasks: Annotated[
         list[str] | None,
@@ -63,7 +69,8 @@ def tune(
         raise InputError(f"--out is the file to write, and '{out}' is a folder")
     make_folder(out.parent)
     fixed = split_settings(settings or [])
-    chosen = tuning.candidates(policy, search, tuple(words([vary] if vary else [], "--vary")), candidates, seed, fixed)
+    names, given = tuple(words([vary] if vary else [], "--vary")), tuning.parse_values(values or [])
+    chosen = tuning.candidates(policy, search, names, candidates, seed, fixed, given)
     asked = load_tasks(words(tasks or [], "--tasks") or ["builtin"], limit)
     sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     engine = model.load("none")

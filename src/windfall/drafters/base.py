@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from windfall import options
 from windfall.records import Grow
 from windfall.sampling import Dice
-from windfall.tree import DraftTree
+from windfall.tree import DraftTree, Floats, Integers
 
 if TYPE_CHECKING:
     from windfall.target import Target
@@ -90,5 +91,10 @@ def sprout(tree: DraftTree, grow: Grow, logq: Tensor, dice: Dice | None, tokens:
 
 def hang(tree: DraftTree, nodes: Tensor, tokens: Tensor, logq: Tensor) -> DraftTree:
     """Hang children [n, k] under these nodes, the likeliest first; -inf marks an empty place."""
-    rows, rank = torch.isfinite(logq).nonzero(as_tuple=True)
-    return tree.extend(nodes[rows], tokens[rows, rank], logq[rows, rank], rank)
+    return hang_arrays(tree, nodes.numpy(), tokens.numpy(), logq.float().numpy())
+
+
+def hang_arrays(tree: DraftTree, nodes: Integers, tokens: Integers, logq: Floats) -> DraftTree:
+    """`hang` in numpy."""
+    rows, rank = np.isfinite(logq).nonzero()
+    return tree.append(nodes[rows], tokens[rows, rank], logq[rows, rank], rank)

@@ -8,6 +8,8 @@ from torch.nn import functional as F
 
 from windfall.kernels.backend import on_triton
 
+PART = 256  # keys that are summed up by themselves, where rounding must not depend on the cache's size
+
 
 def tree_attention(
     queries: Tensor,  # [n, heads, d], any strides but d's
@@ -55,3 +57,72 @@ def visible(length: Tensor, mask: Tensor, capacity: int) -> Tensor:
     staged = columns - length.reshape(1)
     inside = (staged >= 0) & (staged < mask.shape[1])
     return (staged < 0) | (inside & mask[:, staged.clamp(0, mask.shape[1] - 1)])
+
+
+def path_attention(
+    queries: Tensor,  # [n, heads, d], any strides but d's
+    keys: Tensor,  # [kv_heads, capacity, d]
+    values: Tensor,  # [kv_heads, capacity, d]
+    length: Tensor,  # one integer on the device: committed rows
+    reach: Tensor,  # [n] integers: how many keys each row sees, itself included; 0: none, which gives zeros
+    lineage: Tensor,  # [n, S] integers: slot, behind the committed rows, of each row's ancestor at each depth
+    scale: float | None = None,
+) -> Tensor:
+    """The same as `tree_attention` for rows that see every committed row, their ancestors and themselves, to the bit
+    what each would give behind its own text alone: keys are taken by their positions in the text, not in the cache.
+    """
+    heads, shared = queries.shape[1], keys.shape[0]
+    assert heads % shared == 0 and keys.shape == values.shape
+    scale = queries.shape[-1] ** -0.5 if scale is None else scale
+    if on_triton(queries):
+        from windfall.kernels.jit.paths import attend
+
+        out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+        attend(queries, keys, values, length, reach, lineage, scale, out, PART)
+        return out
+    return path_reference(queries, keys, values, length, reach, lineage, scale)
+
+
+def path_reference(
+    queries: Tensor, keys: Tensor, values: Tensor, length: Tensor, reach: Tensor, lineage: Tensor, scale: float
+) -> Tensor:
+    """The same with torch, part by part; sums of products, whose order no shape changes. Parts behind a row's last
+    change nothing; all are taken where looking at their number would wait for the device."""
+    n, shared = len(queries), keys.shape[0]
+    end = keys.shape[1] if reach.is_cuda else int(reach.max())
+    wide = torch.promote_types(queries.dtype, torch.float32)
+    rows = queries.reshape(n, shared, -1, 1, queries.shape[2]).to(wide)  # [n, kv_heads, group, 1, d]
+    top = torch.full(rows.shape[:3], -torch.inf, dtype=wide, device=rows.device)
+    total, sums = torch.zeros_like(top), torch.zeros_like(rows[:, :, :, 0])
+    for start in range(0, end, PART):
+        column, seen = along(length, reach, lineage, start)  # [n, PART]
+        column = column.clamp(max=keys.shape[1] - 1)
+        unseen = ~seen[:, None, :, None]  # may hold anything, even NaN
+        k, v = (x[:, column].transpose(0, 1).to(wide).masked_fill(unseen, 0)[:, :, None] for x in (keys, values))
+        scores = ((rows * k).sum(-1) * scale).masked_fill(~seen[:, None, None], -torch.inf)
+        higher = torch.maximum(top, scores.amax(-1))
+        base = higher.masked_fill(higher == -torch.inf, 0)
+        weights, shrink = (scores - base[..., None]).exp(), (top - base).exp()
+        total = total * shrink + weights.sum(-1)
+        sums = sums * shrink[..., None] + (weights[..., None] * v).sum(-2)
+        top = higher
+    total = total.masked_fill(total == 0, 1)
+    return (sums / total[..., None]).to(queries.dtype).reshape(n, -1, queries.shape[2])
+
+
+def along(length: Tensor, reach: Tensor, lineage: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """Where each row's keys of the positions from `start` on lie, and whether there are any: both [n, PART]."""
+    position = start + torch.arange(PART, device=lineage.device).expand(len(lineage), -1)
+    staged = position - length.reshape(1)
+    above = lineage.gather(1, staged.clamp(0, lineage.shape[1] - 1))
+    return torch.where(staged < 0, position, length.reshape(1) + above), position < reach[:, None]
+
+
+def lineage(mask: Tensor, depth: Tensor) -> Tensor:
+    """From which staged rows a row sees ([n, S] bool: its ancestors and itself) and how deep they are ([S] long) to
+    [n, S] int32: the one at each depth, 0 where there is none."""
+    n, staged = mask.shape
+    names = torch.arange(staged, dtype=torch.int32, device=mask.device).expand(n, -1)
+    found = torch.zeros(n, staged + 1, dtype=torch.int32, device=mask.device)
+    places = depth.expand(n, -1).masked_fill(~mask, staged)  # those unseen all in the last column
+    return found.scatter_(1, places, names)[:, :staged]

@@ -10,7 +10,7 @@ from torch import Tensor
 from windfall.kernels.backend import on_triton
 from windfall.kernels.grow import NOBODY, TreeArrays, sees
 
-MOST = 128  # rows
+MOST = 256  # rows
 
 
 def choose(

@@ -35,7 +35,7 @@ class Auto(TreePolicy):
 
     uses_costs: ClassVar[bool] = True
 
-    nodes: int = option(64, "rows of a verify pass at the most, the root counted: memory's limit, not taste's", low=1)
+    nodes: int = option(96, "rows of a verify pass at the most, the root counted: memory's limit, not taste's", low=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,7 +44,7 @@ class Auto(TreePolicy):
         self._curves: dict[int, list[float]] = {}
         self._rule: flat.Rule | None = None  # where rows are cheap
         self._ctx: Context | None = None
-        self._cycles = 0
+        self._lessons = flat.Lessons()
 
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
         if len(tree) == 1:
@@ -69,17 +69,16 @@ class Auto(TreePolicy):
         """The next pass where rows are cheap."""
         self.follow(ctx)
         rule.learn(tree)
-        nodes = rule.frontier(tree) if rule.passes else [0]
-        asked = rule.passes >= flat.LEAST
-        if not nodes or rule.passes >= flat.PASSES or (asked and rule.gain(tree, nodes) <= 0):
+        nodes = rule.frontier(tree) if rule.earnings else [0]
+        rule.look(tree, nodes)
+        if not nodes or not rule.goes_on():
             return None
         rule.taken.update(nodes)
-        rule.passes += 1
         return Grow(torch.tensor(nodes), k=CHILDREN)
 
     def _select_flat(self, rule: flat.Rule, tree: DraftTree) -> Tensor:
         """The rows that are worth their price."""
-        count = flat.rows(rule.worth, self.nodes)
+        count = flat.rows(rule.worth, rule.passes, self.nodes)
         order = sorted(range(len(rule.reach)), key=lambda node: (-rule.reach[node], node))
         return torch.tensor(sorted(order[:count]))
 
@@ -89,8 +88,7 @@ class Auto(TreePolicy):
 
     def observe(self, step: Step) -> None:
         if self._ctx is not None:
-            flat.learn(step, self._ctx, foresee=self._cycles % flat.FORESEE == 0)
-            self._cycles += 1
+            self._lessons.learn(step, self._ctx)
 
     def _next_pass(self, cycle: Cycle, ctx: Context) -> list[int] | None:
         """The nodes of another draft pass, if it pays, or costs next to nothing."""

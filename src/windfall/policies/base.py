@@ -6,13 +6,14 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from windfall import options
 from windfall.context import Context
 from windfall.records import Grow, Step
-from windfall.tree import DraftTree
+from windfall.tree import DraftTree, Floats, Integers
 
 P = TypeVar("P", bound="TreePolicy")
 
@@ -40,7 +41,7 @@ class TreePolicy:
 
     def select(self, tree: DraftTree, ctx: Context) -> Tensor:
         """The nodes to verify, ascending, parents of kept nodes kept; node 0 alone is plain decoding."""
-        return torch.arange(len(tree))
+        return torch.from_numpy(np.arange(len(tree)))
 
     def observe(self, step: Step) -> None:
         """Learn from what was accepted."""
@@ -52,12 +53,25 @@ def best(tree: DraftTree, nodes: Tensor, count: int, score: Tensor | None = None
     With this tie rule the best nodes of a whole tree are closed under parents even where probabilities are exactly 1.
     `score` [N] replaces the tree's own; it must not rise from parent to child.
     """
-    score = tree.score if score is None else score
+    scores = tree.arrays.score if score is None else score.numpy()
+    return torch.from_numpy(best_of(tree, nodes.numpy(), count, scores))
+
+
+def best_of(tree: DraftTree, nodes: Integers, count: int, score: Floats | None = None) -> Integers:
+    """`best` in numpy."""
+    score = tree.arrays.score if score is None else score
     if count >= len(nodes):
-        return nodes.sort().values
+        return np.sort(nodes)
     if count > 0:  # all that reach the last place: usually exactly `count`, and always few enough to sort
         values = score[nodes]
-        nodes = nodes[values >= values.topk(count).values[-1]]
-    order = nodes[torch.argsort(tree.depth[nodes], stable=True)] if len(nodes) else nodes
-    order = order[torch.argsort(score[order], descending=True, stable=True)]
-    return order[:count].sort().values
+        nodes = nodes[values >= last_of(values, count)]
+    if len(nodes) > count:
+        nodes = nodes[np.lexsort((tree.arrays.depth[nodes], -score[nodes]))]
+    return np.sort(nodes[:count])
+
+
+def last_of(values: Floats, count: int) -> Floats:
+    """The lowest of the `count` highest of these values, which are as many at least."""
+    place = len(values) - count
+    lowest: Floats = np.partition(values, place)[place]
+    return lowest

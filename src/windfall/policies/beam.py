@@ -9,7 +9,7 @@ from torch import Tensor
 
 from windfall.context import Context
 from windfall.options import option
-from windfall.policies.base import TreePolicy, best
+from windfall.policies.base import TreePolicy, best, best_of
 from windfall.records import Grow
 from windfall.tree import DraftTree
 
@@ -25,9 +25,10 @@ class Beam(TreePolicy):
     nodes: int = option(60, "rows of the verify pass, the root counted", low=1)
 
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
-        level = int(tree.depth[-1])
-        frontier = torch.nonzero(tree.depth == level).flatten()
-        return Grow(best(tree, frontier, self.k), k=self.k) if level < self.depth else None
+        depth = tree.arrays.depth
+        level = int(depth[-1])
+        (frontier,) = (depth == level).nonzero()
+        return Grow(torch.from_numpy(best_of(tree, frontier, self.k)), k=self.k) if level < self.depth else None
 
     def select(self, tree: DraftTree, ctx: Context) -> Tensor:
         return best(tree, torch.arange(len(tree)), self.nodes)

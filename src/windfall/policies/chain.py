@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from windfall.context import Context
@@ -34,10 +35,10 @@ class Chain(TreePolicy):
         self._least = math.log(self.confidence) if self.confidence else -math.inf
 
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
-        tip = len(tree) - 1
-        if int(tree.depth[tip]) >= self._length or float(tree.logq[tip]) < self._least:
+        depth, logq = tree.arrays.depth, tree.arrays.logq
+        if depth[-1] >= self._length or logq[-1] < self._least:
             return None
-        return Grow(torch.tensor([tip]), k=1)
+        return Grow(torch.from_numpy(np.array([len(tree) - 1])), k=1)
 
     def observe(self, step: Step) -> None:
         drafted = len(step.tree) - 1

@@ -31,9 +31,10 @@ class Disco(Beam):
 
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
         wish, level = super().grow(tree, ctx), int(tree.depth[-1])
-        if wish is None or (level and self._chance(tree, level) < self.threshold):
+        if wish is None or (level and not self.reaches(classifiers.disco_inputs(tree, level))):
             return None
         return wish._replace(entropy=True)
 
-    def _chance(self, tree: DraftTree, level: int) -> float:
-        return float(self._classifier(classifiers.disco_inputs(tree, level)))
+    def reaches(self, shown: classifiers.Floats) -> bool:
+        """Whether the accepted path should reach the level that the classifier is shown."""
+        return float(self._classifier(shown)) >= self.threshold

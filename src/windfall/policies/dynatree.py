@@ -6,6 +6,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from windfall.context import Context
 from windfall.options import option
 from windfall.policies.base import TreePolicy
 from windfall.records import Grow, Step
-from windfall.tree import DraftTree
+from windfall.tree import DraftTree, Flags, Integers
 
 
 @dataclass
@@ -58,7 +59,7 @@ class DynaTree(TreePolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.steering = Steering(self.base_depth, self.sure, self.rho_deep, deque(maxlen=self.window))
-        self._kept = torch.zeros(1, dtype=torch.long)  # [n] nodes of the tree so far, in the order of the queue
+        self._kept = np.zeros(1, np.int64)  # [n] nodes of the tree so far, in the order of the queue
         self._seen = 1  # nodes that were looked at before
         self._committed = self._cycles = 0  # of this text
 
@@ -70,33 +71,36 @@ class DynaTree(TreePolicy):
 
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
         if len(tree) == 1:
-            self._kept, self._seen = torch.zeros(1, dtype=torch.long), 1
-            return Grow(self._kept, k=self._widest if self.root_branching else 1)
-        level = self._branches(tree, torch.arange(self._seen, len(tree)))
-        self._kept, self._seen = torch.cat([self._kept, level])[: self.nodes + 1], len(tree)
+            self._kept, self._seen = np.zeros(1, np.int64), 1
+            return Grow(torch.from_numpy(self._kept), k=self._widest if self.root_branching else 1)
+        level = self._branches(tree, np.arange(self._seen, len(tree)))
+        self._kept, self._seen = np.concatenate([self._kept, level])[: self.nodes + 1], len(tree)
         level = level[self._goes_on(tree, level)]
-        return Grow(level, k=self._widest) if len(level) and len(self._kept) <= self.nodes else None
+        if not len(level) or len(self._kept) > self.nodes:
+            return None
+        return Grow(torch.from_numpy(level), k=self._widest)
 
     def select(self, tree: DraftTree, ctx: Context) -> Tensor:
-        return self._kept
+        return torch.from_numpy(self._kept)
 
     @property
     def _widest(self) -> int:
         return max(self.narrow, self.middle, self.wide)
 
-    def _branches(self, tree: DraftTree, new: Tensor) -> Tensor:
+    def _branches(self, tree: DraftTree, new: Integers) -> Integers:
         """The newest nodes, without those beyond their parent's breadth."""
-        parents, rank = tree.parents[new], tree.rank[new]
+        known = tree.arrays
+        parents, rank = known.parents[new], known.rank[new]
         first = new[rank == 0]
-        confidence = torch.zeros(len(tree)).index_copy(0, tree.parents[first], tree.logq[first].exp())[parents]
-        breadth = torch.full_like(rank, self.middle)
-        breadth[confidence >= self.steering.sure] = self.narrow
-        breadth[confidence < self.unsure] = self.wide
-        return new[rank < breadth]
+        sureness = np.zeros(len(tree), np.float32)  # of the drafter, after each node
+        sureness[known.parents[first]] = np.exp(known.logq[first])
+        confidence = sureness[parents]
+        breadth = np.where(confidence >= self.steering.sure, self.narrow, self.middle)
+        return new[rank < np.where(confidence < self.unsure, self.wide, breadth)]
 
-    def _goes_on(self, tree: DraftTree, nodes: Tensor) -> Tensor:
+    def _goes_on(self, tree: DraftTree, nodes: Integers) -> Flags:
         """Which of these nodes the depth gate lets through."""
-        depth, score = tree.depth[nodes], tree.score[nodes]
+        depth, score = tree.arrays.depth[nodes], tree.arrays.score[nodes]
         deep = (depth < int(self.steering.depth)) | (score > _log(self.steering.deep))
         return deep & (depth < self.max_depth) & (score >= _log(max(self.tau, self.rho_stop)))
 

@@ -30,11 +30,12 @@ class FixedTree(TreePolicy):
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
         if len(tree) == 1:
             return Grow(torch.tensor([0]), k=1)
-        level = int(tree.depth[-1])
+        depth, score = tree.arrays.depth, tree.arrays.score
+        level = int(depth[-1])
         if level > self.depth or len(tree) > self.nodes:
             return None
-        frontier = torch.nonzero((tree.depth == level) & (tree.score >= math.log(max(self.tau, 1e-30)))).flatten()
-        return Grow(frontier, k=self.breadth) if len(frontier) else None
+        (frontier,) = ((depth == level) & (score >= math.log(max(self.tau, 1e-30)))).nonzero()
+        return Grow(torch.from_numpy(frontier), k=self.breadth) if len(frontier) else None
 
     def select(self, tree: DraftTree, ctx: Context) -> Tensor:
         return torch.arange(min(len(tree), self.nodes + 1))  # breadth-first order: cut where the algorithm would stop

@@ -33,6 +33,8 @@ FILE = "policy.safetensors"
 ABOUT = "windfall_ltd"  # key of the file's metadata
 FLOOR = 20.0  # the log-probability that stands for a missing candidate is minus this
 SPAN = 8.0  # of ranked log-probabilities: minus this and below is 0, as if missing, and certainty is 1
+WORST, ZERO = np.float32(-SPAN), np.float32(0)
+NOTHING: Array = np.zeros(0, dtype=np.float32)
 CONSTANT = 10  # the length that the release's depth policy sees at inference, whatever the text's
 
 
@@ -145,17 +147,22 @@ class Layout:
 
 
 class Network:
-    """A perceptron as plain matrices. What padding and copies would repeat is summed up beforehand."""
+    """A perceptron as plain matrices. What padding, copies and scaling would repeat is summed up beforehand."""
 
     def __init__(self, layers: Layers, layout: Layout, activation: str):
         self.layers, self.layout, self.activation = layers, layout, activation
         places, copies = layout.candidates, layout.copies
         first = np.ascontiguousarray(layers[0][0].T, dtype=np.float32)  # [in, out]
-        candidates, length = first[:places], first[places : places + copies].sum(0)
-        depth = first[places + copies : places + 2 * copies].sum(0)
-        blank = layers[0][1].astype(np.float32) + np.float32(layout.padding) * candidates.sum(0)
-        self._first = np.concatenate([[blank, length, depth], candidates], dtype=np.float32)  # [3 + candidates, out]
+        candidates = first[:places]
+        self._length = first[places : places + copies].sum(0)
+        self._depth = first[places + copies : places + 2 * copies].sum(0)
         self._entropies = first[places + 2 * copies :]
+        scale, shift = {"ranked": (SPAN, 1.0), "padded": (1.0, FLOOR), "release": (1.0, 0.0)}[layout.kind]
+        so_far = np.concatenate([np.zeros_like(first[:1]), candidates.cumsum(0, dtype=np.float64)], dtype=np.float32)
+        blank = layers[0][1].astype(np.float32) + np.float32(layout.padding) * so_far[-1]
+        self._known = blank + np.float32(shift) * so_far  # [candidates + 1, out], by how many candidates there are
+        ordered = candidates[::-1] if layout.kind == "ranked" else candidates
+        self._candidates = np.ascontiguousarray(ordered / np.float32(scale))
         self._rest = [(np.ascontiguousarray(w.T, dtype=np.float32), b.astype(np.float32)) for w, b in layers[1:]]
 
     def choose(self, view: View) -> int:
@@ -163,18 +170,29 @@ class Network:
         return int(self.logits(view).argmax())
 
     def logits(self, view: View) -> Array:
-        layout = self.layout
-        shown = layout.shown(view.scores)
-        seen = np.empty(3 + len(shown), dtype=np.float32)
-        seen[0], seen[1], seen[2] = 1, layout.length(view), layout.depth(view)
-        np.subtract(shown, layout.padding, out=seen[3:])
-        hidden: Array = seen @ self._first[: len(seen)]
-        if len(entropy := layout.entropy(view)):
-            hidden += entropy @ self._entropies[: len(entropy)]
+        hidden = self._first(view)
         for weight, bias in self._rest:
-            np.tanh(hidden, out=hidden) if self.activation == "tanh" else np.maximum(hidden, 0, out=hidden)
+            np.tanh(hidden, out=hidden) if self.activation == "tanh" else np.maximum(hidden, ZERO, out=hidden)
             hidden = hidden @ weight
             hidden += bias
+        return hidden
+
+    def _first(self, view: View) -> Array:
+        """The first layer: of layout.vector(view), without making it."""
+        layout, scores = self.layout, view.scores
+        if layout.kind == "ranked":  # the best last, so that nothing is turned around
+            scores = np.sort(scores)
+            scores = scores[max(scores.searchsorted(WORST, "right"), len(scores) - layout.candidates) :]
+            weights = self._candidates[layout.candidates - len(scores) :]
+        else:
+            scores = layout.shown(scores)
+            weights = self._candidates[: len(scores)]
+        hidden: Array = scores @ weights
+        hidden += self._known[len(scores)]
+        hidden += layout.length(view) * self._length
+        hidden += layout.depth(view) * self._depth
+        if len(entropy := layout.entropy(view)):
+            hidden += entropy @ self._entropies[: len(entropy)]
         return hidden
 
 
@@ -286,35 +304,32 @@ class LTD(TreePolicy):
             "constant_length": self.constant_length,
         }
         given = {name: value for name, value in own.items() if value is not None}
-        self._pair = dataclasses.replace(trained, rules=dataclasses.replace(trained.rules, **given))
-        self._width = self.k or trained.rules.k
-        self._entropy = "E" in trained.rules.parts
+        self.pair = dataclasses.replace(trained, rules=dataclasses.replace(trained.rules, **given))
+        self.width = self.k or trained.rules.k
+        self.entropy = "E" in trained.rules.parts
 
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
         depth = int(tree.depth[-1])
         if not depth:
-            return Grow(torch.zeros(1, dtype=torch.long), self._width, self._entropy)
+            return Grow(torch.zeros(1, dtype=torch.long), self.width, self.entropy)
         start = int(np.searchsorted(tree.depth.numpy(), depth))
         newest: Array = tree.score.numpy()[start:]
-        if self._pair.stops(View(newest, ctx.length, depth, self._entropies(tree, depth - 1))):
+        if self.pair.stops(View(newest, ctx.length, depth, self._entropies(tree, depth - 1))):
             return None
-        return Grow(torch.from_numpy(start + top(newest, self._width)), self._width, self._entropy)
+        return Grow(torch.from_numpy(start + top(newest, self.width)), self.width, self.entropy)
 
     def select(self, tree: DraftTree, ctx: Context) -> Tensor:
         scores: Array = tree.score.numpy()
         view = View(scores[1:], ctx.length, int(tree.depth[-1]), self._entropies(tree))
-        return torch.from_numpy(top(scores, self._pair.nodes(view) + 1))
+        return torch.from_numpy(top(scores, self.pair.nodes(view) + 1))
 
     def _entropies(self, tree: DraftTree, depth: int | None = None) -> Array:
         """After the nodes of this depth that were expanded, or after all of them."""
-        if not self._entropy:
+        if not self.entropy:
             return NOTHING
         measured = ~tree.entropy.isnan() if depth is None else ~tree.entropy.isnan() & (tree.depth == depth)
         found: Array = tree.entropy[measured].numpy()
         return found
-
-
-NOTHING: Array = np.zeros(0, dtype=np.float32)
 
 
 def top(scores: Array, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from windfall.context import Context
 from windfall.options import option
-from windfall.policies.base import TreePolicy, best
+from windfall.policies.base import TreePolicy, best_of
 from windfall.records import Grow
-from windfall.tree import DraftTree
+from windfall.tree import DraftTree, Floats
 
 
 @dataclass
@@ -31,24 +32,27 @@ class OptTree(TreePolicy):
     literal: bool = option(False, "as the release: the newest layer is drafted but not used")
 
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
-        level = int(tree.depth[-1])
+        score, depth = tree.arrays.score, tree.arrays.depth
+        level = int(depth[-1])
         if level >= self.depth or self._gain(tree, level - self.literal) <= self.threshold:
             return None
-        alive = tree.score >= self._top(tree, level)[-1]
-        frontier = torch.nonzero(alive & (tree.depth == level)).flatten()
-        return Grow(best(tree, frontier, self.nodes), k=self.k or self.nodes) if len(frontier) else None
+        (frontier,) = ((score >= self._top(tree, level).min()) & (depth == level)).nonzero()
+        if not len(frontier):
+            return None
+        return Grow(torch.from_numpy(best_of(tree, frontier, self.nodes)), k=self.k or self.nodes)
 
     def select(self, tree: DraftTree, ctx: Context) -> Tensor:
-        level = max(int(tree.depth[-1]) - self.literal, 0)
-        return best(tree, torch.nonzero(tree.depth <= level).flatten(), self.nodes + 1)
+        depth = tree.arrays.depth
+        level = max(int(depth[-1]) - self.literal, 0)
+        return torch.from_numpy(best_of(tree, (depth <= level).nonzero()[0], self.nodes + 1))
 
-    def _top(self, tree: DraftTree, level: int) -> Tensor:
-        """The best scores down to this level, the root's among them, descending."""
-        scores = tree.score[tree.depth <= level]
-        return scores.topk(min(self.nodes + 1, len(scores))).values
+    def _top(self, tree: DraftTree, level: int) -> Floats:
+        """The best scores down to this level, the root's among them."""
+        scores = tree.arrays.score[tree.arrays.depth <= level]
+        return np.partition(scores, -self.nodes - 1)[-self.nodes - 1 :] if len(scores) > self.nodes else scores
 
     def _gain(self, tree: DraftTree, level: int) -> float:
         """What this level added to the expected tokens."""
         if level <= 0:
             return math.inf
-        return float(self._top(tree, level).exp().sum() - self._top(tree, level - 1).exp().sum())
+        return float(np.exp(self._top(tree, level)).sum() - np.exp(self._top(tree, level - 1)).sum())

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from windfall.context import Context
 from windfall.options import option
-from windfall.policies.base import TreePolicy, best
+from windfall.policies.base import TreePolicy, best_of
 from windfall.records import Grow
-from windfall.tree import DraftTree
+from windfall.tree import DraftTree, Floats, Integers
 
 
 @dataclass
@@ -37,16 +38,25 @@ class Optimal(TreePolicy):
         self._passes = 0 if len(tree) == 1 else self._passes + 1
         if self._passes == self.steps:
             return None
-        score, alive = self._score(tree), self.select(tree, ctx)
-        leaf = torch.ones(len(tree), dtype=torch.bool).index_fill_(0, tree.parents[1:], False)
+        score = self._score(tree)
+        alive = self._alive(tree, score)
+        leaf = np.ones(len(tree), bool)
+        leaf[tree.arrays.parents[1:]] = False
         useful = leaf[alive]
         if len(alive) > self.nodes:  # full: a child must beat the last place, so its parent must
             useful &= score[alive] > score[alive].min()
         frontier = alive[useful]
-        return Grow(best(tree, frontier, self.beams, score), min(self.width, self.nodes)) if len(frontier) else None
+        if not len(frontier):
+            return None
+        front = best_of(tree, frontier, self.beams, score)
+        return Grow(torch.from_numpy(front), min(self.width, self.nodes))
 
     def select(self, tree: DraftTree, ctx: Context) -> Tensor:
-        return best(tree, torch.arange(len(tree)), self.nodes + 1, self._score(tree))
+        return torch.from_numpy(self._alive(tree, self._score(tree)))
 
-    def _score(self, tree: DraftTree) -> Tensor:
-        return tree.score + math.log(self.decay) * tree.depth
+    def _alive(self, tree: DraftTree, score: Floats) -> Integers:
+        return best_of(tree, np.arange(len(tree)), self.nodes + 1, score)
+
+    def _score(self, tree: DraftTree) -> Floats:
+        lost: Floats = np.float32(math.log(self.decay)) * tree.arrays.depth.astype(np.float32)
+        return tree.arrays.score + lost

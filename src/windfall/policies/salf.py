@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from windfall.context import Context
 from windfall.options import option
-from windfall.policies.base import TreePolicy, best
+from windfall.policies.base import TreePolicy, best_of, last_of
 from windfall.records import Grow
-from windfall.tree import DraftTree
+from windfall.tree import DraftTree, Floats, Integers
 
 
 @dataclass
@@ -34,30 +35,34 @@ class Salf(TreePolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.gains: list[float] = []  # S_i of this cycle: what the nodes of each pass sum to, the refused one last
-        self._taken = torch.zeros(0, dtype=torch.bool)  # [N] out of the queue: expanded, or refused
+        self._taken = np.zeros(0, bool)  # [N] out of the queue: expanded, or refused
 
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
         if len(tree) == 1:
-            self.gains, self._taken = [], torch.zeros(0, dtype=torch.bool)
-        last = self._last(tree.score)
+            self.gains, self._taken = [], np.zeros(0, bool)
+        score = tree.arrays.score
+        last = self._last(score)
         front = self._take(tree, min(self.max_depth or ctx.room, ctx.room - 1), last)
-        front = front[tree.score[front] > self._last(tree.score[self._taken])]
-        self.gains.append(float(tree.score[front].exp().sum()))
+        front = front[score[front] > self._last(score[self._taken])]
+        self.gains.append(float(np.exp(score[front]).sum()))
         if not len(front) or self.gains[-1] < self.th:
             return None
-        return Grow(front, self._children(tree, float(tree.score[front].max()), last))
+        return Grow(torch.from_numpy(front), self._children(tree, float(score[front].max()), last))
 
-    def _last(self, scores: Tensor) -> float:
+    def _last(self, scores: Floats) -> float:
         """What a node must beat to be among the best of these, as many as fit the tree."""
-        return float(scores.topk(self.nodes).values[-1]) if len(scores) >= self.nodes else -math.inf
+        return float(last_of(scores, self.nodes)) if len(scores) >= self.nodes else -math.inf
 
-    def _take(self, tree: DraftTree, limit: int, last: float) -> Tensor:
+    def _take(self, tree: DraftTree, limit: int, last: float) -> Integers:
         """The best nodes of the queue; those at the depth limit leave it in their turn, but use no place."""
-        taken = torch.cat([self._taken, torch.zeros(len(tree) - len(self._taken), dtype=torch.bool)])
-        leaf = tree.depth >= limit
-        front = best(tree, torch.nonzero(~(taken | leaf) & (tree.score >= last)).flatten(), self.width)
-        lowest = float(tree.score[front].min()) if len(front) else -math.inf
-        self._taken = (taken | (leaf & (tree.score >= lowest))).index_fill(0, front, True)
+        score, leaf = tree.arrays.score, tree.arrays.depth >= limit
+        taken = np.zeros(len(tree), bool)
+        taken[: len(self._taken)] = self._taken
+        front = best_of(tree, (~(taken | leaf) & (score >= last)).nonzero()[0], self.width)
+        lowest = float(score[front].min()) if len(front) else -math.inf
+        taken |= leaf & (score >= lowest)
+        taken[front] = True
+        self._taken = taken
         return front
 
     def _children(self, tree: DraftTree, top: float, last: float) -> int:
@@ -66,9 +71,10 @@ class Salf(TreePolicy):
         Every node that scores as much comes before them, and the j-th likeliest child has probability 1/j at the most,
         which must beat the last of the best `nodes` known already.
         """
-        ahead = int((tree.score >= top).sum())
+        ahead = int(np.count_nonzero(tree.arrays.score >= top))
         return max(min(self.nodes - ahead, int(1.0001 * math.exp(min(top - last, 20.0)))), 1)
 
     def select(self, tree: DraftTree, ctx: Context) -> Tensor:
-        chosen = tree.score >= self._last(tree.score) if self.fill else self._taken
-        return best(tree, torch.nonzero(chosen).flatten(), self.nodes)
+        score = tree.arrays.score
+        chosen = score >= self._last(score) if self.fill else self._taken
+        return torch.from_numpy(best_of(tree, chosen.nonzero()[0], self.nodes))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from windfall import classifiers
 from windfall.context import Context
@@ -34,18 +37,19 @@ class SpecDecPlusPlus(Beam):
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
         wish, level = super().grow(tree, ctx), int(tree.depth[-1])
         if not level:
-            self._chances = {}
-        if wish is None or self._risk(tree, level) > self.threshold:
+            self.begin()
+        if wish is None or self.risk(level, partial(classifiers.specdecpp_inputs, tree)) > self.threshold:
             return None
         return wish._replace(entropy=True)
 
-    def _risk(self, tree: DraftTree, level: int) -> float:
-        """That the accepted path does not reach this level; the first is taken for sure, as in the release."""
-        if level > 1:
-            self._chances[level] = float(self._classifier(classifiers.specdecpp_inputs(tree, level)))
-        if level < self.least:
-            return 0.0
-        reached = 1.0
-        for chance in self._chances.values():
-            reached *= chance
-        return 1 - reached
+    def begin(self) -> None:
+        """Another cycle."""
+        self._chances = {}
+
+    def risk(self, level: int, shown: Callable[[int], classifiers.Floats]) -> float:
+        """That the accepted path does not reach this level; the first is taken for sure, as in the release. `shown` is
+        what the classifier sees of a level."""
+        for each in range(2, level + 1):
+            if each not in self._chances:
+                self._chances[each] = float(self._classifier(shown(each)))
+        return 1 - math.prod(self._chances.values()) if level >= self.least else 0.0

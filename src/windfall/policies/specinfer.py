@@ -37,7 +37,9 @@ class SpecInfer(TreePolicy):
             raise InputError(f"widths must make at most {LARGEST} nodes, not {total}")
 
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
-        level = int(tree.depth[-1])
+        depth = tree.arrays.depth
+        level = int(depth[-1])
         if level == len(self._widths):
             return None
-        return Grow(torch.nonzero(tree.depth == level).flatten(), k=self._widths[level])
+        (frontier,) = (depth == level).nonzero()
+        return Grow(torch.from_numpy(frontier), k=self._widths[level])

@@ -29,11 +29,13 @@ class SVIP(Beam):
 
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
         wish = super().grow(tree, ctx)
-        if wish is None or self._unsure(tree):
+        if wish is None or self.unsure(self._entropy(tree)):
             return None
         return wish._replace(entropy=True)
 
-    def _unsure(self, tree: DraftTree) -> bool:
-        last = torch.nonzero((tree.depth == tree.depth[-1] - 1) & ~tree.entropy.isnan()).flatten()  # the last pass
-        entropy = float(tree.entropy[best(tree, last, 1)]) if len(last) else 0.0
+    def unsure(self, entropy: float) -> bool:
         return math.sqrt(self.factor * max(entropy, 0.0)) > self.threshold
+
+    def _entropy(self, tree: DraftTree) -> float:
+        last = torch.nonzero((tree.depth == tree.depth[-1] - 1) & ~tree.entropy.isnan()).flatten()  # the last pass
+        return float(tree.entropy[best(tree, last, 1)]) if len(last) else 0.0

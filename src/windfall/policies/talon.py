@@ -6,14 +6,15 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from windfall.context import Context
 from windfall.options import option
-from windfall.policies.base import TreePolicy, best
+from windfall.policies.base import TreePolicy, best_of
 from windfall.records import Grow
-from windfall.tree import DraftTree
+from windfall.tree import DraftTree, Integers
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Talon(TreePolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.tally: Counter[str] = Counter()
-        self._kept = torch.zeros(1, dtype=torch.long)  # [n] nodes of the tree so far, ascending
+        self._kept = np.zeros(1, np.int64)  # [n] nodes of the tree so far, ascending
         self._seen = 1  # nodes that were candidates before
         self._capped = False
 
@@ -46,31 +47,31 @@ class Talon(TreePolicy):
 
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
         if len(tree) == 1:
-            self._kept, self._seen, self._capped = torch.zeros(1, dtype=torch.long), 1, False
+            self._kept, self._seen, self._capped = np.zeros(1, np.int64), 1, False
             layer = self._kept
         else:
-            layer = self._layer(tree, torch.arange(self._seen, len(tree)))
-            self._kept, self._seen = torch.cat([self._kept, layer]), len(tree)
+            layer = self._layer(tree, np.arange(self._seen, len(tree)))
+            self._kept, self._seen = np.concatenate([self._kept, layer]), len(tree)
         left = self.nodes - len(self._kept)
         if not left or not len(layer):
             return None
-        done = int(tree.depth[layer[0]])
+        done = int(tree.arrays.depth[layer[0]])
         self._capped = done == self.cap
         if self._capped:
             return None
-        return Grow(layer, k=min(self.k, left) if done < self.init_layers else left)
+        return Grow(torch.from_numpy(layer), k=min(self.k, left) if done < self.init_layers else left)
 
-    def _layer(self, tree: DraftTree, candidates: Tensor) -> Tensor:
+    def _layer(self, tree: DraftTree, candidates: Integers) -> Integers:
         """What passes of the newest candidates, cut to what is left of the budget."""
         left = self.nodes - len(self._kept)
         if not len(candidates):
             return candidates
-        if int(tree.depth[-1]) <= self.init_layers:
-            return best(tree, candidates, min(self.k, left))
-        scores = tree.score[candidates]
+        if tree.arrays.depth[-1] <= self.init_layers:
+            return best_of(tree, candidates, min(self.k, left))
+        scores = tree.arrays.score[candidates]
         gate = scores.max() + (math.log(self.mu) if self.mu else -math.inf)
-        return best(tree, candidates[scores >= gate], left)
+        return best_of(tree, candidates[scores >= gate], left)
 
     def select(self, tree: DraftTree, ctx: Context) -> Tensor:
         self.tally.update(cycles=1, capped=int(self._capped))
-        return self._kept
+        return torch.from_numpy(self._kept)

@@ -12,12 +12,14 @@ from windfall.kernels.choose import choose
 from windfall.kernels.grow import grow
 from windfall.kernels.settle import settle
 from windfall.records import SamplingParams
-from windfall.resident.drafting import Draft, HeadDraft, ModelDraft, Sprouting, read
+from windfall.resident.drafting import Draft, HeadDraft, ModelDraft, Sprouting, entropy, read
 from windfall.resident.forward import Pass, Unfit
 from windfall.resident.judge import Judge, fitting
-from windfall.resident.parcel import Parcel
 from windfall.resident.plans import Plan
+from windfall.resident.seen import Seen
 from windfall.resident.tree import ahead, plant, terms
+
+LIKELY, RECENT = 0.8, 16  # share of about so many cycles: a wasted pass costs a few times what a wait for it does
 
 
 class Cycle:
@@ -26,15 +28,30 @@ class Cycle:
     def __init__(self, plan: Plan, drafter: Drafter, judge: Judge):
         self.plan, self.judge = plan, judge
         device, staged = judge.device, max(plan.width * plan.passes, 1)
-        self.tree, self.told = plant(device, plan.nodes + plan.width * plan.k, plan.passes + 1)
+        self.tree, self.told = plant(device, plan.nodes + plan.width * plan.k, plan.passes + 1, staged)
         self.blocks = [self.told.block() for _ in range(3)]  # where the host reads it, cycle by cycle
+        self.tales = [{name: own.numpy() for name, own in self.told.read(block).items()} for block in self.blocks]
         self.terms, self.terms_sent = terms(device)
-        self.signal = Parcel(device, promise=(torch.float32, (4,)))
-        self.levels = torch.zeros(1, dtype=torch.long, device=device)
+        self.levels = torch.full((1,), plan.passes, device=device)  # nothing deeper is verified
+        self._levels = plan.passes  # the same on the host
         self.draft = draft_of(drafter, judge, plan.passes + 1, staged) if plan.passes else None
-        length = judge.length if self.draft is None else self.draft.length
-        self.ahead = ahead(device, plan.width, staged, length, self.signal.device["promise"])
+        if self.draft is not None:
+            self.draft.length = self.told.device["length"]
+        self.ahead = ahead(plan.width, self.told, judge.length if self.draft is None else self.draft.length)
         self._root = torch.zeros(1, dtype=torch.long, device=device)
+        self._signal = self.told.part(*plan.watches) if plan.watches else None
+        self._signals = [] if self._signal is None else [self._signal.block() for _ in range(2)]  # pass by pass
+        self.seen = [self._seen(block) for block in self._signals]
+        self.habit = Habit()
+
+    def _seen(self, block: Tensor) -> Seen:
+        assert self._signal is not None and self.draft is not None
+        return Seen(self._signal.read(block), self.plan.width, self.plan.k, self.draft.lag)
+
+    def show(self, level: int) -> None:
+        """Let the host see what the plan watches, after this many passes: part of what is recorded."""
+        assert self._signal is not None
+        self._signal.fetch(self._signals[level % 2])
 
     def start(self, prompt: list[int]) -> None:
         """Read a prompt, and begin with its last token as the root."""
@@ -57,11 +74,17 @@ class Cycle:
             self.draft.length.fill_(length)
             self.draft.waiting.fill_(1)
 
+    def limit(self, levels: int) -> None:
+        """Verify nothing deeper from now on."""
+        if levels != self._levels:
+            self.levels.fill_(levels)
+            self._levels = levels
+
     def open(self, sprouting: Sprouting) -> None:
         """The first draft pass: the root's children, and which nodes come next."""
         assert self.draft is not None
         logits, positions = self.draft.open(self.draft.pending)
-        self._sprout(self._root, logits, positions, sprouting)
+        self._sprout(self._root, self._root, logits, positions, sprouting)
 
     def expand(self, sprouting: Sprouting) -> None:
         """A further draft pass."""
@@ -69,10 +92,12 @@ class Cycle:
         rows = self.ahead
         given = Pass(rows.tokens, rows.positions, rows.slots, rows.mask, self.draft.length)
         logits = self.draft.grow(given, rows.above, rows.here)
-        self._sprout(rows.nodes, logits, rows.positions + self.draft.lag, sprouting)
+        self._sprout(rows.nodes, rows.here, logits, rows.positions + self.draft.lag, sprouting)
 
-    def _sprout(self, nodes: Tensor, logits: Tensor, positions: Tensor, sprouting: Sprouting) -> None:
+    def _sprout(self, nodes: Tensor, slots: Tensor, logits: Tensor, positions: Tensor, sprouting: Sprouting) -> None:
         assert self.draft is not None
+        if "entropy" in self.plan.watches:
+            self.told.device["entropy"].index_copy_(0, slots, entropy(logits))
         values, tokens = sprouting.children(logits, positions, self.plan.k, self.draft.vocabulary)
         grow(self.tree, nodes, tokens, values, self.ahead, self.plan.rule, self.terms)
 
@@ -107,6 +132,21 @@ class Cycle:
         wanted = None if draft is None or draft.features is None else draft.features[:deepest]
         judge.advance(deepest, rows, wanted)
         self.told.device["path"][:rows].copy_(judge.path[:rows])
+
+
+class Habit:
+    """How often drafting went on after each level. Where it nearly always does, the next pass need not wait for the
+    decision: it runs while the host thinks, and is wasted once in a while."""
+
+    def __init__(self) -> None:
+        self._shares: dict[int, float] = {}
+
+    def likely(self, level: int) -> bool:
+        return self._shares.get(level, 0.0) > LIKELY
+
+    def note(self, level: int, went_on: bool) -> None:
+        known = self._shares.get(level, 0.5)
+        self._shares[level] = known + (went_on - known) / RECENT
 
 
 def on_host(drafter: Drafter) -> str:

@@ -15,8 +15,7 @@ from windfall.kernels.attention import tree_attention
 from windfall.kernels.top import top_children
 from windfall.records import SamplingParams
 from windfall.resident.forward import Pass, Unfit
-from windfall.resident.judge import MOST as MOST_ROWS
-from windfall.resident.judge import Dials, Judge, Piece, fitting, shape_of
+from windfall.resident.judge import PIECE, Dials, Judge, Piece, fitting, shape_of
 from windfall.resident.swift import Swift
 from windfall.sampling import warp
 
@@ -45,6 +44,12 @@ class Sprouting:
             dice = {"positions": positions, "seed": self.dials.seed, "temperature": temperature}
             dice["kappa"] = self.dials.kappa
         return top_children(logits, min(k, logits.shape[-1]), tokens=tokens, **dice)
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """[w] nats, of the drafter's own distribution after each row."""
+    found: Tensor = torch.special.entr(logits.float().softmax(-1)).sum(-1)
+    return found
 
 
 class Draft:
@@ -85,7 +90,7 @@ class Draft:
 
     def take_piece(self, text: Tensor, at: int, states: Tensor | None) -> int:
         """`read` for the piece that begins here; returns where the next one does."""
-        until = min(at + MOST_ROWS, len(text) - 1)
+        until = min(at + PIECE, len(text) - 1)
         self.read(text[at:until], text[at + 1 : until + 1], states, until == len(text) - 1)
         return until
 
@@ -136,7 +141,7 @@ class HeadDraft(Draft):
         heads, width = layer.num_key_value_heads, head_dim(layer)
         self.kv = torch.zeros(2, layer.num_hidden_layers, heads, judge.capacity, width, dtype=dtype, device=device)
         self.features = torch.zeros(pending, judge.width, dtype=dtype, device=device)
-        self.taken_in = torch.zeros(MOST_ROWS, judge.width, dtype=dtype, device=device)
+        self.taken_in = torch.zeros(PIECE, judge.width, dtype=dtype, device=device)
         self.own = torch.zeros(staged + 1, layer.hidden_size, dtype=dtype, device=device)  # what the head goes on from
         try:
             self.swift: Swift | None = Swift(head, judge.capacity)
@@ -211,7 +216,7 @@ class ModelDraft(Draft):
 
     @property
     def columns(self) -> int:
-        return self.judge.bound(max(self.pending + self.staged, MOST_ROWS), self.forward)
+        return self.judge.bound(max(self.pending + self.staged, PIECE), self.forward)
 
     def read(self, tokens: Tensor, following: Tensor, states: Tensor | None, last: bool) -> None:
         self._take_in(tokens, None)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from windfall.context import Context
 from windfall.records import Split, Step, Verdict
@@ -19,34 +18,44 @@ from windfall.resident.tree import told
 from windfall.sequence import Sequence
 
 
+class Underway(NamedTuple):
+    """A cycle that was launched."""
+
+    place: int  # among the cycle's blocks, where it will be told
+    passes: int
+    marks: list[Mark]
+    deciding: float  # seconds that the device waited for decisions
+
+
 class Flight:
     """Launches cycles of one text, and lands them in order, one cycle later."""
 
     def __init__(self, cycle: Cycle, sprouting: Sprouting, sequence: Sequence):
         self.cycle, self.sprouting, self.sequence = cycle, sprouting, sequence
         self._key = (cycle.plan.key, sprouting.key, shape_of(sequence.params), cycle.judge.capacity)
-        self._under_way: list[tuple[Tensor, int, list[Mark]]] = []
+        self._under_way: list[Underway] = []
         self._turn = 0
         self._last: Mark | None = None
+        self._deciding = 0.0  # seconds of this cycle
+        self._drafted = 0  # passes of it, wanted or not
 
     def launch(self, ctx: Context) -> None:
         """Start another cycle behind those under way."""
         cycle, plan, judge = self.cycle, self.cycle.plan, self.cycle.judge
-        marks = [Mark(judge.device)]
+        marks, self._deciding, self._drafted = [Mark(judge.device)], 0.0, 0
         passes = self._draft(ctx) if plan.passes else 0
         marks.append(Mark(judge.device))
         rows, levels = plan.verified(passes)
-        if plan.passes:
-            cycle.levels.fill_(levels)
+        cycle.limit(levels if levels < self._drafted else plan.passes)
         judge.known += passes + 1
         columns = judge.columns(rows)
         self._do(("verify", rows, columns), lambda: cycle.verify(rows, columns, self.sequence.params))
         marks.append(Mark(judge.device))
-        block = cycle.blocks[self._turn % len(cycle.blocks)]
+        place = self._turn % len(cycle.blocks)
         self._turn += 1
-        cycle.told.fetch(block)
+        cycle.told.fetch(cycle.blocks[place])
         marks.append(Mark(judge.device))
-        self._under_way.append((block, passes, marks))
+        self._under_way.append(Underway(place, passes, marks, self._deciding))
 
     def _draft(self, ctx: Context) -> int:
         """Grow the tree; returns the number of passes."""
@@ -58,10 +67,10 @@ class Flight:
         level = settled or min(plan.least(), plan.passes)
         ask = settled is None
         self._do(("draft", level, ask, columns), lambda: self._passes(level, ask))
-        while ask and plan.goes_on(level, self._promise(), ctx):
-            self._do(("pass", columns), self._pass)
-            level += 1
-        return level
+        self._drafted = level
+        if not ask:
+            return level
+        return (self._draft_ahead if plan.foresees else self._draft_on)(level, columns, ctx)
 
     def _passes(self, count: int, ask: bool) -> None:
         """Draft passes one after the other, without asking."""
@@ -69,15 +78,52 @@ class Flight:
         for _ in range(1, count):
             self.cycle.expand(self.sprouting)
         if ask:
-            self.cycle.signal.fetch()
+            self.cycle.show(count)
 
-    def _pass(self) -> None:
-        self.cycle.expand(self.sprouting)
-        self.cycle.signal.fetch()
+    def _draft_ahead(self, level: int, columns: int, ctx: Context) -> int:
+        """Further passes, each decided on while the one before it runs; returns the number of all."""
+        plan, done = self.cycle.plan, Mark(self.cycle.judge.device)
+        while level < plan.passes:
+            following = self._pass(level + 1, columns)
+            if not self._goes_on(level, done, True, ctx):
+                return level + 1
+            level, done = level + 1, following
+        return level
 
-    def _promise(self) -> list[float]:
-        self.cycle.judge.recorder.wait()
-        found: list[float] = self.cycle.signal.host["promise"].tolist()
+    def _draft_on(self, level: int, columns: int, ctx: Context) -> int:
+        """Further passes for as long as the plan wants them; returns the number of all. One that will probably be
+        wanted is launched before the plan is asked; if it was not, what it drafted is left out."""
+        plan, habit = self.cycle.plan, self.cycle.habit
+        done = Mark(self.cycle.judge.device)
+        while True:
+            early = plan.rule == "beam" and level < plan.passes and habit.likely(level)
+            following = self._pass(level + 1, columns) if early else None
+            if not self._goes_on(level, done, early, ctx):
+                return level
+            level += 1
+            done = following or self._pass(level, columns)
+
+    def _pass(self, level: int, columns: int) -> Mark:
+        def work() -> None:
+            self.cycle.expand(self.sprouting)
+            self.cycle.show(level)
+
+        self._do(("pass", level % 2, columns), work)
+        self._drafted = level
+        return Mark(self.cycle.judge.device)
+
+    def _goes_on(self, level: int, done: Mark, early: bool, ctx: Context) -> bool:
+        """The plan's decision after this many passes, the last of which ends with the mark."""
+        plan = self.cycle.plan
+        if not plan.asks(level):
+            return level < plan.passes
+        done.wait()
+        started = time.perf_counter()
+        found = plan.goes_on(level, self.cycle.seen[level % 2], ctx)
+        if not early:
+            self._deciding += time.perf_counter() - started
+        if level < plan.passes:
+            self.cycle.habit.note(level, found)
         return found
 
     def _do(self, key: Key, work: Callable[[], None]) -> None:
@@ -85,21 +131,23 @@ class Flight:
 
     def land(self) -> Step:
         """Wait for the oldest cycle under way, and make its Step."""
-        sequence, (block, passes, marks) = self.sequence, self._under_way.pop(0)
+        sequence, (place, passes, marks, deciding) = self.sequence, self._under_way.pop(0)
         marks[-1].wait()
-        drafted, kept, path, bonus = told(self.cycle.told.read(block), sequence.tokens[-1])
-        split = self._split(marks)
+        places = self.cycle.plan.places(passes)
+        drafted, kept, path, bonus = told(self.cycle.tales[place], sequence.tokens[-1], places)
+        split = self._split(marks, deciding)
         tree = drafted.select(kept)
         tokens, text = sequence.accept(tree, Verdict(path, bonus))
-        self.cycle.judge.known = len(sequence.tokens) + sum(level + 1 for _, level, _ in self._under_way)
+        self.cycle.judge.known = len(sequence.tokens) + sum(other.passes + 1 for other in self._under_way)
         return Step(tokens, text, tree, path, drafted, kept, passes, split, sequence.finish)
 
-    def _split(self, marks: list[Mark]) -> Split:
+    def _split(self, marks: list[Mark], deciding: float) -> Split:
         """Where the time since the last cycle's end went."""
         draft, verify = marks[0].until(marks[1]), marks[1].until(marks[2])
         total = (self._last or marks[0]).until(marks[3])
         self._last = marks[3]
-        return Split(draft=draft, verify=verify, other=max(total - draft - verify, 0.0))
+        policy = min(deciding, draft)
+        return Split(draft - policy, verify, policy, other=max(total - draft - verify, 0.0))
 
 
 class Mark:

@@ -18,6 +18,13 @@ class Unfit(Exception):
     """This model, drafter or sampling cannot run on fixed buffers; the message says why."""
 
 
+class Paths(NamedTuple):
+    """What each row sees, in the order of the text: for sums that depend on nothing else (`path_attention`)."""
+
+    reach: Tensor  # [n] long: how many keys, itself included; 0 for padding
+    lineage: Tensor  # [n, S] int32: slot, from `length` on, of its ancestor at each depth
+
+
 class Pass(NamedTuple):
     """The rows of one forward. Committed rows [0, length) are seen by all; `mask` says which staged ones are."""
 
@@ -26,6 +33,7 @@ class Pass(NamedTuple):
     slots: Tensor  # [n] long, where keys and values go
     mask: Tensor  # [n, S] bool, over the slots from `length` on
     length: Tensor  # [1] long
+    paths: Paths | None = None  # the same as `mask`, where rounding must not depend on the rows beside a row
 
 
 class Forward(Protocol):

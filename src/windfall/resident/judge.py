@@ -10,20 +10,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from windfall.kernels.attention import PART, lineage
 from windfall.kernels.draw import draw
 from windfall.kernels.move import move
 from windfall.records import InputError, Launch, SamplingParams
-from windfall.resident.forward import Forward, Pass, Unfit, Whole
+from windfall.resident.forward import Forward, Pass, Paths, Unfit, Whole
 from windfall.resident.parcel import Parcel
 from windfall.resident.recorder import Recorder
 from windfall.resident.stack import Stack
 from windfall.sampling import process, signed
 from windfall.tree import DraftTree
 
-ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # sizes of recorded verify passes
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256)  # sizes of recorded verify passes
 MOST = ROWS[-1]
-EXACT, SPLIT = 64, 256  # rows of every pass, and keys of attention's parts, where rounding must not depend on them
-CAPACITY = 1920  # rows of the cache to begin with, beside those of a pass
+PIECE = 128  # tokens of a text that are read at a time
+EXACT = 64  # rows of every pass where rounding must not depend on them; larger trees take several passes
+CAPACITY = 1792  # rows of the cache to begin with, beside those of a pass
 STEP = 1024
 COLUMNS = 256  # step of the bound on columns, for forwards that need one
 
@@ -40,10 +42,10 @@ class Piece:
     """Consecutive tokens of a text that is read, in buffers that stay in their place."""
 
     def __init__(self, device: torch.device):
-        self.tokens = torch.zeros(MOST, dtype=torch.long, device=device)
+        self.tokens = torch.zeros(PIECE, dtype=torch.long, device=device)
         self.count = torch.zeros(1, dtype=torch.long, device=device)
-        self._places = torch.arange(MOST, device=device)
-        self._causal = torch.ones(MOST, MOST, dtype=torch.bool, device=device).tril()
+        self._places = torch.arange(PIECE, device=device)
+        self._causal = torch.ones(PIECE, PIECE, dtype=torch.bool, device=device).tril()
 
     def take(self, tokens: Tensor) -> int:
         """These tokens come next; returns the size of the pass that takes them."""
@@ -61,11 +63,9 @@ class Judge:
     """Scores the rows of one tree, follows the target's draws through it, and commits what was accepted."""
 
     def __init__(self, model: Any, taps: tuple[int, ...], recorder: Recorder, launch: Launch):
-        self.forward = fitting(model, launch.compiled)
+        self.exact = launch.exact  # whether a row must depend on its own text alone, to the bit
+        self.forward = invariant(model) if self.exact else fitting(model, launch.compiled)
         self.taps, self.recorder = taps, recorder
-        self.exact = launch.exact  # whether a row must not depend on how many are beside it: all passes have one size
-        if self.exact and isinstance(self.forward, Stack):
-            self.forward.split = SPLIT
         embedding = model.get_input_embeddings().weight
         self.device, self.dtype = embedding.device, embedding.dtype
         width = model.config.get_text_config().hidden_size
@@ -88,9 +88,9 @@ class Judge:
             torch.zeros(1, dtype=long, device=device), torch.ones(1, device=device), torch.ones(1, device=device)
         )
         self.piece = Piece(device)
-        self.taken_in = torch.zeros(MOST, self.width, dtype=self.dtype, device=device) if taps else None  # its states
-        self.logits: dict[int, Tensor] = {}  # by rows of the pass; good until another pass runs
-        self.hidden: dict[int, Tensor | None] = {}  # the tapped states, likewise
+        self.taken_in = torch.zeros(PIECE, self.width, dtype=self.dtype, device=device) if taps else None  # its states
+        self.logits: dict[int, Tensor] = {}  # by rows of the pass, with its padding; good until another pass runs
+        self.hidden: dict[int, Tensor | None] = {}  # the tapped states, likewise, without padding
         self._places = torch.arange(MOST, device=device)
         self.known = 0  # the host's bound on `length`
         self.capacity = 0
@@ -116,7 +116,7 @@ class Judge:
         """Take in a new text [n], piece by piece; yields the tapped states of each piece, good until the next."""
         self.length.zero_()
         self.known = 0
-        for piece in torch.split(text, MOST):
+        for piece in torch.split(text, PIECE):
             size = self.piece.take(piece)
             columns = self.columns(size)
             self.recorder.run(("read", size, columns, self.capacity), partial(self._read, size, columns))
@@ -144,10 +144,6 @@ class Judge:
         size = next((rows for rows in ROWS if rows >= count), 0)
         if not size:
             raise InputError(f"a verify pass takes {MOST} rows at the most on a GPU, not {count}")
-        if self.exact and size > EXACT:
-            raise InputError(
-                f"an exact verify pass takes {EXACT} rows at the most, not {count}: a smaller tree, please"
-            )
         host = self.rows.host
         for name, given in (("tokens", tree.tokens), ("parents", tree.parents), ("depth", tree.depth)):
             host[name][:count] = given
@@ -172,25 +168,45 @@ class Judge:
 
     def score(self, size: int, columns: int) -> None:
         """The rows through the model; keys and values are staged behind the committed ones."""
+        given = self._rows(size)
+        parts = self._parts(given) if self.exact else [given]
+        found = [self.forward(part, self.kv, self.taps, columns) for part in parts]
+        self.logits[size] = _joined([logits for logits, _ in found])
+        self.hidden[size] = _joined([states for _, states in found if states is not None])[:size] if self.taps else None
+
+    def _rows(self, size: int) -> Pass:
+        """What is in `rows`, padded where passes have a size of their own."""
         rows, more = self.rows.device, self.padding(size)
         tokens, depth = (pad(rows[name][:size], (0, more)) for name in ("tokens", "depth"))
         mask = pad(rows["mask"][:size, :size], (0, more, 0, more))
-        slots = self.length + self._places[: size + more]
-        given = Pass(tokens, self.length + depth, slots, mask, self.length)
-        logits, states = self.forward(given, self.kv, self.taps, columns)
-        self.logits[size], self.hidden[size] = logits[:size], None if states is None else states[:size]
+        places = self._places[: size + more]
+        positions = self.length + depth
+        given = Pass(tokens, positions, self.length + places, mask, self.length)
+        if not self.exact:
+            return given
+        reach = (positions + 1) * (places < rows["count"])
+        return given._replace(paths=Paths(reach, lineage(mask, depth)))
+
+    def _parts(self, rows: Pass) -> Iterator[Pass]:
+        """Passes of the one size. Parents come before their children, so what a row sees is there by then."""
+        assert rows.paths is not None
+        for start in range(0, len(rows.tokens), EXACT):
+            own = slice(start, start + EXACT)
+            tokens, positions, slots, mask = (x[own] for x in (rows.tokens, rows.positions, rows.slots, rows.mask))
+            yield Pass(tokens, positions, slots, mask, rows.length, Paths(*(x[own] for x in rows.paths)))
 
     def padding(self, size: int) -> int:
-        """Rows that a pass of this size has beside its own."""
-        return EXACT - size if self.exact else 0
+        """Rows that the passes of so many have beside them."""
+        return -size % EXACT if self.exact else 0
 
     def draw(self, size: int, params: SamplingParams) -> Tensor:
         """The target's own token after each row, [size]."""
         logits, temperature = self.logits[size], self.dials.temperature
         if not params.greedy and params.filters:
-            logits, temperature = process(logits, None, 0, params), torch.ones_like(temperature)
+            parts = torch.split(logits, EXACT if self.exact else size)  # here, too, the number of rows is one
+            logits, temperature = _joined([process(x, None, 0, params) for x in parts]), torch.ones_like(temperature)
         positions = self.length + 1 + self.rows.device["depth"][:size]
-        return draw(logits, positions, self.dials.seed, temperature, greedy=params.greedy)
+        return draw(logits[:size], positions, self.dials.seed, temperature, greedy=params.greedy)
 
     def keep(self, verdict: Parcel, deepest: int) -> None:
         """Commit a path that the host walked."""
@@ -226,3 +242,17 @@ def fitting(model: Any, compiled: bool = False) -> Forward:
         return Stack(model)
     except Unfit:
         return Whole(model, compiled)
+
+
+def invariant(model: Any) -> Stack:
+    """A forward whose rows do not depend on the rows beside them, if all passes have the same number."""
+    try:
+        forward = Stack(model)
+    except Unfit as reason:
+        raise InputError(f"exact passes are for models with Llama's skeleton, and not here: {reason}") from None
+    forward.split = PART
+    return forward
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

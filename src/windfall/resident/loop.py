@@ -16,7 +16,7 @@ from windfall.resident.cycle import Cycle, draft_of, on_host
 from windfall.resident.drafting import Sprouting
 from windfall.resident.flight import Flight
 from windfall.resident.forward import Unfit
-from windfall.resident.judge import EXACT, Judge
+from windfall.resident.judge import Judge
 from windfall.resident.plans import Plan, plan_of
 from windfall.resident.recorder import Recorder
 from windfall.resident.seat import PENDING, STAGED, WIDTHS, SeatedDrafter, SeatedTarget
@@ -31,7 +31,7 @@ class Resident:
     """Generates one sequence at a time on the device, for the policies, drafters and ways of sampling it knows."""
 
     def __init__(self, target: Target, drafter: Drafter, launch: Launch):
-        self.target, self.drafter = target, drafter
+        self.target, self.drafter, self.plans = target, drafter, launch.plans
         self.judge = Judge(target.model, drafter.taps, Recorder(target.device), launch)
         self.drafts_on_host = on_host(drafter)  # why the drafter cannot work on the device
         self.cycles: dict[tuple[object, ...], Cycle] = {}
@@ -48,7 +48,7 @@ class Resident:
     def refuses(self, sequence: Sequence) -> str:
         """Why this text cannot be generated here; nothing if it can."""
         plan, params = plan_of(sequence.policy), sequence.params
-        if plan is None or (self.judge.exact and plan.rows > EXACT):
+        if plan is None or not self.plans:
             return "its policy decides on the host"
         if plan.passes and self.drafts_on_host:
             return self.drafts_on_host
@@ -69,6 +69,7 @@ class Resident:
                 seated = SeatedDrafter(draft_of(drafter, judge, PENDING, STAGED + WIDTHS[-1]), longest)
             self._seats = (judge.capacity, SeatedTarget(judge), seated)
         _, target, seated = self._seats
+        target.params = sequence.params
         if isinstance(seated, SeatedDrafter):
             seated.params = sequence.params
         return target, seated

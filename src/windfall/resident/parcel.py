@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 ALIGNED = 16  # bytes
+Array = tuple[torch.dtype, tuple[int, ...]]  # what an array is made of
 
 
 class Parcel:
     """The same arrays on both sides, in one block of bytes each; `send` and `fetch` copy all of them at once."""
 
-    def __init__(self, device: torch.device, **arrays: tuple[torch.dtype, tuple[int, ...]]):
+    def __init__(self, device: torch.device, **arrays: Array):
         places, size = {}, 0
         for name, (dtype, shape) in arrays.items():
             places[name] = size
             size += -(-math.prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED
-        pinned = device.type == "cuda"
-        self._there = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._here = torch.zeros(size, dtype=torch.uint8, pin_memory=True) if pinned else self._there
+        self._lay(torch.zeros(size, dtype=torch.uint8, device=device), arrays, places)
+
+    def _lay(self, there: Tensor, arrays: Mapping[str, Array], places: Mapping[str, int]) -> None:
+        pinned = there.device.type == "cuda"
+        self._there = there
+        self._here = torch.zeros(len(there), dtype=torch.uint8, pin_memory=True) if pinned else there
+        self._arrays, self._places = arrays, places
         self.device = {name: _view(self._there, places[name], *array) for name, array in arrays.items()}
         self.host = {name: _view(self._here, places[name], *array) for name, array in arrays.items()}
+
+    def part(self, *names: str) -> Parcel:
+        """These arrays, and any that lie between them, as a parcel of their own: a smaller copy of the same memory."""
+        order = list(self._arrays)
+        first, last = (pick(map(order.index, names)) for pick in (min, max))
+        start = self._places[order[first]]
+        end = self._places[order[last + 1]] if last + 1 < len(order) else len(self._there)
+        within = {name: self._arrays[name] for name in order[first : last + 1]}
+        made = Parcel.__new__(Parcel)
+        made._lay(self._there[start:end], within, {name: self._places[name] - start for name in within})
+        return made
 
     def send(self) -> None:
         """Host to device, in the order of the stream; the host's side must not change until then."""
@@ -41,12 +58,7 @@ class Parcel:
 
     def read(self, block: Tensor) -> dict[str, Tensor]:
         """The arrays in such a block."""
-        base = self._here
-        start = base.data_ptr()
-        return {
-            name: _view(block, array.data_ptr() - start, array.dtype, tuple(array.shape))
-            for name, array in self.host.items()
-        }
+        return {name: _view(block, self._places[name], *array) for name, array in self._arrays.items()}
 
 
 def _view(block: Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

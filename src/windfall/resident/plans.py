@@ -1,25 +1,34 @@
-"""Policies in a form that the device can follow: sizes that are fixed, a rule for what comes next, and a few numbers
-by which the host decides whether to go on. A test holds each to the policy it stands for."""
+"""Policies in a form that the device can follow: sizes that are fixed, a rule for what comes next, and what the host
+must see of a tree to decide whether to go on. A test holds each to the policy it stands for."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 
+import numpy as np
 import torch
 
 from windfall import flat
 from windfall.calibration import CHILDREN
+from windfall.classifiers import Floats, disco_shown, specdecpp_shown
 from windfall.context import Context
 from windfall.kernels.top import MOST as MOST_CHILDREN
 from windfall.policies.auto import Auto
 from windfall.policies.base import TreePolicy
 from windfall.policies.beam import Beam
 from windfall.policies.ddd import DDD
+from windfall.policies.disco import Disco
 from windfall.policies.gammatune import GammaTune
 from windfall.policies.gt import GT
+from windfall.policies.ltd import LTD, NOTHING, View
 from windfall.policies.none import NoSpeculation
+from windfall.policies.specdecpp import SpecDecPlusPlus
+from windfall.policies.svip import SVIP
 from windfall.resident.judge import MOST as MOST_ROWS
 from windfall.resident.parcel import Parcel
+from windfall.resident.seen import Order, Seen
 
 MOST_PASSES, MOST_NODES = 32, 2048
 
@@ -28,6 +37,8 @@ class Plan:
     """`passes` at the most, each over `width` nodes with `k` children, and `rows` to verify at the most."""
 
     rule = "beam"  # or "calibrated": see kernels/grow.py
+    watches: tuple[str, ...] = ()  # what the host sees after a draft pass: arrays of seen.Seen
+    foresees = False  # whether `goes_on` decides about the pass after the next, which is then under way
 
     def __init__(self, policy: TreePolicy, passes: int, width: int, k: int, rows: int):
         self.policy, self.passes, self.width, self.k, self.rows = policy, passes, width, k, rows
@@ -35,12 +46,16 @@ class Plan:
     @property
     def key(self) -> tuple[object, ...]:
         """What recorded work depends on."""
-        return (self.rule, self.passes, self.width, self.k, self.rows)
+        return (self.rule, self.watches, self.passes, self.width, self.k, self.rows)
+
+    def places(self, passes: int) -> int:
+        """Of the nodes that so many passes draft, the root counted."""
+        return 1 + self.k * (1 + self.width * max(passes - 1, 0))
 
     @property
     def nodes(self) -> int:
-        """Of a cycle, the root counted."""
-        return 1 + self.k * (1 + self.width * max(self.passes - 1, 0))
+        """The same for all passes."""
+        return self.places(self.passes)
 
     def brief(self, terms: Parcel, ctx: Context) -> None:
         """Bring the device what the rule needs in this cycle."""
@@ -49,18 +64,21 @@ class Plan:
         """How many passes this cycle takes, where that is known before it begins."""
         return self.passes
 
-    def goes_on(self, level: int, promise: list[float], ctx: Context) -> bool:
-        """Whether another pass follows, after `level` of them; `promise`: of its nodes, the highest key, the log of
-        their summed exp(key), what they would earn; and how many nodes are worth a row."""
-        return level < self.passes
-
     def least(self) -> int:
         """Passes before the host asks."""
         return 1
 
+    def asks(self, level: int) -> bool:
+        """Whether the plan must see what so many passes drafted; else drafting goes on up to the last pass."""
+        return True
+
+    def goes_on(self, level: int, seen: Seen, ctx: Context) -> bool:
+        """Whether another pass follows, after `level` of them. The text may be a cycle longer than `ctx` knows."""
+        return level < self.passes
+
     def verified(self, level: int) -> tuple[int, int]:
         """Rows to verify after this many passes, and the deepest level of which nodes are taken."""
-        return self.rows, self.passes
+        return self.rows, level
 
 
 class NonePlan(Plan):
@@ -83,6 +101,7 @@ class DDDPlan(BeamPlan):
     """A beam that ends, at a few levels, when its nodes sum to too little."""
 
     policy: DDD
+    watches = ("promise",)
 
     def settled(self, ctx: Context) -> int | None:
         return None
@@ -90,8 +109,11 @@ class DDDPlan(BeamPlan):
     def least(self) -> int:
         return max(min(self.policy.levels, default=self.passes), 1)
 
-    def goes_on(self, level: int, promise: list[float], ctx: Context) -> bool:
-        return level < self.passes and (level not in self.policy.levels or promise[1] >= self.policy.threshold)
+    def asks(self, level: int) -> bool:
+        return level < self.passes and level in self.policy.levels
+
+    def goes_on(self, level: int, seen: Seen, ctx: Context) -> bool:
+        return seen.promise[1] >= self.policy.threshold
 
 
 class GammaTunePlan(BeamPlan):
@@ -107,6 +129,7 @@ class GTPlan(Plan):
     """A beam that goes on while its best path is worth a draft step."""
 
     policy: GT
+    watches = ("promise",)
 
     def __init__(self, policy: GT):
         super().__init__(policy, policy.cap, policy.k, policy.k, 1 + policy.nodes)
@@ -115,8 +138,8 @@ class GTPlan(Plan):
     def settled(self, ctx: Context) -> int | None:
         return None
 
-    def goes_on(self, level: int, promise: list[float], ctx: Context) -> bool:
-        worth = promise[0] > self.policy.least(ctx)
+    def goes_on(self, level: int, seen: Seen, ctx: Context) -> bool:
+        worth = seen.promise[0] > self.policy.least(ctx)
         self._counted = level if worth or self.policy.count_last else level - 1
         return level < self.passes and worth
 
@@ -124,24 +147,135 @@ class GTPlan(Plan):
         return 1 + min(self._counted * self.policy.k, self.policy.nodes), self._counted
 
 
+class WatchedBeamPlan(BeamPlan):
+    """A beam that may end after every pass."""
+
+    def settled(self, ctx: Context) -> int | None:
+        return None
+
+    def asks(self, level: int) -> bool:
+        return level < self.passes
+
+
+class SVIPPlan(WatchedBeamPlan):
+    """It ends when the drafter is unsure after its likeliest node."""
+
+    policy: SVIP
+    watches = ("entropy",)
+
+    def goes_on(self, level: int, seen: Seen, ctx: Context) -> bool:
+        return not self.policy.unsure(seen.entropy(level))
+
+
+class DiscoPlan(WatchedBeamPlan):
+    """It ends when a classifier thinks that the accepted path does not reach its last level."""
+
+    policy: Disco
+    watches = ("score", "entropy")
+
+    def goes_on(self, level: int, seen: Seen, ctx: Context) -> bool:
+        return self.policy.reaches(disco_shown(seen.scores(level), seen.entropy(level), level))
+
+
+class SpecDecPlan(WatchedBeamPlan):
+    """It ends when the accepted path has probably left it."""
+
+    policy: SpecDecPlusPlus
+    watches = ("logq", "score", "expanded", "entropy")
+
+    def least(self) -> int:
+        return self.policy.least
+
+    def goes_on(self, level: int, seen: Seen, ctx: Context) -> bool:
+        if level == self.least():
+            self.policy.begin()
+        return self.policy.risk(level, partial(self._shown, seen)) <= self.policy.threshold
+
+    @staticmethod
+    def _shown(seen: Seen, level: int) -> Floats:
+        return specdecpp_shown(seen.logq(level), seen.leader(level), seen.entropy(level), level)
+
+
+class LTDPlan(Plan):
+    """A beam of which two networks choose the depth and the rows to verify."""
+
+    policy: LTD
+
+    def __init__(self, policy: LTD):
+        pair, rules, width = policy.pair, policy.pair.rules, policy.width
+        passes = rules.max_depth if pair.depth else min(rules.fixed_depth, rules.max_depth)
+        super().__init__(policy, passes, width, width, 1 + (rules.sizes[-1] if pair.size else rules.fixed_size))
+        self.watches = ("score", "length")
+        self._order: Order | None = None
+        if rules.layout != "ranked" or policy.entropy:  # then the order of nodes matters
+            self.watches += ("expanded", "entropy") if policy.entropy else ("expanded",)
+            self._order = Order(self.nodes, width)
+        self._verified = min(self.rows, self.nodes)
+
+    def settled(self, ctx: Context) -> int | None:
+        return None if self.policy.pair.depth or self.policy.pair.size else self.passes
+
+    def least(self) -> int:
+        return next(level for level in range(1, self.passes + 1) if self.asks(level))
+
+    def asks(self, level: int) -> bool:
+        pair = self.policy.pair
+        return level >= self.passes or (pair.depth is not None and pair.rules.asks(level))
+
+    def goes_on(self, level: int, seen: Seen, ctx: Context) -> bool:
+        pair = self.policy.pair
+        if self._order is not None and level == self.least():
+            self._order.begin()
+        if level < self.passes and not pair.stops(self._newest(level, seen)):
+            return True
+        self._verified = min(1 + pair.nodes(self._whole(level, seen)), self.places(level))
+        return False
+
+    def _newest(self, level: int, seen: Seen) -> View:
+        """What the depth policy looks at."""
+        if self._order is None:
+            return View(seen.scores(level), seen.length, level, NOTHING)
+        scores, entropies = self._order.follow(level, seen, self.policy.entropy)
+        return View(scores[-1], seen.length, level, entropies[-1])
+
+    def _whole(self, level: int, seen: Seen) -> View:
+        """What the size policy looks at."""
+        if self._order is None:
+            every = seen.all_scores(level)
+            return View(every[every > -math.inf], seen.length, level, NOTHING)
+        scores, entropies = self._order.follow(level, seen, self.policy.entropy)
+        return View(np.concatenate(scores), seen.length, level, np.concatenate(entropies))
+
+    def verified(self, level: int) -> tuple[int, int]:
+        return self._verified, level
+
+
 class AutoPlan(Plan):
     """The nodes most likely to be accepted come next, while they earn more than the pass costs; then as many rows as
     are worth theirs. The rule of `flat.py`, which `auto` follows where rows are cheap."""
 
     rule = "calibrated"
+    watches = ("promise",)
+    foresees = True
     policy: Auto
 
     def __init__(self, policy: Auto):
         super().__init__(policy, flat.PASSES, flat.WIDTH, CHILDREN, min(policy.nodes, flat.ROWS[-1]))
-        self._worth = 0
+        self._worth, self._fee, self._first, self._before = 0, 0.0, 0.0, 0.0
+        self._told: object = None  # what the device goes by
 
     def brief(self, terms: Parcel, ctx: Context) -> None:
         self.policy.follow(ctx)
-        calibrator, host = ctx.calibrator, terms.host
-        host["weights"].copy_(torch.from_numpy(calibrator.weights))
-        host["outlook"].copy_(torch.tensor(calibrator.means()))
-        host["prices"].copy_(torch.tensor(flat.prices(ctx)))
-        terms.send()
+        calibrator, (fee, price) = ctx.calibrator, flat.prices(ctx)
+        told = (calibrator, calibrator.version, fee, price)
+        if told != self._told:
+            host, means = terms.host, calibrator.means()
+            host["weights"].copy_(torch.from_numpy(calibrator.weights))
+            host["outlook"].copy_(torch.from_numpy(np.array(means)))
+            host["prices"].copy_(torch.tensor((fee, price)))
+            terms.send()
+            self._told, self._fee, self._first = told, fee, flat.first(calibrator, price)
+        self._before = self._first
 
     def settled(self, ctx: Context) -> int | None:
         return None
@@ -149,12 +283,14 @@ class AutoPlan(Plan):
     def least(self) -> int:
         return flat.LEAST
 
-    def goes_on(self, level: int, promise: list[float], ctx: Context) -> bool:
-        self._worth = int(promise[3])
-        return level < self.passes and promise[2] > 0
+    def goes_on(self, level: int, seen: Seen, ctx: Context) -> bool:
+        _, _, gain, worth = seen.promise
+        self._worth, before = int(worth), self._before
+        self._before = gain + self._fee
+        return level + 1 < self.passes and flat.pays(self._before, before, self._fee)
 
     def verified(self, level: int) -> tuple[int, int]:
-        return flat.rows(self._worth, self.rows), self.passes
+        return flat.rows(self._worth, level, self.rows), self.passes
 
 
 PLANS: dict[type[TreePolicy], Callable[..., Plan]] = {
@@ -163,6 +299,10 @@ PLANS: dict[type[TreePolicy], Callable[..., Plan]] = {
     DDD: DDDPlan,
     GammaTune: GammaTunePlan,
     GT: GTPlan,
+    SVIP: SVIPPlan,
+    Disco: DiscoPlan,
+    SpecDecPlusPlus: SpecDecPlan,
+    LTD: LTDPlan,
     Auto: AutoPlan,
 }
 

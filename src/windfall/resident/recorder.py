@@ -32,13 +32,16 @@ class Recorder:
     def __init__(self, device: torch.device, enabled: bool = True):
         self.device = device
         self.enabled = enabled and device.type == "cuda"
+        self._there: AbstractContextManager[object] = nullcontext()
+        if device.type == "cuda":  # kernels are launched on the current device, which need not be that of their tensors
+            self._there = torch.cuda.device(device)
         self.graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self.failures = 0
         self.refused = ""  # why the last work that could not be recorded could not
 
     def run(self, key: Key, work: Callable[[], None]) -> None:
         """Do this work; the same key always means the same work on the same buffers."""
-        with self._there():
+        with self._there:
             graph = self.graphs.pop(key, None)
             if graph is not None:
                 self.graphs[key] = graph  # as the one used last
@@ -52,7 +55,7 @@ class Recorder:
         """The same for work that may run twice and whose results are its own: they are those of the recorded run."""
         fresh = self.enabled and key not in self.graphs
         self.run(key, work)
-        with self._there():
+        with self._there:
             if fresh and key in self.graphs:
                 self.graphs[key].replay()
             elif fresh:
@@ -72,10 +75,6 @@ class Recorder:
         """For the work under way, on the stream that it is launched on."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-
-    def _there(self) -> AbstractContextManager[object]:
-        """Kernels are launched on the current device, which need not be that of their tensors."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _record(self, key: Key, work: Callable[[], None]) -> None:
         """Record it; what cannot be recorded (it waits for the device, say) runs as written from now on."""

@@ -1,71 +1,131 @@
 """The target and the drafter of one sequence on fixed buffers, for policies that decide on the host: they take the
-places of Target and Drafter in the engine's own cycle. One small copy to the host per draft pass, one per cycle."""
+places of Target and Drafter in the engine's own cycle. Each pass is one launch, which brings its rows from the host and
+ends with one small copy back; the host fills and reads the buffers as numpy arrays."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from windfall.drafters.base import Drafter, hang
+from windfall.drafters.base import Drafter, hang_arrays
 from windfall.records import Grow, InputError, SamplingParams, Scores
 from windfall.resident.drafting import Draft, HeadDraft, Sprouting
+from windfall.resident.drafting import entropy as entropy_of
 from windfall.resident.forward import Pass
-from windfall.resident.judge import MOST, Judge
-from windfall.resident.parcel import Parcel
+from windfall.resident.judge import MOST, PIECE, ROWS, Judge, shape_of
+from windfall.resident.parcel import Array, Parcel
 from windfall.resident.recorder import Key
 from windfall.sampling import Dice
-from windfall.tree import DraftTree
+from windfall.tree import DraftTree, Integers
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # sizes of recorded draft passes
 CHILDREN = (1, 2, 4, 8, 16, 32, 64, 128)
 PENDING = 32  # columns that one opening pass takes in
 STAGED = 1024  # nodes expanded in a cycle, at the most
 STEP = 128  # by which the bound on them grows
+PLACES = np.arange(STAGED + WIDTHS[-1])
+
+
+class Box:
+    """A parcel whose host side is numpy."""
+
+    def __init__(self, parcel: Parcel):
+        self.parcel, self.device = parcel, parcel.device
+        self.host: dict[str, NDArray[Any]] = {name: array.numpy() for name, array in parcel.host.items()}
+
+    @classmethod
+    def of(cls, device: torch.device, **arrays: Array) -> Box:
+        return cls(Parcel(device, **arrays))
 
 
 class SeatedTarget:
     """Prefill, score and commit as Target has them."""
 
     def __init__(self, judge: Judge):
-        self.judge = judge
-        self._results: dict[Key, tuple[Tensor, Tensor | None]] = {}  # where each recorded pass leaves them
-        self._verdict = Parcel(judge.device, path=(torch.long, (MOST,)), accepted=(torch.long, (1,)))
+        self.judge, long = judge, torch.long
+        self.params = SamplingParams()  # of the sequence to come
+        self._rows = Box(judge.rows)
+        self._verdict = Box.of(judge.device, path=(long, (MOST,)), accepted=(long, (1,)))
+        self._drawn = Box.of(judge.device, tokens=(long, (MOST,)))
+        self._states = torch.zeros(MOST, judge.width, dtype=judge.dtype, device=judge.device) if judge.taps else None
+        self._logits: dict[Key, Tensor] = {}  # where each recorded pass leaves them
 
     @torch.inference_mode()
     def prefill(self, prompts: list[list[int]], taps: tuple[int, ...] = ()) -> list[Tensor] | None:
         (prompt,) = prompts
+        self.judge.sample(self.params)
         given = torch.tensor(prompt[:-1], device=self.judge.device)
         pieces = [None if states is None else states.clone() for states in self.judge.read(given)]
         return [torch.cat([piece for piece in pieces if piece is not None])] if taps else None
 
-    @torch.inference_mode()
     def score(self, trees: list[DraftTree]) -> list[Scores]:
-        judge, (tree,) = self.judge, trees
-        size = judge.place(tree)
+        """The draws come with the scores, where they depend on these alone."""
+        judge, (tree,), params = self.judge, trees, self.params
+        drawn = not (params.reads_prefix or params.logit_bias)
+        size = self._place(tree)
         columns = judge.columns(size)
-        key = ("score", size, columns, judge.capacity)
+        key = ("score", drawn and shape_of(params), size, columns, judge.capacity)
         fresh = key not in judge.recorder.graphs
-        judge.recorder.refresh(key, lambda: judge.score(size, columns))
+        judge.recorder.refresh(key, lambda: self._score(size, columns, drawn))
         if fresh:
-            self._results[key] = judge.logits[size], judge.hidden[size]
-        logits, states = self._results[key]
-        kept = None if states is None else states[: len(tree)].clone()  # other recorded work may use their place
-        return [Scores(logits[: len(tree)], kept)]
+            self._logits[key] = judge.logits[size]
+        judge.recorder.wait()
+        count = len(tree)
+        draws = self._drawn.host["tokens"][:count].tolist() if drawn else None
+        return [Scores(self._logits[key][:count], None if self._states is None else self._states[:count], draws)]
 
-    @torch.inference_mode()
+    def _place(self, tree: DraftTree) -> int:
+        """Write a tree's rows where the judge expects them; returns the size of the pass that takes them."""
+        count, known, here = len(tree), tree.arrays, self._rows.host
+        if count > MOST:
+            return self.judge.place(tree)  # which says why not
+        size = ROWS[bisect_left(ROWS, count)]
+        for name, given in (("tokens", known.tokens), ("parents", known.parents), ("depth", known.depth)):
+            here[name][:count] = given
+            here[name][count:size] = 0
+        here["parents"][0] = 0
+        here["count"][0] = count
+        mask, padding = here["mask"], PLACES[count:size]
+        mask[:size, :size] = False
+        mask[:count, :count] = tree.ancestry()
+        mask[padding, padding] = True
+        return size
+
+    def _score(self, size: int, columns: int, drawn: bool) -> None:
+        judge = self.judge
+        judge.rows.send()
+        judge.score(size, columns)
+        states = judge.hidden[size]
+        if self._states is not None and states is not None:  # other recorded work may use their place
+            self._states[:size].copy_(states[:size])
+        if drawn:
+            self._drawn.device["tokens"][:size].copy_(judge.draw(size, self.params)[:size])
+            self._drawn.parcel.fetch()
+
     def commit(self, paths: list[Tensor]) -> None:
-        judge, (path,) = self.judge, paths
-        host = self._verdict.host
-        host["path"].fill_(-1)
-        host["path"][: len(path)] = path
-        host["accepted"][0] = len(path)
-        self._verdict.send()
-        size = next(rows for rows in WIDTHS if rows >= len(path))
-        judge.recorder.run(("keep", size, judge.capacity), lambda: judge.keep(self._verdict, size))
-        judge.known += len(path)
+        judge, path = self.judge, paths[0].numpy()
+        count, here = len(path), self._verdict.host
+        size = ROWS[bisect_left(ROWS, count)]
+        here["path"][:count] = path
+        here["path"][count:size] = -1
+        here["accepted"][0] = count
+        judge.recorder.run(("keep", size, judge.capacity), lambda: self._keep(size))
+        judge.known += count
+
+    def states(self, hidden: Tensor, path: Tensor) -> Tensor:
+        """Of the path last committed, which the device knows."""
+        return hidden.index_select(0, self._verdict.device["path"][: len(path)])
+
+    def _keep(self, size: int) -> None:
+        self._verdict.parcel.send()
+        self.judge.keep(self._verdict.parcel, size)
 
     def retain(self, keep: list[int]) -> None:
         assert keep == [0]
@@ -77,13 +137,13 @@ class SeatedDrafter(Drafter):
     def __init__(self, draft: Draft, longest: int | None):
         self.draft, self.longest = draft, longest
         self.params = SamplingParams()  # of the sequence to come
-        device, long = draft.judge.device, torch.long
-        names = ("tokens", "depth", "staged", "above")
-        self._rows = Parcel(device, **dict.fromkeys(names, (long, (MOST,))), mask=(torch.bool, (MOST, STAGED)))
-        self._opening = Parcel(device, tokens=(long, (PENDING,)), waiting=(long, (1,)))
-        self._found: dict[tuple[int, int], Parcel] = {}
+        self._device = draft.judge.device
+        self._opening = Box.of(self._device, tokens=(torch.long, (PENDING,)), waiting=(torch.long, (1,)))
+        self._rows: dict[tuple[int, int], Box] = {}
+        self._found: dict[tuple[int, int], Box] = {}
         self._slots: dict[int, int] = {}  # expanded node → its place; the root's is 0
         self._staged = 0
+        self._lines = np.zeros((STAGED + 1, STAGED), dtype=bool)  # by place: the node and its expanded ancestors
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -92,45 +152,45 @@ class SeatedDrafter(Drafter):
     @torch.inference_mode()
     def start(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Many[Dice | None]) -> None:
         (prompt,) = prompts
-        self._dice = dice[0]
+        self._dice, self._kappa = dice[0], 1.0
         self._sprouting = Sprouting(self.params, self._dice is not None, self.draft.judge.dials)
-        self.draft.judge.sample(self.params)
         self.draft.start()
-        given, at = torch.tensor(prompt, device=self.draft.judge.device), 0
+        given, at = torch.tensor(prompt, device=self._device), 0
         while at < len(prompt) - 1:
-            at = self.draft.take_piece(given, at, hidden[0][at : at + MOST] if hidden else None)
+            at = self.draft.take_piece(given, at, hidden[0][at : at + PIECE] if hidden else None)
         self._taken = len(prompt) - (2 if isinstance(self.draft, HeadDraft) else 1)
         self._tokens = prompt[-1:]
         self._features = hidden[0][-1:] if hidden else None
 
-    @torch.inference_mode()
     def begin(self, tokens: list[int]) -> list[DraftTree]:
         self._slots, self._staged = {}, 0
-        if self._dice is not None:
-            self.draft.judge.dials.kappa.fill_(self._dice.kappa)
+        if self._dice is not None and self._dice.kappa != self._kappa:
+            self._kappa = self._dice.kappa
+            self.draft.judge.dials.kappa.fill_(self._kappa)
         return super().begin(tokens)
 
-    @torch.inference_mode()
     def expand(self, trees: list[DraftTree], grows: Many[Grow | None]) -> list[DraftTree]:
         (tree,), (grow,) = trees, grows
-        if grow is None or not self._fits(tree, grow):
+        if grow is None:
             return trees
-        k = next(size for size in CHILDREN if size >= min(grow.k, CHILDREN[-1]))
+        nodes, k = grow.nodes.numpy(), CHILDREN[bisect_left(CHILDREN, min(grow.k, CHILDREN[-1]))]
+        if not self._fits(tree, nodes):
+            return trees
         if not self._slots:
             found = self._open(k, grow.entropy)
             self._slots[0] = 0
         else:
-            found = self._grow(tree, grow, k)
-        return [self._hung(tree, grow, found)]
+            found = self._grow(tree, nodes, k, grow.entropy)
+        return [self._hung(tree, grow, nodes, found)]
 
-    def _fits(self, tree: DraftTree, grow: Grow) -> bool:
+    def _fits(self, tree: DraftTree, nodes: Integers) -> bool:
         """Whether there is room for these nodes, in the model's positions and in the buffers."""
-        deepest = self._taken + len(self._tokens) + int(tree.depth[grow.nodes].max())
-        return (self.longest is None or deepest <= self.longest) and self._staged + len(grow.nodes) <= STAGED
+        if self._staged + len(nodes) > STAGED:
+            return False
+        return self.longest is None or self._taken + len(self._tokens) + max(tree.arrays.depth[nodes]) <= self.longest
 
-    def _open(self, k: int, entropy: bool) -> Parcel:
+    def _open(self, k: int, entropy: bool) -> Box:
         """Take in what is pending; the root's children."""
-        draft = self.draft
         while len(self._tokens) > PENDING:
             self._bring(PENDING)
             self._record(("absorb",), self._absorb)
@@ -138,12 +198,11 @@ class SeatedDrafter(Drafter):
             self._features = None if self._features is None else self._features[PENDING:]
             self._taken += PENDING
         count = len(self._tokens)
-        rows = next(size for size in WIDTHS if size >= count)
+        rows, found = WIDTHS[bisect_left(WIDTHS, count)], self._children_box(1, k)
         self._bring(count)
-        found = self._parcel(1, k)
 
         def work() -> None:
-            logits, positions = draft.open(rows)
+            logits, positions = self._opened(rows)
             self._children(logits, positions, k, entropy, found)
 
         self._record(("open", rows, k, entropy), work)
@@ -151,90 +210,98 @@ class SeatedDrafter(Drafter):
 
     def _bring(self, count: int) -> None:
         """Put the first pending columns where the draft expects them."""
-        host, draft = self._opening.host, self.draft
-        host["tokens"][:count] = torch.tensor(self._tokens[:count])
-        host["waiting"][0] = count
-        self._opening.send()
-        draft.tokens.copy_(self._opening.device["tokens"])
-        draft.waiting.copy_(self._opening.device["waiting"])
+        here, draft = self._opening.host, self.draft
+        here["tokens"][:count] = self._tokens[:count]
+        here["waiting"][0] = count
         if self._features is not None and draft.features is not None:
             draft.features[:count] = self._features[:count]
 
-    def _absorb(self) -> None:
-        self.draft.open(PENDING)
+    def _opened(self, rows: int) -> tuple[Tensor, Tensor]:
+        self._opening.parcel.send()
+        self.draft.tokens.copy_(self._opening.device["tokens"])
+        self.draft.waiting.copy_(self._opening.device["waiting"])
+        return self.draft.open(rows)
 
-    def _grow(self, tree: DraftTree, grow: Grow, k: int) -> Parcel:
-        draft, count = self.draft, len(grow.nodes)
-        width = next((size for size in WIDTHS if size >= count), 0)
-        if not width:
+    def _absorb(self) -> None:
+        self._opened(PENDING)
+
+    def _grow(self, tree: DraftTree, nodes: Integers, k: int, entropy: bool) -> Box:
+        draft, count = self.draft, len(nodes)
+        if count > WIDTHS[-1]:
             raise InputError(f"a draft pass takes {WIDTHS[-1]} nodes at the most on a GPU, not {count}")
-        bound = -(-(self._staged + width) // STEP) * STEP
-        self._place(tree, grow, width, bound)
-        found, there = self._parcel(width, k), self._rows.device
+        width = WIDTHS[bisect_left(WIDTHS, count)]
+        bound = min(-(-(self._staged + width) // STEP) * STEP, STAGED)
+        box, found = self._rows_box(width, bound), self._children_box(width, k)
+        self._place(tree, nodes, box)
 
         def work() -> None:
-            tokens, depth, staged, above = (there[name][:width] for name in ("tokens", "depth", "staged", "above"))
+            box.parcel.send()
+            tokens, depth, staged, above = (box.device[name] for name in ("tokens", "depth", "staged", "above"))
             positions = draft.length - 1 + depth
-            rows = Pass(tokens, positions, draft.length + staged, there["mask"][:width, :bound], draft.length)
+            rows = Pass(tokens, positions, draft.length + staged, box.device["mask"], draft.length)
             logits = draft.grow(rows, above, staged + 1)
-            self._children(logits, positions + draft.lag, k, grow.entropy, found)
+            self._children(logits, positions + draft.lag, k, entropy, found)
 
-        self._record(("grow", width, bound, k, grow.entropy), work)
+        self._record(("grow", width, bound, k, entropy), work)
         return found
 
-    def _place(self, tree: DraftTree, grow: Grow, width: int, bound: int) -> None:
-        """Send the rows of a pass to the device; those past the nodes are padding that nobody sees."""
-        host, nodes, count = self._rows.host, grow.nodes, len(grow.nodes)
-        slots = {node: place for node, place in self._slots.items() if node}
-        slots.update(zip(nodes.tolist(), range(self._staged + 1, self._staged + count + 1), strict=True))
-        host["tokens"][:count] = tree.tokens[nodes]
-        host["tokens"][count:width] = 0
-        host["depth"][:count] = tree.depth[nodes]
-        host["depth"][count:width] = 0
-        host["staged"][:width] = self._staged + torch.arange(width)
-        host["above"][:count] = torch.tensor([self._slots[parent] for parent in tree.parents[nodes].tolist()])
-        host["above"][count:width] = 0
-        mask = host["mask"][:width, :bound]
-        mask.fill_(False)
-        columns = torch.tensor(list(slots.values())) - 1
-        mask[:count, columns] = tree.mask()[nodes][:, list(slots)]
-        self._rows.send()
-        self._slots = {0: 0, **slots}
+    def _place(self, tree: DraftTree, nodes: Integers, box: Box) -> None:
+        """Write the rows of a pass for the device; those past the nodes are padding that nobody sees."""
+        here, known, count, start = box.host, tree.arrays, len(nodes), self._staged
+        width, bound = here["mask"].shape
+        above = [self._slots[parent] for parent in known.parents[nodes].tolist()]
+        lines = self._lines[above]  # of the parents: theirs and their own places
+        lines[PLACES[:count], PLACES[start : start + count]] = True
+        self._lines[start + 1 : start + count + 1] = lines
+        here["mask"][:count] = lines[:, :bound]
+        here["staged"][:] = PLACES[start : start + width]
+        here["tokens"][:count] = known.tokens[nodes]
+        here["depth"][:count] = known.depth[nodes]
+        here["above"][:count] = above
+        if count < width:
+            for name in ("tokens", "depth", "above", "mask"):
+                here[name][count:] = 0
+        self._slots.update(zip(nodes.tolist(), range(start + 1, start + count + 1), strict=True))
         self._staged += count
 
-    def _parcel(self, width: int, k: int) -> Parcel:
+    def _rows_box(self, width: int, bound: int) -> Box:
+        """Where a pass of this size finds its rows."""
+        if (width, bound) not in self._rows:
+            names = dict.fromkeys(("tokens", "depth", "staged", "above"), (torch.long, (width,)))
+            self._rows[width, bound] = Box.of(self._device, **names, mask=(torch.bool, (width, bound)))
+        return self._rows[width, bound]
+
+    def _children_box(self, width: int, k: int) -> Box:
         """Where a pass of this size leaves its children."""
         if (width, k) not in self._found:
             number, shape = torch.float32, (width, k)
             arrays = {"values": (number, shape), "tokens": (torch.long, shape), "entropy": (number, (width,))}
-            self._found[width, k] = Parcel(self.draft.judge.device, **arrays)
+            self._found[width, k] = Box.of(self._device, **arrays)
         return self._found[width, k]
 
-    def _children(self, logits: Tensor, positions: Tensor, k: int, entropy: bool, found: Parcel) -> None:
+    def _children(self, logits: Tensor, positions: Tensor, k: int, entropy: bool, found: Box) -> None:
         values, tokens = self._sprouting.children(logits, positions, k, self.draft.vocabulary)
-        there = found.device
-        there["values"].fill_(-torch.inf)
-        there["values"][:, : values.shape[1]].copy_(values)
-        there["tokens"][:, : values.shape[1]].copy_(tokens)
+        there, most = found.device, values.shape[1]
+        if most < k:
+            there["values"].fill_(-torch.inf)
+        there["values"][:, :most].copy_(values)
+        there["tokens"][:, :most].copy_(tokens)
         if entropy:
-            chances = logits.float().softmax(-1)
-            there["entropy"].copy_(torch.special.entr(chances).sum(-1))
-        found.fetch()
+            there["entropy"].copy_(entropy_of(logits))
+        found.parcel.fetch()
 
     def _record(self, key: Key, work: Callable[[], None]) -> None:
         judge = self.draft.judge
         judge.recorder.run((*key, id(self), *self._sprouting.key, self.draft.columns, judge.capacity), work)
         judge.recorder.wait()
 
-    def _hung(self, tree: DraftTree, grow: Grow, found: Parcel) -> DraftTree:
+    def _hung(self, tree: DraftTree, grow: Grow, nodes: Integers, found: Box) -> DraftTree:
         """The tree with the children that came back."""
-        count = len(grow.nodes)
+        count, here = len(nodes), found.host
         if grow.entropy:
-            tree = tree.measure(grow.nodes, found.host["entropy"][:count].clone())
-        values, tokens = found.host["values"][:count, : grow.k], found.host["tokens"][:count, : grow.k]
-        return hang(tree, grow.nodes, tokens.clone(), values.clone())
+            tree = tree.measure(grow.nodes, torch.from_numpy(here["entropy"][:count]))
+        return hang_arrays(tree, nodes, here["tokens"][:count, : grow.k], here["values"][:count, : grow.k])
 
-    @torch.inference_mode()
     def commit(
         self, trees: list[DraftTree], paths: list[Tensor], bonus: list[int], hidden: list[Tensor] | None
     ) -> None:
@@ -242,7 +309,7 @@ class SeatedDrafter(Drafter):
         if self._slots:  # what was pending is taken in
             self._taken += len(self._tokens)
             self._tokens, self._features = [], None
-        self._tokens = [*self._tokens, *tree.tokens[path[1:]].tolist(), bonus[0]]
+        self._tokens = [*self._tokens, *tree.arrays.tokens[path.numpy()[1:]].tolist(), bonus[0]]
         if hidden:
             self._features = hidden[0] if self._features is None else torch.cat([self._features, hidden[0]])
 

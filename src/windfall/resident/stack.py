@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from windfall.kernels.attention import tree_attention
+from windfall.kernels.attention import path_attention, tree_attention
 from windfall.kernels.norm import add_norm, rotate_and_store, silu_mul
 from windfall.resident.forward import Pass, Unfit, refuse
 from windfall.resident.rope import Angles, steady
@@ -114,7 +114,10 @@ class Stack:
             )
             qkv = torch.cat([q, k, v], 1).flatten(1)
         queries = rotate_and_store(qkv, *turn, kv[0], kv[1], rows.slots)  # [n, heads, d]
-        out = tree_attention(queries, kv[0], kv[1], rows.length, rows.mask, self.scale, split=self.split)
+        if rows.paths is None:
+            out = tree_attention(queries, kv[0], kv[1], rows.length, rows.mask, self.scale, split=self.split)
+        else:
+            out = path_attention(queries, kv[0], kv[1], rows.length, *rows.paths, self.scale)
         return F.linear(out.flatten(1), layer.o, layer.o_bias)
 
 

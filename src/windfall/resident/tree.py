@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from windfall.calibration import BUCKETS, CHILDREN, DEPTHS, RANKS
-from windfall.kernels.grow import Ahead, Terms, TreeArrays
+from windfall.kernels.grow import NOBODY, Ahead, Terms, TreeArrays
 from windfall.resident.judge import MOST as MOST_ROWS
 from windfall.resident.parcel import Parcel
-from windfall.tree import DraftTree
+from windfall.tree import Arrays, DraftTree
 
 OUTLOOK = (DEPTHS, len(BUCKETS) + 1, CHILDREN)
+Array = np.ndarray[Any, Any]
 ARRAYS = ("tokens", "parents", "depth", "rank", "logq", "score")
 
 
-def plant(device: torch.device, capacity: int, deepest: int) -> tuple[TreeArrays, Parcel]:
-    """Arrays for this many nodes of at most this depth, a root in place; and the parcel that tells the host of them."""
-    long, wide = torch.long, (capacity,)
+def plant(device: torch.device, capacity: int, deepest: int, staged: int) -> tuple[TreeArrays, Parcel]:
+    """Arrays for this many nodes of at most this depth, a root in place; and the parcel that tells the host of them,
+    what plans watch side by side in it."""
+    long, number, wide = torch.long, torch.float32, (capacity,)
     parcel = Parcel(
         device,
         tokens=(long, wide),
         parents=(long, wide),
         depth=(long, wide),
         rank=(long, wide),
-        logq=(torch.float32, wide),
-        score=(torch.float32, wide),
+        logq=(number, wide),
+        score=(number, wide),
+        expanded=(long, (staged,)),  # see Ahead
+        entropy=(number, (staged + 1,)),  # nats, after each expanded node, by its slot; only where it is watched
+        length=(long, (1,)),  # columns that the drafter has taken in
+        promise=(number, (4,)),  # see Ahead
         kept=(long, (MOST_ROWS,)),  # the nodes that were verified, ascending; -1 behind them
         path=(long, (MOST_ROWS,)),  # the accepted ones, as rows of `kept`
         figures=(long, (4,)),  # nodes, rows, accepted rows, the target's next token
@@ -53,11 +62,12 @@ def plant(device: torch.device, capacity: int, deepest: int) -> tuple[TreeArrays
     return tree, parcel
 
 
-def ahead(device: torch.device, width: int, staged: int, length: Tensor, promise: Tensor) -> Ahead:
+def ahead(width: int, told: Parcel, length: Tensor) -> Ahead:
     """Buffers for the rows of the next draft pass."""
+    expanded = told.device["expanded"].fill_(NOBODY)
 
     def integers(size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.long, device=device)
+        return torch.zeros(size, dtype=torch.long, device=expanded.device)
 
     return Ahead(
         nodes=integers(width),
@@ -66,11 +76,11 @@ def ahead(device: torch.device, width: int, staged: int, length: Tensor, promise
         slots=integers(width),
         above=integers(width),
         here=integers(width),
-        mask=torch.zeros(width, staged, dtype=torch.bool, device=device),
-        expanded=integers(staged) - 1,
+        mask=torch.zeros(width, len(expanded), dtype=torch.bool, device=expanded.device),
+        expanded=expanded,
         staged=integers(1),
         length=length,
-        promise=promise,
+        promise=told.device["promise"],
     )
 
 
@@ -81,20 +91,23 @@ def terms(device: torch.device) -> tuple[Terms, Parcel]:
     return Terms(*(parcel.device[name] for name in ("weights", "outlook", "prices"))), parcel
 
 
-def told(parcel: dict[str, Tensor], root: int) -> tuple[DraftTree, Tensor, Tensor, int]:
+def told(parcel: Mapping[str, Array], root: int, places: int) -> tuple[DraftTree, Tensor, Tensor, int]:
     """What a cycle told the host: the drafted tree without its empty places, kept nodes, path in them, bonus.
 
-    By then the place of the root holds the next one, so the caller says what it was.
+    By then the place of the root holds the next one, so the caller says what it was. Only the first `places` count:
+    what lies behind them was drafted before it was known that nobody wants it.
     """
     count, rows, accepted, bonus = parcel["figures"].tolist()
-    tokens, parents, depth, rank, logq, score = (parcel[name][:count].clone() for name in ARRAYS)
-    kept, path = parcel["kept"][:rows].clone(), parcel["path"][:accepted].clone()
+    count = min(count, places)
+    tokens, parents, depth, rank, logq, score = (parcel[name][:count].copy() for name in ARRAYS)
+    kept, path = parcel["kept"][:rows].copy(), parcel["path"][:accepted].copy()
     tokens[0] = root
     real = score > -math.inf
-    if not bool(real.all()):
-        place = real.cumsum(0) - 1  # each place's node
+    if not real.all():
+        place = real.cumsum() - 1  # each place's node
         tokens, parents, depth, rank, logq, score = (x[real] for x in (tokens, parents, depth, rank, logq, score))
         parents[1:] = place[parents[1:]]
         kept = place[kept]
-    unknown = torch.full((len(tokens),), math.nan)
-    return DraftTree(tokens, parents, logq, score, depth, rank, unknown), kept, path, bonus
+    unknown = np.full(len(tokens), math.nan, np.float32)
+    drafted = DraftTree.of(Arrays(tokens, parents, logq, score, depth, rank, unknown))
+    return drafted, torch.from_numpy(kept), torch.from_numpy(path), bonus

@@ -10,7 +10,7 @@ from windfall.kernels.backend import power_of_two
 from windfall.kernels.grow import TreeArrays
 from windfall.kernels.jit.grow import order_of
 
-TILE = 2048  # cells of the mask made at a time
+TILE = 2048  # cells of the mask made at a time; four times as many for large ones
 
 
 @triton.jit
@@ -100,6 +100,7 @@ def choose(
     capacity, columns = tree.line.shape
     assert mask.stride(1) == 1 and all(x.is_contiguous() for x in (*tree, kept, tokens, parents, depth))
     block, across = power_of_two(capacity), power_of_two(rows)
+    tile = TILE if across <= 128 else 4 * TILE
     _choose[(1,)](
         tree.key,
         tree.tokens,
@@ -121,6 +122,6 @@ def choose(
         ROWS=rows,
         BLOCK_C=block,
         BLOCK_N=across,
-        BLOCK_I=min(across, max(TILE // across, 1)),
+        BLOCK_I=min(across, max(tile // across, 1)),
         num_warps=4 if block <= 512 and rows <= 32 else 8,
     )

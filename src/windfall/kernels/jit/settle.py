@@ -9,6 +9,8 @@ from torch import Tensor
 from windfall.kernels.backend import power_of_two
 from windfall.kernels.grow import TreeArrays
 
+TILE = 16384  # cells of the mask looked at at a time
+
 
 @triton.jit
 def _plant(
@@ -83,6 +85,7 @@ def _settle(
     STAGED: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCK_I: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -92,12 +95,17 @@ def _settle(
     length = tl.load(length_at)
     count = tl.load(count_at)
     valid = tl.load(rows_count)
-    parent = tl.maximum(tl.load(rows_parents + node, mask=inside, other=0), 0)
     token = tl.load(rows_tokens + node, mask=inside, other=0)
-    missed = (token != tl.load(draws + parent, mask=inside, other=0)) & (node > 0)
-    both = inside[:, None] & inside[None, :]
-    above = tl.load(rows_mask + node[:, None] * mask_row + node[None, :], mask=both, other=0).to(tl.int32)
-    blocked = tl.max(above * missed.to(tl.int32)[None, :], 1)
+    blocked = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, ROWS, BLOCK_I):
+        other = start + tl.arange(0, BLOCK_I)
+        there = other < ROWS
+        parent = tl.maximum(tl.load(rows_parents + other, mask=there, other=0), 0)
+        drawn = tl.load(draws + parent, mask=there, other=0)
+        missed = (tl.load(rows_tokens + other, mask=there, other=0) != drawn) & (other > 0)
+        both = inside[:, None] & there[None, :]
+        above = tl.load(rows_mask + node[:, None] * mask_row + other[None, :], mask=both, other=0).to(tl.int32)
+        blocked = tl.maximum(blocked, tl.max(above * missed.to(tl.int32)[None, :], 1))
     taken_in = inside & ((node < valid) | (node == 0)) & (blocked == 0)
     kept = taken_in.to(tl.int32)
     accepted = tl.sum(kept, 0)
@@ -186,6 +194,7 @@ def settle(
         STAGED=staged is not None,
         COLUMNS=columns,
         BLOCK=power_of_two(rows),
+        BLOCK_I=min(power_of_two(rows), TILE // power_of_two(rows)),
         BLOCK_S=min(power_of_two(room), 512),
         BLOCK_P=power_of_two(max(len(path), len(source), size)),
         BLOCK_D=power_of_two(columns),

@@ -1,0 +1,91 @@
+"""Several runs on one page: the papers' tables with our rows among theirs, then what each run was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from windfall.bench import beside, report, report_html, results
+from windfall.bench.report_figures import Drawing
+from windfall.bench.report_parts import Report, Section
+from windfall.bench.results import Run
+from windfall.files import make_folder, read_text, replace_text
+
+PREFACE = (
+    "Every figure on this page comes from the records of a run, kept with its settings, versions and machine; the "
+    "commands at the end repeat it, and `windfall report` makes the page."
+)
+NO_RUN = "No run is here yet. `windfall bench run --out DIR` makes one, `windfall report DIR --out FILE.md` this page."
+SHOWN = ("speedup", "tau", "time")  # figures of a run
+HOW = (
+    "Models, drafters, hardware and baselines are others than the papers', so what can be compared is the order of the "
+    "methods. The baseline here is plain decoding by the same code; on a GPU it runs in recorded passes as all others "
+    "do, and is faster than the papers'. “Within the error”: the 95% interval of one method's figure over the other's, "
+    "on the same prompts, holds 1."
+)
+
+
+def make(folders: Sequence[Path], notes: Path | None = None) -> Report:
+    """What to tell of these runs; `notes` is a Markdown file with a paragraph under the key of a table."""
+    runs = [results.load(folder) for folder in folders]
+    told = beside.read_notes(read_text(notes)) if notes is not None else {}
+    tables = beside.sections(runs, told)
+    if tables:
+        tables = [Section("Beside the papers", HOW), *tables, *_not_measured(runs)]
+    about = [
+        (f"{run.name}: {name}", value) for run in runs for name, value in report.provenance_lines(run, len(runs) > 1)
+    ]
+    own = [section for folder, run in zip(folders, runs, strict=True) for section in run_sections(folder, run)]
+    summary = [PREFACE, *([told["summary"]] if "summary" in told else []), *([] if folders else [NO_RUN])]
+    commands = [command for folder, run in zip(folders, runs, strict=True) for command in report.commands(run, folder)]
+    return Report("Results", summary, [], [*tables, *own], [], commands, about)
+
+
+def _not_measured(runs: Sequence[Run]) -> list[Section]:
+    missing = beside.missing(runs)
+    return [Section("Tables that were not measured", f"{'; '.join(missing)}.")] if missing else []
+
+
+def run_sections(folder: Path, run: Run) -> list[Section]:
+    """A run of suites in one section, as the tables show it already; any other with all that its own page has."""
+    own = report.make(folder)
+    marked = [replace(section, drawings=_marked(run, section)) for section in own.sections]
+    if not run.settings.get("suite"):
+        head = Section(f"Run {run.name}", "\n\n".join(own.summary))
+        return [head, *(replace(section, title=f"{run.name}: {section.title}") for section in marked)]
+    heats = marked[: len(run.temperatures)]
+    tables = [replace(table, folded=True) for section in heats for table in section.tables[:1]]
+    drawings = [drawing for section in heats for drawing in section.drawings[:1]]
+    return [Section(f"Run {run.name}", "\n\n".join(own.summary), tables, drawings)]
+
+
+def _marked(run: Run, section: Section) -> list[Drawing]:
+    """The figures that say most, under names that no other run has."""
+    shown = [drawing for drawing in section.drawings if drawing.name.partition("-")[0] in SHOWN]
+    return [replace(drawing, name=f"{run.name}-{drawing.name}") for drawing in shown]
+
+
+def write(
+    folders: Sequence[Path], file: Path, notes: Path | None = None, tell: Callable[[float], None] = lambda share: None
+) -> None:
+    """The page as HTML, figures inside, or as Markdown, with its figures in a folder of the same name."""
+    from windfall import plotting
+
+    made = make(folders, notes)
+    make_folder(file.parent)
+    drawings = any(section.drawings for section in made.sections)
+    if drawings:
+        plotting.check(file.with_name("figure.svg"))
+    if file.suffix == ".md":
+        place = file.with_suffix("")
+        if drawings:
+            make_folder(place)
+            report.draw(made, place, tell)
+        text = report.markdown(made, place.name)
+    else:
+        with TemporaryDirectory() as scratch:
+            text = report_html.page(made, report.draw(made, Path(scratch), tell))
+    replace_text(file, text)
+    tell(1.0)

@@ -1,0 +1,241 @@
+"""The papers' tables with our rows among theirs: made-up runs, whose figures and order are known."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from bench_records import METHODS, write_run
+from windfall.bench import beside, papers, report, report_results, results
+from windfall.bench.exhibits import EXHIBITS, Exhibit
+from windfall.bench.methods import parse_methods
+from windfall.bench.store import Store
+from windfall.bench.suites import SUITES
+from windfall.cli import app
+from windfall.records import InputError
+
+NONE = METHODS["none"]
+TASKS = {"mt_bench": "chat", "qa": "qa"}
+EAGER = {  # label: drafter, policy, chance that a level is accepted, depth, rows
+    "none": NONE,
+    "chain": ("head", "chain", 0.3, 4, 5),
+    "eagle-3": ("head", "beam", 0.55, 8, 60),
+    "opt-tree": ("head", "opt-tree", 0.8, 6, 60),
+    "talon": ("head", "talon", 0.7, 6, 60),
+    "auto": ("head", "auto", 0.85, 6, 40),
+}
+
+
+def made_up(folder: Path, methods: dict[str, tuple[str, str, float, int, int]], suite: str, heat: float = 0.0) -> Path:
+    """A run of a suite."""
+    write_run(folder, methods, TASKS, (heat,), texts=3, repeats=1)
+    about = json.loads((folder / "run.json").read_text("utf-8"))
+    about["settings"]["suite"] = suite
+    (folder / "run.json").write_text(json.dumps(about), "utf-8")
+    return folder
+
+
+def exhibit(key: str) -> Exhibit:
+    return next(each for each in EXHIBITS if each.key == key)
+
+
+# ---- the data
+
+
+@pytest.mark.parametrize("each", EXHIBITS, ids=lambda each: each.key)
+def test_published_rows_fit_their_table(each: Exhibit) -> None:
+    assert each.paper in papers.SETTINGS and each.suite in SUITES and all(n < len(each.figures) for n in each.by)
+    for heat in each.temperatures:
+        found = beside.published(each, heat)
+        assert found and set(found) <= {line.name for line in each.lines}
+        for models in found.values():
+            for cells in models.values():
+                assert set(each.tasks) <= set(cells) <= {*each.tasks, papers.MEAN}
+                assert {len(values) for values in cells.values()} == {len(each.figures)}
+
+
+@pytest.mark.parametrize("each", [e for e in EXHIBITS if e.rows], ids=lambda each: each.key)
+def test_rows_agree_with_their_own_means(each: Exhibit) -> None:
+    """A slip of the pen in a row would move its mean away from the published one."""
+    for models in beside.published(each, each.temperatures[0]).values():
+        for cells in models.values():
+            for place in range(len(each.figures)) if papers.MEAN in cells else ():
+                if each.paper == "GT" and place:  # pooled
+                    continue
+                values, wanted = [cells[task][place] for task in each.tasks], cells[papers.MEAN][place]
+                assert sum(v for v in values if v) / len(values) == pytest.approx(wanted, abs=0.02)
+
+
+def test_every_suite_measures_the_lines_of_its_tables() -> None:
+    """What a suite runs by itself is found again; heads, grid search and trained policies are given beside it."""
+    for each in EXHIBITS:
+        if each.suite in ("salf-t2", "salf-t3", "ltd-t2"):
+            continue
+        labels = [method.label for method in parse_methods(SUITES[each.suite].methods)]
+        for line in each.lines:
+            for pattern in {line.ours, *line.at.values()} - {"", "*.json"}:
+                given = pattern.startswith("ltd:path=") or each.key == "ltd-t9"
+                assert given or any(beside.fnmatchcase(label, pattern) for label in labels), (each.key, pattern)
+
+
+# ---- rows and order
+
+
+def test_our_rows_stand_among_theirs(tmp_path: Path) -> None:
+    run = results.load(made_up(tmp_path / "run", EAGER, "talon-t1,salf-t4"))
+    (section,) = beside.sections([run], {"talon-t1": "Because of this."})
+    assert section.title.startswith("TALON, Table 1") and "Because of this." in section.text
+    assert "one H200" in section.text and "no Medusa and Hydra heads" in section.text
+    (table,) = section.tables
+    assert table.columns == ("method", "where", *exhibit("talon-t1").tasks, "mean of 2")
+    rows = {(row[1]): row for row in table.rows if row[1].startswith("here")}
+    summary = {(row.method, row.task): row for row in results.summary(run)}
+    for label in ("chain", "eagle-3", "opt-tree", "talon", "auto"):
+        told = rows[f"here: {label}"][2:]
+        for task, name in (("mt_bench", "MT-bench"), ("qa", "QA")):
+            own = summary[label, task]
+            assert own.speedup is not None
+            assert told[exhibit("talon-t1").tasks.index(name)] == beside.SLASH.join(
+                [f"{own.speedup.value:.2f}", f"{own.tau:.2f}"]
+            )
+        assert told[0] == "–"
+    theirs = next(row for row in table.rows if row[:2] == ["Medusa", "Vicuna 13B"])
+    assert theirs[5].split(beside.SLASH) == ["2.01", "2.58"]
+    assert theirs[-1].split(beside.SLASH) == ["1.81", "2.34"]  # over the two tasks that are here, too
+    assert "noise" not in table.note and "qa stands" not in table.note and "mt_bench stands" not in table.note
+
+
+def test_pairs_in_another_order_are_named(tmp_path: Path) -> None:
+    run = results.load(made_up(tmp_path / "run", EAGER, "talon-t1"))
+    held = beside.hold(exhibit("talon-t1"), [run], 0.0)
+    told = beside.order(held, 0)
+    ours = {name: beside._mean_of(held.cells(name), held.tasks, 0) for name in held.own}
+    assert max(ours, key=lambda name: ours[name] or 0) == "auto"
+    assert re.search(r"by speed-up \(mean of the tasks\): auto \d", told)
+    assert "In the paper's order: " in told and "of 6 pairs" in told
+    assert "OPT-Tree before TALON" in told and "before SD" not in told  # SD is the slowest there, too
+    assert "TALON before OPT-Tree" not in told
+    taus = beside.order(held, 1)
+    assert "by tau" in taus and "OPT-Tree before TALON" in taus
+
+
+def test_what_the_prompts_leave_open_is_said(tmp_path: Path) -> None:
+    alike = {**EAGER, "opt-tree": EAGER["talon"], "talon": ("head", "talon", 0.69, 6, 60)}
+    held = beside.hold(exhibit("talon-t1"), [results.load(made_up(tmp_path / "run", alike, "talon-t1"))], 0.0)
+    ratio = beside.ahead(held, "OPT-Tree", "TALON", 0)
+    assert ratio is not None and ratio.low < 1 < ratio.high
+    assert beside._certainty(held, "OPT-Tree", "TALON", 0) == " (within the error)"
+    assert beside._certainty(held, "auto", "SD", 0) == ""
+    other = beside.ahead(held, "auto", "SD", 1)
+    assert other is not None and other.low > 1
+    one, two = (results.tau([r for own in held.own[n].values() for r in own.records]) for n in ("auto", "SD"))
+    assert other.value == pytest.approx(one / two)
+
+
+def test_sweeps_name_the_best_value(tmp_path: Path) -> None:
+    chances = {0.01: 0.5, 0.1: 0.9, 0.11: 0.6}
+    methods = {"none": NONE, **{f"gt:c={c}": ("head", "gt", chance, 6, 40) for c, chance in chances.items()}}
+    run = results.load(made_up(tmp_path / "run", methods, "gt-t4"))
+    told = beside.order(beside.hold(exhibit("gt-t4"), [run], 0.0), 0)
+    assert "c=0.1 " in told and "The paper's best is c=0.11, here c=0.1" in told
+
+
+def test_runs_are_put_together_and_tasks_can_have_methods_of_their_own(tmp_path: Path) -> None:
+    first = {"none": NONE, "chain:depth=8": EAGER["chain"], "chain:depth=5": EAGER["talon"]}
+    second = {"none": NONE, "dynatree-wikitext2": EAGER["talon"], "dynatree-pg19": EAGER["auto"]}
+    runs = []
+    for name, methods in (("a", first), ("b", second)):
+        run = results.load(made_up(tmp_path / name, methods, "dynatree-t1"))
+        named = {"mt_bench": "wikitext2", "qa": "books"}
+        runs.append(replace(run, records=[replace(r, task=named[r.task]) for r in run.records]))
+    held = beside.hold(exhibit("dynatree-t1"), runs, 0.0)
+    assert {name: [own.label for own in tasks.values()] for name, tasks in held.own.items()} == {
+        "autoregressive": ["none", "none"],
+        "linear": ["chain:depth=8", "chain:depth=5"],
+        "DynaTree": ["dynatree-wikitext2", "dynatree-pg19"],
+    }
+    assert "books stands for PG-19" in beside.table(held).note
+    assert {section.title.partition(":")[0] for section in beside.sections(runs)} == {
+        f"DynaTree, Table {number}" for number in (1, 2, 3)
+    }
+    left = beside.missing(runs)
+    assert "DynaTree, Table 1" not in left and "DynaTree, Table 5" in left
+
+
+def test_two_methods_in_another_order(tmp_path: Path) -> None:
+    methods = {"none": NONE, "talon": EAGER["chain"], "eagle-3": EAGER["talon"]}
+    run = results.load(made_up(tmp_path / "run", methods, "talon-t3", 1.0))
+    (section,) = beside.sections([run])
+    assert "The paper has them the other way round." in section.text
+    assert "The drafter sees the noise of the draws here." in section.tables[0].note
+
+
+def test_plain_decoding_alone_is_no_table(tmp_path: Path) -> None:
+    run = results.load(made_up(tmp_path / "run", {"none": NONE, "beam": METHODS["beam"]}, "gt-t3"))
+    assert not beside.sections([run])
+
+
+def test_memory_is_that_of_each_method_apart(tmp_path: Path) -> None:
+    methods = {"none": NONE, "eagle-2": EAGER["eagle-3"], "gt": EAGER["auto"]}
+    folder = made_up(tmp_path / "run", methods, "gt-t3")
+    peaks = {"none": 2**30, "eagle-2": 2 * 2**30, "gt": 5 * 2**29}
+    (folder / "memory.json").write_text(json.dumps(peaks), "utf-8")
+    held = beside.hold(exhibit("gt-t3"), [results.load(folder)], 0.0)
+    gain, peak, ratio = held.cells("GT, dynamic")["all tasks"]
+    assert peak == 2.5 and gain is not None and ratio == pytest.approx(gain / 2.5)
+    assert held.cells("vanilla")["all tasks"][1:] == (1.0, 1.0)
+
+
+def test_packed_records_are_read(tmp_path: Path) -> None:
+    folder = made_up(tmp_path / "run", EAGER, "talon-t1")
+    before, file = results.load(folder), folder / "records.jsonl"
+    packed = gzip.compress(file.read_bytes())
+    file.unlink()
+    (folder / "records.jsonl.gz").write_bytes(packed)
+    assert results.load(folder) == before
+    with pytest.raises(InputError, match="are packed"):
+        Store(folder, resume=True)
+    (folder / "records.jsonl.gz").write_bytes(packed[:-20])
+    with pytest.raises(InputError, match=r"damaged records\.jsonl\.gz"):
+        results.load(folder)
+
+
+# ---- the page
+
+
+def test_one_page_of_several_runs(tmp_path: Path) -> None:
+    suite = made_up(tmp_path / "suites", EAGER, "talon-t1")
+    other = write_run(tmp_path / "other", {"none": NONE, "beam": METHODS["beam"]}, {"a": "b"}, (0.0,), 2, 1)
+    notes = tmp_path / "notes.md"
+    notes.write_text("# Notes\n\n## summary\n\nIn short.\n\n## talon-t1\nThe head is small.\n", "utf-8")
+    for kind in ("md", "html"):
+        page = tmp_path / "docs" / f"results.{kind}"
+        done = CliRunner().invoke(
+            app, ["report", str(suite), str(other), "--notes", str(notes), "--out", str(page)], catch_exceptions=False
+        )
+        assert done.exit_code == 0 and done.output.strip() == str(page)
+        text = page.read_text("utf-8")
+        assert "In short." in text and "The head is small." in text and "TALON, Table 1" in text
+        assert "Tables that were not measured" in text and "Run suites" in text and "Ours and theirs" in text
+        assert text.index("TALON, Table 1") < text.index("Run suites")
+    figures = re.findall(r"!\[[^\]]*\]\(([^)]*)\)", (tmp_path / "docs" / "results.md").read_text("utf-8"))
+    assert figures and all((tmp_path / "docs" / figure).is_file() for figure in figures)
+    ids = re.findall(r'\bid="([^"]*)"', (tmp_path / "docs" / "results.html").read_text("utf-8"))
+    assert len(ids) == len(set(ids))
+
+
+def test_a_page_without_runs(tmp_path: Path) -> None:
+    report_results.write([], tmp_path / "results.md")
+    assert "No run is here yet" in (tmp_path / "results.md").read_text("utf-8")
+
+
+def test_a_runs_own_page_has_the_tables_of_its_suites(tmp_path: Path) -> None:
+    titles = [section.title for section in report.make(made_up(tmp_path / "run", EAGER, "talon-t1")).sections]
+    assert titles[0] == "Temperature 0 (greedy)" and titles[1].startswith("TALON, Table 1")
+    assert "Beside the papers" not in titles

@@ -1,0 +1,162 @@
+"""Plans that watch the tree grow decide what their policies decide: same trees, same texts, on fixed buffers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from test_classifiers import put, some_classifier
+from test_ltd import random_pair
+from test_resident import LENGTH, ON_DEVICE, PRECISE, SAMPLINGS, drafter, same_trees
+from tiny import prompt, tiny
+from windfall import registry
+from windfall.engine import Engine, Generation
+from windfall.policies import ltd
+from windfall.policies.base import TreePolicy
+from windfall.policies.ltd import LTD, Pair, View
+from windfall.records import Launch
+from windfall.resident.cycle import Cycle, Habit
+from windfall.resident.drafting import Sprouting
+from windfall.resident.judge import MOST
+from windfall.resident.plans import LTDPlan, plan_of
+from windfall.target import Target
+
+BEAM = {"depth": 6, "k": 4, "nodes": 20}
+PAIRS = [("llama", "eagle3-pruned"), ("qwen3", "eagle"), ("gpt-neox", "lm"), ("llama", "itself")]
+NETWORKS: dict[str, tuple[int, dict[str, Any]]] = {  # seed and rules
+    "ltd": (7, {}),
+    "ltd-padded": (7, {"layout": "padded"}),
+    "ltd-release": (3, {"layout": "release", "parts": "PDLE", "activation": "tanh", "asked_every": 2}),
+    "ltd-entropies": (10, {"parts": "PDLE"}),
+    "ltd-depth": (7, {}),
+    "ltd-size": (5, {}),
+    "ltd-neither": (0, {}),
+}
+MISSING = {"ltd-depth": ("size",), "ltd-size": ("depth",), "ltd-neither": ("depth", "size")}
+WATCHING = ["svip", "disco", "specdecpp", *NETWORKS]
+
+
+def policy(name: str, folder: Path) -> TreePolicy:
+    if name == "svip":
+        return registry.policy("svip", **BEAM)
+    if name == "disco":
+        return registry.policy("disco", **BEAM, path=put(some_classifier("disco", 4), folder))
+    if name == "specdecpp":
+        path = put(some_classifier("specdecpp", 2), folder)
+        return registry.policy("specdecpp", **BEAM, least=3, threshold=0.97, path=path)
+    seed, rules = NETWORKS[name]
+    made = random_pair(seed, k=4, max_depth=6, size_step=5, size_actions=4, fixed_depth=4, fixed_size=9, **rules)
+    ltd.save(replace(made, **dict.fromkeys(MISSING.get(name, ()))), folder, {})
+    return registry.policy("ltd", path=str(folder))
+
+
+def both(family: str, kind: str, own: TreePolicy, coupled: bool = True, **sampling: Any) -> list[Generation]:
+    """The same text on the host path and on fixed buffers."""
+    target = Target(tiny(family, dtype=PRECISE))
+    made = [Engine(target, drafter(kind), own, coupled, launch=Launch(graphs)) for graphs in (False, True)]
+    found = [each.generate(prompt(), max_new_tokens=LENGTH, eos=(), **sampling) for each in made]
+    assert made[1].fallback == "" and made[1].resident is not None
+    assert found[0].token_ids == found[1].token_ids
+    return found
+
+
+@pytest.mark.parametrize("name", WATCHING)
+def test_plans_decide_as_their_policies(name: str, tmp_path: Path) -> None:
+    depths: set[int] = set()
+    for family, kind in PAIRS if name not in MISSING else PAIRS[:1]:
+        wanted, found = both(family, kind, policy(name, tmp_path))
+        same_trees(wanted, found, deepest=6)
+        depths |= {step.draft_passes for step in found.steps}
+    assert len(depths) > 1 or name in MISSING, "decisions that are all the same show little"
+
+
+@pytest.mark.parametrize(("sampling", "coupled"), [("warm", True), ("warm", False), ("nucleus", True)])
+@pytest.mark.parametrize("name", ["svip", "disco", "specdecpp", "ltd", "ltd-release"])
+def test_sampling(name: str, sampling: str, coupled: bool, tmp_path: Path) -> None:
+    wanted, found = both("llama", "lm", policy(name, tmp_path), coupled, **SAMPLINGS[sampling])
+    same_trees(wanted, found, deepest=6)
+
+
+@pytest.mark.parametrize("name", ["ddd", "gt", "svip", "ltd-padded"])
+def test_passes_that_did_not_wait_leave_no_trace(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a pass is launched before the plan is asked changes no tree."""
+    launched = {True: 0, False: 0}
+    expand = Cycle.expand
+    for early in launched:
+
+        def counted(self: Cycle, sprouting: Sprouting, early: bool = early) -> None:
+            launched[early] += 1
+            expand(self, sprouting)
+
+        monkeypatch.setattr(Cycle, "expand", counted)
+        monkeypatch.setattr(Habit, "likely", lambda self, level, early=early: early)
+        own = registry.policy(name, **ON_DEVICE[name]) if name in ON_DEVICE else policy(name, tmp_path)
+        wanted, found = both(*(("qwen3", "eagle") if name == "ltd-padded" else ("llama", "eagle3")), own)
+        same_trees(wanted, found, deepest=6)
+    assert launched[True] > launched[False]
+
+
+@pytest.mark.parametrize("name", ["ltd", "ltd-padded", "ltd-release", "ltd-entropies"])
+def test_ltd_sees_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only decides the same: scores in the order that the networks know, the text's true length, entropies."""
+    views: list[View] = []
+    for asked in ("stops", "nodes"):
+
+        def noted(self: Pair, view: View, known: Any = getattr(Pair, asked)) -> Any:
+            views.append(view._replace(scores=view.scores.copy(), entropy=view.entropy.copy()))
+            return known(self, view)
+
+        monkeypatch.setattr(Pair, asked, noted)
+    for family, kind in (("llama", "eagle3-pruned"), ("gpt-neox", "itself")):
+        own, views[:] = policy(name, tmp_path), []
+        assert isinstance(own, LTD)
+        target, seen = Target(tiny(family, dtype=PRECISE)), []
+        for graphs in (False, True):
+            made = Engine(target, drafter(kind), own, launch=Launch(graphs))
+            made.generate(prompt(), max_new_tokens=LENGTH, eos=())
+            rules = own.pair.rules
+            seen.append([view for view in views if view.length < LENGTH and rules.asks(view.depth)])
+            views.clear()
+        assert len(seen[0]) > 5 and len({view.length for view in seen[0]}) > 2
+        for one, other in zip(*seen, strict=False):
+            assert one[1:3] == other[1:3]
+            scores = [np.sort(view.scores) if rules.layout == "ranked" else view.scores for view in (one, other)]
+            assert scores[0] == pytest.approx(scores[1][-len(scores[0]) :], abs=1e-5)
+            assert one.entropy == pytest.approx(other.entropy, abs=1e-5)
+
+
+def test_the_shipped_policies_have_plans() -> None:
+    for name in ("ltd", "svip", "disco", "specdecpp"):
+        assert plan_of(registry.policy(name)) is not None
+    plan = plan_of(registry.policy("ltd"))
+    assert isinstance(plan, LTDPlan) and plan.rows <= MOST
+    assert plan_of(registry.policy("beam", nodes=MOST + 1)) is None
+
+
+def test_a_large_tree_is_verified_on_fixed_buffers(tmp_path: Path) -> None:
+    """LTD's sizes go to 240 nodes."""
+    ltd.save(random_pair(5, k=10, forced=4, max_depth=5), tmp_path, {})
+    own = registry.policy("ltd", path=str(tmp_path))
+    wanted, found = both("llama", "lm", own)
+    same_trees(wanted, found, deepest=5)
+    assert max(len(step.tree) for step in found.steps) > 128
+
+
+def test_policies_can_be_made_to_decide_on_the_host(tmp_path: Path) -> None:
+    for name in ("beam", "svip", "ltd"):
+        own = registry.policy(name, **ON_DEVICE[name]) if name in ON_DEVICE else policy(name, tmp_path)
+        target = Target(tiny(dtype=PRECISE))
+        made = [Engine(target, drafter("lm"), own, launch=Launch(True, plans=plans)) for plans in (True, False)]
+        texts = [each.generate(prompt(), max_new_tokens=LENGTH, eos=()).token_ids for each in made]
+        assert texts[0] == texts[1]
+        assert [each.fallback for each in made] == ["", "its policy decides on the host"]
+
+
+def test_steps_tell_what_decisions_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Habit, "likely", lambda self, level: False)
+    _, found = both("llama", "lm", policy("ltd", tmp_path))
+    assert all(step.seconds.policy > 0 and step.seconds.draft > 0 for step in found.steps)
