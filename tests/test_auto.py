@@ -10,11 +10,13 @@ import torch
 
 from simulation import Simulation
 from table import random_table
-from windfall import registry
+from windfall import flat, registry
 from windfall.calibration import Calibrator
 from windfall.context import Context
 from windfall.cost import Costs
+from windfall.engine import Growth
 from windfall.policies.auto import best_profit, marginal
+from windfall.records import Split, Step
 from windfall.tree import DraftTree
 
 CURVES = {
@@ -86,6 +88,15 @@ def test_as_fast_as_the_best_fixed_tree(curve: str, sharpness: float) -> None:
     assert ours > 0.98 * max(plain, found * 0.98)  # the search keeps its luckiest run of 60 cycles
 
 
+def test_a_useless_drafter_costs_next_to_nothing() -> None:
+    """Rows are cheap, but nothing that is drafted is ever accepted."""
+    target = torch.zeros(24, 24).scatter_(1, (torch.arange(24)[:, None] + 1) % 24, 1.0)
+    draft = torch.full((24, 24), 1 / 23).scatter_(1, (torch.arange(24)[:, None] + 1) % 24, 0.0)
+    costs = CURVES["flat, cheap head"]
+    ours = Simulation(target, draft, costs).throughput(registry.policy("auto"), 400, warm_up=400)
+    assert ours > 0.97 / (costs.verify(1, 32) + costs.overhead)
+
+
 def test_worthless_speculation_ends() -> None:
     """Where a second row costs ten, one row is verified from then on, and little time goes into drafting."""
     simulation, policy = Simulation(*pair(3.0), WORTHLESS), registry.policy("auto")
@@ -116,3 +127,40 @@ def test_profit_and_margin_by_hand() -> None:
     assert best_profit(values, np.array([1.0, 3.0, 4.0, 5.0])) == (pytest.approx(-1.0), 0)
     assert marginal(np.array([1.0, 3.0, 3.1]), 0) == pytest.approx(1.05)
     assert marginal(prices, 3) == float("inf")
+
+
+def children(tree: DraftTree, parent: int, *chances: float) -> DraftTree:
+    count = len(chances)
+    return tree.extend(
+        torch.full((count,), parent), torch.arange(count), torch.tensor(chances).log(), torch.arange(count)
+    )
+
+
+def test_near_the_end_the_only_pass_is_not_in_vain() -> None:
+    """Decisions look a pass back, but where there is room for a single one, what it brought is verified."""
+    policy, context = registry.policy("auto"), Context(32, 2, 0.0, CURVES["flat, cheap head"], Calibrator())
+    growth, tree = Growth(policy, context), DraftTree.root(0)
+    assert growth.next(tree) is not None
+    tree = children(tree, 0, 0.6, 0.2, 0.1)
+    assert growth.next(tree) is None and growth.passes == 1
+    assert policy.select(tree, context).tolist() == [0, 1, 2, 3]
+
+
+def test_a_text_of_few_cycles_teaches_too() -> None:
+    context, root = Context(32, 64, 0.0, CURVES["flat, cheap head"], Calibrator()), DraftTree.root(0)
+    lessons, path = flat.Lessons(), torch.zeros(1, dtype=torch.long)
+    for finish in (None, "stop"):
+        assert context.calibrator.gain == 1
+        lessons.learn(Step((1, 2, 3, 4), "", root, path, root, path, 1, Split(verify=1.5), finish), context)
+    assert context.calibrator.gain > 1
+
+
+def test_children_are_foreseen_of_the_chance_that_is_looked_up() -> None:
+    """One sibling at the most is accepted: two that are said to be likely are not."""
+    calibrator, tree = Calibrator(), children(children(DraftTree.root(0), 0, 0.9, 0.9), 1, 0.9)
+    before = [calibrator.outlook(1, chance) for chance in (0.5, 0.9)]
+    flat.foresee(tree, calibrator, 0)
+    assert [calibrator.outlook(1, chance) == own for chance, own in zip((0.5, 0.9), before, strict=True)] == [
+        False,
+        True,
+    ]

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from windfall.bench import results
-from windfall.bench.results import Difference, Estimate, Record, Run, Turn
+from windfall.bench import reading, results
+from windfall.bench.reading import Record, Run, Turn
+from windfall.bench.results import Difference, Estimate
 from windfall.records import InputError
 
 
@@ -86,6 +87,12 @@ def test_acceptance_by_position_and_rank() -> None:
 )
 def test_dynatrees_acceptance(policy: str, settings: dict[str, int], expected: float | None) -> None:
     assert results.dynatree_accept([record(policy, turn([4, 4]), settings=settings)]) == expected
+
+
+def test_dynatrees_acceptance_is_the_mean_of_the_texts() -> None:
+    """Its Table 3: 7.05 / 8 makes 88.2% of a chain of 8, and not 6.82 / 8."""
+    texts = [record("chain", turn(counts), settings={"depth": 5}) for counts in ([4, 4], [1])]
+    assert results.tau(texts) == 3 and results.dynatree_accept(texts) == (4 + 1) / 2 / 5
 
 
 # ---- time
@@ -211,7 +218,7 @@ def test_reading_a_folder(tmp_path: Path) -> None:
     ]
     lines = [json.dumps(row) for row in rows]
     write(tmp_path, [*lines, lines[0][:50]], {"settings": {"methods": ["none", "beam"]}, "provenance": {"date": "d"}})
-    made = results.load(tmp_path)
+    made = reading.load(tmp_path)
     assert made.methods == ["none", "beam"]  # as they were asked for; the torn line is left out
     assert made.records[0].turns[0] == Turn.of_dict(turn([2, 1]))
     assert made.name == tmp_path.name and made.provenance == {"date": "d"}
@@ -219,23 +226,23 @@ def test_reading_a_folder(tmp_path: Path) -> None:
 
 def test_folders_that_hold_no_run(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"is not the folder of a benchmark: it has no readable run\.json"):
-        results.load(tmp_path)
+        reading.load(tmp_path)
     write(tmp_path, ["{nonsense", ""], {"settings": {"methods": []}, "provenance": {}})
     with pytest.raises(InputError, match="holds a damaged"):
-        results.load(tmp_path)
+        reading.load(tmp_path)
     twice = json.dumps(vars(record("beam")) | {"turns": [turn([2])]})
     empty = json.dumps(vars(record("beam")) | {"turns": []})
     wrong = json.dumps(vars(record("beam")) | {"turns": [turn([2], seconds="fast")]})
     write(tmp_path, [wrong, ""], {"settings": {"methods": []}, "provenance": {}})
     with pytest.raises(InputError, match="holds a damaged"):
-        results.load(tmp_path)
+        reading.load(tmp_path)
     for lines in ([twice, twice, ""], [empty, ""]):
         write(tmp_path, lines, {"settings": {"methods": []}, "provenance": {}})
         with pytest.raises(InputError, match="beam on t 1 is there twice, or empty"):
-            results.load(tmp_path)
+            reading.load(tmp_path)
     write(tmp_path, [], {"format": 2, "settings": {"methods": []}, "provenance": {}})
     with pytest.raises(InputError, match="has format 2; this windfall reads format 1"):
-        results.load(tmp_path)
+        reading.load(tmp_path)
     write(tmp_path, [], [])
     with pytest.raises(InputError, match="holds a damaged"):
-        results.load(tmp_path)
+        reading.load(tmp_path)

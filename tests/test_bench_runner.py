@@ -16,14 +16,16 @@ from typer.testing import CliRunner, Result
 
 from test_cli import character_tokenizer
 from tiny import tiny
-from windfall.bench import provenance, recording, results, runner
+from windfall.bench import provenance, reading, recording, results, runner
 from windfall.bench.methods import DrafterSpec, parse_methods
-from windfall.bench.results import Run
+from windfall.bench.reading import Run
 from windfall.bench.runner import Settings
 from windfall.bench.store import Store
 from windfall.bench.suites import SUITES
 from windfall.bench.tasks import Prompt
 from windfall.cli import app
+from windfall.cli.bench import BenchOptions
+from windfall.cli.options import ModelOptions
 from windfall.cost import Costs
 from windfall.engine import Engine
 from windfall.records import InputError, Launch
@@ -91,7 +93,7 @@ def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_conversation_is_recorded_once_and_texts_are_the_same(whole: Path) -> None:
-    made = results.load(whole)
+    made = reading.load(whole)
     assert len(made.records) == len({(r.method, r.key) for r in made.records}) == 4 * 3 * 2 * 2
     assert not results.differences(made)
     assert made.methods == ["none", "chain:depth=3", "auto", "self/beam:depth=3:k=3:nodes=8"]
@@ -196,7 +198,7 @@ def test_methods_take_turns_and_another_one_begins_each_time(target: Target, tmp
 def test_the_same_run_gives_the_same_records(target: Target, whole: Path, tmp_path: Path) -> None:
     again = bench(target, tmp_path / "again")
     assert untimed(tmp_path / "again") == first_round(whole)
-    made = results.load(whole)
+    made = reading.load(whole)
     before = replace(made, records=[record for record in made.records if record.repeat == 0])
     for ours, theirs in zip(results.summary(again), results.summary(before), strict=True):
         assert (ours.tau, ours.delta, ours.rows) == (theirs.tau, theirs.delta, theirs.rows)
@@ -530,7 +532,7 @@ def test_several_suites_at_once(model: Path, tmp_path: Path) -> None:
     short = ("--max-new-tokens", 4, "--repeats", 1, "--warm-up", 0)
     done = windfall("bench", "run", "--suite", "talon-t3,gt-t4,ltd-t9", *where, *short)
     assert done.exit_code == 0, done.output
-    made = results.load(tmp_path / "out")
+    made = reading.load(tmp_path / "out")
     held = {(r.method, r.task, r.temperature) for r in made.records}
     assert held == {
         *((m, task, 1.0) for m in ("none", *SUITES["talon-t3"].methods) for task in ("mt_bench", "gsm8k")),
@@ -539,7 +541,7 @@ def test_several_suites_at_once(model: Path, tmp_path: Path) -> None:
     }
     assert not results.differences(made) and made.settings["suite"] == "talon-t3,gt-t4,ltd-t9"
     again = windfall("bench", "run", "--suite", "talon-t3,gt-t4,ltd-t9", *where, *short, "--resume")
-    assert again.exit_code == 0 and len(results.load(tmp_path / "out").records) == len(made.records)
+    assert again.exit_code == 0 and len(reading.load(tmp_path / "out").records) == len(made.records)
     refused = windfall("bench", "run", "--suite", "gt-t4,dynatree-t1", *where)
     assert refused.exit_code == 2 and "differ in ignore_eos" in refused.stderr
 
@@ -547,7 +549,7 @@ def test_several_suites_at_once(model: Path, tmp_path: Path) -> None:
 def test_methods_beside_suites_take_their_place(model: Path, prompts: Path, tmp_path: Path) -> None:
     where = ("--target", model, "--tasks", prompts, "--out", tmp_path / "out", "--methods", "chain:depth=2", *SHORT)
     assert windfall("bench", "run", "--suite", "salf-t2,talon-t3", *where).exit_code == 0
-    made = results.load(tmp_path / "out")
+    made = reading.load(tmp_path / "out")
     assert made.methods == ["none", "chain:depth=2"] and made.temperatures == [0.0, 1.0]
     assert {part["suite"] for part in made.settings["parts"]} == {"salf-t2", "talon-t3"}
 
@@ -556,12 +558,26 @@ def test_methods_are_added_to_suites(model: Path, prompts: Path, tmp_path: Path)
     where = ("--target", model, "--tasks", prompts, "--out", tmp_path / "out", "--drafter", "self", "--limit", 1)
     done = windfall("bench", "run", "--suite", "salf-t3,ltd-t9", "--methods", "+chain:depth=2,+none", *where, *SHORT)
     assert done.exit_code == 0, done.output
-    made = results.load(tmp_path / "out")
+    made = reading.load(tmp_path / "out")
     assert made.methods == ["none", "optimal", "ltd", "chain:depth=2"]
     assert [part["methods"] for part in made.settings["parts"]] == [
         ["none", "optimal", "chain:depth=2"],
         ["none", "ltd", "chain:depth=2"],
     ]
+
+
+def test_every_policy_is_added_to_suites() -> None:
+    bench = BenchOptions(suite="salf-t3,ltd-t9", methods=["+all"])
+    labels = [method.label for method in parse_methods(bench.method_names)]
+    parts = bench.parts(bench.settings(labels, ModelOptions(), "self"), PROMPTS)
+    assert [set(part.methods) for part in parts] == [set(labels)] * 2 and "talon" in labels
+
+
+def test_memory_is_asked_for_in_vain_off_a_gpu(model: Path, prompts: Path, tmp_path: Path) -> None:
+    options = ("--target", model, "--tasks", prompts, "--methods", "chain", "--limit", 1, *SHORT)
+    done = windfall("bench", "run", "--out", tmp_path / "o", *options, "--memory")
+    assert done.exit_code == 0 and "peak memory is measured on CUDA devices alone, not on cpu" in done.stderr
+    assert not (tmp_path / "o" / reading.PEAKS_FILE).exists()
 
 
 def test_another_text_is_a_failure(model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

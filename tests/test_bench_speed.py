@@ -55,7 +55,7 @@ def measured(module_patch: pytest.MonkeyPatch) -> tuple[dict[str, Any], list[dic
         parse_methods(["beam:depth=3:k=3:nodes=8,auto"]),
         speed.Ready("head", {}, random_head()),
         PROMPTS,
-        Settings(launch=Launch(graphs=True), hf_limit=1, **SHORT),
+        Settings(launch=Launch(graphs=True), hf_limit=1, hf_tokens=4, **SHORT),
         attach,
         lambda found: kept.append(json.loads(json.dumps(found.as_dict()))),
     )

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bench_records import METHODS, write_run
-from windfall.bench import beside, papers, report, report_results, results
+from windfall.bench import beside, papers, reading, report, report_results, results
 from windfall.bench.exhibits import EXHIBITS, Exhibit
 from windfall.bench.methods import parse_methods
 from windfall.bench.store import Store
@@ -72,6 +72,17 @@ def test_rows_agree_with_their_own_means(each: Exhibit) -> None:
                 assert sum(v for v in values if v) / len(values) == pytest.approx(wanted, abs=0.02)
 
 
+def test_numbers_that_stand_in_two_places_agree() -> None:
+    """DynaTree's: those that a method's page shows and those of its tables; its acceptance and what it is made of."""
+    speeds, passes = (beside.published(exhibit(key), 0.0) for key in ("dynatree-t1", "dynatree-t3"))
+    for cell in (cell for cell in papers.published() if cell.paper == "DynaTree"):
+        assert speeds[cell.method]["Pythia 2.8B"][cell.task] == (cell.tokens_per_second, cell.speedup)
+        assert passes[cell.method]["Pythia 2.8B"][cell.task][1] == cell.tau
+    for line, task, most in (("linear", "WikiText-2", 8), ("fixed tree", "PG-19", 8 + 2), ("DynaTree", "PG-19", 5 + 2)):
+        accepted, _, path, _ = passes[line]["Pythia 2.8B"][task]
+        assert accepted is not None and path is not None and accepted == pytest.approx(100 * path / most, abs=0.1)
+
+
 def test_every_suite_measures_the_lines_of_its_tables() -> None:
     """What a suite runs by itself is found again; heads, grid search and trained policies are given beside it."""
     for each in EXHIBITS:
@@ -88,7 +99,7 @@ def test_every_suite_measures_the_lines_of_its_tables() -> None:
 
 
 def test_our_rows_stand_among_theirs(tmp_path: Path) -> None:
-    run = results.load(made_up(tmp_path / "run", EAGER, "talon-t1,salf-t4"))
+    run = reading.load(made_up(tmp_path / "run", EAGER, "talon-t1,salf-t4"))
     (section,) = beside.sections([run], {"talon-t1": "Because of this."})
     assert section.title.startswith("TALON, Table 1") and "Because of this." in section.text
     assert "one H200" in section.text and "no Medusa and Hydra heads" in section.text
@@ -112,7 +123,7 @@ def test_our_rows_stand_among_theirs(tmp_path: Path) -> None:
 
 
 def test_pairs_in_another_order_are_named(tmp_path: Path) -> None:
-    run = results.load(made_up(tmp_path / "run", EAGER, "talon-t1"))
+    run = reading.load(made_up(tmp_path / "run", EAGER, "talon-t1"))
     held = beside.hold(exhibit("talon-t1"), [run], 0.0)
     told = beside.order(held, 0)
     ours = {name: beside._mean_of(held.cells(name), held.tasks, 0) for name in held.own}
@@ -127,7 +138,7 @@ def test_pairs_in_another_order_are_named(tmp_path: Path) -> None:
 
 def test_what_the_prompts_leave_open_is_said(tmp_path: Path) -> None:
     alike = {**EAGER, "opt-tree": EAGER["talon"], "talon": ("head", "talon", 0.69, 6, 60)}
-    held = beside.hold(exhibit("talon-t1"), [results.load(made_up(tmp_path / "run", alike, "talon-t1"))], 0.0)
+    held = beside.hold(exhibit("talon-t1"), [reading.load(made_up(tmp_path / "run", alike, "talon-t1"))], 0.0)
     ratio = beside.ahead(held, "OPT-Tree", "TALON", 0)
     assert ratio is not None and ratio.low < 1 < ratio.high
     assert beside._certainty(held, "OPT-Tree", "TALON", 0) == " (within the error)"
@@ -141,7 +152,7 @@ def test_what_the_prompts_leave_open_is_said(tmp_path: Path) -> None:
 def test_sweeps_name_the_best_value(tmp_path: Path) -> None:
     chances = {0.01: 0.5, 0.1: 0.9, 0.11: 0.6}
     methods = {"none": NONE, **{f"gt:c={c}": ("head", "gt", chance, 6, 40) for c, chance in chances.items()}}
-    run = results.load(made_up(tmp_path / "run", methods, "gt-t4"))
+    run = reading.load(made_up(tmp_path / "run", methods, "gt-t4"))
     told = beside.order(beside.hold(exhibit("gt-t4"), [run], 0.0), 0)
     assert "c=0.1 " in told and "The paper's best is c=0.11, here c=0.1" in told
 
@@ -151,7 +162,7 @@ def test_runs_are_put_together_and_tasks_can_have_methods_of_their_own(tmp_path:
     second = {"none": NONE, "dynatree-wikitext2": EAGER["talon"], "dynatree-pg19": EAGER["auto"]}
     runs = []
     for name, methods in (("a", first), ("b", second)):
-        run = results.load(made_up(tmp_path / name, methods, "dynatree-t1"))
+        run = reading.load(made_up(tmp_path / name, methods, "dynatree-t1"))
         named = {"mt_bench": "wikitext2", "qa": "books"}
         runs.append(replace(run, records=[replace(r, task=named[r.task]) for r in run.records]))
     held = beside.hold(exhibit("dynatree-t1"), runs, 0.0)
@@ -170,14 +181,14 @@ def test_runs_are_put_together_and_tasks_can_have_methods_of_their_own(tmp_path:
 
 def test_two_methods_in_another_order(tmp_path: Path) -> None:
     methods = {"none": NONE, "talon": EAGER["chain"], "eagle-3": EAGER["talon"]}
-    run = results.load(made_up(tmp_path / "run", methods, "talon-t3", 1.0))
+    run = reading.load(made_up(tmp_path / "run", methods, "talon-t3", 1.0))
     (section,) = beside.sections([run])
     assert "The paper has them the other way round." in section.text
     assert "The drafter sees the noise of the draws here." in section.tables[0].note
 
 
 def test_plain_decoding_alone_is_no_table(tmp_path: Path) -> None:
-    run = results.load(made_up(tmp_path / "run", {"none": NONE, "beam": METHODS["beam"]}, "gt-t3"))
+    run = reading.load(made_up(tmp_path / "run", {"none": NONE, "beam": METHODS["beam"]}, "gt-t3"))
     assert not beside.sections([run])
 
 
@@ -186,7 +197,7 @@ def test_memory_is_that_of_each_method_apart(tmp_path: Path) -> None:
     folder = made_up(tmp_path / "run", methods, "gt-t3")
     peaks = {"none": 2**30, "eagle-2": 2 * 2**30, "gt": 5 * 2**29}
     (folder / "memory.json").write_text(json.dumps(peaks), "utf-8")
-    held = beside.hold(exhibit("gt-t3"), [results.load(folder)], 0.0)
+    held = beside.hold(exhibit("gt-t3"), [reading.load(folder)], 0.0)
     gain, peak, ratio = held.cells("GT, dynamic")["all tasks"]
     assert peak == 2.5 and gain is not None and ratio == pytest.approx(gain / 2.5)
     assert held.cells("vanilla")["all tasks"][1:] == (1.0, 1.0)
@@ -194,16 +205,16 @@ def test_memory_is_that_of_each_method_apart(tmp_path: Path) -> None:
 
 def test_packed_records_are_read(tmp_path: Path) -> None:
     folder = made_up(tmp_path / "run", EAGER, "talon-t1")
-    before, file = results.load(folder), folder / "records.jsonl"
+    before, file = reading.load(folder), folder / "records.jsonl"
     packed = gzip.compress(file.read_bytes())
     file.unlink()
     (folder / "records.jsonl.gz").write_bytes(packed)
-    assert results.load(folder) == before
+    assert reading.load(folder) == before
     with pytest.raises(InputError, match="are packed"):
         Store(folder, resume=True)
     (folder / "records.jsonl.gz").write_bytes(packed[:-20])
     with pytest.raises(InputError, match=r"damaged records\.jsonl\.gz"):
-        results.load(folder)
+        reading.load(folder)
 
 
 # ---- the page
@@ -224,18 +235,34 @@ def test_one_page_of_several_runs(tmp_path: Path) -> None:
         assert "In short." in text and "The head is small." in text and "TALON, Table 1" in text
         assert "Tables that were not measured" in text and "Run suites" in text and "Ours and theirs" in text
         assert text.index("TALON, Table 1") < text.index("Run suites")
+        assert f"windfall report suites other --notes notes.md --out results.{kind}" in text
     figures = re.findall(r"!\[[^\]]*\]\(([^)]*)\)", (tmp_path / "docs" / "results.md").read_text("utf-8"))
     assert figures and all((tmp_path / "docs" / figure).is_file() for figure in figures)
     ids = re.findall(r'\bid="([^"]*)"', (tmp_path / "docs" / "results.html").read_text("utf-8"))
     assert len(ids) == len(set(ids))
 
 
-def test_a_page_without_runs(tmp_path: Path) -> None:
-    report_results.write([], tmp_path / "results.md")
-    assert "No run is here yet" in (tmp_path / "results.md").read_text("utf-8")
+def test_what_would_be_lost_on_the_page_is_refused(tmp_path: Path) -> None:
+    run, page, notes = made_up(tmp_path / "run", EAGER, "talon-t1"), tmp_path / "docs" / "x.md", tmp_path / "notes.md"
+    notes.write_text("## talon-t9\nNobody would read this.\n", "utf-8")
+    with pytest.raises(InputError, match="under '## talon-t9', which is no table; choose from summary, salf-t1"):
+        report_results.write([run], page, notes)
+    with pytest.raises(InputError, match="two of these folders are called 'run'"):
+        report_results.write([run, made_up(tmp_path / "other" / "run", EAGER, "talon-t3", 1.0)], page)
+    assert not page.parent.exists()
 
 
 def test_a_runs_own_page_has_the_tables_of_its_suites(tmp_path: Path) -> None:
     titles = [section.title for section in report.make(made_up(tmp_path / "run", EAGER, "talon-t1")).sections]
     assert titles[0] == "Temperature 0 (greedy)" and titles[1].startswith("TALON, Table 1")
     assert "Beside the papers" not in titles
+
+
+def test_a_single_task_of_several_categories_is_still_that_task_in_the_papers(tmp_path: Path) -> None:
+    methods = {"none": NONE, **{f"gt:c={c}": ("head", "gt", 0.5, 6, 60) for c in (0.1, 0.2)}}
+    folder = made_up(tmp_path / "run", methods, "gt-t4")
+    rows = [json.loads(line) for line in (folder / "records.jsonl").read_text("utf-8").splitlines()]
+    rows = [{**row, "category": row["id"]} for row in rows if row["task"] == "mt_bench"]
+    (folder / "records.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    titles = [section.title for section in report.make(folder).sections]
+    assert any(title.startswith("GT, Table 4") for title in titles)

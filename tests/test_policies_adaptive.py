@@ -394,6 +394,14 @@ def test_gammatune_by_hand() -> None:
     assert policy.fresh().gamma == 8
 
 
+def test_gammatune_judges_a_cycle_by_its_own_depth() -> None:
+    """On a device the next cycle is under way before the depth has changed."""
+    policy = registry.policy("gammatune")
+    for gamma in (10, 12):
+        verified(policy, 8)
+        assert policy.gamma == gamma
+
+
 def test_gammatune_may_carry_over() -> None:
     policy = registry.policy("gammatune", carry=True)
     verified(policy.fresh(), 8)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from bench_records import METHODS, TASKS, write_run
 from tiny import prompt, tiny
 from windfall import loading
-from windfall.bench import papers, report, report_results, results
+from windfall.bench import papers, reading, report, report_results, results
 from windfall.cli import app
 from windfall.records import InputError
 
@@ -71,12 +71,12 @@ class Cells(HTMLParser):
 
 
 def test_the_page_says_what_the_records_say(folder: Path, page: str) -> None:
-    run = results.load(folder)
+    run = reading.load(folder)
     tables, rows = Cells(page).tables, results.summary(run)
     for heat, name in ((0.0, "temperature 0 (greedy)"), (1.0, "temperature 1")):
         overall = {line[0]: line for line in tables[f"All tasks, {name}"]}
         assert set(overall) == {"method", *METHODS}
-        for row in (each for each in rows if each.task == results.ALL and each.temperature == heat):
+        for row in (each for each in rows if each.task == reading.ALL and each.temperature == heat):
             assert row.speedup is not None and row.split is not None and row.tokens_per_second is not None
             line = overall[row.method]
             speed = f"{row.speedup.value:.2f} [{row.speedup.low:.2f}, {row.speedup.high:.2f}]"
@@ -88,14 +88,14 @@ def test_the_page_says_what_the_records_say(folder: Path, page: str) -> None:
 
 
 def test_tasks_have_their_own_figures(folder: Path, page: str) -> None:
-    rows = {(r.method, r.task): r for r in results.summary(results.load(folder)) if r.temperature == 0}
+    rows = {(r.method, r.task): r for r in results.summary(reading.load(folder)) if r.temperature == 0}
     by_task = {line[0]: line[1:] for line in Cells(page).tables["tau by task, in numbers"][: len(METHODS) + 1]}
     assert by_task["method"] == list(TASKS)
     assert by_task["talon"] == [f"{rows['talon', task].tau:.2f}" for task in TASKS]
 
 
 def test_the_winner_is_named_with_its_interval(folder: Path, page: str) -> None:
-    rows = [r for r in results.summary(results.load(folder)) if r.task == results.ALL and r.temperature == 0]
+    rows = [r for r in results.summary(reading.load(folder)) if r.task == reading.ALL and r.temperature == 0]
     best = max((r for r in rows if r.method != "none"), key=lambda r: r.speedup.value if r.speedup else 0)
     assert best.speedup is not None
     gain = best.speedup
@@ -132,7 +132,7 @@ def test_drawings_are_sound(page: str) -> None:
 
 def test_csv_has_every_row(folder: Path) -> None:
     lines = list(csv.DictReader(io.StringIO((folder / "report.csv").read_text("utf-8"))))
-    rows = results.summary(results.load(folder))
+    rows = results.summary(reading.load(folder))
     assert [(line["method"], line["task"], float(line["temperature"])) for line in lines] == [
         (row.method, row.task, row.temperature) for row in rows
     ]
@@ -181,7 +181,7 @@ def test_example_trees(tmp_path: Path) -> None:
     methods = {"none": METHODS["none"], "chain:depth=2": ("self", "chain", 0.6, 2, 3)}
     place = write_run(tmp_path / "run", methods, {"a": "b"}, (0.0,), texts=1, repeats=1)
     engine = loading.load(tiny(), "self", "none")
-    run = results.load(place)
+    run = reading.load(place)
     for record in run.records:
         record.settings.pop("base_depth")
     how = (run, place, prompt(), {"max_new_tokens": 6}, lambda share: None)

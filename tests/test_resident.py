@@ -23,6 +23,7 @@ from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.drafters.lm import LMDrafter
 from windfall.engine import Engine, Generation
 from windfall.records import Launch
+from windfall.resident.plans import MOST_PASSES, plan_of
 from windfall.resident.recorder import Key, Recorder
 from windfall.resident.timing import costs
 from windfall.target import Target
@@ -36,8 +37,9 @@ ON_DEVICE: dict[str, dict[str, Any]] = {
     "beam": {"depth": 4, "k": 4, "nodes": 12},
     "ddd": {"depth": 6, "k": 4, "nodes": 20, "checks": "2,3", "threshold": -0.5},
     "gt": {"k": 4, "nodes": 20, "c": 0.1, "cap": 6},
+    "chain": {"depth": 4},
 }
-THIN = {"depth": 4, "k": 1, "nodes": 5}  # of a beam that is a chain
+WARY = {"depth": 4, "confidence": 1e-6}  # of a chain that decides on the host
 LEARNING: dict[str, dict[str, Any]] = {"gammatune": {"depth": 5, "k": 4, "nodes": 20}, "auto": {}}
 WATCHING: dict[str, dict[str, Any]] = {"svip": {"depth": 5, "k": 4, "nodes": 20}}  # more in test_resident_watching.py
 ON_HOST: dict[str, dict[str, Any]] = {
@@ -46,7 +48,7 @@ ON_HOST: dict[str, dict[str, Any]] = {
     "dynatree": {},
     "sequoia": {"nodes": 16, "depth": 4},
     "c2t": {"depth": 5, "nodes": 20},
-    "chain": {"depth": 4},
+    "wary": WARY,
     "opt-tree": {"nodes": 16, "depth": 5},
     "optimal": {"nodes": 150, "width": 8, "steps": 6},  # expands more than STEP nodes
 }
@@ -65,7 +67,7 @@ def drafter(kind: str) -> Drafter:
 
 def engine(family: str, kind: str, policy: str, graphs: bool, coupled: bool = True, **changes: Any) -> Engine:
     known = {**ON_DEVICE, **LEARNING, **WATCHING, **ON_HOST}
-    name, settings = ("beam", THIN) if policy == "thin" else (policy, known[policy])
+    name, settings = ("chain", WARY) if policy == "wary" else (policy, known[policy])
     target = Target(tiny(family, dtype=PRECISE, **changes), character_tokenizer())
     return Engine(target, drafter(kind), registry.policy(name, **settings), coupled, launch=Launch(graphs))
 
@@ -184,7 +186,7 @@ def test_the_buffers_grow(policy: str) -> None:
 def test_a_text_longer_than_the_first_columns() -> None:
     """Models that run as they are read their cache up to a bound that moves."""
     changes = {"max_position_embeddings": 512}
-    host, device = (engine("gpt-neox", "itself", "thin", graphs, **changes) for graphs in (False, True))
+    host, device = (engine("gpt-neox", "itself", "chain", graphs, **changes) for graphs in (False, True))
     wanted, found = (each.generate(prompt(240), max_new_tokens=40, eos=()) for each in (host, device))
     assert found.token_ids == wanted.token_ids and found.stats.tau > 3
 
@@ -222,7 +224,7 @@ def test_exact_passes_have_one_size(policy: str, monkeypatch: pytest.MonkeyPatch
     assert sizes == {64}
 
 
-@pytest.mark.parametrize("policy", ["thin", "chain"])
+@pytest.mark.parametrize("policy", ["chain", "wary"])
 def test_the_end_may_lie_inside_a_cycle(policy: str) -> None:
     wanted = engine("llama", "itself", policy, graphs=False).generate(prompt(), max_new_tokens=LENGTH, eos=())
     ids, device = wanted.token_ids, engine("llama", "itself", policy, graphs=True)
@@ -290,8 +292,8 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("family", "kind", "policy", "length"),
     [
-        ("gpt-neox", "itself", "thin", 375),
-        ("gpt-neox", "itself", "chain", 60),
+        ("gpt-neox", "itself", "chain", 375),
+        ("gpt-neox", "itself", "wary", 60),
         ("llama", "eagle3", "auto", 9),
         ("llama", "eagle3", "svip", 60),
     ],
@@ -412,3 +414,46 @@ def test_steps_account_for_their_time() -> None:
     _, found, _ = both("llama", "eagle3", "beam")
     assert all(step.seconds.draft > 0 and step.seconds.verify > 0 for step in found.steps)
     assert sum(step.seconds.total for step in found.steps) <= 1.5 * found.stats.seconds
+
+
+@pytest.mark.parametrize("settings", [{"confidence": 0.1}, {"schedule": "heuristic"}, {"depth": MOST_PASSES + 1}])
+def test_chains_that_must_be_watched_stay_on_the_host(settings: dict[str, Any]) -> None:
+    assert plan_of(registry.policy("chain", **settings)) is None
+    assert plan_of(registry.policy("chain", depth=MOST_PASSES)) is not None
+
+
+def test_the_speed_up_is_learnt_on_the_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = registry.policy("gt", **{**ON_DEVICE["gt"], "threshold": "c*S"})
+    monkeypatch.setattr(type(own), "fresh", lambda self: self)
+    made = Engine(Target(tiny()), LMDrafter(), own, launch=Launch(True))
+    made.generate(prompt(), max_new_tokens=LENGTH, eos=())
+    assert made.fallback == "" and own._speedup > 1
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "lm"])
+def test_plans_and_seats_share_the_drafter_s_cache(kind: str) -> None:
+    """There is one text at a time, so one buffer serves all of them; what was made for a smaller one goes."""
+    device = engine("llama", kind, "beam", graphs=True, max_position_embeddings=8192)
+    for name in ("beam", "chain", "salf"):
+        device.policy = registry.policy(name)
+        device.generate(prompt(), max_new_tokens=4, eos=())
+    resident = device.resident
+    assert resident is not None and len(resident.cycles) == 2
+    caches = {cycle.draft.kv.data_ptr() for cycle in resident.cycles.values() if cycle.draft is not None}
+    assert caches == {resident._seats[1].draft.kv.data_ptr()}  # type: ignore[index,attr-defined]
+    next(device.stream(prompt(), max_new_tokens=4000))
+    assert not resident.cycles and resident._seats is not None
+
+
+def test_measuring_may_be_interrupted() -> None:
+    device = engine("llama", "lm", "beam", graphs=True, max_position_embeddings=4096)
+    assert device.resident is not None
+    capacity = device.resident.judge.capacity
+
+    def interrupt(share: float) -> None:
+        if share > 0:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        costs(device.resident, lengths=(2048,), progress=interrupt)
+    assert device.resident.judge.capacity == capacity

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from bench_records import write_run
 from test_cli import character_tokenizer
 from tiny import tiny
-from windfall.bench import results, studies
+from windfall.bench import reading, results, studies
 from windfall.bench.methods import parse_method, parse_methods
 from windfall.bench.runner import Settings
 from windfall.bench.studies import STUDIES, Leg, Study
@@ -64,7 +64,7 @@ def test_drawn_from_records(name: str, tmp_path: Path) -> None:
     assert len(lines) == count * len(study.temperatures)
     if study.across and name not in ("talf-k", "delta-tau"):
         assert all(line["x"] for line in lines if line["method"] != "none")
-    first = results.load(place / study.legs[0].name)
+    first = reading.load(place / study.legs[0].name)
     taus = {(row.method, row.temperature): row.tau for row in results.summary(first)}
     assert all(
         float(line["tau"]) == taus[line["method"], float(line["temperature"])]
@@ -97,7 +97,7 @@ def test_runs_on_a_model_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     shares: list[float] = []
     studies.run(study, tmp_path, common, PROMPTS, target, ["self"], shares.append)
     assert shares == sorted(shares) and shares[-1] == 1
-    records = [tmp_path / leg.name / results.RECORDS_FILE for leg in legs]
+    records = [tmp_path / leg.name / reading.RECORDS_FILE for leg in legs]
     before = [file.read_bytes() for file in records]
     assert [text.count(b"\n") for text in before] == [6, 6]
     records[1].write_bytes(b"".join(before[1].splitlines(keepends=True)[:2]))
@@ -107,7 +107,7 @@ def test_runs_on_a_model_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert {(point.series, point.x) for point in found if point.series != "none"} == {
         (name, x) for name in study.methods for x in (4, 8)
     }
-    assert not results.differences(results.load(tmp_path / "tokens-8"))
+    assert not results.differences(reading.load(tmp_path / "tokens-8"))
 
 
 def test_every_leg_has_the_same_prompts() -> None:

@@ -51,6 +51,8 @@ def test_a_grid_of_given_values() -> None:
     assert tune.parse_values(["th=0.5,1", "history=none"]) == {"th": (0.5, 1), "history": ("none",)}
     for message, how in (
         ("write values as NAME=A,B,C", lambda: tune.parse_values(["depth"])),
+        ("write values as NAME=A,B,C", lambda: tune.parse_values(["=6"])),
+        ("values of 'depth' at once", lambda: tune.parse_values(["depth=6", "depth=8"])),
         ("--search grid", lambda: tune.candidates("beam", "halving", (), 4, 0, {}, values)),
         ("both stay as it is", lambda: tune.candidates("beam", "grid", (), 0, 0, {"depth": "6"}, values)),
         ("has no option 'width'", lambda: tune.candidates("beam", "grid", (), 0, 0, {}, {"width": (1, 2)})),
@@ -187,5 +189,7 @@ def test_the_command_writes_what_generate_reads(tmp_path: Path) -> None:
     other = CliRunner().invoke(app, [*words, "--tasks", str(tmp_path / "t.jsonl"), "--dtype", "bfloat16"])
     assert other.exit_code == 2 and "a search with another" in other.stderr
     assert "is a folder" in CliRunner().invoke(app, [*words, "--out", str(tmp_path)]).stderr
+    wrong = CliRunner().invoke(app, [*words, "--values", "depth=2,3", "--out", str(tmp_path / "new" / "t.json")])
+    assert wrong.exit_code == 2 and not (tmp_path / "new").exists()
     told = CliRunner().invoke(app, ["generate", "sing", *how, "--preset", str(out), "--max-new-tokens", "6", "--json"])
     assert told.exit_code == 0 and json.loads(told.stdout)["policy"] == str(out)

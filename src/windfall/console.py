@@ -112,6 +112,25 @@ def waiting(message: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def counted(title: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar that is told how many of how many are done, with the time left; gone afterwards."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    shown = sys.stderr.isatty()
+    with Progress(*columns, console=stderr(), transient=True, disable=not shown, speed_estimate_period=600) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextlib.contextmanager
 def progress(title: str) -> Iterator[Callable[[float], None]]:
     """A bar on the terminal that is told the finished share, gone afterwards."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn

@@ -163,8 +163,9 @@ class Engine:
         if len(sequences) > 1 or len(sequences[0].tokens) < 2:
             self.fallback = "several texts go together" if len(sequences) > 1 else "its prompt is a single token"
             return None
-        resident = self.resident
-        self.fallback = self.unfit if resident is None else resident.refuses(sequences[0])
+        resident, (sequence,) = self.resident, sequences
+        context = sequence.context(self.costs, self.calibrators[sequence.regime])
+        self.fallback = self.unfit if resident is None else resident.refuses(sequence, context)
         return resident
 
     def warm_up(self, **sampling: Any) -> Iterator[float]:

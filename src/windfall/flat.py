@@ -35,6 +35,14 @@ def is_flat(costs: Costs, length: int) -> bool:
     return cheap and costs.verify(ROWS[-1], length) < STEEP * one
 
 
+def suits(ctx: Context) -> bool:
+    """Whether to draft by this rule, which never leaves it at plain decoding: rows are cheap here, and what a cycle's
+    first pass brings has lately been worth it."""
+    fee, price = prices(ctx)
+    opening = fee * (1 + ctx.costs.opening / max(ctx.costs.draft(WIDTH), 1e-12))
+    return is_flat(ctx.costs, ctx.length) and first(ctx.calibrator, price) > opening
+
+
 def prices(ctx: Context) -> tuple[float, float]:
     """The fee of a draft pass and the price of a row, in tokens that the same time would earn elsewhere."""
     costs, length = ctx.costs, ctx.length // NEAR * NEAR
@@ -121,12 +129,12 @@ class Rule:
 
     @property
     def worth(self) -> int:
-        """How many nodes were worth a row a pass ago."""
-        return self.worths[-2] if len(self.worths) > 1 else 0
+        """How many nodes were worth a row a pass ago; where there was no pass but the first, after that."""
+        return self.worths[-2 if self.passes > 1 else -1]
 
 
 class Lessons:
-    """What cycles teach, taken in every few of them: only then is the device told, and the host has other work."""
+    """What cycles teach, taken in every few of them and at the end: only then is the device told anew."""
 
     def __init__(self) -> None:
         self._cycles = self._tokens = 0
@@ -137,7 +145,7 @@ class Lessons:
         self._cycles += 1
         self._tokens += len(step.tokens)
         self._seconds += step.seconds.total
-        if self._cycles % EVERY:
+        if self._cycles % EVERY and not step.finish:
             return
         calibrator, costs = ctx.calibrator, ctx.costs
         if self._seconds > 0:
@@ -159,5 +167,5 @@ def foresee(tree: DraftTree, calibrator: Calibrator, turn: int) -> None:
     for family in range(turn % stride, len(ends), stride):
         own = order[starts[family] : ends[family]]
         parent = int(parents[own[0]])
-        chance = 1.0 if parent == 0 else float(chances[parent - 1])
+        chance = 1.0 if parent == 0 else float(shares[parent - 1])  # as the rule looks it up
         calibrator.foresee(int(depth[parent]), chance, shares[own].tolist())

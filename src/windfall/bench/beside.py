@@ -10,10 +10,10 @@ from statistics import fmean
 
 from windfall.bench import papers, results
 from windfall.bench.exhibits import ALL, EXHIBITS, RATE, SPEEDUP, TAU, Exhibit, Figure, Line
-from windfall.bench.report_parts import Section, Table
-from windfall.bench.results import PLAIN, Estimate, Record, Run
+from windfall.bench.reading import Record, Run
+from windfall.bench.report_parts import DASH, Section, Table
+from windfall.bench.results import PLAIN, Estimate
 
-DASH = "–"
 HERE = "here"
 SLASH = "\u00a0/\u00a0"  # between a cell's figures, which stay on one line
 TOLD = 6  # pairs of methods that are named
@@ -182,7 +182,7 @@ def _cell(values: Values | None, figures: Sequence[Figure]) -> str:
 def _stand_ins(held: Held) -> str:
     """Which of our tasks stands for one that the paper calls otherwise."""
     ours = {record.task for own in held.own.values() for each in own.values() for record in each.records}
-    other = {task: name for task in ours if (name := papers.task_name(task)) and _plain(task) != _plain(name)}
+    other = {task: name for task in ours if (name := papers.task_name(task)) and papers.bare(task) != papers.bare(name)}
     if not other:
         return ""
     return f" Here {', '.join(f'{task} stands for {name}' for task, name in sorted(other.items()))}."
@@ -194,10 +194,6 @@ def _dice(held: Held) -> str:
         return ""
     coupled = {record.coupled for own in held.own.values() for each in own.values() for record in each.records}
     return f" The drafter {'sees' if coupled == {True} else 'does not see'} the noise of the draws here."
-
-
-def _plain(name: str) -> str:
-    return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
 # ---- the order of the methods

@@ -43,6 +43,7 @@ class Settings:
     rows: tuple[int, ...] = ROWS
     hf: bool = True
     hf_limit: int | None = 2  # prompts of each task for transformers' own loops, which are slow
+    hf_tokens: int = 64  # of their answers, at the most
     ignore_eos: bool = False
     seed: int = 0
     launch: Launch = Launch()
@@ -88,6 +89,10 @@ class Case:
     prompt: Prompt
     ids: list[int]
     params: SamplingParams
+
+    def cut(self, tokens: int) -> Case:
+        """The same with an answer of so many tokens at the most."""
+        return replace(self, params=replace(self.params, max_new_tokens=min(tokens, self.params.max_new_tokens)))
 
     def at(self, temperature: float) -> SamplingParams:
         return replace(self.params, temperature=temperature)
@@ -205,7 +210,9 @@ class Contest:
         yield
 
     def _own(self, entry: Entry) -> list[Case]:
-        return few(self.cases, self.settings.hf_limit) if entry.transformers else self.cases
+        if not entry.transformers:
+            return self.cases
+        return [case.cut(self.settings.hf_tokens) for case in few(self.cases, self.settings.hf_limit)]
 
     def _warm_up(self, entry: Entry) -> list[Timing]:
         """Learn from prompts that are in no task, keep that as the state to begin with, and see all cases once."""
@@ -343,7 +350,12 @@ class Contest:
             for turn in self.rounds[entry.label, entry.regime]
             for case, made in zip(own, turn, strict=True)
         ]
-        return sum(one == other for one, other in pairs), len(pairs)
+        return sum(_agree(one, other, entry.transformers) for one, other in pairs), len(pairs)
+
+
+def _agree(plain: tuple[int, ...], own: tuple[int, ...], cut: bool) -> bool:
+    """Whether a text is plain decoding's; a cut one, as far as it goes."""
+    return own == (plain[: len(own)] if cut else plain)
 
 
 def split_of(made: Sequence[Timing]) -> dict[str, Any]:

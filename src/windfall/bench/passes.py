@@ -116,7 +116,7 @@ class Bench:
         cycle = self.cycle
         assert cycle is not None
         columns, params = cycle.judge.columns(rows), SamplingParams()
-        key = ("speed", "verify", rows, columns, cycle.judge.capacity)
+        key = ("speed", cycle.name, "verify", rows, columns, cycle.judge.capacity)
         cycle.judge.recorder.run(key, lambda: cycle.verify(rows, columns, params))
 
     def draft(self, passes: int) -> None:
@@ -130,7 +130,7 @@ class Bench:
             for _ in range(1, passes):
                 cycle.expand(sprouting)
 
-        cycle.judge.recorder.run(("speed", "draft", passes, cycle.judge.capacity), work)
+        cycle.judge.recorder.run(("speed", cycle.name, "draft", passes, cycle.judge.capacity), work)
 
 
 @torch.inference_mode()

@@ -12,14 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from windfall.bench import beside, papers, results
+from windfall.bench import beside, papers, reading, results
+from windfall.bench.reading import ALL, Run
 from windfall.bench.report_figures import drawings
-from windfall.bench.report_parts import Report, Section, Table
-from windfall.bench.results import ALL, PLAIN, Estimate, Row, Run
+from windfall.bench.report_parts import DASH, Report, Section, Table
+from windfall.bench.results import PLAIN, Estimate, Row
 from windfall.files import make_folder, replace_text
 from windfall.records import InputError
 
-DASH = "–"
 NOTHING = 0.01  # draft passes per target pass, below which a method decodes plainly
 MANY = 40  # methods, which are counted then and not named
 ROUGH = 10  # prompts, below which an interval over them says little
@@ -27,7 +27,8 @@ ROUGH = 10  # prompts, below which an interval over them says little
 
 def make(folder: Path) -> Report:
     """Read a folder and work out what to tell."""
-    run = by_category(results.load(folder))
+    loaded = reading.load(folder)
+    run = by_category(loaded)
     if not run.records:
         raise InputError(f"'{folder}' holds no finished conversation yet; run the benchmark again to go on with it")
     rows = results.summary(run)
@@ -35,9 +36,9 @@ def make(folder: Path) -> Report:
         title=f"Benchmark: {folder.resolve().name}",
         summary=[_setting(run), *_winners(run, rows), *_caution(run, rows), _sameness(run)],
         facts=_facts(run, rows),
-        sections=[*_sections(run, rows), *(beside.sections([run]) or [beside_papers(run, rows)])],
+        sections=[*_sections(run, rows), *(beside.sections([loaded]) or [beside_papers(run, rows)])],
         trees=[(file.stem, file.read_text("utf-8")) for file in sorted((folder / "trees").glob("*.svg"))],
-        commands=commands(run, folder),
+        commands=[*commands(run), f"windfall report {shlex.quote(folder.resolve().name)}"],
         about=provenance_lines(run),
     )
 
@@ -313,10 +314,10 @@ def provenance_lines(run: Run, short: bool = False) -> list[tuple[str, str]]:
     return [*_flat(settings), *_flat(told)]
 
 
-def commands(run: Run, folder: Path) -> list[str]:
-    found = run.provenance.get("command") or run.provenance.get("commands") or []
-    given = [found] if isinstance(found, str) else list(found)
-    return [*given, f"windfall report {shlex.quote(folder.resolve().name)}"]
+def commands(run: Run) -> list[str]:
+    """What repeats the run."""
+    found = run.provenance.get("command") or []
+    return [found] if isinstance(found, str) else list(found)
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
@@ -422,7 +423,7 @@ def write(folder: Path, out: Path | None = None, tell: Callable[[float], None] =
     texts = {
         out: report_html.page(report, drawn),
         folder / "report.md": markdown(report, "figures"),
-        folder / "report.csv": as_csv(results.summary(by_category(results.load(folder)))),
+        folder / "report.csv": as_csv(results.summary(by_category(reading.load(folder)))),
     }
     for file, text in texts.items():
         make_folder(file.parent)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from windfall.bench import figures, results
-from windfall.bench.results import Row, Run
+from windfall.bench import figures, reading, results
+from windfall.bench.reading import Run
+from windfall.bench.results import Row
 
 LINES = 7  # methods in a plot: the fastest
 PANELS = 6  # heat maps
@@ -98,7 +99,7 @@ def drawings(run: Run, rows: list[Row], ranked: list[Row], heat: float) -> list[
     return found
 
 
-def _node_drawings(few: dict[str, list[results.Record]], mark: str) -> list[Drawing]:
+def _node_drawings(few: dict[str, list[reading.Record]], mark: str) -> list[Drawing]:
     colours = dict(zip(("rank 1", "rank 2", "rank 3", "rank 4", "rank 5 and later"), figures.RANKS, strict=True))
     return [
         Drawing(
@@ -139,7 +140,7 @@ def _milliseconds(ranked: list[Row]) -> dict[str, dict[str, float]]:
     }
 
 
-def _length_figure(trees: dict[str, list[results.Record]]) -> Any:
+def _length_figure(trees: dict[str, list[reading.Record]]) -> Any:
     histograms = {name: results.length_histogram(records) for name, records in trees.items()}
     top = min(max(max(each) for each in histograms.values()), LONGEST)
     cells = []
@@ -152,22 +153,22 @@ def _length_figure(trees: dict[str, list[results.Record]]) -> Any:
     return figures.table(list(trees), columns, cells, "tokens from one target pass; cells: % of the passes", digits=0)
 
 
-def _heat(records: list[results.Record]) -> list[list[float]]:
+def _heat(records: list[reading.Record]) -> list[list[float]]:
     counts, cycles = results.heat_map(records, by="layer_rank"), sum(record.cycles for record in records)
     deepest = min(max((depth for depth, _ in counts), default=1), DEPTHS)
     widest = min(max((rank for _, rank in counts), default=0) + 1, RANKS)
     return [[counts.get((depth, rank), 0) / cycles for rank in range(widest)] for depth in range(1, deepest + 1)]
 
 
-def _rank_shares(records: list[results.Record]) -> dict[str, float]:
+def _rank_shares(records: list[reading.Record]) -> dict[str, float]:
     shares = results.rank_share(records)
     first = {f"rank {rank + 1}": 100 * shares.get(rank, 0.0) for rank in range(4)}
     return {**first, "rank 5 and later": 100 * sum(share for rank, share in shares.items() if rank > 3)}
 
 
-def prompt_efficiency(records: Sequence[results.Record]) -> list[tuple[float, float]]:
+def prompt_efficiency(records: Sequence[reading.Record]) -> list[tuple[float, float]]:
     """(tau, delta) of every prompt, its repeats together."""
-    prompts: dict[tuple[str, str], list[results.Record]] = {}
+    prompts: dict[tuple[str, str], list[reading.Record]] = {}
     for record in records:
         prompts.setdefault((record.task, record.id), []).append(record)
     return [(results.tau(own), results.delta(own)) for own in prompts.values()]

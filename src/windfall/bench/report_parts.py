@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from windfall.bench.report_figures import Drawing
 
+DASH = "–"  # where there is no figure
+
 
 @dataclass(frozen=True)
 class Table:

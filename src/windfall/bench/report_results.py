@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from windfall.bench import beside, report, report_html, results
+from windfall.bench import beside, reading, report, report_html
+from windfall.bench.exhibits import EXHIBITS
+from windfall.bench.reading import Run
 from windfall.bench.report_figures import Drawing
 from windfall.bench.report_parts import Report, Section
-from windfall.bench.results import Run
+from windfall.errors import InputError
 from windfall.files import make_folder, read_text, replace_text
 
 PREFACE = (
     "Every figure on this page comes from the records of a run, kept with its settings, versions and machine; the "
-    "commands at the end repeat it, and `windfall report` makes the page."
+    "commands at the end repeat it and make the page."
 )
-NO_RUN = "No run is here yet. `windfall bench run --out DIR` makes one, `windfall report DIR --out FILE.md` this page."
+SUMMARY = "summary"  # the heading of notes on the page as a whole
 SHOWN = ("speedup", "tau", "time")  # figures of a run
 HOW = (
     "Models, drafters, hardware and baselines are others than the papers', so what can be compared is the order of the "
@@ -27,10 +30,13 @@ HOW = (
 )
 
 
-def make(folders: Sequence[Path], notes: Path | None = None) -> Report:
-    """What to tell of these runs; `notes` is a Markdown file with a paragraph under the key of a table."""
-    runs = [results.load(folder) for folder in folders]
-    told = beside.read_notes(read_text(notes)) if notes is not None else {}
+def make(folders: Sequence[Path], out: str, notes: Path | None = None) -> Report:
+    """What a page of this name tells of these runs; `notes` has paragraphs under the keys of tables, as Markdown."""
+    runs = [reading.load(folder) for folder in folders]
+    names = [run.name for run in runs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise InputError(f"two of these folders are called '{twice}', and so would their figures be; rename one")
+    told = _notes(notes) if notes is not None else {}
     tables = beside.sections(runs, told)
     if tables:
         tables = [Section("Beside the papers", HOW), *tables, *_not_measured(runs)]
@@ -38,9 +44,20 @@ def make(folders: Sequence[Path], notes: Path | None = None) -> Report:
         (f"{run.name}: {name}", value) for run in runs for name, value in report.provenance_lines(run, len(runs) > 1)
     ]
     own = [section for folder, run in zip(folders, runs, strict=True) for section in run_sections(folder, run)]
-    summary = [PREFACE, *([told["summary"]] if "summary" in told else []), *([] if folders else [NO_RUN])]
-    commands = [command for folder, run in zip(folders, runs, strict=True) for command in report.commands(run, folder)]
+    summary = [PREFACE, *([told[SUMMARY]] if SUMMARY in told else [])]
+    page = ["windfall", "report", *names, *(["--notes", notes.name] if notes is not None else []), "--out", out]
+    commands = [*(command for run in runs for command in report.commands(run)), shlex.join(page)]
     return Report("Results", summary, [], [*tables, *own], [], commands, about)
+
+
+def _notes(file: Path) -> dict[str, str]:
+    told = beside.read_notes(read_text(file))
+    known = [SUMMARY, *(exhibit.key for exhibit in EXHIBITS)]
+    if unknown := next((key for key in told if key not in known), None):
+        raise InputError(
+            f"'{file}' has something under '## {unknown}', which is no table; choose from {', '.join(known)}"
+        )
+    return told
 
 
 def _not_measured(runs: Sequence[Run]) -> list[Section]:
@@ -73,7 +90,7 @@ def write(
     """The page as HTML, figures inside, or as Markdown, with its figures in a folder of the same name."""
     from windfall import plotting
 
-    made = make(folders, notes)
+    made = make(folders, file.name, notes)
     make_folder(file.parent)
     drawings = any(section.drawings for section in made.sections)
     if drawings:

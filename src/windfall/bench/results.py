@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import math
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from windfall.errors import InputError
+from windfall.bench.reading import ALL, Record, Run, Turn
 
 PLAIN = "none"  # the method that is plain decoding
-ALL = "all"  # the task that stands for every task together
-RUN_FILE, RECORDS_FILE = "run.json", "records.jsonl"
-PACKED_FILE = RECORDS_FILE + ".gz"  # the same, packed by hand to be kept
-PEAKS_FILE = "memory.json"  # bytes of device memory that methods need, each measured apart
-FORMAT = 1  # of these files
 RESAMPLES = 2000
 GIGABYTE = 2.0**30
 PARTS = ("draft", "verify", "policy", "other")
 
 Floats = NDArray[np.float64]
-Key = tuple[str, str, float, int]  # task, id, temperature, repeat
 Place = tuple[int, int]  # depth and rank
 
 
@@ -39,179 +29,6 @@ class Estimate(NamedTuple):
     value: float
     low: float
     high: float
-
-
-class Nodes(NamedTuple):
-    """How many nodes at one place of the trees were verified, judged (their parent was accepted) and accepted."""
-
-    depth: int
-    rank: int  # among its siblings, 0 the likeliest
-    layer_rank: int  # among the verified nodes of its depth, by path probability
-    verified: int
-    judged: int
-    accepted: int
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One answer. The lists have an entry a cycle; times are None where nothing was timed."""
-
-    prompt_tokens: int
-    tokens: int
-    digest: str
-    finish: str
-    committed: list[int]  # tokens emitted
-    accepted: list[int]  # drafted nodes that the target agreed with
-    rows: list[int]  # verified, the root included
-    drafted: list[int]
-    passes: list[int]  # of the drafter
-    depth: list[int]  # of the verified tree
-    nodes: list[Nodes]
-    tried: list[int] = field(default_factory=list)  # by depth from 1: cycles that had a judged node there
-    seconds: float | None = None
-    ttft: float | None = None
-    prefill: float | None = None
-    split: dict[str, float] | None = None
-
-    @property
-    def cycles(self) -> int:
-        return len(self.committed)
-
-    @classmethod
-    def of_dict(cls, given: dict[str, Any]) -> Turn:
-        known = {name: given[name] for name in cls.__dataclass_fields__ if name in given}
-        return cls(**{**known, "nodes": [Nodes(*each) for each in given["nodes"]]})
-
-
-@dataclass(frozen=True)
-class Record:
-    """One conversation of one method at one temperature, in one repeat."""
-
-    method: str
-    drafter: str
-    policy: str
-    settings: dict[str, Any]
-    task: str
-    category: str
-    id: str
-    temperature: float
-    repeat: int
-    seed: int
-    coupled: bool
-    turns: list[Turn]
-    repeated: float
-    peak_memory: int | None = None
-
-    @property
-    def key(self) -> Key:
-        return self.task, self.id, self.temperature, self.repeat
-
-    @property
-    def tokens(self) -> int:
-        return sum(turn.tokens for turn in self.turns)
-
-    @property
-    def cycles(self) -> int:
-        return sum(turn.cycles for turn in self.turns)
-
-    @property
-    def seconds(self) -> float | None:
-        times = [turn.seconds for turn in self.turns if turn.seconds is not None]
-        return sum(times) if len(times) == len(self.turns) else None
-
-    @property
-    def tau(self) -> float:
-        return self.tokens / self.cycles
-
-    @classmethod
-    def of_dict(cls, given: dict[str, Any]) -> Record:
-        known = {name: given[name] for name in cls.__dataclass_fields__ if name in given}
-        return cls(**{**known, "turns": [Turn.of_dict(each) for each in given["turns"]]})
-
-
-@dataclass(frozen=True)
-class Run:
-    """A benchmark's folder, read."""
-
-    name: str
-    settings: dict[str, Any]
-    provenance: dict[str, Any]
-    profiles: dict[str, Any]  # by drafter: what passes cost
-    records: list[Record]
-
-    @property
-    def methods(self) -> list[str]:
-        return _unique(record.method for record in self.records)
-
-    @property
-    def tasks(self) -> list[str]:
-        return _unique(record.task for record in self.records)
-
-    @property
-    def temperatures(self) -> list[float]:
-        return sorted({record.temperature for record in self.records})
-
-    def select(
-        self, method: str | None = None, task: str | None = None, temperature: float | None = None
-    ) -> list[Record]:
-        """The records of a method, task and temperature; None and the task `all` leave nothing out."""
-        return [
-            record
-            for record in self.records
-            if method in (None, record.method)
-            and task in (None, ALL, record.task)
-            and temperature in (None, record.temperature)
-        ]
-
-
-def load(folder: str | Path) -> Run:
-    """Read a folder that `windfall bench run` wrote; a last line cut short by a crash is left out."""
-    folder = Path(folder)
-    try:
-        about = json.loads((folder / RUN_FILE).read_text("utf-8"))
-        if about.get("format", FORMAT) != FORMAT:
-            raise InputError(f"'{folder}' has format {about['format']}; this windfall reads format {FORMAT}")
-        records = [Record.of_dict(each) for each in complete_lines(_records_text(folder))]
-        _check(records)
-        if (folder / PEAKS_FILE).exists():
-            peaks = json.loads((folder / PEAKS_FILE).read_text("utf-8"))
-            records = [replace(each, peak_memory=peaks.get(each.method, each.peak_memory)) for each in records]
-        order = {label: place for place, label in enumerate(about["settings"]["methods"])}
-        records.sort(key=lambda record: order.get(record.method, len(order)))  # stable: prompts keep their order
-        return Run(folder.name, about["settings"], about["provenance"], about.get("profiles", {}), records)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise InputError(f"'{folder}' holds a damaged {PACKED_FILE}: {error}") from error
-    except OSError as error:
-        raise InputError(f"'{folder}' is not the folder of a benchmark: it has no readable {RUN_FILE}") from error
-    except InputError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"'{folder}' holds a damaged {RUN_FILE} or {RECORDS_FILE}: {error}") from error
-
-
-def _records_text(folder: Path) -> str:
-    """The lines of the records, which may be packed."""
-    if (folder / RECORDS_FILE).exists():
-        return (folder / RECORDS_FILE).read_text("utf-8")
-    if (folder / PACKED_FILE).exists():
-        return gzip.decompress((folder / PACKED_FILE).read_bytes()).decode("utf-8")
-    return ""
-
-
-def _check(records: Sequence[Record]) -> None:
-    """A conversation must hold something, and be there once: another copy would count twice."""
-    seen = set()
-    for record in records:
-        if not record.cycles or (record.method, record.key) in seen:
-            raise ValueError(f"{record.method} on {record.task} {record.id} is there twice, or empty")
-        _ = record.seconds  # adds up numbers, or complains
-        seen.add((record.method, record.key))
-
-
-def complete_lines(text: str) -> list[dict[str, Any]]:
-    """The JSON lines of a text but a last one that was torn off; damage anywhere else is a ValueError."""
-    lines = text.split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
 
 
 # ---- tokens per pass
@@ -276,12 +93,12 @@ def acceptance_per_node(records: Sequence[Record], of: str = "verified") -> floa
 
 
 def dynatree_accept(records: Sequence[Record]) -> float | None:
-    """(iii) DynaTree's table: tokens per cycle over the configured depth + 2, for chains over the drafted length."""
+    """(iii) DynaTree's table: mean of each text's tau over the configured depth + 2, for chains over their length."""
     depths = {"chain": ("depth", 0), "fixed-tree": ("depth", 2), "dynatree": ("base_depth", 2)}
     if not records or records[0].policy not in depths:
         return None
     option, more = depths[records[0].policy]
-    return tau(records) / (int(records[0].settings[option]) + more)
+    return tau(records, "samples") / (int(records[0].settings[option]) + more)
 
 
 def rank_share(records: Sequence[Record]) -> dict[int, float]:
@@ -600,7 +417,3 @@ def _split_sum(records: Sequence[Record], part: str) -> float | None:
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
-
-
-def _unique(names: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(names))

@@ -23,8 +23,8 @@ from windfall.bench import provenance
 from windfall.bench.memory import PeakMemory, peak_apart
 from windfall.bench.methods import DrafterSpec, Method
 from windfall.bench.paths import shorten
+from windfall.bench.reading import Run, load
 from windfall.bench.recording import repeated_share, turn_record
-from windfall.bench.results import Run, load
 from windfall.bench.store import Store
 from windfall.bench.tasks import Prompt
 from windfall.calibration import Calibrator
@@ -242,10 +242,10 @@ def assemble(
 
 def make_room(engines: Iterable[Engine], target: Target, prompts: Sequence[Prompt], settings: Settings) -> None:
     """Buffers for the longest conversation at once: where they grow, all recorded passes are recorded anew."""
-    from windfall.resident.seat import STAGED, WIDTHS
-
     residents = [engine.resident for engine in engines if engine.graphs and engine.resident is not None]
     if residents and prompts:
+        from windfall.resident.seat import STAGED, WIDTHS
+
         longest = max(_most_tokens(prompt, target, settings) for prompt in prompts)
         for resident in residents:
             resident.judge.reserve(longest + STAGED + WIDTHS[-1])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from windfall.bench.provenance import now
-from windfall.bench.results import FORMAT, PACKED_FILE, PEAKS_FILE, RECORDS_FILE, RUN_FILE, complete_lines
+from windfall.bench.reading import FORMAT, PACKED_FILE, PEAKS_FILE, RECORDS_FILE, RUN_FILE, complete_lines
 from windfall.errors import InputError
 from windfall.files import replace_text
 

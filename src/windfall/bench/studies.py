@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windfall.bench import figures, papers, results
+from windfall.bench import figures, papers, reading, results
 from windfall.bench.figures import Panel, Series
 from windfall.bench.methods import Method, parse_method
-from windfall.bench.results import ALL, PLAIN, Estimate, Row, Run
+from windfall.bench.reading import ALL, Run
+from windfall.bench.results import PLAIN, Estimate, Row
 from windfall.files import replace_text
 from windfall.records import InputError
 
@@ -41,7 +42,7 @@ class Point:
     leg: Leg
     method: Method
     row: Row
-    records: Sequence[results.Record]
+    records: Sequence[reading.Record]
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def run(
     chosen = shared_prompts(study, prompts, target, [settings for _, _, settings in legs])
     for place, (leg, methods, settings) in enumerate(legs):
         folder = out / leg.name
-        store = Store(folder, resume=(folder / results.RUN_FILE).exists())
+        store = Store(folder, resume=(folder / reading.RUN_FILE).exists())
         runner.run(settings, methods, chosen, target, store, drafter, progress=_part(progress, place, study), **more)
     return draw(study, out)
 
@@ -151,9 +152,9 @@ def long_texts(prompts: Sequence[Prompt]) -> list[Prompt]:
 def points(study: Study, out: Path) -> list[Point]:
     """Every method of every leg that has been run."""
     found = []
-    begun = [leg for leg in study.legs if (out / leg.name / results.RUN_FILE).exists()]
+    begun = [leg for leg in study.legs if (out / leg.name / reading.RUN_FILE).exists()]
     for leg in begun or study.legs[:1]:
-        run = results.load(out / leg.name)
+        run = reading.load(out / leg.name)
         if run.settings.get("suite", study.name) != study.name:
             raise InputError(f"'{out / leg.name}' holds another run, not one of study {study.name}")
         rows = results.summary(run)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from windfall.bench.papers import GT_COSTS
 from windfall.errors import InputError
 
 SPEC_BENCH = tuple(f"spec-bench-{part}" for part in ("mt", "translation", "summarization", "qa", "math", "rag"))
@@ -16,8 +17,9 @@ LTD = ("mt-bench", "gsm8k", "alpaca", "natural-questions")
 BEAM = "beam:depth=7:k=10:nodes=60"
 SALF = ("mt-bench", "humaneval", "gsm8k", "alpaca", "cnn_dm")
 DYNATREE = ("chain:depth=8", "chain:depth=5", "fixed-wikitext2", "dynatree-wikitext2", "dynatree-pg19")
+LTD_BEAM = "beam:depth=9:k=10:nodes=60"  # EAGLE-3 as it runs there
 LTD_METHODS = (
-    "beam:depth=9:k=10:nodes=60", "ddd-ltd", "svip-ltd", "gammatune-ltd",
+    LTD_BEAM, "ddd-ltd", "svip-ltd", "gammatune-ltd",
     "disco", "specdecpp", "c2t:depth=9", "ltd", "auto",
 )  # fmt: skip
 
@@ -123,7 +125,7 @@ SUITES = {
     ),
     "gt-t4": Suite(
         "the GT principle, Table 4: the threshold c",
-        tuple(f"gt:c={c}" for c in (0.01, 0.05, 0.1, 0.109, 0.11, 0.111, 0.12, 0.15, 0.2, 0.3, 0.4)),
+        tuple(f"gt:c={c}" for c, _, _ in GT_COSTS),
         ("mt-bench",),
         limit=80,
         max_new_tokens=1024,
@@ -166,8 +168,8 @@ SUITES = {
         max_new_tokens=1024,
     ),
     "ltd-t4": Suite(
-        "Learning to Draft, Table 4: LTD without a part: --methods eagle-3,ltd:path=DIR,…,ltd",
-        ("eagle-3", "ltd"),
+        "Learning to Draft, Table 4: LTD without a part: --methods +ltd:path=DIR,…",
+        (LTD_BEAM, "ltd"),
         LTD,
         limit=80,
         max_new_tokens=1024,

@@ -122,10 +122,13 @@ def parse_values(texts: Iterable[str]) -> dict[str, tuple[Any, ...]]:
     """`depth=6,8` → values of an option; numbers as numbers."""
     found = {}
     for text in texts:
-        name, equals, listed = text.partition("=")
-        if not equals or not all(item.strip() for item in listed.split(",")):
+        name, _, listed = text.partition("=")
+        items = [item.strip() for item in listed.split(",")]
+        if not all([name, *items]):
             raise InputError(f"write values as NAME=A,B,C, for example depth=6,8,10, not '{text}'")
-        found[name] = tuple(_as_number(item.strip()) for item in listed.split(","))
+        if name in found:
+            raise InputError(f"give the values of '{name}' at once, for example {name}=6,8,10")
+        found[name] = tuple(map(_as_number, dict.fromkeys(items)))
     return found
 
 

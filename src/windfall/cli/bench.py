@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,7 +22,8 @@ from windfall.cli.session import DIFFERENT, ON_INTERRUPT
 from windfall.errors import InputError
 
 if TYPE_CHECKING:
-    from windfall.bench.results import Difference, Estimate, Row, Run
+    from windfall.bench.reading import Run
+    from windfall.bench.results import Difference, Estimate, Row
     from windfall.bench.runner import Part, Settings
 
 SHOWN = 5  # differing texts that are named
@@ -135,10 +134,10 @@ class BenchOptions:
 
     def parts(self, settings: Settings, prompts: list[Any]) -> tuple[Part, ...]:
         """Where several suites run at once, what each of them runs; of tasks that were given, those it has too."""
-        from windfall.bench.methods import parse_method
+        from windfall.bench.methods import parse_methods
         from windfall.bench.runner import Part
 
-        found, added = [], [parse_method(item).label for item in self.added]
+        found, added = [], [method.label for method in parse_methods(self.added)]
         for name in self.suites if len(self.suites) > 1 else ():
             suite = find(name)
             own = [label for label in settings.methods if label in (*suite.methods, *added)]
@@ -216,8 +215,10 @@ def run(
         how: dict[str, Any] = {"device": model.device, "dtype": model.dtype}
         target = loading.as_target(model.target, **how, trust_remote_code=model.trust_remote_code)
     prompts = _fitting(prompts, target, settings)
+    if target.device.type != "cuda" and any(settings.weighs(method.label) for method in methods):
+        console.note(f"peak memory is measured on CUDA devices alone, not on {target.device.type}: left out")
     try:
-        with progress("Benchmark") as tell:
+        with console.counted("Benchmark") as tell:
             done = runner.run(
                 settings,
                 methods,
@@ -271,33 +272,12 @@ def show(
     folder: Annotated[Path, typer.Argument(help="Folder that `windfall bench run` wrote.")], json: Json = False
 ) -> None:
     """Print the figures of a run."""
-    from windfall.bench.results import load
+    from windfall.bench.reading import load
 
     _show(load(folder), json)
 
 
 # ---- what is printed
-
-
-@contextlib.contextmanager
-def progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar that is told how many of how many are done, with the time left; gone afterwards."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    shown = sys.stderr.isatty()
-    with Progress(
-        *columns, console=console.stderr(), transient=True, disable=not shown, speed_estimate_period=600
-    ) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _show(done: Run, json: bool) -> None:

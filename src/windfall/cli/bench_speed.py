@@ -61,6 +61,7 @@ class SpeedOptions:
     ] = None
     hf: Annotated[bool, _speed("--hf/--no-hf", "Whether transformers' own loops are timed, too.")] = True
     hf_limit: Annotated[int, _speed("--hf-limit", "Prompts of each task for transformers' loops.", min=1)] = 2
+    hf_tokens: Annotated[int, _speed("--hf-tokens", "Length of their answers at the most.", min=2)] = 64
     profile: Annotated[
         Path | None, _speed("--profile", "Costs of passes, as in `windfall bench run`; none: measured.")
     ] = None
@@ -77,6 +78,7 @@ class SpeedOptions:
             lengths=LENGTHS if self.lengths is None else _numbers(self.lengths, int, "--lengths", "512,2048"),
             hf=self.hf,
             hf_limit=self.hf_limit,
+            hf_tokens=self.hf_tokens,
             ignore_eos=self.ignore_eos,
             seed=self.seed,
             launch=model.launch,
@@ -217,7 +219,6 @@ def _write(result: Result, out: Path | None) -> None:
 @contextlib.contextmanager
 def _bars() -> Iterator[Callable[[str, int, int], None]]:
     """A bar for each part of the work, one after the other."""
-    from windfall.cli.bench import progress
 
     shown: dict[str, Callable[[int, int], None]] = {}
     with contextlib.ExitStack() as bars:
@@ -225,7 +226,7 @@ def _bars() -> Iterator[Callable[[str, int, int], None]]:
         def tell(part: str, done: int, total: int) -> None:
             if part not in shown:
                 bars.close()
-                shown[part] = bars.enter_context(progress(part))
+                shown[part] = bars.enter_context(console.counted(part))
             shown[part](done, total)
 
         yield tell

@@ -13,15 +13,15 @@ from windfall.cli.options import ModelOptions, takes_records
 
 @takes_records
 def report(
-    folders: Annotated[list[Path], typer.Argument(help="Folder that `windfall bench run` wrote.", metavar="DIR")],
+    folders: Annotated[list[Path], typer.Argument(help="Folders that `windfall bench run` wrote.", metavar="DIR")],
     model: ModelOptions,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="The page, a .html or .md file; several folders need one. [default: in DIR]"),
+        typer.Option("--out", help="The page, a .html or .md file; none: report.html in DIR. Several folders need it."),
     ] = None,
     notes: Annotated[
         Path | None,
-        typer.Option("--notes", help="Markdown file with what to say under a table, by its suite: ## salf-t1."),
+        typer.Option("--notes", help="Markdown file with what to say under a table, by its name: ## salf-t1."),
     ] = None,
     trees: Annotated[
         bool, typer.Option("--trees", help="Draw an example tree for each method, with the model given here.")
@@ -32,7 +32,7 @@ def report(
 ) -> None:
     """Make a page from a benchmark's folder: summary, tables, figures; also report.md and report.csv in the folder.
 
-    From several folders, a page of the papers' tables with these runs' rows among theirs.
+    From several folders, with notes, or as a .md file: a page of the papers' tables with these runs' rows among theirs.
     """
     from windfall.bench import report as reports
     from windfall.bench import report_results
@@ -58,7 +58,7 @@ def report(
 def _draw_trees(folder: Path, model: ModelOptions, prompt: str) -> None:
     from windfall.bench import report as reports
     from windfall.bench.methods import DrafterSpec
-    from windfall.bench.results import load
+    from windfall.bench.reading import load
 
     run = load(folder)
     engine = model.load("none")

@@ -67,12 +67,12 @@ def tune(
 
     if out.is_dir():
         raise InputError(f"--out is the file to write, and '{out}' is a folder")
-    make_folder(out.parent)
     fixed = split_settings(settings or [])
     names, given = tuple(words([vary] if vary else [], "--vary")), tuning.parse_values(values or [])
     chosen = tuning.candidates(policy, search, names, candidates, seed, fixed, given)
     asked = load_tasks(words(tasks or [], "--tasks") or ["builtin"], limit)
     sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    make_folder(out.parent)
     engine = model.load("none")
     attach_costs(engine, registry.policy(policy, **fixed))
     prompts = tuning.first_questions(engine, asked, max_new_tokens)

@@ -48,7 +48,7 @@ class Auto(TreePolicy):
 
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
         if len(tree) == 1:
-            self._rule = flat.Rule(ctx) if flat.is_flat(ctx.costs, ctx.length) else None
+            self._rule = flat.Rule(ctx) if flat.suits(ctx) else None
             self._ctx = None
         if self._rule is not None:
             return self._grow_flat(self._rule, tree, ctx)

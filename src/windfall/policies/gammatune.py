@@ -46,7 +46,7 @@ class GammaTune(Beam):
 
     def observe(self, step: Step) -> None:
         gamma, average = self.gamma, self._tuned["average"]
-        if step.accepted >= gamma:
+        if 0 < step.draft_passes <= step.accepted:  # this cycle's own depth: on a device another one may have begun
             gamma += self.increment
         else:
             average = (1 - self.eta) * average + self.eta * step.accepted

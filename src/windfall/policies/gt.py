@@ -48,7 +48,8 @@ class GT(TreePolicy):
         self._ctx: Context | None = None
 
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
-        self._ctx, level = ctx, int(tree.depth[-1])
+        self.follow(ctx)
+        level = int(tree.depth[-1])
         frontier = torch.nonzero(tree.depth == level).flatten()
         if level and (level >= self.cap or float(tree.score[frontier].max()) <= self.least(ctx)):
             return None
@@ -63,6 +64,10 @@ class GT(TreePolicy):
         levels = int(counted.max()) if len(counted) else 0
         pool = torch.nonzero(tree.depth <= levels).flatten()
         return best(tree, pool, 1 + min(levels * self.k, self.nodes))
+
+    def follow(self, ctx: Context) -> None:
+        """This cycle's tree is grown here or on a device; `observe` learns from it."""
+        self._ctx = ctx
 
     def observe(self, step: Step) -> None:
         """Speed-up of this cycle: measured, or by the assumed costs while nothing was measured."""

@@ -30,7 +30,7 @@ class Cycle:
         device, staged = judge.device, max(plan.width * plan.passes, 1)
         self.tree, self.told = plant(device, plan.nodes + plan.width * plan.k, plan.passes + 1, staged)
         self.blocks = [self.told.block() for _ in range(3)]  # where the host reads it, cycle by cycle
-        self.tales = [{name: own.numpy() for name, own in self.told.read(block).items()} for block in self.blocks]
+        self.tales = [self.told.read(block) for block in self.blocks]
         self.terms, self.terms_sent = terms(device)
         self.levels = torch.full((1,), plan.passes, device=device)  # nothing deeper is verified
         self._levels = plan.passes  # the same on the host
@@ -43,6 +43,7 @@ class Cycle:
         self._signals = [] if self._signal is None else [self._signal.block() for _ in range(2)]  # pass by pass
         self.seen = [self._seen(block) for block in self._signals]
         self.habit = Habit()
+        self.name = object() if self.draft is None else self.draft.name  # in keys of recorded work
 
     def _seen(self, block: Tensor) -> Seen:
         assert self._signal is not None and self.draft is not None

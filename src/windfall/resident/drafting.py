@@ -61,6 +61,7 @@ class Draft:
     def __init__(self, judge: Judge, pending: int):
         device, long = judge.device, torch.long
         self.judge, self.pending = judge, pending
+        self.name = object()  # in keys of recorded work: no other draft, not even one in the same memory, has it
         self.tokens = torch.zeros(pending, dtype=long, device=device)  # committed, but not taken in
         self.waiting = torch.zeros(1, dtype=long, device=device)  # how many of them are
         self.length = torch.zeros(1, dtype=long, device=device)  # columns taken in
@@ -101,7 +102,7 @@ class Draft:
         size = self.piece.take(tokens)
         if features is not None and self.taken_in is not None:
             self.taken_in[: len(tokens)] = features
-        key = ("take in", id(self), size, self.columns, self.judge.capacity)
+        key = ("take in", self.name, size, self.columns)
         self.judge.recorder.run(key, partial(self._run_piece, size))
 
     def _run_piece(self, size: int) -> None:
@@ -139,7 +140,7 @@ class HeadDraft(Draft):
         self.head = head
         layer, device, dtype = head.config.layer, judge.device, head.dtype
         heads, width = layer.num_key_value_heads, head_dim(layer)
-        self.kv = torch.zeros(2, layer.num_hidden_layers, heads, judge.capacity, width, dtype=dtype, device=device)
+        self.kv = judge.cache((layer.num_hidden_layers, heads, width), dtype)
         self.features = torch.zeros(pending, judge.width, dtype=dtype, device=device)
         self.taken_in = torch.zeros(PIECE, judge.width, dtype=dtype, device=device)
         self.own = torch.zeros(staged + 1, layer.hidden_size, dtype=dtype, device=device)  # what the head goes on from
@@ -211,8 +212,7 @@ class ModelDraft(Draft):
         super().__init__(judge, pending)
         self.decoder, self.size, self.staged = decoder, vocabulary, staged
         self.forward = fitting(decoder.model)
-        layers, heads, width = self.forward.shape
-        self.kv = torch.zeros(2, layers, heads, judge.capacity, width, dtype=decoder.dtype, device=judge.device)
+        self.kv = judge.cache(self.forward.shape, decoder.dtype)
 
     @property
     def columns(self) -> int:

@@ -32,7 +32,7 @@ class Flight:
 
     def __init__(self, cycle: Cycle, sprouting: Sprouting, sequence: Sequence):
         self.cycle, self.sprouting, self.sequence = cycle, sprouting, sequence
-        self._key = (cycle.plan.key, sprouting.key, shape_of(sequence.params), cycle.judge.capacity)
+        self._key = (cycle.name, sprouting.key, shape_of(sequence.params))
         self._under_way: list[Underway] = []
         self._turn = 0
         self._last: Mark | None = None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -51,7 +53,7 @@ class Piece:
         """These tokens come next; returns the size of the pass that takes them."""
         self.tokens[: len(tokens)] = tokens
         self.count.fill_(len(tokens))
-        return next(rows for rows in ROWS if rows >= len(tokens))
+        return ROWS[bisect_left(ROWS, len(tokens))]
 
     def rows(self, size: int, length: Tensor) -> Pass:
         """The pass: a chain behind `length` rows, padded to its size."""
@@ -93,7 +95,8 @@ class Judge:
         self.hidden: dict[int, Tensor | None] = {}  # the tapped states, likewise, without padding
         self._places = torch.arange(MOST, device=device)
         self.known = 0  # the host's bound on `length`
-        self.capacity = 0
+        self._caches: dict[tuple[tuple[int, int, int], torch.dtype], Tensor] = {}  # of drafters
+        self.capacity = self.resized = 0  # rows, and how often they were made anew
         self.reserve(CAPACITY)
 
     @torch.inference_mode()
@@ -107,9 +110,20 @@ class Judge:
         """A buffer of so many rows, with nothing in it."""
         layers, heads, width = self.forward.shape
         self.recorder.clear()
-        self.kv = torch.empty(0, device=self.device)  # what was there goes first
+        self.kv, self._caches = torch.empty(0, device=self.device), {}  # what was there goes first
         self.kv = torch.zeros(2, layers, heads, capacity, width, dtype=self.dtype, device=self.device)
         self.capacity = capacity
+        self.resized += 1
+
+    @torch.inference_mode()
+    def cache(self, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
+        """Keys and values for a drafter with so many layers, heads and dimensions, [2, layers, heads, capacity, d]: one
+        buffer for all plans, of which one at a time has a text."""
+        layers, heads, width = shape
+        if (shape, dtype) not in self._caches:
+            size = (2, layers, heads, self.capacity, width)
+            self._caches[shape, dtype] = torch.zeros(size, dtype=dtype, device=self.device)
+        return self._caches[shape, dtype]
 
     @torch.inference_mode()
     def read(self, text: Tensor) -> Iterator[Tensor | None]:
@@ -137,22 +151,27 @@ class Judge:
         self.dials.temperature.fill_(params.temperature or 1.0)
         self.dials.kappa.fill_(kappa)
 
+    def lay(self, tree: DraftTree) -> int:
+        """Write a tree's rows on the host's side of `rows`; returns the size of the pass that takes them."""
+        count, known, here = len(tree), tree.arrays, self.rows.host
+        if count > MOST:
+            raise InputError(f"a verify pass takes {MOST} rows at the most on a GPU, not {count}")
+        size = ROWS[bisect_left(ROWS, count)]
+        for name, given in (("tokens", known.tokens), ("parents", known.parents), ("depth", known.depth)):
+            here[name][:count] = given
+            here[name][count:size] = 0
+        here["parents"][0] = 0
+        here["count"][0] = count
+        mask, padding = here["mask"], np.arange(count, size)
+        mask[:size, :size] = False
+        mask[:count, :count] = tree.ancestry()
+        mask[padding, padding] = True
+        return size
+
     @torch.inference_mode()
     def place(self, tree: DraftTree) -> int:
-        """Send a tree's rows to the device; returns the size of the pass that takes them."""
-        count = len(tree)
-        size = next((rows for rows in ROWS if rows >= count), 0)
-        if not size:
-            raise InputError(f"a verify pass takes {MOST} rows at the most on a GPU, not {count}")
-        host = self.rows.host
-        for name, given in (("tokens", tree.tokens), ("parents", tree.parents), ("depth", tree.depth)):
-            host[name][:count] = given
-            host[name][count:size] = 0
-        host["parents"][0] = 0
-        host["count"][0] = count
-        host["mask"][:size, :size] = False
-        host["mask"][:count, :count] = tree.mask()
-        host["mask"][range(count, size), range(count, size)] = True
+        """The same, and send them to the device."""
+        size = self.lay(tree)
         self.rows.send()
         return size
 

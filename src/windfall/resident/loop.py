@@ -34,8 +34,9 @@ class Resident:
         self.target, self.drafter, self.plans = target, drafter, launch.plans
         self.judge = Judge(target.model, drafter.taps, Recorder(target.device), launch)
         self.drafts_on_host = on_host(drafter)  # why the drafter cannot work on the device
-        self.cycles: dict[tuple[object, ...], Cycle] = {}
-        self._seats: tuple[int, SeatedTarget, Drafter] | None = None
+        self.cycles: dict[tuple[object, ...], Cycle] = {}  # by the plan's key
+        self._seats: tuple[SeatedTarget, Drafter] | None = None
+        self._made_for = self.judge.resized  # the buffers that these belong to
 
     @classmethod
     def of(cls, target: Target, drafter: Drafter, launch: Launch) -> tuple[Resident | None, str]:
@@ -45,11 +46,13 @@ class Resident:
         except Unfit as reason:
             return None, str(reason)
 
-    def refuses(self, sequence: Sequence) -> str:
+    def refuses(self, sequence: Sequence, ctx: Context) -> str:
         """Why this text cannot be generated here; nothing if it can."""
         plan, params = plan_of(sequence.policy), sequence.params
         if plan is None or not self.plans:
             return "its policy decides on the host"
+        if not plan.suits(ctx):
+            return "its policy weighs every row, on the host"
         if plan.passes and self.drafts_on_host:
             return self.drafts_on_host
         if params.reads_prefix or params.logit_bias:
@@ -60,22 +63,25 @@ class Resident:
         """Target and drafter on fixed buffers for the engine's own cycle, where a policy decides on the host."""
         judge, drafter = self.judge, self.drafter
         self._reserve(sequence, STAGED + WIDTHS[-1])
-        if self._seats is None or self._seats[0] != judge.capacity:
+        if self._seats is None:
             seated: Drafter = drafter
             if not self.drafts_on_host:
                 longest = None
                 if isinstance(drafter, FeatureHeadDrafter):
                     longest = drafter.head.config.layer.max_position_embeddings
                 seated = SeatedDrafter(draft_of(drafter, judge, PENDING, STAGED + WIDTHS[-1]), longest)
-            self._seats = (judge.capacity, SeatedTarget(judge), seated)
-        _, target, seated = self._seats
+            self._seats = (SeatedTarget(judge), seated)
+        target, seated = self._seats
         target.params = sequence.params
         if isinstance(seated, SeatedDrafter):
             seated.params = sequence.params
         return target, seated
 
     def _reserve(self, sequence: Sequence, more: int) -> None:
+        """Room for this text and more rows behind it; what was made for other buffers goes."""
         self.judge.reserve(min(sequence.end, len(sequence.tokens) + sequence.params.max_new_tokens) + more)
+        if self._made_for != self.judge.resized:
+            self.cycles, self._seats, self._made_for = {}, None, self.judge.resized
 
     @torch.inference_mode()
     def run(self, engine: Engine, sequence: Sequence) -> Iterator[Step]:
@@ -109,11 +115,9 @@ class Resident:
         judge, prompt = self.judge, sequence.tokens
         self._reserve(sequence, 3 * (plan.passes + 2) + plan.width * plan.passes)
         judge.sample(sequence.params)
-        key = (plan.key, judge.capacity)
-        if key not in self.cycles:
-            self.cycles = {kept: cycle for kept, cycle in self.cycles.items() if kept[1] == judge.capacity}
-            self.cycles[key] = Cycle(plan, self.drafter, judge)
-        cycle = self.cycles[key]
+        if plan.key not in self.cycles:
+            self.cycles[plan.key] = Cycle(plan, self.drafter, judge)
+        cycle = self.cycles[plan.key]
         cycle.plan = plan
         cycle.start(prompt)
         return cycle

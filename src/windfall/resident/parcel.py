@@ -1,11 +1,13 @@
-"""Named arrays that travel between host and device in one copy."""
+"""Named arrays that travel between host and device in one copy: tensors there, numpy here."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 ALIGNED = 16  # bytes
@@ -28,7 +30,7 @@ class Parcel:
         self._here = torch.zeros(len(there), dtype=torch.uint8, pin_memory=True) if pinned else there
         self._arrays, self._places = arrays, places
         self.device = {name: _view(self._there, places[name], *array) for name, array in arrays.items()}
-        self.host = {name: _view(self._here, places[name], *array) for name, array in arrays.items()}
+        self.host = self.read(self._here)
 
     def part(self, *names: str) -> Parcel:
         """These arrays, and any that lie between them, as a parcel of their own: a smaller copy of the same memory."""
@@ -56,9 +58,9 @@ class Parcel:
         """Another host-side block for `fetch`."""
         return torch.zeros_like(self._here, pin_memory=self._here is not self._there)
 
-    def read(self, block: Tensor) -> dict[str, Tensor]:
+    def read(self, block: Tensor) -> dict[str, NDArray[Any]]:
         """The arrays in such a block."""
-        return {name: _view(block, self._places[name], *array) for name, array in self._arrays.items()}
+        return {name: _view(block, self._places[name], *array).numpy() for name, array in self._arrays.items()}
 
 
 def _view(block: Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -4,11 +4,10 @@ must see of a tree to decide whether to go on. A test holds each to the policy i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
-import torch
 
 from windfall import flat
 from windfall.calibration import CHILDREN
@@ -18,6 +17,7 @@ from windfall.kernels.top import MOST as MOST_CHILDREN
 from windfall.policies.auto import Auto
 from windfall.policies.base import TreePolicy
 from windfall.policies.beam import Beam
+from windfall.policies.chain import Chain
 from windfall.policies.ddd import DDD
 from windfall.policies.disco import Disco
 from windfall.policies.gammatune import GammaTune
@@ -43,6 +43,11 @@ class Plan:
     def __init__(self, policy: TreePolicy, passes: int, width: int, k: int, rows: int):
         self.policy, self.passes, self.width, self.k, self.rows = policy, passes, width, k, rows
 
+    @classmethod
+    def stands_for(cls, policy: Any) -> bool:
+        """Whether it does so for a policy with these settings."""
+        return True
+
     @property
     def key(self) -> tuple[object, ...]:
         """What recorded work depends on."""
@@ -56,6 +61,10 @@ class Plan:
     def nodes(self) -> int:
         """The same for all passes."""
         return self.places(self.passes)
+
+    def suits(self, ctx: Context) -> bool:
+        """Whether the plan does as the policy would, at these costs."""
+        return True
 
     def brief(self, terms: Parcel, ctx: Context) -> None:
         """Bring the device what the rule needs in this cycle."""
@@ -86,6 +95,17 @@ class NonePlan(Plan):
 
     def __init__(self, policy: TreePolicy):
         super().__init__(policy, 0, 1, 1, 1)
+
+
+class ChainPlan(Plan):
+    """A line of tokens, where its length is the same in all cycles."""
+
+    def __init__(self, policy: Chain):
+        super().__init__(policy, policy.depth, 1, 1, policy.depth + 1)
+
+    @classmethod
+    def stands_for(cls, policy: Chain) -> bool:
+        return not policy.confidence and policy.schedule == "fixed"
 
 
 class BeamPlan(Plan):
@@ -134,6 +154,13 @@ class GTPlan(Plan):
     def __init__(self, policy: GT):
         super().__init__(policy, policy.cap, policy.k, policy.k, 1 + policy.nodes)
         self._counted = 0
+
+    @classmethod
+    def stands_for(cls, policy: GT) -> bool:
+        return not policy.each
+
+    def brief(self, terms: Parcel, ctx: Context) -> None:
+        self.policy.follow(ctx)
 
     def settled(self, ctx: Context) -> int | None:
         return None
@@ -264,15 +291,16 @@ class AutoPlan(Plan):
         self._worth, self._fee, self._first, self._before = 0, 0.0, 0.0, 0.0
         self._told: object = None  # what the device goes by
 
+    def suits(self, ctx: Context) -> bool:
+        return flat.suits(ctx)
+
     def brief(self, terms: Parcel, ctx: Context) -> None:
         self.policy.follow(ctx)
         calibrator, (fee, price) = ctx.calibrator, flat.prices(ctx)
         told = (calibrator, calibrator.version, fee, price)
         if told != self._told:
-            host, means = terms.host, calibrator.means()
-            host["weights"].copy_(torch.from_numpy(calibrator.weights))
-            host["outlook"].copy_(torch.from_numpy(np.array(means)))
-            host["prices"].copy_(torch.tensor((fee, price)))
+            host, means = terms.host, calibrator.means()  # the last copy is through: a pass behind it was waited for
+            host["weights"][:], host["outlook"][:], host["prices"][:] = calibrator.weights, means, (fee, price)
             terms.send()
             self._told, self._fee, self._first = told, fee, flat.first(calibrator, price)
         self._before = self._first
@@ -293,8 +321,9 @@ class AutoPlan(Plan):
         return flat.rows(self._worth, level, self.rows), self.passes
 
 
-PLANS: dict[type[TreePolicy], Callable[..., Plan]] = {
+PLANS: dict[type[TreePolicy], Any] = {  # its Plan, made of the policy alone
     NoSpeculation: NonePlan,
+    Chain: ChainPlan,
     Beam: BeamPlan,
     DDD: DDDPlan,
     GammaTune: GammaTunePlan,
@@ -310,8 +339,8 @@ PLANS: dict[type[TreePolicy], Callable[..., Plan]] = {
 def plan_of(policy: TreePolicy) -> Plan | None:
     """The plan that stands for this policy, where there is one that fits fixed buffers."""
     made = PLANS.get(type(policy))
-    if made is None or (isinstance(policy, GT) and policy.each):
+    if made is None or not made.stands_for(policy):
         return None
-    plan = made(policy)
+    plan: Plan = made(policy)
     fits = plan.rows <= MOST_ROWS and plan.k <= MOST_CHILDREN and plan.passes <= MOST_PASSES
     return plan if fits and plan.nodes < MOST_NODES else None

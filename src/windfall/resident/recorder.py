@@ -61,10 +61,10 @@ class Recorder:
             elif fresh:
                 work()
 
-    def forget(self, name: str) -> None:
-        """Drop what was recorded under keys that begin with this name."""
+    def forget(self, name: object) -> None:
+        """Drop what was recorded under keys with this name in them."""
         self.wait()
-        self.graphs = {key: graph for key, graph in self.graphs.items() if key[0] != name}
+        self.graphs = {key: graph for key, graph in self.graphs.items() if name not in key}
 
     def clear(self) -> None:
         """Drop everything that was recorded."""

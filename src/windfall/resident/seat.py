@@ -7,11 +7,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from windfall.drafters.base import Drafter, hang_arrays
@@ -20,7 +18,7 @@ from windfall.resident.drafting import Draft, HeadDraft, Sprouting
 from windfall.resident.drafting import entropy as entropy_of
 from windfall.resident.forward import Pass
 from windfall.resident.judge import MOST, PIECE, ROWS, Judge, shape_of
-from windfall.resident.parcel import Array, Parcel
+from windfall.resident.parcel import Parcel
 from windfall.resident.recorder import Key
 from windfall.sampling import Dice
 from windfall.tree import DraftTree, Integers
@@ -33,27 +31,15 @@ STEP = 128  # by which the bound on them grows
 PLACES = np.arange(STAGED + WIDTHS[-1])
 
 
-class Box:
-    """A parcel whose host side is numpy."""
-
-    def __init__(self, parcel: Parcel):
-        self.parcel, self.device = parcel, parcel.device
-        self.host: dict[str, NDArray[Any]] = {name: array.numpy() for name, array in parcel.host.items()}
-
-    @classmethod
-    def of(cls, device: torch.device, **arrays: Array) -> Box:
-        return cls(Parcel(device, **arrays))
-
-
 class SeatedTarget:
     """Prefill, score and commit as Target has them."""
 
     def __init__(self, judge: Judge):
         self.judge, long = judge, torch.long
+        self.name = object()  # in keys of recorded work
         self.params = SamplingParams()  # of the sequence to come
-        self._rows = Box(judge.rows)
-        self._verdict = Box.of(judge.device, path=(long, (MOST,)), accepted=(long, (1,)))
-        self._drawn = Box.of(judge.device, tokens=(long, (MOST,)))
+        self._verdict = Parcel(judge.device, path=(long, (MOST,)), accepted=(long, (1,)))
+        self._drawn = Parcel(judge.device, tokens=(long, (MOST,)))
         self._states = torch.zeros(MOST, judge.width, dtype=judge.dtype, device=judge.device) if judge.taps else None
         self._logits: dict[Key, Tensor] = {}  # where each recorded pass leaves them
 
@@ -69,9 +55,9 @@ class SeatedTarget:
         """The draws come with the scores, where they depend on these alone."""
         judge, (tree,), params = self.judge, trees, self.params
         drawn = not (params.reads_prefix or params.logit_bias)
-        size = self._place(tree)
+        size = judge.lay(tree)
         columns = judge.columns(size)
-        key = ("score", drawn and shape_of(params), size, columns, judge.capacity)
+        key = ("score", self.name, drawn and shape_of(params), size, columns)
         fresh = key not in judge.recorder.graphs
         judge.recorder.refresh(key, lambda: self._score(size, columns, drawn))
         if fresh:
@@ -80,23 +66,6 @@ class SeatedTarget:
         count = len(tree)
         draws = self._drawn.host["tokens"][:count].tolist() if drawn else None
         return [Scores(self._logits[key][:count], None if self._states is None else self._states[:count], draws)]
-
-    def _place(self, tree: DraftTree) -> int:
-        """Write a tree's rows where the judge expects them; returns the size of the pass that takes them."""
-        count, known, here = len(tree), tree.arrays, self._rows.host
-        if count > MOST:
-            return self.judge.place(tree)  # which says why not
-        size = ROWS[bisect_left(ROWS, count)]
-        for name, given in (("tokens", known.tokens), ("parents", known.parents), ("depth", known.depth)):
-            here[name][:count] = given
-            here[name][count:size] = 0
-        here["parents"][0] = 0
-        here["count"][0] = count
-        mask, padding = here["mask"], PLACES[count:size]
-        mask[:size, :size] = False
-        mask[:count, :count] = tree.ancestry()
-        mask[padding, padding] = True
-        return size
 
     def _score(self, size: int, columns: int, drawn: bool) -> None:
         judge = self.judge
@@ -107,7 +76,7 @@ class SeatedTarget:
             self._states[:size].copy_(states[:size])
         if drawn:
             self._drawn.device["tokens"][:size].copy_(judge.draw(size, self.params)[:size])
-            self._drawn.parcel.fetch()
+            self._drawn.fetch()
 
     def commit(self, paths: list[Tensor]) -> None:
         judge, path = self.judge, paths[0].numpy()
@@ -116,7 +85,7 @@ class SeatedTarget:
         here["path"][:count] = path
         here["path"][count:size] = -1
         here["accepted"][0] = count
-        judge.recorder.run(("keep", size, judge.capacity), lambda: self._keep(size))
+        judge.recorder.run(("keep", self.name, size), lambda: self._keep(size))
         judge.known += count
 
     def states(self, hidden: Tensor, path: Tensor) -> Tensor:
@@ -124,8 +93,8 @@ class SeatedTarget:
         return hidden.index_select(0, self._verdict.device["path"][: len(path)])
 
     def _keep(self, size: int) -> None:
-        self._verdict.parcel.send()
-        self.judge.keep(self._verdict.parcel, size)
+        self._verdict.send()
+        self.judge.keep(self._verdict, size)
 
     def retain(self, keep: list[int]) -> None:
         assert keep == [0]
@@ -138,9 +107,9 @@ class SeatedDrafter(Drafter):
         self.draft, self.longest = draft, longest
         self.params = SamplingParams()  # of the sequence to come
         self._device = draft.judge.device
-        self._opening = Box.of(self._device, tokens=(torch.long, (PENDING,)), waiting=(torch.long, (1,)))
-        self._rows: dict[tuple[int, int], Box] = {}
-        self._found: dict[tuple[int, int], Box] = {}
+        self._opening = Parcel(self._device, tokens=(torch.long, (PENDING,)), waiting=(torch.long, (1,)))
+        self._rows: dict[tuple[int, int], Parcel] = {}
+        self._found: dict[tuple[int, int], Parcel] = {}
         self._slots: dict[int, int] = {}  # expanded node → its place; the root's is 0
         self._staged = 0
         self._lines = np.zeros((STAGED + 1, STAGED), dtype=bool)  # by place: the node and its expanded ancestors
@@ -189,7 +158,7 @@ class SeatedDrafter(Drafter):
             return False
         return self.longest is None or self._taken + len(self._tokens) + max(tree.arrays.depth[nodes]) <= self.longest
 
-    def _open(self, k: int, entropy: bool) -> Box:
+    def _open(self, k: int, entropy: bool) -> Parcel:
         """Take in what is pending; the root's children."""
         while len(self._tokens) > PENDING:
             self._bring(PENDING)
@@ -217,7 +186,7 @@ class SeatedDrafter(Drafter):
             draft.features[:count] = self._features[:count]
 
     def _opened(self, rows: int) -> tuple[Tensor, Tensor]:
-        self._opening.parcel.send()
+        self._opening.send()
         self.draft.tokens.copy_(self._opening.device["tokens"])
         self.draft.waiting.copy_(self._opening.device["waiting"])
         return self.draft.open(rows)
@@ -225,7 +194,7 @@ class SeatedDrafter(Drafter):
     def _absorb(self) -> None:
         self._opened(PENDING)
 
-    def _grow(self, tree: DraftTree, nodes: Integers, k: int, entropy: bool) -> Box:
+    def _grow(self, tree: DraftTree, nodes: Integers, k: int, entropy: bool) -> Parcel:
         draft, count = self.draft, len(nodes)
         if count > WIDTHS[-1]:
             raise InputError(f"a draft pass takes {WIDTHS[-1]} nodes at the most on a GPU, not {count}")
@@ -235,7 +204,7 @@ class SeatedDrafter(Drafter):
         self._place(tree, nodes, box)
 
         def work() -> None:
-            box.parcel.send()
+            box.send()
             tokens, depth, staged, above = (box.device[name] for name in ("tokens", "depth", "staged", "above"))
             positions = draft.length - 1 + depth
             rows = Pass(tokens, positions, draft.length + staged, box.device["mask"], draft.length)
@@ -245,7 +214,7 @@ class SeatedDrafter(Drafter):
         self._record(("grow", width, bound, k, entropy), work)
         return found
 
-    def _place(self, tree: DraftTree, nodes: Integers, box: Box) -> None:
+    def _place(self, tree: DraftTree, nodes: Integers, box: Parcel) -> None:
         """Write the rows of a pass for the device; those past the nodes are padding that nobody sees."""
         here, known, count, start = box.host, tree.arrays, len(nodes), self._staged
         width, bound = here["mask"].shape
@@ -264,22 +233,22 @@ class SeatedDrafter(Drafter):
         self._slots.update(zip(nodes.tolist(), range(start + 1, start + count + 1), strict=True))
         self._staged += count
 
-    def _rows_box(self, width: int, bound: int) -> Box:
+    def _rows_box(self, width: int, bound: int) -> Parcel:
         """Where a pass of this size finds its rows."""
         if (width, bound) not in self._rows:
             names = dict.fromkeys(("tokens", "depth", "staged", "above"), (torch.long, (width,)))
-            self._rows[width, bound] = Box.of(self._device, **names, mask=(torch.bool, (width, bound)))
+            self._rows[width, bound] = Parcel(self._device, **names, mask=(torch.bool, (width, bound)))
         return self._rows[width, bound]
 
-    def _children_box(self, width: int, k: int) -> Box:
+    def _children_box(self, width: int, k: int) -> Parcel:
         """Where a pass of this size leaves its children."""
         if (width, k) not in self._found:
             number, shape = torch.float32, (width, k)
             arrays = {"values": (number, shape), "tokens": (torch.long, shape), "entropy": (number, (width,))}
-            self._found[width, k] = Box.of(self._device, **arrays)
+            self._found[width, k] = Parcel(self._device, **arrays)
         return self._found[width, k]
 
-    def _children(self, logits: Tensor, positions: Tensor, k: int, entropy: bool, found: Box) -> None:
+    def _children(self, logits: Tensor, positions: Tensor, k: int, entropy: bool, found: Parcel) -> None:
         values, tokens = self._sprouting.children(logits, positions, k, self.draft.vocabulary)
         there, most = found.device, values.shape[1]
         if most < k:
@@ -288,14 +257,14 @@ class SeatedDrafter(Drafter):
         there["tokens"][:, :most].copy_(tokens)
         if entropy:
             there["entropy"].copy_(entropy_of(logits))
-        found.parcel.fetch()
+        found.fetch()
 
     def _record(self, key: Key, work: Callable[[], None]) -> None:
         judge = self.draft.judge
-        judge.recorder.run((*key, id(self), *self._sprouting.key, self.draft.columns, judge.capacity), work)
+        judge.recorder.run((*key, self.draft.name, *self._sprouting.key, self.draft.columns), work)
         judge.recorder.wait()
 
-    def _hung(self, tree: DraftTree, grow: Grow, nodes: Integers, found: Box) -> DraftTree:
+    def _hung(self, tree: DraftTree, grow: Grow, nodes: Integers, found: Parcel) -> DraftTree:
         """The tree with the children that came back."""
         count, here = len(nodes), found.host
         if grow.entropy:

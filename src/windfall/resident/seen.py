@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
@@ -21,8 +20,8 @@ class Seen:
     the next. An empty place has a log-probability and a score of -inf.
     """
 
-    def __init__(self, arrays: Mapping[str, Tensor], width: int, k: int, lag: int):
-        self._own: dict[str, Any] = {name: array.numpy() for name, array in arrays.items()}
+    def __init__(self, arrays: Mapping[str, Any], width: int, k: int, lag: int):
+        self._own = arrays
         self._width, self._k, self._lag = width, k, lag
 
     @property

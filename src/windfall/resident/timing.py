@@ -28,15 +28,26 @@ def costs(
     resident: Resident, lengths: Sequence[int] = LENGTHS, progress: Callable[[float], None] = lambda share: None
 ) -> Costs:
     """Verify passes of the sizes that plans ask for, behind texts of these lengths, and one draft pass."""
-    judge = resident.judge
-    context = resident.target.context
+    judge, before, context = resident.judge, resident.judge.capacity, resident.target.context
     lengths = [length for length in lengths if context is None or length + 256 <= context] or [64]
-    before = judge.capacity
     judge.reserve(max(lengths) + 256)
     plan = NonePlan(NoSpeculation()) if resident.drafts_on_host else AutoPlan(Auto())
     cycle = Cycle(plan, resident.drafter, judge)
+    try:
+        taken = _measured(cycle, lengths, progress)
+    finally:
+        judge.recorder.forget(cycle.name)
+        if judge.capacity != before:  # on which memory and, in half precision, rounding depend
+            judge.resize(before)
+    return _folded(taken, lengths, plan.width)
+
+
+def _measured(
+    cycle: Cycle, lengths: Sequence[int], progress: Callable[[float], None]
+) -> dict[tuple[object, ...], float]:
+    """Median seconds of each piece of work, in rounds of another order each; the first, which records, counts not."""
     params = SamplingParams()
-    sprouting = Sprouting(params, False, judge.dials)
+    sprouting = Sprouting(params, False, cycle.judge.dials)
     works: dict[tuple[object, ...], Callable[[], None]] = {}
     for length in lengths:
         for rows in flat.ROWS:
@@ -52,10 +63,7 @@ def costs(
             seconds = _timed(cycle, key, works[key], length)
             if turn:
                 found[key].append(seconds)
-    judge.recorder.forget("timing")
-    if judge.capacity != before:  # on which memory and, in half precision, rounding depend
-        judge.resize(before)
-    return _folded({key: median(taken) for key, taken in found.items()}, lengths, cycle.plan.width)
+    return {key: median(taken) for key, taken in found.items()}
 
 
 def _folded(taken: dict[tuple[object, ...], float], lengths: Sequence[int], width: int) -> Costs:
@@ -84,7 +92,7 @@ def _timed(cycle: Cycle, key: tuple[object, ...], work: Callable[[], None], leng
     columns = judge.columns(64), 0 if cycle.draft is None else cycle.draft.columns
     _wait(device)
     started = time.perf_counter()
-    judge.recorder.run(("timing", id(cycle), columns, *key), work)
+    judge.recorder.run(("timing", cycle.name, columns, *key), work)
     _wait(device)
     return time.perf_counter() - started
 
