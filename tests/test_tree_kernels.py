@@ -17,10 +17,11 @@ from windfall.kernels import choose as choosing
 from windfall.kernels import grow as growing
 from windfall.kernels import settle as settling
 from windfall.kernels.choose import choose
-from windfall.kernels.grow import Ahead, Terms, TreeArrays, grow
+from windfall.kernels.grow import grow
 from windfall.kernels.move import move
 from windfall.kernels.pair import pair_norm
 from windfall.kernels.settle import plant, settle
+from windfall.kernels.trees import Ahead, Terms, TreeArrays
 from windfall.policies.base import best
 from windfall.policies.beam import Beam
 from windfall.tree import DraftTree

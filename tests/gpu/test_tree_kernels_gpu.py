@@ -19,8 +19,9 @@ from test_tree_kernels import (
 )
 from windfall.calibration import Calibrator
 from windfall.kernels.backend import installed
-from windfall.kernels.grow import Ahead, TreeArrays, grow
+from windfall.kernels.grow import grow
 from windfall.kernels.settle import plant
+from windfall.kernels.trees import Ahead, TreeArrays
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from windfall.kernels.backend import on_triton
-from windfall.kernels.grow import NOBODY, TreeArrays, sees
+from windfall.kernels.grow import sees
+from windfall.kernels.trees import NOBODY, TreeArrays
 
 MOST = 256  # rows
 

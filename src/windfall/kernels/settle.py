@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from windfall.kernels.backend import on_triton
-from windfall.kernels.grow import NOBODY, TreeArrays
+from windfall.kernels.trees import NOBODY, TreeArrays
 
 
 def settle(

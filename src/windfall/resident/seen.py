@@ -26,7 +26,7 @@ class Seen:
 
     @property
     def promise(self) -> list[float]:
-        """See kernels.grow.Ahead."""
+        """See kernels.trees.Ahead."""
         found: list[float] = self._own["promise"].tolist()
         return found
 

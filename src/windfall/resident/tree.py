@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from windfall.calibration import BUCKETS, CHILDREN, DEPTHS, RANKS
-from windfall.kernels.grow import NOBODY, Ahead, Terms, TreeArrays
+from windfall.kernels.trees import NOBODY, Ahead, Terms, TreeArrays
 from windfall.resident.judge import MOST as MOST_ROWS
 from windfall.resident.parcel import Parcel
 from windfall.tree import Arrays, DraftTree

@@ -7,8 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from windfall.kernels.backend import power_of_two
-from windfall.kernels.grow import TreeArrays
 from windfall.kernels.jit.grow import order_of
+from windfall.kernels.trees import TreeArrays
 
 TILE = 2048  # cells of the mask made at a time; four times as many for large ones
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from windfall.kernels.backend import power_of_two
-from windfall.kernels.grow import Ahead, Terms, TreeArrays
+from windfall.kernels.trees import Ahead, Terms, TreeArrays
 
 NONE = tl.constexpr(-(2**31))  # below every float's order
 FAR = tl.constexpr(2**31 - 1)

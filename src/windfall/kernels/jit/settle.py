@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from windfall.kernels.backend import power_of_two
-from windfall.kernels.grow import TreeArrays
+from windfall.kernels.trees import TreeArrays
 
 TILE = 16384  # cells of the mask looked at at a time
 
