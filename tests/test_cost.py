@@ -154,6 +154,8 @@ def test_what_takes_too_long_is_left_out(engine: Engine, monkeypatch: pytest.Mon
     profile = measure(engine, rows=(1, 2, 4), lengths=(16, 64), widths=(1,), seconds=0.05)
     assert profile.rounds == 1
     assert [(length, curve.sizes[0]) for length, curve in profile.costs.verifies] == [(16, 1)]
+    one, five, nine = (profile.costs.verify(rows, 16) for rows in (1, 5, 9))
+    assert five == pytest.approx(2 * one) and nine > five  # what was not seen is not free
 
 
 def test_progress_rises_to_one(engine: Engine) -> None:

@@ -55,6 +55,7 @@ OPENING = 0  # stands for the width of a cycle's first draft pass
 CYCLES = 5  # plain ones a round, for the overhead; the first is not counted
 BUSY = 60  # times a second that our threads lose their core, from which on the machine is busy with other work
 UNSTEADY = 1.5  # a point's median over its least, in the middle of all points, from which on the machine is unsteady
+UNSEEN = 4  # more rows are taken to double the cost of a pass, where a busy machine left no time to see
 ROUGH = 600.0  # seconds for which a profile of an unsteady machine is used again
 TEXT = (
     "The rain fills the river, the river fills the sea, the sea fills the sky, and the sky fills the rain. "
@@ -414,6 +415,8 @@ class VerifyPasses:
         lengths = [length for length in lengths if (length, rows[-1]) in self.samples]
         grid = [monotone([median_low(self.samples[length, size]) for size in rows]) for length in lengths]
         grid = [list(column) for column in zip(*map(monotone, zip(*grid, strict=True)), strict=True)]
+        if len(rows) == 1:  # there was no time for more, which must not make them seem free
+            rows, grid = [rows[0], rows[0] + UNSEEN], [[one, 2 * one] for (one,) in grid]
         return tuple(
             (length, Curve(tuple(rows), tuple(seconds), stepped)) for length, seconds in zip(lengths, grid, strict=True)
         )
