@@ -32,6 +32,15 @@ def overconfident(cycles: int) -> tuple[Calibrator, np.ndarray, np.ndarray, np.n
     return simulation.calibrator, np.array(said), np.array(made), np.array(came)
 
 
+def test_many_nodes_at_once_have_the_same_chances() -> None:
+    calibrator, *_ = overconfident(40)
+    step = Simulation(random_table(20, 3, 1.2), random_table(20, 4, 1.2), ASSUMED).cycle(
+        registry.policy("beam", depth=8, k=4, nodes=60)
+    )[2]
+    assert len(step.drafted) > 60 and calibrator.weights[0] != 1
+    np.testing.assert_allclose(calibrator.chances(step.drafted), calibrator.accept(step.drafted), rtol=1e-9)
+
+
 def test_it_starts_at_the_drafters_own_word() -> None:
     tree = DraftTree.root(0).extend(
         torch.tensor([0, 0]), torch.tensor([1, 2]), torch.tensor([0.7, 0.2]).log(), torch.arange(2)

@@ -1,17 +1,15 @@
 """Where rows and draft passes are cheap, as on a GPU, the best tree per second has a simple form: a pass must be worth
 its fee and a row its price. `auto` follows it there, and resident/plans.py has the device follow it.
 
-There a decision costs as much as half a pass if the device waits for it. So it is made a pass ahead: while pass n+1
-runs, what pass n brought says whether pass n+2 will pay, and nobody waits.
+A decision that the device waits for leaves it idle. So it is made a pass ahead: while pass n+1 runs, what pass n
+brought says whether pass n+2 will pay, and nobody waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from windfall.calibration import BUCKETS, DEPTHS, Calibrator
+from windfall.calibration import Calibrator
 from windfall.context import Context
 from windfall.cost import Costs
 from windfall.records import Step
@@ -38,17 +36,27 @@ def is_flat(costs: Costs, length: int) -> bool:
 def suits(ctx: Context) -> bool:
     """Whether to draft by this rule, which never leaves it at plain decoding: rows are cheap here, and what a cycle's
     first pass brings has lately been worth it."""
-    fee, price = prices(ctx)
-    opening = fee * (1 + ctx.costs.opening / max(ctx.costs.draft(WIDTH), 1e-12))
-    return is_flat(ctx.costs, ctx.length) and first(ctx.calibrator, price) > opening
+    if not is_flat(ctx.costs, ctx.length):
+        return False
+    opening = (ctx.costs.opening + ctx.costs.draft(WIDTH)) * _rate(ctx)
+    return first(ctx.calibrator, prices(ctx)[1]) > opening
 
 
 def prices(ctx: Context) -> tuple[float, float]:
     """The fee of a draft pass and the price of a row, in tokens that the same time would earn elsewhere."""
-    costs, length = ctx.costs, ctx.length // NEAR * NEAR
-    one, most = costs.verify(1, length), costs.verify(ROWS[-1], length)
-    rate = ctx.calibrator.gain / (one + costs.overhead)
+    costs, rate = ctx.costs, _rate(ctx)
+    one, most = (costs.verify(size, _near(ctx)) for size in (1, ROWS[-1]))
     return costs.draft(WIDTH) * rate, max(most - one, 0.0) / (ROWS[-1] - 1) * rate
+
+
+def _rate(ctx: Context) -> float:
+    """Tokens a second, at the present pace."""
+    return ctx.calibrator.gain / (ctx.costs.verify(1, _near(ctx)) + ctx.costs.overhead)
+
+
+def _near(ctx: Context) -> int:
+    """About the text's length: prices change seldom, and with them what the device must be told."""
+    return ctx.length // NEAR * NEAR
 
 
 def rows(worth: int, passes: int, most: int) -> int:
@@ -65,14 +73,14 @@ def pays(now: float, before: float, fee: float) -> bool:
     return now * min(now / max(before, 1e-9), 1.0) > fee
 
 
-def earned(means: Sequence[float], reach: float, price: float) -> float:
-    """By expanding a node with this chance to be accepted, if its children's chances are these."""
-    return sum(max(reach * mean - price, 0.0) for mean in means)
+def earned(calibrator: Calibrator, depth: int, chance: float, reach: float, price: float) -> float:
+    """By expanding a node, if its children are what children usually are."""
+    return sum(max(reach * mean - price, 0.0) for mean in calibrator.outlook(depth, chance).mean)
 
 
 def first(calibrator: Calibrator, price: float) -> float:
     """What a cycle's first pass is expected to earn."""
-    return earned(calibrator.means()[0][int(np.searchsorted(BUCKETS, 1.0))], 1.0, price)
+    return earned(calibrator, 0, 1.0, 1.0, price)
 
 
 class Rule:
@@ -109,16 +117,10 @@ class Rule:
 
     def look(self, tree: DraftTree, nodes: list[int]) -> None:
         """Note what is to be expected of a pass over these nodes, and how much there is to verify."""
-        self.earnings.append(self._earned(tree, nodes))
-        self.worths.append(sum(reach > self.price for reach in self.reach[1:]))
-
-    def _earned(self, tree: DraftTree, nodes: list[int]) -> float:
-        """By expanding these nodes, if their children are what children usually are."""
-        means, depth, total = self.calibrator.means(), tree.depth.tolist(), 0.0
-        for node in nodes:
-            bucket = int(np.searchsorted(BUCKETS, self.chance[node]))
-            total += earned(means[min(depth[node], DEPTHS - 1)][bucket], self.reach[node], self.price)
-        return total
+        depth, price = tree.depth.tolist(), self.price
+        expected = (earned(self.calibrator, depth[n], self.chance[n], self.reach[n], price) for n in nodes)
+        self.earnings.append(sum(expected))
+        self.worths.append(sum(reach > price for reach in self.reach[1:]))
 
     def goes_on(self) -> bool:
         """Whether another pass follows, by what was known a pass ago."""

@@ -96,7 +96,7 @@ class Flight:
         plan, habit = self.cycle.plan, self.cycle.habit
         done = Mark(self.cycle.judge.device)
         while True:
-            early = plan.rule == "beam" and level < plan.passes and habit.likely(level)
+            early = level < plan.passes and habit.likely(level)
             following = self._pass(level + 1, columns) if early else None
             if not self._goes_on(level, done, early, ctx):
                 return level

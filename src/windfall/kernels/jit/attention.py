@@ -63,6 +63,16 @@ def _leave(tops, totals, partials, place, dims, top, total, sums, live, shown, D
 
 
 @triton.jit
+def _partial(tops, totals, partials, at, there, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """What another program left at these places: sums [BLOCK_M, BLOCK_D], their highest score and their weight."""
+    dims = tl.arange(0, BLOCK_D)
+    inside = there[:, None] & (dims < D)[None, :]
+    part = tl.load(partials + at[:, None] * D + dims[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+    level = tl.load(tops + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+    return part, level, tl.load(totals + at, mask=there, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
 def _merged(
     tops,
     totals,
@@ -80,7 +90,6 @@ def _merged(
 ):
     """The softmaxes of `needed` splits into one, in ascending order; place [BLOCK_M]: of each row in the first."""
     split = tl.arange(0, SPLITS)
-    dims = tl.arange(0, BLOCK_D)
     step = heads * rows
     made = (split < needed)[:, None] & live[None, :]
     known = tl.load(tops + split[:, None] * step + place[None, :], mask=made, other=float("-inf"), cache_modifier=".cg")
@@ -91,13 +100,12 @@ def _merged(
     for start in tl.range(0, needed, UNROLL):
         parts, levels, weights = (), (), ()
         for ahead in tl.static_range(UNROLL):  # all are on their way before the first is needed
-            at = (start + ahead) * step + place
             there = live & (0 * place + start + ahead < needed)  # a vector's comparison: masks are vectors
-            inside = there[:, None] & (dims < D)[None, :]
-            part = tl.load(partials + at[:, None] * D + dims[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+            at = (start + ahead) * step + place
+            part, level, weight = _partial(tops, totals, partials, at, there, D, BLOCK_D)
             parts += (part,)
-            levels += (tl.load(tops + at, mask=there, other=float("-inf"), cache_modifier=".cg"),)
-            weights += (tl.load(totals + at, mask=there, other=0.0, cache_modifier=".cg"),)
+            levels += (level,)
+            weights += (weight,)
         for ahead in tl.static_range(UNROLL):
             share = tl.exp2(levels[ahead] - base)
             whole = tl.fma(share, weights[ahead], whole)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from windfall.kernels.backend import power_of_two
-from windfall.kernels.jit.attention import COUNTERS, Tile, _absorb, _finish, _leave, counters
+from windfall.kernels.jit.attention import COUNTERS, Tile, _absorb, _finish, _leave, _partial, counters
 
 UNROLL = 4  # parts that are loaded together when they are combined
 
@@ -35,20 +35,18 @@ def _combined(
     """The softmaxes of `needed` parts into one, in ascending order; those behind them change nothing: their share is
     exactly 0, that of what was before exactly 1. place [BLOCK_M]: of each row in the first part, `step` from the next.
     """
-    dims = tl.arange(0, BLOCK_D)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     whole = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in tl.range(0, needed, UNROLL):
         parts, levels, weights = (), (), ()
         for ahead in tl.static_range(UNROLL):  # all are on their way before the first is needed
-            at = (start + ahead) * step + place
             there = live & (0 * place + start + ahead < needed)  # a vector's comparison: masks are vectors
-            inside = there[:, None] & (dims < D)[None, :]
-            part = tl.load(partials + at[:, None] * D + dims[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+            at = (start + ahead) * step + place
+            part, level, weight = _partial(tops, totals, partials, at, there, D, BLOCK_D)
             parts += (part,)
-            levels += (tl.load(tops + at, mask=there, other=float("-inf"), cache_modifier=".cg"),)
-            weights += (tl.load(totals + at, mask=there, other=0.0, cache_modifier=".cg"),)
+            levels += (level,)
+            weights += (weight,)
         for ahead in tl.static_range(UNROLL):
             higher = tl.maximum(top, levels[ahead])
             base = tl.where(higher == float("-inf"), 0.0, higher)  # rows that pad the group
