@@ -17,11 +17,11 @@ from windfall import registry
 from windfall.errors import InputError
 from windfall.heads.base import FeatureHead, Guess
 from windfall.heads.fitting import fit
-from windfall.heads.layers import Unrolled
+from windfall.heads.layers import Unrolled, masked_attention
 from windfall.records import Grow
 from windfall.target import Target
 from windfall.train import trees as tree_module
-from windfall.train import unroll as unroll_module
+from windfall.train.attention import Chains
 from windfall.train.losses import Labels, distil
 from windfall.train.objectives import OBJECTIVES, objective
 from windfall.train.objectives.eagle import disturbed, feature_loss
@@ -85,23 +85,41 @@ def test_unrolled_rows_are_drafted_rows(kind: str) -> None:
             same(guess.recycled[1, column], alone.recycled)
 
 
-def test_hass_mask_of_the_third_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def chain_mask(columns: int, passes: int) -> Tensor:
+    """What a pass's rows see of the text and of each later pass, their own included: [columns, passes * columns]."""
+    eyes = [torch.eye(columns, dtype=torch.bool)] * (passes - 1)
+    return torch.cat([torch.ones(columns, columns, dtype=torch.bool).tril(), *eyes], -1)
+
+
+def test_hass_mask_of_the_third_pass() -> None:
     """Row 5 of 6 sees true features in columns 0 to 3, the first pass's in 4, and its own input, the second's, in 5."""
-    seen: list[Tensor] = []
-
-    class Recording(Unrolled):
-        def attend(self, *args: Any) -> Tensor:
-            assert self.mask is not None
-            seen.append(self.mask[0])
-            return super().attend(*args)
-
-    head, _, lesson = school("eagle", batch(1, 7))
-    monkeypatch.setattr(unroll_module, "Unrolled", Recording)
-    unroll(head, lesson, 3, detach=True)
     columns, row, level = 6, 5, 2
-    third = seen[2][row - level].unflatten(0, (3, columns))  # by level, the column that holds the key's own chain
+    third = chain_mask(columns, 3)[row - level].unflatten(
+        0, (3, columns)
+    )  # by level, the column of the key's own chain
     rows = [[column + own for column in third[own].nonzero().flatten().tolist()] for own in range(3)]
     assert rows == [[0, 1, 2, 3], [4], [5]]
+
+
+@pytest.mark.parametrize("shared", [1, 3])
+def test_chains_see_the_text_and_themselves(shared: int) -> None:
+    """Output and gradients of four passes, against one softmax under an explicit mask."""
+    torch.manual_seed(0)
+    passes, columns, memory = 4, 37, Chains()
+    queries, keys, values = (
+        [torch.randn(2, heads, columns, 8, requires_grad=True) for _ in range(passes)]
+        for heads in (6, 6 // shared, 6 // shared)
+    )
+    ours = [memory.attend(0, *rows) for rows in zip(queries, keys, values, strict=True)]
+    plain = []
+    for count, own in enumerate(queries, 1):
+        seen = torch.cat(keys[:count], 2), torch.cat(values[:count], 2)
+        plain.append(masked_attention(own, *seen, chain_mask(columns, count)[None]))
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
+    slopes = [torch.randn_like(out) for out in plain]
+    learning = [*queries, *keys, *values]
+    found, wanted = (torch.autograd.grad(out, learning, slopes) for out in (ours, plain))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_no_gradient_runs_from_pass_to_pass() -> None:

@@ -205,3 +205,12 @@ def test_the_draft_vocabulary_is_what_the_target_writes_most(target: Target) -> 
     assert commonest(counts, 2, target).tolist() == [3, 7]
     with pytest.raises(InputError, match="--vocabulary"):
         commonest(counts, 0, target)
+
+
+def test_the_targets_layers_are_compiled_on_request(
+    tmp_path: Path, texts: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: compiled.append(type(self).__name__))
+    train(tmp_path, texts, target, steps=1, compile=True)
+    assert compiled == ["LlamaDecoderLayer"] * target.model.config.num_hidden_layers

@@ -91,20 +91,18 @@ class _Distil(torch.autograd.Function):
         gradient = torch.zeros_like(states)
         matrix = torch.zeros_like(drafted, dtype=torch.float32) if drafted.requires_grad else None
         loss, entropy, hits = (states.new_zeros(steps, dtype=torch.float32) for _ in range(3))
-        judge = _judge_compiled() if states.is_cuda else _judge
+        judge = _compiled(_judge) if states.is_cuda else _judge
         for start in range(0, rows, size):
             part = slice(start, start + size)
             chances, best = _label(teacher[part], vocabularies, labels)
             draft, bias = drafted.to(chances.dtype), vocabularies.draft_bias
             bias = None if bias is None else bias.to(draft.dtype)
             for step in range(steps):
-                own = states[step, part].to(draft.dtype)
-                losses, slope, hit = judge(F.linear(own, draft, bias), chances, best)
-                weight = weights[step, part]
+                own, weight = states[step, part].to(draft.dtype), weights[step, part]
+                losses, slope, hit = judge(F.linear(own, draft, bias), chances, best, weight)
                 loss[step] += (weight * losses).sum()
                 entropy[step] += (losses * (weight > 0)).sum()
                 hits[step] += (hit & (weight > 0)).sum()
-                slope = slope * weight[:, None].to(slope.dtype)
                 gradient[step, part] = (slope @ draft).to(gradient.dtype)
                 if matrix is not None:
                     matrix += (slope.T @ own).float()
@@ -124,30 +122,36 @@ def _label(teacher: Tensor, vocabularies: Vocabularies, labels: Labels) -> tuple
     logits = teacher @ vocabularies.target.T.to(teacher.dtype)
     if vocabularies.target_bias is not None:
         logits = logits + vocabularies.target_bias
-    logits = vocabularies.bend(logits)
-    total, best = torch.logsumexp(logits.float(), -1, keepdim=True), logits.argmax(-1)
-    if vocabularies.tokens is not None:
+    logits, tokens, places = vocabularies.bend(logits), vocabularies.tokens, None
+    if tokens is not None:
         places = torch.full((logits.shape[-1],), -1, device=logits.device)
-        places[vocabularies.tokens] = torch.arange(len(vocabularies.tokens), device=logits.device)
-        logits, best = logits[:, vocabularies.tokens], places[best]
-    chances = torch.exp(logits.float() - total)
+        places[tokens] = torch.arange(len(tokens), device=logits.device)
+    chances, best = (_compiled(_among) if logits.is_cuda else _among)(logits, tokens, places)
     if labels.top:
-        top = chances.topk(min(labels.k, chances.shape[-1]), -1)
-        chances = (labels.share * chances).scatter_add(1, top.indices, labels.top * top.values)
+        top = chances.float().topk(min(labels.k, chances.shape[-1]), -1)
+        chances = (labels.share * chances.float()).scatter_add(1, top.indices, labels.top * top.values)
     elif labels.share != 1:
         chances = labels.share * chances
     return chances.to(teacher.dtype), best
 
 
-def _judge(logits: Tensor, chances: Tensor, best: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy of each row, its slope by the logits, and whether the first choice was right."""
+def _among(logits: Tensor, tokens: Tensor | None, places: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Probabilities over all of the vocabulary, of `tokens` alone; the likeliest token's place."""
+    total, best = torch.logsumexp(logits.float(), -1, keepdim=True), logits.argmax(-1)
+    if tokens is not None and places is not None:
+        logits, best = logits[:, tokens], places[best]
+    return torch.exp(logits.float() - total).to(logits.dtype), best
+
+
+def _judge(logits: Tensor, chances: Tensor, best: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross-entropy of each row, its weighted slope by the logits, and whether the first choice was right."""
     wide, wanted = logits.float(), chances.float()
     total, mass = torch.logsumexp(wide, -1), wanted.sum(-1)
     losses = mass * total - (wanted * wide).sum(-1)
-    slope = mass[:, None] * torch.exp(wide - total[:, None]) - wanted
+    slope = (mass[:, None] * torch.exp(wide - total[:, None]) - wanted) * weight[:, None]
     return losses, slope.to(logits.dtype), wide.argmax(-1) == best
 
 
 @cache
-def _judge_compiled() -> Any:
-    return torch.compile(_judge, dynamic=True)
+def _compiled(function: Any) -> Any:
+    return torch.compile(function, dynamic=True)

@@ -33,6 +33,12 @@ class Teacher:
         dtype: torch.dtype = self.output.weight.dtype
         return dtype
 
+    def compile(self) -> None:
+        """Layer by layer: they are alike, so that one is compiled for all."""
+        alike = set(self.model._no_split_modules or ())
+        for layer in [module for module in self.model.modules() if type(module).__name__ in alike]:
+            layer.compile(dynamic=True)
+
     @torch.no_grad()
     def teach(self, batch: Batch) -> Lesson:
         """One causal forward; padding comes last, so no real token sees any."""

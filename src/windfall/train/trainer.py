@@ -55,6 +55,8 @@ class Trainer:
         self.device = next(head.parameters()).device
         if self.device.type == "cuda":
             torch.backends.cuda.enable_cudnn_sdp(False)  # plans for 50 ms whenever a shape is new
+        if recipe.compile:
+            teacher.compile()
         self.workers = Workers.join()
         self.optimizers = Optimizers(head, recipe)
         self.step, self.seconds, self.tokens, self.lowest = 0, 0.0, 0, float("inf")

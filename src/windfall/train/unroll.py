@@ -7,27 +7,24 @@ import torch
 from torch import Tensor
 
 from windfall.heads.base import FeatureHead, Guess
-from windfall.heads.layers import Unrolled
+from windfall.train.attention import Chains
 from windfall.train.teacher import Lesson
 
 
-def unroll(head: FeatureHead, lesson: Lesson, steps: int, detach: bool = False) -> list[Guess]:
+def unroll(
+    head: FeatureHead, lesson: Lesson, steps: int, detach: bool = False, memory: Chains | None = None
+) -> list[Guess]:
     """Chains along the text itself: step s, column t has read x[t+1+s] and guesses x[t+2+s].
 
     The last s columns of step s run out of text; they are computed and mean nothing.
     """
-    tokens, columns = lesson.batch.tokens, lesson.batch.tokens.shape[1] - 1
-    device, memory, guesses = tokens.device, Unrolled(), []
+    tokens, memory, guesses = lesson.batch.tokens, memory or Chains(), []
     hidden = head.fuse(lesson.features[:, :-1])
-    own = torch.eye(columns, dtype=torch.bool, device=device)[None]
-    mask = torch.ones(1, columns, columns, dtype=torch.bool, device=device).tril()
-    positions = torch.arange(columns, device=device)[None]
+    positions = torch.arange(tokens.shape[1] - 1, device=tokens.device)[None]
     for step in range(steps):
-        memory.mask = mask
         guess = head(tokens[:, 1:].roll(-step, 1), hidden, positions + step, memory)
         guesses.append(guess)
         hidden = guess.recycled.detach() if detach else guess.recycled
-        mask = torch.cat([mask, own], -1)  # the next step also sees this column's own row of this step
     return guesses
 
 

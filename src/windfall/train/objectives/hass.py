@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from windfall.heads.base import FeatureHead, Guess
-from windfall.heads.layers import Memory, Unrolled
 from windfall.options import option
+from windfall.train.attention import Chains
 from windfall.train.objectives.eagle import EagleLoss, Parts
 from windfall.train.teacher import Lesson
 from windfall.train.unroll import unroll
@@ -31,34 +30,20 @@ class Harmonized(EagleLoss):
         return preset.top if self.top is None else self.top
 
     def guesses(self, head: FeatureHead, lesson: Lesson, progress: float) -> list[Guess]:
-        running: Any = Leaking(head) if self.release_bug else head
-        return unroll(running, lesson, self.steps, self.detach)
+        return unroll(head, lesson, self.steps, self.detach, Leaky() if self.release_bug else None)
 
 
-class Leaking:
-    """A head whose attention leaks."""
-
-    def __init__(self, head: FeatureHead):
-        self.fuse, self._head, self._memory = head.fuse, head, Leaky()
-
-    def __call__(self, tokens: Tensor, hidden: Tensor, positions: Tensor, memory: Memory) -> Guess:
-        assert isinstance(memory, Unrolled)
-        self._memory.mask = memory.mask
-        guess: Guess = self._head(tokens, hidden, positions, self._memory)
-        return guess
-
-
-class Leaky(Unrolled):
+class Leaky(Chains):
     """A column of the text that a row must not see gets a score of 0 instead of -inf, and no say in the sum."""
 
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        assert self.mask is not None
-        rows = self._rows.setdefault(layer, [])
-        rows.append((keys, values))
-        keys, values = (torch.cat(parts, 2) for parts in zip(*rows, strict=True))
-        groups = queries.shape[1] // keys.shape[1]
-        keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))
-        scores = (queries @ keys.mT / math.sqrt(queries.shape[-1])).masked_fill(~self.mask[:, None], -torch.inf)
-        hidden = (queries.shape[2] - self.mask.sum(-1)).clamp(min=0).log()  # [B or 1, n]
-        hidden = hidden[:, None, :, None].expand(*scores.shape[:3], 1).to(scores.dtype)
-        return torch.cat([scores, hidden], -1).softmax(-1)[..., :-1] @ values
+    def look(self, queries: Tensor, text: tuple[Tensor, Tensor], own: list[tuple[Tensor, Tensor]]) -> Tensor:
+        count, scale = queries.shape[2], 1 / math.sqrt(queries.shape[-1])
+        groups = [1, *(queries.shape[1] // keys.shape[1] for keys, _ in own)]
+        rows = [[x.repeat_interleave(n, 1) for x in pair] for n, pair in zip(groups, [text, *own], strict=True)]
+        future = torch.ones(count, count, dtype=torch.bool, device=queries.device).triu(1)
+        scores = (queries @ rows[0][0].mT * scale).masked_fill(future, -torch.inf)
+        chain = [(queries * keys).sum(-1, keepdim=True) * scale for keys, _ in rows[1:]]
+        hidden = (future.sum(-1) - len(own)).clamp(min=0).log()[:, None].expand(*scores.shape[:3], 1).to(scores.dtype)
+        chances = torch.cat([scores, *chain, hidden], -1).softmax(-1)[..., :-1]
+        seen = chances[..., :count] @ rows[0][1]
+        return seen + sum(chances[..., count + i, None] * values for i, (_, values) in enumerate(rows[1:]))
