@@ -82,12 +82,15 @@ def tokenizer(tokens: list[str] = TOKENS) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
-def write_gguf(file: Path, model: LlamaForCausalLM) -> None:
-    """The model as llama.cpp would write it: its names, and its order of the rotary dimensions."""
+def write_gguf(file: Path, model: Any, kind: Callable[[str], str] = lambda name: "F32", **more: Any) -> None:
+    """The model as llama.cpp would write it: its names, its order of the rotary dimensions, tensors quantised by name.
+
+    `more` are values for the header under names of the architecture's; None leaves one out.
+    """
     import gguf
 
-    config = model.config
-    writer = gguf.GGUFWriter(str(file), "llama")
+    config, architecture = model.config, model.config.model_type
+    writer = gguf.GGUFWriter(str(file), architecture)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -107,13 +110,21 @@ def write_gguf(file: Path, model: LlamaForCausalLM) -> None:
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(2)
     writer.add_chat_template("{% for m in messages %}{{ m.content }}{% endfor %}")
+    for key, value in more.items():
+        writer.kv_data[0].pop(f"{architecture}.{key}", None)
+        if value is not None:
+            writer.add_uint32(f"{architecture}.{key}", value)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    for name, tensor in model.model.state_dict().items():
-        name, values = gguf_tensor_name(name), tensor.numpy()
+    heads = heads if architecture == "llama" else {}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        name, values = gguf_tensor_name(name.removeprefix("model.")), tensor.numpy()
         if (count := heads.get(name.split(".")[-2])) is not None:
-            rows = values.reshape(count, 2, values.shape[0] // count // 2, values.shape[1])
+            rows = values.reshape(count, 2, values.shape[0] // count // 2, *values.shape[1:])
             values = np.ascontiguousarray(rows.swapaxes(1, 2).reshape(values.shape))
-        writer.add_tensor(name, values)
+        quantised = gguf.GGMLQuantizationType[kind(name)]
+        writer.add_tensor(name, gguf.quantize(values, quantised), raw_dtype=quantised)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -126,7 +137,9 @@ def gguf_tensor_name(name: str) -> str:
         "layers.": "blk.",
         "self_attn.o_proj": "attn_output",
         "self_attn.": "attn_",
+        "mlp.gate_up": "ffn_up",
         "mlp.": "ffn_",
+        "lm_head": "output",
         "input_layernorm": "attn_norm",
         "post_attention_layernorm": "ffn_norm",
         "_proj": "",

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import importlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -16,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import transformers
 from safetensors import SafetensorError
@@ -31,6 +33,13 @@ CACHE_FORMAT = 1  # raise it when the conversion changes: older conversions are 
 CACHE_MARKER = "windfall.json"  # written last: the files of a finished conversion and their sizes
 STALE_SECONDS = 24 * 3600.0
 HASHED_WHOLE = 256 * 2**20  # bytes; larger GGUF files are known by path, size and time
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")  # that we read ourselves; transformers' slow reader has the others
+QUANTISATIONS = (
+    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+)
+HEAD_COUNTS = {"q": "head_count", "k": "head_count_kv"}
+PASSED_OVER = ("rope_freqs.weight",)  # tensors that transformers does without
 DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 
 
@@ -59,7 +68,7 @@ def converted(file: Path, name: str, convert: Callable[[Path, Path], None] | Non
         temporary.mkdir(parents=True)
         _sweep(cache)
         _discard(folder)
-        with announced(f"Preparing {name} (first run only)…"), quiet(), _without_gguf_bar():
+        with announced(f"Preparing {name} (first run only)…"), quiet():
             (convert or _convert_gguf)(file, temporary)
         _mark_complete(temporary)
         _publish(temporary, folder)
@@ -137,9 +146,120 @@ def _sweep(cache: Path) -> None:
 def _convert_gguf(file: Path, folder: Path) -> None:
     """Write a GGUF file's model, dequantised to float32, and its tokenizer as an ordinary model folder."""
     file = file.resolve()
-    metadata = _gguf_metadata(file)
+    header = _read_header(file)
+    metadata = _single_values(header)
     try:
-        tokenizer = _gguf_tokenizer(file, metadata) if "tokenizer.ggml.model" in metadata else None
+        with _read_once(header, file):
+            tokenizer = _gguf_tokenizer(file, metadata) if "tokenizer.ggml.model" in metadata else None
+            model, report = _read_directly(file, header, metadata) or _read_by_transformers(file)
+    except Exception as error:
+        raise InputError(f"cannot read '{file}': {first_line(error)}") from error
+    check_report(model, report, str(file))
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _read_header(file: Path) -> Any:
+    """A GGUF file's values and where its tensors are; reading it also proves that every tensor is there in full."""
+    from gguf import GGUFReader
+
+    class Reader(GGUFReader):  # type: ignore[misc]
+        """gguf's, over a plain array: it takes a million slices, and those of a memory map are slow."""
+
+        @property
+        def data(self) -> np.ndarray:
+            return self.array
+
+        @data.setter
+        def data(self, mapped: np.ndarray) -> None:
+            self.array = np.asarray(mapped)
+
+    try:
+        return Reader(str(file))
+    except Exception as error:
+        raise InputError(f"'{file}' is damaged or incomplete: {first_line(error)}") from error
+
+
+def _single_values(header: Any) -> dict[str, Any]:
+    """The values in a GGUF file's header that are no arrays."""
+    from gguf import GGUFValueType
+
+    metadata: dict[str, Any] = {}
+    for key, field in header.fields.items():
+        if field.types == [GGUFValueType.STRING]:
+            metadata[key] = bytes(field.parts[-1]).decode("utf-8", "replace")
+        elif field.types and field.types[0] != GGUFValueType.ARRAY:
+            metadata[key] = field.parts[-1][0].item()
+    return metadata
+
+
+def _read_directly(file: Path, header: Any, metadata: dict[str, Any]) -> tuple[PreTrainedModel, Any] | None:
+    """The model of a GGUF file, or None where its header names anything that we do not know."""
+    architecture = metadata.get("general.architecture")
+    heads = {f"attn_{part}": metadata.get(f"{architecture}.attention.{key}") for part, key in HEAD_COUNTS.items()}
+    kinds = {tensor.tensor_type.name for tensor in header.tensors}
+    if architecture not in ARCHITECTURES or None in heads.values() or not kinds.issubset(QUANTISATIONS):
+        return None
+    config = transformers.AutoConfig.from_pretrained(str(file.parent), gguf_file=str(file))
+    with torch.device("meta"):
+        empty = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    found = _counterparts(empty, header)
+    if found is None:
+        return None
+    paired = heads if architecture == "llama" else {}
+    weights = {name: torch.from_numpy(_values(tensor, paired)) for name, tensor in found.items()}
+    return type(empty).from_pretrained(  # type: ignore[no-any-return]
+        None, config=config, state_dict=weights, dtype=torch.float32, output_loading_info=True
+    )
+
+
+def _counterparts(model: PreTrainedModel, header: Any) -> dict[str, Any] | None:
+    """The GGUF tensor for each of a model's own; None unless they are one to one and of the same shapes."""
+    import gguf
+
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    if (kind := kinds.get(model.config.model_type)) is None:
+        return None
+    names = gguf.get_tensor_name_map(kind, model.config.num_hidden_layers)
+    tensors = {tensor.name: tensor for tensor in header.tensors if tensor.name not in PASSED_OVER}
+    tied = getattr(model, "all_tied_weights_keys", None) or ()
+    wanted = {name: weight for name, weight in model.state_dict().items() if name not in tied}
+    found = {name: tensors.pop(names.get_name(name, (".weight", ".bias")), None) for name in wanted}
+    same = all(tensor is not None and _shape(tensor) == wanted[name].shape for name, tensor in found.items())
+    return found if same and not tensors else None
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    return tuple(reversed(tensor.shape.tolist()))
+
+
+def _values(tensor: Any, paired: dict[str, Any]) -> np.ndarray:
+    """A GGUF tensor's values as transformers has them; `paired` are the head counts of those with rows in pairs.
+
+    llama.cpp rotates neighbouring rows of a head, transformers those of its halves: all even rows, then all odd.
+    """
+    values = _dequantised(tensor)
+    heads = paired.get(tensor.name.split(".")[-2])
+    if heads is None:
+        return values
+    pairs = values.reshape(heads, -1, 2, *values.shape[1:])
+    return np.reshape(pairs.swapaxes(1, 2), values.shape)
+
+
+def _dequantised(tensor: Any) -> np.ndarray:
+    """A GGUF tensor's values in float32, in memory of their own."""
+    from gguf import dequantize
+
+    rows = math.prod(tensor.data.shape[:-1])
+    merged = math.gcd(rows, 16)  # gguf works on sixteen rows at a time: of a small model's, so few are slow
+    values = dequantize(tensor.data.reshape(rows // merged, -1), tensor.tensor_type).reshape(_shape(tensor))
+    return values if values.flags.writeable else values.copy()  # type: ignore[no-any-return]
+
+
+def _read_by_transformers(file: Path) -> tuple[PreTrainedModel, Any]:
+    """The model of a GGUF file of any kind that transformers knows, which takes many times as long."""
+    with _without_gguf_bar():
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             str(file.parent),
             gguf_file=str(file),
@@ -148,30 +268,8 @@ def _convert_gguf(file: Path, folder: Path) -> None:
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    except Exception as error:
-        raise InputError(f"cannot read '{file}': {first_line(error)}") from error
-    check_report(model, report, str(file))
     _forget_quantisation(model)
-    model.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-
-
-def _gguf_metadata(file: Path) -> dict[str, Any]:
-    """The single values in a GGUF file's header; reading them also proves that every tensor is there in full."""
-    from gguf import GGUFReader, GGUFValueType
-
-    try:
-        fields = GGUFReader(str(file)).fields
-    except Exception as error:
-        raise InputError(f"'{file}' is damaged or incomplete: {first_line(error)}") from error
-    metadata: dict[str, Any] = {}
-    for key, field in fields.items():
-        if field.types == [GGUFValueType.STRING]:
-            metadata[key] = bytes(field.parts[-1]).decode("utf-8", "replace")
-        elif field.types and field.types[0] != GGUFValueType.ARRAY:
-            metadata[key] = field.parts[-1][0].item()
-    return metadata
+    return model, report
 
 
 def _gguf_tokenizer(file: Path, metadata: dict[str, Any]) -> PreTrainedTokenizerBase:
@@ -197,6 +295,19 @@ def _forget_quantisation(model: PreTrainedModel) -> None:
         del model.config.quantization_config
     model.hf_quantizer = None
     model.is_quantized = False
+
+
+@contextmanager
+def _read_once(header: Any, file: Path) -> Iterator[None]:
+    """Give transformers, which reads a GGUF file's header again for each of its files, the one that is read already."""
+    import gguf
+
+    reader = gguf.GGUFReader
+    gguf.GGUFReader = lambda path, *rest, **more: header if path == str(file) else reader(path, *rest, **more)
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = reader
 
 
 @contextmanager
