@@ -36,11 +36,12 @@ def test_greedy_is_transformers_own(target: Target) -> None:
 
 def test_sampled_text_does_not_depend_on_the_draft(target: Target) -> None:
     texts = set()
-    for drafter, policy in (("ngram", "none"), ("ngram", "beam"), ("self", "fixed-tree")):
+    for drafter, policy in (("ngram", "none"), ("ngram", "beam"), ("self", "fixed-tree"), ("lm", "chain")):
         engine = Engine(target, registry.drafter(drafter), registry.policy(policy))
         generation = engine.generate(LIMERICK, max_new_tokens=32, temperature=0.8, top_p=0.95, seed=11)
         texts.add(tuple(generation.token_ids))
     assert len(texts) == 1
+    assert generation.stats.tau > 1.2  # the small model that comes along
 
 
 def test_stop_string(target: Target) -> None:

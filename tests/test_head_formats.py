@@ -17,12 +17,12 @@ from torch import Tensor
 import windfall
 from random_heads import KINDS, WIDTH, random_head
 from tiny import VOCABULARY, prompt, tiny
-from windfall import loading, registry
+from windfall import loading, registry, shipped
 from windfall.cli.options import ModelOptions
 from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.drafters.lm import LMDrafter
 from windfall.engine import Engine
-from windfall.heads import probe, shipped
+from windfall.heads import probe
 from windfall.heads.base import FeatureHead
 from windfall.heads.fitting import fit
 from windfall.heads.formats import AUX, FORMATS, Shape, read, read_checkpoint, write

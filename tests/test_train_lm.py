@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from typer.testing import CliRunner
 
 import windfall
 from tiny import VOCABULARY, prompt, tiny
+from windfall import shipped
 from windfall.cli import app
 from windfall.drafters.lm import LMDrafter
+from windfall.heads.loading import find_head
 from windfall.models import load_model
 from windfall.records import InputError
 from windfall.target import Target
@@ -104,7 +107,7 @@ def test_a_light_folder_borrows_the_targets_matrices(target: Target, trained: Pa
     stored, config = load_file(trained / "model.safetensors"), json.loads((trained / "config.json").read_text())
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
     assert not any("embed" in name or "lm_head" in name for name in stored)
-    assert config["num_hidden_layers"] == 2 and config["windfall_target"] == "tiny"
+    assert config["num_hidden_layers"] == 2 and config["windfall_target"]["name"] == "tiny"
     assert "_name_or_path" not in " ".join(config)
     model = load_model(trained, device="cpu", lender=target.model).model
     assert model.get_input_embeddings() is target.model.get_input_embeddings()
@@ -112,6 +115,22 @@ def test_a_light_folder_borrows_the_targets_matrices(target: Target, trained: Pa
     tokens = torch.tensor([prompt(12)])
     student = student_of(trained, target, Shape("2"))
     torch.testing.assert_close(model(tokens).logits, student(tokens) @ student.vocabulary.T)
+
+
+def test_the_shipped_model_is_for_one_target_only(
+    target: Target, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
+    drafter = LMDrafter()
+    drafter.attach(target)
+    assert drafter.decoder.model is target.model  # a check
+    shutil.copytree(trained, tmp_path / "small")
+    drafter.attach(target)
+    assert drafter.decoder.model.config.num_hidden_layers == 2
+    with pytest.raises(InputError, match="no head"):
+        find_head(None, target)
+    drafter.attach(other := Target(tiny(seed=1)))
+    assert drafter.decoder.model is other.model
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -15,16 +15,16 @@ from torch import Tensor
 from windfall.folder import readable
 from windfall.heads.files import read_tensors
 from windfall.records import InputError
+from windfall.shipped import BORROWS, TARGET
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "olmo2")  # whose embeddings and vocabulary head are plain matrices
-MARK, TARGET = "windfall_borrows", "windfall_target"
 EMBEDDINGS = "embeddings"  # what is borrowed: the embedding and the vocabulary head
 
 
 def borrows(folder: Path) -> bool:
     """Whether the model in this folder needs a target's embeddings."""
     try:
-        return MARK in json.loads((folder / "config.json").read_text("utf-8"))
+        return BORROWS in json.loads((folder / "config.json").read_text("utf-8"))
     except (OSError, ValueError, TypeError):  # whoever reads the model will say what is wrong
         return False
 
@@ -33,9 +33,9 @@ def read_light(folder: Path, label: str, lender: Any, dtype: torch.dtype) -> Any
     """The model in a light folder, with the embeddings of `lender`, a transformers model: shared, not copied."""
     with readable(f"cannot read the config.json of '{label}'", label):
         config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
-    if config.model_type not in FAMILIES or getattr(config, MARK) != EMBEDDINGS:
+    if config.model_type not in FAMILIES or getattr(config, BORROWS) != EMBEDDINGS:
         raise InputError(
-            f"'{label}' borrows {getattr(config, MARK)!r} for a {config.model_type}, which is unknown here"
+            f"'{label}' borrows {getattr(config, BORROWS)!r} for a {config.model_type}, which is unknown here"
         )
     embedding, vocabulary = lender.get_input_embeddings(), lender.get_output_embeddings()
     _check_sizes(config, label, tuple(vocabulary.weight.shape))
@@ -49,9 +49,14 @@ def read_light(folder: Path, label: str, lender: Any, dtype: torch.dtype) -> Any
 def _check_sizes(config: Any, label: str, found: tuple[int, int]) -> None:
     if found != (config.vocab_size, config.hidden_size):
         raise InputError(
-            f"'{label}' borrows its embeddings from {getattr(config, TARGET, 'another model')} ({config.vocab_size} "
+            f"'{label}' borrows its embeddings from {_lender(config)} ({config.vocab_size} "
             f"tokens of width {config.hidden_size}); this target has {found[0]} of width {found[1]}"
         )
+
+
+def _lender(config: Any) -> str:
+    told = getattr(config, TARGET, {})
+    return str(told.get("name", "another model"))
 
 
 def hollow(config: Any) -> Any:

@@ -16,6 +16,7 @@ from windfall.models import check_vocabulary, load_model
 from windfall.options import option
 from windfall.records import Grow
 from windfall.sampling import Dice
+from windfall.shipped import shipped_lm
 from windfall.target import Target, refuse_unsupported
 from windfall.tree import DraftTree
 
@@ -26,10 +27,11 @@ CATCH_UP = 32  # pending tokens up to which they ride along with the first draft
 class LMDrafter(Drafter):
     """A language model of the same vocabulary: a folder, GGUF file, hub id or loaded model.
 
-    Without one the target drafts for itself, every guess right and nothing gained: a check, not a use.
+    Without one it is the small model that comes with the package for this target. Where there is none, the target
+    drafts for itself, every guess right and nothing gained: a check, not a use.
     """
 
-    model: Any = option(None, "folder, GGUF file, hub id or loaded model; none: the target itself")
+    model: Any = option(None, "folder, GGUF file, hub id or loaded model; none: the one shipped, or the target itself")
     trust_remote_code: bool = option(False, "run Python code that comes with the model")
 
     def attach(self, target: Target) -> None:
@@ -40,14 +42,15 @@ class LMDrafter(Drafter):
 
     def _find(self, target: Target) -> tuple[Any, Any]:
         """The model and, where there is one, its tokenizer."""
-        if self.model is None:
+        model = shipped_lm(target) if self.model is None else self.model
+        if model is None:
             return target.model, target.tokenizer
-        if isinstance(self.model, tuple):
-            return self.model
-        if hasattr(self.model, "forward"):
-            return self.model, None
+        if isinstance(model, tuple):
+            return model
+        if hasattr(model, "forward"):
+            return model, None
         loaded = load_model(
-            self.model,
+            model,
             device=target.device,
             dtype=target.decoder.dtype,
             trust_remote_code=self.trust_remote_code,

@@ -21,9 +21,9 @@ from windfall.folder import readable
 from windfall.heads.base import FeatureHead, HeadConfig
 from windfall.heads.files import locate, read_config, read_tensors, write_folder
 from windfall.heads.kinds import KINDS, load, match, plain, recognise
-from windfall.heads.shipped import FINGERPRINT, fingerprint
 from windfall.quiet import first_line, quiet
 from windfall.records import InputError
+from windfall.shipped import TARGET, fingerprint
 
 if TYPE_CHECKING:
     from windfall.target import Target
@@ -454,7 +454,7 @@ def write(
     vocabulary = len(tensors["embed_tokens.weight"]) if "embed_tokens.weight" in tensors else head.config.vocab_size
     config = _CONFIGS[format](head.config, vocabulary, str(dtype).removeprefix("torch."))
     if target is not None:
-        config[FINGERPRINT] = {"name": target.name, **fingerprint(target)}
+        config[TARGET] = {"name": target.name, **fingerprint(target)}
         if format == "speculators":
             named = {"name_or_path": target.name, "architectures": [type(target.model).__name__]}
             config["speculators_config"]["verifier"] = named

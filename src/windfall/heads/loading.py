@@ -20,11 +20,16 @@ def find_head(head: Any, target: Target, drafter: str | None = None) -> FeatureH
     A folder or hub id is read in the way that agrees best with the target; None is the head that ships for it.
     `drafter` is the one that it is wanted for, if that matters.
     """
-    from windfall.heads import formats, probe, shipped
+    from windfall.heads import formats, probe
     from windfall.heads.files import locate
+    from windfall.shipped import shipped_head
 
     if head is None:
-        return fit(formats.read(shipped.shipped_folder(target), target.decoder.config), target)
+        shipped = shipped_head(target)
+        if shipped is None:
+            wanted = "train one with `windfall train head` or give --drafter PATH"
+            raise InputError(f"there is no head for {target.name}; {wanted}")
+        return fit(formats.read(shipped, target.decoder.config), target)
     if isinstance(head, FeatureHead):
         _check_kind(head.config.kind, drafter, type(head).__name__)
         return fit(head, target)

@@ -15,8 +15,8 @@ from windfall.files import make_folder, replace_text
 from windfall.heads import formats
 from windfall.heads.fitting import drafting
 from windfall.heads.loading import find_head
-from windfall.heads.shipped import fingerprint
 from windfall.options import split_settings
+from windfall.shipped import fingerprint
 from windfall.target import Target
 from windfall.train.objectives import objective
 from windfall.train.objectives.base import Objective

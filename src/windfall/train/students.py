@@ -17,6 +17,7 @@ from windfall import light, options
 from windfall.errors import InputError
 from windfall.files import make_folder
 from windfall.heads.files import write_folder
+from windfall.shipped import BORROWS, TARGET, fingerprint
 from windfall.target import Target
 from windfall.train.objectives.distillation import Distillation
 from windfall.train.recipe import Recipe
@@ -180,12 +181,13 @@ def write_student(student: Student, folder: Path, target: Target) -> None:
         tensors[f"{prefix}.{EMBEDDING}"] = student.own_embedding
     if student.own_vocabulary is not None:
         tensors[VOCABULARY] = student.own_vocabulary
+    borrowing = {BORROWS: light.EMBEDDINGS, TARGET: {"name": target.name, **fingerprint(target)}}
     config = {
         **json.loads(student.config.to_json_string()),
         "architectures": [type(target.model).__name__],
         "dtype": "bfloat16",
         "tie_word_embeddings": student.own and student.own_vocabulary is None,
-        **({} if student.own else {light.MARK: light.EMBEDDINGS, light.TARGET: target.name}),
+        **({} if student.own else borrowing),
     }
     config.pop("_model_name_or_path", None)  # where the target was on this machine
     write_folder(folder, config, {name: t.detach().to("cpu", torch.bfloat16) for name, t in tensors.items()})
