@@ -155,6 +155,16 @@ def test_a_text_of_few_cycles_teaches_too() -> None:
     assert context.calibrator.gain > 1
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_cycle_in_which_passes_were_recorded_says_nothing_about_the_pace(recorded: bool) -> None:
+    context, root = Context(32, 64, 0.0, CURVES["flat, cheap head"], Calibrator()), DraftTree.root(0)
+    lessons, path, tokens = flat.Lessons(), torch.zeros(1, dtype=torch.long), (1, 2, 3, 4)
+    context.calibrator.gain = 2.0
+    lessons.learn(Step(tokens, "", root, path, root, path, 1, Split(verify=90.0), None, recorded), context)
+    lessons.learn(Step(tokens, "", root, path, root, path, 1, Split(verify=1.5), "stop"), context)
+    assert (context.calibrator.gain > 2) == recorded
+
+
 def test_children_are_foreseen_of_the_chance_that_is_looked_up() -> None:
     """One sibling at the most is accepted: two that are said to be likely are not."""
     calibrator, tree = Calibrator(), children(children(DraftTree.root(0), 0, 0.9, 0.9), 1, 0.9)

@@ -398,8 +398,9 @@ def test_memory_is_measured_with_each_method_alone(
     pretended = copy.copy(target)
     pretended.__class__ = Pretended
     engines: list[str] = []
-    for name in ("reset_peak_memory_stats", "empty_cache"):
+    for name in ("reset_peak_memory_stats", "empty_cache", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *device: None)
+    monkeypatch.setattr("windfall.bench.memory.held_by_graphs", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1000 + len(engines))
     decode = Engine.decode
@@ -415,7 +416,8 @@ def test_memory_is_measured_with_each_method_alone(
     settings = Settings(tuple(m.label for m in methods), ("mine",), max_new_tokens=4, parts=(part,))
     peaks = runner.weigh(contenders, PROMPTS, pretended, DrafterSpec("ngram"), settings, False, Launch())
     weights = sum(weight.nbytes for weight in target.model.parameters())
-    assert peaks == {"none": weights + 1, "chain:depth=3": weights + 2} and engines == ["NoDrafter", "NGramDrafter"]
+    assert peaks == {"none": weights + 3, "chain:depth=3": weights + 6}  # a warm-up and two answers each
+    assert engines == ["NoDrafter"] * 3 + ["NGramDrafter"] * 3
     assert not runner.weigh(contenders, PROMPTS, target, DrafterSpec("ngram"), settings, False, Launch())
 
 

@@ -217,5 +217,5 @@ def test_bad_input_is_refused_in_one_line(folder: Path, options: str, message: s
 def test_regimes() -> None:
     assert [each.label for each in Settings().regimes] == ["T=0", "T=1 coupled", "T=1 uncoupled"]
     assert [each.label for each in Settings(couplings=(False,)).regimes] == ["T=0", "T=1 uncoupled"]
-    with pytest.raises(InputError, match="1 to 256 rows"):
-        Settings(rows=(257,))
+    with pytest.raises(InputError, match="1 to 320 rows"):
+        Settings(rows=(321,))

@@ -6,6 +6,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -335,6 +336,16 @@ def test_gt_without_measured_costs_models_the_speed_up() -> None:
     tree, keep, _ = draft(policy, TableDrafter(SURE), room=8)
     policy.observe(step(tree.select(keep), 3, 4, Split(verify=1e-6)))
     assert policy._speedup == pytest.approx(4 / (4 * 0.1 + ASSUMED.verify(len(keep), 10)))
+
+
+def test_gt_leaves_out_cycles_that_recorded() -> None:
+    policy, costs = registry.policy("gt", k=1, threshold="c*S"), Costs.simple(0.01, (1, 2), (0.1, 0.1))
+    tree, keep, _ = draft(policy, TableDrafter(SURE), costs=costs, room=8)
+    cycle = step(tree.select(keep), 3, 4, Split(verify=9.0))
+    policy.observe(replace(cycle, recorded=True))
+    assert policy._speedup == 1
+    policy.observe(cycle)
+    assert policy._speedup < 1
 
 
 def test_gt_on_independent_levels() -> None:

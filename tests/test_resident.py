@@ -5,7 +5,10 @@ Off a GPU the same work runs unrecorded, so all of it but the graphs themselves 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -23,6 +26,7 @@ from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.drafters.lm import LMDrafter
 from windfall.engine import Engine, Generation
 from windfall.records import Launch
+from windfall.resident.judge import MOST
 from windfall.resident.plans import MOST_PASSES, plan_of
 from windfall.resident.recorder import Key, Recorder
 from windfall.resident.timing import costs
@@ -47,11 +51,11 @@ ON_HOST: dict[str, dict[str, Any]] = {
     "talon": {"nodes": 20},
     "dynatree": {},
     "sequoia": {"nodes": 16, "depth": 4},
-    "c2t": {"depth": 5, "nodes": 20},
     "wary": WARY,
     "opt-tree": {"nodes": 16, "depth": 5},
     "optimal": {"nodes": 150, "width": 8, "steps": 6},  # expands more than STEP nodes
 }
+LAUNCHES = [(False, False), (True, False), (True, True)]  # with graphs, exact
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "warm": {"temperature": 1.0, "seed": 3},
     "nucleus": {"temperature": 0.8, "seed": 4, "top_p": 0.9},
@@ -126,7 +130,7 @@ def test_auto_follows_the_plain_rule(kind: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(
     ("family", "kind", "policy"),
-    [*(("llama", "eagle3", policy) for policy in ON_HOST), ("gpt-neox", "lm", "salf"), ("olmo2", "griffin", "c2t")],
+    [*(("llama", "eagle3", policy) for policy in ON_HOST), ("gpt-neox", "lm", "salf"), ("olmo2", "griffin", "talon")],
 )
 def test_policies_on_the_host_have_seats(family: str, kind: str, policy: str) -> None:
     wanted, found, device = both(family, kind, policy)
@@ -416,6 +420,36 @@ def test_steps_account_for_their_time() -> None:
     assert sum(step.seconds.total for step in found.steps) <= 1.5 * found.stats.seconds
 
 
+@pytest.mark.parametrize("plans", [True, False])
+def test_recording_is_not_taken_for_slowness(plans: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cycle in which a pass of a new size is recorded takes longer than it ever will again."""
+    paced: list[float] = []
+
+    class Replayed:
+        def __init__(self, work: Callable[[], None]):
+            self.replay = work
+
+    def record(self: Recorder, key: Key, work: Callable[[], None]) -> None:
+        time.sleep(0.05)
+        self.graphs[key] = Replayed(work)  # type: ignore[assignment]
+
+    monkeypatch.setattr(Recorder, "_record", record)
+    monkeypatch.setattr(Calibrator, "pace", lambda self, tokens, seconds, plain: paced.append(seconds))
+    device = engine("llama", "lm", "auto", graphs=True)
+    device.launch = replace(device.launch, plans=plans)
+    assert device.resident is not None
+    device.resident.judge.recorder.enabled = True
+    wanted = engine("llama", "lm", "auto", graphs=False).generate(prompt(), max_new_tokens=LENGTH, eos=())
+    paced.clear()
+    found = device.generate(prompt(), max_new_tokens=LENGTH, eos=())
+    assert (device.fallback == "") == plans
+    assert found.token_ids == wanted.token_ids
+    assert {step.recorded for step in found.steps} == {True, False} and found.steps[0].recorded
+    assert all(step.seconds.total > 0.05 for step in found.steps if step.recorded)
+    measured = sum(step.seconds.total for step in found.steps if not step.recorded)
+    assert paced and sum(paced) == pytest.approx(measured, rel=0.2)  # the last lap is behind the lesson
+
+
 @pytest.mark.parametrize("settings", [{"confidence": 0.1}, {"schedule": "heuristic"}, {"depth": MOST_PASSES + 1}])
 def test_chains_that_must_be_watched_stay_on_the_host(settings: dict[str, Any]) -> None:
     assert plan_of(registry.policy("chain", **settings)) is None
@@ -428,6 +462,35 @@ def test_the_speed_up_is_learnt_on_the_device_too(monkeypatch: pytest.MonkeyPatc
     made = Engine(Target(tiny()), LMDrafter(), own, launch=Launch(True))
     made.generate(prompt(), max_new_tokens=LENGTH, eos=())
     assert made.fallback == "" and own._speedup > 1
+
+
+@pytest.mark.parametrize(("c", "places"), [(None, 11), (0.0, 2311)])
+def test_gt_as_it_comes_is_followed_on_the_device(c: float | None, places: int) -> None:
+    """As deep as it may go, too."""
+    own, target = registry.policy("gt", c=c), Target(tiny(dtype=PRECISE))
+    made = [Engine(target, drafter("lm"), own, launch=Launch(graphs)) for graphs in (False, True)]
+    wanted, found = (list(islice(each.stream(prompt(), max_new_tokens=99, eos=()), 3)) for each in made)
+    assert made[1].fallback == "" and min(len(step.drafted) for step in found) >= places
+    for one, other in zip(wanted, found, strict=True):
+        assert one.tokens == other.tokens and one.draft_passes == other.draft_passes
+        assert paths(one.drafted) == paths(other.drafted) and paths(one.tree) == paths(other.tree)
+
+
+def test_a_tree_too_large_for_the_device_is_left_to_the_host() -> None:
+    assert plan_of(registry.policy("gt", cap=32)) is not None
+    assert plan_of(registry.policy("gt", cap=32, k=12)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), [("gt-static", {"c": 1e-4}), ("fixed-tree", {"tau": 0.0}), ("optimal", {"nodes": MOST - 1})]
+)
+def test_the_largest_trees_have_seats(name: str, settings: dict[str, Any]) -> None:
+    """256 drafted nodes and the root are more than 256 rows."""
+    own, target = registry.policy(name, **settings), Target(tiny(dtype=PRECISE))
+    made = [Engine(target, drafter("itself"), own, launch=Launch(graphs, exact=exact)) for graphs, exact in LAUNCHES]
+    texts = [each.generate(prompt(), max_new_tokens=28, eos=()) for each in made]
+    assert texts[0].token_ids == texts[1].token_ids == texts[2].token_ids
+    assert {max(len(step.tree) for step in text.steps) for text in texts} == {MOST if name == "optimal" else 257}
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "lm"])

@@ -98,7 +98,7 @@ def texts(name: str, folder: Path) -> list[Generation]:
 @pytest.mark.parametrize(
     ("name", "early"),
     [
-        *((name, False) for name in (*ON_DEVICE, *LEARNING, "svip", "ltd-entropies")),
+        *((name, False) for name in (*ON_DEVICE, *LEARNING, "svip", "c2t", "ltd-entropies")),
         *((name, True) for name in ("ddd", "gt", "svip", "ltd-entropies")),
     ],
 )

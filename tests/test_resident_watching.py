@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from test_classifiers import put, some_classifier
+from test_classifiers import answering, put, some_classifier
 from test_ltd import random_pair
 from test_resident import LENGTH, ON_DEVICE, PRECISE, SAMPLINGS, drafter, same_trees
 from tiny import prompt, tiny
 from windfall import registry
+from windfall.calibration import Calibrator
 from windfall.engine import Engine, Generation
 from windfall.policies import ltd
 from windfall.policies.base import TreePolicy
@@ -37,7 +38,7 @@ NETWORKS: dict[str, tuple[int, dict[str, Any]]] = {  # seed and rules
     "ltd-neither": (0, {}),
 }
 MISSING = {"ltd-depth": ("size",), "ltd-size": ("depth",), "ltd-neither": ("depth", "size")}
-WATCHING = ["svip", "disco", "specdecpp", *NETWORKS]
+WATCHING = ["svip", "disco", "specdecpp", "c2t", "c2t-entropy", *NETWORKS]
 
 
 def policy(name: str, folder: Path) -> TreePolicy:
@@ -48,6 +49,10 @@ def policy(name: str, folder: Path) -> TreePolicy:
     if name == "specdecpp":
         path = put(some_classifier("specdecpp", 2), folder)
         return registry.policy("specdecpp", **BEAM, least=3, threshold=0.97, path=path)
+    if name.startswith("c2t"):
+        strict = answering("c2t", 20.0, bias=-1.0)  # a path's probability must be above 0.05
+        path = put(strict if name == "c2t" else some_classifier("c2t", 4, entropy=True), folder)
+        return registry.policy("c2t", **BEAM, beta=0.5, path=path)
     seed, rules = NETWORKS[name]
     made = random_pair(seed, k=4, max_depth=6, size_step=5, size_actions=4, fixed_depth=4, fixed_size=9, **rules)
     ltd.save(replace(made, **dict.fromkeys(MISSING.get(name, ()))), folder, {})
@@ -75,13 +80,15 @@ def test_plans_decide_as_their_policies(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("sampling", "coupled"), [("warm", True), ("warm", False), ("nucleus", True)])
-@pytest.mark.parametrize("name", ["svip", "disco", "specdecpp", "ltd", "ltd-release"])
-def test_sampling(name: str, sampling: str, coupled: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["svip", "disco", "specdecpp", "c2t", "c2t-entropy", "ltd", "ltd-release"])
+def test_sampling(name: str, sampling: str, coupled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How sharp the drafter is taken to be stays as it is: the device hears of it a cycle later than the host."""
+    monkeypatch.setattr(Calibrator, "_fit_kappa", lambda self, *given: None)
     wanted, found = both("llama", "lm", policy(name, tmp_path), coupled, **SAMPLINGS[sampling])
     same_trees(wanted, found, deepest=6)
 
 
-@pytest.mark.parametrize("name", ["ddd", "gt", "svip", "ltd-padded"])
+@pytest.mark.parametrize("name", ["ddd", "gt", "svip", "c2t", "ltd-padded"])
 def test_passes_that_did_not_wait_leave_no_trace(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether a pass is launched before the plan is asked changes no tree."""
     launched = {True: 0, False: 0}
@@ -130,8 +137,10 @@ def test_ltd_sees_the_same(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_shipped_policies_have_plans() -> None:
-    for name in ("ltd", "svip", "disco", "specdecpp"):
+    for name in ("ltd", "svip", "disco", "specdecpp", "c2t"):
         assert plan_of(registry.policy(name)) is not None
+    keys = {plan.key for beta in (0.1, 0.2) if (plan := plan_of(registry.policy("c2t", beta=beta)))}
+    assert len(keys) == 2, "recorded work has its threshold inside"
     plan = plan_of(registry.policy("ltd"))
     assert isinstance(plan, LTDPlan) and plan.rows <= MOST
     assert plan_of(registry.policy("beam", nodes=MOST + 1)) is None

@@ -28,7 +28,7 @@ from windfall.tree import DraftTree
 
 rules = pytest.mark.parametrize("rule", ["beam", "calibrated"])
 LENGTH = 37  # committed columns of the drafter
-SIDE = 260  # of masks whose first rows are used
+SIDE = 324  # of masks whose first rows are used
 
 
 @outside
@@ -260,12 +260,28 @@ def check_choice(tree: TreeArrays, host: Host, rows: int, levels: int | None, de
         ((1, 10, 10), 6, 9, 60, True),  # two blocks of `line`
         ((1, 3, 3, 3), 2, 2, 9, True),  # nothing below the second level: an exhausted frontier
         ((1, 8, 8, 8, 8), 8, 5, 241, False),
+        ((1, 16, 16), 16, 3, choosing.MOST, False),
         ((1, 1, 1), 1, 3, 1, False),
     ],
 )
 def test_growth(rule: str, widths: tuple[int, ...], k: int, deepest: int, rows: int, tied: bool) -> None:
     for seed in range(1 if INTERPRETED else 3):
         check_growth(rule, widths, k, seed, deepest, rows, tied)
+
+
+def test_the_choice_from_a_large_tree() -> None:
+    """As many places as the device takes; each level has its own parents, and ties abound."""
+    tree, passes, width, k = empty_tree(2500, 24, "cpu"), 24, 10, 10
+    plant(tree, torch.tensor([3]))
+    host, nodes = Host(DraftTree.root(3), [0], [0.0], [1.0]), torch.zeros(1, dtype=torch.long)
+    for turn in range(passes):
+        tokens, logq = sprouts(len(nodes), k, turn, tied=True)
+        host.extend(nodes.tolist(), tokens, logq, None)
+        growing.append(tree, nodes, tokens, logq, None)
+        nodes = torch.tensor(host.places[-width:])
+    assert host.used == 1 + k * (1 + width * (passes - 1)) > 2048
+    for rows, levels in ((61, None), (61, 11), (choosing.MOST, None)):
+        check_choice(tree, host, rows, levels, "cpu")
 
 
 def test_certainty_and_its_opposite() -> None:
@@ -335,7 +351,7 @@ def check_settling(size: int, rows: int, steps: int, seed: int, drafter: bool, d
 
 @pytest.mark.parametrize(
     ("size", "rows", "steps", "drafter"),
-    [(1, 1, 1, False), (1, 4, 6, True), (30, 30, 5, True), (50, 64, 9, True), (230, 241, 9, True)],
+    [(1, 1, 1, False), (1, 4, 6, True), (30, 30, 5, True), (50, 64, 9, True), (257, 257, 9, True), (230, 320, 9, True)],
 )
 def test_settling(size: int, rows: int, steps: int, drafter: bool) -> None:
     for seed in range(2 if INTERPRETED else 6):

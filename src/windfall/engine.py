@@ -190,6 +190,7 @@ class Engine:
 
     @torch.inference_mode()
     def _cycle(self, live: list[Sequence], target: Target | SeatedTarget, drafter: Drafter) -> list[Step]:
+        before = target.recordings
         clock, contexts = Stopwatch(), [s.context(self.costs, self.calibrators[s.regime]) for s in live]
         drafted = drafter.begin([sequence.tokens[-1] for sequence in live])
         growth = [Growth(sequence.policy, context) for sequence, context in zip(live, contexts, strict=True)]
@@ -218,10 +219,11 @@ class Engine:
         drafter.commit(drafted, paths, [verdict.bonus for verdict in verdicts], states or None)
         clock.lap("draft")
 
+        recorded = target.recordings > before
         emitted = [s.accept(tree, verdict) for s, tree, verdict in zip(live, trees, verdicts, strict=True)]
         clock.lap("other")
         steps = [
-            Step(tokens, text, tree, verdict.path, full, keep, grower.passes, clock.split, sequence.finish)
+            Step(tokens, text, tree, verdict.path, full, keep, grower.passes, clock.split, sequence.finish, recorded)
             for (tokens, text), tree, verdict, full, keep, grower, sequence in zip(
                 emitted, trees, verdicts, drafted, kept, growth, live, strict=True
             )

@@ -145,8 +145,9 @@ class Lessons:
     def learn(self, step: Step, ctx: Context) -> None:
         """Learn from a cycle what drafting earns and what children to expect."""
         self._cycles += 1
-        self._tokens += len(step.tokens)
-        self._seconds += step.seconds.total
+        if not step.recorded:  # else it says nothing about the pace
+            self._tokens += len(step.tokens)
+            self._seconds += step.seconds.total
         if self._cycles % EVERY and not step.finish:
             return
         calibrator, costs = ctx.calibrator, ctx.costs

@@ -126,6 +126,7 @@ class Step:
     draft_passes: int
     seconds: Split
     finish: str | None = None  # None: goes on; "stop" or "length"
+    recorded: bool = False  # whether passes of a new size were recorded in it: its seconds are not those of later ones
 
     @property
     def accepted(self) -> int:

@@ -19,6 +19,8 @@ ORDINARY = {"full_attention", "sliding_attention", "attention", "global"}  # lay
 class Target:
     """A Hugging Face causal language model. Its cache holds every committed token but the last, which is the root."""
 
+    recordings = 0  # passes that were recorded so far: see resident/
+
     def __init__(self, model: Any, tokenizer: Any = None, name: str | None = None):
         self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
         refuse_unsupported(model, self.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 from test_engine import SAMPLING
 from tiny import prompt, tiny
 from windfall import registry
+from windfall.bench.memory import held_by_graphs, peak_apart
 from windfall.drafters.lm import LMDrafter
 from windfall.engine import Engine
-from windfall.records import Launch
+from windfall.records import Launch, SamplingParams
 from windfall.resident.timing import costs
 from windfall.sampling import gumbel, noise_bits
 from windfall.target import Target
@@ -73,3 +75,21 @@ def test_recorded_drafts_see_the_whole_text(policy: str) -> None:
     host, made = (Engine(target, LMDrafter(), registry.policy(policy), launch=Launch(on)) for on in (False, True))
     texts = [each.generate(prompt(200), max_new_tokens=700, eos=()) for each in (host, made)]
     assert texts[1].stats.tau > 0.9 * texts[0].stats.tau
+
+
+def test_the_memory_of_a_method_alone_is_measured_without_a_trace(target: Target) -> None:
+    """Graphs count, what others hold does not, and nothing stays behind."""
+    params = SamplingParams(max_new_tokens=40, eos=())
+
+    def make(policy: str, graphs: bool) -> Engine:
+        return Engine(
+            Target(target.model), LMDrafter(tiny(seed=1).cuda()), registry.policy(policy), launch=Launch(graphs)
+        )
+
+    peaks, left = [], []
+    for policy, graphs in [("none", True), ("beam", True), ("beam", False)] * 2:
+        peaks.append(peak_apart(target, partial(make, policy, graphs), prompt(), params))
+        left.append((torch.cuda.memory_allocated(), held_by_graphs(target.device)))
+    assert min(peaks) > sum(weight.nbytes for weight in target.model.parameters())
+    assert peaks[:3] == pytest.approx(peaks[3:], rel=0.01)
+    assert set(left[3:]) == {left[2]}

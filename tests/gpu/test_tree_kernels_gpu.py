@@ -39,6 +39,8 @@ both = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f
         ((1, *[16] * 7), 8, 8, 128),
         ((1, *[16] * 7), 16, 31, 64),
         ((1, *[10] * 11), 10, 12, 241),
+        ((1, *[10] * 23), 10, 24, 61),
+        ((1, *[10] * 11), 10, 12, 320),
         ((1, 8, 8), 3, 3, 24),
         ((1, 3, 3, 3), 2, 2, 9),
         ((1, 64, 64), 12, 2, 100),
@@ -51,7 +53,9 @@ def test_growth(rule: str, widths: tuple[int, ...], k: int, deepest: int, rows: 
 
 
 @pytest.mark.parametrize("drafter", [False, True])
-@pytest.mark.parametrize(("size", "rows", "steps"), [(1, 1, 1), (7, 8, 40), (60, 60, 7), (128, 128, 64), (230, 241, 9)])
+@pytest.mark.parametrize(
+    ("size", "rows", "steps"), [(1, 1, 1), (7, 8, 40), (60, 60, 7), (128, 128, 64), (230, 241, 9), (257, 320, 9)]
+)
 def test_settling(size: int, rows: int, steps: int, drafter: bool) -> None:
     for seed in range(10):
         check_settling(size, rows, steps, seed, drafter, "cuda")

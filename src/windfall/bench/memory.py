@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from windfall.engine import Engine
 from windfall.records import SamplingParams
 from windfall.target import Target
+
+SHORT = 8  # tokens of an answer to warm up
+COMMON = (0, 0)  # the allocator's pool for everything that no graph holds
 
 
 class PeakMemory:
@@ -28,20 +32,38 @@ class PeakMemory:
 def peak_apart(target: Target, make: Callable[[], Engine], ids: list[int], params: SamplingParams) -> int:
     """The most bytes of a CUDA device that a new engine needs for one answer, weights included.
 
-    Weights of the target that were merged for an earlier engine count as if they were still apart.
+    What the first engine of a process leaves to all later ones (merged weights, workspaces of libraries) is there
+    before anything is counted. The answer is given twice, as graphs are recorded in the first: afterwards they hold
+    memory that counts as free, and which nobody else can have.
     """
-    _clear()
-    before = torch.cuda.memory_allocated(target.device)
-    memory = PeakMemory(target.device)
+    device, short = target.device, replace(params, max_new_tokens=min(SHORT, params.max_new_tokens))
+    make().decode([ids], [short])
+    _clear(device)
+    before, held = torch.cuda.memory_allocated(device), held_by_graphs(device)
+    torch.cuda.reset_peak_memory_stats(device)
     engine = make()
     engine.decode([ids], [params])
-    peak = memory.peak
-    assert peak is not None
+    recording = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    engine.decode([ids], [params])
+    replaying = torch.cuda.max_memory_allocated(device) + held_by_graphs(device) - held
     del engine
-    _clear()
-    return int(peak - before + sum(weight.nbytes for weight in target.model.parameters()))
+    _clear(device)
+    return int(max(recording, replaying) - before + sum(weight.nbytes for weight in target.model.parameters()))
 
 
-def _clear() -> None:
+def held_by_graphs(device: torch.device) -> int:
+    """Bytes of this device that recorded graphs keep for their replays, and that count as free meanwhile."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        if segment["device"] == index and tuple(segment["segment_pool_id"]) != COMMON
+    )
+
+
+def _clear(device: torch.device) -> None:
+    """Give back what nobody uses; the last engine may have a cycle under way that nobody waited for."""
+    torch.cuda.synchronize(device)
     gc.collect()
     torch.cuda.empty_cache()

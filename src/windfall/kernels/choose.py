@@ -11,7 +11,7 @@ from windfall.kernels.backend import on_triton
 from windfall.kernels.grow import sees
 from windfall.kernels.trees import NOBODY, TreeArrays
 
-MOST = 256  # rows
+MOST = 320  # rows
 
 
 def choose(

@@ -30,7 +30,7 @@ class C2T(Beam):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._classifier = classifiers.load("c2t", self.path)
+        self.classifier = classifiers.load("c2t", self.path)
         self._kept = torch.zeros(1, dtype=torch.long)  # [n] nodes that stay, ascending
         self._seen = 1  # nodes that were asked about
 
@@ -38,7 +38,7 @@ class C2T(Beam):
         layer = self._layer(tree)
         if not len(layer) or int(tree.depth[-1]) >= self.depth:
             return None
-        return Grow(best(tree, layer, self.k), k=self.k, entropy=self._classifier.entropy)
+        return Grow(best(tree, layer, self.k), k=self.k, entropy=self.classifier.entropy)
 
     def _layer(self, tree: DraftTree) -> Tensor:
         """What stays of the newest nodes; in a new cycle, the root."""
@@ -47,8 +47,8 @@ class C2T(Beam):
             return self._kept
         new, self._seen = torch.arange(self._seen, len(tree)), len(tree)
         if len(new):
-            inputs = classifiers.c2t_inputs(tree, new, self._classifier.entropy)
-            new = new[torch.from_numpy(self._classifier(inputs) > self.beta)]
+            inputs = classifiers.c2t_inputs(tree, new, self.classifier.entropy)
+            new = new[torch.from_numpy(self.classifier(inputs) > self.beta)]
         self._kept = torch.cat([self._kept, new])
         return new
 

@@ -71,7 +71,7 @@ class GT(TreePolicy):
 
     def observe(self, step: Step) -> None:
         """Speed-up of this cycle: measured, or by the assumed costs while nothing was measured."""
-        if self._ctx is None:
+        if self._ctx is None or step.recorded:
             return
         costs, length, seconds = self._ctx.costs, self._ctx.length, step.seconds.total
         if costs == ASSUMED or seconds <= 0:

@@ -17,6 +17,7 @@ from windfall.resident.forward import Pass, Unfit
 from windfall.resident.judge import Judge, fitting
 from windfall.resident.plans import Plan
 from windfall.resident.seen import Seen
+from windfall.resident.sieve import Sieve
 from windfall.resident.tree import ahead, plant, terms
 
 LIKELY, RECENT = 0.8, 16  # share of about so many cycles: a wasted pass costs a few times what a wait for it does
@@ -28,7 +29,7 @@ class Cycle:
     def __init__(self, plan: Plan, drafter: Drafter, judge: Judge):
         self.plan, self.judge = plan, judge
         device, staged = judge.device, max(plan.width * plan.passes, 1)
-        self.tree, self.told = plant(device, plan.nodes + plan.width * plan.k, plan.passes + 1, staged)
+        self.tree, self.told = plant(device, plan.capacity, plan.passes + 1, staged)
         self.blocks = [self.told.block() for _ in range(3)]  # where the host reads it, cycle by cycle
         self.tales = [self.told.read(block) for block in self.blocks]
         self.terms, self.terms_sent = terms(device)
@@ -42,6 +43,8 @@ class Cycle:
         self._signal = self.told.part(*plan.watches) if plan.watches else None
         self._signals = [] if self._signal is None else [self._signal.block() for _ in range(2)]  # pass by pass
         self.seen = [self._seen(block) for block in self._signals]
+        self.sieve = plan.sieve(device)
+        self._cells = torch.arange(plan.width * plan.k, device=device)
         self.habit = Habit()
         self.name = object() if self.draft is None else self.draft.name  # in keys of recorded work
 
@@ -100,7 +103,21 @@ class Cycle:
         if "entropy" in self.plan.watches:
             self.told.device["entropy"].index_copy_(0, slots, entropy(logits))
         values, tokens = sprouting.children(logits, positions, self.plan.k, self.draft.vocabulary)
-        grow(self.tree, nodes, tokens, values, self.ahead, self.plan.rule, self.terms)
+        if self.sieve is not None:
+            shown = entropy(logits) if self.sieve.entropy else None
+            self._sift(self.sieve, nodes, tokens, values, shown)
+        else:
+            grow(self.tree, nodes, tokens, values, self.ahead, self.plan.rule, self.terms)
+
+    def _sift(self, sieve: Sieve, nodes: Tensor, tokens: Tensor, values: Tensor, shown: Tensor | None) -> None:
+        """Children that do not stay join the tree like the others, and cannot be chosen."""
+        tree, parent = self.tree, nodes.clamp(min=0)
+        scores = (tree.score[parent][:, None] + values).masked_fill((nodes < 0)[:, None], -torch.inf)
+        chosen = values.masked_fill(~sieve(scores, tree.depth[parent] + 1, shown), -torch.inf)
+        grow(tree, nodes, tokens, chosen, self.ahead, self.plan.rule, self.terms)
+        places = tree.count - values.numel() + self._cells[: values.numel()]
+        tree.logq.index_copy_(0, places, values.flatten())
+        tree.score.index_copy_(0, places, scores.flatten())
 
     def verify(self, rows: int, columns: int, params: SamplingParams) -> None:
         """Choose the rows, judge them, and plant the next tree."""
@@ -118,7 +135,7 @@ class Cycle:
             mask,
             there["count"],
             judge.length,
-            judge.path,
+            judge.path[:rows],
             judge.accepted,
             judge.bonus,
             judge.source[:deepest],

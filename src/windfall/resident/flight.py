@@ -25,6 +25,7 @@ class Underway(NamedTuple):
     passes: int
     marks: list[Mark]
     deciding: float  # seconds that the device waited for decisions
+    recorded: bool  # whether some of it was recorded, during which the device waited too
 
 
 class Flight:
@@ -43,6 +44,7 @@ class Flight:
         """Start another cycle behind those under way."""
         cycle, plan, judge = self.cycle, self.cycle.plan, self.cycle.judge
         marks, self._deciding, self._drafted = [Mark(judge.device)], 0.0, 0
+        before = judge.recorder.recordings
         passes = self._draft(ctx) if plan.passes else 0
         marks.append(Mark(judge.device))
         rows, levels = plan.verified(passes)
@@ -55,7 +57,8 @@ class Flight:
         self._turn += 1
         cycle.told.fetch(cycle.blocks[place])
         marks.append(Mark(judge.device))
-        self._under_way.append(Underway(place, passes, marks, self._deciding))
+        recorded = judge.recorder.recordings > before
+        self._under_way.append(Underway(place, passes, marks, self._deciding, recorded))
 
     def _draft(self, ctx: Context) -> int:
         """Grow the tree; returns the number of passes."""
@@ -131,7 +134,7 @@ class Flight:
 
     def land(self) -> Step:
         """Wait for the oldest cycle under way, and make its Step."""
-        sequence, (place, passes, marks, deciding) = self.sequence, self._under_way.pop(0)
+        sequence, (place, passes, marks, deciding, recorded) = self.sequence, self._under_way.pop(0)
         marks[-1].wait()
         places = self.cycle.plan.places(passes)
         drafted, kept, path, bonus = told(self.cycle.tales[place], sequence.tokens[-1], places)
@@ -139,7 +142,7 @@ class Flight:
         tree = drafted.select(kept)
         tokens, text = sequence.accept(tree, Verdict(path, bonus))
         self.cycle.judge.known = len(sequence.tokens) + sum(other.passes + 1 for other in self._under_way)
-        return Step(tokens, text, tree, path, drafted, kept, passes, split, sequence.finish)
+        return Step(tokens, text, tree, path, drafted, kept, passes, split, sequence.finish, recorded)
 
     def _split(self, marks: list[Mark], deciding: float) -> Split:
         """Where the time since the last cycle's end went."""

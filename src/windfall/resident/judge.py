@@ -23,11 +23,11 @@ from windfall.resident.stack import Stack
 from windfall.sampling import process, signed
 from windfall.tree import DraftTree
 
-ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256)  # sizes of recorded verify passes
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320)  # sizes of recorded verify passes
 MOST = ROWS[-1]
 PIECE = 128  # tokens of a text that are read at a time
 EXACT = 64  # rows of every pass where rounding must not depend on them; larger trees take several passes
-CAPACITY = 1792  # rows of the cache to begin with, beside those of a pass
+CAPACITY = 2048 - MOST  # rows of the cache to begin with, beside those of a pass
 STEP = 1024
 COLUMNS = 256  # step of the bound on columns, for forwards that need one
 

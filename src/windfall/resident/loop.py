@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
+from windfall.calibration import Calibrator
 from windfall.context import Context
+from windfall.cost import Costs
 from windfall.drafters.base import Drafter
 from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.records import Launch, Step
@@ -23,8 +26,14 @@ from windfall.resident.seat import PENDING, STAGED, WIDTHS, SeatedDrafter, Seate
 from windfall.sequence import Sequence
 from windfall.target import Target
 
-if TYPE_CHECKING:
-    from windfall.engine import Engine
+
+class Host(Protocol):
+    """What a text needs of the engine that asks for it."""
+
+    coupled: bool
+    costs: Costs
+    calibrators: defaultdict[str, Calibrator]
+    prefill_seconds: float  # of the text, told when it begins
 
 
 class Resident:
@@ -84,28 +93,28 @@ class Resident:
             self.cycles, self._seats, self._made_for = {}, None, self.judge.resized
 
     @torch.inference_mode()
-    def run(self, engine: Engine, sequence: Sequence) -> Iterator[Step]:
+    def run(self, host: Host, sequence: Sequence) -> Iterator[Step]:
         """The Steps of this text."""
         plan = plan_of(sequence.policy)
         assert plan is not None
         started = time.perf_counter()
         cycle = self._start(plan, sequence)
-        engine.prefill_seconds = time.perf_counter() - started
-        flight = Flight(cycle, Sprouting(sequence.params, engine.coupled, self.judge.dials), sequence)
-        context = self._context(engine, sequence)
+        host.prefill_seconds = time.perf_counter() - started
+        flight = Flight(cycle, Sprouting(sequence.params, host.coupled, self.judge.dials), sequence)
+        context = self._context(host, sequence)
         flight.launch(context)
         while True:
             flight.launch(context)
             step = flight.land()
             sequence.policy.observe(step)
-            engine.calibrators[sequence.regime].observe(step)
-            context = self._context(engine, sequence)
+            host.calibrators[sequence.regime].observe(step)
+            context = self._context(host, sequence)
             yield step
             if step.finish:
                 return
 
-    def _context(self, engine: Engine, sequence: Sequence) -> Context:
-        context = sequence.context(engine.costs, engine.calibrators[sequence.regime])
+    def _context(self, host: Host, sequence: Sequence) -> Context:
+        context = sequence.context(host.costs, host.calibrators[sequence.regime])
         if sequence.dice:
             self.judge.dials.kappa.fill_(sequence.dice.kappa)
         return context

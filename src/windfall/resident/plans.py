@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from windfall import flat
 from windfall.calibration import CHILDREN
@@ -17,6 +18,7 @@ from windfall.kernels.top import MOST as MOST_CHILDREN
 from windfall.policies.auto import Auto
 from windfall.policies.base import TreePolicy
 from windfall.policies.beam import Beam
+from windfall.policies.c2t import C2T
 from windfall.policies.chain import Chain
 from windfall.policies.ddd import DDD
 from windfall.policies.disco import Disco
@@ -29,8 +31,9 @@ from windfall.policies.svip import SVIP
 from windfall.resident.judge import MOST as MOST_ROWS
 from windfall.resident.parcel import Parcel
 from windfall.resident.seen import Order, Seen
+from windfall.resident.sieve import Sieve
 
-MOST_PASSES, MOST_NODES = 32, 2048
+MOST_PASSES, MOST_NODES = 32, 4096
 
 
 class Plan:
@@ -61,6 +64,15 @@ class Plan:
     def nodes(self) -> int:
         """The same for all passes."""
         return self.places(self.passes)
+
+    @property
+    def capacity(self) -> int:
+        """Places that the tree's arrays have: those of a pass more."""
+        return self.nodes + self.width * self.k
+
+    def sieve(self, device: torch.device) -> Sieve | None:
+        """What decides which of the drafted nodes may be chosen at all; None: all may."""
+        return None
 
     def suits(self, ctx: Context) -> bool:
         """Whether the plan does as the policy would, at these costs."""
@@ -223,6 +235,23 @@ class SpecDecPlan(WatchedBeamPlan):
         return specdecpp_shown(seen.logq(level), seen.leader(level), seen.entropy(level), level)
 
 
+class C2TPlan(WatchedBeamPlan):
+    """Nodes that a classifier thinks little of are neither expanded nor verified; it ends when none is left."""
+
+    policy: C2T
+    watches = ("promise",)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return (*super().key, id(self.policy.classifier), self.policy.beta)  # which lives as long as the plan
+
+    def sieve(self, device: torch.device) -> Sieve | None:
+        return Sieve(self.policy.classifier, self.policy.beta, device)
+
+    def goes_on(self, level: int, seen: Seen, ctx: Context) -> bool:
+        return seen.promise[0] > -math.inf
+
+
 class LTDPlan(Plan):
     """A beam of which two networks choose the depth and the rows to verify."""
 
@@ -331,6 +360,7 @@ PLANS: dict[type[TreePolicy], Any] = {  # its Plan, made of the policy alone
     SVIP: SVIPPlan,
     Disco: DiscoPlan,
     SpecDecPlusPlus: SpecDecPlan,
+    C2T: C2TPlan,
     LTD: LTDPlan,
     Auto: AutoPlan,
 }
@@ -343,4 +373,4 @@ def plan_of(policy: TreePolicy) -> Plan | None:
         return None
     plan: Plan = made(policy)
     fits = plan.rows <= MOST_ROWS and plan.k <= MOST_CHILDREN and plan.passes <= MOST_PASSES
-    return plan if fits and plan.nodes < MOST_NODES else None
+    return plan if fits and plan.capacity <= MOST_NODES else None

@@ -36,6 +36,7 @@ class Recorder:
         if device.type == "cuda":  # kernels are launched on the current device, which need not be that of their tensors
             self._there = torch.cuda.device(device)
         self.graphs: dict[Key, torch.cuda.CUDAGraph] = {}
+        self.recordings = 0  # tried
         self.failures = 0
         self.refused = ""  # why the last work that could not be recorded could not
 
@@ -49,6 +50,7 @@ class Recorder:
                 return
             work()
             if self.enabled:
+                self.recordings += 1
                 self._record(key, work)
 
     def refresh(self, key: Key, work: Callable[[], None]) -> None:

@@ -43,6 +43,11 @@ class SeatedTarget:
         self._states = torch.zeros(MOST, judge.width, dtype=judge.dtype, device=judge.device) if judge.taps else None
         self._logits: dict[Key, Tensor] = {}  # where each recorded pass leaves them
 
+    @property
+    def recordings(self) -> int:
+        """Passes that were recorded so far, the drafter's among them."""
+        return self.judge.recorder.recordings
+
     @torch.inference_mode()
     def prefill(self, prompts: list[list[int]], taps: tuple[int, ...] = ()) -> list[Tensor] | None:
         (prompt,) = prompts

@@ -18,6 +18,7 @@ from windfall.policies.ltd import Layers, Network, Pair, Rules
 from windfall.train.rl.config import KINDS, Config
 from windfall.train.rl.playing import Reward, play, tau, throughput
 from windfall.train.rl.sources import Source
+from windfall.train.rl.stages import Stage, stages
 
 if TYPE_CHECKING:
     from stable_baselines3 import PPO
@@ -27,19 +28,6 @@ DEFAULT: dict[str, Any] = {
     "fixed_depth": 6,
     "fixed_size": 59,
 }  # the beam that people have without choosing: 60 rows, the root counted
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One turn of one policy."""
-
-    place: int
-    kind: str
-    alone: bool
-
-    @property
-    def name(self) -> str:
-        return f"{self.place}-{self.kind}{'-alone' if self.alone else ''}"
 
 
 @dataclass(frozen=True)
@@ -68,12 +56,6 @@ class State:
     best: dict[str, Any] = field(default_factory=dict)  # network of each kind, best of its latest stage
     stage_best: float = -1.0
     written: tuple[bool, float] = (False, -1.0)  # of the pair on file: whether it is one, and its throughput
-
-
-def stages(config: Config) -> list[Stage]:
-    alone = KINDS if config.train == "both" else (config.train,)
-    kinds = [*((kind, True) for kind in alone), *((kind, False) for kind in config.turns)]
-    return [Stage(place, kind, first) for place, (kind, first) in enumerate(kinds)]
 
 
 def check_extra() -> None:
