@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -18,33 +19,49 @@ from windfall.policies.bandit import Bandit, Chooser, Evidence, parse_arms
 from windfall.records import InputError
 from windfall.target import Target
 
-LONGEST = 7  # tokens of a cycle
 CHANCES = (0.0, 0.55, 0.67, 0.71, 0.74)  # of one more token, by arm
+WARM_UP, STRETCH = 1500, 4000  # cycles
 
 
 class World:
     """Cycles of arms with known speeds: how many tokens come is a matter of luck, and a little the time they take."""
 
-    def __init__(self, seed: int) -> None:
-        self.chance = random.Random(seed)
+    def __init__(self, seed: int, chances: tuple[float, ...] = CHANCES, longest: int = 7, hiccups: float = 0.0) -> None:
+        self.chance, self.chances, self.longest, self.hiccups = random.Random(seed), chances, longest, hiccups
+        self.usual = [sum(chance**more for more in range(longest)) for chance in chances]  # tokens
 
     def cycle(self, arm: int, speed: float) -> tuple[int, float]:
-        tokens = 1
-        while tokens < LONGEST and self.chance.random() < CHANCES[arm]:
+        tokens, chance = 1, self.chances[arm]
+        while tokens < self.longest and self.chance.random() < chance:
             tokens += 1
-        usual = sum(CHANCES[arm] ** more for more in range(LONGEST))
-        return tokens, usual / speed * self.chance.lognormvariate(0, 0.1)
+        slowness = self.chance.lognormvariate(0, 0.1)
+        if self.hiccups and self.chance.random() < self.hiccups:
+            slowness += 5 * self.chance.paretovariate(1.5)  # of infinite variance
+        return tokens, self.usual[arm] / speed * slowness
 
     def speed(self, chooser: Chooser, speeds: list[float], warm_up: int, cycles: int) -> float:
         """Tokens per second as expected of the arms that were played, after a warm-up."""
         made = taken = 0.0
         for cycle in range(cycles):
             arm = chooser.arm
-            tokens, seconds = self.cycle(arm, speeds[arm])
-            chooser.observe(arm, tokens, seconds)
+            chooser.observe(arm, *self.cycle(arm, speeds[arm]))
             if cycle >= warm_up:
-                made, taken = made + speeds[arm] * seconds, taken + seconds
+                made, taken = made + self.usual[arm], taken + self.usual[arm] / speeds[arm]
         return made / taken
+
+    def loss(self, chooser: Chooser, speeds: list[float]) -> float:
+        """Share by which a stretch stays below the best arm."""
+        periods = chooser.memory / 2000
+        return 1 - self.speed(chooser, speeds, int(WARM_UP * periods), int(STRETCH * periods)) / max(speeds)
+
+    @property
+    def luck(self) -> float:
+        """The largest deviation of an arm's tokens per cycle, as a share of their mean."""
+        found = []
+        for chance, mean in zip(self.chances, self.usual, strict=True):
+            squares = sum((2 * more + 1) * chance**more for more in range(self.longest))
+            found.append((squares - mean * mean) ** 0.5 / mean)
+        return max(found)
 
 
 WORLDS = {  # speeds of the arms, the first is plain decoding; then those after a change
@@ -57,14 +74,77 @@ WORLDS = {  # speeds of the arms, the first is plain decoding; then those after 
 }
 
 
-@pytest.mark.parametrize("method", ["ucb", "thompson"])
-@pytest.mark.parametrize("world", WORLDS)
-def test_never_more_than_three_percent_below_the_best(world: str, method: str) -> None:
-    for seed in range(6):
-        chooser, cycles = Chooser(len(CHANCES), method), World(seed)
-        for speeds in WORLDS[world]:
-            found = cycles.speed(chooser, [float(speed) for speed in speeds], 1500, 4000)
-            assert found >= 0.97 * max(speeds), (seed, speeds)
+def bound(world: World, chooser: Chooser) -> float:
+    """What can be promised of a stretch: what may be spent, and what luck hides. See docs/learned.md."""
+    return chooser.explore + 2.5 * world.luck * (chooser.arms / chooser.memory) ** 0.5
+
+
+def known_worlds(seeds: range, **options: Any) -> list[tuple[float, float]]:
+    """Loss and bound of every stretch of the worlds above."""
+    found = []
+    for stretches in WORLDS.values():
+        for seed in seeds:
+            chooser, world = Chooser(len(CHANCES), **options), World(seed)
+            found += [(world.loss(chooser, [*map(float, speeds)]), bound(world, chooser)) for speeds in stretches]
+    return found
+
+
+def random_worlds(seeds: range, change: str = "slow", **options: Any) -> list[tuple[float, float]]:
+    """The same for two stretches of each of many worlds: 2-6 arms, near or far apart, more or less luck, hiccups.
+
+    Then the best arm gets `slow`, or another gets `fast`, which nobody sees who does not play it.
+    """
+    found = []
+    for seed in seeds:
+        chance = random.Random(f"world {seed}")
+        arms, furthest = chance.randint(2, 6), chance.choice((0.04, 0.15, 0.7))
+        speeds = [100 * (1 - chance.uniform(0, furthest)) for _ in range(arms - 1)] + [100.0]
+        chance.shuffle(speeds)
+        chances = (0.0, *(chance.uniform(0.4, 0.85) for _ in range(arms - 1)))
+        world = World(seed, chances, chance.randint(4, 16), chance.choice((0.0, 0.002, 0.01)))
+        chooser = Chooser(arms, **options)
+        found.append((world.loss(chooser, speeds), bound(world, chooser)))
+        best = speeds.index(100.0)
+        if change == "slow":
+            speeds[best] *= chance.uniform(0.3, 0.9)
+        else:
+            speeds[chance.choice([arm for arm in range(arms) if arm != best])] = 100 * chance.uniform(1.1, 1.8)
+        found.append((world.loss(chooser, speeds), bound(world, chooser)))
+    return found
+
+
+def test_near_the_best_arm_in_known_worlds() -> None:
+    found = known_worlds(range(6))
+    assert len(found) == 54 and all(loss <= 0.03 for loss, _ in found)
+
+
+def test_luck_bounds_the_loss_in_random_worlds() -> None:
+    found = random_worlds(range(20))
+    assert all(loss <= most for loss, most in found)
+    assert sum(loss > 0.03 for loss, _ in found) <= 4
+    assert sum(loss for loss, _ in found) < 0.015 * len(found)
+
+
+def test_a_hiccup_in_the_first_turn_is_no_verdict_either() -> None:
+    chooser, world = Chooser(2), World(0)
+    for seconds in (0.02, 0.02, 0.02, 0.02, 0.04, 60.0, 0.04, 0.04):
+        chooser.observe(chooser.arm, 1 + 3 * chooser.arm, seconds)
+    assert chooser.known[1].seconds == pytest.approx(0.04 * 8) and chooser.known[1].rate == pytest.approx(50)
+    assert world.speed(chooser, [50.0, 100.0], 0, 400) > 90
+
+
+def test_trials_are_booked_as_they_went() -> None:
+    chooser, world = Chooser(3), World(0)
+    world.speed(chooser, [50.0, 80.0, 100.0], 0, 400)
+    while not chooser._rival:
+        world.speed(chooser, [50.0, 80.0, 100.0], 0, 1)
+    tried, before, fading = chooser.arm, chooser.lost, math.exp(-4 / 2000)
+    assert tried != 2
+    rival = chooser._rival
+    for _ in range(4):
+        chooser.observe(tried, 6.0, 3 / rival)  # twice as fast as the best
+    assert chooser.lost == pytest.approx((before - 12 / rival) * fading)
+    assert chooser.lost <= chooser.explore * chooser.played
 
 
 def test_slow_drift_is_followed() -> None:
@@ -90,7 +170,7 @@ def test_a_hiccup_is_no_verdict() -> None:
 def test_after_a_contradiction_only_what_contradicted_is_known() -> None:
     chooser, cycles = Chooser(3), World(0)
     cycles.speed(chooser, [50.0, 60.0, 100.0], 0, 1200)
-    assert chooser.arm == 2
+    assert max(chooser.known, key=lambda own: own.rate) is chooser.known[2]
     for _ in range(400):
         before = chooser.turns
         cycles.speed(chooser, [50.0, 60.0, 30.0], 0, 1)
@@ -106,10 +186,11 @@ def test_evidence_by_hand() -> None:
         evidence.add(tokens, seconds)
     assert evidence.rate == 3.0
     # residues -2 and 2, and a prior of four turns that deviate by 0.35 of 6 tokens
-    assert evidence.error == pytest.approx(((8 + 4 * 2.1**2) / 6 * 2) ** 0.5 / 4)
+    assert evidence.error(evidence.rate) == pytest.approx(((8 + 4 * 2.1**2) / 6 * 2) ** 0.5 / 4)
     evidence.fade(0.5)
     assert evidence.rate == 3.0 and evidence.turns == 1.0
-    assert Evidence().error == float("inf")
+    assert evidence.error(6.0) == pytest.approx(2 * evidence.error(3.0))
+    assert Evidence().error(1.0) == float("inf")
 
 
 def test_arms_are_policies_and_presets() -> None:
@@ -161,8 +242,8 @@ def test_what_was_learnt_is_kept(tmp_path: Path) -> None:
         registry.policy("bandit", arms="chain", state=str(file))
     kept = json.loads(file.read_text("utf-8"))
     worded = [{**own, "turns": "3"} for own in kept["known"]]
-    wrong = (("arm", 9), ("known", kept["known"][:1]), ("known", worded), ("spent", "much"))
-    wrong = (*wrong, ("earned", float("nan")), ("turns", float("inf")))
+    wrong = (("arm", 9), ("known", kept["known"][:1]), ("known", worded), ("lost", "much"))
+    wrong = (*wrong, ("played", float("nan")), ("turns", float("inf")))
     for text in ("", "[]", "{}", *(json.dumps({**kept, name: value}) for name, value in wrong)):
         file.write_text(text, "utf-8")
         with pytest.raises(InputError, match="not what a bandit has learnt"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import random
 import re
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -25,7 +24,8 @@ from windfall.tree import DraftTree
 PLAIN = "none"
 ARMS = "none+chain:depth=4+beam:depth=4:k=4:nodes=16+eagle-3+auto"
 WARM_UP = 4  # turns of every arm to begin with, unless it is hopeless
-OPTIMISM = {"ucb": 3.0, "thompson": 2.0}  # standard errors, or the width of what is drawn
+HOPELESS = 3.0  # standard errors that it then lies below the fastest
+OPTIMISM = 0.75  # times the bonus of MOSS, √(2 ln(share / turns)) standard errors
 PRIOR, SPREAD = 4.0, 0.35  # before it is known: turns that this deviation of a turn, as a share, is worth
 LATELY = 12.0  # turns over which a change is looked for
 ALARM = 4.0  # standard errors that the last turns may lie off
@@ -59,69 +59,67 @@ class Evidence:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
-    def error(self) -> float:
-        """The standard error of that ratio."""
-        if not self.seconds:
-            return math.inf
-        rate, usual = self.rate, SPREAD * self.tokens / self.turns
+    def deviation(self) -> float:
+        """How far a turn's tokens lie from those expected of its seconds, as a share of a usual turn's."""
+        rate, usual = self.rate, self.tokens / self.turns
         residue = max(self.squares - 2 * rate * self.products + rate * rate * self.times, 0.0)
-        return math.sqrt((residue + PRIOR * usual * usual) / (self.turns + PRIOR) * self.turns) / self.seconds
+        return math.sqrt((residue / (usual * usual) + PRIOR * SPREAD * SPREAD) / (self.turns + PRIOR))
+
+    def error(self, rate: float) -> float:
+        """The standard error of this arm's rate, if it were this one."""
+        return rate * self.deviation / math.sqrt(self.turns) if self.turns and self.tokens else math.inf
 
 
 @dataclass
 class Chooser:
     """Which arm to play, a turn of `block` cycles at a time.
 
-    It plays the fastest arm so far, and another where that may be faster still: by its upper confidence bound, or by a
-    draw from what is known of it (Thompson). What such turns are expected to lose is paid from a budget, a small share
-    of the tokens made. Evidence fades; where an arm's last turns contradict those before, everything is learnt anew.
+    It plays the fastest arm so far, and another where that may be faster still (MOSS: the upper bound's width shrinks
+    to nothing as the arm gets its share of what is remembered). What such turns have lost, or gained, is booked as it
+    was measured, and no more than a small share of the time may be lost. Evidence fades; where an arm's last turns
+    contradict those before, everything is learnt anew. What this can promise, and what it cannot: docs/learned.md.
     """
 
     arms: int
-    method: str = "ucb"
     block: int = 4
-    explore: float = 0.01
+    explore: float = 0.0125
     memory: float = 2000.0
     arm: int = 0  # playing now
     turns: int = 0
-    spent: float = 0.0  # tokens that trying others is thought to have cost
-    earned: float = 0.0
+    lost: float = 0.0  # seconds, by trying others
+    played: float = 0.0  # seconds in all
     known: list[Evidence] = field(default_factory=list)  # of each arm
     recent: list[Evidence] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._chance = random.Random(0)
-        self._cycles, self._tokens, self._seconds = 0, 0.0, 0.0  # of this turn
+        self._cycles: list[tuple[float, float]] = []  # tokens and seconds of this turn
+        self._rival = 0.0  # the rate that this turn should have, or it loses; 0: it is not a trial
         if not self.known:
             self._begin()
 
     def _begin(self) -> None:
         self.known, self.recent = ([Evidence() for _ in range(self.arms)] for _ in range(2))
-        self.arm, self.turns, self.spent, self.earned = 0, 0, 0.0, 0.0
+        self.arm, self.turns, self.lost, self.played = 0, 0, 0.0, 0.0
 
     def observe(self, arm: int, tokens: float, seconds: float) -> None:
         """A cycle's tokens and seconds; after enough of them, the next arm's turn comes."""
         if arm != self.arm or seconds <= 0:  # a batch mate's, begun in the turn before
             return
-        known = self.known[arm]
-        if known.turns:
-            seconds = min(seconds, HICCUP * known.seconds / known.turns / self.block)
-        self._cycles, self._tokens, self._seconds = self._cycles + 1, self._tokens + tokens, self._seconds + seconds
-        if self._cycles >= self.block:
+        self._cycles.append((tokens, seconds))
+        if len(self._cycles) >= self.block:
             self._end_turn()
 
     def _end_turn(self) -> None:
+        tokens, seconds = self._made()
+        self._book(tokens, seconds)
         fading = math.exp(-self.block / self.memory)
-        if not self.earned:  # the first turn: as if this had gone on for long
-            self.earned = self._tokens * self.memory / self.block
         for evidence in self.known:
             evidence.fade(fading)
-        self.spent, self.earned = self.spent * fading, self.earned * fading + self._tokens
         lately = self.recent[self.arm]
         lately.fade(1 - 1 / LATELY)
         for evidence in (self.known[self.arm], lately):
-            evidence.add(self._tokens, self._seconds)
-        self._cycles, self._tokens, self._seconds = 0, 0.0, 0.0
+            evidence.add(tokens, seconds)
+        self.lost, self.played = self.lost * fading, self.played * fading + seconds
         self.turns += 1
         if self._contradicted():
             contradicting = self.arm
@@ -129,52 +127,70 @@ class Chooser:
             self.known[contradicting] = lately  # all that is known of how things are now
         self.arm = self._next()
 
+    def _made(self) -> tuple[float, float]:
+        """The turn's tokens and seconds, hiccups cut."""
+        known, times = self.known[self.arm], sorted(seconds for _, seconds in self._cycles)
+        usual = known.seconds / known.turns / self.block if known.turns else times[(len(times) - 1) // 2]
+        tokens = sum(tokens for tokens, _ in self._cycles)
+        self._cycles = []
+        return tokens, sum(min(seconds, HICCUP * usual) for seconds in times)
+
+    def _book(self, tokens: float, seconds: float) -> None:
+        if not self.played:  # the first turn: as if this had gone on for long
+            self.played = seconds * self.memory / self.block
+        if self._rival:  # a trial that gained pays for others, within limits
+            self.lost = max(self.lost + seconds - tokens / self._rival, -self.explore * self.played)
+
     def _contradicted(self) -> bool:
         known, lately = self.known[self.arm], self.recent[self.arm]
         if known.turns < 2 * LATELY or lately.turns < LATELY / 2:
             return False
-        return abs(lately.rate - known.rate) > ALARM * math.hypot(lately.error, known.error)
+        return abs(lately.rate - known.rate) > ALARM * math.hypot(lately.error(lately.rate), known.error(known.rate))
 
     def _next(self) -> int:
         leader = max(range(self.arms), key=lambda arm: self.known[arm].rate)
-        if self.turns < WARM_UP * self.arms and (new := self._hardly_tried(self.known[leader].rate)):
+        top, self._rival = self.known[leader].rate, 0.0
+        warm = self.turns >= WARM_UP * self.arms
+        if not warm and (new := self._hardly_tried(top)):
             return min(new, key=lambda arm: self.known[arm].turns)
-        hopeful = max(range(self.arms), key=self._hope)
-        price = self._price(hopeful, leader)
-        if self.spent + price > self.explore * self.earned:
+        hopeful = max(range(self.arms), key=lambda arm: self._hope(arm, top))
+        if hopeful == leader or self.lost + self._price(hopeful, top) > self.explore * self.played:
             return leader
-        self.spent += price
+        self._rival = top if warm else 0.0
         return hopeful
 
-    def _hardly_tried(self, least: float) -> list[int]:
+    def _hardly_tried(self, top: float) -> list[int]:
         """Arms that have not had their turns of the warm-up, and are not hopeless yet."""
-        bounds = {arm: own.rate + OPTIMISM["ucb"] * own.error for arm, own in enumerate(self.known)}
-        return [arm for arm, own in enumerate(self.known) if own.turns < WARM_UP - 0.5 and bounds[arm] >= least]
+        bounds = [own.rate + HOPELESS * own.error(top) for own in self.known]
+        return [arm for arm, own in enumerate(self.known) if own.turns < WARM_UP - 0.5 and bounds[arm] >= top]
 
-    def _hope(self, arm: int) -> float:
-        """How fast this arm may be."""
-        luck = 1.0 if self.method == "ucb" else self._chance.gauss(0, 1)
-        return self.known[arm].rate + OPTIMISM[self.method] * luck * self.known[arm].error
-
-    def _price(self, arm: int, leader: int) -> float:
-        """The tokens that a turn of this arm will probably lose."""
+    def _hope(self, arm: int, top: float) -> float:
+        """How fast this arm may be. Its noise is taken to be a fast arm's: an unlucky one looks slow and calm."""
         known = self.known[arm]
-        return (self.known[leader].rate - known.rate) * known.seconds / known.turns if known.turns else 0.0
+        if not known.turns:
+            return math.inf
+        share = self.memory / self.block / self.arms  # turns
+        return known.rate + OPTIMISM * math.sqrt(2 * max(math.log(share / known.turns), 0.0)) * known.error(top)
+
+    def _price(self, arm: int, top: float) -> float:
+        """The seconds that a turn of this arm will probably lose."""
+        known = self.known[arm]
+        return (1 - known.rate / top) * known.seconds / known.turns if known.turns else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """What was learnt, as plain data."""
-        found: dict[str, Any] = {name: getattr(self, name) for name in ("arm", "turns", "spent", "earned")}
+        found: dict[str, Any] = {name: getattr(self, name) for name in ("arm", "turns", "lost", "played")}
         return found | {name: [asdict(own) for own in getattr(self, name)] for name in ("known", "recent")}
 
     def recall(self, kept: dict[str, Any]) -> None:
         """Take over what was learnt; KeyError, TypeError, ValueError or OverflowError if it is nothing of the kind."""
         self.arm, self.turns = int(kept["arm"]), int(kept["turns"])
-        self.spent, self.earned = float(kept["spent"]), float(kept["earned"])
+        self.lost, self.played = float(kept["lost"]), float(kept["played"])
         self.known, self.recent = ([Evidence(**own) for own in kept[name]] for name in ("known", "recent"))
         sums = [value + 0.0 for own in self.known + self.recent for value in vars(own).values()]
         if not len(self.known) == len(self.recent) == self.arms > self.arm >= 0:
             raise ValueError("it is about other arms")
-        if not all(0 <= value < math.inf for value in (*sums, self.turns, self.spent, self.earned)):
+        if not all(0 <= value < math.inf for value in (*sums, self.turns, self.played)) or not math.isfinite(self.lost):
             raise ValueError("its numbers are none")
 
 
@@ -189,9 +205,8 @@ class Bandit(TreePolicy):
     uses_costs: ClassVar[bool] = True  # `auto` may be an arm
 
     arms: str | None = option(None, f"policies and presets with + between, settings after : (or @); none: {ARMS}")
-    method: str = option("ucb", "how uncertain arms are tried: upper bounds or draws", choices=("ucb", "thompson"))
     block: int = option(4, "cycles of a turn", low=1)
-    explore: float = option(0.01, "share of the tokens that may be lost by trying slower arms", low=0, high=1)
+    explore: float = option(0.0125, "share of the time that may be lost by trying slower arms", low=0, high=1)
     memory: float = option(2000.0, "cycles after which evidence has faded", low=10)
     state: str | None = option(None, "file in which what was learnt is kept between runs; none: it is forgotten")
 
@@ -199,7 +214,7 @@ class Bandit(TreePolicy):
         super().__post_init__()
         made = parse_arms(self.arms or ARMS)
         self.labels, self._arms = list(made), list(made.values())
-        self.chooser = Chooser(len(made), self.method, self.block, self.explore, self.memory)
+        self.chooser = Chooser(len(made), self.block, self.explore, self.memory)
         self._recall()
         self._playing = self.chooser.arm
         self._opened = False  # whether this text has been drafted for
@@ -220,7 +235,8 @@ class Bandit(TreePolicy):
 
     def observe(self, step: Step) -> None:
         self._arms[self._playing].observe(step)
-        if self._opened or not step.draft_passes:  # the first draft takes in the whole prompt, which is no arm's fault
+        warm = self._opened or not step.draft_passes  # the first draft takes in the whole prompt, which is no arm's fault
+        if warm and not step.recorded:
             self.chooser.observe(self._playing, step.accepted + 1, step.seconds.total)
         self._opened = self._opened or bool(step.draft_passes)
         if step.finish:
