@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,11 +32,11 @@ class Rows(NamedTuple):
         `stem` are the staged rows before the root's, `root` is the root's position.
         """
         size = len(nodes)
-        visible = torch.zeros(size, staged + size, dtype=torch.bool)
+        visible = np.zeros((size, staged + size), dtype=bool)
         visible[:, stem.start : stem.stop] = True
-        visible[:, list(slots.values())] = tree.mask()[nodes][:, list(slots)]
-        visible[:, staged:] = torch.eye(size, dtype=torch.bool)
-        return cls(tree.tokens[nodes], root + tree.depth[nodes], visible)
+        visible[:, list(slots.values())] = tree.ancestry()[nodes.numpy()][:, list(slots)]
+        visible[:, staged:] = np.eye(size, dtype=bool)
+        return cls(tree.tokens[nodes], root + tree.depth[nodes], torch.from_numpy(visible))
 
 
 class Packed(NamedTuple):
@@ -48,6 +49,8 @@ class Packed(NamedTuple):
 
 def pack(rows: list[Rows], lengths: list[int], staged: int, device: torch.device) -> Packed:
     """Pad to the longest; a padding row sees the prefix and itself, and no real row sees it."""
+    if len(rows) == 1:
+        return _alone(rows[0], lengths[0], device)
     batch, width, top = len(rows), max(len(r.tokens) for r in rows), max(lengths)
     tokens = torch.zeros(batch, width, dtype=torch.long)
     positions = torch.zeros(batch, width, dtype=torch.long)
@@ -61,6 +64,13 @@ def pack(rows: list[Rows], lengths: list[int], staged: int, device: torch.device
     committed = torch.arange(top) < torch.tensor(lengths)[:, None]  # [B, top]
     committed = committed.to(device)[:, None].expand(batch, width, top)
     return Packed(tokens.to(device), positions.to(device), torch.cat([committed, fresh.to(device)], 2))
+
+
+def _alone(row: Rows, length: int, device: torch.device) -> Packed:
+    """`pack` for one sequence, which needs no padding."""
+    committed = torch.ones(len(row.tokens), length, dtype=torch.bool, device=device)
+    mask = torch.cat([committed, row.visible.to(device)], 1)
+    return Packed(row.tokens[None].to(device), row.positions[None].to(device), mask[None])
 
 
 def unpack(padded: Tensor, rows: list[Rows]) -> list[Tensor]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from windfall.batch import Rows, pack
 from windfall.cache import KVCache
@@ -18,7 +19,7 @@ from windfall.drafters.base import Drafter, sprout
 from windfall.heads.base import FeatureHead, Guess
 from windfall.heads.layers import masked_attention
 from windfall.options import option
-from windfall.records import Grow
+from windfall.records import Grow, InputError
 from windfall.sampling import Dice
 from windfall.target import Target
 from windfall.tree import DraftTree
@@ -37,12 +38,28 @@ class FeatureHeadDrafter(Drafter):
         False, "draft from the target's whole vocabulary where the head only borrows it: dearer passes, longer paths"
     )
 
+    vocabulary_precision: str = option(
+        "auto",
+        "of the product with the draft vocabulary; auto: int8 on a CPU that has it, full elsewhere",
+        choices=("auto", "int8", "full"),
+    )
+
     def attach(self, target: Target) -> None:
         from windfall.heads.fitting import drafting
         from windfall.heads.loading import find_head
 
         head = find_head(self.model, target, "head")
-        self.head: FeatureHead = drafting(head, target, None) if self.whole else head
+        self.head: FeatureHead = self._rounded(drafting(head, target, None) if self.whole else head)
+
+    def _rounded(self, head: FeatureHead) -> FeatureHead:
+        """With the vocabulary in the precision that was asked for. A draft is only a guess: the text stays the same."""
+        from windfall.heads.fitting import rounding
+
+        wanted = self.vocabulary_precision
+        quick = None if wanted == "full" else rounding(head, anyway=wanted == "int8")
+        if quick is None and wanted == "int8":
+            raise InputError("int8 needs a CPU and a torch with oneDNN; leave vocabulary_precision out or set it full")
+        return quick or head
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -97,7 +114,7 @@ class FeatureHeadDrafter(Drafter):
         """None where there is nothing to start from, or the head's positions have no room for all of these nodes."""
         used = self._memory.cache.lengths[b] + len(self._tokens[b])
         longest: int = self.head.config.layer.max_position_embeddings
-        return grow if grow and used and used + int(tree.depth[grow.nodes].max()) <= longest else None
+        return grow if grow and used and used + int(tree.arrays.depth[grow.nodes.numpy()].max()) <= longest else None
 
     def _catch_up(self, grows: Sequence[Grow | None]) -> None:
         """Take in all pending columns but the root's before the first pass of a cycle, if they are many."""
@@ -167,4 +184,6 @@ class HeadMemory:
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         keys, values = self.cache.layers[layer].update(keys, values)
+        if queries.device.type == "cpu" and self.mask is not None:  # needs no copies of shared keys there
+            return F.scaled_dot_product_attention(queries, keys, values, self.mask[:, None], enable_gqa=True)
         return masked_attention(queries, keys, values, self.mask)

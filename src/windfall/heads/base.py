@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from windfall.heads.layers import Memory, Rotary
+from windfall.heads.rounded import Rounded
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class FeatureHead(nn.Module):
         self.draft_tokens: Tensor | None = None  # [Vd] target id of each draft id; None: the target's vocabulary
         self.agreement: float | None = None  # share of first guesses that were the target's, where that was measured
         self._shared: dict[str, Any] = {}
+        self.rounded: Rounded | None = None  # in place of the vocabulary, see `fitting.rounding`
         width = config.layer.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.flag("own_embedding") else None
         drafted = config.draft_vocab_size or config.vocab_size
@@ -93,6 +95,8 @@ class FeatureHead(nn.Module):
 
     def logits(self, state: Tensor) -> Tensor:
         """[.., H] → [.., Vd]"""
+        if self.rounded is not None:
+            return self.rounded(self.normed(state))
         return nn.functional.linear(self.normed(state), self.vocabulary, self.vocabulary_bias)
 
     def normed(self, state: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from windfall.errors import InputError
 from windfall.heads.base import FeatureHead
+from windfall.heads.rounded import pays, quicker, rounded
 
 if TYPE_CHECKING:
     from windfall.target import Target
@@ -36,6 +37,20 @@ def drafting(head: FeatureHead, target: Target, tokens: Tensor | None) -> Featur
     twin.config = dataclasses.replace(head.config, draft_vocab_size=None if tokens is None else len(tokens))
     output = target.model.get_output_embeddings()
     twin.borrow(target.model.get_input_embeddings().weight, output.weight, getattr(output, "bias", None))
+    return twin
+
+
+def rounding(head: FeatureHead, anyway: bool) -> FeatureHead | None:
+    """The same head with its vocabulary in int8 in place of the full one; None where there is no such product, or
+    (unless `anyway`) where it saves no time."""
+    full = head.vocabulary
+    product = rounded(full, head.vocabulary_bias) if anyway or pays(full) else None
+    if product is None or not (anyway or quicker(product, full)):
+        return None
+    twin = copy.copy(head)  # shares all weights but those of the vocabulary, which may go with the head
+    twin._modules = {name: module for name, module in head._modules.items() if name != "lm_head"}
+    twin._shared = {name: tensor for name, tensor in head._shared.items() if name == "embedding"}
+    twin.lm_head, twin.rounded = None, product
     return twin
 
 
