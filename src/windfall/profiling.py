@@ -48,7 +48,7 @@ WIDTHS = (1, 2, 4, 8, 16, 32)
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 LENGTHS = (64, 512, 2048, 8192)
 SECONDS = 60.0
-QUICK = {"rows": (1, 2, 4, 8, 16, 32), "lengths": (64, 512), "seconds": 3.5}
+QUICK = {"rows": (1, 2, 4, 8, 16, 32), "lengths": (64, 512), "seconds": 6.0}
 ROUNDS = 9  # at the most
 CHILDREN = 8  # of a node, in draft passes
 OPENING = 0  # stands for the width of a cycle's first draft pass
@@ -200,9 +200,10 @@ def _shape(model: Any) -> dict[str, Any]:
 
 
 def _drafter(drafter: Drafter) -> dict[str, Any]:
-    kind = type(drafter)
+    kind, decoder = type(drafter), getattr(drafter, "decoder", None)
     settings = {name: _plain(getattr(drafter, name)) for name in options_of(kind)}
-    return {"class": f"{kind.__module__}.{kind.__qualname__}", **settings}
+    found = {} if decoder is None else {"found": _shape(decoder.model)}  # what a path, or none, stands for
+    return {"class": f"{kind.__module__}.{kind.__qualname__}", **settings, **found}
 
 
 def _plain(value: Any) -> Any:
