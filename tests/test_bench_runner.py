@@ -28,7 +28,7 @@ from windfall.cli.bench import BenchOptions
 from windfall.cli.options import ModelOptions
 from windfall.cost import Costs
 from windfall.engine import Engine
-from windfall.records import InputError, Launch
+from windfall.records import InputError, Launch, SamplingParams
 from windfall.target import Target
 
 PROMPTS = [
@@ -387,6 +387,25 @@ def test_recorded_passes_have_room_for_the_longest_conversation(target: Target, 
     roomy = Target(tiny(max_position_embeddings=16384), target.tokenizer, "long")
     runner.make_room([plain.engine], roomy, PROMPTS, settings)
     assert plain.engine.resident is not None and plain.engine.resident.judge.capacity > max(before, 6000)
+
+
+def test_prompts_of_every_length_are_read_before_the_clock_runs(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where passes are recorded; each method at first, and no method otherwise."""
+    read: list[int] = []
+
+    def spied(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> Any:
+        read.extend(len(ids) for ids, own in zip(prompts, params, strict=True) if own.max_new_tokens == 1)
+        return plain(engine, prompts, params)
+
+    plain = runner.answer
+    monkeypatch.setattr(runner, "answer", spied)
+    bench(target, tmp_path / "plain", "chain:depth=3", PROMPTS)
+    assert not read
+    bench(target, tmp_path / "graphs", "chain:depth=3", PROMPTS, graphs=True)
+    wanted = {runner.prompt_length(prompt, target, Settings.prompt_tokens) // runner.LENGTHS for prompt in PROMPTS}
+    assert len(read) == 2 * len(wanted) and {length // runner.LENGTHS for length in read} == wanted
 
 
 def test_memory_is_measured_with_each_method_alone(

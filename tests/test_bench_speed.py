@@ -62,6 +62,17 @@ def measured(module_patch: pytest.MonkeyPatch) -> tuple[dict[str, Any], list[dic
     return kept[-1], kept
 
 
+def test_the_memory_of_a_method_is_that_of_an_engine_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, head, made = Target(tiny(), character_tokenizer()), random_head(), []
+    monkeypatch.setattr(speed, "peak_apart", lambda target, make, ids, params: made.append(make()) or 1000)
+    case, drafter = Case(PROMPTS[0], [1, 2], SamplingParams()), speed.Ready("head", {}, head)
+    plain, beam = (
+        speed.peak_of(target, method, drafter, case, Settings(**SHORT)) for method in parse_methods(["none,beam"])
+    )
+    assert (plain, beam) == (1000, 1000 + passes.size_of(head))  # the head was there before
+    assert [type(engine.policy).__name__ for engine in made] == ["NoSpeculation", "Beam"]
+
+
 def test_every_method_is_measured_in_every_regime(measured: Any) -> None:
     told, kept = measured
     ours = ["none", "beam:depth=3:k=3:nodes=8", "auto"]

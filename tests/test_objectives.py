@@ -93,21 +93,27 @@ def chain_mask(columns: int, passes: int) -> Tensor:
 
 def test_hass_mask_of_the_third_pass() -> None:
     """Row 5 of 6 sees true features in columns 0 to 3, the first pass's in 4, and its own input, the second's, in 5."""
-    columns, row, level = 6, 5, 2
-    third = chain_mask(columns, 3)[row - level].unflatten(
-        0, (3, columns)
-    )  # by level, the column of the key's own chain
+    columns, row, level, memory = 6, 5, 2, Chains()
+    names = torch.eye(3 * columns).unflatten(0, (3, columns))  # as values: what comes out tells which were seen
+    for values in names:
+        found = memory.attend(0, *(torch.randn(1, 1, columns, 3 * columns) for _ in range(2)), values[None, None])
+    third = found[0, 0, row - level].unflatten(0, (3, columns))  # by level, the column of the key's own chain
     rows = [[column + own for column in third[own].nonzero().flatten().tolist()] for own in range(3)]
     assert rows == [[0, 1, 2, 3], [4], [5]]
 
 
 @pytest.mark.parametrize("shared", [1, 3])
-def test_chains_see_the_text_and_themselves(shared: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "texts", "size"),
+    [(torch.float32, 2, 8), (torch.float32, 1, 7), (torch.float64, 2, 8)],
+    ids=["fused", "odd", "masked"],
+)
+def test_chains_see_the_text_and_themselves(dtype: torch.dtype, texts: int, size: int, shared: int) -> None:
     """Output and gradients of four passes, against one softmax under an explicit mask."""
     torch.manual_seed(0)
     passes, columns, memory = 4, 37, Chains()
     queries, keys, values = (
-        [torch.randn(2, heads, columns, 8, requires_grad=True) for _ in range(passes)]
+        [torch.randn(texts, heads, columns, size, dtype=dtype, requires_grad=True) for _ in range(passes)]
         for heads in (6, 6 // shared, 6 // shared)
     )
     ours = [memory.attend(0, *rows) for rows in zip(queries, keys, values, strict=True)]

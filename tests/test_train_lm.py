@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 
 import windfall
 from tiny import VOCABULARY, prompt, tiny
-from windfall import shipped
+from windfall import profiling, registry, shipped
 from windfall.cli import app
 from windfall.drafters.lm import LMDrafter
+from windfall.engine import Engine
 from windfall.heads.loading import find_head
 from windfall.models import load_model
 from windfall.records import InputError
@@ -122,11 +123,12 @@ def test_the_shipped_model_is_for_one_target_only(
 ) -> None:
     monkeypatch.setattr(shipped, "FOLDER", tmp_path)
     drafter = LMDrafter()
-    drafter.attach(target)
+    itself = profiling.describe(Engine(target, drafter, registry.policy("none")))
     assert drafter.decoder.model is target.model  # a check
     shutil.copytree(trained, tmp_path / "small")
-    drafter.attach(target)
+    small = profiling.describe(Engine(target, drafter, registry.policy("none")))
     assert drafter.decoder.model.config.num_hidden_layers == 2
+    assert small != itself  # what passes cost is another matter
     with pytest.raises(InputError, match="no head"):
         find_head(None, target)
     drafter.attach(other := Target(tiny(seed=1)))
@@ -142,7 +144,13 @@ def test_same_seed_same_text_with_a_light_drafter(target: Target, trained: Path,
     assert drafted.stats.tau > 1.2
 
 
-def test_a_light_folder_refuses_another_target(trained: Path) -> None:
+@pytest.mark.parametrize("older", [False, True])
+def test_a_light_folder_refuses_another_target(older: bool, trained: Path, tmp_path: Path) -> None:
+    """Older ones have the target's name alone."""
+    if older:
+        trained = Path(shutil.copytree(trained, tmp_path / "older"))
+        config = json.loads((trained / "config.json").read_text())
+        (trained / "config.json").write_text(json.dumps({**config, "windfall_target": "tiny"}))
     narrow = Target(tiny(hidden_size=16, intermediate_size=24), name="narrow")
     with pytest.raises(
         InputError, match=r"from tiny \(61 tokens of width 32\); this target has 61 of width 16"

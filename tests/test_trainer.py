@@ -174,8 +174,9 @@ def test_copies_of_the_targets_matrices_do_not_learn(tmp_path: Path, texts: Path
 def test_what_cannot_be_learnt_from_ends_at_once(tmp_path: Path, texts: Path, target: Target) -> None:
     with pytest.raises(InputError, match="the loss is no number any more at step 10; take a lower --rate"):
         train(tmp_path / "hot", texts, target, rate=1e30, clip=0)
-    with pytest.raises(InputError, match="--dtype bfloat16 or float32"):
-        train(tmp_path / "half", texts, Target(tiny(dtype=torch.float16)))
+    for dtype in (torch.float16, torch.float64):
+        with pytest.raises(InputError, match="--dtype bfloat16 or float32"):
+            train(tmp_path / "half", texts, Target(tiny(dtype=dtype)))
 
 
 def test_muon_is_for_matrices_inside_layers() -> None:

@@ -56,7 +56,7 @@ def _check_sizes(config: Any, label: str, found: tuple[int, int]) -> None:
 
 def _lender(config: Any) -> str:
     told = getattr(config, TARGET, {})
-    return str(told.get("name", "another model"))
+    return str(told.get("name", "another model") if isinstance(told, dict) else told)  # older folders have the name
 
 
 def hollow(config: Any) -> Any:

@@ -41,6 +41,7 @@ from windfall.sampling import Dice
 from windfall.target import Target
 
 WARM_UP = 64  # tokens of each warm-up prompt, at the most
+LENGTHS = 32  # prompts whose lengths differ by less are read alike, or nearly so
 LONGEST = 16  # characters of a token, on average: whole books need not be tokenized
 PROMPT_TOKENS = 200  # of texts to be continued
 TEMPLATE = 32  # tokens that a chat template puts around a turn, at the most
@@ -330,7 +331,7 @@ class Bench:
         total = sum(len(job.prompts) for job in every)
         self.progress(len(self.store.done), total)
         if jobs:
-            self._warm_up()
+            self._warm_up(prompts)
         for job in jobs:
             for record in self._converse(job):
                 self.store.append(record)
@@ -354,11 +355,14 @@ class Bench:
         method, rest = job.contender.method.label, (job.temperature, job.repeat)
         return [p for p in job.prompts if (method, p.task, p.id, *rest) not in self.store.done]
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, prompts: Sequence[Prompt]) -> None:
         """Let every method speak at every temperature, untimed, and keep what it learnt as its state to begin with."""
         kept, learnt = self.store.warm_up, {}
         for contender in self.contenders:
             label = contender.method.label
+            if contender.engine.resident is not None:
+                contender.reset(State(contender.method.make()))
+                self._read_all_lengths(contender.engine, prompts)
             for temperature in (heat for heat in self.settings.temperatures if self.settings.wants(label, None, heat)):
                 contender.reset(State(contender.method.make()))
                 for sample in SAMPLES[: self.settings.warm_up]:
@@ -372,6 +376,12 @@ class Bench:
                 restored = {regime: Calibrator.of_dict(own) for regime, own in learnt[name].items()}
                 contender.states[temperature] = State(contender.engine.policy, restored)
         self.store.keep_warm_up(learnt)
+
+    def _read_all_lengths(self, engine: Engine, prompts: Sequence[Prompt]) -> None:
+        """Record the passes that read prompts, which depend on their lengths: no text's time shall pay for that."""
+        asked = [question(prompt, [], engine, self.settings.prompt_tokens) for prompt in prompts]
+        for ids in {len(ids) // LENGTHS: ids for ids in asked}.values():
+            answer(engine, [ids], [SamplingParams(max_new_tokens=1)])
 
     def _params(self, temperature: float, seed: int, tokens: int) -> SamplingParams:
         eos = () if self.settings.ignore_eos else None

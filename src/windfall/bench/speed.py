@@ -10,13 +10,15 @@ from typing import Any
 import torch
 
 from windfall.bench.contest import LOOKUP, Case, Contest, Settings, cases_of, entries, transformers_answer
+from windfall.bench.memory import peak_apart
 from windfall.bench.methods import DrafterSpec, Method
 from windfall.bench.passes import bandwidth, measure_passes, module_of, row_size, size_of, weights_read
-from windfall.bench.runner import Contender, answer, assemble
+from windfall.bench.runner import Contender, assemble
 from windfall.bench.tasks import Prompt
 from windfall.drafters.base import Drafter
 from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.drafters.lm import LMDrafter
+from windfall.engine import Engine
 from windfall.resident.loop import Resident
 from windfall.target import Target
 
@@ -40,27 +42,20 @@ class Result:
         return {"what": "speed of passes and methods", **asdict(self)}
 
 
-def peak_of(target: Target, method: Method, drafter: DrafterSpec, case: Case, settings: Settings) -> int | None:
-    """The most bytes that this method alone needs for one answer, weights included; None but on a CUDA device."""
-    if target.device.type != "cuda":
-        return None
+def peak_of(target: Target, method: Method, drafter: DrafterSpec, case: Case, settings: Settings) -> int:
+    """The most bytes of a CUDA device that this method alone needs for one answer, weights included."""
     loaded = size_of(drafter.model) if isinstance(drafter, Ready) and not method.plain and not method.drafter else 0
-    _clear()
-    before = torch.cuda.memory_allocated(target.device)
-    torch.cuda.reset_peak_memory_stats(target.device)
-    (contender,) = assemble([method], target, drafter, settings.couplings[0], launch=settings.launch)
-    contender.engine.policy = method.make()
-    answer(contender.engine, [case.ids], [case.params])
-    peak = torch.cuda.max_memory_allocated(target.device)
-    del contender
-    _clear()
-    return int(peak - before) + size_of(target.model) + loaded
+
+    def make() -> Engine:
+        (contender,) = assemble([method], target, drafter, settings.couplings[0], launch=settings.launch)
+        contender.engine.policy = method.make()
+        return contender.engine
+
+    return peak_apart(target, make, case.ids, case.params) + loaded
 
 
-def transformers_peak(target: Target, case: Case, assistant: Any) -> int | None:
+def transformers_peak(target: Target, case: Case, assistant: Any) -> int:
     """The same for transformers' own loops; an assistant's weights are counted too."""
-    if target.device.type != "cuda":
-        return None
     _clear()
     before = torch.cuda.memory_allocated(target.device)
     torch.cuda.reset_peak_memory_stats(target.device)
@@ -138,13 +133,11 @@ def measure(
 
     longest = max(cases, key=lambda case: len(case.ids))
     for place, method in enumerate(methods if target.device.type == "cuda" else ()):
-        if not place:  # the first engine of all merges weights, which takes memory for a moment
-            peak_of(target, method, drafter, longest, settings)
-        contest.peaks[method.label] = peak_of(target, method, drafter, longest, settings) or 0
+        contest.peaks[method.label] = peak_of(target, method, drafter, longest, settings)
         progress("Memory", place + 1, len(methods))
     if target.device.type == "cuda" and settings.hf:
         for entry in (each for each in contest.entries if each.transformers):
-            contest.peaks[entry.label] = transformers_peak(target, longest, entry.assistant) or 0
+            contest.peaks[entry.label] = transformers_peak(target, longest, entry.assistant)
     result.profiles = attach(contenders)
     for _ in contest.run(lambda *done: progress("Methods", *done)):
         result.methods = contest.rows

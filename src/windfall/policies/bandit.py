@@ -235,7 +235,7 @@ class Bandit(TreePolicy):
 
     def observe(self, step: Step) -> None:
         self._arms[self._playing].observe(step)
-        warm = self._opened or not step.draft_passes  # the first draft takes in the whole prompt, which is no arm's fault
+        warm = self._opened or not step.draft_passes  # the first draft takes in the prompt, which is no arm's fault
         if warm and not step.recorded:
             self.chooser.observe(self._playing, step.accepted + 1, step.seconds.total)
         self._opened = self._opened or bool(step.draft_passes)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from windfall.heads.layers import masked_attention
+
 aten = torch.ops.aten
 
 
@@ -39,6 +41,8 @@ class Chains:
         """`text`: as many heads as the queries have; `own`: later passes, fewer heads."""
         if not own:
             return F.scaled_dot_product_attention(queries, *text, is_causal=True)
+        if not _fused(queries):
+            return _masked(queries, text, own)
         chain = (torch.stack(parts, 3) for parts in zip(*own, strict=True))  # [B, kv_heads, L, passes, d]
         out: Tensor = _TextAndChain.apply(queries, *text, *chain)  # type: ignore[no-untyped-call]
         return out
@@ -117,5 +121,23 @@ def _causal_backward(
     return found[0], found[1], found[2]
 
 
+def _fused(queries: Tensor) -> bool:
+    """Whether one of these kernels takes such rows."""
+    if not queries.is_cuda:
+        return queries.device.type == "cpu" and queries.dtype != torch.float64
+    return _flashes(queries) or (queries.dtype == torch.float32 and queries.shape[-1] % 4 == 0)
+
+
 def _flashes(queries: Tensor) -> bool:
-    return queries.dtype in (torch.bfloat16, torch.float16) and queries.shape[-1] % 8 == 0
+    half, size = queries.dtype in (torch.bfloat16, torch.float16), queries.shape[-1]
+    return half and size % 8 == 0 and size <= 256 and torch.cuda.get_device_capability(queries.device) >= (8, 0)
+
+
+def _masked(queries: Tensor, text: tuple[Tensor, Tensor], own: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The same by an explicit mask, for what no such kernel takes."""
+    groups, count = queries.shape[1] // own[0][0].shape[1], queries.shape[2]
+    rows = [text, *((keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)) for keys, values in own)]
+    keys, values = (torch.cat(parts, 2) for parts in zip(*rows, strict=True))
+    every = torch.ones(count, count, dtype=torch.bool, device=queries.device)
+    mask = torch.cat([every.tril(), *[every.tril().triu()] * len(own)], -1)  # [L, (1 + passes) * L]
+    return masked_attention(queries, keys, values, mask[None])

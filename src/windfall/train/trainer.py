@@ -49,8 +49,9 @@ class Trainer:
 
     def __init__(self, head: nn.Module, objective: Objective, teacher: Teacher, recipe: Recipe, folder: Path):
         self.head, self.objective, self.teacher, self.recipe = head, objective, teacher, recipe
-        if teacher.dtype == torch.float16:
-            raise InputError("gradients vanish in float16; load the target with --dtype bfloat16 or float32")
+        if teacher.dtype not in (torch.bfloat16, torch.float32):  # in float16 gradients vanish
+            name = str(teacher.dtype).removeprefix("torch.")
+            raise InputError(f"nothing can be trained in {name}; load the target with --dtype bfloat16 or float32")
         self.path = folder / CHECKPOINT
         self.device = next(head.parameters()).device
         if self.device.type == "cuda":
