@@ -15,6 +15,7 @@ from test_policies_adaptive import verified
 from tiny import prompt, tiny
 from windfall import registry
 from windfall.engine import Engine
+from windfall.policies import bandit
 from windfall.policies.bandit import Bandit, Chooser, Evidence, parse_arms
 from windfall.records import InputError
 from windfall.target import Target
@@ -214,6 +215,13 @@ def run(policy: Any, texts: int = 6) -> list[list[int]]:
     return [engine.generate(prompt(seed=seed), max_new_tokens=30).token_ids for seed in range(texts)]
 
 
+@pytest.fixture
+def unalarmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However unsteady the clock of this machine is, nothing is learnt anew."""
+    monkeypatch.setattr(bandit, "ALARM", math.inf)
+
+
+@pytest.mark.usefixtures("unalarmed")
 def test_texts_share_what_was_learnt_and_stay_the_same() -> None:
     policy = registry.policy("bandit", arms="chain:depth=2+beam:depth=2:k=2+gammatune", block=2)
     assert run(policy) == run(registry.policy("none"))
@@ -232,6 +240,7 @@ def test_batch_mates_play_the_same_arm() -> None:
     assert all(len(passes) == 1 for passes in played[:-4]), "near the end the room is short"
 
 
+@pytest.mark.usefixtures("unalarmed")
 def test_what_was_learnt_is_kept(tmp_path: Path) -> None:
     file = tmp_path / "new" / "state.json"
     first = registry.policy("bandit", arms="chain+beam", state=str(file))
