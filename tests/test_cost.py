@@ -271,3 +271,10 @@ def test_profiles_survive_json(engine: Engine) -> None:
     profile = Profile(COSTS, profiling.describe(engine), True, 3, 1.0, True)
     assert Profile.of_dict(json.loads(json.dumps(profile.as_dict()))) == profile
     assert dataclasses.replace(profile, rounds=4) != profile
+
+
+def test_disturbances_do_not_count() -> None:
+    """Whatever else runs only adds to a pass's time."""
+    assert profiling.undisturbed([3.0]) == 3.0
+    assert profiling.undisturbed([9.0, 3.0, 4.0, 3.5]) == 3.0
+    assert profiling.undisturbed([9.0, 3.0, 4.0, 3.5, 3.2, 8.0, 3.1, 7.0, 5.0]) == 3.2
