@@ -255,9 +255,9 @@ def measure(
                 overheads.append(taken)
                 if clock.over:
                     break
-    first = undisturbed(drafts.pop(OPENING))
+    first = quickest_quarter(drafts.pop(OPENING))
     drafted = sorted(drafts) or [1]
-    times = monotone([undisturbed(drafts.get(width, [first])) for width in drafted])
+    times = monotone([quickest_quarter(drafts.get(width, [first])) for width in drafted])
     opening = max(first - times[0], 0.0)
     costs = Costs(Curve(tuple(drafted), tuple(times), stepped), verifies.curves(stepped), median(overheads), opening)
     steady = clock.undisturbed and verifies.spread < UNSTEADY
@@ -275,9 +275,9 @@ def _measure_resident(engine: Engine, resident: Resident, clock: Clock) -> Profi
             for _ in range(ROUNDS // 2):
                 for width, seconds in _draft_passes(engine, text, WIDTHS):
                     taken[width].append(seconds)
-        first = undisturbed(taken.pop(OPENING))
+        first = quickest_quarter(taken.pop(OPENING))
         widths = tuple(sorted(taken)) or (1,)
-        times = monotone([undisturbed(taken.get(width, [first])) for width in widths])
+        times = monotone([quickest_quarter(taken.get(width, [first])) for width in widths])
         found = replace(found, drafts=Curve(widths, tuple(times)), opening=max(first - times[0], 0.0))
     clock.progress(1.0)
     return Profile(found, describe(engine), True, 1, clock.elapsed, True)
@@ -414,7 +414,7 @@ class VerifyPasses:
         lengths = sorted({length for length, _ in self.sizes})
         rows = [size for length, size in self.sizes if length == lengths[0]]
         lengths = [length for length in lengths if (length, rows[-1]) in self.samples]
-        grid = [monotone([undisturbed(self.samples[length, size]) for size in rows]) for length in lengths]
+        grid = [monotone([quickest_quarter(self.samples[length, size]) for size in rows]) for length in lengths]
         grid = [list(column) for column in zip(*map(monotone, zip(*grid, strict=True)), strict=True)]
         if len(rows) == 1:  # there was no time for more, which must not make them seem free
             rows, grid = [rows[0], rows[0] + UNSEEN], [[one, 2 * one] for (one,) in grid]
@@ -423,7 +423,7 @@ class VerifyPasses:
         )
 
 
-def undisturbed(taken: Sequence[float]) -> float:
+def quickest_quarter(taken: Sequence[float]) -> float:
     """What a pass takes: whatever disturbs it only adds, and hits some sizes more than others."""
     return sorted(taken)[(len(taken) - 1) // 4]
 

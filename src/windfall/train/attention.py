@@ -138,6 +138,6 @@ def _masked(queries: Tensor, text: tuple[Tensor, Tensor], own: list[tuple[Tensor
     groups, count = queries.shape[1] // own[0][0].shape[1], queries.shape[2]
     rows = [text, *((keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)) for keys, values in own)]
     keys, values = (torch.cat(parts, 2) for parts in zip(*rows, strict=True))
-    every = torch.ones(count, count, dtype=torch.bool, device=queries.device)
-    mask = torch.cat([every.tril(), *[every.tril().triu()] * len(own)], -1)  # [L, (1 + passes) * L]
+    past = torch.ones(count, count, dtype=torch.bool, device=queries.device).tril()
+    mask = torch.cat([past, *[torch.eye(count, dtype=torch.bool, device=past.device)] * len(own)], -1)
     return masked_attention(queries, keys, values, mask[None])
