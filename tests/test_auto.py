@@ -97,6 +97,14 @@ def test_a_useless_drafter_costs_next_to_nothing() -> None:
     assert ours > 0.97 / (costs.verify(1, 32) + costs.overhead)
 
 
+@pytest.mark.parametrize("gain", [1.0, 12.0])
+def test_what_a_fast_text_makes_time_worth_does_not_end_drafting(gain: float) -> None:
+    """At a high pace a draft pass costs more than the first one alone earns, and it is drafting that made the pace."""
+    context = Context(32, 64, 0.0, CURVES["flat, cheap head"], Calibrator())
+    context.calibrator.gain = gain
+    assert flat.suits(context)
+
+
 def test_worthless_speculation_ends() -> None:
     """Where a second row costs ten, one row is verified from then on, and little time goes into drafting."""
     simulation, policy = Simulation(*pair(3.0), WORTHLESS), registry.policy("auto")

@@ -63,6 +63,36 @@ def test_kappa_grows_for_an_overconfident_drafter() -> None:
     assert calibrator.kappa > 1.2
 
 
+def test_kappa_is_moved_by_every_family_of_which_a_child_was_drawn() -> None:
+    logq = np.log([0.6, 0.3, 0.1, 0.9, 0.05, 0.5, 0.4])
+    families, accepted = np.array([0, 0, 0, 3, 3, 9, 9]), np.array([0, 1.0, 0, 0, 0, 1.0, 0])
+    expected = 1.0
+    for family in (0, 9):
+        own, hit = logq[families == family], accepted[families == family] > 0
+        expected *= np.exp(0.02 * (np.exp(own) @ own / np.exp(own).sum() - own[hit][0]))
+    calibrator = Calibrator()
+    calibrator._fit_kappa(logq, accepted, families)
+    assert calibrator.kappa == pytest.approx(expected) and calibrator.kappa != 1
+    calibrator._fit_kappa(logq, np.zeros(7), families)
+    assert calibrator.kappa == pytest.approx(expected)
+
+
+def test_as_many_passes_need_no_decision_as_four_of_five_cycles_exceed() -> None:
+    calibrator, numbers = Calibrator(), np.random.default_rng(0)
+    assert calibrator.least == 1
+    wanted = numbers.integers(3, 13, 4000)
+    levels = []
+    for each in wanted:
+        levels.append(calibrator.least)
+        calibrator.drafted(max(int(each), calibrator.least + 1))  # fewer than that nobody can ask for
+    ended = np.mean([each <= least + 1 for each, least in zip(wanted[200:], levels[200:], strict=True)])
+    assert 0.17 < ended < 0.23 and 3 <= np.mean(levels[200:]) <= 5
+    assert Calibrator.of_dict(calibrator.as_dict()).least == calibrator.least
+    for _ in range(40):
+        calibrator.drafted(2)
+    assert calibrator.least == 1
+
+
 def test_it_relaxes_to_the_prior() -> None:
     calibrator, *_ = overconfident(50)
     for _ in range(20_000):

@@ -118,10 +118,12 @@ def test_policies_that_learn_write_the_same_text(family: str, kind: str, policy:
     assert max(step.draft_passes for step in found.steps) > 0
 
 
+@pytest.mark.parametrize("least", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["eagle3", "lm"])
-def test_auto_follows_the_plain_rule(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("observe", "foresee", "pace"):  # nothing is learnt, so that the device cannot lag behind
+def test_auto_follows_the_plain_rule(kind: str, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("observe", "foresee", "pace", "drafted"):  # nothing is learnt, so that the device cannot lag behind
         monkeypatch.setattr(Calibrator, name, lambda self, *given: None)
+    monkeypatch.setattr(Calibrator, "least", least)
     wanted, found, _ = both("llama", kind, "auto")
     assert found.token_ids == wanted.token_ids
     assert {step.draft_passes for step in wanted.steps[:3]} - {0, 1}

@@ -23,7 +23,9 @@ BUCKETS = (0.35, 0.75)  # of a parent's own chance
 CHILDREN = 8  # siblings whose acceptance is foreseen
 STEADY = 0.97  # of the outlook, per expanded node
 KAPPA = (0.4, 2.5)
-READ_EVERY = 4  # cycles between two steps of the fit, once EAGER nodes were judged
+SHARP = 80.0  # log-odds between siblings beyond which one of them is all there is
+MOST_PASSES = 8  # draft passes that nobody is asked about, at the most
+READ_EVERY = 4  # cycles of a text between two steps of the fit, once EAGER nodes were judged
 EAGER = 64
 
 
@@ -59,6 +61,7 @@ class Calibrator:
         # ^ by the parent's depth, its chance, bad or good, the child's rank
         self._good = [[0.5] * 3 for _ in range(DEPTHS)]  # how often it is good
         self.gain = 1.0  # tokens per second, as a multiple of plain decoding's, lately
+        self.usual = 1.0  # draft passes that nearly all cycles have, lately
         self.version = 0  # of all the above, but for kappa
 
     def chances(self, tree: DraftTree) -> Floats:
@@ -111,25 +114,36 @@ class Calibrator:
         self.gain = max(self.gain, 1.0)
         self.version += 1
 
+    @property
+    def least(self) -> int:
+        """Draft passes that need no decision, where each decision costs time."""
+        return int(self.usual)
+
+    def drafted(self, passes: int) -> None:
+        """Learn how many passes cycles have: so many that one in five would rather have had fewer."""
+        change = 0.1 if passes > self.least + 1 else -0.4
+        self.usual = min(max(self.usual + change, 1.0), MOST_PASSES)
+
     def observe(self, step: Step) -> None:
         """Learn from a cycle: every verified node whose parent was accepted was either accepted or not."""
         if len(step.tree) == 1:
             return
         self._unread.append(step)
-        if len(self._unread) >= READ_EVERY or self.observed < EAGER:
+        if len(self._unread) >= READ_EVERY or self.observed < EAGER or step.finish:
             self._read()
 
     def _read(self) -> None:
         """Take in the cycles seen since the last time, in one step of the fit."""
         cycles, self._unread = self._unread, []
-        parts = []
+        parts: list[tuple[NDArray[Any], ...]] = []
+        nodes_before = 0
         for step in cycles:
             nodes, accepted = judged(step)
-            trees = (step.tree.logq, step.tree.depth, step.tree.rank, step.tree.parents)
-            logq, depth, rank, parents = (x.numpy()[nodes] for x in trees)
-            parts.append((logq, depth, rank, accepted))
-            self._fit_kappa(logq, accepted, parents)
-        logq, depth, rank, accepted = (np.concatenate(part) for part in zip(*parts, strict=True))
+            known, own = step.tree.arrays, step.tree.arrays.parents[nodes] + nodes_before
+            parts.append((known.logq[nodes], known.depth[nodes], known.rank[nodes], accepted, own))
+            nodes_before += len(step.tree)
+        logq, depth, rank, accepted, families = (np.concatenate(part) for part in zip(*parts, strict=True))
+        self._fit_kappa(logq, accepted, families)
         features = self._features(logq, depth, rank)
         chance = _sigmoid(features @ self.weights)
         faded = FORGET ** len(cycles) * self._evidence
@@ -145,17 +159,22 @@ class Calibrator:
         self.weights *= RELAX
         self.weights[0] += 1 - RELAX
 
-    def _fit_kappa(self, logq: Floats, accepted: Floats, parents: NDArray[np.int64]) -> None:
+    def _fit_kappa(self, logq: Floats, accepted: Floats, families: NDArray[np.int64]) -> None:
         """One step up the likelihood of which sibling was drawn, as a function of how sharp the drafter is taken to be.
 
         Only where one of the siblings was drawn: among them the softmax is exact, whatever lies outside the tree.
         """
-        for parent in parents[accepted > 0]:
-            own, hit = logq[parents == parent], accepted[parents == parent] > 0
-            share = np.exp(own - own.max())
-            surprise = float(share @ own / share.sum() - own[hit][0])
-            self.kappa *= math.exp(0.02 * max(-3.0, min(3.0, surprise)))
-        self.kappa = min(max(self.kappa, KAPPA[0]), KAPPA[1])
+        hits = np.flatnonzero(accepted)
+        drawn = np.full(families.max() + 1, np.nan)  # by family
+        drawn[families[hits]] = logq[hits]
+        over = logq - drawn[families]  # a sibling's log-probability over that of the one that was drawn
+        inside = over == over
+        family, over = families[inside], over[inside]
+        share = np.exp(np.minimum(over, SHARP))
+        shares = np.bincount(family, share)
+        surprise = np.bincount(family, share * over)[shares > 0] / shares[shares > 0]
+        kappa = self.kappa * math.exp(0.02 * np.clip(surprise, -3.0, 3.0).sum())
+        self.kappa = min(max(kappa, KAPPA[0]), KAPPA[1])
 
     @staticmethod
     def _features(logq: Floats, depth: Floats, rank: Floats) -> Floats:
@@ -177,6 +196,7 @@ class Calibrator:
             "good": self._good,
             "kappa": self.kappa,
             "gain": self.gain,
+            "usual": self.usual,
             "observed": self.observed,
         }
 
@@ -196,6 +216,7 @@ class Calibrator:
         made.weights, made._evidence = found["weights"], found["evidence"]
         made._outlook, made._good = found["outlook"].tolist(), found["good"].tolist()
         made.kappa, made.gain, made.observed = float(saved["kappa"]), float(saved["gain"]), int(saved["observed"])
+        made.usual = float(saved.get("usual", 1.0))
         return made
 
 

@@ -17,7 +17,6 @@ from windfall.tree import DraftTree
 
 PASSES = 12  # draft passes at the most
 WIDTH = 8  # nodes of a pass
-LEAST = 1  # passes before anybody looks
 ROWS = (1, 4, 8, 16, 24, 32, 48, 64, 96)  # sizes of verify passes
 STEEP = 2.0  # a pass over the most rows may cost so many times one row's
 CHEAP = 0.12  # and a draft pass so much of it
@@ -34,24 +33,28 @@ def is_flat(costs: Costs, length: int) -> bool:
 
 
 def suits(ctx: Context) -> bool:
-    """Whether to draft by this rule, which never leaves it at plain decoding: rows are cheap here, and what a cycle's
-    first pass brings has lately been worth it."""
+    """Whether to draft by this rule, which never leaves it at plain decoding: rows are cheap here, and a cycle with a
+    single draft pass would lately have been faster than a plain one. How fast longer drafts are matters not."""
     if not is_flat(ctx.costs, ctx.length):
         return False
-    opening = (ctx.costs.opening + ctx.costs.draft(WIDTH)) * _rate(ctx)
-    return first(ctx.calibrator, prices(ctx)[1]) > opening
+    opening = (ctx.costs.opening + ctx.costs.draft(WIDTH)) * _rate(ctx, 1.0)
+    return first(ctx.calibrator, _prices(ctx, 1.0)[1]) > opening
 
 
 def prices(ctx: Context) -> tuple[float, float]:
     """The fee of a draft pass and the price of a row, in tokens that the same time would earn elsewhere."""
-    costs, rate = ctx.costs, _rate(ctx)
+    return _prices(ctx, ctx.calibrator.gain)
+
+
+def _prices(ctx: Context, gain: float) -> tuple[float, float]:
+    costs, rate = ctx.costs, _rate(ctx, gain)
     one, most = (costs.verify(size, _near(ctx)) for size in (1, ROWS[-1]))
     return costs.draft(WIDTH) * rate, max(most - one, 0.0) / (ROWS[-1] - 1) * rate
 
 
-def _rate(ctx: Context) -> float:
-    """Tokens a second, at the present pace."""
-    return ctx.calibrator.gain / (ctx.costs.verify(1, _near(ctx)) + ctx.costs.overhead)
+def _rate(ctx: Context, gain: float) -> float:
+    """Tokens a second, at so many times the pace of plain decoding."""
+    return gain / (ctx.costs.verify(1, _near(ctx)) + ctx.costs.overhead)
 
 
 def _near(ctx: Context) -> int:
@@ -88,7 +91,7 @@ class Rule:
 
     def __init__(self, ctx: Context):
         self.fee, self.price = prices(ctx)
-        self.calibrator = ctx.calibrator
+        self.calibrator, self.least = ctx.calibrator, ctx.calibrator.least
         self.chance, self.reach = [1.0], [1.0]
         self.taken = {0}
         self.earnings: list[float] = []  # expected of the pass that follows, after 0, 1, … passes
@@ -125,7 +128,7 @@ class Rule:
     def goes_on(self) -> bool:
         """Whether another pass follows, by what was known a pass ago."""
         seen = self.passes - 1  # passes of which the outcome is known
-        if seen < LEAST:
+        if seen < self.least:
             return True
         return seen + 1 < PASSES and pays(self.earnings[seen], self.earnings[seen - 1], self.fee)
 
@@ -145,10 +148,11 @@ class Lessons:
     def learn(self, step: Step, ctx: Context) -> None:
         """Learn from a cycle what drafting earns and what children to expect."""
         self._cycles += 1
+        ctx.calibrator.drafted(step.draft_passes)
         if not step.recorded:  # else it says nothing about the pace
             self._tokens += len(step.tokens)
             self._seconds += step.seconds.total
-        if self._cycles % EVERY and not step.finish:
+        if (self._cycles + EVERY // 2) % EVERY and not step.finish:  # the calibrator's own turn is between
             return
         calibrator, costs = ctx.calibrator, ctx.costs
         if self._seconds > 0:

@@ -20,6 +20,7 @@ from windfall.resident.seen import Seen
 from windfall.resident.sieve import Sieve
 from windfall.resident.tree import ahead, plant, terms
 
+SIGNALS = 3  # passes of which the host can see what they left: one that is under way, and two before it
 LIKELY, RECENT = 0.8, 16  # share of about so many cycles: a wasted pass costs a few times what a wait for it does
 
 
@@ -41,7 +42,7 @@ class Cycle:
         self.ahead = ahead(plan.width, self.told, judge.length if self.draft is None else self.draft.length)
         self._root = torch.zeros(1, dtype=torch.long, device=device)
         self._signal = self.told.part(*plan.watches) if plan.watches else None
-        self._signals = [] if self._signal is None else [self._signal.block() for _ in range(2)]  # pass by pass
+        self._signals = [] if self._signal is None else [self._signal.block() for _ in range(SIGNALS)]  # pass by pass
         self.seen = [self._seen(block) for block in self._signals]
         self.sieve = plan.sieve(device)
         self._cells = torch.arange(plan.width * plan.k, device=device)
@@ -55,7 +56,7 @@ class Cycle:
     def show(self, level: int) -> None:
         """Let the host see what the plan watches, after this many passes: part of what is recorded."""
         assert self._signal is not None
-        self._signal.fetch(self._signals[level % 2])
+        self._signal.fetch(self._signals[level % SIGNALS])
 
     def start(self, prompt: list[int]) -> None:
         """Read a prompt, and begin with its last token as the root."""

@@ -10,7 +10,7 @@ import torch
 
 from windfall.context import Context
 from windfall.records import Split, Step, Verdict
-from windfall.resident.cycle import Cycle
+from windfall.resident.cycle import SIGNALS, Cycle
 from windfall.resident.drafting import Sprouting
 from windfall.resident.judge import shape_of
 from windfall.resident.recorder import Key
@@ -78,16 +78,21 @@ class Flight:
     def _passes(self, count: int, ask: bool) -> None:
         """Draft passes one after the other, without asking."""
         self.cycle.open(self.sprouting)
-        for _ in range(1, count):
+        for level in range(1, count):
+            if ask and self.cycle.plan.foresees and level == count - 1:
+                self.cycle.show(level)
             self.cycle.expand(self.sprouting)
         if ask:
             self.cycle.show(count)
 
     def _draft_ahead(self, level: int, columns: int, ctx: Context) -> int:
         """Further passes, each decided on while the one before it runs; returns the number of all."""
-        plan, done = self.cycle.plan, Mark(self.cycle.judge.device)
+        plan, done, settled = self.cycle.plan, Mark(self.cycle.judge.device), level - 1
         while level < plan.passes:
             following = self._pass(level + 1, columns)
+            if settled:  # it was not asked, but what it brought is what the next one is measured by
+                self._goes_on(settled, done, True, ctx)
+                settled = 0
             if not self._goes_on(level, done, True, ctx):
                 return level + 1
             level, done = level + 1, following
@@ -111,7 +116,7 @@ class Flight:
             self.cycle.expand(self.sprouting)
             self.cycle.show(level)
 
-        self._do(("pass", level % 2, columns), work)
+        self._do(("pass", level % SIGNALS, columns), work)
         self._drafted = level
         return Mark(self.cycle.judge.device)
 
@@ -122,7 +127,7 @@ class Flight:
             return level < plan.passes
         done.wait()
         started = time.perf_counter()
-        found = plan.goes_on(level, self.cycle.seen[level % 2], ctx)
+        found = plan.goes_on(level, self.cycle.seen[level % SIGNALS], ctx)
         if not early:
             self._deciding += time.perf_counter() - started
         if level < plan.passes:

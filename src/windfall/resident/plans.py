@@ -318,6 +318,7 @@ class AutoPlan(Plan):
     def __init__(self, policy: Auto):
         super().__init__(policy, flat.PASSES, flat.WIDTH, CHILDREN, min(policy.nodes, flat.ROWS[-1]))
         self._worth, self._fee, self._first, self._before = 0, 0.0, 0.0, 0.0
+        self._least = 1
         self._told: object = None  # what the device goes by
 
     def suits(self, ctx: Context) -> bool:
@@ -332,13 +333,13 @@ class AutoPlan(Plan):
             host["weights"][:], host["outlook"][:], host["prices"][:] = calibrator.weights, means, (fee, price)
             terms.send()
             self._told, self._fee, self._first = told, fee, flat.first(calibrator, price)
-        self._before = self._first
+        self._before, self._least = self._first, calibrator.least
 
     def settled(self, ctx: Context) -> int | None:
         return None
 
     def least(self) -> int:
-        return flat.LEAST
+        return self._least
 
     def goes_on(self, level: int, seen: Seen, ctx: Context) -> bool:
         _, _, gain, worth = seen.promise
