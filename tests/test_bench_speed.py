@@ -16,7 +16,7 @@ from tiny import tiny
 from windfall.bench import passes, speed
 from windfall.bench.contest import Case, Contest, Entry, Regime, Settings, Timing
 from windfall.bench.methods import DrafterSpec, parse_methods
-from windfall.bench.profiled import Kernel
+from windfall.bench.profiled import Kernel, behind
 from windfall.bench.speed import Result
 from windfall.bench.tasks import Prompt
 from windfall.cost import Costs
@@ -158,9 +158,24 @@ def test_lengths_past_the_context_need_rotary_positions() -> None:
 
 
 def test_kernels_are_sorted_into_models_and_the_rest() -> None:
-    names = {"sm90_xmma_gemm_bf16": True, "_attend": True, "_add_norm": True, "_grow": False, "Memcpy DtoH": False}
+    names = {
+        "sm90_xmma_gemm_bf16": True,
+        "_attend": True,
+        "_add_norm": True,
+        "_merge": True,
+        "_grow": False,
+        "Memcpy DtoH": False,
+    }
     assert {name: Kernel(name, 1, 0.1).model for name in names} == names
     assert Kernel("Memcpy DtoH (Device -> Pinned)", 1, 0.1).copies and not Kernel("_choose", 1, 0.1).copies
+
+
+def test_what_begins_an_answer_is_not_among_its_cycles() -> None:
+    first, whole = [Kernel("a", 2, 0.5), Kernel("b", 1, 0.2)], [Kernel("a", 7, 0.9), Kernel("c", 3, 0.7)]
+    left = behind(first, [*whole, Kernel("b", 1, 0.1)])
+    assert [each.name for each in left] == ["c", "a", "b"]
+    assert [each.count for each in left] == [3, 5, 0]
+    assert [each.seconds for each in left] == pytest.approx([0.7, 0.4, 0.0])
 
 
 def test_a_widened_pair_is_named_so() -> None:

@@ -21,6 +21,7 @@ from interpreter import HALF, INTERPRETED, outside, passes_under_the_interpreter
 from windfall.drafters.base import sprout
 from windfall.kernels import add_norm, draw, path_attention, rotate_and_store, silu_mul, top_children, tree_attention
 from windfall.kernels.attention import lineage
+from windfall.kernels.norm import Keep
 from windfall.records import Grow, SamplingParams
 from windfall.sampling import Dice, gumbel, signed
 from windfall.tree import DraftTree
@@ -228,6 +229,9 @@ def check_top(w: int, k: int, columns: int, dtype: torch.dtype, dice: bool, name
     given = (torch.tensor([x], device=device) for x in (signed(SEED), params.temperature, dealt.kappa))
     rest = ((11 + tree.depth).to(device), *given) if dice else ()
     values, names = top_children(logits, k, *rest, tokens=tokens)
+    if dice:
+        later = top_children(logits, k, rest[0] - 3, *rest[1:], tokens=tokens, offset=3)
+        assert torch.equal(later[0], values) and torch.equal(later[1], names)
     torch.testing.assert_close(values.cpu(), wanted[:, :k], atol=1e-5, rtol=0)
     assert values.dtype == torch.float32 and names.dtype == torch.long
     gaps = wanted.diff(dim=1).abs() > 1e-5  # [w, k]
@@ -264,9 +268,30 @@ def check_norm(n: int, width: int, dtype: torch.dtype, device: str = "cpu") -> N
             normed, total = add_norm(x, other, norm.weight, 1e-5)
             assert torch.equal(total, summed)
             torch.testing.assert_close(normed, norm(summed), atol=1e-6, rtol=ulp)
+            check_picked(x, other, norm.weight.data, normed, summed)
+    parts = torch.stack([norm.weight.data, 2 * norm.weight.data, -norm.weight.data])
+    several = torch.cat([x, residual, x])[: 3 * n].contiguous()
+    factors = torch.tensor([1.0, 2.0, -1.0], device=device).repeat(n)[:, None].to(dtype)
+    plain = add_norm(several, None, norm.weight.data, 1e-5)[0]
+    torch.testing.assert_close(add_norm(several, None, parts, 1e-5)[0], factors * plain, atol=1e-6, rtol=ulp)
     gate_up = torch.randn(n, 2 * width, device=device).to(dtype) * 3
     wanted = F.silu(gate_up[:, :width]) * gate_up[:, width:]
     torch.testing.assert_close(silu_mul(gate_up), wanted, atol=1e-6, rtol=ulp)
+
+
+def check_picked(x: Tensor, residual: Tensor | None, weight: Tensor, normed: Tensor, summed: Tensor) -> None:
+    """Some rows of a norm, which also go elsewhere, as they are or before it."""
+    n, width = x.shape
+    for pick in (None, torch.tensor([n - 1], device=x.device)):
+        chosen = slice(None) if pick is None else pick
+        at = torch.randperm(n + 3, device=x.device)[: len(normed[chosen])]
+        for before in (False, True):
+            rows = torch.zeros(n + 3, width, dtype=x.dtype, device=x.device)
+            made, total = add_norm(x, residual, weight, 1e-5, pick, Keep(rows, at, not before))
+            assert torch.equal(made, normed[chosen]) and torch.equal(total, summed[chosen])
+            wanted = torch.zeros_like(rows)
+            wanted[at] = total if before else made
+            assert torch.equal(rows, wanted)
 
 
 @both
@@ -287,9 +312,15 @@ def check_rotation(n: int, heads: int, shared: int, width: int, dtype: torch.dty
     slots = torch.randperm(n + 20, device=device)[:n]
     wanted = [keys.clone(), values.clone()]
     wanted[0][:, slots], wanted[1][:, slots] = turned[0], rows[0, heads + shared :]
-    made = rotate_and_store(qkv, cos[0], sin[0], keys, values, slots)
-    assert torch.equal(made, queries[0].transpose(0, 1))
-    assert torch.equal(keys, wanted[0]) and torch.equal(values, wanted[1])
+    order = torch.randperm(n, device=device)
+    tables = torch.cat([cos[0], sin[0]], -1)[order].chunk(2, -1)  # in another order, to be looked up
+    for turn in ((cos[0], sin[0], None), (*tables, order.argsort())):
+        given = [keys.clone(), values.clone()]
+        made = rotate_and_store(qkv, *turn[:2], *given, slots, turn[2])
+        assert torch.equal(made, queries[0].transpose(0, 1))
+        assert torch.equal(given[0], wanted[0]) and torch.equal(given[1], wanted[1])
+    ends = [rotate_and_store(qkv, *tables, keys, values, slots, order * 0 + n - 1 + more) for more in (0, 50)]
+    assert torch.equal(*ends)  # past the tables
 
 
 @both

@@ -14,7 +14,8 @@ from windfall.engine import Generation
 SHOWN = 30  # kernels that are listed
 PRODUCTS = ("gemm", "gemv", "cutlass", "nvjet", "cublas", "splitk", "flash", "fmha", "attention", "triton_")
 FUSED = ("_attend", "_combine", "_add_norm", "_silu_mul", "_rotate_and_store", "_pair_norm")
-MODEL = PRODUCTS + FUSED  # in the names of kernels that compute a model
+CHILDREN = ("_stretch", "_merge")  # a drafter's best tokens: the end of its pass
+MODEL = PRODUCTS + FUSED + CHILDREN  # in the names of kernels of a target's or a drafter's pass
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Kernel:
 
     @property
     def model(self) -> bool:
-        """Whether it computes a model, and does not choose, draw or move something."""
+        """Whether it is part of a model's pass, and does not choose, draw or move something."""
         return any(part in self.name.lower() for part in MODEL)
 
 
@@ -53,12 +54,13 @@ def kernels(work: Callable[[], object]) -> list[Kernel]:
     return sorted(made, key=lambda each: -each.seconds)
 
 
-def inside(generate: Callable[[], Generation], cycle_seconds: float) -> dict[str, Any]:
-    """What the kernels of a generation do, as shares of the time that its cycles take unobserved."""
-    made: list[Generation] = []
-    seen = kernels(lambda: made.append(generate()))
-    cycles = made[0].stats.cycles
-    wall = max(cycles * cycle_seconds, 1e-9)
+def inside(answer: Callable[[], Generation], beginning: Callable[[], Generation]) -> dict[str, Any]:
+    """What kernels do in the cycles of an answer behind its beginning, as shares of the time that these cycles take
+    unobserved."""
+    made = [beginning(), answer()]
+    seen = behind(kernels(beginning), kernels(answer))
+    cycles = max(made[1].stats.cycles - made[0].stats.cycles, 1)
+    wall = max(made[1].stats.seconds - made[1].stats.ttft, 1e-9)
     host = [each for each in seen if each.name.startswith("Memcpy DtoH")]
     return {
         "launches_per_cycle": sum(each.count for each in seen if not each.copies) / cycles,
@@ -76,3 +78,13 @@ def inside(generate: Callable[[], Generation], cycle_seconds: float) -> dict[str
             for each in seen[:SHOWN]
         ],
     }
+
+
+def behind(first: list[Kernel], whole: list[Kernel]) -> list[Kernel]:
+    """The second without the first, most seconds first."""
+    known = {each.name: each for each in first}
+    rest = []
+    for each in whole:
+        less = known.get(each.name, Kernel(each.name, 0, 0.0))
+        rest.append(Kernel(each.name, max(each.count - less.count, 0), max(each.seconds - less.seconds, 0.0)))
+    return sorted(rest, key=lambda each: -each.seconds)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -9,20 +11,49 @@ from torch.nn import functional as F
 from windfall.kernels.backend import on_triton
 
 
-def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(weight * normalised(x + residual), x + residual), all [n, width]; without a residual the sum is x itself."""
+class Keep(NamedTuple):
+    """Where a norm's rows also go."""
+
+    rows: Tensor  # [m, width], written
+    at: Tensor  # [n] long: each row's place there
+    normed: bool  # the norm, or else the sum before it
+
+
+def add_norm(
+    x: Tensor,  # [n, width]
+    residual: Tensor | None,  # [n, width]; without it the sum is x itself
+    weight: Tensor,  # [width], or [p, width]: row i has that of i % p
+    eps: float,
+    pick: Tensor | None = None,  # [m] long: the rows that are wanted; all of them, if not given
+    keep: Keep | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(weight * normalised(x + residual), x + residual), both [n, width], or [m, width] of the rows picked."""
     if on_triton(x):
-        from windfall.kernels.jit.norm import add_norm as compiled
+        from windfall.kernels.jit.norm import add_norm as run
+    else:
+        run = add_norm_reference
+    return run(x, residual, weight, eps, pick, keep)
 
-        return compiled(x, residual, weight, eps)
-    return add_norm_reference(x, residual, weight, eps)
 
-
-def add_norm_reference(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_norm_reference(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    pick: Tensor | None = None,
+    keep: Keep | None = None,
+) -> tuple[Tensor, Tensor]:
     x = x if residual is None else residual + x
+    if weight.dim() == 2:
+        weight = weight.repeat(-(-len(x) // len(weight)), 1)[: len(x)]
+    if pick is not None:
+        x, weight = x[pick], weight if weight.dim() == 1 else weight[pick]
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype), x
+    normed = weight * wide.to(x.dtype)
+    if keep is not None:
+        keep.rows.index_copy_(0, keep.at, normed if keep.normed else x)
+    return normed, x
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -46,18 +77,28 @@ def rotate_and_store(
     keys: Tensor,  # [kv_heads, capacity, d], written
     values: Tensor,  # [kv_heads, capacity, d], written
     slots: Tensor,  # [n] integers: each row's place in the cache
+    positions: Tensor
+    | None = None,  # [n] long: which rows of cos and sin, of any number then; those past them: the last
 ) -> Tensor:
     """Turn queries and keys by their positions, put keys and values in the cache → queries [n, heads, d]."""
     if on_triton(qkv):
-        from windfall.kernels.jit.norm import rotate_and_store as compiled
-
-        return compiled(qkv, cos, sin, keys, values, slots)
-    return rotate_and_store_reference(qkv, cos, sin, keys, values, slots)
+        from windfall.kernels.jit.norm import rotate_and_store as run
+    else:
+        run = rotate_and_store_reference
+    return run(qkv, cos, sin, keys, values, slots, positions)
 
 
 def rotate_and_store_reference(
-    qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, slots: Tensor
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    positions: Tensor | None = None,
 ) -> Tensor:
+    if positions is not None:
+        cos, sin = (x[positions.clamp(max=len(x) - 1)] for x in (cos, sin))
     shared, width = keys.shape[0], keys.shape[2]
     rows = qkv.reshape(len(qkv), -1, width)  # [n, heads + 2 * kv_heads, d]
     plain, value = rows[:, :-shared], rows[:, -shared:]

@@ -19,6 +19,7 @@ def top_children(
     temperature: Tensor | None = None,  # fp32, above 0
     kappa: Tensor | None = None,  # fp32
     tokens: Tensor | None = None,  # [V] long: the token of each column
+    offset: int = 0,  # that the draws' positions have over these
 ) -> tuple[Tensor, Tensor]:
     """The k largest of log_softmax(x) for each row and their tokens → [w, k] fp32, [w, k] long.
 
@@ -27,13 +28,13 @@ def top_children(
     """
     assert 0 < k <= logits.shape[-1]
     if on_triton(logits) and k > MOST:
-        values, order = _scores(logits, positions, seed, temperature, kappa, tokens).topk(k, dim=-1)
+        values, order = _scores(logits, positions, seed, temperature, kappa, tokens, offset).topk(k, dim=-1)
         return values, order if tokens is None else tokens[order]
     if on_triton(logits):
         from windfall.kernels.jit.top import top_children as compiled
 
-        return compiled(logits, k, positions, seed, temperature, kappa, tokens)
-    return reference(logits, k, positions, seed, temperature, kappa, tokens)
+        return compiled(logits, k, positions, seed, temperature, kappa, tokens, offset)
+    return reference(logits, k, positions, seed, temperature, kappa, tokens, offset)
 
 
 def reference(
@@ -44,8 +45,9 @@ def reference(
     temperature: Tensor | None = None,
     kappa: Tensor | None = None,
     tokens: Tensor | None = None,
+    offset: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    scores = _scores(logits, positions, seed, temperature, kappa, tokens)
+    scores = _scores(logits, positions, seed, temperature, kappa, tokens, offset)
     values, order = scores.sort(dim=-1, descending=True, stable=True)
     values, order = values[:, :k], order[:, :k]
     return values, order if tokens is None else tokens[order]
@@ -58,11 +60,12 @@ def _scores(
     temperature: Tensor | None,
     kappa: Tensor | None,
     tokens: Tensor | None,
+    offset: int,
 ) -> Tensor:
     """log_softmax(x), [w, V]."""
     scores = logits.float()
     if positions is not None:
         assert seed is not None and temperature is not None and kappa is not None
         names = torch.arange(logits.shape[-1], device=logits.device) if tokens is None else tokens
-        scores = (scores / temperature + gumbel(seed, positions, names)) / kappa
+        scores = (scores / temperature + gumbel(seed, positions + offset, names)) / kappa
     return scores.log_softmax(-1)

@@ -88,8 +88,8 @@ class Cycle:
     def open(self, sprouting: Sprouting) -> None:
         """The first draft pass: the root's children, and which nodes come next."""
         assert self.draft is not None
-        logits, positions = self.draft.open(self.draft.pending)
-        self._sprout(self._root, self._root, logits, positions, sprouting)
+        logits = self.draft.open(self.draft.pending)
+        self._sprout(self._root, self._root, logits, self.draft.length, -1, sprouting)
 
     def expand(self, sprouting: Sprouting) -> None:
         """A further draft pass."""
@@ -97,13 +97,18 @@ class Cycle:
         rows = self.ahead
         given = Pass(rows.tokens, rows.positions, rows.slots, rows.mask, self.draft.length)
         logits = self.draft.grow(given, rows.above, rows.here)
-        self._sprout(rows.nodes, rows.here, logits, rows.positions + self.draft.lag, sprouting)
+        self._sprout(rows.nodes, rows.here, logits, rows.positions, 0, sprouting)
 
-    def _sprout(self, nodes: Tensor, slots: Tensor, logits: Tensor, positions: Tensor, sprouting: Sprouting) -> None:
+    def _sprout(
+        self, nodes: Tensor, slots: Tensor, logits: Tensor, columns: Tensor, offset: int, sprouting: Sprouting
+    ) -> None:
+        """Children of these nodes, whose own columns come `offset` after `columns`."""
         assert self.draft is not None
         if "entropy" in self.plan.watches:
             self.told.device["entropy"].index_copy_(0, slots, entropy(logits))
-        values, tokens = sprouting.children(logits, positions, self.plan.k, self.draft.vocabulary)
+        values, tokens = sprouting.children(
+            logits, columns, offset + self.draft.lag, self.plan.k, self.draft.vocabulary
+        )
         if self.sieve is not None:
             shown = entropy(logits) if self.sieve.entropy else None
             self._sift(self.sieve, nodes, tokens, values, shown)

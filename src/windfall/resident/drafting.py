@@ -12,6 +12,7 @@ from windfall.decoder import Decoder
 from windfall.heads.base import FeatureHead
 from windfall.heads.layers import head_dim
 from windfall.kernels.attention import tree_attention
+from windfall.kernels.norm import Keep
 from windfall.kernels.top import top_children
 from windfall.records import SamplingParams
 from windfall.resident.forward import Pass, Unfit
@@ -33,15 +34,17 @@ class Sprouting:
         """What a recorded pass depends on."""
         return ("coupled", *shape_of(self.params)) if self.coupled else ("alone",)
 
-    def children(self, logits: Tensor, positions: Tensor, k: int, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and tokens [w, k]; `positions` [w] are those of the draws after these rows."""
+    def children(
+        self, logits: Tensor, positions: Tensor, offset: int, k: int, tokens: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and tokens [w, k]; the draws after these rows come `offset` after `positions` [w]."""
         dice: dict[str, Any] = {}
         if self.coupled:
             temperature = self.dials.temperature
             if self.warped:
                 logits = warp(logits.float().log_softmax(-1) / self.params.temperature, self.params)
                 temperature = torch.ones_like(temperature)
-            dice = {"positions": positions, "seed": self.dials.seed, "temperature": temperature}
+            dice = {"positions": positions, "offset": offset, "seed": self.dials.seed, "temperature": temperature}
             dice["kappa"] = self.dials.kappa
         return top_children(logits, min(k, logits.shape[-1]), tokens=tokens, **dice)
 
@@ -112,15 +115,14 @@ class Draft:
     def _read(self, rows: Pass, features: Tensor | None) -> None:
         raise NotImplementedError
 
-    def open(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Take in the pending columns, which are `rows` at the most; logits [1, V] after the last, and its draw's
-        position [1]."""
+    def open(self, rows: int) -> Tensor:
+        """Take in the pending columns, which are `rows` at the most; logits [1, V] after the last. Its draw's position
+        is `lag` - 1 after `length`, as this leaves it."""
         slots = self.length + self._places[:rows]
         given = Pass(self.tokens[:rows], slots, slots, self._causal[:rows, :rows], self.length)
-        last = self.waiting - 1
-        logits = self._opened(given, last)
+        logits = self._opened(given, self.waiting - 1)
         self.length.add_(self.waiting)
-        return logits, self.length - 1 + self.lag
+        return logits
 
     def grow(self, rows: Pass, above: Tensor, here: Tensor) -> Tensor:
         """Run nodes whose parents have the places `above` and which get the places `here`; logits [w, V]."""
@@ -144,6 +146,7 @@ class HeadDraft(Draft):
         self.features = torch.zeros(pending, judge.width, dtype=dtype, device=device)
         self.taken_in = torch.zeros(PIECE, judge.width, dtype=dtype, device=device)
         self.own = torch.zeros(staged + 1, layer.hidden_size, dtype=dtype, device=device)  # what the head goes on from
+        self._first = torch.zeros(1, dtype=torch.long, device=device)
         try:
             self.swift: Swift | None = Swift(head, judge.capacity)
         except Unfit:
@@ -164,26 +167,35 @@ class HeadDraft(Draft):
 
     def _read(self, rows: Pass, features: Tensor | None) -> None:
         assert features is not None
-        self._run(rows, self.head.fuse(features), None)
+        self._run(rows, self._fuse(features), None, None, None)
 
     def _opened(self, rows: Pass, last: Tensor) -> Tensor:
         assert self.features is not None
-        state, recycled = self._run(rows, self.head.fuse(self.features[: len(rows.tokens)]), None)
-        self.own[:1] = recycled.index_select(0, last)
-        return self._logits(state.index_select(0, last))
+        return self._logits(self._run(rows, self._fuse(self.features[: len(rows.tokens)]), None, last, self._first))
 
     def grow(self, rows: Pass, above: Tensor, here: Tensor) -> Tensor:
-        state, recycled = self._run(rows, self.own, above)
-        self.own.index_copy_(0, here, recycled)
-        return self._logits(state)
+        return self._logits(self._run(rows, self.own, above, None, here))
 
-    def _run(self, rows: Pass, hidden: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The rows' states and what is gone on from, [n, H]; their features lie in `hidden`, at `index`."""
+    def _fuse(self, features: Tensor) -> Tensor:
+        return self.head.fuse(features) if self.swift is None else self.swift.fuse(features)
+
+    def _run(
+        self, rows: Pass, hidden: Tensor, index: Tensor | None, pick: Tensor | None, here: Tensor | None
+    ) -> Tensor:
+        """The states of these rows, or of those picked, [n, H]; what is gone on from becomes their own, at `here`.
+        The rows' features lie in `hidden`, at `index`."""
         if self.swift is not None:
-            return self.swift(rows, hidden, index, self.kv)
+            keep = None if here is None else Keep(self.own, here, self.swift.recycles_normed)
+            return self.swift(rows, hidden, index, self.kv, pick, keep)
         hidden = hidden if index is None else hidden.index_select(0, index)
         guess = self.head(rows.tokens[None], hidden[None], rows.positions[None], Static(self.kv, rows))
-        return guess.state[0], guess.recycled[0]
+        state: Tensor = guess.state[0]
+        recycled: Tensor = guess.recycled[0]
+        if pick is not None:
+            state, recycled = state.index_select(0, pick), recycled.index_select(0, pick)
+        if here is not None:
+            self.own.index_copy_(0, here, recycled)
+        return state
 
     def _logits(self, state: Tensor) -> Tensor:
         return self.head.logits(state) if self.swift is None else self.swift.logits(state)

@@ -176,8 +176,7 @@ class SeatedDrafter(Drafter):
         self._bring(count)
 
         def work() -> None:
-            logits, positions = self._opened(rows)
-            self._children(logits, positions, k, entropy, found)
+            self._children(self._opened(rows), self.draft.length, self.draft.lag - 1, k, entropy, found)
 
         self._record(("open", rows, k, entropy), work)
         return found
@@ -190,7 +189,7 @@ class SeatedDrafter(Drafter):
         if self._features is not None and draft.features is not None:
             draft.features[:count] = self._features[:count]
 
-    def _opened(self, rows: int) -> tuple[Tensor, Tensor]:
+    def _opened(self, rows: int) -> Tensor:
         self._opening.send()
         self.draft.tokens.copy_(self._opening.device["tokens"])
         self.draft.waiting.copy_(self._opening.device["waiting"])
@@ -214,7 +213,7 @@ class SeatedDrafter(Drafter):
             positions = draft.length - 1 + depth
             rows = Pass(tokens, positions, draft.length + staged, box.device["mask"], draft.length)
             logits = draft.grow(rows, above, staged + 1)
-            self._children(logits, positions + draft.lag, k, entropy, found)
+            self._children(logits, positions, draft.lag, k, entropy, found)
 
         self._record(("grow", width, bound, k, entropy), work)
         return found
@@ -253,8 +252,8 @@ class SeatedDrafter(Drafter):
             self._found[width, k] = Parcel(self._device, **arrays)
         return self._found[width, k]
 
-    def _children(self, logits: Tensor, positions: Tensor, k: int, entropy: bool, found: Parcel) -> None:
-        values, tokens = self._sprouting.children(logits, positions, k, self.draft.vocabulary)
+    def _children(self, logits: Tensor, positions: Tensor, offset: int, k: int, entropy: bool, found: Parcel) -> None:
+        values, tokens = self._sprouting.children(logits, positions, offset, k, self.draft.vocabulary)
         there, most = found.device, values.shape[1]
         if most < k:
             there["values"].fill_(-torch.inf)

@@ -13,7 +13,7 @@ from windfall.heads.base import FeatureHead
 from windfall.heads.eagle3 import Eagle3
 from windfall.heads.layers import Attention
 from windfall.kernels.attention import tree_attention
-from windfall.kernels.norm import add_norm, rotate_and_store, silu_mul
+from windfall.kernels.norm import Keep, add_norm, rotate_and_store, silu_mul
 from windfall.kernels.pair import pair_norm
 from windfall.resident.forward import Pass, Unfit
 from windfall.resident.rope import Angles, steady
@@ -39,18 +39,31 @@ class Swift:
         self.eps = config.rms_norm_eps
         self.turn = Angles(head.rotary.angles, torch.empty(1, 1, dtype=head.dtype, device=head.device), positions)
         self.recycles_normed = head.config.flag("norm_output")
+        norms: Any = head.fc_norm if head.config.flag("fc_norm") else ()
+        self.tap_norms = torch.stack([norm.weight.detach() for norm in norms]) if norms else None
 
-    def __call__(self, rows: Pass, hidden: Tensor, index: Tensor | None, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """What the vocabulary head reads, and what is gone on from, both [n, H]; `hidden` [m, H] is read at `index`."""
+    def fuse(self, features: Tensor) -> Tensor:
+        """The head's own `fuse` of these features [n, taps * H]."""
+        if self.tap_norms is not None:
+            parts = features.reshape(-1, self.tap_norms.shape[1])
+            features = add_norm(parts, None, self.tap_norms, self.eps)[0].view_as(features)
+        if self.head.config.flag("norm_before_fc"):
+            features = add_norm(features, None, self.head.input_norm.weight, self.eps)[0]
+        return F.linear(features, self.head.fc.weight, self.head.fc.bias)
+
+    def __call__(
+        self, rows: Pass, hidden: Tensor, index: Tensor | None, kv: Tensor, pick: Tensor | None, keep: Keep | None
+    ) -> Tensor:
+        """What the vocabulary head reads, [n, H] or of the rows picked; what is gone on from is kept. `hidden` [m, H]
+        is read at `index`."""
         both, total = self._inputs(rows.tokens, hidden, index)
         qkv = F.linear(both, self.qkv, self.qkv_bias)
-        queries = rotate_and_store(qkv, *self.turn(rows.positions), kv[0, 0], kv[1, 0], rows.slots)
+        queries = rotate_and_store(qkv, *self.turn.tables, kv[0, 0], kv[1, 0], rows.slots, rows.positions)
         out = tree_attention(queries, kv[0, 0], kv[1, 0], rows.length, rows.mask)
         attended = F.linear(out.flatten(1), self.attention.o_proj.weight, self.attention.o_proj.bias)
         normed, total = add_norm(attended, total, self.layer.post_attention_layernorm.weight, self.eps)
         fed = F.linear(silu_mul(F.linear(normed, self.gate_up)), self.layer.mlp.down_proj.weight)
-        normed, total = add_norm(fed, total, self.head.norm.weight, self.eps)
-        return normed, normed if self.recycles_normed else total
+        return add_norm(fed, total, self.head.norm.weight, self.eps, pick, keep)[0]
 
     def logits(self, normed: Tensor) -> Tensor:
         return F.linear(normed, self.head.vocabulary, self.head.vocabulary_bias)

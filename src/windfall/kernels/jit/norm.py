@@ -8,27 +8,57 @@ import triton.language as tl
 from torch import Tensor
 
 from windfall.kernels.backend import power_of_two
+from windfall.kernels.norm import Keep
 
 ACROSS = 512  # columns of a program of silu_mul
 
 
 @triton.jit
 def _add_norm(
-    x, residual, weight, normed, total, width, eps, x_row, residual_row, ADD: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    residual,
+    weight,
+    normed,
+    total,
+    pick,
+    kept,
+    kept_at,
+    width,
+    eps,
+    x_row,
+    residual_row,
+    kept_row,
+    ADD: tl.constexpr,
+    PARTS: tl.constexpr,
+    PICK: tl.constexpr,
+    KEEP: tl.constexpr,
+    KEEP_NORMED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Program (row)."""
     row = tl.program_id(0).to(tl.int64)
+    given = row
+    if PICK:
+        given = tl.load(pick + row)
     column = tl.arange(0, BLOCK)
     inside = column < width
     kind = normed.dtype.element_ty
-    wide = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
+    wide = tl.load(x + given * x_row + column, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(weight + (given % PARTS) * width + column, mask=inside, other=0.0).to(tl.float32)
+    if KEEP:
+        goal = kept + tl.load(kept_at + row) * kept_row + column
     if ADD:
-        wide += tl.load(residual + row * residual_row + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(total + row * width + column, wide.to(kind), mask=inside)
+        wide += tl.load(residual + given * residual_row + column, mask=inside, other=0.0).to(tl.float32)
         wide = wide.to(kind).to(tl.float32)
+    if ADD or PICK:
+        tl.store(total + row * width + column, wide.to(kind), mask=inside)
+    if KEEP and not KEEP_NORMED:
+        tl.store(goal, wide.to(kind), mask=inside)
     wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
-    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normed + row * width + column, (factor * wide.to(kind).to(tl.float32)).to(kind), mask=inside)
+    made = (factor * wide.to(kind).to(tl.float32)).to(kind)
+    tl.store(normed + row * width + column, made, mask=inside)
+    if KEEP and KEEP_NORMED:
+        tl.store(goal, made, mask=inside)
 
 
 @triton.jit
@@ -53,12 +83,15 @@ def _rotate_and_store(
     values,
     slots,
     out,
+    positions,
     qkv_row,
     turn_row,
+    turns,
     key_head,
     key_row,
     value_head,
     value_row,
+    LOOKED_UP: tl.constexpr,
     HEADS: tl.constexpr,
     SHARED: tl.constexpr,
     D: tl.constexpr,
@@ -76,6 +109,8 @@ def _rotate_and_store(
     right = tl.load(start + half + dim, mask=inside, other=0.0)
     if head < HEADS + SHARED:
         turn = row * turn_row + dim
+        if LOOKED_UP:
+            turn = tl.minimum(tl.load(positions + row), turns - 1) * turn_row + dim
         before, after = left.to(tl.float32), right.to(tl.float32)
         one = before * tl.load(cos + turn, mask=inside, other=0.0).to(tl.float32)
         two = after * tl.load(sin + turn, mask=inside, other=0.0).to(tl.float32)
@@ -95,12 +130,16 @@ def _rotate_and_store(
     tl.store(target + half + dim, right, mask=inside)
 
 
-def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    rows, width = x.shape
+def add_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pick: Tensor | None = None, keep: Keep | None = None
+) -> tuple[Tensor, Tensor]:
+    rows, width = len(x) if pick is None else len(pick), x.shape[1]
     assert x.stride(1) == 1 and (residual is None or residual.stride(1) == 1)
+    assert weight.is_contiguous() and (keep is None or (keep.rows.stride(1) == 1 and len(keep.at) == rows))
     normed = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    total = x if residual is None else torch.empty_like(normed)
+    total = x if residual is None and pick is None else torch.empty_like(normed)
     other = x if residual is None else residual
+    kept, at, _ = keep or (normed, x, False)
     block = power_of_two(width)
     _add_norm[(rows,)](
         x,
@@ -108,11 +147,19 @@ def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
         weight,
         normed,
         total,
+        x if pick is None else pick,
+        kept,
+        at,
         width,
         eps,
         x.stride(0),
         other.stride(0),
+        kept.stride(0),
         ADD=residual is not None,
+        PARTS=1 if weight.dim() == 1 else len(weight),
+        PICK=pick is not None,
+        KEEP=keep is not None,
+        KEEP_NORMED=keep is not None and keep.normed,
         BLOCK=block,
         num_warps=max(1, min(16, block // 256)),
         enable_fp_fusion=False,
@@ -130,7 +177,15 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
-def rotate_and_store(qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> Tensor:
+def rotate_and_store(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    positions: Tensor | None = None,
+) -> Tensor:
     (rows, columns), (shared, _, width) = qkv.shape, keys.shape
     heads = columns // width - 2 * shared
     assert qkv.stride(1) == cos.stride(1) == sin.stride(1) == keys.stride(2) == values.stride(2) == 1
@@ -144,10 +199,13 @@ def rotate_and_store(qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values
         values,
         slots,
         out,
+        slots if positions is None else positions,
         qkv.stride(0),
         cos.stride(0),
+        len(cos),
         *keys.stride()[:2],
         *values.stride()[:2],
+        LOOKED_UP=positions is not None,
         HEADS=heads,
         SHARED=shared,
         D=width,

@@ -47,6 +47,7 @@ def _stretch(
     totals,
     width,
     logits_row,
+    OFFSET: tl.constexpr,
     DICE: tl.constexpr,
     NAMED: tl.constexpr,
     K: tl.constexpr,
@@ -59,7 +60,7 @@ def _stretch(
     inside = column < width
     scores = tl.load(logits + row.to(tl.int64) * logits_row + column, mask=inside, other=float("-inf")).to(tl.float32)
     if DICE:
-        key = noise_key(tl.load(seed_at), tl.load(positions + row))
+        key = noise_key(tl.load(seed_at), tl.load(positions + row) + OFFSET)
         names = column.to(tl.int64)
         if NAMED:
             names = tl.load(tokens + column, mask=inside, other=0)
@@ -88,6 +89,7 @@ def _merge(
     stretches,
     NAMED: tl.constexpr,
     K: tl.constexpr,
+    RANKS: tl.constexpr,
     STRETCHES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -102,15 +104,17 @@ def _merge(
     normaliser = tl.log(tl.sum(total * tl.exp(top - base), 0))
     one = tl.arange(0, BLOCK)
     packed = tl.load(best + row * stretches * K + one, mask=one < stretches * K, other=NONE)
-    for rank in range(K):
+    rank = tl.arange(0, RANKS)
+    found = tl.full([RANKS], NONE, tl.int64)
+    for turn in range(K):  # nothing is loaded or stored in it, for which the next turn would wait
         first = tl.max(packed, 0)
-        column = _column(first)
-        name = column
-        if NAMED:
-            name = tl.load(tokens + column)
-        tl.store(values + row * K + rank, _score(first) - base - normaliser)
-        tl.store(names + row * K + rank, name)
+        found = tl.where(rank == turn, first, found)
         packed = tl.where(packed == first, NONE, packed)
+    name = _column(found)
+    if NAMED:
+        name = tl.load(tokens + name, mask=rank < K, other=0)
+    tl.store(values + row * K + rank, _score(found) - base - normaliser, mask=rank < K)
+    tl.store(names + row * K + rank, name, mask=rank < K)
 
 
 def stretch_of(width: int) -> tuple[int, int]:
@@ -128,6 +132,7 @@ def top_children(
     temperature: Tensor | None,
     kappa: Tensor | None,
     tokens: Tensor | None,
+    offset: int = 0,
 ) -> tuple[Tensor, Tensor]:
     (rows, width), device = logits.shape, logits.device
     assert logits.stride(1) == 1
@@ -148,6 +153,7 @@ def top_children(
         parts[1],
         width,
         logits.stride(0),
+        OFFSET=offset,
         DICE=positions is not None,
         NAMED=tokens is not None,
         K=k,
@@ -165,6 +171,7 @@ def top_children(
         stretches,
         NAMED=tokens is not None,
         K=k,
+        RANKS=power_of_two(k),
         STRETCHES=power_of_two(stretches),
         BLOCK=candidates,
         num_warps=max(1, min(8, candidates // 512)),
