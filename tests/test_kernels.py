@@ -204,6 +204,7 @@ def check_draw(n: int, vocabulary: int, dtype: torch.dtype, temperature: float, 
     if temperature:
         wanted = wanted / heat + gumbel(SEED, positions, torch.arange(vocabulary, device=device))
     assert torch.equal(draw(logits, positions, seed, heat), wanted.argmax(-1))
+    assert torch.equal(draw(logits, positions - 2, seed, heat, offset=2), wanted.argmax(-1))
     first = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)  # bf16 has ties
     assert torch.equal(draw(logits, positions, seed, heat, greedy=True), first)
 

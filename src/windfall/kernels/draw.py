@@ -15,6 +15,7 @@ def draw(
     seed: Tensor,  # one int64, see `sampling.signed`
     temperature: Tensor,  # one fp32
     greedy: bool = False,
+    offset: int = 0,  # that the draws' positions have over these
 ) -> Tensor:
     """argmax of logits / temperature + noise, the lower token at ties → [n] long.
 
@@ -24,15 +25,17 @@ def draw(
     if on_triton(logits):
         from windfall.kernels.jit.draw import draw as compiled
 
-        return compiled(logits, positions, seed, temperature, greedy)
-    return reference(logits, positions, seed, temperature, greedy)
+        return compiled(logits, positions, seed, temperature, greedy, offset)
+    return reference(logits, positions, seed, temperature, greedy, offset)
 
 
-def reference(logits: Tensor, positions: Tensor, seed: Tensor, temperature: Tensor, greedy: bool = False) -> Tensor:
+def reference(
+    logits: Tensor, positions: Tensor, seed: Tensor, temperature: Tensor, greedy: bool = False, offset: int = 0
+) -> Tensor:
     scores = logits.float()
     if greedy:
         return scores.argmax(-1)
-    noise = gumbel(seed, positions, torch.arange(logits.shape[-1], device=logits.device))
+    noise = gumbel(seed, positions + offset, torch.arange(logits.shape[-1], device=logits.device))
     return torch.where(temperature == 0, scores, scores / temperature + noise).argmax(-1)
 
 

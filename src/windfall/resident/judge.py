@@ -93,6 +93,7 @@ class Judge:
         self.taken_in = torch.zeros(PIECE, self.width, dtype=self.dtype, device=device) if taps else None  # its states
         self.logits: dict[int, Tensor] = {}  # by rows of the pass, with its padding; good until another pass runs
         self.hidden: dict[int, Tensor | None] = {}  # the tapped states, likewise, without padding
+        self.positions: dict[int, Tensor] = {}  # of the rows, likewise
         self._places = torch.arange(MOST, device=device)
         self.known = 0  # the host's bound on `length`
         self._caches: dict[tuple[tuple[int, int, int], torch.dtype], Tensor] = {}  # of drafters
@@ -188,6 +189,7 @@ class Judge:
     def score(self, size: int, columns: int) -> None:
         """The rows through the model; keys and values are staged behind the committed ones."""
         given = self._rows(size)
+        self.positions[size] = given.positions[:size]
         parts = self._parts(given) if self.exact else [given]
         found = [self.forward(part, self.kv, self.taps, columns) for part in parts]
         self.logits[size] = _joined([logits for logits, _ in found])
@@ -196,8 +198,9 @@ class Judge:
     def _rows(self, size: int) -> Pass:
         """What is in `rows`, padded where passes have a size of their own."""
         rows, more = self.rows.device, self.padding(size)
-        tokens, depth = (pad(rows[name][:size], (0, more)) for name in ("tokens", "depth"))
-        mask = pad(rows["mask"][:size, :size], (0, more, 0, more))
+        tokens, depth, mask = rows["tokens"][:size], rows["depth"][:size], rows["mask"][:size, :size]
+        if more:
+            tokens, depth, mask = pad(tokens, (0, more)), pad(depth, (0, more)), pad(mask, (0, more, 0, more))
         places = self._places[: size + more]
         positions = self.length + depth
         given = Pass(tokens, positions, self.length + places, mask, self.length)
@@ -224,8 +227,7 @@ class Judge:
         if not params.greedy and params.filters:
             parts = torch.split(logits, EXACT if self.exact else size)  # here, too, the number of rows is one
             logits, temperature = _joined([process(x, None, 0, params) for x in parts]), torch.ones_like(temperature)
-        positions = self.length + 1 + self.rows.device["depth"][:size]
-        return draw(logits[:size], positions, self.dials.seed, temperature, greedy=params.greedy)
+        return draw(logits[:size], self.positions[size], self.dials.seed, temperature, greedy=params.greedy, offset=1)
 
     def keep(self, verdict: Parcel, deepest: int) -> None:
         """Commit a path that the host walked."""

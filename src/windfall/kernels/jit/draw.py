@@ -22,6 +22,7 @@ def _best(
     columns,
     width,
     logits_row,
+    OFFSET: tl.constexpr,
     GREEDY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -34,7 +35,7 @@ def _best(
     if not GREEDY:
         temperature = tl.load(temperature_at)
         if temperature != 0:
-            key = noise_key(tl.load(seed_at), tl.load(positions + row))
+            key = noise_key(tl.load(seed_at), tl.load(positions + row) + OFFSET)
             scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature) + gumbel(key, column)
     value, place = tl.max(scores, 0, return_indices=True)
     tl.store(values + row * tl.num_programs(1) + stretch, value)
@@ -51,7 +52,7 @@ def _reduce(values, columns, out, stretches, BLOCK: tl.constexpr):
     tl.store(out + row, tl.load(columns + row * stretches + place).to(tl.int64))
 
 
-def draw(logits: Tensor, positions: Tensor, seed: Tensor, temperature: Tensor, greedy: bool) -> Tensor:
+def draw(logits: Tensor, positions: Tensor, seed: Tensor, temperature: Tensor, greedy: bool, offset: int = 0) -> Tensor:
     (rows, width), device = logits.shape, logits.device
     assert logits.stride(1) == 1 and positions.is_contiguous()
     stretches = -(-width // BLOCK)
@@ -67,6 +68,7 @@ def draw(logits: Tensor, positions: Tensor, seed: Tensor, temperature: Tensor, g
         columns,
         width,
         logits.stride(0),
+        OFFSET=offset,
         GREEDY=greedy,
         BLOCK=BLOCK,
         num_warps=4,

@@ -141,6 +141,14 @@ def _outlook(keys, level, likely, outlook, CHILDREN: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
+def _staged(expanded, depth, staged, start, ROOM: tl.constexpr, BLOCK: tl.constexpr):
+    """The nodes staged so far, -1 for none, and their depths."""
+    other = start + tl.arange(0, BLOCK)
+    who = tl.load(expanded + other, mask=other < tl.minimum(staged, ROOM), other=-1).to(tl.int32)
+    return who, tl.load(depth + tl.maximum(who, 0), mask=who >= 0, other=0).to(tl.int32)
+
+
+@triton.jit
 def _grow(
     nodes,
     names,
@@ -190,6 +198,7 @@ def _grow(
     count = tl.load(count_at).to(tl.int32)
     staged = tl.load(staged_at).to(tl.int32)
     length = tl.load(length_at).to(tl.int32)
+    who, at = _staged(expanded, depth, staged, 0, ROOM, BLOCK_S)  # as early as can be: what follows waits for loads
     place, deep, fresh = _append(
         nodes,
         names,
@@ -252,9 +261,8 @@ def _grow(
     tl.store(expanded + staged + lane, chosen.to(tl.int64), mask=live & room)
     for start in range(0, ROOM, BLOCK_S):
         other = start + tl.arange(0, BLOCK_S)
-        earlier = other < tl.minimum(staged, ROOM)
-        who = tl.load(expanded + other, mask=earlier, other=-1).to(tl.int32)
-        at = tl.load(depth + tl.maximum(who, 0), mask=who >= 0, other=0).to(tl.int32)
+        if start > 0:
+            who, at = _staged(expanded, depth, staged, start, ROOM, BLOCK_S)
         asked = real[:, None] & (who >= 0)[None, :]
         found = tl.load(line + node[:, None] * (DEEPEST + 1) + at[None, :], mask=asked, other=-2).to(tl.int32)
         itself = (other[None, :] == staged + lane[:, None]) & (real & room)[:, None]  # no other of these is an ancestor
