@@ -90,16 +90,44 @@ def test_observations_can_be_left_out_or_added() -> None:
 @pytest.mark.parametrize("layout", ["ranked", "padded", "release"])
 @pytest.mark.parametrize(("parts", "activation"), [("PDL", "relu"), ("PDLE", "tanh"), ("P", "relu")])
 def test_folded_networks_are_the_networks(layout: str, parts: str, activation: str) -> None:
-    """The sums taken beforehand change nothing but rounding, however many candidates there are."""
+    """The sums taken beforehand change nothing but rounding, however many candidates there are or were before."""
     rules, random = Rules(layout=layout, parts=parts), np.random.default_rng(1)
     for shape in (rules.depth_layout, rules.size_layout):
         made = network(shape, 5, activation=activation)
-        for count in (0, 1, 37, shape.candidates, shape.candidates + 9):
+        for count in (0, 1, 37, shape.candidates, shape.candidates + 9, shape.candidates, 37, 1, 0):
             seen = view(-30 * random.random(count), entropy=random.random(min(count, 12)))
             hidden = made.layers[0][0] @ shape.vector(seen) + made.layers[0][1]
             hidden = np.tanh(hidden) if activation == "tanh" else np.maximum(hidden, 0)
             wanted = made.layers[1][0] @ hidden + made.layers[1][1]
             assert made.logits(seen) == pytest.approx(wanted, rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize("activation", ["relu", "tanh"])
+def test_choices_are_the_likeliest_actions(activation: str) -> None:
+    random = np.random.default_rng(2)
+    for actions, shape in ((2, Rules().depth_layout), (5, Rules().size_layout)):
+        chosen = set()
+        for seed, count in enumerate(random.integers(1, 130, size=20)):
+            made, seen = network(shape, actions, seed, activation=activation), view(-9 * random.random(count))
+            chosen.add(made.choose(seen))
+            assert made.choose(seen) == made.logits(seen).argmax()
+        assert len(chosen) > 1, "choices that are all the same show little"
+
+
+def test_empty_places_are_missing_candidates() -> None:
+    for shape in (Rules().depth_layout, Rules().size_layout):
+        made, scores = network(shape, 5), np.linspace(-7.0, -1.0, 60)
+        empty = np.concatenate([scores, np.full(40, -np.inf)])
+        assert made.logits(view(empty)) == pytest.approx(made.logits(view(scores)), rel=1e-3, abs=1e-3)
+
+
+def test_twins_do_not_share_their_work() -> None:
+    one = network(Rules(parts="PDLE").depth_layout, 5)
+    other, seen = one.twin(), view([-1.0, -2.0], entropy=[0.5])
+    wanted = one._first(seen).copy()
+    held = one._first(seen)
+    other.logits(view(-np.arange(90.0), length=900, entropy=np.ones(9)))
+    assert held.tolist() == wanted.tolist() == other._first(seen).tolist()
 
 
 def test_sizes_and_questions() -> None:
@@ -468,6 +496,11 @@ def test_saved_policies_decide_the_same(tmp_path: Path) -> None:
         ltd.save(replace(pair, depth=depth), tmp_path, {})
         with pytest.raises(InputError, match="must turn 128 numbers into 2"):
             ltd.load(tmp_path)
+    assert pair.depth is not None
+    pair.depth.layers.pop()
+    ltd.save(pair, tmp_path, {})
+    with pytest.raises(InputError, match="must have a hidden layer"):
+        ltd.load(tmp_path)
     with pytest.raises(InputError, match="train some with: windfall train ltd"):
         registry.policy("ltd", path=str(tmp_path / "other"))
 

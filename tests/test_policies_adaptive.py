@@ -56,6 +56,9 @@ def likeliest(table: Tensor, count: int) -> list[tuple[float, Path]]:
     return found
 
 
+UNLIMITED = {"k": None, "cap": 1000}
+
+
 def literal_salf(table: Tensor, count: int, width: int, th: float) -> tuple[set[Path], set[Path], list[float]]:
     """Algorithm 2 with sets, every child of the vocabulary pushed: (G, the best of G and Q, the sums S_i)."""
     q = table.double()
@@ -86,7 +89,7 @@ def literal_salf(table: Tensor, count: int, width: int, th: float) -> tuple[set[
 def test_salf_without_threshold_is_the_optimal_tree(count: int, width: int, sharpness: float) -> None:
     for seed in range(6):
         table = random_table(50, seed, sharpness)
-        policy = registry.policy("salf", nodes=count, width=width, th=0.0)
+        policy = registry.policy("salf", nodes=count, width=width, th=0.0, **UNLIMITED)
         tree, keep, _ = draft(policy, TableDrafter(table))
         wanted = [-cost for cost, _ in likeliest(table, count)]  # by value: paths of the same transitions tie
         assert tree.score[keep].sort(descending=True).values.tolist() == pytest.approx(wanted, abs=1e-4)
@@ -101,7 +104,7 @@ def test_salf_is_the_listing(count: int, width: int, th: float) -> None:
         table = random_table(30, seed, 2.0)
         literal, filled, sums = literal_salf(table, count, width, th)
         for fill, wanted in ((False, literal), (True, filled)):
-            policy = registry.policy("salf", nodes=count, width=width, th=th, fill=fill)
+            policy = registry.policy("salf", nodes=count, width=width, th=th, fill=fill, **UNLIMITED)
             tree, keep, passes = draft(policy, TableDrafter(table))
             tree.select(keep).check()
             assert set(paths(tree, keep)) | {()} == wanted
@@ -111,7 +114,7 @@ def test_salf_is_the_listing(count: int, width: int, th: float) -> None:
 
 def test_salf_gains_fall_strictly_from_the_second_pass() -> None:
     for seed in range(10):
-        policy = registry.policy("salf", th=0.0)
+        policy = registry.policy("salf", th=0.0, **UNLIMITED)
         draft(policy, TableDrafter(random_table(40, seed, 1.0)))
         assert policy.gains[0] == 1.0
         assert all(a > b for a, b in zip(policy.gains[1:], policy.gains[2:], strict=False))
@@ -130,11 +133,27 @@ def test_salf_fills_what_the_listing_leaves_empty() -> None:
 def test_salf_respects_depth_and_room() -> None:
     table = random_table(20, 3, 3.0)
     for room in (1, 2, 4):
-        tree, keep, _ = draft(registry.policy("salf", th=0.0, nodes=30), TableDrafter(table), room=room)
+        tree, keep, _ = draft(registry.policy("salf", th=0.0, nodes=30, **UNLIMITED), TableDrafter(table), room=room)
         assert int(tree.select(keep).depth.max()) == room - 1
-    tree, keep, _ = draft(registry.policy("salf", th=0.0, nodes=30, width=4, max_depth=2), TableDrafter(table))
+    tree, keep, _ = draft(
+        registry.policy("salf", th=0.0, nodes=30, width=4, max_depth=2, **UNLIMITED), TableDrafter(table)
+    )
     shallow = [path for _, path in likeliest(table, 3000) if len(path) <= 2][:30]
     assert set(paths(tree, keep)) | {()} == set(shallow)
+
+
+@pytest.mark.parametrize(("th", "sharpness"), [(0.0, 4.0), (0.3, 3.0), (0.6, 3.0)])
+def test_salf_with_ten_children_a_node_and_sixteen_passes(th: float, sharpness: float) -> None:
+    """What a device drafts: no more of either, and with a drafter that knows something next to nothing is lost."""
+    for seed in range(4):
+        kept, counts = [], []
+        for limits in ({}, UNLIMITED):
+            policy = registry.policy("salf", th=th, **limits)
+            tree, keep, passes = draft(policy, TableDrafter(random_table(40, seed, sharpness)))
+            kept.append(float(tree.score[keep].exp().sum()))
+            counts.append((passes, int(tree.parents[1:].bincount().max())))
+        assert counts[0][0] <= 16 and counts[0][1] <= 10 < counts[1][1]
+        assert kept[0] > 0.97 * kept[1]
 
 
 def test_salf_ends_where_all_is_certain() -> None:

@@ -26,6 +26,7 @@ from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.drafters.lm import LMDrafter
 from windfall.engine import Engine, Generation
 from windfall.records import Launch
+from windfall.resident.flight import Flight
 from windfall.resident.judge import MOST
 from windfall.resident.plans import MOST_PASSES, plan_of
 from windfall.resident.recorder import Key, Recorder
@@ -47,7 +48,7 @@ WARY = {"depth": 4, "confidence": 1e-6}  # of a chain that decides on the host
 LEARNING: dict[str, dict[str, Any]] = {"gammatune": {"depth": 5, "k": 4, "nodes": 20}, "auto": {}}
 WATCHING: dict[str, dict[str, Any]] = {"svip": {"depth": 5, "k": 4, "nodes": 20}}  # more in test_resident_watching.py
 ON_HOST: dict[str, dict[str, Any]] = {
-    "salf": {},
+    "salf": {"k": None},
     "talon": {"nodes": 20},
     "dynatree": {},
     "sequoia": {"nodes": 16, "depth": 4},
@@ -370,7 +371,7 @@ def test_angles_that_follow_the_length_do_not_fit() -> None:
     assert device.resident is None and "rotary" in device.unfit
 
 
-@pytest.mark.parametrize("policy", ["beam", "salf"])
+@pytest.mark.parametrize("policy", ["beam", "talon"])
 def test_a_drafter_that_does_not_fit_drafts_on_the_host(policy: str) -> None:
     texts = []
     for graphs in (False, True):
@@ -422,20 +423,40 @@ def test_steps_account_for_their_time() -> None:
     assert sum(step.seconds.total for step in found.steps) <= 1.5 * found.stats.seconds
 
 
+class Replayed:
+    """A graph as far as a CPU can have one."""
+
+    def __init__(self, work: Callable[[], None]):
+        self.replay = work
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("policy", [*ON_DEVICE, *WATCHING, "auto"])
+def test_no_cycle_waits_for_a_recording(policy: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that the cycles of a text may need is recorded before it begins."""
+    monkeypatch.setattr(Recorder, "_record", lambda self, key, work: self.graphs.update({key: Replayed(work)}))
+    device = engine("llama", "lm", policy, graphs=True)
+    assert device.resident is not None
+    device.resident.judge.recorder.enabled = True
+    made = {"max_new_tokens": LENGTH, "eos": (), "temperature": temperature}
+    wanted = engine("llama", "lm", policy, graphs=False).generate(prompt(), **made)
+    for _ in range(2):
+        found = device.generate(prompt(), **made)
+        assert device.fallback == "" and found.token_ids == wanted.token_ids
+        assert not any(step.recorded for step in found.steps)
+
+
 @pytest.mark.parametrize("plans", [True, False])
 def test_recording_is_not_taken_for_slowness(plans: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cycle in which a pass of a new size is recorded takes longer than it ever will again."""
     paced: list[float] = []
-
-    class Replayed:
-        def __init__(self, work: Callable[[], None]):
-            self.replay = work
 
     def record(self: Recorder, key: Key, work: Callable[[], None]) -> None:
         time.sleep(0.05)
         self.graphs[key] = Replayed(work)  # type: ignore[assignment]
 
     monkeypatch.setattr(Recorder, "_record", record)
+    monkeypatch.setattr(Flight, "prepare", lambda self, ctx: None)
     monkeypatch.setattr(Calibrator, "pace", lambda self, tokens, seconds, plain: paced.append(seconds))
     device = engine("llama", "lm", "auto", graphs=True)
     device.launch = replace(device.launch, plans=plans)
@@ -499,7 +520,7 @@ def test_the_largest_trees_have_seats(name: str, settings: dict[str, Any]) -> No
 def test_plans_and_seats_share_the_drafter_s_cache(kind: str) -> None:
     """There is one text at a time, so one buffer serves all of them; what was made for a smaller one goes."""
     device = engine("llama", kind, "beam", graphs=True, max_position_embeddings=8192)
-    for name in ("beam", "chain", "salf"):
+    for name in ("beam", "chain", "talon"):
         device.policy = registry.policy(name)
         device.generate(prompt(), max_new_tokens=4, eos=())
     resident = device.resident

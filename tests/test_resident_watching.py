@@ -11,7 +11,7 @@ import pytest
 
 from test_classifiers import answering, put, some_classifier
 from test_ltd import random_pair
-from test_resident import LENGTH, ON_DEVICE, PRECISE, SAMPLINGS, drafter, same_trees
+from test_resident import LENGTH, ON_DEVICE, PRECISE, SAMPLINGS, drafter, paths, same_trees
 from tiny import prompt, tiny
 from windfall import registry
 from windfall.calibration import Calibrator
@@ -107,6 +107,26 @@ def test_passes_that_did_not_wait_leave_no_trace(name: str, tmp_path: Path, monk
     assert launched[True] > launched[False]
 
 
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("settings", [{}, {"th": 0.2, "nodes": 12}, {"th": 0.0, "nodes": 9, "width": 3, "cap": 5}])
+def test_salf_verifies_the_same(settings: dict[str, Any], early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device drafts children that cannot matter, too; passes and what is verified are the policy's."""
+    monkeypatch.setattr(Habit, "likely", lambda self, level: early)
+    passes: set[int] = set()
+    for family, kind in PAIRS:
+        wanted, found = both(family, kind, registry.policy("salf", **{"k": 4, "width": 4, "cap": 6, **settings}))
+        said = compared = 0
+        for one, other in zip(wanted.steps, found.steps, strict=False):
+            if LENGTH - said <= 6:  # the device does not know how much room is left
+                break
+            assert paths(one.tree) == paths(other.tree) and one.draft_passes == other.draft_passes
+            assert set(paths(one.drafted)) <= set(paths(other.drafted))
+            said, compared = said + len(one.tokens), compared + 1
+            passes.add(one.draft_passes)
+        assert compared > 3
+    assert len(passes) > 1
+
+
 @pytest.mark.parametrize("name", ["ltd", "ltd-padded", "ltd-release", "ltd-entropies"])
 def test_ltd_sees_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not only decides the same: scores in the order that the networks know, the text's true length, entropies."""
@@ -137,7 +157,7 @@ def test_ltd_sees_the_same(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_shipped_policies_have_plans() -> None:
-    for name in ("ltd", "svip", "disco", "specdecpp", "c2t"):
+    for name in ("ltd", "svip", "disco", "specdecpp", "c2t", "salf"):
         assert plan_of(registry.policy(name)) is not None
     keys = {plan.key for beta in (0.1, 0.2) if (plan := plan_of(registry.policy("c2t", beta=beta)))}
     assert len(keys) == 2, "recorded work has its threshold inside"

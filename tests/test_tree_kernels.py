@@ -26,7 +26,7 @@ from windfall.policies.base import best
 from windfall.policies.beam import Beam
 from windfall.tree import DraftTree
 
-rules = pytest.mark.parametrize("rule", ["beam", "calibrated"])
+rules = pytest.mark.parametrize("rule", growing.RULES)
 LENGTH = 37  # committed columns of the drafter
 SIDE = 324  # of masks whose first rows are used
 
@@ -143,7 +143,7 @@ def check_growth(
         twin, rows_twin = TreeArrays(*(x.clone() for x in tree)), Ahead(*(x.clone() for x in ahead))
         host.extend(nodes.tolist(), tokens, logq, calibrator)
         fresh = host.used - given * k
-        growing.reference(twin, nodes.clone(), tokens.to(device), logq.to(device), rows_twin, terms)
+        growing.reference(twin, nodes.clone(), tokens.to(device), logq.to(device), rows_twin, rule != "beam", terms)
         grow(tree, nodes, tokens.to(device), logq.to(device), ahead, rule, terms)
         same(tree, twin, host.used)
         same(ahead, rows_twin, 0)
@@ -157,7 +157,7 @@ def check_growth(
         staged += frontier + [-1] * (width - len(frontier)) if fits else []
         nodes = ahead.nodes  # the kernel writes where it reads
     check_choice(tree, host, rows, None, device)
-    check_choice(tree, host, rows, deepest - 1, device)
+    check_choice(tree, host, rows, 1 + k * sum(widths[:-1]), device)
 
 
 def check_tree(tree: TreeArrays, host: Host) -> None:
@@ -224,11 +224,11 @@ def check_promise(ahead: Ahead, tree: TreeArrays, host: Host, terms: Terms | Non
     torch.testing.assert_close(ahead.promise.cpu(), torch.tensor(expected), rtol=1e-4, atol=1e-5)
 
 
-def check_choice(tree: TreeArrays, host: Host, rows: int, levels: int | None, device: str) -> None:
+def check_choice(tree: TreeArrays, host: Host, rows: int, limit: int | None, device: str) -> None:
     places = torch.tensor(host.places)
     keys, eligible = tree.key.cpu()[places], torch.arange(len(places))
-    if levels is not None:
-        eligible = eligible[host.tree.depth <= levels]
+    if limit is not None:
+        eligible = eligible[places < limit]
     keep = best(host.tree, eligible, rows, keys)
     wanted = host.tree.select(keep)
     size = len(wanted)
@@ -236,7 +236,7 @@ def check_choice(tree: TreeArrays, host: Host, rows: int, levels: int | None, de
     long = [torch.full((rows + 2,), 9, device=device) for _ in range(4)]
     mask = torch.ones(SIDE, SIDE, dtype=torch.bool, device=device)
     count = torch.zeros(1, dtype=torch.long, device=device)
-    at = None if levels is None else torch.tensor([levels], device=device)
+    at = None if limit is None else torch.tensor([limit], device=device)
     choose(tree, rows, *long, mask[:rows, :rows], count, at)
     twins, square, other = [torch.full_like(x, 9) for x in long], torch.ones_like(mask), count.clone()
     choosing.reference(tree, rows, *twins, square[:rows, :rows], other, at)
@@ -280,8 +280,8 @@ def test_the_choice_from_a_large_tree() -> None:
         growing.append(tree, nodes, tokens, logq, None)
         nodes = torch.tensor(host.places[-width:])
     assert host.used == 1 + k * (1 + width * (passes - 1)) > 2048
-    for rows, levels in ((61, None), (61, 11), (choosing.MOST, None)):
-        check_choice(tree, host, rows, levels, "cpu")
+    for rows, limit in ((61, None), (61, 1 + k * (1 + width * 10)), (choosing.MOST, None)):
+        check_choice(tree, host, rows, limit, "cpu")
 
 
 def test_certainty_and_its_opposite() -> None:

@@ -24,7 +24,7 @@ CHILDREN = 8  # siblings whose acceptance is foreseen
 STEADY = 0.97  # of the outlook, per expanded node
 KAPPA = (0.4, 2.5)
 SHARP = 80.0  # log-odds between siblings beyond which one of them is all there is
-MOST_PASSES = 8  # draft passes that nobody is asked about, at the most
+MOST_SETTLED = 8  # draft passes that nobody is asked about, at the most
 READ_EVERY = 4  # cycles of a text between two steps of the fit, once EAGER nodes were judged
 EAGER = 64
 
@@ -122,7 +122,7 @@ class Calibrator:
     def drafted(self, passes: int) -> None:
         """Learn how many passes cycles have: so many that one in five would rather have had fewer."""
         change = 0.1 if passes > self.least + 1 else -0.4
-        self.usual = min(max(self.usual + change, 1.0), MOST_PASSES)
+        self.usual = min(max(self.usual + change, 1.0), MOST_SETTLED)
 
     def observe(self, step: Step) -> None:
         """Learn from a cycle: every verified node whose parent was accepted was either accepted or not."""

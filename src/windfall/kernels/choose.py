@@ -23,16 +23,16 @@ def choose(
     depth: Tensor,  # [≥ rows] long, padding 0
     mask: Tensor,  # [rows, rows] bool, any row stride: each row's ancestors and itself, nothing for padding
     count: Tensor,  # [1] long: rows that are not padding
-    levels: Tensor | None = None,  # [1] long: nothing deeper
+    limit: Tensor | None = None,  # [1] long: only the places before this one
 ) -> None:
     """The `rows` places of the highest key, ties to the lower index."""
     assert 0 < rows <= MOST and mask.shape == (rows, rows)
     if on_triton(kept):
         from windfall.kernels.jit.choose import choose as compiled
 
-        compiled(tree, rows, kept, tokens, parents, depth, mask, count, levels)
+        compiled(tree, rows, kept, tokens, parents, depth, mask, count, limit)
     else:
-        reference(tree, rows, kept, tokens, parents, depth, mask, count, levels)
+        reference(tree, rows, kept, tokens, parents, depth, mask, count, limit)
 
 
 def reference(
@@ -44,12 +44,12 @@ def reference(
     depth: Tensor,
     mask: Tensor,
     count: Tensor,
-    levels: Tensor | None = None,
+    limit: Tensor | None = None,
 ) -> None:
     places = torch.arange(len(tree.key), device=kept.device)
     eligible = places < tree.count
-    if levels is not None:
-        eligible &= tree.depth <= levels
+    if limit is not None:
+        eligible &= places < limit
     values, order = torch.where(eligible, tree.key, -math.inf).sort(descending=True, stable=True)
     far = len(places)
     best = torch.where(values > -math.inf, order, far)[:rows].sort().values

@@ -11,7 +11,7 @@ from windfall.calibration import BUCKETS, DEPTHS, RANKS, SURE
 from windfall.kernels.backend import on_triton
 from windfall.kernels.trees import NOBODY, Ahead, Terms, TreeArrays
 
-RULES = ("beam", "calibrated")
+RULES = ("beam", "best", "calibrated")
 
 
 def grow(
@@ -20,30 +20,32 @@ def grow(
     tokens: Tensor,  # [w, k] long
     logq: Tensor,  # [w, k] fp32
     ahead: Ahead,
-    rule: str,  # one of RULES
+    rule: str,  # of RULES
     terms: Terms | None = None,  # for the calibrated rule
 ) -> None:
     """Append the children of these nodes, and make the W best nodes by key the rows of the next pass.
 
-    `beam` chooses among the newest children by the drafter's own score; `calibrated` among all nodes not yet expanded
-    by the chance of their whole path. Ties go to the lower index, and none at depth D is chosen. A child of NOBODY, or
-    with a log-probability of -inf, is an empty place. If the W rows no longer fit among the S, none is staged.
+    `beam` chooses among the newest children by the drafter's own score, `best` among all nodes not yet expanded;
+    `calibrated` does so by the chance of their whole path. Ties go to the lower index, and none at depth D is chosen. A
+    child of NOBODY, or with a log-probability of -inf, is an empty place. If the W rows no longer fit among the S, none
+    is staged.
     """
-    assert rule in RULES and (terms is not None or rule == "beam")
+    assert rule in RULES and (terms is not None or rule != "calibrated")
     if on_triton(tokens):
-        from windfall.kernels.jit.grow import grow as compiled
-
-        compiled(tree, nodes, tokens, logq, ahead, terms if rule == "calibrated" else None)
+        from windfall.kernels.jit.grow import grow as run
     else:
-        reference(tree, nodes, tokens, logq, ahead, terms if rule == "calibrated" else None)
+        run = reference
+    run(tree, nodes, tokens, logq, ahead, rule != "beam", terms if rule == "calibrated" else None)
 
 
-def reference(tree: TreeArrays, nodes: Tensor, tokens: Tensor, logq: Tensor, ahead: Ahead, terms: Terms | None) -> None:
-    """The same with torch; without terms the rule is `beam`."""
+def reference(
+    tree: TreeArrays, nodes: Tensor, tokens: Tensor, logq: Tensor, ahead: Ahead, whole: bool, terms: Terms | None
+) -> None:
+    """The same with torch, among all nodes not yet expanded (`whole`) or the newest; keys are scores without terms."""
     fresh = append(tree, nodes, tokens, logq, terms)
     places = torch.arange(len(tree.tokens), device=nodes.device)
     eligible = (tree.depth < tree.line.shape[1] - 1) & (places < tree.count)
-    eligible &= places >= tree.count - fresh if terms is None else ~tree.taken
+    eligible &= ~tree.taken if whole else places >= tree.count - fresh
     values, order = torch.where(eligible, tree.key, -math.inf).sort(descending=True, stable=True)
     width = len(ahead.nodes)
     spare = max(width - len(order), 0)  # a frontier wider than the tree

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,8 +34,15 @@ FILE = "policy.safetensors"
 ABOUT = "windfall_ltd"  # key of the file's metadata
 FLOOR = 20.0  # the log-probability that stands for a missing candidate is minus this
 SPAN = 8.0  # of ranked log-probabilities: minus this and below is 0, as if missing, and certainty is 1
-WORST, ZERO = np.float32(-SPAN), np.float32(0)
+FEW = 128  # candidates that are faster weighed, all of them, than searched for the end of the likely ones
+ZERO: Array = np.zeros((), dtype=np.float32)
 NOTHING: Array = np.zeros(0, dtype=np.float32)
+MISSING = {  # by layout: the log-probability that stands for a missing candidate, its unit, and the least one shown
+    "ranked": (-SPAN, SPAN, -SPAN),
+    "padded": (-FLOOR, 1.0, -FLOOR),
+    "release": (0.0, 1.0, -np.inf),
+}
+BENDS: dict[str, Any] = {"relu": partial(np.maximum, ZERO), "tanh": np.tanh}
 CONSTANT = 10  # the length that the release's depth policy sees at inference, whatever the text's
 
 
@@ -69,14 +77,18 @@ class Rules:
     def __post_init__(self) -> None:
         options.check(self)
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Drafted nodes to verify, the root not counted, by action."""
         return tuple(self.size_step * (action + 1) for action in range(self.size_actions))
 
     def asks(self, passes: int) -> bool:
         """Whether the depth policy is heeded after this many draft passes."""
-        return self.forced <= passes < self.max_depth and (passes - 1) % self.asked_every == 0
+        return passes in self._asked
+
+    @cached_property
+    def _asked(self) -> frozenset[int]:
+        return frozenset(n for n in range(self.forced, self.max_depth) if (n - 1) % self.asked_every == 0)
 
     @property
     def depth_layout(self) -> Layout:
@@ -125,11 +137,15 @@ class Layout:
         ranked: Array = likely / np.float32(SPAN) + np.float32(1)
         return ranked
 
-    def length(self, view: View) -> float:
-        return view.length / 1000 if "L" in self.parts else 0.0
+    def fitting(self, scores: Array) -> Array:
+        """Those for which there are places."""
+        return np.sort(scores)[-self.candidates :] if self.kind == "ranked" else scores[: self.candidates]
 
-    def depth(self, view: View) -> float:
-        return view.depth / 10 if "D" in self.parts else 0.0
+    def length(self, tokens: int) -> float:
+        return tokens / 1000 if "L" in self.parts else 0.0
+
+    def depth(self, passes: int) -> float:
+        return passes / 10 if "D" in self.parts else 0.0
 
     def entropy(self, view: View) -> Array:
         return view.entropy[: self.entropies] if "E" in self.parts else view.entropy[:0]
@@ -140,60 +156,99 @@ class Layout:
         shown, entropy = self.shown(view.scores), self.entropy(view)
         whole[: self.candidates] = self.padding
         whole[: len(shown)] = shown
-        whole[self.candidates : self.candidates + self.copies] = self.length(view)
-        whole[self.candidates + self.copies : self.candidates + 2 * self.copies] = self.depth(view)
+        whole[self.candidates : self.candidates + self.copies] = self.length(view.length)
+        whole[self.candidates + self.copies : self.candidates + 2 * self.copies] = self.depth(view.depth)
         whole[self.candidates + 2 * self.copies :][: len(entropy)] = entropy
         return whole
 
 
 class Network:
-    """A perceptron as plain matrices. What padding, copies and scaling would repeat is summed up beforehand."""
+    """A perceptron as plain matrices, for one vector at a time. What padding, copies and scaling would repeat is summed
+    up beforehand: its first layer takes [candidates, the first of them last | 1 | length | depth | entropies]. It works
+    in arrays of its own: a twin is what another thread needs."""
 
     def __init__(self, layers: Layers, layout: Layout, activation: str):
         self.layers, self.layout, self.activation = layers, layout, activation
-        places, copies = layout.candidates, layout.copies
-        first = np.ascontiguousarray(layers[0][0].T, dtype=np.float32)  # [in, out]
-        candidates = first[:places]
-        self._length = first[places : places + copies].sum(0)
-        self._depth = first[places + copies : places + 2 * copies].sum(0)
-        self._entropies = first[places + 2 * copies :]
-        scale, shift = {"ranked": (SPAN, 1.0), "padded": (1.0, FLOOR), "release": (1.0, 0.0)}[layout.kind]
-        so_far = np.concatenate([np.zeros_like(first[:1]), candidates.cumsum(0, dtype=np.float64)], dtype=np.float32)
-        blank = layers[0][1].astype(np.float32) + np.float32(layout.padding) * so_far[-1]
-        self._known = blank + np.float32(shift) * so_far  # [candidates + 1, out], by how many candidates there are
-        ordered = candidates[::-1] if layout.kind == "ranked" else candidates
-        self._candidates = np.ascontiguousarray(ordered / np.float32(scale))
-        self._rest = [(np.ascontiguousarray(w.T, dtype=np.float32), b.astype(np.float32)) for w, b in layers[1:]]
+        places, copies, bias = layout.candidates, layout.copies, layers[0][1].astype(np.float64)
+        first = layers[0][0].T.astype(np.float64)  # [in, out]
+        lengths, depths, entropies = np.split(first[places:], (copies, 2 * copies))
+        missing, scale, least = MISSING[layout.kind]
+        candidates = first[:places][::-1] / scale
+        so_far = np.vstack([np.zeros_like(bias), candidates.cumsum(0)])
+        known = bias + (scale * layout.padding - missing) * so_far[-1]
+        told = [known, layout.length(1) * lengths.sum(0), layout.depth(1) * depths.sum(0)]
+        self._weights = _singles(np.vstack([candidates, *told, entropies]))
+        self._missing = _singles(missing * so_far)  # [candidates + 1, out], by how many of them are missing
+        self._least = _singles(np.array(least))
+        self._rest = [_singles(np.vstack([weight.T, bias])) for weight, bias in layers[1:]]  # [in + 1, out]
+        self._ahead: Array | None = None  # of two actions: whether the second is ahead decides
+        if self._rest[-1].shape[1] == 2:
+            self._ahead = _singles(self._rest[-1][:, 1] - self._rest[-1][:, 0])
+        self._bend = BENDS[activation]
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """For what it is given, and for each hidden layer with a 1 behind it, which meets the next layer's bias."""
+        self._given: Array = np.zeros(len(self._weights), dtype=np.float32)
+        self._given[self.layout.candidates] = 1
+        rooms: list[Array] = [np.ones(len(weight), dtype=np.float32) for weight in self._rest]
+        self._opening, self._ending = rooms[0][:-1], rooms[-1]
+        steps = zip(self._rest[:-1], pairwise(rooms), strict=True)
+        self._between = [(before, weight, after[:-1]) for weight, (before, after) in steps]
+
+    def twin(self) -> Network:
+        """The same network, to be asked at the same time."""
+        made = copy(self)
+        made._make_room()
+        return made
 
     def choose(self, view: View) -> int:
         """The likeliest action."""
+        if self._ahead is not None:
+            return 1 if self._last(view).dot(self._ahead) > 0 else 0
         return int(self.logits(view).argmax())
 
     def logits(self, view: View) -> Array:
-        hidden = self._first(view)
-        for weight, bias in self._rest:
-            np.tanh(hidden, out=hidden) if self.activation == "tanh" else np.maximum(hidden, ZERO, out=hidden)
-            hidden = hidden @ weight
-            hidden += bias
-        return hidden
+        found: Array = self._last(view).dot(self._rest[-1])
+        return found
+
+    def _last(self, view: View) -> Array:
+        """What the last layer is given."""
+        self._bend(self._first(view), out=self._opening)
+        for before, weight, after in self._between:
+            self._bend(before.dot(weight, after), out=after)
+        return self._ending
 
     def _first(self, view: View) -> Array:
         """The first layer: of layout.vector(view), without making it."""
-        layout, scores = self.layout, view.scores
-        if layout.kind == "ranked":  # the best last, so that nothing is turned around
-            scores = np.sort(scores)
-            scores = scores[max(scores.searchsorted(WORST, "right"), len(scores) - layout.candidates) :]
-            weights = self._candidates[layout.candidates - len(scores) :]
+        layout, given = self.layout, self._given
+        places, scores = layout.candidates, view.scores
+        missing = places - len(scores)
+        if missing < 0:
+            scores, missing = layout.fitting(scores), 0
+        shown = given[missing:places]
+        if layout.kind == "ranked":
+            np.maximum(scores, self._least, out=shown)
+            shown.sort()
+            if places > FEW:
+                missing += int(shown.searchsorted(self._least, "right"))
         else:
-            scores = layout.shown(scores)
-            weights = self._candidates[: len(scores)]
-        hidden: Array = scores @ weights
-        hidden += self._known[len(scores)]
-        hidden += layout.length(view) * self._length
-        hidden += layout.depth(view) * self._depth
-        if len(entropy := layout.entropy(view)):
-            hidden += entropy @ self._entropies[: len(entropy)]
+            np.maximum(scores[::-1], self._least, out=shown)
+        given[places + 1], given[places + 2] = view.length, view.depth
+        if len(given) > places + 3:
+            entropy = layout.entropy(view)
+            given[places + 3 :] = 0
+            given[places + 3 : places + 3 + len(entropy)] = entropy
+        if not missing:
+            return given.dot(self._weights, self._opening)
+        hidden = given[missing:].dot(self._weights[missing:], self._opening)
+        hidden += self._missing[missing]
         return hidden
+
+
+def _singles(numbers: np.ndarray[Any, Any]) -> Array:
+    """In single precision, row by row."""
+    return np.array(numbers, dtype=np.float32, order="C")
 
 
 @dataclass(frozen=True)
@@ -244,7 +299,8 @@ def load(folder: Path) -> Pair:
     file = folder / FILE
     if not file.is_file():
         raise InputError(f"'{folder}' holds no trained policies ({FILE}); train some with: windfall train ltd")
-    return _load(file, file.stat().st_mtime_ns)
+    pair = _load(file, file.stat().st_mtime_ns)
+    return Pair(pair.rules, pair.depth and pair.depth.twin(), pair.size and pair.size.twin())
 
 
 @lru_cache(maxsize=4)
@@ -272,6 +328,8 @@ def _network(tensors: Mapping[str, Array], name: str, layout: Layout, actions: i
 
 def _check(layers: Layers, name: str, inputs: int, actions: int) -> None:
     """Refuse (ValueError) matrices that do not fit together."""
+    if len(layers) < 2:
+        raise ValueError(f"the {name} policy must have a hidden layer")
     widths = [inputs, *(len(bias) for _, bias in layers)]
     shapes = [weight.shape for weight, _ in layers]
     if shapes != [(out, own) for own, out in pairwise(widths)] or widths[-1] != actions:

@@ -21,9 +21,10 @@ class Salf(TreePolicy):
     """Expand the `width` likeliest unexpanded nodes, of any depths, in one pass; stop when their summed path
     probability falls below `th`.
 
-    At th=0 this is the optimal tree search: the `nodes` likeliest nodes of the whole infinite tree. The paper leaves
-    open whether the unexpanded candidates fill the tree after an early stop (its listing returns expanded ones only,
-    its guarantee reads as if they did): `fill`. It states a depth limit but uses none: `max_depth`.
+    At th=0, with k=none and a `cap` as large as `nodes`, this is the optimal tree search: the `nodes` likeliest nodes
+    of the whole infinite tree. The paper leaves open whether unexpanded candidates fill the tree after an early stop
+    (its listing returns expanded ones only, its guarantee reads as if they did): `fill`. It states a depth limit but
+    uses none: `max_depth`. `k` and `cap` are ours: within them, the tree can grow on a GPU.
     """
 
     nodes: int = option(60, "rows of the verify pass, the root counted", low=1)
@@ -31,15 +32,20 @@ class Salf(TreePolicy):
     th: float = option(0.6, "stop when the nodes to expand sum to less path probability than this", low=0, high=1)
     fill: bool = option(True, "fill the tree with the best unexpanded nodes; False returns the listing's tree")
     max_depth: int | None = option(None, "longest drafted path; None: no limit", low=1)
+    k: int | None = option(10, "children of a node at the most; None: as many as can matter", low=1)
+    cap: int = option(16, "draft passes at the most; the paper has no limit", low=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.gains: list[float] = []  # S_i of this cycle: what the nodes of each pass sum to, the refused one last
         self._taken = np.zeros(0, bool)  # [N] out of the queue: expanded, or refused
+        self._left: list[Floats] = []  # the same of a tree on a device: their scores, pass by pass
 
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
         if len(tree) == 1:
             self.gains, self._taken = [], np.zeros(0, bool)
+        if len(self.gains) == self.cap:
+            return None
         score = tree.arrays.score
         last = self._last(score)
         front = self._take(tree, min(self.max_depth or ctx.room, ctx.room - 1), last)
@@ -72,9 +78,24 @@ class Salf(TreePolicy):
         which must beat the last of the best `nodes` known already.
         """
         ahead = int(np.count_nonzero(tree.arrays.score >= top))
-        return max(min(self.nodes - ahead, int(1.0001 * math.exp(min(top - last, 20.0)))), 1)
+        most = min(self.nodes - ahead, int(1.0001 * math.exp(min(top - last, 20.0))))
+        return max(min(most, self.k or most), 1)
 
     def select(self, tree: DraftTree, ctx: Context) -> Tensor:
         score = tree.arrays.score
         chosen = score >= self._last(score) if self.fill else self._taken
         return torch.from_numpy(best_of(tree, chosen.nonzero()[0], self.nodes))
+
+    def begin(self) -> None:
+        """A cycle's tree grows on a device."""
+        self._left = [np.zeros(1, np.float32)]
+
+    def promising(self, score: Floats, front: Integers) -> bool:
+        """Whether these nodes, the best of the queue, are worth a pass: `grow` for a tree of which `score` is all that
+        is known. Those that cannot bring anything into the tree may be expanded too; they change nothing."""
+        drafted = score[score > -math.inf]
+        found = score[front]
+        found = found[found >= self._last(drafted)]
+        self._left.append(found)
+        found = found[found > self._last(np.concatenate(self._left))]
+        return len(found) > 0 and float(np.exp(found).sum()) >= self.th

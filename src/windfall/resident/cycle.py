@@ -16,6 +16,7 @@ from windfall.resident.drafting import Draft, HeadDraft, ModelDraft, Sprouting, 
 from windfall.resident.forward import Pass, Unfit
 from windfall.resident.judge import Judge, fitting
 from windfall.resident.plans import Plan
+from windfall.resident.recorder import Key
 from windfall.resident.seen import Seen
 from windfall.resident.sieve import Sieve
 from windfall.resident.tree import ahead, plant, terms
@@ -34,8 +35,8 @@ class Cycle:
         self.blocks = [self.told.block() for _ in range(3)]  # where the host reads it, cycle by cycle
         self.tales = [self.told.read(block) for block in self.blocks]
         self.terms, self.terms_sent = terms(device)
-        self.levels = torch.full((1,), plan.passes, device=device)  # nothing deeper is verified
-        self._levels = plan.passes  # the same on the host
+        self.places = torch.full((1,), plan.capacity, device=device)  # only nodes before this one are verified
+        self._places = plan.capacity  # the same on the host
         self.draft = draft_of(drafter, judge, plan.passes + 1, staged) if plan.passes else None
         if self.draft is not None:
             self.draft.length = self.told.device["length"]
@@ -47,6 +48,7 @@ class Cycle:
         self.sieve = plan.sieve(device)
         self._cells = torch.arange(plan.width * plan.k, device=device)
         self.habit = Habit()
+        self.prepared: set[Key] = set()  # kinds of texts of which all work is recorded
         self.name = object() if self.draft is None else self.draft.name  # in keys of recorded work
 
     def _seen(self, block: Tensor) -> Seen:
@@ -79,11 +81,11 @@ class Cycle:
             self.draft.length.fill_(length)
             self.draft.waiting.fill_(1)
 
-    def limit(self, levels: int) -> None:
-        """Verify nothing deeper from now on."""
-        if levels != self._levels:
-            self.levels.fill_(levels)
-            self._levels = levels
+    def limit(self, places: int) -> None:
+        """Verify only nodes before this place from now on."""
+        if places != self._places:
+            self.places.fill_(places)
+            self._places = places
 
     def open(self, sprouting: Sprouting) -> None:
         """The first draft pass: the root's children, and which nodes come next."""
@@ -131,7 +133,7 @@ class Cycle:
         kept = self.told.device["kept"][:rows]
         tokens, parents, depth = (there[name][:rows] for name in ("tokens", "parents", "depth"))
         mask = there["mask"][:rows, :rows]
-        choose(self.tree, rows, kept, tokens, parents, depth, mask, there["count"], self.levels)
+        choose(self.tree, rows, kept, tokens, parents, depth, mask, there["count"], self.places)
         judge.score(rows, columns)
         draws, deepest, draft = judge.draw(rows, params), min(rows, self.plan.passes + 1), self.draft
         settle(

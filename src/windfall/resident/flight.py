@@ -17,6 +17,8 @@ from windfall.resident.recorder import Key
 from windfall.resident.tree import told
 from windfall.sequence import Sequence
 
+SOMEWHERE = 64  # tokens behind which work is recorded; it is the same behind any number
+
 
 class Underway(NamedTuple):
     """A cycle that was launched."""
@@ -40,6 +42,24 @@ class Flight:
         self._deciding = 0.0  # seconds of this cycle
         self._drafted = 0  # passes of it, wanted or not
 
+    def prepare(self, ctx: Context) -> None:
+        """Record all that cycles of such a text can need, before it begins: in its midst each would wait for that."""
+        cycle, plan, judge = self.cycle, self.cycle.plan, self.cycle.judge
+        if self._key in cycle.prepared or not judge.recorder.enabled or judge.forward.bucketed:
+            return
+        cycle.prepared.add(self._key)
+        for rows in plan.sizes():
+            cycle.rewind(SOMEWHERE)
+            self._verify(rows)
+        if cycle.draft is None:
+            return
+        settled, columns = plan.settled(ctx), cycle.draft.columns
+        for count in plan.openings() if settled is None else (settled,):
+            cycle.rewind(SOMEWHERE)
+            self._open(min(count, plan.passes), settled is None, columns)
+        for level in range(2, min(plan.passes, 1 + SIGNALS) + 1) if settled is None else ():
+            self._pass(level, columns)
+
     def launch(self, ctx: Context) -> None:
         """Start another cycle behind those under way."""
         cycle, plan, judge = self.cycle, self.cycle.plan, self.cycle.judge
@@ -48,10 +68,9 @@ class Flight:
         passes = self._draft(ctx) if plan.passes else 0
         marks.append(Mark(judge.device))
         rows, levels = plan.verified(passes)
-        cycle.limit(levels if levels < self._drafted else plan.passes)
+        cycle.limit(plan.places(levels) if levels < self._drafted else plan.capacity)
         judge.known += passes + 1
-        columns = judge.columns(rows)
-        self._do(("verify", rows, columns), lambda: cycle.verify(rows, columns, self.sequence.params))
+        self._verify(rows)
         marks.append(Mark(judge.device))
         place = self._turn % len(cycle.blocks)
         self._turn += 1
@@ -68,12 +87,19 @@ class Flight:
         plan.brief(self.cycle.terms_sent, ctx)
         settled = plan.settled(ctx)
         level = settled or min(plan.least(), plan.passes)
-        ask = settled is None
-        self._do(("draft", level, ask, columns), lambda: self._passes(level, ask))
-        self._drafted = level
-        if not ask:
+        self._open(level, settled is None, columns)
+        if settled is not None:
             return level
         return (self._draft_ahead if plan.foresees else self._draft_on)(level, columns, ctx)
+
+    def _open(self, count: int, ask: bool, columns: int) -> None:
+        """The first draft passes, in one piece; the plan is asked behind them, or not at all."""
+        self._do(("draft", count, ask, columns), lambda: self._passes(count, ask))
+        self._drafted = count
+
+    def _verify(self, rows: int) -> None:
+        cycle, columns = self.cycle, self.cycle.judge.columns(rows)
+        self._do(("verify", rows, columns), lambda: cycle.verify(rows, columns, self.sequence.params))
 
     def _passes(self, count: int, ask: bool) -> None:
         """Draft passes one after the other, without asking."""

@@ -97,11 +97,13 @@ class Resident:
         """The Steps of this text."""
         plan = plan_of(sequence.policy)
         assert plan is not None
-        started = time.perf_counter()
-        cycle = self._start(plan, sequence)
-        host.prefill_seconds = time.perf_counter() - started
+        cycle = self._cycle(plan, sequence)
         flight = Flight(cycle, Sprouting(sequence.params, host.coupled, self.judge.dials), sequence)
         context = self._context(host, sequence)
+        flight.prepare(context)
+        started = time.perf_counter()
+        cycle.start(sequence.tokens)
+        host.prefill_seconds = time.perf_counter() - started
         flight.launch(context)
         while True:
             flight.launch(context)
@@ -119,14 +121,13 @@ class Resident:
             self.judge.dials.kappa.fill_(sequence.dice.kappa)
         return context
 
-    def _start(self, plan: Plan, sequence: Sequence) -> Cycle:
-        """Prefill, and hand the prompt over to the fixed buffers."""
-        judge, prompt = self.judge, sequence.tokens
+    def _cycle(self, plan: Plan, sequence: Sequence) -> Cycle:
+        """The plan's buffers, with room for this text."""
+        judge = self.judge
         self._reserve(sequence, 3 * (plan.passes + 2) + plan.width * plan.passes)
         judge.sample(sequence.params)
         if plan.key not in self.cycles:
             self.cycles[plan.key] = Cycle(plan, self.drafter, judge)
         cycle = self.cycles[plan.key]
         cycle.plan = plan
-        cycle.start(prompt)
         return cycle

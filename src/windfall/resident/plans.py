@@ -4,6 +4,7 @@ must see of a tree to decide whether to go on. A test holds each to the policy i
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 
 from windfall import flat
-from windfall.calibration import CHILDREN
+from windfall.calibration import CHILDREN, MOST_SETTLED
 from windfall.classifiers import Floats, disco_shown, specdecpp_shown
 from windfall.context import Context
 from windfall.kernels.top import MOST as MOST_CHILDREN
@@ -26,6 +27,7 @@ from windfall.policies.gammatune import GammaTune
 from windfall.policies.gt import GT
 from windfall.policies.ltd import LTD, NOTHING, View
 from windfall.policies.none import NoSpeculation
+from windfall.policies.salf import Salf
 from windfall.policies.specdecpp import SpecDecPlusPlus
 from windfall.policies.svip import SVIP
 from windfall.resident.judge import MOST as MOST_ROWS
@@ -39,7 +41,7 @@ MOST_PASSES, MOST_NODES = 32, 4096
 class Plan:
     """`passes` at the most, each over `width` nodes with `k` children, and `rows` to verify at the most."""
 
-    rule = "beam"  # or "calibrated": see kernels/grow.py
+    rule = "beam"  # or another of kernels/grow.py
     watches: tuple[str, ...] = ()  # what the host sees after a draft pass: arrays of seen.Seen
     foresees = False  # whether `goes_on` decides about the pass after the next, which is then under way
 
@@ -98,8 +100,16 @@ class Plan:
         return level < self.passes
 
     def verified(self, level: int) -> tuple[int, int]:
-        """Rows to verify after this many passes, and the deepest level of which nodes are taken."""
+        """Rows to verify after this many passes, and how many of the passes brought the nodes they are chosen from."""
         return self.rows, level
+
+    def openings(self) -> Iterable[int]:
+        """Passes that `least` may say."""
+        return (self.least(),)
+
+    def sizes(self) -> Iterable[int]:
+        """Rows that `verified` may say."""
+        return (self.rows,)
 
 
 class NonePlan(Plan):
@@ -183,7 +193,13 @@ class GTPlan(Plan):
         return level < self.passes and worth
 
     def verified(self, level: int) -> tuple[int, int]:
-        return 1 + min(self._counted * self.policy.k, self.policy.nodes), self._counted
+        return self._rows(self._counted), self._counted
+
+    def _rows(self, levels: int) -> int:
+        return 1 + min(levels * self.policy.k, self.policy.nodes)
+
+    def sizes(self) -> Iterable[int]:
+        return {self._rows(levels) for levels in range(self.passes + 1)}
 
 
 class WatchedBeamPlan(BeamPlan):
@@ -252,6 +268,33 @@ class C2TPlan(WatchedBeamPlan):
         return seen.promise[0] > -math.inf
 
 
+class SalfPlan(Plan):
+    """The likeliest nodes of all that are not yet expanded come next, until they promise too little."""
+
+    rule = "best"
+    watches = ("score", "expanded")
+    policy: Salf
+
+    def __init__(self, policy: Salf):
+        super().__init__(policy, policy.cap, policy.width, policy.k or 0, policy.nodes)
+
+    @classmethod
+    def stands_for(cls, policy: Salf) -> bool:
+        return policy.k is not None and policy.fill and policy.max_depth is None
+
+    def settled(self, ctx: Context) -> int | None:
+        return None
+
+    def asks(self, level: int) -> bool:
+        return level < self.passes
+
+    def goes_on(self, level: int, seen: Seen, ctx: Context) -> bool:
+        if level == 1:
+            self.policy.begin()
+        front = seen.expanded(level + 1)
+        return self.policy.promising(seen.all_scores(level, root=True), front[front >= 0])
+
+
 class LTDPlan(Plan):
     """A beam of which two networks choose the depth and the rows to verify."""
 
@@ -298,12 +341,19 @@ class LTDPlan(Plan):
         """What the size policy looks at."""
         if self._order is None:
             every = seen.all_scores(level)
-            return View(every[every > -math.inf], seen.length, level, NOTHING)
+            if every[every.argmin()] == -math.inf:
+                every = every[every > -math.inf]
+            return View(every, seen.length, level, NOTHING)
         scores, entropies = self._order.follow(level, seen, self.policy.entropy)
         return View(np.concatenate(scores), seen.length, level, np.concatenate(entropies))
 
     def verified(self, level: int) -> tuple[int, int]:
         return self._verified, level
+
+    def sizes(self) -> Iterable[int]:
+        rules, levels = self.policy.pair.rules, range(self.least(), self.passes + 1)
+        chosen = rules.sizes if self.policy.pair.size else (rules.fixed_size,)
+        return {min(1 + size, self.places(level)) for size in chosen for level in levels}
 
 
 class AutoPlan(Plan):
@@ -348,7 +398,13 @@ class AutoPlan(Plan):
         return level + 1 < self.passes and flat.pays(self._before, before, self._fee)
 
     def verified(self, level: int) -> tuple[int, int]:
-        return flat.rows(self._worth, level, self.rows), self.passes
+        return flat.rows(self._worth, level, self.rows), level
+
+    def openings(self) -> Iterable[int]:
+        return range(1, MOST_SETTLED + 1)
+
+    def sizes(self) -> Iterable[int]:
+        return {min(size, self.rows) for size in flat.ROWS}
 
 
 PLANS: dict[type[TreePolicy], Any] = {  # its Plan, made of the policy alone
@@ -360,6 +416,7 @@ PLANS: dict[type[TreePolicy], Any] = {  # its Plan, made of the policy alone
     GT: GTPlan,
     SVIP: SVIPPlan,
     Disco: DiscoPlan,
+    Salf: SalfPlan,
     SpecDecPlusPlus: SpecDecPlan,
     C2T: C2TPlan,
     LTD: LTDPlan,

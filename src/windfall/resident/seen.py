@@ -23,6 +23,7 @@ class Seen:
     def __init__(self, arrays: Mapping[str, Any], width: int, k: int, lag: int):
         self._own = arrays
         self._width, self._k, self._lag = width, k, lag
+        self._scores: dict[int, Floats] = {}  # by level
 
     @property
     def promise(self) -> list[float]:
@@ -33,7 +34,8 @@ class Seen:
     @property
     def length(self) -> int:
         """Committed tokens, the root included."""
-        return int(self._own["length"][0]) + self._lag - 1
+        found: int = self._own["length"].item(0)
+        return found + self._lag - 1
 
     def start(self, level: int) -> int:
         """The first place of a level."""
@@ -41,12 +43,13 @@ class Seen:
 
     def scores(self, level: int) -> Floats:
         """Of a level's places."""
-        found: Floats = self._own["score"][self.start(level) : self.start(level + 1)]
-        return found
+        if level not in self._scores:
+            self._scores[level] = self._own["score"][self.start(level) : self.start(level + 1)]
+        return self._scores[level]
 
-    def all_scores(self, level: int) -> Floats:
-        """Of all places up to this level, the root's left out."""
-        found: Floats = self._own["score"][1 : self.start(level + 1)]
+    def all_scores(self, level: int, root: bool = False) -> Floats:
+        """Of all places up to this level, usually without the root's."""
+        found: Floats = self._own["score"][0 if root else 1 : self.start(level + 1)]
         return found
 
     def logq(self, level: int) -> Floats:

@@ -21,7 +21,7 @@ def _choose(
     all_depth,
     line,
     count_at,
-    levels_at,
+    limit_at,
     kept,
     tokens,
     parents,
@@ -29,7 +29,7 @@ def _choose(
     mask,
     rows_at,
     mask_row,
-    SHALLOW: tl.constexpr,
+    LIMITED: tl.constexpr,
     CAPACITY: tl.constexpr,
     DEEPEST: tl.constexpr,
     ROWS: tl.constexpr,
@@ -39,8 +39,8 @@ def _choose(
 ):
     place = tl.arange(0, BLOCK_C)
     known = (place < tl.load(count_at)) & (place < CAPACITY)
-    if SHALLOW:
-        known = known & (tl.load(all_depth + place, mask=known, other=0) <= tl.load(levels_at))
+    if LIMITED:
+        known = known & (place < tl.load(limit_at))
     keys = tl.load(key + place, mask=known, other=float("-inf"))
     known = known & (keys > float("-inf"))
     order = tl.where(known, order_of(keys).to(tl.uint32, bitcast=True) ^ 0x80000000, 0)  # 0: below every float's
@@ -95,7 +95,7 @@ def choose(
     depth: Tensor,
     mask: Tensor,
     count: Tensor,
-    levels: Tensor | None,
+    limit: Tensor | None,
 ) -> None:
     capacity, columns = tree.line.shape
     assert mask.stride(1) == 1 and all(x.is_contiguous() for x in (*tree, kept, tokens, parents, depth))
@@ -108,7 +108,7 @@ def choose(
         tree.depth,
         tree.line,
         tree.count,
-        tree.count if levels is None else levels,
+        tree.count if limit is None else limit,
         kept,
         tokens,
         parents,
@@ -116,7 +116,7 @@ def choose(
         mask.view(torch.uint8),
         count,
         mask.stride(0),
-        SHALLOW=levels is not None,
+        LIMITED=limit is not None,
         CAPACITY=capacity,
         DEEPEST=columns - 1,
         ROWS=rows,

@@ -180,6 +180,7 @@ def _grow(
     length_at,
     promise,
     mask_row,
+    WHOLE: tl.constexpr,
     CALIBRATED: tl.constexpr,
     CAPACITY: tl.constexpr,
     DEEPEST: tl.constexpr,
@@ -228,13 +229,15 @@ def _grow(
     price = 0.0
     if CALIBRATED:
         price = tl.load(prices + 1)
+    if WHOLE:
         place = tl.arange(0, BLOCK_C)
         known = (place < count) & (place < CAPACITY)
         every = tl.load(key + place, mask=known, other=float("-inf"))
         idle = tl.load(taken + place, mask=known, other=1) == 0
         shallow = tl.load(depth + place, mask=known, other=DEEPEST) < DEEPEST
         order = tl.where(known & idle & shallow & (every > float("-inf")), order_of(every), NONE)
-        worthy = tl.sum((known & (place > 0) & (tl.exp(every) > price)).to(tl.int32), 0)
+        if CALIBRATED:
+            worthy = tl.sum((known & (place > 0) & (tl.exp(every) > price)).to(tl.int32), 0)
     else:
         choosable = (deep < DEEPEST) & (fresh > float("-inf")) & (place < CAPACITY)
         order = tl.reshape(tl.where(choosable, order_of(fresh), NONE), (BLOCK_W * BLOCK_K,))
@@ -290,8 +293,10 @@ def _grow(
     tl.store(staged_at, (staged + tl.where(fits, WIDTH, 0)).to(tl.int64))
 
 
-def grow(tree: TreeArrays, nodes: Tensor, tokens: Tensor, logq: Tensor, ahead: Ahead, terms: Terms | None) -> None:
-    """`kernels.grow`; without terms the rule is `beam`."""
+def grow(
+    tree: TreeArrays, nodes: Tensor, tokens: Tensor, logq: Tensor, ahead: Ahead, whole: bool, terms: Terms | None
+) -> None:
+    """See `kernels.grow.reference`."""
     (given, k), width, (capacity, columns) = tokens.shape, len(ahead.nodes), tree.line.shape
     assert ahead.mask.stride(1) == 1 and logq.dtype == torch.float32
     assert all(x.is_contiguous() for x in (*tree, nodes, tokens, logq, *ahead[:6], ahead.expanded, *(terms or ())))
@@ -317,6 +322,7 @@ def grow(tree: TreeArrays, nodes: Tensor, tokens: Tensor, logq: Tensor, ahead: A
         ahead.length,
         ahead.promise,
         ahead.mask.stride(0),
+        WHOLE=whole,
         CALIBRATED=terms is not None,
         CAPACITY=capacity,
         DEEPEST=columns - 1,
@@ -331,5 +337,5 @@ def grow(tree: TreeArrays, nodes: Tensor, tokens: Tensor, logq: Tensor, ahead: A
         BLOCK_C=everyone,
         BLOCK_S=min(power_of_two(len(ahead.expanded)), max(TILE // across, 16)),
         BLOCK_O=power_of_two(outlook.shape[2]),
-        num_warps=8 if block > 256 or (terms is not None and everyone > 1024) else 4,
+        num_warps=8 if block > 256 or (whole and everyone > 1024) else 4,
     )
