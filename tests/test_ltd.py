@@ -350,7 +350,10 @@ def test_size_episodes_and_their_curriculum() -> None:
     ("kind", "wanted"), [("throughput", 4 / 0.5 / 2), ("length", 4), ("time", -0.5 * 2), ("profit", 4 - 0.5 * 2)]
 )
 def test_rewards(kind: str, wanted: float) -> None:
-    assert Reward(kind, unit=2.0).of(Outcome(4, 0.5, 3, 20)) == pytest.approx(wanted)
+    reward, other = Reward(kind, unit=2.0), Outcome(1, 1.5, 1, 20)
+    assert reward.of(Outcome(4, 0.5, 3, 20)) == pytest.approx(wanted)
+    chosen_by = {"length": 2.5, "time": -2.0}.get(kind, 5 / 2)  # what was asked for, or tokens per second
+    assert reward.of_all([Outcome(4, 0.5, 3, 20), other]) == pytest.approx(chosen_by)
 
 
 def test_thinking_is_paid_for() -> None:

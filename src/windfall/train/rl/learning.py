@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -54,8 +55,8 @@ class State:
     step: int = 0
     current: dict[str, Any] | None = None  # network and optimizer in the midst of a stage
     best: dict[str, Any] = field(default_factory=dict)  # network of each kind, best of its latest stage
-    stage_best: float = -1.0
-    written: tuple[bool, float] = (False, -1.0)  # of the pair on file: whether it is one, and its throughput
+    stage_best: float = -math.inf
+    written: tuple[bool, float] = (False, -math.inf)  # of the pair on file: whether it is one, and what it is worth
 
 
 def check_extra() -> None:
@@ -83,7 +84,7 @@ class Learner:
         self.unit = self.config.unit or self.default_throughput("train")
         for stage in self.stages[self.state.stage :]:
             self._learn(stage)
-            self.state = replace(self.state, stage=stage.place + 1, step=0, current=None, stage_best=-1.0)
+            self.state = replace(self.state, stage=stage.place + 1, step=0, current=None, stage_best=-math.inf)
             self._keep()
         return ltd.load(self.folder)
 
@@ -181,15 +182,15 @@ class Learner:
         model.env.env_method("close")
         pair = self.partner(stage, model)
         outcomes = self.play(pair, "validation")
-        speed, step = throughput(outcomes), model.num_timesteps
+        worth, speed, step = self.reward().of_all(outcomes), throughput(outcomes), model.num_timesteps
         found: dict[str, Any] = {"stage": stage.name, "step": step, "throughput": speed, "tau": tau(outcomes)}
-        if best := speed > self.state.stage_best:
+        if best := worth > self.state.stage_best:
             weights = {name: each.clone() for name, each in model.policy.state_dict().items()}
-            self.state = replace(self.state, stage_best=speed, best={**self.state.best, stage.kind: weights})
+            self.state = replace(self.state, stage_best=worth, best={**self.state.best, stage.kind: weights})
             self._save(pair, f"{STAGES}/{stage.name}", found)
         whole = pair.depth is not None and pair.size is not None
-        if (whole, speed) > self.state.written:
-            self.state = replace(self.state, written=(whole, speed))
+        if (whole, worth) > self.state.written:
+            self.state = replace(self.state, written=(whole, worth))
             self._save(pair, ".", found)
         self.state = replace(self.state, step=step, current=snapshot(model))
         self._keep()

@@ -45,6 +45,12 @@ class Reward:
         paid = outcome.seconds * self.unit
         return -paid if self.kind == "time" else outcome.tokens - paid
 
+    def of_all(self, outcomes: list[Outcome]) -> float:
+        """What checkpoints are chosen by: tokens per second, or the mean of what was asked for instead of it."""
+        if self.kind in ("throughput", "profit"):
+            return throughput(outcomes)
+        return sum(map(self.of, outcomes)) / max(len(outcomes), 1)
+
 
 def grow_to(backend: Backend, depth: int) -> None:
     while backend.passes < depth and backend.draft():
