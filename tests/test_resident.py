@@ -45,12 +45,12 @@ ON_DEVICE: dict[str, dict[str, Any]] = {
     "chain": {"depth": 4},
 }
 WARY = {"depth": 4, "confidence": 1e-6}  # of a chain that decides on the host
-LEARNING: dict[str, dict[str, Any]] = {"gammatune": {"depth": 5, "k": 4, "nodes": 20}, "auto": {}}
+LEARNING: dict[str, dict[str, Any]] = {"gammatune": {"depth": 5, "k": 4, "nodes": 20}, "auto": {}, "dynatree": {}}
 WATCHING: dict[str, dict[str, Any]] = {"svip": {"depth": 5, "k": 4, "nodes": 20}}  # more in test_resident_watching.py
 ON_HOST: dict[str, dict[str, Any]] = {
     "salf": {"k": None},
     "talon": {"nodes": 20},
-    "dynatree": {},
+    "fixed-tree": {"nodes": 20},
     "sequoia": {"nodes": 16, "depth": 4},
     "wary": WARY,
     "opt-tree": {"nodes": 16, "depth": 5},
@@ -303,6 +303,7 @@ class Operations(TorchDispatchMode):
         ("gpt-neox", "itself", "wary", 60),
         ("llama", "eagle3", "auto", 9),
         ("llama", "eagle3", "svip", 60),
+        ("llama", "eagle3", "dynatree", 60),
     ],
 )
 def test_a_key_means_the_same_work(
@@ -431,7 +432,7 @@ class Replayed:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("policy", [*ON_DEVICE, *WATCHING, "auto"])
+@pytest.mark.parametrize("policy", [*ON_DEVICE, *WATCHING, "auto", "dynatree"])
 def test_no_cycle_waits_for_a_recording(policy: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that the cycles of a text may need is recorded before it begins."""
     monkeypatch.setattr(Recorder, "_record", lambda self, key, work: self.graphs.update({key: Replayed(work)}))

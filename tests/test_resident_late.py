@@ -99,7 +99,7 @@ def texts(name: str, folder: Path) -> list[Generation]:
     ("name", "early"),
     [
         *((name, False) for name in (*ON_DEVICE, *LEARNING, "svip", "c2t", "ltd-entropies")),
-        *((name, True) for name in ("ddd", "gt", "svip", "ltd-entropies")),
+        *((name, True) for name in ("ddd", "gt", "svip", "dynatree", "ltd-entropies")),
     ],
 )
 def test_nothing_is_touched_before_its_time(

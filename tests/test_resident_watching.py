@@ -157,7 +157,7 @@ def test_ltd_sees_the_same(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_shipped_policies_have_plans() -> None:
-    for name in ("ltd", "svip", "disco", "specdecpp", "c2t", "salf"):
+    for name in ("ltd", "svip", "disco", "specdecpp", "c2t", "salf", "dynatree", "fixed-tree"):
         assert plan_of(registry.policy(name)) is not None
     keys = {plan.key for beta in (0.1, 0.2) if (plan := plan_of(registry.policy("c2t", beta=beta)))}
     assert len(keys) == 2, "recorded work has its threshold inside"

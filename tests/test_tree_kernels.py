@@ -14,9 +14,11 @@ from interpreter import HALF, INTERPRETED, outside, passes_under_the_interpreter
 from windfall import verify
 from windfall.calibration import Calibrator
 from windfall.kernels import choose as choosing
+from windfall.kernels import gate as gating
 from windfall.kernels import grow as growing
 from windfall.kernels import settle as settling
 from windfall.kernels.choose import choose
+from windfall.kernels.gate import Bounds, prune
 from windfall.kernels.grow import grow
 from windfall.kernels.move import move
 from windfall.kernels.pair import pair_norm
@@ -295,6 +297,40 @@ def test_certainty_and_its_opposite() -> None:
     drawn = DraftTree.root(1).extend(torch.zeros(6, dtype=torch.long), torch.arange(6), logq[0], torch.arange(6))
     chances = calibrator.accept(drawn)
     torch.testing.assert_close(tree.chance[1:7], torch.tensor(chances) / max(1.0, sum(chances)), rtol=1e-5, atol=0)
+
+
+def check_pruning(width: int, k: int, seed: int, ordinary: float = 2.0, device: str = "cpu") -> None:
+    """Against a loop over nodes of all depths, some of which are not there."""
+    bounds = Bounds(-2.0, ordinary, -1.0, 0.5, 0.2, 1, 2, max(k - 1, 1), 1 if seed % 2 else k)
+    tree, chance = empty_tree(width + 3, 4, device), torch.Generator().manual_seed(seed)
+    tree.depth[: width + 2] = torch.randint(1, 5, (width + 2,), generator=chance).to(device)
+    tree.score[: width + 2] = (-torch.randint(0, 7, (width + 2,), generator=chance) / 2.0).to(device)  # bounds are met
+    tree.depth[0], tree.score[0] = 0, 0.0
+    nodes = torch.randperm(width + 2, generator=chance)[:width]
+    nodes[torch.rand(width, generator=chance) < 0.2] = -1
+    nodes[0] = 0
+    values = (torch.randn(width, max(k, 9), generator=chance) * 2).log_softmax(-1).topk(k).values
+    values[width // 2, -1] = -math.inf if k > 1 else 0.0
+    wanted = values.clone()
+    for row, node in enumerate(nodes.tolist()):
+        depth, score, sureness = int(tree.depth[node]), float(tree.score[node]), math.exp(values[row, 0])
+        stays = depth == 0 or (score >= bounds.floor and (depth < bounds.ordinary or score > bounds.deep))
+        breadth = bounds.narrow if sureness >= bounds.sure else bounds.middle
+        breadth = bounds.wide if sureness < bounds.unsure else breadth
+        wanted[row, (min(breadth, bounds.first) if depth == 0 else breadth) if stays and node >= 0 else 0 :] = -math.inf
+    given, before = torch.tensor(bounds, device=device), TreeArrays(*(x.clone() for x in tree))
+    for way in (prune, gating.reference):
+        found = values.to(device, copy=True)
+        way(tree, nodes.to(device), found, given)
+        assert torch.equal(found.cpu(), wanted)
+    assert all(map(torch.equal, tree, before))
+
+
+@pytest.mark.parametrize("ordinary", [2.0, math.inf])
+@pytest.mark.parametrize(("width", "k"), [(1, 1), (1, 3), (10, 3), (7, 16), (32, 5)])
+def test_pruning(width: int, k: int, ordinary: float) -> None:
+    for seed in range(4):
+        check_pruning(width, k, seed, ordinary)
 
 
 def a_tree(size: int, seed: int) -> DraftTree:

@@ -9,6 +9,7 @@ from test_tree_kernels import (
     check_growth,
     check_moving,
     check_pair,
+    check_pruning,
     check_settling,
     empty_rows,
     empty_tree,
@@ -50,6 +51,12 @@ both = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f
 def test_growth(rule: str, widths: tuple[int, ...], k: int, deepest: int, rows: int, tied: bool) -> None:
     for seed in range(4):
         check_growth(rule, widths, k, seed, deepest, rows, tied, "cuda")
+
+
+@pytest.mark.parametrize(("width", "k"), [(1, 3), (10, 3), (7, 16), (32, 16)])
+def test_pruning(width: int, k: int) -> None:
+    for seed in range(10):
+        check_pruning(width, k, seed, device="cuda")
 
 
 @pytest.mark.parametrize("drafter", [False, True])

@@ -14,7 +14,9 @@ from windfall.context import Context
 from windfall.options import option
 from windfall.policies.base import TreePolicy
 from windfall.records import Grow, Step
-from windfall.tree import DraftTree, Flags, Integers
+from windfall.tree import DraftTree, Flags, Floats, Integers
+
+NEVER = 1e-30  # a probability that no path falls below
 
 
 @dataclass
@@ -72,20 +74,36 @@ class DynaTree(TreePolicy):
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
         if len(tree) == 1:
             self._kept, self._seen = np.zeros(1, np.int64), 1
-            return Grow(torch.from_numpy(self._kept), k=self._widest if self.root_branching else 1)
+            return Grow(torch.from_numpy(self._kept), k=self.first)
         level = self._branches(tree, np.arange(self._seen, len(tree)))
         self._kept, self._seen = np.concatenate([self._kept, level])[: self.nodes + 1], len(tree)
-        level = level[self._goes_on(tree, level)]
+        level = level[self.goes_on(tree.arrays.depth[level], tree.arrays.score[level])]
         if not len(level) or len(self._kept) > self.nodes:
             return None
-        return Grow(torch.from_numpy(level), k=self._widest)
+        return Grow(torch.from_numpy(level), k=self.widest)
 
     def select(self, tree: DraftTree, ctx: Context) -> Tensor:
         return torch.from_numpy(self._kept)
 
     @property
-    def _widest(self) -> int:
+    def widest(self) -> int:
+        """Children of a node at the most."""
         return max(self.narrow, self.middle, self.wide)
+
+    @property
+    def first(self) -> int:
+        """The same of the root."""
+        return self.widest if self.root_branching else 1
+
+    @property
+    def least(self) -> float:
+        """Less likely nodes are not expanded."""
+        return max(self.tau, self.rho_stop, NEVER)
+
+    @property
+    def deep(self) -> float:
+        """The score above which paths go beyond the ordinary depth."""
+        return math.log(max(self.steering.deep, NEVER))
 
     def _branches(self, tree: DraftTree, new: Integers) -> Integers:
         """The newest nodes, without those beyond their parent's breadth."""
@@ -98,11 +116,10 @@ class DynaTree(TreePolicy):
         breadth = np.where(confidence >= self.steering.sure, self.narrow, self.middle)
         return new[rank < np.where(confidence < self.unsure, self.wide, breadth)]
 
-    def _goes_on(self, tree: DraftTree, nodes: Integers) -> Flags:
+    def goes_on(self, depth: Integers | int, score: Floats) -> Flags:
         """Which of these nodes the depth gate lets through."""
-        depth, score = tree.arrays.depth[nodes], tree.arrays.score[nodes]
-        deep = (depth < int(self.steering.depth)) | (score > _log(self.steering.deep))
-        return deep & (depth < self.max_depth) & (score >= _log(max(self.tau, self.rho_stop)))
+        deep = (depth < int(self.steering.depth)) | (score > self.deep)
+        return deep & (depth < self.max_depth) & (score >= math.log(self.least))
 
     def observe(self, step: Step) -> None:
         if self.history == "paper" and len(step.tree) > 1:  # a cycle without a draft says nothing
@@ -127,7 +144,3 @@ class DynaTree(TreePolicy):
 
 def _clip(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
-
-
-def _log(probability: float) -> float:
-    return math.log(max(probability, 1e-30))

@@ -12,7 +12,7 @@ from windfall.context import Context
 from windfall.options import option
 from windfall.policies.base import TreePolicy
 from windfall.records import Grow
-from windfall.tree import DraftTree
+from windfall.tree import DraftTree, Flags, Floats
 
 
 @dataclass
@@ -30,12 +30,22 @@ class FixedTree(TreePolicy):
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
         if len(tree) == 1:
             return Grow(torch.tensor([0]), k=1)
-        depth, score = tree.arrays.depth, tree.arrays.score
+        depth = tree.arrays.depth
         level = int(depth[-1])
-        if level > self.depth or len(tree) > self.nodes:
+        if len(tree) > self.nodes:
             return None
-        (frontier,) = ((depth == level) & (score >= math.log(max(self.tau, 1e-30)))).nonzero()
+        (frontier,) = ((depth == level) & self.goes_on(level, tree.arrays.score)).nonzero()
         return Grow(torch.from_numpy(frontier), k=self.breadth) if len(frontier) else None
+
+    @property
+    def least(self) -> float:
+        """Less likely nodes are not expanded."""
+        return max(self.tau, 1e-30)
+
+    def goes_on(self, level: int, score: Floats) -> Flags:
+        """Which nodes of a level are expanded."""
+        likely: Flags = score >= math.log(self.least)
+        return likely & (level <= self.depth)
 
     def select(self, tree: DraftTree, ctx: Context) -> Tensor:
         return torch.arange(min(len(tree), self.nodes + 1))  # breadth-first order: cut where the algorithm would stop

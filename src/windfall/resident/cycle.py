@@ -9,6 +9,7 @@ from windfall.drafters.base import Drafter
 from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.drafters.lm import LMDrafter
 from windfall.kernels.choose import choose
+from windfall.kernels.gate import prune
 from windfall.kernels.grow import grow
 from windfall.kernels.settle import settle
 from windfall.records import SamplingParams
@@ -35,6 +36,7 @@ class Cycle:
         self.blocks = [self.told.block() for _ in range(3)]  # where the host reads it, cycle by cycle
         self.tales = [self.told.read(block) for block in self.blocks]
         self.terms, self.terms_sent = terms(device)
+        self.bounds = self.terms_sent.device["bounds"] if plan.gated else None
         self.places = torch.full((1,), plan.capacity, device=device)  # only nodes before this one are verified
         self._places = plan.capacity  # the same on the host
         self.draft = draft_of(drafter, judge, plan.passes + 1, staged) if plan.passes else None
@@ -111,6 +113,8 @@ class Cycle:
         values, tokens = sprouting.children(
             logits, columns, offset + self.draft.lag, self.plan.k, self.draft.vocabulary
         )
+        if self.bounds is not None:
+            prune(self.tree, nodes, values, self.bounds)
         if self.sieve is not None:
             shown = entropy(logits) if self.sieve.entropy else None
             self._sift(self.sieve, nodes, tokens, values, shown)
@@ -134,8 +138,8 @@ class Cycle:
         tokens, parents, depth = (there[name][:rows] for name in ("tokens", "parents", "depth"))
         mask = there["mask"][:rows, :rows]
         choose(self.tree, rows, kept, tokens, parents, depth, mask, there["count"], self.places)
-        judge.score(rows, columns)
-        draws, deepest, draft = judge.draw(rows, params), min(rows, self.plan.passes + 1), self.draft
+        scored = judge.score(rows, columns)
+        draws, deepest, draft = judge.draw(scored, params), min(rows, self.plan.passes + 1), self.draft
         settle(
             draws,
             tokens,
@@ -156,7 +160,7 @@ class Cycle:
             self.told.device["figures"],
         )
         wanted = None if draft is None or draft.features is None else draft.features[:deepest]
-        judge.advance(deepest, rows, wanted)
+        judge.advance(deepest, scored.states, wanted)
         self.told.device["path"][:rows].copy_(judge.path[:rows])
 
 

@@ -61,6 +61,14 @@ class Piece:
         return Pass(self.tokens[:size], slots, slots, self._causal[:size, :size], length)
 
 
+class Scored(NamedTuple):
+    """What a pass over n rows gave; in recorded work it lies where other work may write later."""
+
+    logits: Tensor  # [n, V], and the pass's padding behind
+    states: Tensor | None  # [n, taps * H]
+    positions: Tensor  # [n] long, of the rows
+
+
 class Judge:
     """Scores the rows of one tree, follows the target's draws through it, and commits what was accepted."""
 
@@ -91,9 +99,6 @@ class Judge:
         )
         self.piece = Piece(device)
         self.taken_in = torch.zeros(PIECE, self.width, dtype=self.dtype, device=device) if taps else None  # its states
-        self.logits: dict[int, Tensor] = {}  # by rows of the pass, with its padding; good until another pass runs
-        self.hidden: dict[int, Tensor | None] = {}  # the tapped states, likewise, without padding
-        self.positions: dict[int, Tensor] = {}  # of the rows, likewise
         self._places = torch.arange(MOST, device=device)
         self.known = 0  # the host's bound on `length`
         self._caches: dict[tuple[tuple[int, int, int], torch.dtype], Tensor] = {}  # of drafters
@@ -186,14 +191,13 @@ class Judge:
             return self.capacity
         return min(-(-(self.known + size) // COLUMNS) * COLUMNS, self.capacity)
 
-    def score(self, size: int, columns: int) -> None:
+    def score(self, size: int, columns: int) -> Scored:
         """The rows through the model; keys and values are staged behind the committed ones."""
         given = self._rows(size)
-        self.positions[size] = given.positions[:size]
         parts = self._parts(given) if self.exact else [given]
         found = [self.forward(part, self.kv, self.taps, columns) for part in parts]
-        self.logits[size] = _joined([logits for logits, _ in found])
-        self.hidden[size] = _joined([states for _, states in found if states is not None])[:size] if self.taps else None
+        states = _joined([states for _, states in found if states is not None])[:size] if self.taps else None
+        return Scored(_joined([logits for logits, _ in found]), states, given.positions[:size])
 
     def _rows(self, size: int) -> Pass:
         """What is in `rows`, padded where passes have a size of their own."""
@@ -221,13 +225,13 @@ class Judge:
         """Rows that the passes of so many have beside them."""
         return -size % EXACT if self.exact else 0
 
-    def draw(self, size: int, params: SamplingParams) -> Tensor:
-        """The target's own token after each row, [size]."""
-        logits, temperature = self.logits[size], self.dials.temperature
+    def draw(self, scored: Scored, params: SamplingParams) -> Tensor:
+        """The target's own token after each row, [n]."""
+        logits, temperature, size = scored.logits, self.dials.temperature, len(scored.positions)
         if not params.greedy and params.filters:
             parts = torch.split(logits, EXACT if self.exact else size)  # here, too, the number of rows is one
             logits, temperature = _joined([process(x, None, 0, params) for x in parts]), torch.ones_like(temperature)
-        return draw(logits[:size], self.positions[size], self.dials.seed, temperature, greedy=params.greedy, offset=1)
+        return draw(logits[:size], scored.positions, self.dials.seed, temperature, greedy=params.greedy, offset=1)
 
     def keep(self, verdict: Parcel, deepest: int) -> None:
         """Commit a path that the host walked."""
@@ -236,9 +240,9 @@ class Judge:
         move(self._flat, torch.where(path >= 0, self.length + path, goal), goal)
         self.length.add_(verdict.device["accepted"])
 
-    def advance(self, deepest: int, size: int, features: Tensor | None) -> None:
+    def advance(self, deepest: int, states: Tensor | None, features: Tensor | None) -> None:
         """Commit the path in `source` and `goal`, and hand out its states, where they are wanted."""
-        states = None if features is None else self.hidden[size]
+        states = None if features is None else states
         move(self._flat, self.source[:deepest], self.goal[:deepest], states, self.path[:deepest], features)
         self.length.add_(self.accepted)
 

@@ -4,6 +4,7 @@ must see of a tree to decide whether to go on. A test holds each to the policy i
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from windfall import flat
 from windfall.calibration import CHILDREN, MOST_SETTLED
 from windfall.classifiers import Floats, disco_shown, specdecpp_shown
 from windfall.context import Context
+from windfall.kernels.gate import Bounds
 from windfall.kernels.top import MOST as MOST_CHILDREN
 from windfall.policies.auto import Auto
 from windfall.policies.base import TreePolicy
@@ -23,6 +25,8 @@ from windfall.policies.c2t import C2T
 from windfall.policies.chain import Chain
 from windfall.policies.ddd import DDD
 from windfall.policies.disco import Disco
+from windfall.policies.dynatree import DynaTree
+from windfall.policies.fixed_tree import FixedTree
 from windfall.policies.gammatune import GammaTune
 from windfall.policies.gt import GT
 from windfall.policies.ltd import LTD, NOTHING, View
@@ -31,11 +35,14 @@ from windfall.policies.salf import Salf
 from windfall.policies.specdecpp import SpecDecPlusPlus
 from windfall.policies.svip import SVIP
 from windfall.resident.judge import MOST as MOST_ROWS
+from windfall.resident.judge import ROWS
 from windfall.resident.parcel import Parcel
 from windfall.resident.seen import Order, Seen
 from windfall.resident.sieve import Sieve
 
 MOST_PASSES, MOST_NODES = 32, 4096
+MOST_GATED = 32  # nodes of a pass, most of which are there in case
+SIZES = ROWS[2:]  # of verify passes over as many nodes as there are
 
 
 class Plan:
@@ -43,6 +50,7 @@ class Plan:
 
     rule = "beam"  # or another of kernels/grow.py
     watches: tuple[str, ...] = ()  # what the host sees after a draft pass: arrays of seen.Seen
+    gated = False  # whether children out of the bounds that `brief` brings are left out
     foresees = False  # whether `goes_on` decides about the pass after the next, which is then under way
 
     def __init__(self, policy: TreePolicy, passes: int, width: int, k: int, rows: int):
@@ -56,7 +64,7 @@ class Plan:
     @property
     def key(self) -> tuple[object, ...]:
         """What recorded work depends on."""
-        return (self.rule, self.watches, self.passes, self.width, self.k, self.rows)
+        return (self.rule, self.watches, self.gated, self.passes, self.width, self.k, self.rows)
 
     def places(self, passes: int) -> int:
         """Of the nodes that so many passes draft, the root counted."""
@@ -295,6 +303,85 @@ class SalfPlan(Plan):
         return self.policy.promising(seen.all_scores(level, root=True), front[front >= 0])
 
 
+class GatedPlan(Plan):
+    """Of each level the nodes that are likely enough are expanded, by bounds that the device has; all nodes are
+    verified. Probabilities sum to 1, so that few nodes of a level can be likely: the device expands that many, and
+    leaves out the children of the others."""
+
+    watches = ("score",)
+    gated = True
+    policy: DynaTree | FixedTree
+
+    def __init__(self, policy: DynaTree | FixedTree, passes: int, first: int, k: int):
+        """`first` is for the root what `k` is for other nodes."""
+        widths: list[int] = []
+        for _ in range(1, passes):
+            drafted = k * widths[-1] if widths else first
+            widths.append(min(drafted, int(1.0001 / policy.least)))  # of rounded numbers one more may be likely
+        super().__init__(policy, passes, max(widths, default=1), k, 1 + first + k * sum(widths))
+        self._drafted = 0
+        self._told: Bounds | None = None  # what the device goes by
+
+    @classmethod
+    def stands_for(cls, policy: Any) -> bool:
+        """Not where the tree may be cut off at its largest size: the host's order of nodes decides what stays."""
+        plan = cls(policy)  # type: ignore[call-arg]
+        return plan.rows <= 1 + policy.nodes and plan.width <= MOST_GATED
+
+    @property
+    def bounds(self) -> Bounds:
+        """As they are in this cycle."""
+        raise NotImplementedError
+
+    def brief(self, terms: Parcel, ctx: Context) -> None:
+        if self.bounds != self._told:
+            self._told = self.bounds
+            terms.host["bounds"][:] = self._told  # the last copy is through: a pass behind it was waited for
+            terms.send()
+
+    def settled(self, ctx: Context) -> int | None:
+        return None
+
+    def goes_on(self, level: int, seen: Seen, ctx: Context) -> bool:
+        self._drafted = int(np.count_nonzero(seen.all_scores(level) > -math.inf))
+        return level < self.passes and bool(self.policy.goes_on(level, seen.scores(level)).any())
+
+    def verified(self, level: int) -> tuple[int, int]:
+        return min(SIZES[bisect_left(SIZES, 1 + self._drafted)], self.rows), level
+
+    def sizes(self) -> Iterable[int]:
+        return {min(size, self.rows) for size in SIZES}
+
+
+class FixedTreePlan(GatedPlan):
+    """One first token, then as many children for each likely node."""
+
+    policy: FixedTree
+
+    def __init__(self, policy: FixedTree):
+        super().__init__(policy, policy.depth + 1, 1, policy.breadth)
+
+    @property
+    def bounds(self) -> Bounds:
+        own = self.policy
+        return Bounds(math.log(own.least), math.inf, 0.0, 0.0, 0.0, own.breadth, own.breadth, own.breadth, 1)
+
+
+class DynaTreePlan(GatedPlan):
+    """Breadth by confidence, and bounds that the last cycles move."""
+
+    policy: DynaTree
+
+    def __init__(self, policy: DynaTree):
+        super().__init__(policy, policy.max_depth, policy.first, policy.widest)
+
+    @property
+    def bounds(self) -> Bounds:
+        own, now = self.policy, self.policy.steering
+        breadths = (own.narrow, own.middle, own.wide)
+        return Bounds(math.log(own.least), int(now.depth), own.deep, now.sure, own.unsure, *breadths, own.first)
+
+
 class LTDPlan(Plan):
     """A beam of which two networks choose the depth and the rows to verify."""
 
@@ -417,6 +504,8 @@ PLANS: dict[type[TreePolicy], Any] = {  # its Plan, made of the policy alone
     SVIP: SVIPPlan,
     Disco: DiscoPlan,
     Salf: SalfPlan,
+    FixedTree: FixedTreePlan,
+    DynaTree: DynaTreePlan,
     SpecDecPlusPlus: SpecDecPlan,
     C2T: C2TPlan,
     LTD: LTDPlan,

@@ -40,7 +40,7 @@ class Recorder:
         self.failures = 0
         self.refused = ""  # why the last work that could not be recorded could not
 
-    def run(self, key: Key, work: Callable[[], None]) -> None:
+    def run(self, key: Key, work: Callable[[], object]) -> None:
         """Do this work; the same key always means the same work on the same buffers."""
         with self._there:
             graph = self.graphs.pop(key, None)
@@ -53,7 +53,7 @@ class Recorder:
                 self.recordings += 1
                 self._record(key, work)
 
-    def refresh(self, key: Key, work: Callable[[], None]) -> None:
+    def refresh(self, key: Key, work: Callable[[], object]) -> None:
         """The same for work that may run twice and whose results are its own: they are those of the recorded run."""
         fresh = self.enabled and key not in self.graphs
         self.run(key, work)
@@ -78,7 +78,7 @@ class Recorder:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def _record(self, key: Key, work: Callable[[], None]) -> None:
+    def _record(self, key: Key, work: Callable[[], object]) -> None:
         """Record it; what cannot be recorded (it waits for the device, say) runs as written from now on."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)

@@ -42,6 +42,7 @@ class SeatedTarget:
         self._drawn = Parcel(judge.device, tokens=(long, (MOST,)))
         self._states = torch.zeros(MOST, judge.width, dtype=judge.dtype, device=judge.device) if judge.taps else None
         self._logits: dict[Key, Tensor] = {}  # where each recorded pass leaves them
+        self._scored = torch.empty(0)  # the last that Python saw
 
     @property
     def recordings(self) -> int:
@@ -66,7 +67,7 @@ class SeatedTarget:
         fresh = key not in judge.recorder.graphs
         judge.recorder.refresh(key, lambda: self._score(size, columns, drawn))
         if fresh:
-            self._logits[key] = judge.logits[size]
+            self._logits[key] = self._scored
         judge.recorder.wait()
         count = len(tree)
         draws = self._drawn.host["tokens"][:count].tolist() if drawn else None
@@ -75,12 +76,12 @@ class SeatedTarget:
     def _score(self, size: int, columns: int, drawn: bool) -> None:
         judge = self.judge
         judge.rows.send()
-        judge.score(size, columns)
-        states = judge.hidden[size]
-        if self._states is not None and states is not None:  # other recorded work may use their place
-            self._states[:size].copy_(states[:size])
+        scored = judge.score(size, columns)
+        self._scored = scored.logits
+        if self._states is not None and scored.states is not None:  # other recorded work may use their place
+            self._states[:size].copy_(scored.states)
         if drawn:
-            self._drawn.device["tokens"][:size].copy_(judge.draw(size, self.params)[:size])
+            self._drawn.device["tokens"][:size].copy_(judge.draw(scored, self.params))
             self._drawn.fetch()
 
     def commit(self, paths: list[Tensor]) -> None:

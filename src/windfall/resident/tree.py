@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from windfall.calibration import BUCKETS, CHILDREN, DEPTHS, RANKS
+from windfall.kernels.gate import Bounds
 from windfall.kernels.trees import NOBODY, Ahead, Terms, TreeArrays
 from windfall.resident.judge import MOST as MOST_ROWS
 from windfall.resident.parcel import Parcel
@@ -85,9 +86,15 @@ def ahead(width: int, told: Parcel, length: Tensor) -> Ahead:
 
 
 def terms(device: torch.device) -> tuple[Terms, Parcel]:
-    """What the calibrated rule reads, and the parcel that brings it."""
+    """What the calibrated rule reads, and the parcel that brings it and what a gate reads."""
     number = torch.float32
-    parcel = Parcel(device, weights=(number, (1 + DEPTHS + RANKS,)), outlook=(number, OUTLOOK), prices=(number, (2,)))
+    parcel = Parcel(
+        device,
+        weights=(number, (1 + DEPTHS + RANKS,)),
+        outlook=(number, OUTLOOK),
+        prices=(number, (2,)),
+        bounds=(number, (len(Bounds._fields),)),
+    )
     return Terms(*(parcel.device[name] for name in ("weights", "outlook", "prices"))), parcel
 
 
