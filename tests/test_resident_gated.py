@@ -23,7 +23,8 @@ from windfall.resident.cycle import Cycle, Habit
 from windfall.resident.drafting import Sprouting
 from windfall.resident.judge import MOST
 from windfall.resident.parcel import Parcel
-from windfall.resident.plans import DynaTreePlan, plan_of
+from windfall.resident.plans import plan_of
+from windfall.resident.plans.gated import DynaTreePlan
 from windfall.target import Target
 
 MIXED = {"history": "none", "base_depth": 2, "max_depth": 4, "sure": 0.5, "unsure": 0.2}  # all breadths happen

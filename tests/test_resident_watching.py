@@ -23,7 +23,8 @@ from windfall.records import Launch
 from windfall.resident.cycle import Cycle, Habit
 from windfall.resident.drafting import Sprouting
 from windfall.resident.judge import MOST
-from windfall.resident.plans import LTDPlan, plan_of
+from windfall.resident.plans import plan_of
+from windfall.resident.plans.ltd import LTDPlan
 from windfall.target import Target
 
 BEAM = {"depth": 6, "k": 4, "nodes": 20}

@@ -24,7 +24,7 @@ from windfall.resident.cycle import Cycle
 from windfall.resident.drafting import Sprouting
 from windfall.resident.judge import MOST, Judge
 from windfall.resident.loop import Resident
-from windfall.resident.plans import AutoPlan
+from windfall.resident.plans.auto import AutoPlan
 from windfall.resident.rope import steady
 from windfall.target import Target
 

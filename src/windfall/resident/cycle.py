@@ -16,7 +16,7 @@ from windfall.records import SamplingParams
 from windfall.resident.drafting import Draft, HeadDraft, ModelDraft, Sprouting, entropy, read
 from windfall.resident.forward import Pass, Unfit
 from windfall.resident.judge import Judge, fitting
-from windfall.resident.plans import Plan
+from windfall.resident.plans.base import Plan
 from windfall.resident.recorder import Key
 from windfall.resident.seen import Seen
 from windfall.resident.sieve import Sieve

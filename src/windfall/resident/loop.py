@@ -20,7 +20,8 @@ from windfall.resident.drafting import Sprouting
 from windfall.resident.flight import Flight
 from windfall.resident.forward import Unfit
 from windfall.resident.judge import Judge
-from windfall.resident.plans import Plan, plan_of
+from windfall.resident.plans import plan_of
+from windfall.resident.plans.base import Plan
 from windfall.resident.recorder import Recorder
 from windfall.resident.seat import PENDING, STAGED, WIDTHS, SeatedDrafter, SeatedTarget
 from windfall.sequence import Sequence

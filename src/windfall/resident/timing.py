@@ -17,7 +17,8 @@ from windfall.records import SamplingParams
 from windfall.resident.cycle import Cycle
 from windfall.resident.drafting import Sprouting
 from windfall.resident.loop import Resident
-from windfall.resident.plans import AutoPlan, NonePlan
+from windfall.resident.plans.auto import AutoPlan
+from windfall.resident.plans.beams import NonePlan
 
 LENGTHS = (64, 512, 2048, 8192)
 ROUNDS = 9
