@@ -224,6 +224,18 @@ def test_reading_a_folder(tmp_path: Path) -> None:
     assert made.name == tmp_path.name and made.provenance == {"date": "d"}
 
 
+@pytest.mark.parametrize(("apart", "peaks", "wanted"), [(False, None, 7), (True, None, None), (True, {"beam": 5}, 5)])
+def test_memory_that_was_to_be_measured_apart(
+    apart: bool, peaks: dict[str, int] | None, wanted: int | None, tmp_path: Path
+) -> None:
+    """A run that ended before says nothing about it: what all methods held together is no method's own."""
+    line = json.dumps(vars(record("beam", id="1")) | {"turns": [turn([2, 1])], "peak_memory": 7})
+    write(tmp_path, [line, ""], {"settings": {"methods": ["beam"], "memory": apart}, "provenance": {}})
+    if peaks:
+        (tmp_path / reading.PEAKS_FILE).write_text(json.dumps(peaks))
+    assert reading.load(tmp_path).records[0].peak_memory == wanted
+
+
 def test_folders_that_hold_no_run(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"is not the folder of a benchmark: it has no readable run\.json"):
         reading.load(tmp_path)

@@ -21,7 +21,7 @@ from interpreter import HALF, INTERPRETED, outside, passes_under_the_interpreter
 from windfall.drafters.base import sprout
 from windfall.kernels import add_norm, draw, path_attention, rotate_and_store, silu_mul, top_children, tree_attention
 from windfall.kernels.attention import lineage
-from windfall.kernels.norm import Keep
+from windfall.kernels.keep import Keep
 from windfall.records import Grow, SamplingParams
 from windfall.sampling import Dice, gumbel, signed
 from windfall.tree import DraftTree

@@ -208,9 +208,11 @@ def run(
         known = store.profiles if store.about is not None else profiles
         make_room(engines.values(), target, prompts, settings)
         store.begin(asdict(settings), about, attach_costs(contenders, known))
-        Bench(settings, contenders, store, progress).run(prompts)
-        if peaks := weigh(contenders, prompts, target, own, settings, trust_remote_code, launch):
+        if not store.weighed and (
+            peaks := weigh(contenders, prompts, target, own, settings, trust_remote_code, launch)
+        ):
             store.keep_peaks(peaks)
+        Bench(settings, contenders, store, progress).run(prompts)
         return load(store.folder)
     finally:
         store.close()

@@ -114,6 +114,11 @@ class Store:
     def keep_warm_up(self, learnt: dict[str, Any]) -> None:
         replace_text(self.folder / WARM_UP_FILE, json.dumps(learnt) + "\n")
 
+    @property
+    def weighed(self) -> bool:
+        """Whether the methods' memory was measured."""
+        return (self.folder / PEAKS_FILE).exists()
+
     def keep_peaks(self, peaks: dict[str, int]) -> None:
         replace_text(self.folder / PEAKS_FILE, json.dumps(peaks, indent=1) + "\n")
 

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from windfall.kernels.backend import on_triton
-
-
-class Keep(NamedTuple):
-    """Where a norm's rows also go."""
-
-    rows: Tensor  # [m, width], written
-    at: Tensor  # [n] long: each row's place there
-    normed: bool  # the norm, or else the sum before it
+from windfall.kernels.keep import Keep
 
 
 def add_norm(

@@ -12,7 +12,7 @@ from windfall.decoder import Decoder
 from windfall.heads.base import FeatureHead
 from windfall.heads.layers import head_dim
 from windfall.kernels.attention import tree_attention
-from windfall.kernels.norm import Keep
+from windfall.kernels.keep import Keep
 from windfall.kernels.top import top_children
 from windfall.records import SamplingParams
 from windfall.resident.forward import Pass, Unfit

@@ -13,7 +13,8 @@ from windfall.heads.base import FeatureHead
 from windfall.heads.eagle3 import Eagle3
 from windfall.heads.layers import Attention
 from windfall.kernels.attention import tree_attention
-from windfall.kernels.norm import Keep, add_norm, rotate_and_store, silu_mul
+from windfall.kernels.keep import Keep
+from windfall.kernels.norm import add_norm, rotate_and_store, silu_mul
 from windfall.kernels.pair import pair_norm
 from windfall.resident.forward import Pass, Unfit
 from windfall.resident.rope import Angles, steady

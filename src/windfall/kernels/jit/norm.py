@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from windfall.kernels.backend import power_of_two
-from windfall.kernels.norm import Keep
+from windfall.kernels.keep import Keep
 
 ACROSS = 512  # columns of a program of silu_mul
 
