@@ -224,7 +224,10 @@ def test_reading_a_folder(tmp_path: Path) -> None:
     assert made.name == tmp_path.name and made.provenance == {"date": "d"}
 
 
-@pytest.mark.parametrize(("apart", "peaks", "wanted"), [(False, None, 7), (True, None, None), (True, {"beam": 5}, 5)])
+@pytest.mark.parametrize(
+    ("apart", "peaks", "wanted"),
+    [(False, None, 7), (True, None, None), (True, {"beam": 5}, 5), (True, {"none": 5}, None)],
+)
 def test_memory_that_was_to_be_measured_apart(
     apart: bool, peaks: dict[str, int] | None, wanted: int | None, tmp_path: Path
 ) -> None:

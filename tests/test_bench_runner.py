@@ -433,11 +433,11 @@ def test_memory_is_measured_with_each_method_alone(
     contenders = runner.assemble(methods, target, DrafterSpec("ngram"), True)
     part = runner.Part("some", ("chain:depth=3",), ("talk",), (0.0,), memory=True)
     settings = Settings(tuple(m.label for m in methods), ("mine",), max_new_tokens=4, parts=(part,))
-    peaks = runner.weigh(contenders, PROMPTS, pretended, DrafterSpec("ngram"), settings, False, Launch())
+    peaks = dict(runner.weigh(contenders, PROMPTS, pretended, DrafterSpec("ngram"), settings, False, Launch()))
     weights = sum(weight.nbytes for weight in target.model.parameters())
     assert peaks == {"none": weights + 3, "chain:depth=3": weights + 6}  # a warm-up and two answers each
     assert engines == ["NoDrafter"] * 3 + ["NGramDrafter"] * 3
-    assert not runner.weigh(contenders, PROMPTS, target, DrafterSpec("ngram"), settings, False, Launch())
+    assert not list(runner.weigh(contenders, PROMPTS, target, DrafterSpec("ngram"), settings, False, Launch()))
 
 
 def test_drafters_of_the_same_name_are_not_mixed_up(target: Target) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -128,6 +129,14 @@ def test_twins_do_not_share_their_work() -> None:
     held = one._first(seen)
     other.logits(view(-np.arange(90.0), length=900, entropy=np.ones(9)))
     assert held.tolist() == wanted.tolist() == other._first(seen).tolist()
+
+
+def test_copies_decide_the_same() -> None:
+    """Policies are copied where a benchmark sets them back."""
+    one, seen = network(Rules().size_layout, 5), view(-np.arange(1.0, 40.0))
+    other = deepcopy(one)
+    one.logits(view([-0.1]))
+    assert other.logits(seen).tolist() == one.logits(seen).tolist() and other._opening is not one._opening
 
 
 def test_sizes_and_questions() -> None:

@@ -431,16 +431,18 @@ class Replayed:
         self.replay = work
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("policy", [*ON_DEVICE, *WATCHING, "auto", "dynatree"])
-def test_no_cycle_waits_for_a_recording(policy: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "temperature"), [("lm", 0.0), ("eagle3", 0.7)])
+@pytest.mark.parametrize("policy", [*ON_DEVICE, *WATCHING, *LEARNING])
+def test_no_cycle_waits_for_a_recording(
+    policy: str, kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All that the cycles of a text may need is recorded before it begins."""
     monkeypatch.setattr(Recorder, "_record", lambda self, key, work: self.graphs.update({key: Replayed(work)}))
-    device = engine("llama", "lm", policy, graphs=True)
+    device = engine("llama", kind, policy, graphs=True)
     assert device.resident is not None
     device.resident.judge.recorder.enabled = True
     made = {"max_new_tokens": LENGTH, "eos": (), "temperature": temperature}
-    wanted = engine("llama", "lm", policy, graphs=False).generate(prompt(), **made)
+    wanted = engine("llama", kind, policy, graphs=False).generate(prompt(), **made)
     for _ in range(2):
         found = device.generate(prompt(), **made)
         assert device.fallback == "" and found.token_ids == wanted.token_ids

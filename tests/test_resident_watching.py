@@ -11,7 +11,7 @@ import pytest
 
 from test_classifiers import answering, put, some_classifier
 from test_ltd import random_pair
-from test_resident import LENGTH, ON_DEVICE, PRECISE, SAMPLINGS, drafter, paths, same_trees
+from test_resident import LENGTH, ON_DEVICE, PRECISE, SAMPLINGS, Replayed, drafter, paths, same_trees
 from tiny import prompt, tiny
 from windfall import registry
 from windfall.calibration import Calibrator
@@ -25,6 +25,7 @@ from windfall.resident.drafting import Sprouting
 from windfall.resident.judge import MOST
 from windfall.resident.plans import plan_of
 from windfall.resident.plans.ltd import LTDPlan
+from windfall.resident.recorder import Recorder
 from windfall.target import Target
 
 BEAM = {"depth": 6, "k": 4, "nodes": 20}
@@ -106,6 +107,21 @@ def test_passes_that_did_not_wait_leave_no_trace(name: str, tmp_path: Path, monk
         wanted, found = both(*(("qwen3", "eagle") if name == "ltd-padded" else ("llama", "eagle3")), own)
         same_trees(wanted, found, deepest=6)
     assert launched[True] > launched[False]
+
+
+@pytest.mark.parametrize("name", [*WATCHING, "ddd", "salf"])
+def test_no_cycle_waits_for_a_recording(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is recorded beforehand has room: also where the plan is asked after its last pass, or the one before."""
+    monkeypatch.setattr(Recorder, "_record", lambda self, key, work: self.graphs.update({key: Replayed(work)}))
+    short = {"ddd": {"depth": 5, "k": 4, "nodes": 12, "checks": "4,5"}, "salf": {"k": 4, "width": 4, "cap": 3}}
+    own = registry.policy(name, **short[name]) if name in short else policy(name, tmp_path)
+    target = Target(tiny("llama", dtype=PRECISE))
+    made = [Engine(target, drafter("eagle3"), own, launch=Launch(graphs)) for graphs in (False, True)]
+    assert made[1].resident is not None
+    made[1].resident.judge.recorder.enabled = True
+    found = [each.generate(prompt(), max_new_tokens=LENGTH, eos=()) for each in made]
+    assert made[1].fallback == "" and found[0].token_ids == found[1].token_ids
+    assert not any(step.recorded for step in found[1].steps)
 
 
 @pytest.mark.parametrize("early", [True, False])

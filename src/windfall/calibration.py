@@ -62,7 +62,7 @@ class Calibrator:
         self._good = [[0.5] * 3 for _ in range(DEPTHS)]  # how often it is good
         self.gain = 1.0  # tokens per second, as a multiple of plain decoding's, lately
         self.usual = 1.0  # draft passes that nearly all cycles have, lately
-        self.version = 0  # of all the above, but for kappa
+        self.version = 0  # of all the above, but for kappa and `usual`
 
     def chances(self, tree: DraftTree) -> Floats:
         """`accept` for the many nodes of a whole tree, [N - 1]."""

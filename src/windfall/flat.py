@@ -1,5 +1,5 @@
 """Where rows and draft passes are cheap, as on a GPU, the best tree per second has a simple form: a pass must be worth
-its fee and a row its price. `auto` follows it there, and resident/plans.py has the device follow it.
+its fee and a row its price. `auto` follows it there, and resident/plans/auto.py has the device follow it.
 
 A decision that the device waits for leaves it idle. So it is made a pass ahead: while pass n+1 runs, what pass n
 brought says whether pass n+2 will pay, and nobody waits.

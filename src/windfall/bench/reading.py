@@ -153,11 +153,9 @@ def load(folder: str | Path) -> Run:
             raise InputError(f"'{folder}' has format {about['format']}; this windfall reads format {FORMAT}")
         records = [Record.of_dict(each) for each in complete_lines(_records_text(folder))]
         _check(records)
-        if (folder / PEAKS_FILE).exists():
-            peaks = json.loads((folder / PEAKS_FILE).read_text("utf-8"))
-            records = [replace(each, peak_memory=peaks.get(each.method, each.peak_memory)) for each in records]
-        elif about["settings"].get("memory"):  # it was to be measured apart, and the run ended before
-            records = [replace(each, peak_memory=None) for each in records]
+        if about["settings"].get("memory") or (folder / PEAKS_FILE).exists():  # of each method apart, as far as it went
+            peaks = json.loads((folder / PEAKS_FILE).read_text("utf-8")) if (folder / PEAKS_FILE).exists() else {}
+            records = [replace(each, peak_memory=peaks.get(each.method)) for each in records]
         order = {label: place for place, label in enumerate(about["settings"]["methods"])}
         records.sort(key=lambda record: order.get(record.method, len(order)))  # stable: prompts keep their order
         return Run(folder.name, about["settings"], about["provenance"], about.get("profiles", {}), records)

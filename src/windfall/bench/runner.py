@@ -208,10 +208,9 @@ def run(
         known = store.profiles if store.about is not None else profiles
         make_room(engines.values(), target, prompts, settings)
         store.begin(asdict(settings), about, attach_costs(contenders, known))
-        if not store.weighed and (
-            peaks := weigh(contenders, prompts, target, own, settings, trust_remote_code, launch)
-        ):
-            store.keep_peaks(peaks)
+        weighed = [each for each in contenders if each.method.label not in store.peaks]
+        for label, peak in weigh(weighed, prompts, target, own, settings, trust_remote_code, launch):
+            store.keep_peak(label, peak)
         Bench(settings, contenders, store, progress).run(prompts)
         return load(store.folder)
     finally:
@@ -271,11 +270,11 @@ def weigh(
     settings: Settings,
     trust_remote_code: bool,
     launch: Launch,
-) -> dict[str, int]:
+) -> Iterator[tuple[str, int]]:
     """Peak memory of the methods that want it, each in an engine of its own, on the longest prompt; CUDA alone."""
     chosen = [each for each in contenders if settings.weighs(each.method.label)]
     if not chosen or target.device.type != "cuda":
-        return {}
+        return
     longest = max(prompts, key=lambda prompt: prompt_length(prompt, target, settings.prompt_tokens))
     ids = question(longest, (), contenders[0].engine, settings.prompt_tokens)
     params = SamplingParams(max_new_tokens=settings.max_new_tokens, temperature=0.0, eos=())
@@ -285,7 +284,8 @@ def weigh(
         own.engine.policy, own.engine.costs = each.method.make(), each.engine.costs
         return own.engine
 
-    return {each.method.label: peak_apart(target, partial(make, each), ids, params) for each in chosen}
+    for each in chosen:
+        yield each.method.label, peak_apart(target, partial(make, each), ids, params)
 
 
 def _label(drafter: DrafterSpec | None) -> str:

@@ -115,12 +115,14 @@ class Store:
         replace_text(self.folder / WARM_UP_FILE, json.dumps(learnt) + "\n")
 
     @property
-    def weighed(self) -> bool:
-        """Whether the methods' memory was measured."""
-        return (self.folder / PEAKS_FILE).exists()
+    def peaks(self) -> dict[str, int]:
+        """The memory of the methods that was measured."""
+        file = self.folder / PEAKS_FILE
+        found: dict[str, int] = json.loads(file.read_text("utf-8")) if file.exists() else {}
+        return found
 
-    def keep_peaks(self, peaks: dict[str, int]) -> None:
-        replace_text(self.folder / PEAKS_FILE, json.dumps(peaks, indent=1) + "\n")
+    def keep_peak(self, label: str, peak: int) -> None:
+        replace_text(self.folder / PEAKS_FILE, json.dumps({**self.peaks, label: peak}, indent=1) + "\n")
 
     def append(self, record: dict[str, Any]) -> None:
         """Add a finished conversation, on the disk when this returns."""

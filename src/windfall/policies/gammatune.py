@@ -41,6 +41,11 @@ class GammaTune(Beam):
         """Draft passes of the next cycle."""
         return int(self._tuned["gamma"])
 
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The fewest and the most passes that cycles are tuned to."""
+        return min(max(self.start // 2, 1), self.depth), min(self.start * 3 // 2, self.depth)
+
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
         return super().grow(tree, ctx) if int(tree.depth[-1]) < self.gamma else None
 
@@ -51,5 +56,5 @@ class GammaTune(Beam):
         else:
             average = (1 - self.eta) * average + self.eta * step.accepted
             gamma = math.ceil(average)
-        least, most = max(self.start // 2, 1), min(self.start * 3 // 2, self.depth)
+        least, most = self.bounds
         self._tuned.update(gamma=min(max(gamma, least), most), average=average)

@@ -202,6 +202,9 @@ class Network:
         made._make_room()
         return made
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Network:
+        return self.twin()  # whose arrays are parts of each other, as copies of them would not be
+
     def choose(self, view: View) -> int:
         """The likeliest action."""
         if self._ahead is not None:
@@ -303,7 +306,7 @@ def load(folder: Path) -> Pair:
     return Pair(pair.rules, pair.depth and pair.depth.twin(), pair.size and pair.size.twin())
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=32)
 def _load(file: Path, changed: int) -> Pair:
     try:
         with safe_open(str(file), framework="np") as tensors:

@@ -54,10 +54,11 @@ class Flight:
         if cycle.draft is None:
             return
         settled, columns = plan.settled(ctx), cycle.draft.columns
-        for count in plan.openings() if settled is None else (settled,):
+        for count in plan.openings(settled):
             cycle.rewind(SOMEWHERE)
             self._open(min(count, plan.passes), settled is None, columns)
         for level in range(2, min(plan.passes, 1 + SIGNALS) + 1) if settled is None else ():
+            cycle.rewind(SOMEWHERE)  # there is room for the passes of a single cycle
             self._pass(level, columns)
 
     def launch(self, ctx: Context) -> None:

@@ -57,7 +57,7 @@ class AutoPlan(Plan):
     def verified(self, level: int) -> tuple[int, int]:
         return flat.rows(self._worth, level, self.rows), level
 
-    def openings(self) -> Iterable[int]:
+    def openings(self, settled: int | None) -> Iterable[int]:
         return range(1, MOST_SETTLED + 1)
 
     def sizes(self) -> Iterable[int]:

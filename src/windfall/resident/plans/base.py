@@ -81,9 +81,9 @@ class Plan:
         """Rows to verify after this many passes, and how many of the passes brought the nodes they are chosen from."""
         return self.rows, level
 
-    def openings(self) -> Iterable[int]:
-        """Passes that `least` may say."""
-        return (self.least(),)
+    def openings(self, settled: int | None) -> Iterable[int]:
+        """Passes that `settled`, which says this now, may say; or `least`, where nothing is settled."""
+        return (self.least() if settled is None else settled,)
 
     def sizes(self) -> Iterable[int]:
         """Rows that `verified` may say."""

@@ -70,6 +70,10 @@ class GammaTunePlan(BeamPlan):
     def settled(self, ctx: Context) -> int | None:
         return min(self.policy.gamma, self.passes)
 
+    def openings(self, settled: int | None) -> Iterable[int]:
+        least, most = self.policy.bounds
+        return range(least, most + 1)
+
 
 class GTPlan(Plan):
     """A beam that goes on while its best path is worth a draft step."""
