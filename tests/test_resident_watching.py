@@ -90,6 +90,19 @@ def test_sampling(name: str, sampling: str, coupled: bool, tmp_path: Path, monke
     same_trees(wanted, found, deepest=6)
 
 
+@pytest.mark.parametrize(("seconds", "wanted"), [(0.1, False), (1e-3, False), (6e-5, True)])
+def test_a_pass_is_launched_unasked_where_waiting_costs_more(seconds: float, wanted: bool) -> None:
+    """Two of three cycles went on: enough for a pass that takes no longer than a wait for it, not for a long one."""
+    habit = Habit()
+    habit.weigh(seconds)
+    for cycle in range(300):
+        habit.note(3, cycle % 3 > 0)
+    assert habit.likely(3) == wanted and not habit.likely(4)
+    for _ in range(100):
+        habit.note(3, True)
+    assert habit.likely(3)
+
+
 @pytest.mark.parametrize("name", ["ddd", "gt", "svip", "c2t", "ltd-padded"])
 def test_passes_that_did_not_wait_leave_no_trace(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether a pass is launched before the plan is asked changes no tree."""

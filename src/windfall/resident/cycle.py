@@ -23,7 +23,10 @@ from windfall.resident.sieve import Sieve
 from windfall.resident.tree import ahead, plant, terms
 
 SIGNALS = 3  # passes of which the host can see what they left: one that is under way, and two before it
-LIKELY, RECENT = 0.8, 16  # share of about so many cycles: a wasted pass costs a few times what a wait for it does
+LIKELY, RECENT = 0.8, 16  # share of about so many cycles, at the most, from which on a pass is launched unasked
+WAIT = (
+    1e-4  # seconds that a decision keeps a device waiting, about: for the copy, the wake-up, the decision, the launch
+)
 
 
 class Cycle:
@@ -170,9 +173,14 @@ class Habit:
 
     def __init__(self) -> None:
         self._shares: dict[int, float] = {}
+        self._enough = LIKELY
+
+    def weigh(self, seconds: float) -> None:
+        """What a pass takes, which is lost if nobody wants it."""
+        self._enough = min(seconds / (seconds + WAIT), LIKELY)
 
     def likely(self, level: int) -> bool:
-        return self._shares.get(level, 0.0) > LIKELY
+        return self._shares.get(level, 0.0) > self._enough
 
     def note(self, level: int, went_on: bool) -> None:
         known = self._shares.get(level, 0.5)

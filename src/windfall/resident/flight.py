@@ -129,6 +129,7 @@ class Flight:
         """Further passes for as long as the plan wants them; returns the number of all. One that will probably be
         wanted is launched before the plan is asked; if it was not, what it drafted is left out."""
         plan, habit = self.cycle.plan, self.cycle.habit
+        habit.weigh(ctx.costs.draft(plan.width))
         done = Mark(self.cycle.judge.device)
         while True:
             early = level < plan.passes and habit.likely(level)
