@@ -16,6 +16,7 @@ from windfall.records import Grow, Step
 from windfall.tree import DraftTree, Floats, Integers
 
 P = TypeVar("P", bound="TreePolicy")
+NEVER = 1e-30  # a probability that no path falls below
 
 
 @dataclass

@@ -12,11 +12,9 @@ from torch import Tensor
 
 from windfall.context import Context
 from windfall.options import option
-from windfall.policies.base import TreePolicy
+from windfall.policies.base import NEVER, TreePolicy
 from windfall.records import Grow, Step
 from windfall.tree import DraftTree, Flags, Floats, Integers
-
-NEVER = 1e-30  # a probability that no path falls below
 
 
 @dataclass

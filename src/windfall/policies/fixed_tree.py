@@ -10,7 +10,7 @@ from torch import Tensor
 
 from windfall.context import Context
 from windfall.options import option
-from windfall.policies.base import TreePolicy
+from windfall.policies.base import NEVER, TreePolicy
 from windfall.records import Grow
 from windfall.tree import DraftTree, Flags, Floats
 
@@ -40,7 +40,7 @@ class FixedTree(TreePolicy):
     @property
     def least(self) -> float:
         """Less likely nodes are not expanded."""
-        return max(self.tau, 1e-30)
+        return max(self.tau, NEVER)
 
     def goes_on(self, level: int, score: Floats) -> Flags:
         """Which nodes of a level are expanded."""

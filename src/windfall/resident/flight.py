@@ -45,16 +45,19 @@ class Flight:
     def prepare(self, ctx: Context) -> None:
         """Record all that cycles of such a text can need, before it begins: in its midst each would wait for that."""
         cycle, plan, judge = self.cycle, self.cycle.plan, self.cycle.judge
-        if self._key in cycle.prepared or not judge.recorder.enabled or judge.forward.bucketed:
+        settled = plan.settled(ctx)
+        sizes, openings = frozenset(plan.sizes()), frozenset(plan.openings(settled))
+        kind = (*self._key, sizes, openings)  # plans that share their buffers may differ in these
+        if kind in cycle.prepared or not judge.recorder.enabled or judge.forward.bucketed:
             return
-        cycle.prepared.add(self._key)
-        for rows in plan.sizes():
+        cycle.prepared.add(kind)
+        for rows in sizes:
             cycle.rewind(SOMEWHERE)
             self._verify(rows)
         if cycle.draft is None:
             return
-        settled, columns = plan.settled(ctx), cycle.draft.columns
-        for count in plan.openings(settled):
+        columns = cycle.draft.columns
+        for count in openings:
             cycle.rewind(SOMEWHERE)
             self._open(min(count, plan.passes), settled is None, columns)
         for level in range(2, min(plan.passes, 1 + SIGNALS) + 1) if settled is None else ():

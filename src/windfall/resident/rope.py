@@ -20,11 +20,15 @@ class Angles:
         places = torch.arange(positions, device=like.device)
         cos, sin = rotary(like[:1, None], places[None])  # transformers looks at the dtype and device of `like`
         self.table = torch.cat([cos[0], sin[0]], -1)  # [positions, 2d]
-        self.tables: Turn = tuple(self.table.chunk(2, -1))  # type: ignore[assignment]
+        self.tables: Turn = _halves(self.table)
 
     def __call__(self, positions: Tensor) -> Turn:
-        cos, sin = self.table[positions.clamp(max=len(self.table) - 1)].chunk(2, -1)
-        return cos, sin
+        return _halves(self.table[positions.clamp(max=len(self.table) - 1)])
+
+
+def _halves(table: Tensor) -> Turn:
+    cos, sin = table.chunk(2, -1)
+    return cos, sin
 
 
 def steady(config: Any) -> bool:
