@@ -21,7 +21,10 @@ from interpreter import HALF, INTERPRETED, outside, passes_under_the_interpreter
 from windfall.drafters.base import sprout
 from windfall.kernels import add_norm, draw, path_attention, rotate_and_store, silu_mul, top_children, tree_attention
 from windfall.kernels.attention import lineage
+from windfall.kernels.backend import on_triton
 from windfall.kernels.keep import Keep
+from windfall.kernels.norm import add_norm_reference, rotate_and_store_reference, silu_mul_reference
+from windfall.kernels.product import form_of, linear, norm_gate, norm_rotate
 from windfall.records import Grow, SamplingParams
 from windfall.sampling import Dice, gumbel, signed
 from windfall.tree import DraftTree
@@ -328,3 +331,69 @@ def check_rotation(n: int, heads: int, shared: int, width: int, dtype: torch.dty
 @pytest.mark.parametrize(("n", "heads", "shared", "width"), [(1, 3, 1, 16), (5, 4, 2, 24)])
 def test_rotate_and_store(n: int, heads: int, shared: int, width: int, dtype: torch.dtype) -> None:
     check_rotation(n, heads, shared, width, dtype)
+
+
+def check_enter(n: int, width: int, inner: int, heads: int, shared: int, d: int, device: str = "cpu") -> None:
+    """Both ways into a layer's half against separate torch operations; rows alone are the same to the bit."""
+    chance = torch.Generator().manual_seed(n)
+
+    def numbers(*size: int, scale: float = 1.0) -> Tensor:
+        return (scale * torch.randn(*size, generator=chance)).to(HALF).to(device)
+
+    x, weight = numbers(n, width), numbers(width, scale=0.1) + 1
+    slots, capacity = torch.randperm(2 * n, generator=chance)[:n].to(device), 2 * n
+    for residual in (None, numbers(n, width)):
+        normed, stream = add_norm_reference(x, residual, weight, 1e-5)
+        given = (x, residual, weight, 1e-5)
+        one_row = (x[:1], None if residual is None else residual[:1], weight, 1e-5)
+
+        plain, more = numbers(48, width, scale=width**-0.5), numbers(48)
+        for bias in (None, more):
+            made = linear(x, plain, bias)
+            torch.testing.assert_close(made, F.linear(x, plain, bias), atol=0.02, rtol=0.02)
+            assert not on_triton(x) or torch.equal(linear(x[:1], plain, bias), made[:1])
+
+        gate_up = numbers(2 * inner, width, scale=width**-0.5)
+        gated, total = norm_gate(*given, gate_up)
+        assert (form_of(x, gate_up) is not None) == on_triton(x)
+        assert torch.equal(total, stream)
+        torch.testing.assert_close(gated, silu_mul_reference(F.linear(normed, gate_up)), atol=0.02, rtol=0.02)
+        if on_triton(x):
+            assert torch.equal(norm_gate(*one_row, gate_up)[0], gated[:1])
+
+        qkv, bias = numbers((heads + 2 * shared) * d, width, scale=width**-0.5), numbers((heads + 2 * shared) * d)
+        cos, sin = numbers(n, 2 * d).chunk(2, -1)
+        cache = numbers(2, shared, capacity, d)
+        other, alone = cache.clone(), cache.clone()
+        for more in (None, bias):
+            queries, total = norm_rotate(*given, qkv, more, cos, sin, cache[0], cache[1], slots)
+            wanted = rotate_and_store_reference(F.linear(normed, qkv, more), cos, sin, other[0], other[1], slots)
+            assert torch.equal(total, stream)
+            torch.testing.assert_close(queries, wanted, atol=0.04, rtol=0.02)
+            torch.testing.assert_close(cache, other, atol=0.04, rtol=0.02)
+            if on_triton(x):
+                made, _ = norm_rotate(*one_row, qkv, more, cos[:1], sin[:1], alone[0], alone[1], slots[:1])
+                assert torch.equal(made, queries[:1])
+                assert torch.equal(alone[:, :, slots[0]], cache[:, :, slots[0]])
+
+
+@pytest.mark.parametrize(
+    ("n", "width", "inner", "heads", "shared", "d"),
+    [(1, 64, 48, 2, 1, 32), (5, 100, 64, 3, 1, 16), (35, 80, 32, 2, 2, 16)],
+)
+def test_into_a_layer(n: int, width: int, inner: int, heads: int, shared: int, d: int) -> None:
+    check_enter(n, width, inner, heads, shared, d)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_small_products_fit() -> None:
+    from windfall.kernels.jit.product import MOST, PROGRAMS, ROWS, form
+
+    for rows in (1, 16, 17, 64):
+        for columns, k in ((3072, 576), (960, 576), (5120, 960), (1600, 960), (48, 64)):
+            chosen = form(rows, columns, k, 232_448)
+            if chosen is not None:
+                assert columns // chosen.outputs * -(-rows // ROWS) <= PROGRAMS and columns % chosen.outputs == 0
+                assert chosen.first <= k <= chosen.first + chosen.rest
+    assert form(MOST, 3072, 576, 232_448) is not None and form(MOST, 3072, 576, 101_376) is None  # a smaller GPU
+    assert form(MOST + 1, 3072, 576, 232_448) is None and form(1, 28_672, 4096, 232_448) is None

@@ -372,9 +372,10 @@ def check_settling(size: int, rows: int, steps: int, seed: int, drafter: bool, d
         settling.reference(*twins[:13], other, *twins[13:])
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(made, twins, strict=True))
         same(tree, other, 9)
-    (*_, walked, accepted, bonus, source, goal, pending, waiting, expanded, staged, figures) = (
+    (*_, length, walked, accepted, bonus, source, goal, pending, waiting, expanded, staged, figures) = (
         None if x is None else x.tolist() for x in made
     )
+    assert length == [LENGTH + count]
     assert walked == path + [-1] * (SIDE - count) and accepted == [count] and bonus == [verdict.bonus]
     assert source == [LENGTH + (path[i] if i < count else i) for i in range(steps)]
     assert goal == list(range(LENGTH, LENGTH + steps)) and figures == [7, size, count, verdict.bonus]

@@ -10,6 +10,7 @@ from test_kernels import (
     check_attention,
     check_chain,
     check_draw,
+    check_enter,
     check_norm,
     check_paths,
     check_rotation,
@@ -80,6 +81,12 @@ def test_norm_and_gate(n: int, width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("heads", "shared", "width"), [(9, 3, 64), (32, 8, 128)])
 def test_rotate_and_store(n: int, heads: int, shared: int, width: int, dtype: torch.dtype) -> None:
     check_rotation(n, heads, shared, width, dtype, "cuda")
+
+
+@pytest.mark.parametrize("n", [1, 10, 16, 17, 32, 48, 64])
+@pytest.mark.parametrize(("width", "inner", "heads", "shared", "d"), [(576, 1536, 9, 3, 64), (512, 768, 8, 2, 64)])
+def test_into_a_layer(n: int, width: int, inner: int, heads: int, shared: int, d: int) -> None:
+    check_enter(n, width, inner, heads, shared, d, "cuda")
 
 
 def test_a_graph_serves_other_lengths_masks_and_seeds() -> None:

@@ -13,7 +13,7 @@ from windfall.engine import Generation
 
 SHOWN = 30  # kernels that are listed
 PRODUCTS = ("gemm", "gemv", "cutlass", "nvjet", "cublas", "splitk", "flash", "fmha", "attention", "triton_")
-FUSED = ("_attend", "_combine", "_add_norm", "_silu_mul", "_rotate_and_store", "_pair_norm")
+FUSED = ("_attend", "_combine", "_norm", "_linear", "_silu_mul", "_rotate_and_store")
 CHILDREN = ("_stretch", "_merge")  # a drafter's best tokens: the end of its pass
 MODEL = PRODUCTS + FUSED + CHILDREN  # in the names of kernels of a target's or a drafter's pass
 
@@ -37,7 +37,8 @@ class Kernel:
 
 
 def kernels(work: Callable[[], object]) -> list[Kernel]:
-    """What this work launches on a GPU, most seconds first."""
+    """What this work launches on a GPU, most seconds first. A kernel that is there before the one ahead of it has ended
+    only waits until then: time counts once, for the one ahead."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -46,21 +47,23 @@ def kernels(work: Callable[[], object]) -> list[Kernel]:
         torch.cuda.synchronize()
     counts: Counter[str] = Counter()
     seconds: dict[str, float] = defaultdict(float)
-    for event in seen.events() or []:
-        if event.device_type.name == "CUDA":
-            counts[event.name] += 1
-            seconds[event.name] += event.time_range.elapsed_us() / 1e6
+    ranges = [(each.time_range, each.name) for each in seen.events() or [] if each.device_type.name == "CUDA"]
+    ended = 0.0
+    for span, name in sorted(ranges, key=lambda each: (each[0].start, each[0].end)):
+        counts[name] += 1
+        seconds[name] += max(span.end - max(span.start, ended), 0.0) / 1e6
+        ended = max(ended, span.end)
     made = [Kernel(name, count, seconds[name]) for name, count in counts.items()]
     return sorted(made, key=lambda each: -each.seconds)
 
 
 def inside(answer: Callable[[], Generation], beginning: Callable[[], Generation]) -> dict[str, Any]:
     """What kernels do in the cycles of an answer behind its beginning, as shares of the time that these cycles take
-    unobserved."""
+    unobserved, or of the kernels' own if they take longer under observation."""
     made = [beginning(), answer()]
     seen = behind(kernels(beginning), kernels(answer))
     cycles = max(made[1].stats.cycles - made[0].stats.cycles, 1)
-    wall = max(made[1].stats.seconds - made[1].stats.ttft, 1e-9)
+    wall = max(made[1].stats.seconds - made[1].stats.ttft, sum(each.seconds for each in seen), 1e-9)
     host = [each for each in seen if each.name.startswith("Memcpy DtoH")]
     return {
         "launches_per_cycle": sum(each.count for each in seen if not each.copies) / cycles,

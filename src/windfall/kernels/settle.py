@@ -15,8 +15,8 @@ def settle(
     rows_parents: Tensor,  # [≥ n] long
     rows_mask: Tensor,  # [n, n] bool
     rows_count: Tensor,  # [1] long: the rows from here on are padding
-    length: Tensor,  # [1] long: committed rows of the target, only read
-    path: Tensor,  # [≥ n] long, written as are all that follow: the accepted rows, NOBODY behind them
+    length: Tensor,  # [1] long, written as are all that follow: committed rows of the target
+    path: Tensor,  # [≥ n] long: the accepted rows, NOBODY behind them
     accepted: Tensor,  # [1] long: how many
     bonus: Tensor,  # [1] long: the token after them
     source: Tensor,  # [P] long: where the accepted rows are in the cache
@@ -68,6 +68,7 @@ def reference(
     steps_taken = torch.cat([path, far])
     goal.copy_(length + torch.arange(steps, device=device))
     source.copy_(torch.where(steps_taken[:steps] < 0, goal, length + steps_taken[:steps]))
+    length.add_(accepted)
     if pending is not None:
         following = steps_taken[1 : len(pending) + 1]
         places = torch.arange(len(pending), device=device)

@@ -137,7 +137,7 @@ class Cycle:
     def verify(self, rows: int, columns: int, params: SamplingParams) -> None:
         """Choose the rows, judge them, and plant the next tree."""
         judge, there = self.judge, self.judge.rows.device
-        kept = self.told.device["kept"][:rows]
+        kept, path = (self.told.device[name][:rows] for name in ("kept", "path"))
         tokens, parents, depth = (there[name][:rows] for name in ("tokens", "parents", "depth"))
         mask = there["mask"][:rows, :rows]
         choose(self.tree, rows, kept, tokens, parents, depth, mask, there["count"], self.places)
@@ -150,7 +150,7 @@ class Cycle:
             mask,
             there["count"],
             judge.length,
-            judge.path[:rows],
+            path,
             judge.accepted,
             judge.bonus,
             judge.source[:deepest],
@@ -163,8 +163,7 @@ class Cycle:
             self.told.device["figures"],
         )
         wanted = None if draft is None or draft.features is None else draft.features[:deepest]
-        judge.advance(deepest, scored.states, wanted)
-        self.told.device["path"][:rows].copy_(judge.path[:rows])
+        judge.advance(deepest, scored.states, path, wanted)
 
 
 class Habit:

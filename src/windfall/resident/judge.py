@@ -91,7 +91,6 @@ class Judge:
         self.length = torch.zeros(1, dtype=long, device=device)  # committed rows
         self.width = len(taps) * width  # of the tapped states
         self.source, self.goal = (torch.zeros(MOST, dtype=long, device=device) for _ in range(2))
-        self.path = torch.zeros(MOST, dtype=long, device=device)  # accepted rows, -1 behind them
         self.accepted = torch.zeros(1, dtype=long, device=device)
         self.bonus = torch.zeros(1, dtype=long, device=device)
         self.dials = Dials(
@@ -240,11 +239,10 @@ class Judge:
         move(self._flat, torch.where(path >= 0, self.length + path, goal), goal)
         self.length.add_(verdict.device["accepted"])
 
-    def advance(self, deepest: int, states: Tensor | None, features: Tensor | None) -> None:
-        """Commit the path in `source` and `goal`, and hand out its states, where they are wanted."""
+    def advance(self, deepest: int, states: Tensor | None, path: Tensor, features: Tensor | None) -> None:
+        """Move the rows of a path as `source` and `goal` say, and hand out its states, where they are wanted."""
         states = None if features is None else states
-        move(self._flat, self.source[:deepest], self.goal[:deepest], states, self.path[:deepest], features)
-        self.length.add_(self.accepted)
+        move(self._flat, self.source[:deepest], self.goal[:deepest], states, path[:deepest], features)
 
     @property
     def _flat(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Llama's skeleton, layer by layer: products with merged weights, and one kernel for each thing between them."""
+"""Llama's skeleton, layer by layer: products with merged weights, and few kernels between them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from windfall.kernels.attention import path_attention, tree_attention
-from windfall.kernels.norm import add_norm, rotate_and_store, silu_mul
+from windfall.kernels.norm import add_norm, rotate_and_store
+from windfall.kernels.product import linear, norm_gate, norm_rotate
 from windfall.resident.forward import Pass, Unfit, refuse
 from windfall.resident.rope import Angles, steady
 
@@ -69,30 +70,16 @@ class Stack:
         states: dict[int, Tensor] = {}
         fed: Tensor | None = None
         for place, layer in enumerate(self.layers):
-            qkv, total = self._enter(fed, total, layer.norm, layer.qkv, layer.qkv_bias)
+            queries, total = self._look(layer, fed, total, turn, rows, kv[:, place])
             states[place] = total
-            attended = self._attend(layer, qkv, turn, rows, kv[:, place])
-            gates, total = self._enter(attended, total, layer.post_norm, layer.gate_up, gated=True)
-            fed = F.linear(gates, layer.down)
+            attended = self._attend(layer, queries, rows, kv[:, place])
+            gates, total = norm_gate(attended, total, layer.post_norm, self.eps, layer.gate_up)
+            fed = linear(gates, layer.down)
         assert fed is not None, "a model without layers"
         normed, _ = add_norm(fed, total, self.norm, self.eps)
         states[len(self.layers)] = normed  # as transformers counts: the last one is behind the final norm
         tapped = torch.cat([states[tap % len(states)] for tap in taps], -1) if taps else None
         return F.linear(normed, self.vocabulary, self.vocabulary_bias), tapped
-
-    def _enter(
-        self,
-        x: Tensor | None,
-        total: Tensor,
-        norm: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        gated: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """Add x to the stream, norm it, multiply: [n, N], gated to half of it, and the stream."""
-        normed, total = add_norm(total, None, norm, self.eps) if x is None else add_norm(x, total, norm, self.eps)
-        out = F.linear(normed, weight, bias)
-        return (silu_mul(out) if gated else out), total
 
     def _angles_at(self, positions: Tensor, like: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
         """cos and sin, [n, d]."""
@@ -103,22 +90,39 @@ class Stack:
             self._angles = Angles(self._turn, like, capacity)
         return self._angles(positions)
 
-    def _attend(self, layer: Layer, qkv: Tensor, turn: tuple[Tensor, Tensor], rows: Pass, kv: Tensor) -> Tensor:
-        """qkv [n, (heads + 2 kv_heads) * d] → [n, H]"""
-        if layer.q_norm is not None and layer.k_norm is not None:
-            split = qkv.view(len(qkv), -1, self.d)  # [n, heads + 2 kv_heads, d]
-            q, k, v = split[:, : self.heads], split[:, self.heads : -self.kv_heads], split[:, -self.kv_heads :]
-            q, k = (
-                add_norm(x.reshape(-1, self.d), None, norm, self.eps)[0].view_as(x)
-                for x, norm in ((q, layer.q_norm), (k, layer.k_norm))
+    def _look(
+        self,
+        layer: Layer,
+        fed: Tensor | None,
+        total: Tensor,
+        turn: tuple[Tensor, Tensor],
+        rows: Pass,
+        kv: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Add what the layer before gave to the stream; queries [n, heads, d], and the stream. Keys and values are
+        stored."""
+        x, residual = (total, None) if fed is None else (fed, total)
+        if layer.q_norm is None or layer.k_norm is None:
+            return norm_rotate(
+                x, residual, layer.norm, self.eps, layer.qkv, layer.qkv_bias, *turn, kv[0], kv[1], rows.slots
             )
-            qkv = torch.cat([q, k, v], 1).flatten(1)
-        queries = rotate_and_store(qkv, *turn, kv[0], kv[1], rows.slots)  # [n, heads, d]
+        normed, total = add_norm(x, residual, layer.norm, self.eps)
+        split = F.linear(normed, layer.qkv, layer.qkv_bias).view(len(normed), -1, self.d)  # [n, heads + 2 kv_heads, d]
+        q, k, v = split[:, : self.heads], split[:, self.heads : -self.kv_heads], split[:, -self.kv_heads :]
+        q, k = (
+            add_norm(part.reshape(-1, self.d), None, norm, self.eps)[0].view_as(part)
+            for part, norm in ((q, layer.q_norm), (k, layer.k_norm))
+        )
+        qkv = torch.cat([q, k, v], 1).flatten(1)
+        return rotate_and_store(qkv, *turn, kv[0], kv[1], rows.slots), total
+
+    def _attend(self, layer: Layer, queries: Tensor, rows: Pass, kv: Tensor) -> Tensor:
+        """queries [n, heads, d] → [n, H]"""
         if rows.paths is None:
             out = tree_attention(queries, kv[0], kv[1], rows.length, rows.mask, self.scale, split=self.split)
         else:
             out = path_attention(queries, kv[0], kv[1], rows.length, *rows.paths, self.scale)
-        return F.linear(out.flatten(1), layer.o, layer.o_bias)
+        return linear(out.flatten(1), layer.o, layer.o_bias)
 
 
 def _layer(layer: Any) -> Layer:

@@ -14,8 +14,9 @@ from windfall.heads.eagle3 import Eagle3
 from windfall.heads.layers import Attention
 from windfall.kernels.attention import tree_attention
 from windfall.kernels.keep import Keep
-from windfall.kernels.norm import add_norm, rotate_and_store, silu_mul
+from windfall.kernels.norm import add_norm, rotate_and_store
 from windfall.kernels.pair import pair_norm
+from windfall.kernels.product import linear, norm_gate
 from windfall.resident.forward import Pass, Unfit
 from windfall.resident.rope import Angles, steady
 from windfall.resident.stack import merge
@@ -58,12 +59,12 @@ class Swift:
         """What the vocabulary head reads, [n, H] or of the rows picked; what is gone on from is kept. `hidden` [m, H]
         is read at `index`."""
         both, total = self._inputs(rows.tokens, hidden, index)
-        qkv = F.linear(both, self.qkv, self.qkv_bias)
+        qkv = linear(both, self.qkv, self.qkv_bias)
         queries = rotate_and_store(qkv, *self.turn.tables, kv[0, 0], kv[1, 0], rows.slots, rows.positions)
         out = tree_attention(queries, kv[0, 0], kv[1, 0], rows.length, rows.mask)
-        attended = F.linear(out.flatten(1), self.attention.o_proj.weight, self.attention.o_proj.bias)
-        normed, total = add_norm(attended, total, self.layer.post_attention_layernorm.weight, self.eps)
-        fed = F.linear(silu_mul(F.linear(normed, self.gate_up)), self.layer.mlp.down_proj.weight)
+        attended = linear(out.flatten(1), self.attention.o_proj.weight, self.attention.o_proj.bias)
+        gates, total = norm_gate(attended, total, self.layer.post_attention_layernorm.weight, self.eps, self.gate_up)
+        fed = linear(gates, self.layer.mlp.down_proj.weight)
         return add_norm(fed, total, self.head.norm.weight, self.eps, pick, keep)[0]
 
     def logits(self, normed: Tensor) -> Tensor:

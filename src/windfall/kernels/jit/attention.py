@@ -15,11 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windfall.kernels.backend import power_of_two
+from windfall.kernels.backend import follows, power_of_two
+from windfall.kernels.jit.chain import begin, fetch
 
 UNSPLIT = 512  # capacities up to this are read by one program for each head and block of rows: nothing to combine
 LEAST_CHUNK = 128  # keys a program should have at least
 PROGRAMS = 256  # for all key heads together, however long the cache: two for each multiprocessor
+NARROW = 1024  # queries of a row, at the most, for which the kernel before is so short that waiting for it pays
 COUNTERS = 4096  # blocks of rows times key heads, at the most, whose last program combines the splits
 
 
@@ -149,6 +151,7 @@ def _attend(
     BLOCK_D: tl.constexpr,
     UNROLL: tl.constexpr,
     PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Program (block of rows, key head, split). Row m is query m // GROUP of head GROUP * key head + m % GROUP.
 
@@ -156,9 +159,15 @@ def _attend(
     """
     head = tl.program_id(1)
     split = tl.program_id(2)
-    length = tl.load(length_at).to(tl.int32)
-    end = tl.minimum(length + staged, capacity)
     first = split * size
+    length = tl.load(length_at).to(tl.int32)  # neither this nor committed rows are written by the kernel just before
+    if CHAINED:
+        for start in range(first, tl.minimum(first + size, length), BLOCK_N):
+            column = tl.minimum(start + tl.arange(0, BLOCK_N), length - 1).to(tl.int64)
+            fetch(keys + head.to(tl.int64) * key_head + column * key_row)
+            fetch(values + head.to(tl.int64) * value_head + column * value_row)
+    begin(CHAINED)
+    end = tl.minimum(length + staged, capacity)
     if first >= end:
         return
     last = tl.minimum(first + size, end)
@@ -355,6 +364,7 @@ def attend(
         PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
         num_warps=shape.warps,
         num_stages=shape.stages,
+        **(follows(out) if heads * width <= NARROW else {"CHAINED": False}),
     )
     if splits > 1 and counts is None:
         _combine[(rows, shared)](

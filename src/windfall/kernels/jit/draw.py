@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windfall.kernels.backend import power_of_two
+from windfall.kernels.backend import follows, leads, power_of_two
+from windfall.kernels.jit.chain import begin
 from windfall.kernels.jit.noise import gumbel, noise_key
 
 BLOCK = 1024  # columns of one program
@@ -25,8 +26,10 @@ def _best(
     OFFSET: tl.constexpr,
     GREEDY: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Program (row, stretch)."""
+    begin(CHAINED)
     row = tl.program_id(0)
     stretch = tl.program_id(1)
     column = stretch * BLOCK + tl.arange(0, BLOCK)
@@ -43,8 +46,9 @@ def _best(
 
 
 @triton.jit
-def _reduce(values, columns, out, stretches, BLOCK: tl.constexpr):
+def _reduce(values, columns, out, stretches, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
     """Program (row)."""
+    begin(CHAINED)
     row = tl.program_id(0)
     stretch = tl.arange(0, BLOCK)
     found = tl.load(values + row * stretches + stretch, mask=stretch < stretches, other=float("-inf"))
@@ -72,6 +76,7 @@ def draw(logits: Tensor, positions: Tensor, seed: Tensor, temperature: Tensor, g
         GREEDY=greedy,
         BLOCK=BLOCK,
         num_warps=4,
+        **leads(logits),
     )
-    _reduce[(rows,)](values, columns, out, stretches, BLOCK=power_of_two(stretches), num_warps=1)
+    _reduce[(rows,)](values, columns, out, stretches, BLOCK=power_of_two(stretches), num_warps=1, **follows(logits))
     return out

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windfall.kernels.backend import power_of_two
+from windfall.kernels.backend import follows, power_of_two
+from windfall.kernels.jit.chain import begin
 from windfall.kernels.trees import Ahead, Terms, TreeArrays
 
 NONE = tl.constexpr(-(2**31))  # below every float's order
@@ -195,7 +196,9 @@ def _grow(
     BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_O: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    begin(CHAINED)
     count = tl.load(count_at).to(tl.int32)
     staged = tl.load(staged_at).to(tl.int32)
     length = tl.load(length_at).to(tl.int32)
@@ -338,4 +341,5 @@ def grow(
         BLOCK_S=min(power_of_two(len(ahead.expanded)), max(TILE // across, 16)),
         BLOCK_O=power_of_two(outlook.shape[2]),
         num_warps=8 if block > 256 or (whole and everyone > 1024) else 4,
+        **follows(logq),
     )

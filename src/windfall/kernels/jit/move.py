@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windfall.kernels.backend import power_of_two
+from windfall.kernels.backend import follows, power_of_two
+from windfall.kernels.jit.chain import begin
 
 ACROSS = 1024  # columns of states that a program copies
 TILE = 8192  # numbers of the cache that a program holds at a time
@@ -31,8 +32,10 @@ def _move(
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Program (head, then stretch of a row of states)."""
+    begin(CHAINED)
     program = tl.program_id(0)
     if program < heads:
         kv += program.to(tl.int64) * kv_head
@@ -85,4 +88,5 @@ def move(
         BLOCK_D=block,
         BLOCK=ACROSS,
         num_warps=4,
+        **follows(kv),
     )

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windfall.kernels.backend import power_of_two
+from windfall.kernels.backend import leads, power_of_two
+from windfall.kernels.jit.chain import begin
 from windfall.kernels.keep import Keep
 
 ACROSS = 512  # columns of a program of silu_mul
@@ -96,8 +97,10 @@ def _rotate_and_store(
     SHARED: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Program (row, head of queries, keys or values)."""
+    begin(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     half = D // 2
@@ -212,5 +215,6 @@ def rotate_and_store(
         BLOCK=power_of_two(width // 2),
         num_warps=1,
         enable_fp_fusion=False,
+        **leads(qkv),
     )
     return out

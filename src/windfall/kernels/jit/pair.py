@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windfall.kernels.backend import power_of_two
+from windfall.kernels.backend import follows, power_of_two
+from windfall.kernels.jit.chain import begin
 
 
 @triton.jit
@@ -35,8 +36,10 @@ def _pair_norm(
     INDEXED: tl.constexpr,
     NORMED: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Program (row)."""
+    begin(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -93,4 +96,5 @@ def pair_norm(
         BLOCK=block,
         num_warps=max(1, min(16, block // 256)),
         enable_fp_fusion=False,
+        **follows(hidden),
     )

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windfall.kernels.backend import power_of_two
+from windfall.kernels.backend import follows, power_of_two
+from windfall.kernels.jit.chain import begin
 from windfall.kernels.trees import TreeArrays
 
 TILE = 16384  # cells of the mask looked at at a time
@@ -89,7 +90,9 @@ def _settle(
     BLOCK_S: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    begin(CHAINED)
     node = tl.arange(0, BLOCK)
     inside = node < ROWS
     length = tl.load(length_at)
@@ -115,6 +118,7 @@ def _settle(
 
     tl.store(path + place, node.to(tl.int64), mask=taken_in)
     tl.store(accepted_at, accepted.to(tl.int64))
+    tl.store(length_at, length + accepted)
     tl.store(bonus_at, bonus)
     tl.store(source + place, length + node, mask=taken_in & (place < STEPS))
     step = tl.arange(0, BLOCK_P)
@@ -199,4 +203,5 @@ def settle(
         BLOCK_P=power_of_two(max(len(path), len(source), size)),
         BLOCK_D=power_of_two(columns),
         num_warps=4,
+        **follows(draws),
     )

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windfall.kernels.backend import power_of_two
+from windfall.kernels.backend import follows, leads, power_of_two
+from windfall.kernels.jit.chain import begin
 from windfall.kernels.jit.noise import gumbel, noise_key
 
 NONE = tl.constexpr(-(2**63))
@@ -52,8 +53,10 @@ def _stretch(
     NAMED: tl.constexpr,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Program (row, stretch)."""
+    begin(CHAINED)
     row = tl.program_id(0)
     place = row * tl.num_programs(1) + tl.program_id(1)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -92,8 +95,10 @@ def _merge(
     RANKS: tl.constexpr,
     STRETCHES: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Program (row)."""
+    begin(CHAINED)
     row = tl.program_id(0)
     stretch = tl.arange(0, STRETCHES)
     made = stretch < stretches
@@ -159,6 +164,7 @@ def top_children(
         K=k,
         BLOCK=block,
         num_warps=warps,
+        **leads(logits),
     )
     candidates = power_of_two(stretches * k)
     _merge[(rows,)](
@@ -175,5 +181,6 @@ def top_children(
         STRETCHES=power_of_two(stretches),
         BLOCK=candidates,
         num_warps=max(1, min(8, candidates // 512)),
+        **follows(logits),
     )
     return values, names
