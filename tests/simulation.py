@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from windfall.calibration import Calibrator
 from windfall.context import Context
 from windfall.cost import Costs
 from windfall.engine import Growth
+from windfall.ledger import Ledger
 from windfall.policies.base import TreePolicy
 from windfall.records import Split, Step
 from windfall.tree import DraftTree
@@ -19,22 +22,39 @@ from windfall.verify import walk
 class Simulation:
     """The target draws from `target[last]`, the drafter believes `draft[last]`; both [V, V]."""
 
-    def __init__(self, target: Tensor, draft: Tensor, costs: Costs, seed: int = 0):
+    def __init__(
+        self,
+        target: Tensor,
+        draft: Tensor,
+        costs: Costs,
+        seed: int = 0,
+        ledger: Ledger | None = None,
+        noisy: bool = False,
+    ):
         self.target, self.drafter, self.costs = target, TableDrafter(draft), costs
+        self.ledger, self.noisy = ledger, noisy  # what is believed about the costs; whether times vary
         self.generator = torch.Generator().manual_seed(seed)
+        self._random = random.Random(seed)
         self.calibrator = Calibrator()
         self.root = 0
 
     def cycle(self, policy: TreePolicy) -> tuple[float, float, Step]:
         """Expected tokens and seconds of one cycle; what the policy learns from is drawn."""
-        context = Context(32, 64, 1.0, self.costs, self.calibrator)
-        tree, growth, seconds = DraftTree.root(self.root), Growth(policy, context), self.costs.overhead
+        costs, ledger = self.costs, self.ledger
+        context = Context(32, 64, 1.0, ledger.costs if ledger else costs, self.calibrator, ledger)
+        tree, growth, seconds = DraftTree.root(self.root), Growth(policy, context), costs.overhead
         while (grow := growth.next(tree)) is not None:
+            taken = costs.draft(len(grow.nodes))
+            if ledger:
+                ledger.drafted([len(grow.nodes) if len(tree) > 1 else 0], taken * self._disturbance())
             tree = self.drafter.expand(tree, grow)
-            seconds += self.costs.draft(len(grow.nodes))
+            seconds += taken
         keep = policy.select(tree, context)
         kept = tree.select(keep)
-        seconds += self.costs.verify(len(kept), context.length)
+        taken = costs.verify(len(kept), context.length)
+        if ledger:
+            ledger.verified(len(kept), context.length, taken * self._disturbance())
+        seconds += taken
         tokens = self.expected(kept)
         verdict = walk(kept, lambda node: self.draw(int(kept.tokens[node])))
         emitted = (*kept.tokens[verdict.path[1:]].tolist(), verdict.bonus)
@@ -43,6 +63,12 @@ class Simulation:
         self.calibrator.observe(step)
         self.root = verdict.bonus
         return tokens, seconds, step
+
+    def _disturbance(self) -> float:
+        """Times differ by a fifth, and one in thirty passes takes ten times as long."""
+        if not self.noisy:
+            return 1.0
+        return self._random.uniform(0.8, 1.2) * (10 if self._random.random() < 1 / 30 else 1)
 
     def expected(self, tree: DraftTree) -> float:
         """1 + the target's probability of every node's path."""

@@ -13,7 +13,7 @@ from table import random_table
 from windfall import flat, registry
 from windfall.calibration import Calibrator
 from windfall.context import Context
-from windfall.cost import Costs
+from windfall.cost import Costs, Curve
 from windfall.engine import Growth
 from windfall.policies.auto import best_profit, marginal
 from windfall.records import Split, Step
@@ -103,6 +103,21 @@ def test_what_a_fast_text_makes_time_worth_does_not_end_drafting(gain: float) ->
     context = Context(32, 64, 0.0, CURVES["flat, cheap head"], Calibrator())
     context.calibrator.gain = gain
     assert flat.suits(context)
+
+
+STAIRS = (1.0, 1.03, 1.09, 1.12, 1.26, 1.3, 1.41, 1.42)  # of passes up to 64 rows, as graphs of a small model take
+
+
+@pytest.mark.parametrize(("last", "most"), [(1.45, 96), (1.98, 64), (3.5, 64)])
+def test_rows_behind_a_high_stair_are_left_alone(last: float, most: int) -> None:
+    curve = Curve(flat.ROWS, (*STAIRS, last), stepped=True)
+    context = Context(32, 64, 0.0, Costs(Curve((1,), (0.1,)), ((0, curve),)), Calibrator())
+    assert flat.suits(context) and flat.most(context) == most
+    secant = ((last if most == 96 else 1.42) - 1) / (most - 1)
+    assert flat.prices(context)[1] == pytest.approx(secant * context.calibrator.gain)
+    assert flat.rows(500, 4, flat.most(context)) == most
+    smooth = Costs(Curve((1,), (0.1,)), ((0, Curve(flat.ROWS, (*STAIRS, last))),))
+    assert flat.is_flat(smooth, 32) == (last < 2)
 
 
 def test_worthless_speculation_ends() -> None:

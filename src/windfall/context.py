@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from windfall.calibration import Calibrator
 from windfall.cost import Costs
+from windfall.ledger import Ledger
 
 
 class Context(NamedTuple):
@@ -16,3 +17,4 @@ class Context(NamedTuple):
     temperature: float
     costs: Costs  # what this machine's passes take
     calibrator: Calibrator  # what drafted tokens are worth
+    ledger: Ledger | None = None  # what keeps the costs right, where they are not just given

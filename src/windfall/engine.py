@@ -15,8 +15,9 @@ from jinja2 import TemplateError
 
 from windfall.calibration import Calibrator
 from windfall.context import Context
-from windfall.cost import ASSUMED
+from windfall.cost import ASSUMED, Costs
 from windfall.drafters.base import Drafter
+from windfall.ledger import Ledger
 from windfall.metrics import Stats
 from windfall.policies.base import TreePolicy
 from windfall.records import Grow, InputError, Launch, SamplingParams, Split, Step
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from windfall.resident.seat import SeatedTarget
 
 WARM_UP = 24  # tokens
+USUAL = 16  # tokens that a drafter has to take in at the most, if it drafted in the last cycle
 Prompt = Any  # text, chat messages ({"role", "content"}), or token ids
 
 
@@ -69,7 +71,7 @@ class Engine:
         self.target, self.drafter, self.policy = target, drafter, policy
         self.coupled = coupled  # whether the drafter sees the noise of the draws, where there is any
         self.launch = launch or Launch()
-        self.costs = ASSUMED
+        self.ledger = Ledger(ASSUMED, learns=False)
         self.calibrators: defaultdict[str, Calibrator] = defaultdict(Calibrator)  # by regime
         drafter.attach(target)
         self.prefill_seconds = 0.0
@@ -138,6 +140,15 @@ class Engine:
             yield steps
 
     @property
+    def costs(self) -> Costs:
+        """What passes are believed to cost; those that are set are taken as given."""
+        return self.ledger.costs
+
+    @costs.setter
+    def costs(self, given: Costs) -> None:
+        self.ledger = Ledger(given, learns=False)
+
+    @property
     def graphs(self) -> bool:
         """Whether single texts are to stay on the device."""
         asked = self.launch.graphs
@@ -191,13 +202,16 @@ class Engine:
     @torch.inference_mode()
     def _cycle(self, live: list[Sequence], target: Target | SeatedTarget, drafter: Drafter) -> list[Step]:
         before = target.recordings
-        clock, contexts = Stopwatch(), [s.context(self.costs, self.calibrators[s.regime]) for s in live]
+        ledger = self.ledger if self.ledger.learns and len(live) == 1 else None  # else passes are shared
+        clock = Stopwatch()
+        contexts = [s.context(self.costs, self.calibrators[s.regime], ledger) for s in live]
+        passes: list[tuple[int, float]] = []  # nodes and seconds
         drafted = drafter.begin([sequence.tokens[-1] for sequence in live])
         growth = [Growth(sequence.policy, context) for sequence, context in zip(live, contexts, strict=True)]
         while any(grows := [grower.next(tree) for grower, tree in zip(growth, drafted, strict=True)]):
             clock.lap("policy")
             drafted = drafter.expand(drafted, grows)
-            clock.lap("draft")
+            passes.append((sum(len(grow.nodes) for grow in grows if grow), clock.lap("draft")))
         kept = [s.policy.select(tree, ctx) for s, tree, ctx in zip(live, drafted, contexts, strict=True)]
         trees = [tree.select(keep) for tree, keep in zip(drafted, kept, strict=True)]
         clock.lap("policy")
@@ -206,7 +220,7 @@ class Engine:
         draws = [s.draws(tree, score) for s, tree, score in zip(live, trees, scores, strict=True)]
         verdicts = [walk(tree, draw) for tree, draw in zip(trees, draws, strict=True)]
         target.commit([verdict.path for verdict in verdicts])
-        clock.lap("verify")
+        verifying = clock.lap("verify")
 
         paths = [  # as nodes of `drafted`
             torch.from_numpy(keep.numpy()[verdict.path.numpy()]) for keep, verdict in zip(kept, verdicts, strict=True)
@@ -228,11 +242,31 @@ class Engine:
                 emitted, trees, verdicts, drafted, kept, growth, live, strict=True
             )
         ]
+        if ledger is not None and not recorded:
+            self._book(ledger, live[0], contexts[0].length, passes, len(trees[0]), verifying)
         for sequence, step in zip(live, steps, strict=True):
             sequence.policy.observe(step)
             self.calibrators[sequence.regime].observe(step)
         clock.lap("policy")
         return [replace(step, seconds=clock.split) for step in steps]
+
+    def _book(
+        self,
+        ledger: Ledger,
+        sequence: Sequence,
+        length: int,
+        passes: list[tuple[int, float]],
+        rows: int,
+        verifying: float,
+    ) -> None:
+        """Learn from a cycle what its passes take; where passes on the device were measured, these take longer."""
+        slower = self.resident is not None
+        if passes:
+            ledger.drafted([0], passes[0][1], slower or length - sequence.drafted > USUAL)
+            sequence.drafted = length
+        for width, seconds in passes[1:]:
+            ledger.drafted([width], seconds, slower)
+        ledger.verified(rows, length, verifying, slower)
 
     def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """Text, chat messages or token ids → token ids; text becomes a user's message unless `raw`."""
@@ -328,11 +362,12 @@ class Stopwatch:
         self._last = time.perf_counter()
         self._parts = dict.fromkeys(Split._fields, 0.0)
 
-    def lap(self, part: str) -> None:
+    def lap(self, part: str) -> float:
         """Count the time since the last lap for this part."""
         now = time.perf_counter()
-        self._parts[part] += now - self._last
-        self._last = now
+        taken, self._last = now - self._last, now
+        self._parts[part] += taken
+        return taken
 
     @property
     def split(self) -> Split:

@@ -7,6 +7,8 @@ brought says whether pass n+2 will pay, and nobody waits.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from windfall.calibration import Calibrator
@@ -18,7 +20,11 @@ from windfall.tree import DraftTree
 PASSES = 12  # draft passes at the most
 WIDTH = 8  # nodes of a pass
 ROWS = (1, 4, 8, 16, 24, 32, 48, 64, 96)  # sizes of verify passes
-STEEP = 2.0  # a pass over the most rows may cost so many times one row's
+LARGE = 24  # rows, from which on a size says what rows cost: below it passes may be all but free
+STEEP = 2.0  # a pass over the most rows may cost so many times one row's,
+STEEPER = 4.0  # and so many where passes are graphs of fixed sizes: there, deciding about each row costs more than rows
+DEARER = 2.0  # times what a row costs on the way to the best size: such rows behind it are left alone
+TRIFLE = 0.001  # of a pass over one row: as much a row may always cost
 CHEAP = 0.3  # and a draft pass so much of it
 NEAR = 64  # tokens: texts whose lengths differ by less cost the same
 EVERY = 4  # cycles between two lessons
@@ -29,7 +35,8 @@ def is_flat(costs: Costs, length: int) -> bool:
     """Whether rows and draft passes are cheap here."""
     one = costs.verify(1, length)
     cheap = costs.draft(WIDTH) < CHEAP * one and costs.opening < 2 * CHEAP * one
-    return cheap and costs.verify(ROWS[-1], length) < STEEP * one
+    steep = STEEPER if costs.verifies[0][1].stepped else STEEP
+    return cheap and costs.verify(ROWS[-1], length) < steep * one
 
 
 def suits(ctx: Context) -> bool:
@@ -46,10 +53,26 @@ def prices(ctx: Context) -> tuple[float, float]:
     return _prices(ctx, ctx.calibrator.gain)
 
 
+def most(ctx: Context) -> int:
+    """Rows of a verify pass at the most."""
+    return _slope(ctx.costs, _near(ctx))[1]
+
+
 def _prices(ctx: Context, gain: float) -> tuple[float, float]:
-    costs, rate = ctx.costs, _rate(ctx, gain)
-    one, most = (costs.verify(size, _near(ctx)) for size in (1, ROWS[-1]))
-    return costs.draft(WIDTH) * rate, max(most - one, 0.0) / (ROWS[-1] - 1) * rate
+    rate = _rate(ctx, gain)
+    return ctx.costs.draft(WIDTH) * rate, _slope(ctx.costs, _near(ctx))[0] * rate
+
+
+@lru_cache(maxsize=256)
+def _slope(costs: Costs, length: int) -> tuple[float, int]:
+    """Seconds of a row, on the way to the size at which rows are cheapest; and the largest size behind that to which
+    they are not much dearer: costs are stairs, some of them high."""
+    one = costs.verify(1, length)
+    extra = {size: max(costs.verify(size, length) - one, 0.0) for size in ROWS if size >= LARGE}
+    best = min(extra, key=lambda size: (extra[size] / (size - 1), -size))
+    price = extra[best] / (best - 1)
+    limit = DEARER * max(price, TRIFLE * one)
+    return price, max(size for size in extra if size >= best and extra[size] - extra[best] <= limit * (size - best))
 
 
 def _rate(ctx: Context, gain: float) -> float:
@@ -90,7 +113,7 @@ class Rule:
     """The plain form: what the device does, on the host, for a tree of this cycle."""
 
     def __init__(self, ctx: Context):
-        self.fee, self.price = prices(ctx)
+        (self.fee, self.price), self.most = prices(ctx), most(ctx)
         self.calibrator, self.least = ctx.calibrator, ctx.calibrator.least
         self.chance, self.reach = [1.0], [1.0]
         self.taken = {0}

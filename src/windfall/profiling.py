@@ -23,11 +23,12 @@ import transformers
 
 from windfall import __version__
 from windfall.calibration import Calibrator
-from windfall.cost import Costs, Curve, monotone
+from windfall.cost import Costs, Curve, monotone, quickest_quarter
 from windfall.drafters.base import Drafter
 from windfall.engine import Engine
 from windfall.errors import InputError
 from windfall.files import make_folder, replace_text
+from windfall.ledger import Ledger
 from windfall.models import cache_dir
 from windfall.options import options_of
 from windfall.policies.none import NoSpeculation
@@ -56,6 +57,7 @@ CYCLES = 5  # plain ones a round, for the overhead; the first is not counted
 BUSY = 60  # times a second that our threads lose their core, from which on the machine is busy with other work
 UNSTEADY = 1.5  # a point's median over its least, in the middle of all points, from which on the machine is unsteady
 UNSEEN = 4  # more rows are taken to double the cost of a pass, where a busy machine left no time to see
+WRONG = 2.0  # times quicker than measured: the profile was made beside other work
 ROUGH = 600.0  # seconds for which a profile of an unsteady machine is used again
 TEXT = (
     "The rain fills the river, the river fills the sea, the sea fills the sky, and the sky fills the rain. "
@@ -111,17 +113,22 @@ def load_or_measure(
 
 def attach(engine: Engine) -> None:
     """Give an engine this machine's costs, and what was learnt about its drafter before."""
-    engine.costs = load_or_measure(engine).costs
+    engine.ledger = Ledger(load_or_measure(engine).costs)
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # nothing was kept, or it is damaged
         kept = json.loads(calibration_file(engine).read_text("utf-8"))
         engine.calibrators.update({regime: Calibrator.of_dict(saved) for regime, saved in kept.items()})
 
 
 def remember(engine: Engine) -> None:
-    """Keep what the calibrators have learnt, beside the profile."""
+    """Keep what the calibrators have learnt, beside the profile, which is soon forgotten if cycles proved it wrong."""
     kept = {regime: calibrator.as_dict() for regime, calibrator in engine.calibrators.items()}
     with suppress(InputError):
         _keep(calibration_file(engine), kept)
+        if engine.ledger.too_dear > WRONG:
+            about = describe(engine)
+            profile = read(profile_file(about), about)
+            if profile is not None and profile.steady:
+                write(replace(profile, steady=False), profile_file(about))
 
 
 def calibration_file(engine: Engine) -> Path:
@@ -421,11 +428,6 @@ class VerifyPasses:
         return tuple(
             (length, Curve(tuple(rows), tuple(seconds), stepped)) for length, seconds in zip(lengths, grid, strict=True)
         )
-
-
-def quickest_quarter(taken: Sequence[float]) -> float:
-    """What a pass takes: whatever disturbs it only adds, and hits some sizes more than others."""
-    return sorted(taken)[(len(taken) - 1) // 4]
 
 
 def some_tree(size: int, vocabulary: int) -> DraftTree:

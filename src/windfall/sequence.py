@@ -10,6 +10,7 @@ from windfall.calibration import Calibrator
 from windfall.context import Context
 from windfall.cost import Costs
 from windfall.detokenizer import Detokenizer
+from windfall.ledger import Ledger
 from windfall.policies.base import TreePolicy
 from windfall.records import SamplingParams, Scores, Verdict
 from windfall.sampling import Dice, Sampler
@@ -29,6 +30,7 @@ class Sequence:
         self.dice = Dice(params, self.tokens) if coupled and not params.greedy else None
         self.text = Detokenizer(target.tokenizer, params.stop)
         self.finish: str | None = None
+        self.drafted = 0  # tokens that the drafter has taken in
         self._eos = frozenset(target.eos if params.eos is None else params.eos)
         limit = params.max_new_tokens
         self.end = len(prompt) + (limit if target.context is None else min(limit, target.context - len(prompt)))
@@ -38,11 +40,11 @@ class Sequence:
         """What draft confidence means depends on how tokens are drawn."""
         return "greedy" if self.params.greedy else "coupled" if self.dice else "sampled"
 
-    def context(self, costs: Costs, calibrator: Calibrator) -> Context:
+    def context(self, costs: Costs, calibrator: Calibrator, ledger: Ledger | None = None) -> Context:
         if self.dice:
             self.dice.kappa = calibrator.kappa
         room = self.end - len(self.tokens)
-        return Context(len(self.tokens), room, self.params.temperature, costs, calibrator)
+        return Context(len(self.tokens), room, self.params.temperature, costs, calibrator, ledger)
 
     def draws(self, tree: DraftTree, scores: Scores) -> Callable[[int], int]:
         """A function: node → the target's own token after it."""

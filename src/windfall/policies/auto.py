@@ -13,6 +13,7 @@ from windfall import flat
 from windfall.calibration import CHILDREN, Calibrator
 from windfall.context import Context
 from windfall.cost import Costs
+from windfall.ledger import Ledger
 from windfall.options import option
 from windfall.policies.base import TreePolicy
 from windfall.records import Grow, Step
@@ -22,6 +23,7 @@ AHEAD = 4  # further passes looked ahead
 WIDEST = 32  # nodes expanded in one pass at the most
 TRIAL = 3  # rows to begin with; one more for every three judged nodes
 CURIOSITY = 0.01  # share of the time that may go into drafts that promise nothing
+HOPE = 0.03  # rows that would pay at this share of their price are worth a look
 
 
 @dataclass
@@ -42,14 +44,17 @@ class Auto(TreePolicy):
         self._plain_seconds = 0.0  # decoded without drafting since the last look
         self._cycle: Cycle | None = None
         self._curves: dict[int, list[float]] = {}
+        self._costs: Costs | None = None  # that these are of
         self._rule: flat.Rule | None = None  # where rows are cheap
         self._ctx: Context | None = None
         self._lessons = flat.Lessons()
 
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
         if len(tree) == 1:
+            self._rule = self._ctx = None
+            if self._looks_at_plain(ctx):
+                return None
             self._rule = flat.Rule(ctx) if flat.suits(ctx) else None
-            self._ctx = None
         if self._rule is not None:
             return self._grow_flat(self._rule, tree, ctx)
         cycle = self._now(ctx)
@@ -78,7 +83,7 @@ class Auto(TreePolicy):
 
     def _select_flat(self, rule: flat.Rule, tree: DraftTree) -> Tensor:
         """The rows that are worth their price."""
-        count = flat.rows(rule.worth, rule.passes, self.nodes)
+        count = flat.rows(rule.worth, rule.passes, min(self.nodes, rule.most))
         order = sorted(range(len(rule.reach)), key=lambda node: (-rule.reach[node], node))
         return torch.tensor(sorted(order[:count]))
 
@@ -96,16 +101,28 @@ class Auto(TreePolicy):
             return [0]
         profit, rows = best_profit(cycle.values, cycle.prices)
         chosen = worth_expanding(cycle, ctx, marginal(cycle.prices, rows))
-        if not chosen:
-            return None
-        if cycle.fee(len(chosen)) < CURIOSITY:  # as cheap to look as to think about it
+        if chosen and cycle.fee(len(chosen)) < CURIOSITY:  # as cheap to look as to think about it
             return chosen
-        if foreseen_profit(cycle, chosen, ctx, profit) > profit:
+        if chosen and foreseen_profit(cycle, chosen, ctx, profit) > profit:
             return chosen
-        if cycle.expanded or self._plain_seconds * CURIOSITY < cycle.seconds(1):
+        if cycle.expanded:
             return None
-        self._plain_seconds = 0.0  # just curious
-        return chosen
+        if chosen and self._plain_seconds * CURIOSITY >= cycle.seconds(1):
+            self._plain_seconds = 0.0  # just curious
+            return chosen
+        return [0] if self._doubts(cycle, ctx.ledger) else None
+
+    def _looks_at_plain(self, ctx: Context) -> bool:
+        """Whether to decode plainly, because all is measured by that and no cycle has lately shown what it takes."""
+        if ctx.ledger is None or ctx.ledger.unseen(0) != 1:
+            return False
+        return ctx.ledger.affords((ctx.calibrator.gain - 1) * self._seconds(ctx)[0])
+
+    def _doubts(self, cycle: Cycle, ledger: Ledger | None) -> bool:
+        """Whether to draft because no cycle has shown yet that it does not pay."""
+        if ledger is None or (ledger.drafting_is_known and ledger.unseen(1) != 2):
+            return False
+        return ledger.affords(cycle.seconds(1))
 
     def select(self, tree: DraftTree, ctx: Context) -> Tensor:
         if self._rule is not None:
@@ -115,6 +132,8 @@ class Auto(TreePolicy):
         seconds, values = self._seconds(ctx), cycle.values
         rows = best_profit(values, cycle.prices)[1] if len(tree) > 1 else 0
         ctx.calibrator.pace(1 + sum(values[:rows]), seconds[rows] + cycle.spent, seconds[0])
+        if ctx.ledger is not None:
+            rows = more_rows(rows, cycle, ctx.ledger)
         if not rows:
             ctx.calibrator.relax()
             self._plain_seconds += seconds[0]
@@ -134,6 +153,8 @@ class Auto(TreePolicy):
 
     def _seconds(self, ctx: Context) -> list[float]:
         """Of a cycle's target pass over 1, 2, … rows at about this length."""
+        if self._costs is not ctx.costs:
+            self._costs, self._curves = ctx.costs, {}
         place = ctx.length // 128
         if place not in self._curves:
             curve = ctx.costs.verify_curve(self.nodes, ctx.length)
@@ -208,6 +229,16 @@ def best_profit(values: Sequence[float], prices: Sequence[float]) -> tuple[float
         if earned - price > most:
             most, rows = earned - price, count
     return most, rows
+
+
+def more_rows(rows: int, cycle: Cycle, ledger: Ledger) -> int:
+    """The same, or more now and then, where no cycle has shown that they cost what they are said to."""
+    size = ledger.unseen(rows + 1)
+    if size is None or size > min(len(cycle.prices), len(cycle.values) + 1, 2 * rows + 2):
+        return rows
+    dearer = cycle.prices[size - 1] - cycle.prices[rows]
+    worth = sum(cycle.values[rows : size - 1]) > HOPE * dearer
+    return size - 1 if worth and ledger.affords(dearer / cycle.rate) else rows
 
 
 def marginal(prices: Sequence[float], rows: int) -> float:

@@ -11,9 +11,9 @@ import torch
 
 from windfall.calibration import Calibrator
 from windfall.context import Context
-from windfall.cost import Costs
 from windfall.drafters.base import Drafter
 from windfall.drafters.feature_head import FeatureHeadDrafter
+from windfall.ledger import Ledger
 from windfall.records import Launch, Step
 from windfall.resident.cycle import Cycle, draft_of, on_host
 from windfall.resident.drafting import Sprouting
@@ -32,7 +32,7 @@ class Host(Protocol):
     """What a text needs of the engine that asks for it."""
 
     coupled: bool
-    costs: Costs
+    ledger: Ledger
     calibrators: defaultdict[str, Calibrator]
     prefill_seconds: float  # of the text, told when it begins
 
@@ -111,13 +111,14 @@ class Resident:
             step = flight.land()
             sequence.policy.observe(step)
             host.calibrators[sequence.regime].observe(step)
+            book(host.ledger, step, plan.width, context.length)
             context = self._context(host, sequence)
             yield step
             if step.finish:
                 return
 
     def _context(self, host: Host, sequence: Sequence) -> Context:
-        context = sequence.context(host.costs, host.calibrators[sequence.regime])
+        context = sequence.context(host.ledger.costs, host.calibrators[sequence.regime])
         if sequence.dice:
             self.judge.dials.kappa.fill_(sequence.dice.kappa)
         return context
@@ -132,3 +133,11 @@ class Resident:
         cycle = self.cycles[plan.key]
         cycle.plan = plan
         return cycle
+
+
+def book(ledger: Ledger, step: Step, width: int, length: int) -> None:
+    """Learn from a cycle what its passes take; but not from one in which some were recorded."""
+    if ledger.learns and not step.recorded:
+        if step.draft_passes:
+            ledger.drafted([0, *[width] * (step.draft_passes - 1)], step.seconds.draft)
+        ledger.verified(len(step.tree), length, step.seconds.verify)
