@@ -349,9 +349,9 @@ def check_enter(n: int, width: int, inner: int, heads: int, shared: int, d: int,
 
         plain, more = numbers(48, width, scale=width**-0.5), numbers(48)
         for bias in (None, more):
-            made = linear(x, plain, bias)
+            made = multiply(x, plain, bias)
             torch.testing.assert_close(made, F.linear(x, plain, bias), atol=0.02, rtol=0.02)
-            assert not on_triton(x) or torch.equal(linear(x[:1], plain, bias), made[:1])
+            assert not on_triton(x) or torch.equal(multiply(x[:1], plain, bias), made[:1])
 
         gate_up = numbers(2 * inner, width, scale=width**-0.5)
         gated, total = norm_gate(*given, gate_up)
@@ -375,6 +375,17 @@ def check_enter(n: int, width: int, inner: int, heads: int, shared: int, d: int,
                 made, _ = norm_rotate(*one_row, qkv, more, cos[:1], sin[:1], alone[0], alone[1], slots[:1])
                 assert torch.equal(made, queries[:1])
                 assert torch.equal(alone[:, :, slots[0]], cache[:, :, slots[0]])
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """By the kernel, where there is Triton, be they chained or not."""
+    if not on_triton(x):
+        return linear(x, weight, bias)
+    from windfall.kernels.jit.product import linear as run
+
+    form = form_of(x, weight)
+    assert form is not None
+    return run(x, weight, bias, form)
 
 
 @pytest.mark.parametrize(

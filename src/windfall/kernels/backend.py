@@ -23,18 +23,19 @@ def on_triton(x: Tensor) -> bool:
 
 
 @cache
-def _chains(device: torch.device) -> bool:
+def chains(device: torch.device) -> bool:
+    """Whether kernels there may begin before the one ahead of them has ended."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def leads(x: Tensor) -> dict[str, Any]:
     """Options of a kernel behind which another of ours comes: that one may be there before this one has ended."""
-    return {"CHAINED": _chains(x.device)}
+    return {"CHAINED": chains(x.device)}
 
 
 def follows(x: Tensor) -> dict[str, Any]:
     """Options of a kernel that comes behind another of ours, mostly: both `begin` with waiting (jit/chain.py)."""
-    return {"CHAINED": True, "launch_pdl": True} if _chains(x.device) else {"CHAINED": False}
+    return {"CHAINED": True, "launch_pdl": True} if chains(x.device) else {"CHAINED": False}
 
 
 @cache

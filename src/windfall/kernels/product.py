@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from windfall.kernels.backend import on_triton, shared_memory
+from windfall.kernels.backend import chains, on_triton, shared_memory
 from windfall.kernels.norm import add_norm, rotate_and_store, silu_mul
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` of rows [n, K]."""
-    form = form_of(x, weight)
+    """`F.linear` of rows [n, K]; unchained, torch's own is as fast."""
+    form = form_of(x, weight) if chains(x.device) else None
     if form is None:
         return F.linear(x, weight, bias)
     from windfall.kernels.jit.product import linear as run
