@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
@@ -27,10 +28,11 @@ from windfall.errors import InputError
 from windfall.policies import ltd
 from windfall.policies.base import best
 from windfall.policies.ltd import NOTHING, Network, Pair, Rules, View
+from windfall.records import Split, Step
 from windfall.target import Target
 from windfall.train.rl.backend import Outcome
 from windfall.train.rl.config import RECIPES, Config, make_config
-from windfall.train.rl.live import Live
+from windfall.train.rl.live import Live, Steered
 from windfall.train.rl.playing import Reward, Thinking, play, throughput
 from windfall.train.rl.recording import DTYPES, Recording, record
 from windfall.train.rl.replay import Replay, positions
@@ -216,6 +218,22 @@ def test_both_backends_accept_the_same(temperature: float) -> None:
         assert [each._replace(seconds=0) for each in real] == [each._replace(seconds=0) for each in replayed]
         assert sum(each.tokens for each in real) == 16 * len(TEXTS)
         assert all(each.seconds > 0 for each in real)
+
+
+def test_cycles_that_wait_for_a_recording_count_as_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = iter([2.0, 50.0, 3.0, 0.5])
+    stream = Engine.stream
+
+    def slow(self: Engine, prompt: object, **settings: Any) -> Iterator[Step]:
+        for place, step in enumerate(stream(self, prompt, **settings)):
+            seconds = next(taken, 1.0)
+            yield replace(step, seconds=Split(verify=seconds), recorded=place in (1, 3))
+
+    monkeypatch.setattr(Engine, "stream", slow)
+    pair = Pair(Rules(k=3, max_depth=5, size_step=2, fixed_depth=1, fixed_size=1))
+    live = Live(engine(), [TEXTS[0][1]], k=3, max_new_tokens=16, temperature=0.0)
+    monkeypatch.setattr(Steered, "waited", property(lambda self: 0.0, lambda self, value: None), raising=False)
+    assert [round(each.seconds, 6) for each in play(live, pair, 0.0)[:4]] == [2.0, 2.0, 3.0, 0.5]
 
 
 def test_a_replay_is_what_the_engine_does_with_a_beam() -> None:

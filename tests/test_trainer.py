@@ -215,3 +215,7 @@ def test_the_targets_layers_are_compiled_on_request(
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: compiled.append(type(self).__name__))
     train(tmp_path, texts, target, steps=1, compile=True)
     assert compiled == ["LlamaDecoderLayer"] * target.model.config.num_hidden_layers
+    compiled.clear()
+    monkeypatch.setattr(target.model, "_no_split_modules", None)
+    Teacher(target.model, ()).compile()
+    assert compiled == [type(target.model.base_model).__name__]

@@ -34,10 +34,11 @@ class Teacher:
         return dtype
 
     def compile(self) -> None:
-        """Layer by layer: they are alike, so that one is compiled for all."""
+        """Layer by layer: they are alike, so that one is compiled for all. Whole where transformers names no layers."""
         alike = set(self.model._no_split_modules or ())
-        for layer in [module for module in self.model.modules() if type(module).__name__ in alike]:
-            layer.compile(dynamic=True)
+        layers = [module for module in self.model.modules() if type(module).__name__ in alike]
+        for part in layers or [self.model.base_model]:
+            part.compile(dynamic=True)
 
     @torch.no_grad()
     def teach(self, batch: Batch) -> Lesson:

@@ -97,6 +97,7 @@ class Live:
         self._state = Report("none")
         self._thread: Thread | None = None
         self.passes = 0
+        self._taken = 0.0  # seconds of the last cycle
         self._size = 1
 
     def begin(self) -> bool:
@@ -136,7 +137,12 @@ class Live:
         step = self._state.step
         assert step is not None
         waited, self._steered.waited = self._steered.waited, 0.0
-        return Outcome(len(step.tokens), step.seconds.total - waited + thinking, self.passes, len(step.tree) - 1)
+        taken = step.seconds.total - waited
+        if step.recorded and self._taken:
+            taken = min(taken, self._taken)  # some of it was done for the first time: it counts as the one before
+        else:
+            self._taken = taken
+        return Outcome(len(step.tokens), taken + thinking, self.passes, len(step.tree) - 1)
 
     def close(self) -> None:
         if self._thread is not None and self._thread.is_alive():
