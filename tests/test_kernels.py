@@ -407,4 +407,5 @@ def test_small_products_fit() -> None:
                 assert columns // chosen.outputs * -(-rows // ROWS) <= PROGRAMS and columns % chosen.outputs == 0
                 assert chosen.first <= k <= chosen.first + chosen.rest
     assert form(MOST, 3072, 576, 232_448) is not None and form(MOST, 3072, 576, 101_376) is None  # a smaller GPU
+    assert form(MOST, 960, 2560, 232_448) is None and form(1, 576, 3584, 232_448) is None  # with their rows
     assert form(MOST + 1, 3072, 576, 232_448) is None and form(1, 28_672, 4096, 232_448) is None

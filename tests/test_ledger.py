@@ -251,3 +251,26 @@ def test_a_kept_profile_that_cycles_proved_wrong_is_soon_forgotten(
     about = profiling.describe(engine)
     kept = profiling.read(profiling.profile_file(about), about)
     assert kept is not None and kept.costs == COSTS and kept.steady != wrong
+
+
+def test_a_draft_pass_that_brings_nothing_teaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(Target(tiny()), registry.drafter("ngram"), registry.policy("chain", depth=1))
+    engine.ledger = Ledger(COSTS)
+    booked: list[object] = []
+    monkeypatch.setattr(engine.ledger, "drafted", lambda widths, *_: booked.append(widths))
+    steps = engine.generate(prompt(3, 12), max_new_tokens=40).steps
+    grown = [step for step in steps if len(step.drafted) > 1]
+    assert 0 < len(grown) < len(steps) and len(booked) == len(grown)
+
+
+@pytest.mark.parametrize("curve", ["flat, dear drafter", "steps", "linear"])
+def test_deciding_costs_what_it_takes(curve: str) -> None:
+    """Where it takes as long as ten plain steps, as it may on a fast device, `auto` decodes plainly; else it drafts."""
+    for steps in (0.0, 10.0):
+        simulation, policy, drafts = Simulation(*pair(3.0), CURVES[curve]), registry.policy("auto"), 0
+        for _ in range(200):
+            step = simulation.cycle(policy)[2]
+            drafts += step.draft_passes > 0
+            thinking = steps * CURVES[curve].verify(1, 32)
+            policy.observe(replace(step, seconds=step.seconds._replace(policy=thinking)))
+        assert drafts == 200 if steps == 0 else drafts < 10

@@ -205,13 +205,15 @@ class Engine:
         ledger = self.ledger if self.ledger.learns and len(live) == 1 else None  # else passes are shared
         clock = Stopwatch()
         contexts = [s.context(self.costs, self.calibrators[s.regime], ledger) for s in live]
-        passes: list[tuple[int, float]] = []  # nodes and seconds
+        passes: list[tuple[int, float]] = []  # nodes and seconds of those that brought something
         drafted = drafter.begin([sequence.tokens[-1] for sequence in live])
         growth = [Growth(sequence.policy, context) for sequence, context in zip(live, contexts, strict=True)]
         while any(grows := [grower.next(tree) for grower, tree in zip(growth, drafted, strict=True)]):
             clock.lap("policy")
-            drafted = drafter.expand(drafted, grows)
-            passes.append((sum(len(grow.nodes) for grow in grows if grow), clock.lap("draft")))
+            known, drafted = sum(map(len, drafted)), drafter.expand(drafted, grows)
+            taken = clock.lap("draft")
+            if sum(map(len, drafted)) > known:
+                passes.append((sum(len(grow.nodes) for grow in grows if grow), taken))
         kept = [s.policy.select(tree, ctx) for s, tree, ctx in zip(live, drafted, contexts, strict=True)]
         trees = [tree.select(keep) for tree, keep in zip(drafted, kept, strict=True)]
         clock.lap("policy")

@@ -26,6 +26,7 @@ DISTURBED = 2.0  # times what was believed: such a pass shows nothing yet
 WARM = 3  # cycles after which times are what they will be
 FREE = 6.0  # plain steps' time that may go into looks at once
 SHARE = 0.01  # of the time that may go into them later
+MANY = 4096  # sizes and lengths whose seconds are kept
 STALE = 512  # cycles after which a size is worth a look again
 
 
@@ -59,6 +60,8 @@ class Ledger:
         self._budget += SHARE * seconds
         key, place = (rows, length // NEAR), _place(rows)
         if key not in self._expected:
+            if len(self._expected) >= MANY:
+                self._expected.clear()
             self._expected[key] = self.measured.verify(rows, length // NEAR * NEAR)
         believed = self._expected[key] * self._verifies.now[place]
         if seconds < DISTURBED * believed:
@@ -117,8 +120,8 @@ class Ledger:
 
     @property
     def too_dear(self) -> float:
-        """How many times quicker passes were than measured, at the most: those were measured beside other work."""
-        return 1 / min(self._drafts.least(), self._verifies.least(), 1.0)
+        """How many times quicker verify passes were than measured, at the most: that was beside other work."""
+        return 1 / min(self._verifies.least(), 1.0)
 
 
 class Factors:

@@ -22,6 +22,7 @@ from windfall.tree import DraftTree
 AHEAD = 4  # further passes looked ahead
 WIDEST = 32  # nodes expanded in one pass at the most
 TRIAL = 3  # rows to begin with; one more for every three judged nodes
+LATELY = 16  # cycles, about
 CURIOSITY = 0.01  # share of the time that may go into drafts that promise nothing
 HOPE = 0.03  # rows that would pay at this share of their price are worth a look
 
@@ -42,6 +43,7 @@ class Auto(TreePolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._plain_seconds = 0.0  # decoded without drafting since the last look
+        self._thinking = 0.0  # seconds that deciding has lately taken in a cycle with a draft
         self._cycle: Cycle | None = None
         self._curves: dict[int, list[float]] = {}
         self._costs: Costs | None = None  # that these are of
@@ -94,6 +96,8 @@ class Auto(TreePolicy):
     def observe(self, step: Step) -> None:
         if self._ctx is not None:
             self._lessons.learn(step, self._ctx)
+        elif step.draft_passes and not step.recorded:
+            self._thinking += (step.seconds.policy - self._thinking) / LATELY
 
     def _next_pass(self, cycle: Cycle, ctx: Context) -> list[int] | None:
         """The nodes of another draft pass, if it pays, or costs next to nothing."""
@@ -148,7 +152,7 @@ class Auto(TreePolicy):
         if self._cycle is None:
             seconds, trusted = self._seconds(ctx), TRIAL + ctx.calibrator.observed // TRIAL
             rate = ctx.calibrator.gain / seconds[0]
-            self._cycle = Cycle([each * rate for each in seconds[:trusted]], rate, ctx.costs)
+            self._cycle = Cycle([each * rate for each in seconds[:trusted]], rate, ctx.costs, self._thinking)
         return self._cycle
 
     def _seconds(self, ctx: Context) -> list[float]:
@@ -168,9 +172,10 @@ class Cycle:
     Lists, not arrays: there are a few dozen nodes at the most, and this runs between passes of the models.
     """
 
-    def __init__(self, prices: list[float], rate: float, costs: Costs) -> None:
+    def __init__(self, prices: list[float], rate: float, costs: Costs, thinking: float = 0.0) -> None:
         self.prices = prices  # of verifying 1, 2, … rows, in tokens
         self.rate, self._costs = rate, costs  # tokens that could be earned elsewhere in a second
+        self._first = costs.opening + thinking  # seconds that the first pass of a cycle takes besides
         self.chance = [1.0]  # of each node to be accepted if its parent is
         self.reach = [1.0]  # of each node to be accepted
         self.depth = [0]
@@ -181,7 +186,7 @@ class Cycle:
 
     def seconds(self, width: int) -> float:
         """What a pass over this many nodes would take now."""
-        return self._costs.draft(width) + (0.0 if self.expanded else self._costs.opening)
+        return self._costs.draft(width) + (0.0 if self.expanded else self._first)
 
     def fee(self, width: int) -> float:
         """The same in tokens."""

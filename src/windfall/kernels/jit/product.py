@@ -1,8 +1,8 @@
 """Products with small weights, in one kernel with the stream's sum and norm before and what is done with the outputs.
 
 A program has 16 rows and some outputs, and asks for all it needs before it uses any of it, for its weight even before
-the kernel ahead of it has ended: small weights are a matter of latency, not of bandwidth. A row's numbers are added in
-the same order, whatever rows are beside it.
+the kernel ahead of it has ended: small weights are a matter of latency, not of bandwidth. Products are added in the
+same order, whatever rows are beside a row; a norm's squares are among passes of the same form.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 
@@ -45,7 +45,7 @@ def form(rows: int, columns: int, k: int, memory: int) -> Form | None:
     outputs = fitting[0]
     numbers = (first + rest) * outputs
     warps = 4 if numbers <= 4 * 32 * HELD else 8
-    if numbers > warps * 32 * HELD or 2 * (numbers + first * ROWS) > memory:
+    if numbers > warps * 32 * HELD or 2 * (first + rest) * (outputs + ROWS) > memory:  # two bytes a number
         return None
     return Form(first, rest, outputs, warps)
 
