@@ -17,14 +17,16 @@ KNOTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)  # sizes told apart; 0
 ONE = KNOTS.index(1)
 LATELY, OWN = 24, 12  # passes of a kind that count, and those of a size
 SOME = 3  # passes that are not all disturbed
-APART = 1.12  # a factor, below which sizes are taken to be off alike
+APART = (
+    1.5  # a factor, below which sizes, and draft and verify passes, are taken to be off alike: noise comes in spells
+)
 MOVED = 1.1  # a factor, from which on decisions are made anew
 FREED = 1.5  # times quicker than passes of the size were before: the machine has got rid of other work
 LEAST = 0.0005  # of a pass over one: a row or node more is never free
 NEAR = 64  # tokens: texts whose lengths differ by less cost the same
 DISTURBED = 2.0  # times what was believed: such a pass shows nothing yet
 WARM = 3  # cycles after which times are what they will be
-FREE = 6.0  # plain steps' time that may go into looks at once
+FREE = 4.0  # plain steps' time that may go into looks at once
 SHARE = 0.01  # of the time that may go into them later
 MANY = 4096  # sizes and lengths whose seconds are kept
 STALE = 512  # cycles after which a size is worth a look again
@@ -132,6 +134,7 @@ class Factors:
         self.count = 0
         self._all = deque([level], LATELY)
         self._own: dict[int, deque[float]] = {}  # by place among KNOTS
+        self._others: float | None = None  # what other passes are off by
 
     def learn(self, place: int, ratio: float, at_most: bool) -> bool:
         """Whether this changes noticeably what is to be believed."""
@@ -145,7 +148,15 @@ class Factors:
         now = self.now[place]
         if now / MOVED < ratio < now * MOVED:  # nearly always
             return False
-        return not now / MOVED < self._believed(place, quickest_quarter(self._all)) < now * MOVED
+        return not now / MOVED < self._believed(place, self._level()) < now * MOVED
+
+    def _level(self) -> float:
+        """Of all sizes; that of other passes, unless it clearly differs."""
+        if not self.count and self._others is not None:
+            return self._others
+        level = quickest_quarter(self._all)
+        alike = self._others is not None and 1 / APART < level / self._others < APART
+        return self._others if alike and self._others is not None else level
 
     def _believed(self, place: int, level: float) -> float:
         """Of a size that was seen: the level of all, unless it clearly differs."""
@@ -157,9 +168,10 @@ class Factors:
         own = self._own.get(place, ())
         return quickest_quarter(own) if len(own) >= SOME else 0.0
 
-    def settle(self, unknown: float | None = None) -> float:
-        """Go by what was learnt, or by what is given where nothing was; returns the factor of a plain step."""
-        level = quickest_quarter(self._all) if self.count or unknown is None else unknown
+    def settle(self, others: float | None = None) -> float:
+        """Go by what was learnt, beside what other passes are off by; returns the factor of a plain step."""
+        self._others = others
+        level = self._level()
         places = sorted(self._own) or [ONE]
         logs = [math.log(self._believed(place, level) if self._own else level) for place in places]
         self.now = np.exp(np.interp(range(len(KNOTS)), places, logs)).tolist()
