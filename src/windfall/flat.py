@@ -20,12 +20,12 @@ from windfall.tree import DraftTree
 PASSES = 12  # draft passes at the most
 WIDTH = 8  # nodes of a pass
 ROWS = (1, 4, 8, 16, 24, 32, 48, 64, 96)  # sizes of verify passes
+CHEAP = 0.3  # of a pass over one row: what a draft pass may cost
 LARGE = 24  # rows, from which on a size says what rows cost: below it passes may be all but free
 STEEP = 2.0  # a pass over the most rows may cost so many times one row's,
 STEEPER = 4.0  # and so many where passes are graphs of fixed sizes: there, deciding about each row costs more than rows
 DEARER = 2.0  # times what a row costs on the way to the best size: such rows behind it are left alone
 TRIFLE = 0.001  # of a pass over one row: as much a row may always cost
-CHEAP = 0.3  # and a draft pass so much of it
 NEAR = 64  # tokens: texts whose lengths differ by less cost the same
 EVERY = 4  # cycles between two lessons
 FAMILIES = 16  # of children that a lesson is about, at the most

@@ -17,9 +17,7 @@ KNOTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)  # sizes told apart; 0
 ONE = KNOTS.index(1)
 LATELY, OWN = 24, 12  # passes of a kind that count, and those of a size
 SOME = 3  # passes that are not all disturbed
-APART = (
-    1.5  # a factor, below which sizes, and draft and verify passes, are taken to be off alike: noise comes in spells
-)
+APART = 1.5  # a factor, below which sizes, and both kinds of passes, are taken to be off alike: noise has spells
 MOVED = 1.1  # a factor, from which on decisions are made anew
 FREED = 1.5  # times quicker than passes of the size were before: the machine has got rid of other work
 LEAST = 0.0005  # of a pass over one: a row or node more is never free
@@ -152,11 +150,11 @@ class Factors:
 
     def _level(self) -> float:
         """Of all sizes; that of other passes, unless it clearly differs."""
-        if not self.count and self._others is not None:
-            return self._others
         level = quickest_quarter(self._all)
-        alike = self._others is not None and 1 / APART < level / self._others < APART
-        return self._others if alike and self._others is not None else level
+        if self._others is None:
+            return level
+        clearly = self.count and not 1 / APART < level / self._others < APART
+        return level if clearly else self._others
 
     def _believed(self, place: int, level: float) -> float:
         """Of a size that was seen: the level of all, unless it clearly differs."""

@@ -22,7 +22,7 @@ from windfall.tree import DraftTree
 AHEAD = 4  # further passes looked ahead
 WIDEST = 32  # nodes expanded in one pass at the most
 TRIAL = 3  # rows to begin with; one more for every three judged nodes
-LATELY = 16  # cycles, about
+LATELY = 16  # cycles, about, over which the time for deciding is averaged
 CURIOSITY = 0.01  # share of the time that may go into drafts that promise nothing
 HOPE = 0.03  # rows that would pay at this share of their price are worth a look
 

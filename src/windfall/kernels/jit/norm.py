@@ -63,6 +63,23 @@ def _add_norm(
 
 
 @triton.jit
+def gated(gate, up, kind: tl.constexpr):
+    """silu(gate) * up, of fp32."""
+    return (tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(kind).to(tl.float32) * up).to(kind)
+
+
+@triton.jit
+def turned(left, right, cos, sin, angle, inside, HALF: tl.constexpr, kind: tl.constexpr):
+    """Both halves of a head, fp32, turned by the angles that lie there."""
+    one = left * tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
+    two = right * tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
+    before = one.to(kind).to(tl.float32) - two.to(kind).to(tl.float32)
+    one = right * tl.load(cos + angle + HALF, mask=inside, other=0.0).to(tl.float32)
+    two = left * tl.load(sin + angle + HALF, mask=inside, other=0.0).to(tl.float32)
+    return before, one.to(kind).to(tl.float32) + two.to(kind).to(tl.float32)
+
+
+@triton.jit
 def _silu_mul(gate_up, out, width, gate_row, BLOCK: tl.constexpr):
     """Program (row, stretch)."""
     row = tl.program_id(0).to(tl.int64)
@@ -71,8 +88,7 @@ def _silu_mul(gate_up, out, width, gate_row, BLOCK: tl.constexpr):
     kind = out.dtype.element_ty
     gate = tl.load(gate_up + row * gate_row + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * gate_row + width + column, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(kind).to(tl.float32)
-    tl.store(out + row * width + column, (gate * up).to(kind), mask=inside)
+    tl.store(out + row * width + column, gated(gate, up, kind), mask=inside)
 
 
 @triton.jit
@@ -106,7 +122,6 @@ def _rotate_and_store(
     half = D // 2
     dim = tl.arange(0, BLOCK)
     inside = dim < half
-    kind = out.dtype.element_ty
     start = qkv + row * qkv_row + head * D
     left = tl.load(start + dim, mask=inside, other=0.0)
     right = tl.load(start + half + dim, mask=inside, other=0.0)
@@ -114,13 +129,9 @@ def _rotate_and_store(
         turn = row * turn_row + dim
         if LOOKED_UP:
             turn = tl.minimum(tl.load(positions + row), turns - 1) * turn_row + dim
-        before, after = left.to(tl.float32), right.to(tl.float32)
-        one = before * tl.load(cos + turn, mask=inside, other=0.0).to(tl.float32)
-        two = after * tl.load(sin + turn, mask=inside, other=0.0).to(tl.float32)
-        left = (one.to(kind).to(tl.float32) - two.to(kind).to(tl.float32)).to(kind)
-        one = after * tl.load(cos + turn + half, mask=inside, other=0.0).to(tl.float32)
-        two = before * tl.load(sin + turn + half, mask=inside, other=0.0).to(tl.float32)
-        right = (one.to(kind).to(tl.float32) + two.to(kind).to(tl.float32)).to(kind)
+        kind = out.dtype.element_ty
+        wide, other = turned(left.to(tl.float32), right.to(tl.float32), cos, sin, turn, inside, D // 2, kind)
+        left, right = wide.to(kind), other.to(kind)
     if head < HEADS:
         target = out + (row * HEADS + head) * D
     else:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from windfall.kernels.backend import follows, power_of_two
 from windfall.kernels.jit.chain import begin
+from windfall.kernels.jit.norm import gated, turned
 
 ROWS = 16  # of a program
 MOST = 64  # rows of a pass
@@ -146,7 +147,6 @@ def _linear(
     width,
     x_row,
     BIAS: tl.constexpr,
-    ADD: tl.constexpr,
     K: tl.constexpr,
     FIRST: tl.constexpr,
     REST: tl.constexpr,
@@ -210,9 +210,8 @@ def _norm_gate(
     begin(CHAINED)
     sums = _product(x, residual, norm, total, near, far, row, live, x_row, residual_row, eps, ADD, K, FIRST, REST)
     gate, up = _pairs(sums.to(kind).to(tl.float32), M, N)
-    gate = tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(kind).to(tl.float32)
     goal = tl.program_id(0) * (N // 2) + tl.arange(0, N // 2)
-    tl.store(out + row[:, None] * width + goal[None, :], (gate * up).to(kind), mask=live[:, None])
+    tl.store(out + row[:, None] * width + goal[None, :], gated(gate, up, kind), mask=live[:, None])
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -259,38 +258,31 @@ def _norm_rotate(
     column = head * D + first + lane // 2 + lane % 2 * HALF
     row = tl.program_id(1).to(tl.int64) * M + tl.arange(0, M)
     live = row < rows
-    kind = out.dtype.element_ty
     near, far = _both(weight, column, K, FIRST, REST)
     begin(CHAINED)
     slot = tl.load(slots + row, mask=live, other=0).to(tl.int64)
     sums = _product(x, residual, norm, total, near, far, row, live, x_row, residual_row, eps, ADD, K, FIRST, REST)
     if BIAS:
         sums += tl.load(bias + column).to(tl.float32)[None, :]
-    before, after = _pairs(sums.to(kind).to(tl.float32), M, N)
+    kind = out.dtype.element_ty
+    left, right = _pairs(sums.to(kind).to(tl.float32), M, N)
     dim = first + tl.arange(0, N // 2)
     shown = live[:, None]
     if head < HEADS + SHARED:
         angle = row[:, None] * turn_row + dim[None, :]
-        left, right = before, after
-        one = left * tl.load(cos + angle, mask=shown, other=0.0).to(tl.float32)
-        two = right * tl.load(sin + angle, mask=shown, other=0.0).to(tl.float32)
-        before = one.to(kind).to(tl.float32) - two.to(kind).to(tl.float32)
-        one = right * tl.load(cos + angle + HALF, mask=shown, other=0.0).to(tl.float32)
-        two = left * tl.load(sin + angle + HALF, mask=shown, other=0.0).to(tl.float32)
-        after = one.to(kind).to(tl.float32) + two.to(kind).to(tl.float32)
+        left, right = turned(left, right, cos, sin, angle, shown, HALF, kind)
     if head < HEADS:
         goal = out + ((row * HEADS + head) * D)[:, None]
     elif head < HEADS + SHARED:
         goal = keys + ((head - HEADS).to(tl.int64) * key_head + slot * key_row)[:, None]
     else:
         goal = values + ((head - HEADS - SHARED).to(tl.int64) * value_head + slot * value_row)[:, None]
-    tl.store(goal + dim[None, :], before.to(kind), mask=shown)
-    tl.store(goal + HALF + dim[None, :], after.to(kind), mask=shown)
+    tl.store(goal + dim[None, :], left.to(kind), mask=shown)
+    tl.store(goal + HALF + dim[None, :], right.to(kind), mask=shown)
 
 
-def _options(x: Tensor, residual: Tensor | None, chosen: Form) -> dict[str, Any]:
+def _options(x: Tensor, chosen: Form) -> dict[str, Any]:
     return {
-        "ADD": residual is not None,
         "K": x.shape[1],
         "FIRST": chosen.first,
         "REST": chosen.rest,
@@ -307,7 +299,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Form) -> Tens
     assert x.stride(1) == 1 and weight.is_contiguous()
     out = x.new_empty(rows, width)
     given = (x, weight, weight if bias is None else bias, out, rows, width, x.stride(0))
-    _linear[(width // chosen.outputs, -(-rows // ROWS))](*given, BIAS=bias is not None, **_options(x, None, chosen))
+    _linear[(width // chosen.outputs, -(-rows // ROWS))](*given, BIAS=bias is not None, **_options(x, chosen))
     return out
 
 
@@ -331,7 +323,8 @@ def norm_gate(
         x.stride(0),
         other.stride(0),
         eps,
-        **_options(x, residual, chosen),
+        ADD=residual is not None,
+        **_options(x, chosen),
     )
     return out, total
 
@@ -376,10 +369,11 @@ def norm_rotate(
         *keys.stride()[:2],
         *values.stride()[:2],
         eps,
+        ADD=residual is not None,
         BIAS=bias is not None,
         HEADS=heads,
         SHARED=shared,
         D=width,
-        **_options(x, residual, chosen),
+        **_options(x, chosen),
     )
     return out, total
