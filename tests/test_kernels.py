@@ -25,6 +25,7 @@ from windfall.kernels.backend import on_triton
 from windfall.kernels.keep import Keep
 from windfall.kernels.norm import add_norm_reference, rotate_and_store_reference, silu_mul_reference
 from windfall.kernels.product import form_of, linear, norm_gate, norm_rotate
+from windfall.kernels.top import Words
 from windfall.records import Grow, SamplingParams
 from windfall.sampling import Dice, gumbel, signed
 from windfall.tree import DraftTree
@@ -252,12 +253,50 @@ def test_top_children(w: int, k: int, columns: int, dice: bool, named: bool, dty
     check_top(w, k, columns, dtype, dice, named)
 
 
-def test_ties_go_to_the_lower_column() -> None:
-    logits = torch.tensor([1.0, 0.0, -0.0, 2.0, -1.0, -torch.inf, 2.0, 0.0]).repeat(100)[None]
+def check_words(w: int, k: int, columns: int, width: int, dice: bool, bias: bool, device: str = "cpu") -> None:
+    """Against the product of torch and what is found in it."""
+    torch.manual_seed(w)
+    dtype = torch.bfloat16 if device == "cuda" else HALF
+    states, vocabulary = torch.randn(w, width, device=device).to(dtype), torch.randn(columns, width, device=device)
+    words = Words(states, vocabulary.to(dtype), torch.randn(columns, device=device).to(dtype) if bias else None)
+    tokens = torch.randperm(2 * columns, device=device)[:columns].sort().values
+    given = (torch.tensor([x], device=device) for x in (signed(SEED), 0.8, 1.25))
+    rest: Any = (torch.arange(w, device=device) + 7, *given) if dice else (None,) * 4
+    wanted, told = top_children(words.logits, k + 1, *rest, tokens, 2)
+    if on_triton(states):
+        from windfall.kernels.jit.top import fits, top_words
+
+        assert fits(states, words.vocabulary)
+        values, names = top_words(*words, k, *rest, tokens, 2)
+    else:
+        values, names = top_children(words, k, *rest, tokens, 2)
+    off = 0.02 * float(words.logits.abs().max())  # both products are rounded to half precision
+    torch.testing.assert_close(values, wanted[:, :k], atol=off, rtol=0)
+    gaps = wanted.diff(dim=1).abs() > off
+    clear = gaps & F.pad(gaps, (1, -1), value=True)
+    assert torch.equal(names[clear], told[:, :k][clear]) and (names.sort(1).values.diff(dim=1) > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("w", "k", "columns", "width", "dice", "bias"),
+    [(3, 4, 512, 64, False, False), (16, 10, 256, 128, True, True), (1, 1, 128, 64, True, False)],
+)
+def test_words(w: int, k: int, columns: int, width: int, dice: bool, bias: bool) -> None:
+    check_words(w, k, columns, width, dice, bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ties_go_to_the_lower_column(dtype: torch.dtype) -> None:
+    logits = torch.tensor([1.0, 0.0, -0.0, 2.0, -1.0, -torch.inf, 2.0, 0.0], dtype=dtype).repeat(100)[None]
     values, names = top_children(logits, 16)
     assert names[0].tolist() == sorted(names[0].tolist()) and (logits[0, names[0]] == 2).all()
-    values, names = top_children(torch.tensor([[0.0, -0.0, -torch.inf, 0.0, -5.0]]), 5)
+    values, names = top_children(torch.tensor([[0.0, -0.0, -torch.inf, 0.0, -5.0]], dtype=dtype), 5)
     assert names[0].tolist() == [0, 1, 3, 4, 2] and values[0, 4] == -torch.inf
+    below = -torch.rand(2, 300, generator=torch.Generator().manual_seed(0)).to(dtype)
+    wanted, order = below.float().log_softmax(-1).sort(descending=True, stable=True)
+    values, names = top_children(below, 9)
+    assert torch.equal(names, order[:, :9])
+    torch.testing.assert_close(values, wanted[:, :9])
 
 
 def check_norm(n: int, width: int, dtype: torch.dtype, device: str = "cpu") -> None:

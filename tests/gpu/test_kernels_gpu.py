@@ -15,6 +15,7 @@ from test_kernels import (
     check_paths,
     check_rotation,
     check_top,
+    check_words,
     make_cache,
     random_tree,
 )
@@ -67,6 +68,13 @@ def test_draw(n: int, vocabulary: int, temperature: float, dtype: torch.dtype) -
 @pytest.mark.parametrize(("dice", "named"), [(False, False), (True, False), (True, True)])
 def test_top_children(w: int, k: int, columns: int, dice: bool, named: bool, dtype: torch.dtype) -> None:
     check_top(w, k, columns, dtype, dice, named, "cuda")
+
+
+@pytest.mark.parametrize(("w", "k"), [(1, 1), (10, 10), (16, 16)])
+@pytest.mark.parametrize(("columns", "width"), [(32_768, 576), (49_152, 576), (32_768, 4096), (131_072, 1024)])
+@pytest.mark.parametrize(("dice", "bias"), [(False, False), (True, True)])
+def test_words(w: int, k: int, columns: int, width: int, dice: bool, bias: bool) -> None:
+    check_words(w, k, columns, width, dice, bias, "cuda")
 
 
 @both

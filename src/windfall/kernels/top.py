@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from windfall.kernels.backend import on_triton
+from windfall.kernels.backend import chains, on_triton
 from windfall.kernels.draw import gumbel
 
 MOST = 16  # children of a node that the kernel takes
 
 
+class Words(NamedTuple):
+    """Logits [w, V] that nobody has multiplied yet."""
+
+    states: Tensor  # [w, H]
+    vocabulary: Tensor  # [V, H]
+    bias: Tensor | None = None  # [V]
+
+    @property
+    def logits(self) -> Tensor:
+        return F.linear(*self)
+
+
 def top_children(
-    logits: Tensor,  # [w, V]
+    logits: Tensor | Words,  # [w, V]
     k: int,
     positions: Tensor | None = None,  # [w] long; with it come the next three, each one number on the device
     seed: Tensor | None = None,  # int64
@@ -24,8 +39,16 @@ def top_children(
     """The k largest of log_softmax(x) for each row and their tokens → [w, k] fp32, [w, k] long.
 
     x is logits, or with dice (logits / temperature + noise) / kappa; the lower column goes first at ties, but for more
-    than MOST children on a GPU, where torch decides.
+    than MOST children on a GPU, where torch decides. Words are multiplied and searched in one kernel where that is
+    possible; else they are multiplied by torch.
     """
+    if isinstance(logits, Words):
+        if k <= MOST and on_triton(logits.states) and chains(logits.states.device):
+            from windfall.kernels.jit.top import fits, top_words
+
+            if fits(*logits[:2]):
+                return top_words(*logits, k, positions, seed, temperature, kappa, tokens, offset)
+        logits = logits.logits
     assert 0 < k <= logits.shape[-1]
     if on_triton(logits) and k > MOST:
         values, order = _scores(logits, positions, seed, temperature, kappa, tokens, offset).topk(k, dim=-1)

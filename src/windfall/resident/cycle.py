@@ -12,8 +12,9 @@ from windfall.kernels.choose import choose
 from windfall.kernels.gate import prune
 from windfall.kernels.grow import grow
 from windfall.kernels.settle import settle
+from windfall.kernels.top import Words
 from windfall.records import SamplingParams
-from windfall.resident.drafting import Draft, HeadDraft, ModelDraft, Sprouting, entropy, read
+from windfall.resident.drafting import Draft, HeadDraft, ModelDraft, Sprouting, entropy, multiplied, read
 from windfall.resident.forward import Pass, Unfit
 from windfall.resident.judge import Judge, fitting
 from windfall.resident.plans.base import Plan
@@ -107,20 +108,23 @@ class Cycle:
         self._sprout(rows.nodes, rows.here, logits, rows.positions, 0, sprouting)
 
     def _sprout(
-        self, nodes: Tensor, slots: Tensor, logits: Tensor, columns: Tensor, offset: int, sprouting: Sprouting
+        self, nodes: Tensor, slots: Tensor, logits: Tensor | Words, columns: Tensor, offset: int, sprouting: Sprouting
     ) -> None:
         """Children of these nodes, whose own columns come `offset` after `columns`."""
         assert self.draft is not None
-        if "entropy" in self.plan.watches:
-            self.told.device["entropy"].index_copy_(0, slots, entropy(logits))
+        watched, sifted = "entropy" in self.plan.watches, self.sieve is not None and self.sieve.entropy
+        if watched or sifted:
+            logits = multiplied(logits)
+            shown = entropy(logits)
+        if watched:
+            self.told.device["entropy"].index_copy_(0, slots, shown)
         values, tokens = sprouting.children(
             logits, columns, offset + self.draft.lag, self.plan.k, self.draft.vocabulary
         )
         if self.bounds is not None:
             prune(self.tree, nodes, values, self.bounds)
         if self.sieve is not None:
-            shown = entropy(logits) if self.sieve.entropy else None
-            self._sift(self.sieve, nodes, tokens, values, shown)
+            self._sift(self.sieve, nodes, tokens, values, shown if sifted else None)
         else:
             grow(self.tree, nodes, tokens, values, self.ahead, self.plan.rule, self.terms)
 

@@ -13,7 +13,7 @@ from windfall.heads.base import FeatureHead
 from windfall.heads.layers import head_dim
 from windfall.kernels.attention import tree_attention
 from windfall.kernels.keep import Keep
-from windfall.kernels.top import top_children
+from windfall.kernels.top import Words, top_children
 from windfall.records import SamplingParams
 from windfall.resident.forward import Pass, Unfit
 from windfall.resident.judge import PIECE, Dials, Judge, Piece, fitting, shape_of
@@ -35,18 +35,23 @@ class Sprouting:
         return ("coupled", *shape_of(self.params)) if self.coupled else ("alone",)
 
     def children(
-        self, logits: Tensor, positions: Tensor, offset: int, k: int, tokens: Tensor | None
+        self, logits: Tensor | Words, positions: Tensor, offset: int, k: int, tokens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and tokens [w, k]; the draws after these rows come `offset` after `positions` [w]."""
         dice: dict[str, Any] = {}
         if self.coupled:
             temperature = self.dials.temperature
             if self.warped:
-                logits = warp(logits.float().log_softmax(-1) / self.params.temperature, self.params)
+                logits = warp(multiplied(logits).float().log_softmax(-1) / self.params.temperature, self.params)
                 temperature = torch.ones_like(temperature)
             dice = {"positions": positions, "offset": offset, "seed": self.dials.seed, "temperature": temperature}
             dice["kappa"] = self.dials.kappa
-        return top_children(logits, min(k, logits.shape[-1]), tokens=tokens, **dice)
+        columns = len(logits.vocabulary) if isinstance(logits, Words) else logits.shape[-1]
+        return top_children(logits, min(k, columns), tokens=tokens, **dice)
+
+
+def multiplied(logits: Tensor | Words) -> Tensor:
+    return logits.logits if isinstance(logits, Words) else logits
 
 
 def entropy(logits: Tensor) -> Tensor:
@@ -115,7 +120,7 @@ class Draft:
     def _read(self, rows: Pass, features: Tensor | None) -> None:
         raise NotImplementedError
 
-    def open(self, rows: int) -> Tensor:
+    def open(self, rows: int) -> Tensor | Words:
         """Take in the pending columns, which are `rows` at the most; logits [1, V] after the last. Its draw's position
         is `lag` - 1 after `length`, as this leaves it."""
         slots = self.length + self._places[:rows]
@@ -124,11 +129,11 @@ class Draft:
         self.length.add_(self.waiting)
         return logits
 
-    def grow(self, rows: Pass, above: Tensor, here: Tensor) -> Tensor:
+    def grow(self, rows: Pass, above: Tensor, here: Tensor) -> Tensor | Words:
         """Run nodes whose parents have the places `above` and which get the places `here`; logits [w, V]."""
         raise NotImplementedError
 
-    def _opened(self, rows: Pass, last: Tensor) -> Tensor:
+    def _opened(self, rows: Pass, last: Tensor) -> Tensor | Words:
         raise NotImplementedError
 
 
@@ -169,11 +174,11 @@ class HeadDraft(Draft):
         assert features is not None
         self._run(rows, self._fuse(features), None, None, None)
 
-    def _opened(self, rows: Pass, last: Tensor) -> Tensor:
+    def _opened(self, rows: Pass, last: Tensor) -> Tensor | Words:
         assert self.features is not None
         return self._logits(self._run(rows, self._fuse(self.features[: len(rows.tokens)]), None, last, self._first))
 
-    def grow(self, rows: Pass, above: Tensor, here: Tensor) -> Tensor:
+    def grow(self, rows: Pass, above: Tensor, here: Tensor) -> Tensor | Words:
         return self._logits(self._run(rows, self.own, above, None, here))
 
     def _fuse(self, features: Tensor) -> Tensor:
@@ -197,8 +202,8 @@ class HeadDraft(Draft):
             self.own.index_copy_(0, here, recycled)
         return state
 
-    def _logits(self, state: Tensor) -> Tensor:
-        return self.head.logits(state) if self.swift is None else self.swift.logits(state)
+    def _logits(self, state: Tensor) -> Tensor | Words:
+        return self.head.logits(state) if self.swift is None else self.swift.words(state)
 
 
 class Static:

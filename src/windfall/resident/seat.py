@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from windfall.drafters.base import Drafter, hang_arrays
+from windfall.kernels.top import Words
 from windfall.records import Grow, InputError, SamplingParams, Scores
-from windfall.resident.drafting import Draft, HeadDraft, Sprouting
+from windfall.resident.drafting import Draft, HeadDraft, Sprouting, multiplied
 from windfall.resident.drafting import entropy as entropy_of
 from windfall.resident.forward import Pass
 from windfall.resident.judge import MOST, PIECE, ROWS, Judge, shape_of
@@ -190,7 +191,7 @@ class SeatedDrafter(Drafter):
         if self._features is not None and draft.features is not None:
             draft.features[:count] = self._features[:count]
 
-    def _opened(self, rows: int) -> Tensor:
+    def _opened(self, rows: int) -> Tensor | Words:
         self._opening.send()
         self.draft.tokens.copy_(self._opening.device["tokens"])
         self.draft.waiting.copy_(self._opening.device["waiting"])
@@ -253,15 +254,18 @@ class SeatedDrafter(Drafter):
             self._found[width, k] = Parcel(self._device, **arrays)
         return self._found[width, k]
 
-    def _children(self, logits: Tensor, positions: Tensor, offset: int, k: int, entropy: bool, found: Parcel) -> None:
+    def _children(
+        self, logits: Tensor | Words, positions: Tensor, offset: int, k: int, entropy: bool, found: Parcel
+    ) -> None:
+        if entropy:
+            logits = multiplied(logits)
+            found.device["entropy"].copy_(entropy_of(logits))
         values, tokens = self._sprouting.children(logits, positions, offset, k, self.draft.vocabulary)
         there, most = found.device, values.shape[1]
         if most < k:
             there["values"].fill_(-torch.inf)
         there["values"][:, :most].copy_(values)
         there["tokens"][:, :most].copy_(tokens)
-        if entropy:
-            there["entropy"].copy_(entropy_of(logits))
         found.fetch()
 
     def _record(self, key: Key, work: Callable[[], None]) -> None:

@@ -17,6 +17,7 @@ from windfall.kernels.keep import Keep
 from windfall.kernels.norm import add_norm, rotate_and_store
 from windfall.kernels.pair import pair_norm
 from windfall.kernels.product import linear, norm_gate
+from windfall.kernels.top import Words
 from windfall.resident.forward import Pass, Unfit
 from windfall.resident.rope import Angles, steady
 from windfall.resident.stack import merge
@@ -67,8 +68,8 @@ class Swift:
         fed = linear(gates, self.layer.mlp.down_proj.weight)
         return add_norm(fed, total, self.head.norm.weight, self.eps, pick, keep)[0]
 
-    def logits(self, normed: Tensor) -> Tensor:
-        return F.linear(normed, self.head.vocabulary, self.head.vocabulary_bias)
+    def words(self, normed: Tensor) -> Words:
+        return Words(normed, self.head.vocabulary, self.head.vocabulary_bias)
 
     def _inputs(self, tokens: Tensor, hidden: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
         """Embedding and feature side by side, normed, and the residual."""

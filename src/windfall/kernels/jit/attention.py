@@ -276,7 +276,7 @@ def tile(rows: int, width: int, dtype: torch.dtype) -> Tile:
     """Rows beside a row change how many a program takes, never how it treats one of them."""
     if dtype == torch.float32:  # no matrix instruction: the same tile for all
         return Tile(16, 32, 4, 2) if width <= 64 else Tile(16, 16, 8, 2)
-    return Tile(16 if rows <= 16 else 32, 64, 4, 3)
+    return Tile(16 if rows <= 32 else 32, 64, 4, 3)
 
 
 def chunk(capacity: int, key_heads: int) -> int:

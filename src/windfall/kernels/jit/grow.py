@@ -28,7 +28,7 @@ def order_of(values):
 
 
 @triton.jit
-def _value_of(order):
+def value_of(order):
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -279,7 +279,7 @@ def _grow(
             mask=live[:, None] & (other < ROOM)[None, :],
         )
 
-    keys = tl.where(real, _value_of(orders), float("-inf"))
+    keys = tl.where(real, value_of(orders), float("-inf"))
     most = tl.max(keys, 0)
     base = tl.where(most == float("-inf"), 0.0, most)
     tl.store(promise, most)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windfall.kernels.backend import leads, power_of_two
+from windfall.kernels.backend import follows, power_of_two
 from windfall.kernels.jit.chain import begin
 from windfall.kernels.keep import Keep
 
@@ -35,8 +35,10 @@ def _add_norm(
     KEEP: tl.constexpr,
     KEEP_NORMED: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Program (row)."""
+    begin(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     given = row
     if PICK:
@@ -177,6 +179,7 @@ def add_norm(
         BLOCK=block,
         num_warps=max(1, min(16, block // 256)),
         enable_fp_fusion=False,
+        **follows(x),
     )
     return normed, total
 
@@ -226,6 +229,6 @@ def rotate_and_store(
         BLOCK=power_of_two(width // 2),
         num_warps=1,
         enable_fp_fusion=False,
-        **leads(qkv),
+        **follows(qkv),
     )
     return out

@@ -1,132 +1,249 @@
-"""Two kernels: each stretch of columns gives its k best and its share of the normaliser, then rows merge theirs.
+"""Two kernels: stretches of columns give their highest scores and their share of the normaliser; then each row looks
+for its k best in the k stretches that reach highest, since no other can hold one of them.
 
-A score and its column are one 64-bit number that sorts like the score and, at ties, against the column: the best is a
-plain maximum, and no two are equal.
+The first kernel reads logits, or makes them: then they are written down only for the second to look at.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from windfall.kernels.backend import follows, leads, power_of_two
+from windfall.kernels.backend import follows, leads, power_of_two, shared_memory
 from windfall.kernels.jit.chain import begin
+from windfall.kernels.jit.grow import FAR, NONE, order_of, value_of
 from windfall.kernels.jit.noise import gumbel, noise_key
 
-NONE = tl.constexpr(-(2**63))
+STRETCH = 64  # columns, the least
+STRETCHES = 1024  # of a row, at the most, where stretches may be longer
+PACKABLE = 2**16  # columns that have a name of 16 bits
+ROWS = 16  # that a product is made for
+PART = 64  # numbers of a row that are multiplied at a time
+WORDS = 128  # columns of a program that multiplies, at the least
+STAGES = 6  # of these parts on their way, at the most
 
 
 @triton.jit
-def _pack(scores, columns):
-    bits = (scores + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers they sort like the floats
-    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - columns).to(tl.int64)
+def _thrown(scores, key, names, temperature_at, kappa_at):
+    zeros = tl.zeros_like(scores)
+    scores = tl.div_rn(scores, zeros + tl.load(temperature_at)) + gumbel(key, names)
+    return tl.div_rn(scores, zeros + tl.load(kappa_at))
 
 
 @triton.jit
-def _score(packed):
-    ordered = (packed >> 32).to(tl.int32)
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _column(packed):
-    return 0x7FFFFFFF - (packed & 0x7FFFFFFF)
-
-
-@triton.jit
-def _stretch(
+def _stretches(
     logits,
     positions,
     seed_at,
     temperature_at,
     kappa_at,
     tokens,
-    best,
+    scored,
     tops,
     totals,
     width,
+    count,
     logits_row,
     OFFSET: tl.constexpr,
     DICE: tl.constexpr,
     NAMED: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Program (row, stretch)."""
+    """Program (row, PARTS of its `count` stretches)."""
     begin(CHAINED)
-    row = tl.program_id(0)
-    place = row * tl.num_programs(1) + tl.program_id(1)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1) * PARTS + tl.arange(0, PARTS)
+    column = part[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     inside = column < width
-    scores = tl.load(logits + row.to(tl.int64) * logits_row + column, mask=inside, other=float("-inf")).to(tl.float32)
+    scores = tl.load(logits + row * logits_row + column, mask=inside, other=float("-inf")).to(tl.float32)
     if DICE:
-        key = noise_key(tl.load(seed_at), tl.load(positions + row) + OFFSET)
         names = column.to(tl.int64)
         if NAMED:
             names = tl.load(tokens + column, mask=inside, other=0)
-        zeros = tl.zeros_like(scores)
-        scores = tl.div_rn(scores, zeros + tl.load(temperature_at)) + gumbel(key, names)
-        scores = tl.div_rn(scores, zeros + tl.load(kappa_at))
-    top = tl.max(scores, 0)
+        key = noise_key(tl.load(seed_at), tl.load(positions + row) + OFFSET)
+        scores = _thrown(scores, key, names, temperature_at, kappa_at)
+        tl.store(scored + row * width + column, scores, mask=inside)
+    top = tl.max(scores, 1)
     base = tl.where(top == float("-inf"), 0.0, top)
-    tl.store(tops + place, top)
-    tl.store(totals + place, tl.sum(tl.exp(scores - base), 0))
-    packed = tl.where(inside, _pack(scores, column), NONE)
-    for rank in range(K):
-        first = tl.max(packed, 0)
-        tl.store(best + place * K + rank, first)
-        packed = tl.where(packed == first, NONE, packed)
+    tl.store(tops + row * count + part, top, mask=part < count)
+    tl.store(totals + row * count + part, tl.sum(tl.exp(scores - base[:, None]), 1), mask=part < count)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _multiplied(
+    x,
+    weight,
+    bias,
+    positions,
+    seed_at,
+    temperature_at,
+    kappa_at,
+    tokens,
+    scored,
+    tops,
+    totals,
+    rows,
+    width,
+    x_row,
+    OFFSET: tl.constexpr,
+    DICE: tl.constexpr,
+    NAMED: tl.constexpr,
+    BIAS: tl.constexpr,
+    K: tl.constexpr,
+    SIZE: tl.constexpr,
+    N: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Program (N columns): all rows. Rounds as a product of torch would, then goes on as `_stretches`."""
+    begin(CHAINED)
+    column = tl.program_id(0) * N + tl.arange(0, N)
+    row = tl.arange(0, M)
+    live = row < rows
+    sums = tl.zeros([N, M], tl.float32)
+    for start in tl.range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        words = tl.load(weight + column[:, None].to(tl.int64) * K + k[None, :])
+        states = tl.load(x + row[None, :] * x_row + k[:, None], mask=live[None, :], other=0.0)
+        sums = tl.dot(words, states, sums)
+    if BIAS:
+        sums += tl.load(bias + column).to(tl.float32)[:, None]
+    scores = sums.to(x.dtype.element_ty).to(tl.float32)
+    if DICE:
+        names = column.to(tl.int64)
+        if NAMED:
+            names = tl.load(tokens + column)
+        key = noise_key(tl.load(seed_at), tl.load(positions + row, mask=live, other=0) + OFFSET)
+        scores = _thrown(scores, key[None, :], names[:, None], temperature_at, kappa_at)
+    goal = scored + row[None, :].to(tl.int64) * width + column[:, None]
+    tl.store(goal, scores.to(scored.dtype.element_ty), mask=live[None, :])
+    PARTS: tl.constexpr = N // SIZE
+    apart = tl.reshape(scores, (PARTS, SIZE, M))
+    top = tl.max(apart, 1)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    part = tl.program_id(0) * PARTS + tl.arange(0, PARTS)
+    place = row[None, :] * (width // SIZE) + part[:, None]
+    tl.store(tops + place, top, mask=live[None, :])
+    tl.store(totals + place, tl.sum(tl.exp(apart - base[:, None, :]), 1), mask=live[None, :])
 
 
 @triton.jit
-def _merge(
-    best,
+def _best(order, name, COUNT: tl.constexpr, RANKS: tl.constexpr, PACKED: tl.constexpr):
+    """Names of the highest, best first, ties to the lower name, and their orders; NONE where there is none. Packed, an
+    order's upper half, which is all there is of a bf16, and a name are one number, and each turn has one reduction."""
+    rank = tl.arange(0, RANKS)
+    orders = tl.full([RANKS], NONE, tl.int32)
+    if PACKED:
+        order = tl.where(order == NONE, NONE, (order & -65536) | (65535 - name))
+        for turn in range(COUNT):
+            first = tl.max(order, 0)
+            orders = tl.where(rank == turn, first, orders)
+            order = tl.where(order == first, NONE, order)
+        names = 65535 - (orders & 65535)
+        orders = tl.where(orders == NONE, NONE, (orders & -65536) | ((orders >> 31) & 65535))
+    else:
+        names = tl.zeros([RANKS], tl.int32)
+        for turn in range(COUNT):
+            first = tl.max(order, 0)
+            found = tl.min(tl.where(order == first, name, FAR), 0)
+            names = tl.where(rank == turn, found, names)
+            orders = tl.where(rank == turn, first, orders)
+            order = tl.where(name == found, NONE, order)
+    return names, orders
+
+
+@triton.jit
+def _pick(
+    scored,
     tops,
     totals,
     tokens,
     values,
     names,
-    stretches,
+    width,
+    count,
+    scored_row,
     NAMED: tl.constexpr,
+    PACKED: tl.constexpr,
+    SIZE: tl.constexpr,
     K: tl.constexpr,
     RANKS: tl.constexpr,
-    STRETCHES: tl.constexpr,
     BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """Program (row)."""
     begin(CHAINED)
-    row = tl.program_id(0)
-    stretch = tl.arange(0, STRETCHES)
-    made = stretch < stretches
-    top = tl.load(tops + row * stretches + stretch, mask=made, other=float("-inf"))
-    total = tl.load(totals + row * stretches + stretch, mask=made, other=0.0)
+    row = tl.program_id(0).to(tl.int64)
+    stretch = tl.arange(0, BLOCK)
+    made = stretch < count
+    top = tl.load(tops + row * count + stretch, mask=made, other=float("-inf"))
+    total = tl.load(totals + row * count + stretch, mask=made, other=0.0)
+    where, reached = _best(tl.where(made, order_of(top), NONE), stretch, K, RANKS, PACKED)
+    column = where[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    inside = (reached > NONE)[:, None] & (column < width)
+    scores = tl.load(scored + row * scored_row + column, mask=inside, other=0.0).to(tl.float32)
     highest = tl.max(top, 0)
     base = tl.where(highest == float("-inf"), 0.0, highest)
     normaliser = tl.log(tl.sum(total * tl.exp(top - base), 0))
-    one = tl.arange(0, BLOCK)
-    packed = tl.load(best + row * stretches * K + one, mask=one < stretches * K, other=NONE)
+    order = tl.reshape(tl.where(inside, order_of(scores), NONE), (RANKS * SIZE,))
+    found, orders = _best(order, tl.reshape(column, (RANKS * SIZE,)), K, RANKS, PACKED)
     rank = tl.arange(0, RANKS)
-    found = tl.full([RANKS], NONE, tl.int64)
-    for turn in range(K):  # nothing is loaded or stored in it, for which the next turn would wait
-        first = tl.max(packed, 0)
-        found = tl.where(rank == turn, first, found)
-        packed = tl.where(packed == first, NONE, packed)
-    name = _column(found)
+    name = found.to(tl.int64)
     if NAMED:
-        name = tl.load(tokens + name, mask=rank < K, other=0)
-    tl.store(values + row * K + rank, _score(found) - base - normaliser, mask=rank < K)
+        name = tl.load(tokens + found, mask=rank < K, other=0)
+    tl.store(values + row * K + rank, value_of(orders) - base - normaliser, mask=rank < K)
     tl.store(names + row * K + rank, name, mask=rank < K)
 
 
-def stretch_of(width: int) -> tuple[int, int]:
-    """Columns of a program and its warps: 16 columns for each thread."""
-    if width <= 32_768:
-        return 512, 1
-    return (1024, 2) if width <= 65_536 else (2048, 4)
+def size_of(width: int) -> int:
+    """Columns of a stretch."""
+    return max(STRETCH, power_of_two(-(-width // STRETCHES)))
+
+
+class Top:
+    """What both kernels leave and find: scores of [rows, width], and what each stretch of them reaches."""
+
+    def __init__(self, rows: int, width: int, k: int, like: Tensor, dice: bool, tokens: Tensor | None):
+        self.rows, self.width, self.k, self.tokens = rows, width, k, tokens
+        self.size = size_of(width)
+        self.count = -(-width // self.size)
+        self.tops, self.totals = torch.empty((2, rows, self.count), device=like.device)
+        self.names = torch.empty((rows, k), dtype=torch.long, device=like.device)
+        self.kind = torch.float32 if dice else like.dtype
+
+    @property
+    def mapped(self) -> Tensor:
+        return self.names if self.tokens is None else self.tokens
+
+    def pick(self, scored: Tensor) -> tuple[Tensor, Tensor]:
+        values = torch.empty(self.names.shape, device=scored.device)
+        block = power_of_two(self.count)
+        _pick[(self.rows,)](
+            scored,
+            self.tops,
+            self.totals,
+            self.mapped,
+            values,
+            self.names,
+            self.width,
+            self.count,
+            scored.stride(0),
+            NAMED=self.tokens is not None,
+            PACKED=scored.dtype == torch.bfloat16 and self.width <= PACKABLE,
+            SIZE=self.size,
+            K=self.k,
+            RANKS=power_of_two(self.k),
+            BLOCK=block,
+            num_warps=1 if self.size == STRETCH else 4,
+            **follows(scored),
+        )
+        return values, self.names
 
 
 def top_children(
@@ -139,48 +256,89 @@ def top_children(
     tokens: Tensor | None,
     offset: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    (rows, width), device = logits.shape, logits.device
+    rows, width = logits.shape
     assert logits.stride(1) == 1
-    block, warps = stretch_of(width)
-    stretches = -(-width // block)
-    best = torch.empty((rows, stretches, k), dtype=torch.long, device=device)
-    parts = torch.empty((2, rows, stretches), device=device)
-    values = torch.empty((rows, k), device=device)
-    names = torch.empty((rows, k), dtype=torch.long, device=device)
-    mapped = names if tokens is None else tokens
-    dice = (logits, logits, logits, logits) if positions is None else (positions, seed, temperature, kappa)
-    _stretch[(rows, stretches)](
+    top = Top(rows, width, k, logits, positions is not None, tokens)
+    scored = logits if positions is None else torch.empty((rows, width), device=logits.device)
+    parts = max(1, 512 // top.size)
+    _stretches[(rows, -(-top.count // parts))](
         logits,
-        *dice,
-        mapped,
-        best,
-        parts[0],
-        parts[1],
+        *_dice(logits, positions, seed, temperature, kappa),
+        top.mapped,
+        scored,
+        top.tops,
+        top.totals,
         width,
+        top.count,
         logits.stride(0),
         OFFSET=offset,
         DICE=positions is not None,
         NAMED=tokens is not None,
-        K=k,
-        BLOCK=block,
-        num_warps=warps,
+        SIZE=top.size,
+        PARTS=parts,
+        num_warps=1,
         **leads(logits),
     )
-    candidates = power_of_two(stretches * k)
-    _merge[(rows,)](
-        best,
-        parts[0],
-        parts[1],
-        mapped,
-        values,
-        names,
-        stretches,
+    return top.pick(scored)
+
+
+def fits(x: Tensor, weight: Tensor) -> bool:
+    """Whether `top_words` takes these."""
+    halves = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
+    columns = max(WORDS, size_of(len(weight)))
+    whole = x.shape[1] % PART == 0 and len(weight) % columns == 0 and stages(columns, x) > 1
+    return halves and whole and len(x) <= ROWS and x.stride(1) == 1 and weight.is_contiguous()
+
+
+def stages(columns: int, like: Tensor) -> int:
+    """As many as a program's memory holds, two bytes a number."""
+    return min(STAGES, shared_memory(like.device) // (2 * PART * (columns + ROWS)))
+
+
+def top_words(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    k: int,
+    positions: Tensor | None,
+    seed: Tensor | None,
+    temperature: Tensor | None,
+    kappa: Tensor | None,
+    tokens: Tensor | None,
+    offset: int = 0,
+) -> tuple[Tensor, Tensor]:
+    rows, width = len(x), len(weight)
+    top = Top(rows, width, k, x, positions is not None, tokens)
+    scored = torch.empty((rows, width), dtype=top.kind, device=x.device)
+    columns = max(WORDS, top.size)
+    _multiplied[(width // columns,)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        *_dice(x, positions, seed, temperature, kappa),
+        top.mapped,
+        scored,
+        top.tops,
+        top.totals,
+        rows,
+        width,
+        x.stride(0),
+        OFFSET=offset,
+        DICE=positions is not None,
         NAMED=tokens is not None,
-        K=k,
-        RANKS=power_of_two(k),
-        STRETCHES=power_of_two(stretches),
-        BLOCK=candidates,
-        num_warps=max(1, min(8, candidates // 512)),
-        **follows(logits),
+        BIAS=bias is not None,
+        K=x.shape[1],
+        SIZE=top.size,
+        N=columns,
+        M=ROWS,
+        BLOCK_K=PART,
+        num_warps=4,
+        num_stages=stages(columns, x),
+        **follows(x),
     )
-    return values, names
+    return top.pick(scored)
+
+
+def _dice(like: Tensor, *given: Tensor | None) -> list[Any]:
+    """Kernels take tensors: without dice any will do."""
+    return [like if each is None else each for each in given]
