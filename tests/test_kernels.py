@@ -263,11 +263,11 @@ def check_words(w: int, k: int, columns: int, width: int, dice: bool, bias: bool
     given = (torch.tensor([x], device=device) for x in (signed(SEED), 0.8, 1.25))
     rest: Any = (torch.arange(w, device=device) + 7, *given) if dice else (None,) * 4
     wanted, told = top_children(words.logits, k + 1, *rest, tokens, 2)
-    if on_triton(states):
+    if on_triton(states) and not dice:
         from windfall.kernels.jit.top import fits, top_words
 
         assert fits(states, words.vocabulary)
-        values, names = top_words(*words, k, *rest, tokens, 2)
+        values, names = top_words(*words, k, tokens)
     else:
         values, names = top_children(words, k, *rest, tokens, 2)
     off = 0.02 * float(words.logits.abs().max())  # both products are rounded to half precision

@@ -56,7 +56,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
     for owner, name in ((Parcel, "send"), (Parcel, "fetch"), (Cycle, "limit")):
         asked(owner, name)
-    lay, start, mark = Parcel._lay, Cycle.start, Mark.__init__
+    lay, start = Parcel._lay, Cycle.start
 
     def apart(self: Parcel, there: torch.Tensor, *given: Any) -> None:
         lay(self, there, *given)
@@ -69,15 +69,14 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         start(self, text)
         device.at_once = not device.late
 
-    def note(self: Mark, place: torch.device) -> None:
-        mark(self, place)
-        self._event = None
+    def note(self: Mark) -> Mark:
         self.moment = len(device.asked)  # type: ignore[attr-defined]
+        return self
 
     monkeypatch.setattr(Parcel, "_lay", apart)
     monkeypatch.setattr(Parcel, "block", lambda self: torch.zeros_like(self._here))
     monkeypatch.setattr(Cycle, "start", begin)
-    monkeypatch.setattr(Mark, "__init__", note)
+    monkeypatch.setattr(Mark, "set", note)
     monkeypatch.setattr(Mark, "wait", lambda self: device.until(self.moment))
     monkeypatch.setattr(Recorder, "run", lambda self, key, work: device.do(work))
     return device

@@ -40,14 +40,14 @@ def top_children(
 
     x is logits, or with dice (logits / temperature + noise) / kappa; the lower column goes first at ties, but for more
     than MOST children on a GPU, where torch decides. Words are multiplied and searched in one kernel where that is
-    possible; else they are multiplied by torch.
+    possible and faster; else they are multiplied by torch.
     """
     if isinstance(logits, Words):
-        if k <= MOST and on_triton(logits.states) and chains(logits.states.device):
+        if positions is None and k <= MOST and on_triton(logits.states) and chains(logits.states.device):
             from windfall.kernels.jit.top import fits, top_words
 
             if fits(*logits[:2]):
-                return top_words(*logits, k, positions, seed, temperature, kappa, tokens, offset)
+                return top_words(*logits, k, tokens)
         logits = logits.logits
     assert 0 < k <= logits.shape[-1]
     if on_triton(logits) and k > MOST:

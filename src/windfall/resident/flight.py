@@ -20,6 +20,16 @@ from windfall.sequence import Sequence
 SOMEWHERE = 64  # tokens behind which work is recorded; it is the same behind any number
 
 
+class Begun(NamedTuple):
+    """A cycle of which the first draft passes were launched."""
+
+    start: Mark
+    passes: int
+    asks: bool  # whether the plan decides about more
+    columns: int  # of draft passes
+    recordings: int  # before it
+
+
 class Underway(NamedTuple):
     """A cycle that was launched."""
 
@@ -36,8 +46,12 @@ class Flight:
     def __init__(self, cycle: Cycle, sprouting: Sprouting, sequence: Sequence):
         self.cycle, self.sprouting, self.sequence = cycle, sprouting, sequence
         self._key = (cycle.name, sprouting.key, shape_of(sequence.params))
+        self._begun: Begun | None = None
         self._under_way: list[Underway] = []
+        self._spare: list[Mark] = []
+        self._passed: dict[int, Mark] = {}  # behind so many passes
         self._turn = 0
+        self._kappa: float | None = None  # that the device has
         self._last: Mark | None = None
         self._deciding = 0.0  # seconds of this cycle
         self._drafted = 0  # passes of it, wanted or not
@@ -64,37 +78,46 @@ class Flight:
             cycle.rewind(SOMEWHERE)  # there is room for the passes of a single cycle
             self._pass(level, columns)
 
+    def begin(self, ctx: Context) -> None:
+        """The first draft passes of another cycle, which run while the host is busy with those before."""
+        cycle, plan, draft = self.cycle, self.cycle.plan, self.cycle.draft
+        start, before, columns = self._mark(), cycle.judge.recorder.recordings, 0
+        level, asks = 0, False
+        self._deciding, self._drafted = 0.0, 0
+        dice = self.sequence.dice
+        if dice and dice.kappa != self._kappa:
+            cycle.judge.dials.kappa.fill_(dice.kappa)
+            self._kappa = dice.kappa
+        if plan.passes:
+            assert draft is not None
+            columns = draft.columns
+            plan.brief(cycle.terms_sent, ctx)
+            settled = plan.settled(ctx)
+            level, asks = settled or min(plan.least(), plan.passes), settled is None
+            self._open(level, asks, columns)
+        self._begun = Begun(start, level, asks, columns, before)
+
     def launch(self, ctx: Context) -> None:
-        """Start another cycle behind those under way."""
+        """Start another cycle behind those under way, or the rest of one that was begun."""
+        if self._begun is None:
+            self.begin(ctx)
+        assert self._begun is not None
+        (start, passes, asks, columns, before), self._begun = self._begun, None
         cycle, plan, judge = self.cycle, self.cycle.plan, self.cycle.judge
-        marks, self._deciding, self._drafted = [Mark(judge.device)], 0.0, 0
-        before = judge.recorder.recordings
-        passes = self._draft(ctx) if plan.passes else 0
-        marks.append(Mark(judge.device))
+        if asks:
+            passes = (self._draft_ahead if plan.foresees else self._draft_on)(passes, columns, ctx)
+        marks = [start, self._mark()]
         rows, levels = plan.verified(passes)
         cycle.limit(plan.places(levels) if levels < self._drafted else plan.capacity)
         judge.known += passes + 1
         self._verify(rows)
-        marks.append(Mark(judge.device))
+        marks.append(self._mark())
         place = self._turn % len(cycle.blocks)
         self._turn += 1
         cycle.told.fetch(cycle.blocks[place])
-        marks.append(Mark(judge.device))
+        marks.append(self._mark())
         recorded = judge.recorder.recordings > before
         self._under_way.append(Underway(place, passes, marks, self._deciding, recorded))
-
-    def _draft(self, ctx: Context) -> int:
-        """Grow the tree; returns the number of passes."""
-        plan, draft = self.cycle.plan, self.cycle.draft
-        assert draft is not None
-        columns = draft.columns
-        plan.brief(self.cycle.terms_sent, ctx)
-        settled = plan.settled(ctx)
-        level = settled or min(plan.least(), plan.passes)
-        self._open(level, settled is None, columns)
-        if settled is not None:
-            return level
-        return (self._draft_ahead if plan.foresees else self._draft_on)(level, columns, ctx)
 
     def _open(self, count: int, ask: bool, columns: int) -> None:
         """The first draft passes, in one piece; the plan is asked behind them, or not at all."""
@@ -117,7 +140,7 @@ class Flight:
 
     def _draft_ahead(self, level: int, columns: int, ctx: Context) -> int:
         """Further passes, each decided on while the one before it runs; returns the number of all."""
-        plan, done, settled = self.cycle.plan, Mark(self.cycle.judge.device), level - 1
+        plan, done, settled = self.cycle.plan, self._behind(level), level - 1
         while level < plan.passes:
             following = self._pass(level + 1, columns)
             if settled:  # it was not asked, but what it brought is what the next one is measured by
@@ -133,7 +156,7 @@ class Flight:
         wanted is launched before the plan is asked; if it was not, what it drafted is left out."""
         plan, habit = self.cycle.plan, self.cycle.habit
         habit.weigh(ctx.costs.draft(plan.width))
-        done = Mark(self.cycle.judge.device)
+        done = self._behind(level)
         while True:
             early = level < plan.passes and habit.likely(level)
             following = self._pass(level + 1, columns) if early else None
@@ -149,7 +172,16 @@ class Flight:
 
         self._do(("pass", level % SIGNALS, columns), work)
         self._drafted = level
-        return Mark(self.cycle.judge.device)
+        return self._behind(level)
+
+    def _behind(self, level: int) -> Mark:
+        """The mark behind so many passes of this cycle."""
+        if level not in self._passed:
+            self._passed[level] = Mark(self.cycle.judge.device)
+        return self._passed[level].set()
+
+    def _mark(self) -> Mark:
+        return (self._spare.pop() if self._spare else Mark(self.cycle.judge.device)).set()
 
     def _goes_on(self, level: int, done: Mark, early: bool, ctx: Context) -> bool:
         """The plan's decision after this many passes, the last of which ends with the mark."""
@@ -184,6 +216,7 @@ class Flight:
         """Where the time since the last cycle's end went."""
         draft, verify = marks[0].until(marks[1]), marks[1].until(marks[2])
         total = (self._last or marks[0]).until(marks[3])
+        self._spare += [*marks[:3], *([self._last] if self._last else [])]
         self._last = marks[3]
         policy = min(deciding, draft)
         return Split(draft - policy, verify, policy, other=max(total - draft - verify, 0.0))
@@ -193,11 +226,17 @@ class Mark:
     """A moment in the order of the device's work."""
 
     def __init__(self, device: torch.device):
+        self._device, self._time = device, 0.0
         self._event: Any = None
-        self._time = time.perf_counter()
-        if device.type == "cuda":
+        if device.type == "cuda":  # making one takes longer than setting it
             self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(device))
+
+    def set(self) -> Mark:
+        """It is now, and no longer when it was before."""
+        self._time = time.perf_counter()
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(self._device))
+        return self
 
     def wait(self) -> None:
         if self._event is not None:

@@ -100,7 +100,7 @@ class Resident:
         assert plan is not None
         cycle = self._cycle(plan, sequence)
         flight = Flight(cycle, Sprouting(sequence.params, host.coupled, self.judge.dials), sequence)
-        context = self._context(host, sequence)
+        context = sequence.context(host.ledger.costs, host.calibrators[sequence.regime])
         flight.prepare(context)
         started = time.perf_counter()
         cycle.start(sequence.tokens)
@@ -108,20 +108,16 @@ class Resident:
         flight.launch(context)
         while True:
             flight.launch(context)
+            if plan.foresees:
+                flight.begin(context)
             step = flight.land()
             sequence.policy.observe(step)
             host.calibrators[sequence.regime].observe(step)
             book(host.ledger, step, plan.width, context.length)
-            context = self._context(host, sequence)
+            context = sequence.context(host.ledger.costs, host.calibrators[sequence.regime])
             yield step
             if step.finish:
                 return
-
-    def _context(self, host: Host, sequence: Sequence) -> Context:
-        context = sequence.context(host.ledger.costs, host.calibrators[sequence.regime])
-        if sequence.dice:
-            self.judge.dials.kappa.fill_(sequence.dice.kappa)
-        return context
 
     def _cycle(self, plan: Plan, sequence: Sequence) -> Cycle:
         """The plan's buffers, with room for this text."""

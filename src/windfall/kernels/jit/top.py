@@ -1,11 +1,10 @@
 """Two kernels: stretches of columns give their highest scores and their share of the normaliser; then each row looks
 for its k best in the k stretches that reach highest, since no other can hold one of them.
 
-The first kernel reads logits, or makes them: then they are written down only for the second to look at.
+The first kernel reads logits, or makes them, and then they are written down only for the second to look at. With noise
+it only reads them: its logarithms want more programs than a product.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
-
-from typing import Any
 
 import torch
 import triton
@@ -79,20 +78,12 @@ def _multiplied(
     x,
     weight,
     bias,
-    positions,
-    seed_at,
-    temperature_at,
-    kappa_at,
-    tokens,
     scored,
     tops,
     totals,
     rows,
     width,
     x_row,
-    OFFSET: tl.constexpr,
-    DICE: tl.constexpr,
-    NAMED: tl.constexpr,
     BIAS: tl.constexpr,
     K: tl.constexpr,
     SIZE: tl.constexpr,
@@ -115,12 +106,6 @@ def _multiplied(
     if BIAS:
         sums += tl.load(bias + column).to(tl.float32)[:, None]
     scores = sums.to(x.dtype.element_ty).to(tl.float32)
-    if DICE:
-        names = column.to(tl.int64)
-        if NAMED:
-            names = tl.load(tokens + column)
-        key = noise_key(tl.load(seed_at), tl.load(positions + row, mask=live, other=0) + OFFSET)
-        scores = _thrown(scores, key[None, :], names[:, None], temperature_at, kappa_at)
     goal = scored + row[None, :].to(tl.int64) * width + column[:, None]
     tl.store(goal, scores.to(scored.dtype.element_ty), mask=live[None, :])
     PARTS: tl.constexpr = N // SIZE
@@ -209,13 +194,12 @@ def size_of(width: int) -> int:
 class Top:
     """What both kernels leave and find: scores of [rows, width], and what each stretch of them reaches."""
 
-    def __init__(self, rows: int, width: int, k: int, like: Tensor, dice: bool, tokens: Tensor | None):
+    def __init__(self, rows: int, width: int, k: int, device: torch.device, tokens: Tensor | None):
         self.rows, self.width, self.k, self.tokens = rows, width, k, tokens
         self.size = size_of(width)
         self.count = -(-width // self.size)
-        self.tops, self.totals = torch.empty((2, rows, self.count), device=like.device)
-        self.names = torch.empty((rows, k), dtype=torch.long, device=like.device)
-        self.kind = torch.float32 if dice else like.dtype
+        self.tops, self.totals = torch.empty((2, rows, self.count), device=device)
+        self.names = torch.empty((rows, k), dtype=torch.long, device=device)
 
     @property
     def mapped(self) -> Tensor:
@@ -258,12 +242,12 @@ def top_children(
 ) -> tuple[Tensor, Tensor]:
     rows, width = logits.shape
     assert logits.stride(1) == 1
-    top = Top(rows, width, k, logits, positions is not None, tokens)
+    top = Top(rows, width, k, logits.device, tokens)
     scored = logits if positions is None else torch.empty((rows, width), device=logits.device)
     parts = max(1, 512 // top.size)
     _stretches[(rows, -(-top.count // parts))](
         logits,
-        *_dice(logits, positions, seed, temperature, kappa),
+        *((logits,) * 4 if positions is None else (positions, seed, temperature, kappa)),
         top.mapped,
         scored,
         top.tops,
@@ -295,37 +279,21 @@ def stages(columns: int, like: Tensor) -> int:
     return min(STAGES, shared_memory(like.device) // (2 * PART * (columns + ROWS)))
 
 
-def top_words(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    k: int,
-    positions: Tensor | None,
-    seed: Tensor | None,
-    temperature: Tensor | None,
-    kappa: Tensor | None,
-    tokens: Tensor | None,
-    offset: int = 0,
-) -> tuple[Tensor, Tensor]:
+def top_words(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
     rows, width = len(x), len(weight)
-    top = Top(rows, width, k, x, positions is not None, tokens)
-    scored = torch.empty((rows, width), dtype=top.kind, device=x.device)
+    top = Top(rows, width, k, x.device, tokens)
+    scored = x.new_empty(rows, width)
     columns = max(WORDS, top.size)
     _multiplied[(width // columns,)](
         x,
         weight,
         weight if bias is None else bias,
-        *_dice(x, positions, seed, temperature, kappa),
-        top.mapped,
         scored,
         top.tops,
         top.totals,
         rows,
         width,
         x.stride(0),
-        OFFSET=offset,
-        DICE=positions is not None,
-        NAMED=tokens is not None,
         BIAS=bias is not None,
         K=x.shape[1],
         SIZE=top.size,
@@ -337,8 +305,3 @@ def top_words(
         **follows(x),
     )
     return top.pick(scored)
-
-
-def _dice(like: Tensor, *given: Tensor | None) -> list[Any]:
-    """Kernels take tensors: without dice any will do."""
-    return [like if each is None else each for each in given]
