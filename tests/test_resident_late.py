@@ -54,7 +54,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         real = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda self, *given: device.do(lambda: real(self, *given)))
 
-    for owner, name in ((Parcel, "send"), (Parcel, "fetch"), (Cycle, "limit")):
+    for owner, name in ((Parcel, "send"), (Parcel, "fetch"), (Parcel, "tell"), (Cycle, "limit")):
         asked(owner, name)
     lay, start = Parcel._lay, Cycle.start
 

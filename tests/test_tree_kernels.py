@@ -23,6 +23,7 @@ from windfall.kernels.grow import grow
 from windfall.kernels.move import move
 from windfall.kernels.pair import pair_norm
 from windfall.kernels.settle import plant, settle
+from windfall.kernels.tell import tell
 from windfall.kernels.trees import Ahead, Terms, TreeArrays
 from windfall.policies.base import best
 from windfall.policies.beam import Beam
@@ -446,3 +447,17 @@ def check_pair(n: int, width: int, dtype: torch.dtype, normed: bool, device: str
 @pytest.mark.parametrize(("n", "width", "normed"), [(1, 64, False), (3, 700, True)])
 def test_pair_norm(n: int, width: int, normed: bool, dtype: torch.dtype) -> None:
     check_pair(n, width, dtype, normed)
+
+
+def check_telling(size: int, device: str = "cpu") -> None:
+    there = torch.randint(256, (size + 16,), dtype=torch.uint8, device=device)[16:]  # a part of something
+    here = torch.zeros(size + 8, dtype=torch.uint8, pin_memory=device == "cuda")
+    tell(there, here[:size])
+    if device == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(here[:size], there.cpu()) and not here[size:].any()
+
+
+@pytest.mark.parametrize("size", [8, 16, 1000, 9000])
+def test_telling(size: int) -> None:
+    check_telling(size)

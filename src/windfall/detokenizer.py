@@ -24,25 +24,35 @@ class Detokenizer:
         if self.tokenizer is None:
             return False
         self._ids.append(token)
-        known = self._decode(self._ids[self._context : self._settled])
-        whole = self._decode(self._ids[self._context :])
-        if len(whole) <= len(known) or whole.endswith(REPLACEMENT):
-            return False
-        return self._append(whole[len(known) :])
+        return bool(self.stop) and self._settle(len(self._ids))
 
     def take(self, final: bool = False) -> str:
         """The text that became certain since the last call; at the end, all the rest."""
-        if final and self.tokenizer is not None and self._settled < len(self._ids):
-            known = self._decode(self._ids[self._context : self._settled])
-            self._append(self._decode(self._ids[self._context :])[len(known) :])
+        if self.tokenizer is not None and self._settled < len(self._ids):
+            self._catch_up(final)
         held = 0 if final else self._held()
         start, self._taken = self._taken, max(self._taken, len(self.text) - held)
         return self.text[start : self._taken]
 
-    def _append(self, piece: str) -> bool:
-        self._context, self._settled = self._settled, len(self._ids)
+    def _catch_up(self, final: bool) -> None:
+        """Without stop strings nobody looks at every token: all are decoded at once, or, where the last of them is a
+        part of a character, as many as can be."""
+        last, behind = len(self._ids), self._settled
+        self._settle(last, final)
+        if self._settled == behind and not self.stop:
+            for end in range(behind + 1, last):
+                self._settle(end)
+
+    def _settle(self, end: int, anyhow: bool = False) -> bool:
+        """Take in the text of the ids up to here, unless it ends within a character; True if it completes a stop
+        string."""
+        known = self._decode(self._ids[self._context : self._settled])
+        whole = self._decode(self._ids[self._context : end])
+        if not anyhow and (len(whole) <= len(known) or whole.endswith(REPLACEMENT)):
+            return False
+        self._context, self._settled = self._settled, end
         before = len(self.text)
-        self.text += piece
+        self.text += whole[len(known) :]
         found = [at for stop in self.stop if (at := self.text.find(stop, max(0, before - len(stop) + 1))) >= 0]
         if found:
             self.text = self.text[: min(found)]

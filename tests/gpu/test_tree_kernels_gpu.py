@@ -11,6 +11,7 @@ from test_tree_kernels import (
     check_pair,
     check_pruning,
     check_settling,
+    check_telling,
     empty_rows,
     empty_tree,
     rules,
@@ -22,6 +23,7 @@ from windfall.calibration import Calibrator
 from windfall.kernels.backend import installed
 from windfall.kernels.grow import grow
 from windfall.kernels.settle import plant
+from windfall.kernels.tell import tell
 from windfall.kernels.trees import Ahead, TreeArrays
 
 pytestmark = [
@@ -117,3 +119,25 @@ def test_a_graph_serves_every_pass(rule: str) -> None:
         grow(twin, other.nodes, tokens, logq, other, rule, terms)
         same(tree, twin, 1 + (turn + 1) * width * k)
         same(ahead, other, 0)
+
+
+@pytest.mark.parametrize("size", [16, 1000, 12_000, 50_000])
+def test_telling(size: int) -> None:
+    check_telling(size, "cuda")
+
+
+def test_what_a_recorded_pass_tells_is_there_when_it_is_waited_for() -> None:
+    there = torch.zeros(16, dtype=torch.uint8, device="cuda")
+    here, numbers = torch.zeros(16, dtype=torch.uint8, pin_memory=True), there.view(torch.int64)
+    tell(there, here)
+    torch.cuda.synchronize()
+    graph, done = torch.cuda.CUDAGraph(), torch.cuda.Event()
+    with torch.cuda.graph(graph):
+        numbers.add_(1)
+        tell(there, here)
+    seen = here.view(torch.int64).numpy()
+    for turn in range(1, 200):
+        graph.replay()
+        done.record()
+        done.synchronize()
+        assert seen.tolist() == [turn, turn]

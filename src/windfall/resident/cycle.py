@@ -64,7 +64,7 @@ class Cycle:
     def show(self, level: int) -> None:
         """Let the host see what the plan watches, after this many passes: part of what is recorded."""
         assert self._signal is not None
-        self._signal.fetch(self._signals[level % SIGNALS])
+        self._signal.tell(self._signals[level % SIGNALS])
 
     def start(self, prompt: list[int]) -> None:
         """Read a prompt, and begin with its last token as the root."""

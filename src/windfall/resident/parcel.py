@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from windfall.kernels.tell import tell
+
 ALIGNED = 16  # bytes
 Array = tuple[torch.dtype, tuple[int, ...]]  # what an array is made of
 
@@ -53,6 +55,12 @@ class Parcel:
         goal = self._here if into is None else into
         if goal is not self._there:
             goal.copy_(self._there, non_blocking=True)
+
+    def tell(self, into: Tensor | None = None) -> None:
+        """`fetch` for recorded work, in which a kernel does it sooner."""
+        goal = self._here if into is None else into
+        if goal is not self._there:
+            tell(self._there, goal)
 
     def block(self) -> Tensor:
         """Another host-side block for `fetch`."""

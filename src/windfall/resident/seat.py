@@ -83,7 +83,7 @@ class SeatedTarget:
             self._states[:size].copy_(scored.states)
         if drawn:
             self._drawn.device["tokens"][:size].copy_(judge.draw(scored, self.params))
-            self._drawn.fetch()
+            self._drawn.tell()
 
     def commit(self, paths: list[Tensor]) -> None:
         judge, path = self.judge, paths[0].numpy()
@@ -266,7 +266,7 @@ class SeatedDrafter(Drafter):
             there["values"].fill_(-torch.inf)
         there["values"][:, :most].copy_(values)
         there["tokens"][:, :most].copy_(tokens)
-        found.fetch()
+        found.tell()
 
     def _record(self, key: Key, work: Callable[[], None]) -> None:
         judge = self.draft.judge
