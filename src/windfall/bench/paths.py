@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-ABSOLUTE = re.compile(r"(?<![\w.~+-])/[^,=:]*[^,=:/]")
+ABSOLUTE = re.compile(r"(?<![\w.~-])/[^,=:]*[^,=:/]")
 
 
 def shorten(text: str) -> str:
