@@ -120,6 +120,15 @@ def test_rows_behind_a_high_stair_are_left_alone(last: float, most: int) -> None
     assert flat.is_flat(smooth, 32) == (last < 2)
 
 
+def test_sizes_that_cost_as_much_as_the_next_are_not_used() -> None:
+    curve = Curve(flat.ROWS, (*STAIRS, 3.5), stepped=True)
+    context = Context(32, 64, 0.0, Costs(Curve((1,), (0.1,)), ((0, curve),)), Calibrator())
+    assert flat.sizes(context) == (1, 4, 8, 16, 24, 32, 64, 96)
+    assert flat.rows(40, 9, flat.most(context), flat.sizes(context)) == 64
+    even = Context(32, 64, 0.0, Costs(Curve((1,), (0.1,)), ((0, Curve((1,), (1.0,))),)), Calibrator())
+    assert flat.sizes(even) == (flat.ROWS[-1],) and flat.rows(0, 1, 96, flat.sizes(even)) == 1
+
+
 def test_worthless_speculation_ends() -> None:
     """Where a second row costs ten, one row is verified from then on, and little time goes into drafting."""
     simulation, policy = Simulation(*pair(3.0), WORTHLESS), registry.policy("auto")

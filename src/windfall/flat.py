@@ -19,13 +19,14 @@ from windfall.tree import DraftTree
 
 PASSES = 12  # draft passes at the most
 WIDTH = 8  # nodes of a pass
-ROWS = (1, 4, 8, 16, 24, 32, 48, 64, 96)  # sizes of verify passes
+ROWS: tuple[int, ...] = (1, 4, 8, 16, 24, 32, 48, 64, 96)  # sizes of verify passes
 CHEAP = 0.3  # of a pass over one row: what a draft pass may cost
 LARGE = 24  # rows, from which on a size says what rows cost: below it passes may be all but free
 STEEP = 2.0  # a pass over the most rows may cost so many times one row's,
 STEEPER = 4.0  # and so many where passes are graphs of fixed sizes: there, deciding about each row costs more than rows
 DEARER = 2.0  # times what a row costs on the way to the best size: such rows behind it are left alone
 TRIFLE = 0.001  # of a pass over one row: as much a row may always cost
+SAME = 1.01  # times as much is no more
 NEAR = 64  # tokens: texts whose lengths differ by less cost the same
 EVERY = 4  # cycles between two lessons
 FAMILIES = 16  # of children that a lesson is about, at the most
@@ -85,12 +86,26 @@ def _near(ctx: Context) -> int:
     return ctx.length // NEAR * NEAR
 
 
-def rows(worth: int, passes: int, most: int) -> int:
+def sizes(ctx: Context) -> tuple[int, ...]:
+    """Sizes of verify passes: those that cost clearly less than the next one."""
+    return _sizes(ctx.costs, _near(ctx))
+
+
+@lru_cache(maxsize=256)
+def _sizes(costs: Costs, length: int) -> tuple[int, ...]:
+    kept = [ROWS[-1]]
+    for size in ROWS[-2::-1]:
+        if costs.verify(size, length) * SAME < costs.verify(kept[0], length):
+            kept.insert(0, size)
+    return tuple(kept)
+
+
+def rows(worth: int, passes: int, most: int, sizes: tuple[int, ...] = ROWS) -> int:
     """Rows of the verify pass, where so many nodes were worth one before the last of the draft passes, which brings
     about as many as each of the others: the next size up, which costs the same."""
     if not worth:
         return 1
-    return min(next((size for size in ROWS if size > worth * passes / max(passes - 1, 1)), ROWS[-1]), most)
+    return min(next((size for size in sizes if size > worth * passes / max(passes - 1, 1)), sizes[-1]), most)
 
 
 def pays(now: float, before: float, fee: float) -> bool:
@@ -113,7 +128,7 @@ class Rule:
     """The plain form: what the device does, on the host, for a tree of this cycle."""
 
     def __init__(self, ctx: Context):
-        (self.fee, self.price), self.most = prices(ctx), most(ctx)
+        (self.fee, self.price), self.most, self.sizes = prices(ctx), most(ctx), sizes(ctx)
         self.calibrator, self.least = ctx.calibrator, ctx.calibrator.least
         self.chance, self.reach = [1.0], [1.0]
         self.taken = {0}
