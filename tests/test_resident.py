@@ -51,7 +51,6 @@ ON_HOST: dict[str, dict[str, Any]] = {
     "salf": {"k": None},
     "talon": {"nodes": 20},
     "fixed-tree": {"nodes": 20},
-    "sequoia": {"nodes": 16, "depth": 4},
     "wary": WARY,
     "opt-tree": {"nodes": 16, "depth": 5},
     "optimal": {"nodes": 150, "width": 8, "steps": 6},  # expands more than STEP nodes

@@ -23,6 +23,9 @@ from windfall.resident.parcel import Parcel
 from windfall.resident.recorder import Recorder
 
 
+SHAPED: dict[str, dict[str, Any]] = {"static": {}, "sequoia": {"nodes": 16, "depth": 4}}
+
+
 class Device:
     """Does what it was asked for, in order: at once or, where it is late, when somebody waits for it."""
 
@@ -85,7 +88,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 def texts(name: str, folder: Path) -> list[Generation]:
     """Three of one engine, the second of which is left unfinished."""
     made = engine("llama", "eagle3", "beam", graphs=True, coupled=False)
-    known = {**ON_DEVICE, **LEARNING}
+    known = {**ON_DEVICE, **LEARNING, **SHAPED}
     made.policy = registry.policy(name, **known[name]) if name in known else watching(name, folder)
     ways: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 2}]
     first = made.generate(prompt(), max_new_tokens=16, eos=(), **ways[0])
@@ -97,7 +100,7 @@ def texts(name: str, folder: Path) -> list[Generation]:
 @pytest.mark.parametrize(
     ("name", "early"),
     [
-        *((name, False) for name in (*ON_DEVICE, *LEARNING, "svip", "c2t", "ltd-entropies")),
+        *((name, False) for name in (*ON_DEVICE, *LEARNING, *SHAPED, "svip", "c2t", "ltd-entropies")),
         *((name, True) for name in ("ddd", "gt", "svip", "dynatree", "ltd-entropies")),
     ],
 )

@@ -27,9 +27,12 @@ from windfall.kernels.tell import tell
 from windfall.kernels.trees import Ahead, Terms, TreeArrays
 from windfall.policies.base import best
 from windfall.policies.beam import Beam
+from windfall.policies.static import SHAPES
+from windfall.resident.plans.shapes import numbered
+from windfall.static_trees import Shape
 from windfall.tree import DraftTree
 
-rules = pytest.mark.parametrize("rule", growing.RULES)
+rules = pytest.mark.parametrize("rule", growing.RULES[:3])
 LENGTH = 37  # committed columns of the drafter
 SIDE = 324  # of masks whose first rows are used
 
@@ -161,6 +164,41 @@ def check_growth(
         nodes = ahead.nodes  # the kernel writes where it reads
     check_choice(tree, host, rows, None, device)
     check_choice(tree, host, rows, 1 + k * sum(widths[:-1]), device)
+
+
+def check_shape(shape: Shape, width: int, seed: int, device: str = "cpu") -> None:
+    """A tree of known form, level by level; what is verified is that form, whatever the scores."""
+    passes, k, rows = shape.extent
+    table = torch.full((rows, k + 2), -1, device=device)
+    for (parent, rank), child in numbered(shape).items():
+        table[parent, rank] = child
+    tree = empty_tree(1 + k * (1 + width * passes), passes + 1, device)
+    ahead = empty_rows(width, width * passes, device)
+    plant(tree, torch.tensor([3], device=device))
+    tree.slot[0] = 0
+    nodes = torch.zeros(1, dtype=torch.long, device=device)
+    for turn in range(passes):
+        tokens, logq = (x.to(device) for x in sprouts(len(nodes), k, 100 * seed + turn, False))
+        twin, rows_twin = TreeArrays(*(x.clone() for x in tree)), Ahead(*(x.clone() for x in ahead))
+        growing.reference(twin, nodes.clone(), tokens, logq, rows_twin, False, None, table)
+        grow(tree, nodes, tokens, logq, ahead, "shape", shape=table)
+        same(tree, twin, int(tree.count))
+        same(ahead, rows_twin, 0)
+        nodes = ahead.nodes
+    parents, rank, key = (x.tolist() for x in (tree.parents, tree.rank, tree.key))
+    found: dict[int, tuple[int, ...]] = {0: ()}
+    for place in range(1, int(tree.count)):
+        if key[place] > -math.inf:
+            found[place] = (*found[parents[place]], rank[place])
+    assert sorted(found.values()) == sorted(shape.paths)
+
+
+@pytest.mark.parametrize(
+    ("shape", "width"),
+    [(SHAPES["eagle-1"], 4), (SHAPES["medusa"], 16), (Shape([(0,), (2,), (2, 1), (2, 1, 0), (0, 3)]), 3)],
+)
+def test_shapes(shape: Shape, width: int) -> None:
+    check_shape(shape, width, 1)
 
 
 def check_tree(tree: TreeArrays, host: Host) -> None:

@@ -44,6 +44,11 @@ class Shape:
     def __len__(self) -> int:
         return len(self.paths)
 
+    @property
+    def extent(self) -> tuple[int, int, int]:
+        """Levels below the root, children of a node at the most (those of lower ranks counted), and nodes."""
+        return len(self.levels), max((k for level in self.levels for k in level.values()), default=1), len(self)
+
     def places(self, tree: DraftTree) -> list[int]:
         """The place of every drafted node, -1 where the shape has none."""
         places = [0]
@@ -57,6 +62,11 @@ class StaticTreePolicy(TreePolicy):
 
     def layout(self, ctx: Context) -> Shape:
         """The tree of this cycle."""
+        raise NotImplementedError
+
+    @property
+    def most(self) -> tuple[int, int, int]:
+        """Passes, children of a node and rows that a layout may have."""
         raise NotImplementedError
 
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:

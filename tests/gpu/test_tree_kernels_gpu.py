@@ -11,6 +11,7 @@ from test_tree_kernels import (
     check_pair,
     check_pruning,
     check_settling,
+    check_shape,
     check_telling,
     empty_rows,
     empty_tree,
@@ -25,6 +26,7 @@ from windfall.kernels.grow import grow
 from windfall.kernels.settle import plant
 from windfall.kernels.tell import tell
 from windfall.kernels.trees import Ahead, TreeArrays
+from windfall.policies.static import SHAPES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -141,3 +143,9 @@ def test_what_a_recorded_pass_tells_is_there_when_it_is_waited_for() -> None:
         done.record()
         done.synchronize()
         assert seen.tolist() == [turn, turn]
+
+
+@pytest.mark.parametrize(("name", "width"), [("eagle-1", 4), ("eagle-1", 16), ("medusa", 16)])
+def test_shapes(name: str, width: int) -> None:
+    for seed in range(4):
+        check_shape(SHAPES[name], width, seed, "cuda")

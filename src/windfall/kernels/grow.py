@@ -11,7 +11,7 @@ from windfall.calibration import BUCKETS, DEPTHS, RANKS, SURE
 from windfall.kernels.backend import on_triton
 from windfall.kernels.trees import NOBODY, Ahead, Terms, TreeArrays
 
-RULES = ("beam", "best", "calibrated")
+RULES = ("beam", "best", "calibrated", "shape")
 
 
 def grow(
@@ -22,27 +22,40 @@ def grow(
     ahead: Ahead,
     rule: str,  # of RULES
     terms: Terms | None = None,  # for the calibrated rule
+    shape: Tensor | None = None,  # [n, ≥ k] long, for the rule of that name
 ) -> None:
     """Append the children of these nodes, and make the W best nodes by key the rows of the next pass.
 
     `beam` chooses among the newest children by the drafter's own score, `best` among all nodes not yet expanded;
-    `calibrated` does so by the chance of their whole path. Ties go to the lower index, and none at depth D is chosen. A
-    child of NOBODY, or with a log-probability of -inf, is an empty place. If the W rows no longer fit among the S, none
-    is staged.
+    `calibrated` does so by the chance of their whole path. `shape` is for trees whose form is known: nodes have numbers
+    from 0, the root's, and shape[number, rank] is that of a child, above its parent's, or below 0 where the form has
+    none, which makes it an empty place; of the newest those with the lowest numbers come next. Ties go to the lower
+    index, and none at depth D is chosen. A child of NOBODY, or with a log-probability of -inf, is an empty place. If
+    the W rows no longer fit among the S, none is staged.
     """
-    assert rule in RULES and (terms is not None or rule != "calibrated")
+    assert rule in RULES and (terms is not None or rule != "calibrated") and (shape is not None or rule != "shape")
     if on_triton(tokens):
         from windfall.kernels.jit.grow import grow as run
     else:
         run = reference
-    run(tree, nodes, tokens, logq, ahead, rule != "beam", terms if rule == "calibrated" else None)
+    whole = rule in ("best", "calibrated")
+    terms, shape = terms if rule == "calibrated" else None, shape if rule == "shape" else None
+    run(tree, nodes, tokens, logq, ahead, whole, terms, shape)
 
 
 def reference(
-    tree: TreeArrays, nodes: Tensor, tokens: Tensor, logq: Tensor, ahead: Ahead, whole: bool, terms: Terms | None
+    tree: TreeArrays,
+    nodes: Tensor,
+    tokens: Tensor,
+    logq: Tensor,
+    ahead: Ahead,
+    whole: bool,
+    terms: Terms | None,
+    shape: Tensor | None = None,
 ) -> None:
-    """The same with torch, among all nodes not yet expanded (`whole`) or the newest; keys are scores without terms."""
-    fresh = append(tree, nodes, tokens, logq, terms)
+    """The same with torch, among all nodes not yet expanded (`whole`) or the newest; keys are scores without terms, or
+    with a shape numbers below 0."""
+    fresh = append(tree, nodes, tokens, logq, terms, shape)
     places = torch.arange(len(tree.tokens), device=nodes.device)
     eligible = (tree.depth < tree.line.shape[1] - 1) & (places < tree.count)
     eligible &= ~tree.taken if whole else places >= tree.count - fresh
@@ -65,7 +78,9 @@ def reference(
         ahead.promise[3] = worth.sum()
 
 
-def append(tree: TreeArrays, nodes: Tensor, tokens: Tensor, logq: Tensor, terms: Terms | None) -> int:
+def append(
+    tree: TreeArrays, nodes: Tensor, tokens: Tensor, logq: Tensor, terms: Terms | None, shape: Tensor | None = None
+) -> int:
     """Children [w, k] join the tree; returns how many places that took."""
     width, k = tokens.shape
     ranks = torch.arange(k, device=nodes.device).expand(width, k)
@@ -79,6 +94,10 @@ def append(tree: TreeArrays, nodes: Tensor, tokens: Tensor, logq: Tensor, terms:
         chance = chance / chance.sum(1, keepdim=True).clamp(min=1)
         step = chance.log().float()
     base = tree.score if terms is None else tree.key
+    keys = base[parent] + step
+    if shape is not None:
+        children = shape[(-tree.key[nodes.clamp(min=0)]).long(), :k]
+        alive, keys = alive & (children >= 0), -children.float()
     where = tree.count + torch.arange(width * k, device=nodes.device)
     columns = torch.arange(tree.line.shape[1], device=nodes.device)
     line = torch.where(columns == depth.flatten()[:, None], where[:, None], tree.line[parent.flatten()])
@@ -89,7 +108,7 @@ def append(tree: TreeArrays, nodes: Tensor, tokens: Tensor, logq: Tensor, terms:
         "rank": ranks,
         "logq": logq,
         "score": torch.where(alive, tree.score[parent] + logq, -math.inf),
-        "key": torch.where(alive, base[parent] + step, -math.inf),
+        "key": torch.where(alive, keys, -math.inf),
         "chance": torch.where(alive, chance, 0.0).float(),
         "taken": torch.zeros_like(alive),
     }

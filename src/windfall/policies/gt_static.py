@@ -42,3 +42,7 @@ class GTStatic(StaticTreePolicy):
     def layout(self, ctx: Context) -> Shape:
         c = ctx.costs.ratio if self.c is None else self.c
         return grown(self._table, self.nodes, max(c - self.eps, 0.0))
+
+    @property
+    def most(self) -> tuple[int, int, int]:
+        return len(self._table), max(map(len, self._table)), self.nodes + 1

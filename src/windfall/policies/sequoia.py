@@ -60,3 +60,7 @@ class Sequoia(StaticTreePolicy):
         if self.sizing == "largest":
             return largest(self._vector, self.nodes, self.depth)
         return quickest(self._vector, self.nodes, self.depth, ctx.costs, -(-ctx.length // 256) * 256)
+
+    @property
+    def most(self) -> tuple[int, int, int]:
+        return self.depth, len(self._vector), self.nodes

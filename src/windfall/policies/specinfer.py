@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 from operator import mul
-
-import torch
 
 from windfall.context import Context
 from windfall.options import option
-from windfall.policies.base import TreePolicy
-from windfall.records import Grow, InputError
-from windfall.tree import DraftTree
+from windfall.records import InputError
+from windfall.static_trees import Shape, StaticTreePolicy
 
 LARGEST = 1024  # nodes; more is a slip of the finger
 
 
 @dataclass
-class SpecInfer(TreePolicy):
+class SpecInfer(StaticTreePolicy):
     """Every node of a level gets the same number of children: the i-th width for nodes at depth i - 1.
 
     The default is the vector usually quoted for the paper. "4,1,1,1" is four independent lines, which is what
@@ -32,14 +29,15 @@ class SpecInfer(TreePolicy):
         parts = self.widths.split(",")
         if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
             raise InputError(f"widths must be whole numbers from 1 with commas, like 1,1,3,1, not '{self.widths}'")
-        self._widths = [int(part) for part in parts]
-        if (total := sum(accumulate(self._widths, mul))) > LARGEST:
+        widths = [int(part) for part in parts]
+        if (total := sum(accumulate(widths, mul))) > LARGEST:
             raise InputError(f"widths must make at most {LARGEST} nodes, not {total}")
+        levels = (product(*map(range, widths[: depth + 1])) for depth in range(len(widths)))
+        self._layout = Shape(path for level in levels for path in level)
 
-    def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
-        depth = tree.arrays.depth
-        level = int(depth[-1])
-        if level == len(self._widths):
-            return None
-        (frontier,) = (depth == level).nonzero()
-        return Grow(torch.from_numpy(frontier), k=self._widths[level])
+    def layout(self, ctx: Context) -> Shape:
+        return self._layout
+
+    @property
+    def most(self) -> tuple[int, int, int]:
+        return self._layout.extent

@@ -42,6 +42,10 @@ class Static(StaticTreePolicy):
     def layout(self, ctx: Context) -> Shape:
         return self._layout
 
+    @property
+    def most(self) -> tuple[int, int, int]:
+        return self._layout.extent
+
     def _build(self) -> Shape:
         if self.accuracy:
             return grow_by_product(parse_table(self.accuracy, "accuracy"), self.nodes)

@@ -39,7 +39,7 @@ class Cycle:
         self.tree, self.told = plant(device, plan.capacity, plan.passes + 1, staged)
         self.blocks = [self.told.block() for _ in range(3)]  # where the host reads it, cycle by cycle
         self.tales = [self.told.read(block) for block in self.blocks]
-        self.terms, self.terms_sent = terms(device)
+        self.terms, self.terms_sent = terms(device, (plan.rows, plan.k) if plan.rule == "shape" else None)
         self.bounds = self.terms_sent.device["bounds"] if plan.gated else None
         self.places = torch.full((1,), plan.capacity, device=device)  # only nodes before this one are verified
         self._places = plan.capacity  # the same on the host
@@ -126,7 +126,8 @@ class Cycle:
         if self.sieve is not None:
             self._sift(self.sieve, nodes, tokens, values, shown if sifted else None)
         else:
-            grow(self.tree, nodes, tokens, values, self.ahead, self.plan.rule, self.terms)
+            shape = self.terms_sent.device.get("shape")
+            grow(self.tree, nodes, tokens, values, self.ahead, self.plan.rule, self.terms, shape)
 
     def _sift(self, sieve: Sieve, nodes: Tensor, tokens: Tensor, values: Tensor, shown: Tensor | None) -> None:
         """Children that do not stay join the tree like the others, and cannot be chosen."""

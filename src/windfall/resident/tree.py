@@ -85,11 +85,14 @@ def ahead(width: int, told: Parcel, length: Tensor) -> Ahead:
     )
 
 
-def terms(device: torch.device) -> tuple[Terms, Parcel]:
-    """What the calibrated rule reads, and the parcel that brings it and what a gate reads."""
+def terms(device: torch.device, shape: tuple[int, int] | None = None) -> tuple[Terms, Parcel]:
+    """What the calibrated rule reads, and the parcel that brings it, what a gate reads, and the form of a tree where
+    there is one of this size."""
     number = torch.float32
+    form = {} if shape is None else {"shape": (torch.long, shape)}
     parcel = Parcel(
         device,
+        **form,
         weights=(number, (1 + DEPTHS + RANKS,)),
         outlook=(number, OUTLOOK),
         prices=(number, (2,)),

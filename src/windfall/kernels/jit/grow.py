@@ -61,8 +61,11 @@ def _append(
     taken,
     line,
     weights,
+    shape,
     count,
+    shape_row,
     CALIBRATED: tl.constexpr,
+    SHAPED: tl.constexpr,
     CAPACITY: tl.constexpr,
     DEEPEST: tl.constexpr,
     GIVEN: tl.constexpr,
@@ -83,6 +86,10 @@ def _append(
     below = tl.load(depth + parent).to(tl.int32) + 1
     base = tl.load(score + parent)
     alive = (node >= 0)[:, None] & (own > float("-inf"))
+    if SHAPED:
+        called = (0.0 - tl.load(key + parent)).to(tl.int32)
+        child = tl.load(shape + called[:, None] * shape_row + column[None, :], mask=alive, other=-1).to(tl.int32)
+        alive = alive & (child >= 0)
     total = tl.where(alive, base[:, None] + own, float("-inf"))
     if CALIBRATED:
         hope = tl.where(alive, _believed(tl.where(alive, own, -1.0), below[:, None], column[None, :], weights), 0.0)
@@ -90,6 +97,9 @@ def _append(
         step = tl.log(tl.where(alive, hope, 1.0)).to(tl.float32)
         keys = tl.where(alive, tl.load(key + parent)[:, None] + step, float("-inf"))
         likely = hope.to(tl.float32)
+    elif SHAPED:
+        keys = tl.where(alive, 0.0 - child.to(tl.float32), float("-inf"))
+        likely = tl.where(alive, tl.exp(own), 0.0)
     else:
         keys = total
         likely = tl.where(alive, tl.exp(own), 0.0)
@@ -169,6 +179,7 @@ def _grow(
     weights,
     outlook,
     prices,
+    shape,
     next_nodes,
     next_tokens,
     positions,
@@ -181,8 +192,10 @@ def _grow(
     length_at,
     promise,
     mask_row,
+    shape_row,
     WHOLE: tl.constexpr,
     CALIBRATED: tl.constexpr,
+    SHAPED: tl.constexpr,
     CAPACITY: tl.constexpr,
     DEEPEST: tl.constexpr,
     GIVEN: tl.constexpr,
@@ -218,8 +231,11 @@ def _grow(
         taken,
         line,
         weights,
+        shape,
         count,
+        shape_row,
         CALIBRATED,
+        SHAPED,
         CAPACITY,
         DEEPEST,
         GIVEN,
@@ -297,11 +313,19 @@ def _grow(
 
 
 def grow(
-    tree: TreeArrays, nodes: Tensor, tokens: Tensor, logq: Tensor, ahead: Ahead, whole: bool, terms: Terms | None
+    tree: TreeArrays,
+    nodes: Tensor,
+    tokens: Tensor,
+    logq: Tensor,
+    ahead: Ahead,
+    whole: bool,
+    terms: Terms | None,
+    shape: Tensor | None = None,
 ) -> None:
     """See `kernels.grow.reference`."""
     (given, k), width, (capacity, columns) = tokens.shape, len(ahead.nodes), tree.line.shape
     assert ahead.mask.stride(1) == 1 and logq.dtype == torch.float32
+    assert shape is None or (shape.stride(1) == 1 and shape.shape[1] >= k)
     assert all(x.is_contiguous() for x in (*tree, nodes, tokens, logq, *ahead[:6], ahead.expanded, *(terms or ())))
     weights, outlook, prices = terms or (tree.key, tree.key[:1, None, None], tree.key)
     block, across = power_of_two(given) * power_of_two(k), power_of_two(width)
@@ -318,6 +342,7 @@ def grow(
         weights,
         outlook,
         prices,
+        nodes if shape is None else shape,
         *ahead[:6],
         ahead.mask.view(torch.uint8),
         ahead.expanded,
@@ -325,8 +350,10 @@ def grow(
         ahead.length,
         ahead.promise,
         ahead.mask.stride(0),
+        0 if shape is None else shape.stride(0),
         WHOLE=whole,
         CALIBRATED=terms is not None,
+        SHAPED=shape is not None,
         CAPACITY=capacity,
         DEEPEST=columns - 1,
         GIVEN=given,

@@ -16,10 +16,14 @@ from windfall.policies.dynatree import DynaTree
 from windfall.policies.fixed_tree import FixedTree
 from windfall.policies.gammatune import GammaTune
 from windfall.policies.gt import GT
+from windfall.policies.gt_static import GTStatic
 from windfall.policies.ltd import LTD
 from windfall.policies.none import NoSpeculation
 from windfall.policies.salf import Salf
+from windfall.policies.sequoia import Sequoia
 from windfall.policies.specdecpp import SpecDecPlusPlus
+from windfall.policies.specinfer import SpecInfer
+from windfall.policies.static import Static
 from windfall.policies.svip import SVIP
 from windfall.resident.judge import MOST as MOST_ROWS
 from windfall.resident.plans.auto import AutoPlan
@@ -28,6 +32,7 @@ from windfall.resident.plans.beams import BeamPlan, ChainPlan, DDDPlan, GammaTun
 from windfall.resident.plans.best_first import SalfPlan
 from windfall.resident.plans.gated import DynaTreePlan, FixedTreePlan
 from windfall.resident.plans.ltd import LTDPlan
+from windfall.resident.plans.shapes import ShapePlan
 from windfall.resident.plans.watched import C2TPlan, DiscoPlan, SpecDecPlan, SVIPPlan
 
 MOST_PASSES, MOST_NODES = 32, 4096
@@ -47,6 +52,10 @@ PLANS: dict[type[TreePolicy], Any] = {  # its Plan, made of the policy alone
     DynaTree: DynaTreePlan,
     SpecDecPlusPlus: SpecDecPlan,
     C2T: C2TPlan,
+    Static: ShapePlan,
+    SpecInfer: ShapePlan,
+    Sequoia: ShapePlan,
+    GTStatic: ShapePlan,
     LTD: LTDPlan,
     Auto: AutoPlan,
 }
