@@ -22,7 +22,6 @@ from windfall.resident.flight import Mark
 from windfall.resident.parcel import Parcel
 from windfall.resident.recorder import Recorder
 
-
 SHAPED: dict[str, dict[str, Any]] = {"static": {}, "sequoia": {"nodes": 16, "depth": 4}}
 
 
