@@ -69,3 +69,39 @@ def test_nothing_is_shown_that_a_stop_string_takes_back() -> None:
         shown += stream.take(final=ended)
         assert "a STO ".startswith(shown)
     assert shown == "a STO "
+
+
+@given(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
+    st.lists(st.integers(1, 5), min_size=40, max_size=99),
+)
+@settings(max_examples=60, deadline=None)
+def test_several_tokens_at_once_show_as_much_as_one_by_one(text: str, sizes: list[int]) -> None:
+    ids, one, other = TOKENIZER.inner.encode(text).ids, Detokenizer(TOKENIZER), Detokenizer(TOKENIZER)
+    shown = taken = ""
+    for size in sizes:
+        chunk, ids = ids[:size], ids[size:]
+        for token in chunk:
+            one.push(token)
+            other.push(token)
+            shown += one.take(final=False)
+        taken += other.take()
+        assert taken == shown
+    assert taken + other.take(final=True) == shown + one.take(final=True)
+
+
+def test_what_never_becomes_text_is_not_tried_again_and_again() -> None:
+    class Counting(ByteTokenizer):
+        decoded = 0
+
+        def decode(self, ids: list[int], **_: bool) -> str:
+            self.decoded += 1
+            return super().decode(ids)
+
+    tokenizer = Counting()
+    stream, lead = Detokenizer(tokenizer), tokenizer.inner.encode("€").ids[0]
+    for _ in range(50):
+        for _ in range(4):
+            stream.push(lead)
+        assert stream.take() == ""
+    assert tokenizer.decoded <= 2 * 200 + 10

@@ -545,3 +545,13 @@ def test_measuring_may_be_interrupted() -> None:
     with pytest.raises(KeyboardInterrupt):
         costs(device.resident, lengths=(2048,), progress=interrupt)
     assert device.resident.judge.capacity == capacity
+
+
+def test_whoever_takes_their_time_between_steps_does_not_make_drafting_dear() -> None:
+    made = engine("llama", "eagle3", "auto", graphs=True)
+    split = []
+    for step in made.stream(prompt(), max_new_tokens=LENGTH, eos=()):
+        split.append(step.seconds)
+        time.sleep(0.1)
+    assert made.fallback == "" and len(split) > 4
+    assert all(each.draft < 0.1 < each.other for each in split[2:])

@@ -18,6 +18,7 @@ class Detokenizer:
         self._ids: list[int] = []
         self._settled = 0  # ids whose text is in `text`
         self._context = 0  # where decoding starts, a little earlier: tokenizers look at neighbours
+        self._tried = 0  # ids up to which nothing more can be settled
 
     def push(self, token: int) -> bool:
         """Add a token; True if its text completes a stop string (the text then ends before it)."""
@@ -40,8 +41,9 @@ class Detokenizer:
         last, behind = len(self._ids), self._settled
         self._settle(last, final)
         if self._settled == behind and not self.stop:
-            for end in range(behind + 1, last):
+            for end in range(max(behind, self._tried) + 1, last):
                 self._settle(end)
+        self._tried = last
 
     def _settle(self, end: int, anyhow: bool = False) -> bool:
         """Take in the text of the ids up to here, unless it ends within a character; True if it completes a stop

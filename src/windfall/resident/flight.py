@@ -23,7 +23,7 @@ SOMEWHERE = 64  # tokens behind which work is recorded; it is the same behind an
 class Begun(NamedTuple):
     """A cycle of which the first draft passes were launched."""
 
-    start: Mark
+    drafting: list[Mark]  # beginnings and ends of its drafting
     passes: int
     asks: bool  # whether the plan decides about more
     columns: int  # of draft passes
@@ -35,7 +35,9 @@ class Underway(NamedTuple):
 
     place: int  # among the cycle's blocks, where it will be told
     passes: int
-    marks: list[Mark]
+    drafting: list[Mark]  # beginnings and ends
+    verified: Mark
+    told: Mark
     deciding: float  # seconds that the device waited for decisions
     recorded: bool  # whether some of it was recorded, during which the device waited too
 
@@ -79,7 +81,12 @@ class Flight:
             self._pass(level, columns)
 
     def begin(self, ctx: Context) -> None:
-        """The first draft passes of another cycle, which run while the host is busy with those before."""
+        """The first draft passes of another cycle, which run while the host is busy with those before or with nothing.
+        The time between them and the rest is nobody's."""
+        self._begun = self._begin(ctx)
+        self._begun.drafting.append(self._mark())
+
+    def _begin(self, ctx: Context) -> Begun:
         cycle, plan, draft = self.cycle, self.cycle.plan, self.cycle.draft
         start, before, columns = self._mark(), cycle.judge.recorder.recordings, 0
         level, asks = 0, False
@@ -95,29 +102,27 @@ class Flight:
             settled = plan.settled(ctx)
             level, asks = settled or min(plan.least(), plan.passes), settled is None
             self._open(level, asks, columns)
-        self._begun = Begun(start, level, asks, columns, before)
+        return Begun([start], level, asks, columns, before)
 
     def launch(self, ctx: Context) -> None:
         """Start another cycle behind those under way, or the rest of one that was begun."""
-        if self._begun is None:
-            self.begin(ctx)
-        assert self._begun is not None
-        (start, passes, asks, columns, before), self._begun = self._begun, None
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun.drafting.append(self._mark())
+        drafting, passes, asks, columns, before = begun or self._begin(ctx)
         cycle, plan, judge = self.cycle, self.cycle.plan, self.cycle.judge
         if asks:
             passes = (self._draft_ahead if plan.foresees else self._draft_on)(passes, columns, ctx)
-        marks = [start, self._mark()]
+        drafting.append(self._mark())
         rows, levels = plan.verified(passes)
         cycle.limit(plan.places(levels) if levels < self._drafted else plan.capacity)
         judge.known += passes + 1
         self._verify(rows)
-        marks.append(self._mark())
-        place = self._turn % len(cycle.blocks)
+        verified, place = self._mark(), self._turn % len(cycle.blocks)
         self._turn += 1
         cycle.told.fetch(cycle.blocks[place])
-        marks.append(self._mark())
         recorded = judge.recorder.recordings > before
-        self._under_way.append(Underway(place, passes, marks, self._deciding, recorded))
+        self._under_way.append(Underway(place, passes, drafting, verified, self._mark(), self._deciding, recorded))
 
     def _open(self, count: int, ask: bool, columns: int) -> None:
         """The first draft passes, in one piece; the plan is asked behind them, or not at all."""
@@ -202,23 +207,25 @@ class Flight:
 
     def land(self) -> Step:
         """Wait for the oldest cycle under way, and make its Step."""
-        sequence, (place, passes, marks, deciding, recorded) = self.sequence, self._under_way.pop(0)
-        marks[-1].wait()
-        places = self.cycle.plan.places(passes)
-        drafted, kept, path, bonus = told(self.cycle.tales[place], sequence.tokens[-1], places)
-        split = self._split(marks, deciding)
+        sequence, cycle = self.sequence, self._under_way.pop(0)
+        cycle.told.wait()
+        places = self.cycle.plan.places(cycle.passes)
+        drafted, kept, path, bonus = told(self.cycle.tales[cycle.place], sequence.tokens[-1], places)
+        split = self._split(cycle)
         tree = drafted.select(kept)
         tokens, text = sequence.accept(tree, Verdict(path, bonus))
         self.cycle.judge.known = len(sequence.tokens) + sum(other.passes + 1 for other in self._under_way)
-        return Step(tokens, text, tree, path, drafted, kept, passes, split, sequence.finish, recorded)
+        finish, recorded = sequence.finish, cycle.recorded
+        return Step(tokens, text, tree, path, drafted, kept, cycle.passes, split, finish, recorded)
 
-    def _split(self, marks: list[Mark], deciding: float) -> Split:
+    def _split(self, cycle: Underway) -> Split:
         """Where the time since the last cycle's end went."""
-        draft, verify = marks[0].until(marks[1]), marks[1].until(marks[2])
-        total = (self._last or marks[0]).until(marks[3])
-        self._spare += [*marks[:3], *([self._last] if self._last else [])]
-        self._last = marks[3]
-        policy = min(deciding, draft)
+        marks, last = cycle.drafting, self._last or cycle.drafting[0]
+        draft = sum(start.until(end) for start, end in zip(marks[::2], marks[1::2], strict=True))
+        verify, total = marks[-1].until(cycle.verified), last.until(cycle.told)
+        self._spare += [*marks, cycle.verified, *([self._last] if self._last else [])]
+        self._last = cycle.told
+        policy = min(cycle.deciding, draft)
         return Split(draft - policy, verify, policy, other=max(total - draft - verify, 0.0))
 
 
