@@ -25,9 +25,7 @@ from windfall.resident.tree import ahead, plant, terms
 
 SIGNALS = 3  # passes of which the host can see what they left: one that is under way, and two before it
 LIKELY, RECENT = 0.8, 16  # share of about so many cycles, at the most, from which on a pass is launched unasked
-WAIT = (
-    1e-4  # seconds that a decision keeps a device waiting, about: for the copy, the wake-up, the decision, the launch
-)
+WAIT = 1e-4  # seconds that a decision keeps a device waiting, about: for the wake-up, the decision, the launch
 
 
 class Cycle:
