@@ -112,10 +112,10 @@ STAIRS = (1.0, 1.03, 1.09, 1.12, 1.26, 1.3, 1.41, 1.42)  # of passes up to 64 ro
 def test_rows_behind_a_high_stair_are_left_alone(last: float, most: int) -> None:
     curve = Curve(flat.ROWS, (*STAIRS, last), stepped=True)
     context = Context(32, 64, 0.0, Costs(Curve((1,), (0.1,)), ((0, curve),)), Calibrator())
-    assert flat.suits(context) and flat.most(context) == most
+    assert flat.suits(context) and flat.sizes(context)[-1] == most
     secant = ((last if most == 96 else 1.42) - 1) / (most - 1)
     assert flat.prices(context)[1] == pytest.approx(secant * context.calibrator.gain)
-    assert flat.rows(500, 4, flat.most(context)) == most
+    assert flat.rows(500, 4, flat.sizes(context)) == most
     smooth = Costs(Curve((1,), (0.1,)), ((0, Curve(flat.ROWS, (*STAIRS, last))),))
     assert flat.is_flat(smooth, 32) == (last < 2)
 
@@ -123,10 +123,10 @@ def test_rows_behind_a_high_stair_are_left_alone(last: float, most: int) -> None
 def test_sizes_that_cost_as_much_as_the_next_are_not_used() -> None:
     curve = Curve(flat.ROWS, (*STAIRS, 3.5), stepped=True)
     context = Context(32, 64, 0.0, Costs(Curve((1,), (0.1,)), ((0, curve),)), Calibrator())
-    assert flat.sizes(context) == (1, 4, 8, 16, 24, 32, 64, 96)
-    assert flat.rows(40, 9, flat.most(context), flat.sizes(context)) == 64
+    assert flat.sizes(context) == (1, 4, 8, 16, 24, 32, 64)
+    assert flat.rows(40, 9, flat.sizes(context)) == 64
     even = Context(32, 64, 0.0, Costs(Curve((1,), (0.1,)), ((0, Curve((1,), (1.0,))),)), Calibrator())
-    assert flat.sizes(even) == (flat.ROWS[-1],) and flat.rows(0, 1, 96, flat.sizes(even)) == 1
+    assert flat.sizes(even) == (flat.ROWS[-1],) and flat.rows(0, 1, flat.sizes(even)) == 1
 
 
 def test_worthless_speculation_ends() -> None:

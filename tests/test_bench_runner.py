@@ -453,7 +453,7 @@ def test_no_folder_of_mine_is_in_the_provenance(tmp_path: Path, monkeypatch: pyt
     assert shorten(f"{tmp_path}/out/one") == "out/one"
     assert shorten("--tasks=/data/a.jsonl,/data/b.jsonl") == "--tasks=a.jsonl,b.jsonl"
     assert shorten("self:skip=3+5/beam,ngram/chain") == "self:skip=3+5/beam,ngram/chain"
-    assert shorten("--methods=+/root/presets/gs.json,/data/b.json") == "--methods=+gs.json,b.json"
+    assert shorten("--methods=+/home/me/gs.json,/data/b.json") == "--methods=+gs.json,b.json"
     assert shorten("/my models/small/chain:depth=3") == "chain:depth=3"
     drafter = DrafterSpec("lm", {"model": "/home/me/models/small"})
     assert drafter.label == "lm:model=small" and drafter.told == {"model": "small"}

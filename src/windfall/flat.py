@@ -54,9 +54,9 @@ def prices(ctx: Context) -> tuple[float, float]:
     return _prices(ctx, ctx.calibrator.gain)
 
 
-def most(ctx: Context) -> int:
-    """Rows of a verify pass at the most."""
-    return _slope(ctx.costs, _near(ctx))[1]
+def sizes(ctx: Context) -> tuple[int, ...]:
+    """Rows of verify passes, up to the most: those sizes that cost clearly less than the next."""
+    return _sizes(ctx.costs, _near(ctx))
 
 
 def _prices(ctx: Context, gain: float) -> tuple[float, float]:
@@ -76,6 +76,15 @@ def _slope(costs: Costs, length: int) -> tuple[float, int]:
     return price, max(size for size in extra if size >= best and extra[size] - extra[best] <= limit * (size - best))
 
 
+@lru_cache(maxsize=256)
+def _sizes(costs: Costs, length: int) -> tuple[int, ...]:
+    kept = [_slope(costs, length)[1]]
+    for size in [size for size in reversed(ROWS) if size < kept[0]]:
+        if costs.verify(size, length) * SAME < costs.verify(kept[0], length):
+            kept.insert(0, size)
+    return tuple(kept)
+
+
 def _rate(ctx: Context, gain: float) -> float:
     """Tokens a second, at so many times the pace of plain decoding."""
     return gain / (ctx.costs.verify(1, _near(ctx)) + ctx.costs.overhead)
@@ -86,26 +95,12 @@ def _near(ctx: Context) -> int:
     return ctx.length // NEAR * NEAR
 
 
-def sizes(ctx: Context) -> tuple[int, ...]:
-    """Sizes of verify passes: those that cost clearly less than the next one."""
-    return _sizes(ctx.costs, _near(ctx))
-
-
-@lru_cache(maxsize=256)
-def _sizes(costs: Costs, length: int) -> tuple[int, ...]:
-    kept = [ROWS[-1]]
-    for size in ROWS[-2::-1]:
-        if costs.verify(size, length) * SAME < costs.verify(kept[0], length):
-            kept.insert(0, size)
-    return tuple(kept)
-
-
-def rows(worth: int, passes: int, most: int, sizes: tuple[int, ...] = ROWS) -> int:
+def rows(worth: int, passes: int, sizes: tuple[int, ...]) -> int:
     """Rows of the verify pass, where so many nodes were worth one before the last of the draft passes, which brings
-    about as many as each of the others: the next size up, which costs the same."""
+    about as many as each of the others: the next of these sizes, which costs the same."""
     if not worth:
         return 1
-    return min(next((size for size in sizes if size > worth * passes / max(passes - 1, 1)), sizes[-1]), most)
+    return next((size for size in sizes if size > worth * passes / max(passes - 1, 1)), sizes[-1])
 
 
 def pays(now: float, before: float, fee: float) -> bool:
@@ -128,7 +123,7 @@ class Rule:
     """The plain form: what the device does, on the host, for a tree of this cycle."""
 
     def __init__(self, ctx: Context):
-        (self.fee, self.price), self.most, self.sizes = prices(ctx), most(ctx), sizes(ctx)
+        (self.fee, self.price), self.sizes = prices(ctx), sizes(ctx)
         self.calibrator, self.least = ctx.calibrator, ctx.calibrator.least
         self.chance, self.reach = [1.0], [1.0]
         self.taken = {0}

@@ -85,7 +85,7 @@ class Auto(TreePolicy):
 
     def _select_flat(self, rule: flat.Rule, tree: DraftTree) -> Tensor:
         """The rows that are worth their price."""
-        count = flat.rows(rule.worth, rule.passes, min(self.nodes, rule.most), rule.sizes)
+        count = min(flat.rows(rule.worth, rule.passes, rule.sizes), self.nodes)
         order = sorted(range(len(rule.reach)), key=lambda node: (-rule.reach[node], node))
         return torch.tensor(sorted(order[:count]))
 

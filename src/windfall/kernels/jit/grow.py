@@ -126,7 +126,7 @@ def _append(
 
 
 @triton.jit
-def _best(order, place, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+def best(order, place, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """The places of the highest orders, best first, ties to the lower, -1 behind them; and those orders."""
     lane = tl.arange(0, BLOCK)
     chosen = tl.full([BLOCK], -1, tl.int32)
@@ -261,7 +261,7 @@ def _grow(
         choosable = (deep < DEEPEST) & (fresh > float("-inf")) & (place < CAPACITY)
         order = tl.reshape(tl.where(choosable, order_of(fresh), NONE), (BLOCK_W * BLOCK_K,))
         place = tl.reshape(place, (BLOCK_W * BLOCK_K,))
-    chosen, orders = _best(order, place, WIDTH, BLOCK_N)
+    chosen, orders = best(order, place, WIDTH, BLOCK_N)
 
     lane = tl.arange(0, BLOCK_N)
     live = lane < WIDTH

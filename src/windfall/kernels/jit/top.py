@@ -13,7 +13,7 @@ from torch import Tensor
 
 from windfall.kernels.backend import follows, leads, power_of_two, shared_memory
 from windfall.kernels.jit.chain import begin
-from windfall.kernels.jit.grow import FAR, NONE, order_of, value_of
+from windfall.kernels.jit.grow import NONE, best, order_of, value_of
 from windfall.kernels.jit.noise import gumbel, noise_key
 
 STRETCH = 64  # columns, the least
@@ -23,13 +23,6 @@ ROWS = 16  # that a product is made for
 PART = 64  # numbers of a row that are multiplied at a time
 WORDS = 128  # columns of a program that multiplies, at the least
 STAGES = 6  # of these parts on their way, at the most
-
-
-@triton.jit
-def _thrown(scores, key, names, temperature_at, kappa_at):
-    zeros = tl.zeros_like(scores)
-    scores = tl.div_rn(scores, zeros + tl.load(temperature_at)) + gumbel(key, names)
-    return tl.div_rn(scores, zeros + tl.load(kappa_at))
 
 
 @triton.jit
@@ -65,7 +58,9 @@ def _stretches(
         if NAMED:
             names = tl.load(tokens + column, mask=inside, other=0)
         key = noise_key(tl.load(seed_at), tl.load(positions + row) + OFFSET)
-        scores = _thrown(scores, key, names, temperature_at, kappa_at)
+        zeros = tl.zeros_like(scores)
+        scores = tl.div_rn(scores, zeros + tl.load(temperature_at)) + gumbel(key, names)
+        scores = tl.div_rn(scores, zeros + tl.load(kappa_at))
         tl.store(scored + row * width + column, scores, mask=inside)
     top = tl.max(scores, 1)
     base = tl.where(top == float("-inf"), 0.0, top)
@@ -119,27 +114,21 @@ def _multiplied(
 
 
 @triton.jit
-def _best(order, name, COUNT: tl.constexpr, RANKS: tl.constexpr, PACKED: tl.constexpr):
-    """Names of the highest, best first, ties to the lower name, and their orders; NONE where there is none. Packed, an
-    order's upper half, which is all there is of a bf16, and a name are one number, and each turn has one reduction."""
-    rank = tl.arange(0, RANKS)
-    orders = tl.full([RANKS], NONE, tl.int32)
+def _highest(order, name, COUNT: tl.constexpr, RANKS: tl.constexpr, PACKED: tl.constexpr):
+    """`best`; packed, a name of 16 bits and the upper half of an order, all there is of a bf16, are one number,
+    and each turn has one reduction."""
     if PACKED:
+        rank = tl.arange(0, RANKS)
+        found = tl.full([RANKS], NONE, tl.int32)
         order = tl.where(order == NONE, NONE, (order & -65536) | (65535 - name))
         for turn in range(COUNT):
             first = tl.max(order, 0)
-            orders = tl.where(rank == turn, first, orders)
+            found = tl.where(rank == turn, first, found)
             order = tl.where(order == first, NONE, order)
-        names = 65535 - (orders & 65535)
-        orders = tl.where(orders == NONE, NONE, (orders & -65536) | ((orders >> 31) & 65535))
+        names = 65535 - (found & 65535)
+        orders = tl.where(found == NONE, NONE, (found & -65536) | ((found >> 31) & 65535))
     else:
-        names = tl.zeros([RANKS], tl.int32)
-        for turn in range(COUNT):
-            first = tl.max(order, 0)
-            found = tl.min(tl.where(order == first, name, FAR), 0)
-            names = tl.where(rank == turn, found, names)
-            orders = tl.where(rank == turn, first, orders)
-            order = tl.where(name == found, NONE, order)
+        names, orders = best(order, name, COUNT, RANKS)
     return names, orders
 
 
@@ -169,7 +158,7 @@ def _pick(
     made = stretch < count
     top = tl.load(tops + row * count + stretch, mask=made, other=float("-inf"))
     total = tl.load(totals + row * count + stretch, mask=made, other=0.0)
-    where, reached = _best(tl.where(made, order_of(top), NONE), stretch, K, RANKS, PACKED)
+    where, reached = _highest(tl.where(made, order_of(top), NONE), stretch, K, RANKS, PACKED)
     column = where[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     inside = (reached > NONE)[:, None] & (column < width)
     scores = tl.load(scored + row * scored_row + column, mask=inside, other=0.0).to(tl.float32)
@@ -177,7 +166,7 @@ def _pick(
     base = tl.where(highest == float("-inf"), 0.0, highest)
     normaliser = tl.log(tl.sum(total * tl.exp(top - base), 0))
     order = tl.reshape(tl.where(inside, order_of(scores), NONE), (RANKS * SIZE,))
-    found, orders = _best(order, tl.reshape(column, (RANKS * SIZE,)), K, RANKS, PACKED)
+    found, orders = _highest(order, tl.reshape(column, (RANKS * SIZE,)), K, RANKS, PACKED)
     rank = tl.arange(0, RANKS)
     name = found.to(tl.int64)
     if NAMED:

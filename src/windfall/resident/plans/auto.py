@@ -25,7 +25,7 @@ class AutoPlan(Plan):
     def __init__(self, policy: Auto):
         super().__init__(policy, flat.PASSES, flat.WIDTH, CHILDREN, min(policy.nodes, flat.ROWS[-1]))
         self._worth, self._fee, self._first, self._before = 0, 0.0, 0.0, 0.0
-        self._least, self._most, self._sizes = 1, self.rows, flat.ROWS
+        self._least, self._sizes = 1, flat.ROWS
         self._told: object = None  # what the device goes by
 
     def suits(self, ctx: Context) -> bool:
@@ -40,8 +40,7 @@ class AutoPlan(Plan):
             host["weights"][:], host["outlook"][:], host["prices"][:] = calibrator.weights, means, (fee, price)
             terms.send()
             self._told, self._fee, self._first = told, fee, flat.first(calibrator, price)
-        self._before, self._least = self._first, calibrator.least
-        self._most, self._sizes = min(flat.most(ctx), self.rows), flat.sizes(ctx)
+        self._before, self._least, self._sizes = self._first, calibrator.least, flat.sizes(ctx)
 
     def settled(self, ctx: Context) -> int | None:
         return None
@@ -56,7 +55,7 @@ class AutoPlan(Plan):
         return level + 1 < self.passes and flat.pays(self._before, before, self._fee)
 
     def verified(self, level: int) -> tuple[int, int]:
-        return flat.rows(self._worth, level, self._most, self._sizes), level
+        return min(flat.rows(self._worth, level, self._sizes), self.rows), level
 
     def openings(self, settled: int | None) -> Iterable[int]:
         return range(1, MOST_SETTLED + 1)
