@@ -21,6 +21,7 @@ from windfall.resident.cycle import Cycle, Habit
 from windfall.resident.flight import Mark
 from windfall.resident.parcel import Parcel
 from windfall.resident.recorder import Recorder
+from windfall.resident.ring import Ring
 
 SHAPED: dict[str, dict[str, Any]] = {"static": {}, "sequoia": {"nodes": 16, "depth": 4}}
 
@@ -56,7 +57,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         real = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda self, *given: device.do(lambda: real(self, *given)))
 
-    for owner, name in ((Parcel, "send"), (Parcel, "fetch"), (Parcel, "tell"), (Cycle, "limit")):
+    for owner, name in ((Parcel, "send"), (Parcel, "tell"), (Cycle, "limit")):
         asked(owner, name)
     lay, start = Parcel._lay, Cycle.start
 
@@ -71,15 +72,16 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         start(self, text)
         device.at_once = not device.late
 
-    def note(self: Mark) -> Mark:
+    def note(self: Mark, stream: Any) -> Mark:
         self.moment = len(device.asked)  # type: ignore[attr-defined]
         return self
 
     monkeypatch.setattr(Parcel, "_lay", apart)
-    monkeypatch.setattr(Parcel, "block", lambda self: torch.zeros_like(self._here))
     monkeypatch.setattr(Cycle, "start", begin)
     monkeypatch.setattr(Mark, "set", note)
     monkeypatch.setattr(Mark, "wait", lambda self: device.until(self.moment))
+    monkeypatch.setattr(Mark, "passed", lambda self: self.moment <= device.done)
+    monkeypatch.setattr(Ring, "_give_way", lambda self, *given: device.until(device.done + 1))
     monkeypatch.setattr(Recorder, "run", lambda self, key, work: device.do(work))
     return device
 

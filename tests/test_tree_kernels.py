@@ -22,8 +22,9 @@ from windfall.kernels.gate import Bounds, prune
 from windfall.kernels.grow import grow
 from windfall.kernels.move import move
 from windfall.kernels.pair import pair_norm
+from windfall.kernels.rows import embed, stand, take_in
 from windfall.kernels.settle import plant, settle
-from windfall.kernels.tell import tell
+from windfall.kernels.tell import NUMBER, announce, tell
 from windfall.kernels.trees import Ahead, Terms, TreeArrays
 from windfall.policies.base import best
 from windfall.policies.beam import Beam
@@ -499,3 +500,45 @@ def check_telling(size: int, device: str = "cpu") -> None:
 @pytest.mark.parametrize("size", [8, 16, 1000, 9000])
 def test_telling(size: int) -> None:
     check_telling(size)
+
+
+def check_announcing(size: int, device: str = "cpu") -> None:
+    """More often than there are blocks; each is what it was when its turn came."""
+    there = torch.zeros(size + 16, dtype=torch.uint8, device=device)[16:]
+    blocks = torch.zeros(3, size + NUMBER, dtype=torch.uint8, pin_memory=device == "cuda")
+    turn, done = torch.full((1,), 40, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    for number in range(41, 46):
+        there.fill_(number)
+        announce(there, blocks, turn, done)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    assert turn.item() == 45 and done.item() == 0
+    for number in (43, 44, 45):
+        told = blocks[number % 3]
+        assert (told[:size] == number).all() and told[size : size + 8].view(torch.long).item() == number
+
+
+@pytest.mark.parametrize("size", [16, 24, 1000, 9000])
+def test_announcing(size: int) -> None:
+    check_announcing(size)
+
+
+def check_rows(n: int, width: int, across: int, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Where rows stand and what they bring; tables have rows that are further apart than they are long."""
+    chance = torch.Generator().manual_seed(n)
+    depth, length = (torch.randint(40, (size,), generator=chance).to(device) for size in (n, 1))
+    positions, slots = stand(length, depth)
+    assert torch.equal(positions, depth + length) and (slots - length).tolist() == list(range(n))
+    embedding, angles = (torch.randn(50, size, generator=chance).to(device, dtype) for size in (width + 8, across))
+    words, turns = embed(depth, embedding[:, :width], positions, angles)
+    assert torch.equal(words, embedding[depth, :width]) and torch.equal(turns, angles[positions.clamp(max=49)])
+    waiting, before = torch.tensor([min(n, 3)], device=device), length.clone()
+    slots, last, was = take_in(length, waiting, n)
+    assert torch.equal(length, before + waiting) and torch.equal(was, before) and torch.equal(last, waiting - 1)
+    assert (slots - before).tolist() == list(range(n))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("n", "width", "across"), [(1, 8, 4), (7, 576, 128), (64, 100, 24)])
+def test_rows(n: int, width: int, across: int, dtype: torch.dtype) -> None:
+    check_rows(n, width, across, dtype)

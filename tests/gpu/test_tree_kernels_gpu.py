@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from test_tree_kernels import (
+    check_announcing,
     check_growth,
     check_moving,
     check_pair,
     check_pruning,
+    check_rows,
     check_settling,
     check_shape,
     check_telling,
@@ -24,7 +26,7 @@ from windfall.calibration import Calibrator
 from windfall.kernels.backend import installed
 from windfall.kernels.grow import grow
 from windfall.kernels.settle import plant
-from windfall.kernels.tell import tell
+from windfall.kernels.tell import NUMBER, announce, tell
 from windfall.kernels.trees import Ahead, TreeArrays
 from windfall.policies.static import SHAPES
 
@@ -126,6 +128,39 @@ def test_a_graph_serves_every_pass(rule: str) -> None:
 @pytest.mark.parametrize("size", [16, 1000, 12_000, 50_000])
 def test_telling(size: int) -> None:
     check_telling(size, "cuda")
+
+
+@pytest.mark.parametrize("size", [16, 1000, 12_000, 50_000])
+def test_announcing(size: int) -> None:
+    check_announcing(size, "cuda")
+
+
+@pytest.mark.parametrize("size", [16, 12_000])
+def test_what_is_announced_is_there_when_its_number_is(size: int) -> None:
+    """The host looks on while the device writes, and never sees a number before what it numbers."""
+    there = torch.zeros(size, dtype=torch.uint8, device="cuda")
+    blocks, numbers = torch.zeros(2, size + NUMBER, dtype=torch.uint8, pin_memory=True), there.view(torch.int64)
+    turn, done = torch.zeros(1, dtype=torch.long, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
+    announce(there, blocks, turn, done)
+    turn.zero_()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        numbers.add_(1)
+        announce(there, blocks, turn, done)
+    seen = blocks.view(torch.int64).numpy()
+    for number in range(1, 400):
+        graph.replay()
+        told = seen[number % 2]
+        while told[size // 8] != number:
+            pass
+        assert (told[: size // 8] == number).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "width", "across"), [(1, 8, 4), (7, 576, 128), (64, 4096, 256), (320, 576, 128)])
+def test_rows(n: int, width: int, across: int, dtype: torch.dtype) -> None:
+    check_rows(n, width, across, dtype, "cuda")
 
 
 def test_what_a_recorded_pass_tells_is_there_when_it_is_waited_for() -> None:

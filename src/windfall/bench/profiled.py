@@ -13,7 +13,7 @@ from windfall.engine import Generation
 
 SHOWN = 30  # kernels that are listed
 PRODUCTS = ("gemm", "gemv", "cutlass", "nvjet", "cublas", "splitk", "flash", "fmha", "attention", "triton_")
-FUSED = ("_attend", "_combine", "_norm", "_linear", "_silu_mul", "_rotate_and_store")
+FUSED = ("_embed", "_attend", "_combine", "_norm", "_linear", "_silu_mul", "_rotate_and_store")
 CHILDREN = ("_multiplied", "_stretches", "_pick")  # a drafter's best tokens: the end of its pass
 MODEL = PRODUCTS + FUSED + CHILDREN  # in the names of kernels of a target's or a drafter's pass
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,11 +22,13 @@ from windfall.resident.forward import Pass, Unfit
 from windfall.resident.judge import Judge, fitting
 from windfall.resident.plans.base import Plan
 from windfall.resident.recorder import Key
+from windfall.resident.ring import Ring
 from windfall.resident.seen import Seen
 from windfall.resident.sieve import Sieve
 from windfall.resident.tree import ahead, plant, terms
 
-SIGNALS = 3  # passes of which the host can see what they left: one that is under way, and two before it
+TALES = 3  # cycles of which the host can see what came of them
+SIGNALS = 4  # passes of which it can: one that is under way, two before it, and a spare
 LIKELY, RECENT = 0.8, 16  # share of about so many cycles, at the most, from which on a pass is launched unasked
 WAIT = 1e-4  # seconds that a decision keeps a device waiting, about: for the wake-up, the decision, the launch
 
@@ -35,8 +40,7 @@ class Cycle:
         self.plan, self.judge = plan, judge
         device, staged = judge.device, max(plan.width * plan.passes, 1)
         self.tree, self.told = plant(device, plan.capacity, plan.passes + 1, staged)
-        self.blocks = [self.told.block() for _ in range(3)]  # where the host reads it, cycle by cycle
-        self.tales = [self.told.read(block) for block in self.blocks]
+        self.tales = Ring(self.told, TALES)
         self.terms, self.terms_sent = terms(device, (plan.rows, plan.k) if plan.rule == "shape" else None)
         self.bounds = self.terms_sent.device["bounds"] if plan.gated else None
         self.places = torch.full((1,), plan.capacity, device=device)  # only nodes before this one are verified
@@ -46,29 +50,31 @@ class Cycle:
             self.draft.length = self.told.device["length"]
         self.ahead = ahead(plan.width, self.told, judge.length if self.draft is None else self.draft.length)
         self._root = torch.zeros(1, dtype=torch.long, device=device)
-        self._signal = self.told.part(*plan.watches) if plan.watches else None
-        self._signals = [] if self._signal is None else [self._signal.block() for _ in range(SIGNALS)]  # pass by pass
-        self.seen = [self._seen(block) for block in self._signals]
+        self.signals = Ring(self.told.part(*plan.watches), SIGNALS) if plan.watches else None
+        self.seen = [self._seen(arrays) for arrays in (self.signals.arrays if self.signals else ())]  # block by block
         self.sieve = plan.sieve(device)
         self._cells = torch.arange(plan.width * plan.k, device=device)
         self.habit = Habit()
         self.prepared: set[Key] = set()  # kinds of texts of which all work is recorded
         self.name = object() if self.draft is None else self.draft.name  # in keys of recorded work
 
-    def _seen(self, block: Tensor) -> Seen:
-        assert self._signal is not None and self.draft is not None
-        return Seen(self._signal.read(block), self.plan.width, self.plan.k, self.draft.lag)
+    def _seen(self, arrays: Mapping[str, Any]) -> Seen:
+        assert self.draft is not None
+        return Seen(arrays, self.plan.width, self.plan.k, self.draft.lag)
 
-    def show(self, level: int) -> None:
-        """Let the host see what the plan watches, after this many passes: part of what is recorded."""
-        assert self._signal is not None
-        self._signal.tell(self._signals[level % SIGNALS])
+    def show(self) -> None:
+        """Let the host see what the plan watches: part of what is recorded."""
+        assert self.signals is not None
+        self.signals.tell()
 
     def start(self, prompt: list[int]) -> None:
         """Read a prompt, and begin with its last token as the root."""
         read(prompt, self.judge, self.draft)
         self.tree.tokens[:1].fill_(prompt[-1])
         self.clear()
+        self.tales.start()
+        if self.signals is not None:
+            self.signals.start()
 
     def clear(self) -> None:
         """Nothing is drafted but the root."""
@@ -138,7 +144,7 @@ class Cycle:
         tree.score.index_copy_(0, places, scores.flatten())
 
     def verify(self, rows: int, columns: int, params: SamplingParams) -> None:
-        """Choose the rows, judge them, and plant the next tree."""
+        """Choose the rows, judge them, plant the next tree, and tell the host."""
         judge, there = self.judge, self.judge.rows.device
         kept, path = (self.told.device[name][:rows] for name in ("kept", "path"))
         tokens, parents, depth = (there[name][:rows] for name in ("tokens", "parents", "depth"))
@@ -167,6 +173,7 @@ class Cycle:
         )
         wanted = None if draft is None or draft.features is None else draft.features[:deepest]
         judge.advance(deepest, scored.states, path, wanted)
+        self.tales.tell()
 
 
 class Habit:

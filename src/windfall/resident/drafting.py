@@ -13,6 +13,7 @@ from windfall.heads.base import FeatureHead
 from windfall.heads.layers import head_dim
 from windfall.kernels.attention import tree_attention
 from windfall.kernels.keep import Keep
+from windfall.kernels.rows import take_in
 from windfall.kernels.top import Words, top_children
 from windfall.records import SamplingParams
 from windfall.resident.forward import Pass, Unfit
@@ -75,7 +76,6 @@ class Draft:
         self.length = torch.zeros(1, dtype=long, device=device)  # columns taken in
         self.piece = Piece(device)
         self.taken_in: Tensor | None = None  # its features, where a drafter has any
-        self._places = torch.arange(pending, device=device)
         self._causal = torch.ones(pending, pending, dtype=torch.bool, device=device).tril()
 
     @property
@@ -123,11 +123,8 @@ class Draft:
     def open(self, rows: int) -> Tensor | Words:
         """Take in the pending columns, which are `rows` at the most; logits [1, V] after the last. Its draw's position
         is `lag` - 1 after `length`, as this leaves it."""
-        slots = self.length + self._places[:rows]
-        given = Pass(self.tokens[:rows], slots, slots, self._causal[:rows, :rows], self.length)
-        logits = self._opened(given, self.waiting - 1)
-        self.length.add_(self.waiting)
-        return logits
+        slots, last, before = take_in(self.length, self.waiting, rows)
+        return self._opened(Pass(self.tokens[:rows], slots, slots, self._causal[:rows, :rows], before), last)
 
     def grow(self, rows: Pass, above: Tensor, here: Tensor) -> Tensor | Words:
         """Run nodes whose parents have the places `above` and which get the places `here`; logits [w, V]."""

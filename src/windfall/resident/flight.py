@@ -10,7 +10,7 @@ import torch
 
 from windfall.context import Context
 from windfall.records import Split, Step, Verdict
-from windfall.resident.cycle import SIGNALS, Cycle
+from windfall.resident.cycle import Cycle
 from windfall.resident.drafting import Sprouting
 from windfall.resident.judge import shape_of
 from windfall.resident.recorder import Key
@@ -23,7 +23,8 @@ SOMEWHERE = 64  # tokens behind which work is recorded; it is the same behind an
 class Begun(NamedTuple):
     """A cycle of which the first draft passes were launched."""
 
-    drafting: list[Mark]  # beginnings and ends of its drafting
+    start: Mark
+    opened: Mark | None  # behind these passes, where others do not follow at once
     passes: int
     asks: bool  # whether the plan decides about more
     columns: int  # of draft passes
@@ -33,11 +34,10 @@ class Begun(NamedTuple):
 class Underway(NamedTuple):
     """A cycle that was launched."""
 
-    place: int  # among the cycle's blocks, where it will be told
+    number: int  # under which it will be told
     passes: int
     drafting: list[Mark]  # beginnings and ends
-    verified: Mark
-    told: Mark
+    end: Mark
     deciding: float  # seconds that the device waited for decisions
     recorded: bool  # whether some of it was recorded, during which the device waited too
 
@@ -50,11 +50,12 @@ class Flight:
         self._key = (cycle.name, sprouting.key, shape_of(sequence.params))
         self._begun: Begun | None = None
         self._under_way: list[Underway] = []
+        self._numbers: dict[int, int] = {}  # under which so many passes are told
         self._spare: list[Mark] = []
-        self._passed: dict[int, Mark] = {}  # behind so many passes
-        self._turn = 0
+        self._stream: Any = None
         self._kappa: float | None = None  # that the device has
-        self._last: Mark | None = None
+        self._newest: Mark | None = None  # the end of what was launched last
+        self._last: Mark | None = None  # and of what landed last
         self._deciding = 0.0  # seconds of this cycle
         self._drafted = 0  # passes of it, wanted or not
 
@@ -76,19 +77,18 @@ class Flight:
         for count in openings:
             cycle.rewind(SOMEWHERE)
             self._open(min(count, plan.passes), settled is None, columns)
-        for level in range(2, min(plan.passes, 1 + SIGNALS) + 1) if settled is None else ():
+        if settled is None and plan.passes > 1:
             cycle.rewind(SOMEWHERE)  # there is room for the passes of a single cycle
-            self._pass(level, columns)
+            self._pass(2, columns)
 
     def begin(self, ctx: Context) -> None:
         """The first draft passes of another cycle, which run while the host is busy with those before or with nothing.
         The time between them and the rest is nobody's."""
-        self._begun = self._begin(ctx)
-        self._begun.drafting.append(self._mark())
+        self._begun = self._begin(ctx)._replace(opened=self._mark())
 
     def _begin(self, ctx: Context) -> Begun:
         cycle, plan, draft = self.cycle, self.cycle.plan, self.cycle.draft
-        start, before, columns = self._mark(), cycle.judge.recorder.recordings, 0
+        start, before, columns = self._now(), cycle.judge.recorder.recordings, 0
         level, asks = 0, False
         self._deciding, self._drafted = 0.0, 0
         dice = self.sequence.dice
@@ -102,58 +102,62 @@ class Flight:
             settled = plan.settled(ctx)
             level, asks = settled or min(plan.least(), plan.passes), settled is None
             self._open(level, asks, columns)
-        return Begun([start], level, asks, columns, before)
+        return Begun(start, None, level, asks, columns, before)
 
     def launch(self, ctx: Context) -> None:
         """Start another cycle behind those under way, or the rest of one that was begun."""
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            begun.drafting.append(self._mark())
-        drafting, passes, asks, columns, before = begun or self._begin(ctx)
         cycle, plan, judge = self.cycle, self.cycle.plan, self.cycle.judge
+        self._stream = stream_of(judge.device)
+        begun, self._begun = self._begun or self._begin(ctx), None
+        start, opened, passes, asks, columns, before = begun
+        drafting = [start]
+        if opened is not None:
+            if opened.passed():  # the device has nothing to do
+                drafting += [opened, self._mark()]
+            else:
+                self._spare.append(opened)
         if asks:
             passes = (self._draft_ahead if plan.foresees else self._draft_on)(passes, columns, ctx)
-        drafting.append(self._mark())
+        drafting.append(self._mark() if passes else start)
         rows, levels = plan.verified(passes)
         cycle.limit(plan.places(levels) if levels < self._drafted else plan.capacity)
         judge.known += passes + 1
-        self._verify(rows)
-        verified, place = self._mark(), self._turn % len(cycle.blocks)
-        self._turn += 1
-        cycle.told.fetch(cycle.blocks[place])
+        number, self._newest = self._verify(rows), self._mark()
         recorded = judge.recorder.recordings > before
-        self._under_way.append(Underway(place, passes, drafting, verified, self._mark(), self._deciding, recorded))
+        self._under_way.append(Underway(number, passes, drafting, self._newest, self._deciding, recorded))
 
     def _open(self, count: int, ask: bool, columns: int) -> None:
         """The first draft passes, in one piece; the plan is asked behind them, or not at all."""
-        self._do(("draft", count, ask, columns), lambda: self._passes(count, ask))
+        shown = [] if not ask else [count - 1, count] if self.cycle.plan.foresees and count > 1 else [count]
+        for level in shown:
+            self._expect(level)
+        self._do(("draft", count, ask, columns), lambda: self._passes(count, shown))
         self._drafted = count
 
-    def _verify(self, rows: int) -> None:
+    def _verify(self, rows: int) -> int:
         cycle, columns = self.cycle, self.cycle.judge.columns(rows)
+        number = cycle.tales.ask()
         self._do(("verify", rows, columns), lambda: cycle.verify(rows, columns, self.sequence.params))
+        return number
 
-    def _passes(self, count: int, ask: bool) -> None:
+    def _passes(self, count: int, shown: list[int]) -> None:
         """Draft passes one after the other, without asking."""
-        self.cycle.open(self.sprouting)
-        for level in range(1, count):
-            if ask and self.cycle.plan.foresees and level == count - 1:
-                self.cycle.show(level)
-            self.cycle.expand(self.sprouting)
-        if ask:
-            self.cycle.show(count)
+        for level in range(1, count + 1):
+            (self.cycle.open if level == 1 else self.cycle.expand)(self.sprouting)
+            if level in shown:
+                self.cycle.show()
 
     def _draft_ahead(self, level: int, columns: int, ctx: Context) -> int:
         """Further passes, each decided on while the one before it runs; returns the number of all."""
-        plan, done, settled = self.cycle.plan, self._behind(level), level - 1
+        plan, settled = self.cycle.plan, level - 1
         while level < plan.passes:
-            following = self._pass(level + 1, columns)
+            self._pass(level + 1, columns)
             if settled:  # it was not asked, but what it brought is what the next one is measured by
-                self._goes_on(settled, done, True, ctx)
+                self._goes_on(settled, True, ctx)
                 settled = 0
-            if not self._goes_on(level, done, True, ctx):
+            if not self._goes_on(level, True, ctx):
                 return level + 1
-            level, done = level + 1, following
+            level += 1
         return level
 
     def _draft_on(self, level: int, columns: int, ctx: Context) -> int:
@@ -161,41 +165,39 @@ class Flight:
         wanted is launched before the plan is asked; if it was not, what it drafted is left out."""
         plan, habit = self.cycle.plan, self.cycle.habit
         habit.weigh(ctx.costs.draft(plan.width))
-        done = self._behind(level)
         while True:
             early = level < plan.passes and habit.likely(level)
-            following = self._pass(level + 1, columns) if early else None
-            if not self._goes_on(level, done, early, ctx):
+            if early:
+                self._pass(level + 1, columns)
+            if not self._goes_on(level, early, ctx):
                 return level
             level += 1
-            done = following or self._pass(level, columns)
+            if not early:
+                self._pass(level, columns)
 
-    def _pass(self, level: int, columns: int) -> Mark:
+    def _pass(self, level: int, columns: int) -> None:
         def work() -> None:
             self.cycle.expand(self.sprouting)
-            self.cycle.show(level)
+            self.cycle.show()
 
-        self._do(("pass", level % SIGNALS, columns), work)
+        self._expect(level)
+        self._do(("pass", columns), work)
         self._drafted = level
-        return self._behind(level)
 
-    def _behind(self, level: int) -> Mark:
-        """The mark behind so many passes of this cycle."""
-        if level not in self._passed:
-            self._passed[level] = Mark(self.cycle.judge.device)
-        return self._passed[level].set()
+    def _expect(self, level: int) -> None:
+        """So many passes will be told next."""
+        assert self.cycle.signals is not None
+        self._numbers[level] = self.cycle.signals.ask()
 
-    def _mark(self) -> Mark:
-        return (self._spare.pop() if self._spare else Mark(self.cycle.judge.device)).set()
-
-    def _goes_on(self, level: int, done: Mark, early: bool, ctx: Context) -> bool:
-        """The plan's decision after this many passes, the last of which ends with the mark."""
-        plan = self.cycle.plan
+    def _goes_on(self, level: int, early: bool, ctx: Context) -> bool:
+        """The plan's decision after this many passes."""
+        plan, signals = self.cycle.plan, self.cycle.signals
         if not plan.asks(level):
             return level < plan.passes
-        done.wait()
+        assert signals is not None
+        place = signals.wait(self._numbers[level])
         started = time.perf_counter()
-        found = plan.goes_on(level, self.cycle.seen[level % SIGNALS], ctx)
+        found = plan.goes_on(level, self.cycle.seen[place], ctx)
         if not early:
             self._deciding += time.perf_counter() - started
         if level < plan.passes:
@@ -205,12 +207,19 @@ class Flight:
     def _do(self, key: Key, work: Callable[[], None]) -> None:
         self.cycle.judge.recorder.run((*key, *self._key), work)
 
+    def _now(self) -> Mark:
+        """What is launched next begins here: at the end of what was launched last, unless that is over."""
+        return self._mark() if self._newest is None or self._newest.passed() else self._newest
+
+    def _mark(self) -> Mark:
+        return (self._spare.pop() if self._spare else Mark(self.cycle.judge.device)).set(self._stream)
+
     def land(self) -> Step:
         """Wait for the oldest cycle under way, and make its Step."""
-        sequence, cycle = self.sequence, self._under_way.pop(0)
-        cycle.told.wait()
+        sequence, cycle, tales = self.sequence, self._under_way.pop(0), self.cycle.tales
+        cycle.end.wait()
         places = self.cycle.plan.places(cycle.passes)
-        drafted, kept, path, bonus = told(self.cycle.tales[cycle.place], sequence.tokens[-1], places)
+        drafted, kept, path, bonus = told(tales.arrays[tales.wait(cycle.number)], sequence.tokens[-1], places)
         split = self._split(cycle)
         tree = drafted.select(kept)
         tokens, text = sequence.accept(tree, Verdict(path, bonus))
@@ -222,9 +231,9 @@ class Flight:
         """Where the time since the last cycle's end went."""
         marks, last = cycle.drafting, self._last or cycle.drafting[0]
         draft = sum(start.until(end) for start, end in zip(marks[::2], marks[1::2], strict=True))
-        verify, total = marks[-1].until(cycle.verified), last.until(cycle.told)
-        self._spare += [*marks, cycle.verified, *([self._last] if self._last else [])]
-        self._last = cycle.told
+        verify, total = marks[-1].until(cycle.end), last.until(cycle.end)
+        self._spare += {*marks, last}
+        self._last = cycle.end
         policy = min(cycle.deciding, draft)
         return Split(draft - policy, verify, policy, other=max(total - draft - verify, 0.0))
 
@@ -233,24 +242,32 @@ class Mark:
     """A moment in the order of the device's work."""
 
     def __init__(self, device: torch.device):
-        self._device, self._time = device, 0.0
+        self._time = 0.0
         self._event: Any = None
         if device.type == "cuda":  # making one takes longer than setting it
             self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
-    def set(self) -> Mark:
+    def set(self, stream: Any) -> Mark:
         """It is now, and no longer when it was before."""
         self._time = time.perf_counter()
         if self._event is not None:
-            self._event.record(torch.cuda.current_stream(self._device))
+            self._event.record(stream)
         return self
 
     def wait(self) -> None:
         if self._event is not None:
             self._event.synchronize()
 
+    def passed(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
     def until(self, other: Mark) -> float:
         """Seconds."""
         if self._event is None or other._event is None:
             return other._time - self._time
-        return float(self._event.elapsed_time(other._event)) / 1000
+        return 0.0 if self is other else float(self._event.elapsed_time(other._event)) / 1000
+
+
+def stream_of(device: torch.device) -> Any:
+    """Where work on this device is launched just now; asking takes longer than setting a mark."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None

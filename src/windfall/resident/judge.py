@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from windfall.kernels.attention import PART, lineage
 from windfall.kernels.draw import draw
 from windfall.kernels.move import move
+from windfall.kernels.rows import stand
 from windfall.records import InputError, Launch, SamplingParams
 from windfall.resident.forward import Forward, Pass, Paths, Unfit, Whole
 from windfall.resident.parcel import Parcel
@@ -204,12 +205,11 @@ class Judge:
         tokens, depth, mask = rows["tokens"][:size], rows["depth"][:size], rows["mask"][:size, :size]
         if more:
             tokens, depth, mask = pad(tokens, (0, more)), pad(depth, (0, more)), pad(mask, (0, more, 0, more))
-        places = self._places[: size + more]
-        positions = self.length + depth
-        given = Pass(tokens, positions, self.length + places, mask, self.length)
+        positions, slots = stand(self.length, depth)
+        given = Pass(tokens, positions, slots, mask, self.length)
         if not self.exact:
             return given
-        reach = (positions + 1) * (places < rows["count"])
+        reach = (positions + 1) * (self._places[: size + more] < rows["count"])
         return given._replace(paths=Paths(reach, lineage(mask, depth)))
 
     def _parts(self, rows: Pass) -> Iterator[Pass]:

@@ -17,7 +17,7 @@ Array = tuple[torch.dtype, tuple[int, ...]]  # what an array is made of
 
 
 class Parcel:
-    """The same arrays on both sides, in one block of bytes each; `send` and `fetch` copy all of them at once."""
+    """The same arrays on both sides, in one block of bytes each; `send` and `tell` copy all of them at once."""
 
     def __init__(self, device: torch.device, **arrays: Array):
         places, size = {}, 0
@@ -50,24 +50,18 @@ class Parcel:
         if self._here is not self._there:
             self._there.copy_(self._here, non_blocking=True)
 
-    def fetch(self, into: Tensor | None = None) -> None:
-        """Device to host, in the order of the stream; into another block of the same size where one is given."""
-        goal = self._here if into is None else into
-        if goal is not self._there:
-            goal.copy_(self._there, non_blocking=True)
+    def tell(self) -> None:
+        """Device to host, likewise."""
+        if self._here is not self._there:
+            tell(self._there, self._here)
 
-    def tell(self, into: Tensor | None = None) -> None:
-        """`fetch` for recorded work, in which a kernel does it sooner."""
-        goal = self._here if into is None else into
-        if goal is not self._there:
-            tell(self._there, goal)
-
-    def block(self) -> Tensor:
-        """Another host-side block for `fetch`."""
-        return torch.zeros_like(self._here, pin_memory=self._here is not self._there)
+    @property
+    def bytes(self) -> Tensor:
+        """The device's side."""
+        return self._there
 
     def read(self, block: Tensor) -> dict[str, NDArray[Any]]:
-        """The arrays in such a block."""
+        """The arrays in such a block of bytes, which may be longer."""
         return {name: _view(block, self._places[name], *array).numpy() for name, array in self._arrays.items()}
 
 

@@ -14,19 +14,17 @@ Turn = tuple[Tensor, Tensor]
 
 
 class Angles:
-    """cos and sin [n, d] by position; positions past the table count as its last."""
+    """cos and sin by position, as far as a buffer reaches."""
 
     def __init__(self, rotary: Callable[[Tensor, Tensor], Turn], like: Tensor, positions: int):
         places = torch.arange(positions, device=like.device)
         cos, sin = rotary(like[:1, None], places[None])  # transformers looks at the dtype and device of `like`
         self.table = torch.cat([cos[0], sin[0]], -1)  # [positions, 2d]
-        self.tables: Turn = _halves(self.table)
-
-    def __call__(self, positions: Tensor) -> Turn:
-        return _halves(self.table[positions.clamp(max=len(self.table) - 1)])
+        self.tables: Turn = halves(self.table)
 
 
-def _halves(table: Tensor) -> Turn:
+def halves(table: Tensor) -> Turn:
+    """[n, 2d] → cos and sin [n, d]"""
     cos, sin = table.chunk(2, -1)
     return cos, sin
 

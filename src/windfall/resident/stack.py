@@ -11,8 +11,9 @@ from torch.nn import functional as F
 from windfall.kernels.attention import path_attention, tree_attention
 from windfall.kernels.norm import add_norm, rotate_and_store
 from windfall.kernels.product import linear, norm_gate, norm_rotate
+from windfall.kernels.rows import embed
 from windfall.resident.forward import Pass, Unfit, refuse
-from windfall.resident.rope import Angles, steady
+from windfall.resident.rope import Angles, Turn, halves, steady
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -65,8 +66,7 @@ class Stack:
 
     @torch.no_grad()
     def __call__(self, rows: Pass, kv: Tensor, taps: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor | None]:
-        total = F.embedding(rows.tokens, self.embedding)  # [n, H], the residual stream
-        turn = self._angles_at(rows.positions, total, kv.shape[3])
+        total, turn = self._enter(rows, kv.shape[3])
         states: dict[int, Tensor] = {}
         fed: Tensor | None = None
         for place, layer in enumerate(self.layers):
@@ -81,21 +81,23 @@ class Stack:
         tapped = torch.cat([states[tap % len(states)] for tap in taps], -1) if taps else None
         return F.linear(normed, self.vocabulary, self.vocabulary_bias), tapped
 
-    def _angles_at(self, positions: Tensor, like: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-        """cos and sin, [n, d]."""
+    def _enter(self, rows: Pass, capacity: int) -> tuple[Tensor, Turn]:
+        """The residual stream [n, H]; cos and sin, [n, d]."""
         if not self._steady:
-            cos, sin = self._turn(like[None], positions[None])
-            return cos[0], sin[0]
+            total = F.embedding(rows.tokens, self.embedding)
+            cos, sin = self._turn(total[None], rows.positions[None])
+            return total, (cos[0], sin[0])
         if self._angles is None or len(self._angles.table) < capacity:
-            self._angles = Angles(self._turn, like, capacity)
-        return self._angles(positions)
+            self._angles = Angles(self._turn, self.embedding, capacity)
+        total, turns = embed(rows.tokens, self.embedding, rows.positions, self._angles.table)
+        return total, halves(turns)
 
     def _look(
         self,
         layer: Layer,
         fed: Tensor | None,
         total: Tensor,
-        turn: tuple[Tensor, Tensor],
+        turn: Turn,
         rows: Pass,
         kv: Tensor,
     ) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windfall.kernels.backend import power_of_two
+from windfall.kernels.backend import leads, power_of_two
+from windfall.kernels.jit.chain import begin
 from windfall.kernels.jit.grow import order_of
 from windfall.kernels.trees import TreeArrays
 
@@ -36,7 +37,9 @@ def _choose(
     BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_I: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    begin(CHAINED)
     place = tl.arange(0, BLOCK_C)
     known = (place < tl.load(count_at)) & (place < CAPACITY)
     if LIMITED:
@@ -124,4 +127,5 @@ def choose(
         BLOCK_N=across,
         BLOCK_I=min(across, max(tile // across, 1)),
         num_warps=4 if block <= 512 and rows <= 32 else 8,
+        **leads(kept),
     )

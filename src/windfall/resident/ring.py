@@ -1,0 +1,66 @@
+"""What the device tells the host again and again while it works on: each time into the next of a few blocks."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+from windfall.kernels.tell import NUMBER, announce
+from windfall.resident.parcel import Parcel
+
+SPINS = 4096  # looks, of some 50 ns, before others get a chance to run
+
+
+class Ring:
+    """Blocks of a parcel's arrays on the host. The device numbers what it tells, and the host what it asked for: so the
+    host can look for a number, instead of waiting for all work up to some mark."""
+
+    def __init__(self, parcel: Parcel, blocks: int):
+        self._there, device = parcel.bytes, parcel.bytes.device
+        self._turn = torch.zeros(1, dtype=torch.long, device=device)  # of what was told last
+        self._done = torch.zeros(1, dtype=torch.int32, device=device)
+        size, pinned = len(self._there), device.type == "cuda"
+        self._blocks = torch.zeros(blocks, size + NUMBER, dtype=torch.uint8, pin_memory=pinned)
+        self._numbers = [memoryview(block[size : size + 8].view(torch.long).numpy()) for block in self._blocks]
+        self.arrays: list[dict[str, NDArray[Any]]] = [parcel.read(block) for block in self._blocks]
+        self._asked = 0  # never behind what was launched
+
+    def tell(self) -> None:
+        """The parcel as it is now, into the next block: part of what is recorded."""
+        announce(self._there, self._blocks, self._turn, self._done)
+
+    def start(self) -> None:
+        """What was told before counts no longer, nor what was asked for and never launched."""
+        self._asked += 1
+        self._turn.fill_(self._asked)
+
+    def ask(self) -> int:
+        """The number of what the work launched next will tell."""
+        self._asked += 1
+        return self._asked
+
+    def place(self, number: int) -> int:
+        """Its block. It is there until as many others as there are blocks were told."""
+        return number % len(self._blocks)
+
+    def wait(self, number: int) -> int:
+        """The same, once it is there."""
+        place = self.place(number)
+        seen = self._numbers[place]
+        while seen[0] != number:
+            for _ in range(SPINS):
+                if seen[0] == number:
+                    break
+            else:
+                self._give_way(seen, number)
+        return place
+
+    def _give_way(self, seen: memoryview, number: int) -> None:
+        """Let others run. Where the device has nothing left to do, or failed, waiting on would be for ever."""
+        idle = self._there.device.type != "cuda" or torch.cuda.current_stream(self._there.device).query()
+        if idle and seen[0] != number:
+            raise RuntimeError(f"the device has told {seen[0]} where the host waits for {number}")
+        time.sleep(0)
