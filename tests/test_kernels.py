@@ -3,6 +3,7 @@ and from tests/gpu at full size on a CUDA device."""
 
 from __future__ import annotations
 
+import math
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,6 +23,7 @@ from windfall.drafters.base import sprout
 from windfall.kernels import add_norm, draw, path_attention, rotate_and_store, silu_mul, top_children, tree_attention
 from windfall.kernels.attention import lineage
 from windfall.kernels.backend import on_triton
+from windfall.kernels.draw import roll
 from windfall.kernels.keep import Keep
 from windfall.kernels.norm import add_norm_reference, rotate_and_store_reference, silu_mul_reference
 from windfall.kernels.product import form_of, linear, norm_gate, norm_rotate
@@ -198,6 +200,34 @@ def test_attention_takes_scale_and_out_and_padding() -> None:
     assert out[:, 0].data_ptr() == made.data_ptr() and (out[:, 1::2] == 7).all()
 
 
+def rolled(positions: Tensor, width: int, device: str) -> Tensor:
+    """The noise of these positions."""
+    count = int(positions.max() - positions.min()) + 1
+    noise, seed = torch.full((count, width), math.nan, device=device), torch.tensor([signed(SEED)], device=device)
+    roll(noise, positions.min().reshape(1), torch.tensor([count], device=device), seed)
+    return noise
+
+
+def check_roll(count: int, width: int, device: str = "cpu") -> None:
+    """A window that moves on; only what comes into it is made."""
+    noise, seed = torch.zeros(count, width, device=device), torch.tensor([signed(SEED)], device=device)
+    length = torch.tensor([5], device=device)
+    for step in (320, 1, count - 1, count, 2):
+        entered, before = torch.tensor([step], device=device), noise.clone()
+        length += step
+        roll(noise, length, entered, seed)
+        positions = length + torch.arange(count, device=device)
+        wanted = gumbel(SEED, positions, torch.arange(width, device=device))
+        assert torch.equal(noise[positions % count], wanted)
+        old = positions[: count - min(step, count)] % count
+        assert torch.equal(noise[old], before[old])
+
+
+@pytest.mark.parametrize(("count", "width"), [(4, 700), (9, 30), (2, 1500)])
+def test_the_noise_of_the_positions_ahead(count: int, width: int) -> None:
+    check_roll(count, width)
+
+
 def check_draw(n: int, vocabulary: int, dtype: torch.dtype, temperature: float, device: str = "cpu") -> None:
     torch.manual_seed(n)
     logits = (torch.randn(n, vocabulary + 8, device=device) * 3).to(dtype)[:, :vocabulary]
@@ -209,6 +239,8 @@ def check_draw(n: int, vocabulary: int, dtype: torch.dtype, temperature: float, 
         wanted = wanted / heat + gumbel(SEED, positions, torch.arange(vocabulary, device=device))
     assert torch.equal(draw(logits, positions, seed, heat), wanted.argmax(-1))
     assert torch.equal(draw(logits, positions - 2, seed, heat, offset=2), wanted.argmax(-1))
+    found = draw(logits, positions - 2, seed, heat, offset=2, noise=rolled(positions, vocabulary + 3, device))
+    assert torch.equal(found, wanted.argmax(-1))
     first = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)  # bf16 has ties
     assert torch.equal(draw(logits, positions, seed, heat, greedy=True), first)
 
@@ -237,6 +269,8 @@ def check_top(w: int, k: int, columns: int, dtype: torch.dtype, dice: bool, name
     if dice:
         later = top_children(logits, k, rest[0] - 3, *rest[1:], tokens=tokens, offset=3)
         assert torch.equal(later[0], values) and torch.equal(later[1], names)
+        known = top_children(logits, k, *rest, tokens=tokens, noise=rolled(rest[0], 3 * columns, device))
+        assert torch.equal(known[0], values) and torch.equal(known[1], names)
     torch.testing.assert_close(values.cpu(), wanted[:, :k], atol=1e-5, rtol=0)
     assert values.dtype == torch.float32 and names.dtype == torch.long
     gaps = wanted.diff(dim=1).abs() > 1e-5  # [w, k]
@@ -263,13 +297,14 @@ def check_words(w: int, k: int, columns: int, width: int, dice: bool, bias: bool
     given = (torch.tensor([x], device=device) for x in (signed(SEED), 0.8, 1.25))
     rest: Any = (torch.arange(w, device=device) + 7, *given) if dice else (None,) * 4
     wanted, told = top_children(words.logits, k + 1, *rest, tokens, 2)
-    if on_triton(states) and not dice:
+    noise = rolled(rest[0] + 2, 2 * columns, device) if dice else None
+    if on_triton(states):
         from windfall.kernels.jit.top import fits, top_words
 
         assert fits(states, words.vocabulary)
-        values, names = top_words(*words, k, tokens)
+        values, names = top_words(*words, k, rest[0], *rest[2:], tokens, 2, noise)
     else:
-        values, names = top_children(words, k, *rest, tokens, 2)
+        values, names = top_children(words, k, *rest, tokens, 2, noise)
     off = 0.02 * float(words.logits.abs().max())  # both products are rounded to half precision
     torch.testing.assert_close(values, wanted[:, :k], atol=off, rtol=0)
     gaps = wanted.diff(dim=1).abs() > off

@@ -1,4 +1,4 @@
-"""The target's draw at every row of a pass: the noise of (seed, position, token), never written to memory."""
+"""The target's draw at every row of a pass, and the noise of (seed, position, token) that it is made of."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ def draw(
     temperature: Tensor,  # one fp32
     greedy: bool = False,
     offset: int = 0,  # that the draws' positions have over these
+    noise: Tensor | None = None,  # what `roll` made, where it has been
 ) -> Tensor:
     """argmax of logits / temperature + noise, the lower token at ties → [n] long.
 
@@ -25,18 +26,49 @@ def draw(
     if on_triton(logits):
         from windfall.kernels.jit.draw import draw as compiled
 
-        return compiled(logits, positions, seed, temperature, greedy, offset)
-    return reference(logits, positions, seed, temperature, greedy, offset)
+        return compiled(logits, positions, seed, temperature, greedy, offset, noise)
+    return reference(logits, positions, seed, temperature, greedy, offset, noise)
 
 
 def reference(
-    logits: Tensor, positions: Tensor, seed: Tensor, temperature: Tensor, greedy: bool = False, offset: int = 0
+    logits: Tensor,
+    positions: Tensor,
+    seed: Tensor,
+    temperature: Tensor,
+    greedy: bool = False,
+    offset: int = 0,
+    noise: Tensor | None = None,
 ) -> Tensor:
     scores = logits.float()
     if greedy:
         return scores.argmax(-1)
-    noise = gumbel(seed, positions + offset, torch.arange(logits.shape[-1], device=logits.device))
-    return torch.where(temperature == 0, scores, scores / temperature + noise).argmax(-1)
+    names = torch.arange(logits.shape[-1], device=logits.device)
+    drawn = scores / temperature + noise_at(seed, positions + offset, names, noise)
+    return torch.where(temperature == 0, scores, drawn).argmax(-1)
+
+
+def roll(
+    noise: Tensor,  # [R, V] fp32, written: that of each position, by position modulo R
+    length: Tensor,  # [1] long: the first position that matters
+    entered: Tensor,  # [1] long: how many of the R from there on are not there yet, the last ones
+    seed: Tensor,  # one int64
+) -> None:
+    """Bring the noise up to date. Its logarithms take longer than reading it, and several rows have one position."""
+    if on_triton(noise):
+        from windfall.kernels.jit.draw import roll as compiled
+
+        compiled(noise, length, entered, seed)
+        return
+    count, width = noise.shape
+    ahead = torch.arange(count, device=noise.device)
+    places = (length + ahead) % count
+    fresh = gumbel(seed, length + ahead, torch.arange(width, device=noise.device))
+    noise.index_copy_(0, places, torch.where((ahead >= count - entered)[:, None], fresh, noise[places]))
+
+
+def noise_at(seed: Tensor, positions: Tensor, tokens: Tensor, noise: Tensor | None) -> Tensor:
+    """`gumbel`, looked up where `roll` has made it."""
+    return gumbel(seed, positions, tokens) if noise is None else noise[positions % len(noise)][:, tokens]
 
 
 def gumbel(seed: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:

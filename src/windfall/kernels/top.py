@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from windfall.kernels.backend import chains, on_triton
-from windfall.kernels.draw import gumbel
+from windfall.kernels.draw import noise_at
 
 MOST = 16  # children of a node that the kernel takes
 
@@ -35,6 +35,7 @@ def top_children(
     kappa: Tensor | None = None,  # fp32
     tokens: Tensor | None = None,  # [V] long: the token of each column
     offset: int = 0,  # that the draws' positions have over these
+    noise: Tensor | None = None,  # what `roll` made, where it has been
 ) -> tuple[Tensor, Tensor]:
     """The k largest of log_softmax(x) for each row and their tokens → [w, k] fp32, [w, k] long.
 
@@ -43,21 +44,22 @@ def top_children(
     possible and faster; else they are multiplied by torch.
     """
     if isinstance(logits, Words):
-        if positions is None and k <= MOST and on_triton(logits.states) and chains(logits.states.device):
+        quick = positions is None or noise is not None
+        if quick and k <= MOST and on_triton(logits.states) and chains(logits.states.device):
             from windfall.kernels.jit.top import fits, top_words
 
             if fits(*logits[:2]):
-                return top_words(*logits, k, tokens)
+                return top_words(*logits, k, positions, temperature, kappa, tokens, offset, noise)
         logits = logits.logits
     assert 0 < k <= logits.shape[-1]
     if on_triton(logits) and k > MOST:
-        values, order = _scores(logits, positions, seed, temperature, kappa, tokens, offset).topk(k, dim=-1)
+        values, order = _scores(logits, positions, seed, temperature, kappa, tokens, offset, noise).topk(k, dim=-1)
         return values, order if tokens is None else tokens[order]
     if on_triton(logits):
         from windfall.kernels.jit.top import top_children as compiled
 
-        return compiled(logits, k, positions, seed, temperature, kappa, tokens, offset)
-    return reference(logits, k, positions, seed, temperature, kappa, tokens, offset)
+        return compiled(logits, k, positions, seed, temperature, kappa, tokens, offset, noise)
+    return reference(logits, k, positions, seed, temperature, kappa, tokens, offset, noise)
 
 
 def reference(
@@ -69,8 +71,9 @@ def reference(
     kappa: Tensor | None = None,
     tokens: Tensor | None = None,
     offset: int = 0,
+    noise: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    scores = _scores(logits, positions, seed, temperature, kappa, tokens, offset)
+    scores = _scores(logits, positions, seed, temperature, kappa, tokens, offset, noise)
     values, order = scores.sort(dim=-1, descending=True, stable=True)
     values, order = values[:, :k], order[:, :k]
     return values, order if tokens is None else tokens[order]
@@ -84,11 +87,12 @@ def _scores(
     kappa: Tensor | None,
     tokens: Tensor | None,
     offset: int,
+    noise: Tensor | None,
 ) -> Tensor:
     """log_softmax(x), [w, V]."""
     scores = logits.float()
     if positions is not None:
         assert seed is not None and temperature is not None and kappa is not None
         names = torch.arange(logits.shape[-1], device=logits.device) if tokens is None else tokens
-        scores = (scores / temperature + gumbel(seed, positions + offset, names)) / kappa
+        scores = (scores / temperature + noise_at(seed, positions + offset, names, noise)) / kappa
     return scores.log_softmax(-1)

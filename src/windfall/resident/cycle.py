@@ -19,7 +19,7 @@ from windfall.kernels.top import Words
 from windfall.records import SamplingParams
 from windfall.resident.drafting import Draft, HeadDraft, ModelDraft, Sprouting, entropy, multiplied, read
 from windfall.resident.forward import Pass, Unfit
-from windfall.resident.judge import Judge, fitting
+from windfall.resident.judge import MOST, Judge, fitting
 from windfall.resident.plans.base import Plan
 from windfall.resident.recorder import Key
 from windfall.resident.ring import Ring
@@ -70,6 +70,7 @@ class Cycle:
     def start(self, prompt: list[int]) -> None:
         """Read a prompt, and begin with its last token as the root."""
         read(prompt, self.judge, self.draft)
+        self.judge.accepted.fill_(MOST)  # to the noise, all positions are new
         self.tree.tokens[:1].fill_(prompt[-1])
         self.clear()
         self.tales.start()
@@ -97,9 +98,15 @@ class Cycle:
             self.places.fill_(places)
             self._places = places
 
+    def noise(self, params: SamplingParams) -> Tensor | None:
+        """Where that of the positions ahead lies, if this sampling has any and several passes look it up."""
+        return None if params.greedy or self.draft is None else self.judge.noise(self.plan.passes + 3)
+
     def open(self, sprouting: Sprouting) -> None:
         """The first draft pass: the root's children, and which nodes come next."""
         assert self.draft is not None
+        if sprouting.noise is not None:
+            self.judge.roll(sprouting.noise)
         logits = self.draft.open(self.draft.pending)
         self._sprout(self._root, self._root, logits, self.draft.length, -1, sprouting)
 
@@ -143,7 +150,7 @@ class Cycle:
         tree.logq.index_copy_(0, places, values.flatten())
         tree.score.index_copy_(0, places, scores.flatten())
 
-    def verify(self, rows: int, columns: int, params: SamplingParams) -> None:
+    def verify(self, rows: int, columns: int, params: SamplingParams, noise: Tensor | None = None) -> None:
         """Choose the rows, judge them, plant the next tree, and tell the host."""
         judge, there = self.judge, self.judge.rows.device
         kept, path = (self.told.device[name][:rows] for name in ("kept", "path"))
@@ -151,7 +158,7 @@ class Cycle:
         mask = there["mask"][:rows, :rows]
         choose(self.tree, rows, kept, tokens, parents, depth, mask, there["count"], self.places)
         scored = judge.score(rows, columns)
-        draws, deepest, draft = judge.draw(scored, params), min(rows, self.plan.passes + 1), self.draft
+        draws, deepest, draft = judge.draw(scored, params, noise), min(rows, self.plan.passes + 1), self.draft
         settle(
             draws,
             tokens,

@@ -25,8 +25,8 @@ from windfall.sampling import warp
 class Sprouting:
     """From a drafter's logits to children, by one way of sampling: coupled to the coming draws, or not."""
 
-    def __init__(self, params: SamplingParams, coupled: bool, dials: Dials):
-        self.params, self.dials = params, dials
+    def __init__(self, params: SamplingParams, coupled: bool, dials: Dials, noise: Tensor | None = None):
+        self.params, self.dials, self.noise = params, dials, noise
         self.coupled = coupled and not params.greedy
         self.warped = self.coupled and params.filters
 
@@ -46,7 +46,7 @@ class Sprouting:
                 logits = warp(multiplied(logits).float().log_softmax(-1) / self.params.temperature, self.params)
                 temperature = torch.ones_like(temperature)
             dice = {"positions": positions, "offset": offset, "seed": self.dials.seed, "temperature": temperature}
-            dice["kappa"] = self.dials.kappa
+            dice |= {"kappa": self.dials.kappa, "noise": self.noise}
         columns = len(logits.vocabulary) if isinstance(logits, Words) else logits.shape[-1]
         return top_children(logits, min(k, columns), tokens=tokens, **dice)
 

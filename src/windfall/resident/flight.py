@@ -137,7 +137,8 @@ class Flight:
     def _verify(self, rows: int) -> int:
         cycle, columns = self.cycle, self.cycle.judge.columns(rows)
         number = cycle.tales.ask()
-        self._do(("verify", rows, columns), lambda: cycle.verify(rows, columns, self.sequence.params))
+        params, noise = self.sequence.params, self.sprouting.noise
+        self._do(("verify", rows, columns), lambda: cycle.verify(rows, columns, params, noise))
         return number
 
     def _passes(self, count: int, shown: list[int]) -> None:

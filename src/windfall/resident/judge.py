@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from windfall.kernels.attention import PART, lineage
-from windfall.kernels.draw import draw
+from windfall.kernels.draw import draw, roll
 from windfall.kernels.move import move
 from windfall.kernels.rows import stand
 from windfall.records import InputError, Launch, SamplingParams
@@ -100,6 +100,8 @@ class Judge:
         self.piece = Piece(device)
         self.taken_in = torch.zeros(PIECE, self.width, dtype=self.dtype, device=device) if taps else None  # its states
         self._places = torch.arange(MOST, device=device)
+        self._vocabulary = len(model.get_output_embeddings().weight)
+        self._noise: dict[int, Tensor] = {}
         self.known = 0  # the host's bound on `length`
         self._caches: dict[tuple[tuple[int, int, int], torch.dtype], Tensor] = {}  # of drafters
         self.capacity = self.resized = 0  # rows, and how often they were made anew
@@ -224,13 +226,23 @@ class Judge:
         """Rows that the passes of so many have beside them."""
         return -size % EXACT if self.exact else 0
 
-    def draw(self, scored: Scored, params: SamplingParams) -> Tensor:
-        """The target's own token after each row, [n]."""
+    def noise(self, positions: int) -> Tensor:
+        """Where the noise of so many positions can lie, [positions, V]: the same place every time."""
+        if positions not in self._noise:
+            self._noise[positions] = torch.zeros(positions, self._vocabulary, device=self.device)
+        return self._noise[positions]
+
+    def roll(self, noise: Tensor) -> None:
+        """Bring it up to date, once a cycle."""
+        roll(noise, self.length, self.accepted, self.dials.seed)
+
+    def draw(self, scored: Scored, params: SamplingParams, noise: Tensor | None = None) -> Tensor:
+        """The target's own token after each row, [n]; by the noise as it was looked up, if it was."""
         logits, temperature, size = scored.logits, self.dials.temperature, len(scored.positions)
         if not params.greedy and params.filters:
             parts = torch.split(logits, EXACT if self.exact else size)  # here, too, the number of rows is one
             logits, temperature = _joined([process(x, None, 0, params) for x in parts]), torch.ones_like(temperature)
-        return draw(logits[:size], scored.positions, self.dials.seed, temperature, greedy=params.greedy, offset=1)
+        return draw(logits[:size], scored.positions, self.dials.seed, temperature, params.greedy, 1, noise)
 
     def keep(self, verdict: Parcel, deepest: int) -> None:
         """Commit a path that the host walked."""

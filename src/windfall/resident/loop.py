@@ -99,7 +99,8 @@ class Resident:
         plan = plan_of(sequence.policy)
         assert plan is not None
         cycle = self._cycle(plan, sequence)
-        flight = Flight(cycle, Sprouting(sequence.params, host.coupled, self.judge.dials), sequence)
+        params, dials = sequence.params, self.judge.dials
+        flight = Flight(cycle, Sprouting(params, host.coupled, dials, cycle.noise(params)), sequence)
         context = sequence.context(host.ledger.costs, host.calibrators[sequence.regime])
         flight.prepare(context)
         started = time.perf_counter()

@@ -19,12 +19,15 @@ def _best(
     positions,
     seed_at,
     temperature_at,
+    noise,
     values,
     columns,
     width,
     logits_row,
+    noise_row,
     OFFSET: tl.constexpr,
     GREEDY: tl.constexpr,
+    KNOWN: tl.constexpr,
     BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -38,8 +41,12 @@ def _best(
     if not GREEDY:
         temperature = tl.load(temperature_at)
         if temperature != 0:
-            key = noise_key(tl.load(seed_at), tl.load(positions + row) + OFFSET)
-            scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature) + gumbel(key, column)
+            position = tl.load(positions + row) + OFFSET
+            if KNOWN > 0:
+                added = tl.load(noise + position % KNOWN * noise_row + column, mask=inside, other=0.0)
+            else:
+                added = gumbel(noise_key(tl.load(seed_at), position), column)
+            scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature) + added
     value, place = tl.max(scores, 0, return_indices=True)
     tl.store(values + row * tl.num_programs(1) + stretch, value)
     tl.store(columns + row * tl.num_programs(1) + stretch, stretch * BLOCK + place)
@@ -56,9 +63,18 @@ def _reduce(values, columns, out, stretches, BLOCK: tl.constexpr, CHAINED: tl.co
     tl.store(out + row, tl.load(columns + row * stretches + place).to(tl.int64))
 
 
-def draw(logits: Tensor, positions: Tensor, seed: Tensor, temperature: Tensor, greedy: bool, offset: int = 0) -> Tensor:
+def draw(
+    logits: Tensor,
+    positions: Tensor,
+    seed: Tensor,
+    temperature: Tensor,
+    greedy: bool,
+    offset: int,
+    noise: Tensor | None,
+) -> Tensor:
     (rows, width), device = logits.shape, logits.device
     assert logits.stride(1) == 1 and positions.is_contiguous()
+    assert noise is None or (noise.is_contiguous() and noise.shape[1] >= width)
     stretches = -(-width // BLOCK)
     values = torch.empty((rows, stretches), device=device)
     columns = torch.empty((rows, stretches), dtype=torch.int32, device=device)
@@ -68,15 +84,40 @@ def draw(logits: Tensor, positions: Tensor, seed: Tensor, temperature: Tensor, g
         positions,
         seed,
         temperature,
+        temperature if noise is None else noise,
         values,
         columns,
         width,
         logits.stride(0),
+        0 if noise is None else noise.stride(0),
         OFFSET=offset,
         GREEDY=greedy,
+        KNOWN=0 if noise is None else len(noise),
         BLOCK=BLOCK,
         num_warps=4,
         **leads(logits),
     )
     _reduce[(rows,)](values, columns, out, stretches, BLOCK=power_of_two(stretches), num_warps=1, **follows(logits))
     return out
+
+
+@triton.jit
+def _roll(
+    noise, length_at, entered_at, seed_at, width, COUNT: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr
+):
+    """Program (one of the positions ahead, stretch)."""
+    begin(CHAINED)
+    ahead = tl.program_id(0)
+    if ahead >= COUNT - tl.load(entered_at):
+        position = tl.load(length_at) + ahead
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        made = gumbel(noise_key(tl.load(seed_at), position), column)
+        tl.store(noise + position % COUNT * width + column, made, mask=column < width)
+
+
+def roll(noise: Tensor, length: Tensor, entered: Tensor, seed: Tensor) -> None:
+    count, width = noise.shape
+    assert noise.is_contiguous()
+    block = BLOCK // 2
+    grid = (count, -(-width // block))
+    _roll[grid](noise, length, entered, seed, width, COUNT=count, BLOCK=block, num_warps=4, **leads(noise))

@@ -1,8 +1,8 @@
 """Two kernels: stretches of columns give their highest scores and their share of the normaliser; then each row looks
 for its k best in the k stretches that reach highest, since no other can hold one of them.
 
-The first kernel reads logits, or makes them, and then they are written down only for the second to look at. With noise
-it only reads them: its logarithms want more programs than a product.
+The first kernel reads logits, or makes them, and then they are written down only for the second to look at. It makes
+them without noise, or with one that it can look up: logarithms want more programs than a product.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 
@@ -26,12 +26,20 @@ STAGES = 6  # of these parts on their way, at the most
 
 
 @triton.jit
+def _shaken(scores, noise, temperature_at, kappa_at):
+    """By what the target will draw."""
+    zeros = tl.zeros_like(scores)
+    return tl.div_rn(tl.div_rn(scores, zeros + tl.load(temperature_at)) + noise, zeros + tl.load(kappa_at))
+
+
+@triton.jit
 def _stretches(
     logits,
     positions,
     seed_at,
     temperature_at,
     kappa_at,
+    noise,
     tokens,
     scored,
     tops,
@@ -39,8 +47,10 @@ def _stretches(
     width,
     count,
     logits_row,
+    noise_row,
     OFFSET: tl.constexpr,
     DICE: tl.constexpr,
+    KNOWN: tl.constexpr,
     NAMED: tl.constexpr,
     SIZE: tl.constexpr,
     PARTS: tl.constexpr,
@@ -57,10 +67,12 @@ def _stretches(
         names = column.to(tl.int64)
         if NAMED:
             names = tl.load(tokens + column, mask=inside, other=0)
-        key = noise_key(tl.load(seed_at), tl.load(positions + row) + OFFSET)
-        zeros = tl.zeros_like(scores)
-        scores = tl.div_rn(scores, zeros + tl.load(temperature_at)) + gumbel(key, names)
-        scores = tl.div_rn(scores, zeros + tl.load(kappa_at))
+        position = tl.load(positions + row) + OFFSET
+        if KNOWN > 0:
+            added = tl.load(noise + position % KNOWN * noise_row + names, mask=inside, other=0.0)
+        else:
+            added = gumbel(noise_key(tl.load(seed_at), position), names)
+        scores = _shaken(scores, added, temperature_at, kappa_at)
         tl.store(scored + row * width + column, scores, mask=inside)
     top = tl.max(scores, 1)
     base = tl.where(top == float("-inf"), 0.0, top)
@@ -73,13 +85,22 @@ def _multiplied(
     x,
     weight,
     bias,
+    positions,
+    temperature_at,
+    kappa_at,
+    noise,
+    tokens,
     scored,
     tops,
     totals,
     rows,
     width,
     x_row,
+    noise_row,
     BIAS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    KNOWN: tl.constexpr,
+    NAMED: tl.constexpr,
     K: tl.constexpr,
     SIZE: tl.constexpr,
     N: tl.constexpr,
@@ -101,6 +122,13 @@ def _multiplied(
     if BIAS:
         sums += tl.load(bias + column).to(tl.float32)[:, None]
     scores = sums.to(x.dtype.element_ty).to(tl.float32)
+    if KNOWN > 0:
+        names = column.to(tl.int64)
+        if NAMED:
+            names = tl.load(tokens + column)
+        position = tl.load(positions + row, mask=live, other=0) + OFFSET
+        place = (position % KNOWN * noise_row)[None, :] + names[:, None]
+        scores = _shaken(scores, tl.load(noise + place, mask=live[None, :], other=0.0), temperature_at, kappa_at)
     goal = scored + row[None, :].to(tl.int64) * width + column[:, None]
     tl.store(goal, scores.to(scored.dtype.element_ty), mask=live[None, :])
     PARTS: tl.constexpr = N // SIZE
@@ -227,16 +255,18 @@ def top_children(
     temperature: Tensor | None,
     kappa: Tensor | None,
     tokens: Tensor | None,
-    offset: int = 0,
+    offset: int,
+    noise: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     rows, width = logits.shape
-    assert logits.stride(1) == 1
+    assert logits.stride(1) == 1 and (noise is None or noise.is_contiguous())
     top = Top(rows, width, k, logits.device, tokens)
     scored = logits if positions is None else torch.empty((rows, width), device=logits.device)
     parts = max(1, 512 // top.size)
     _stretches[(rows, -(-top.count // parts))](
         logits,
         *((logits,) * 4 if positions is None else (positions, seed, temperature, kappa)),
+        logits if noise is None else noise,
         top.mapped,
         scored,
         top.tops,
@@ -244,8 +274,10 @@ def top_children(
         width,
         top.count,
         logits.stride(0),
+        0 if noise is None else noise.stride(0),
         OFFSET=offset,
         DICE=positions is not None,
+        KNOWN=0 if noise is None else len(noise),
         NAMED=tokens is not None,
         SIZE=top.size,
         PARTS=parts,
@@ -268,22 +300,41 @@ def stages(columns: int, like: Tensor) -> int:
     return min(STAGES, shared_memory(like.device) // (2 * PART * (columns + ROWS)))
 
 
-def top_words(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
+def top_words(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    k: int,
+    positions: Tensor | None,
+    temperature: Tensor | None,
+    kappa: Tensor | None,
+    tokens: Tensor | None,
+    offset: int,
+    noise: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Without noise, or with one that is known."""
     rows, width = len(x), len(weight)
+    assert (positions is None) == (noise is None) and (noise is None or noise.is_contiguous())
     top = Top(rows, width, k, x.device, tokens)
-    scored = x.new_empty(rows, width)
+    scored = x.new_empty(rows, width, dtype=x.dtype if noise is None else torch.float32)
     columns = max(WORDS, top.size)
     _multiplied[(width // columns,)](
         x,
         weight,
         weight if bias is None else bias,
+        *((x,) * 4 if noise is None else (positions, temperature, kappa, noise)),
+        top.mapped,
         scored,
         top.tops,
         top.totals,
         rows,
         width,
         x.stride(0),
+        0 if noise is None else noise.stride(0),
         BIAS=bias is not None,
+        OFFSET=offset,
+        KNOWN=0 if noise is None else len(noise),
+        NAMED=tokens is not None,
         K=x.shape[1],
         SIZE=top.size,
         N=columns,
