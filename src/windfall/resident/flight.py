@@ -54,7 +54,7 @@ class Flight:
         self._spare: list[Mark] = []
         self._stream: Any = None
         self._kappa: float | None = None  # that the device has
-        self._newest: Mark | None = None  # the end of what was launched last
+        self._newest: Mark | None = None  # the end of what was launched last, where another cycle may begin
         self._last: Mark | None = None  # and of what landed last
         self._deciding = 0.0  # seconds of this cycle
         self._drafted = 0  # passes of it, wanted or not
@@ -84,11 +84,12 @@ class Flight:
     def begin(self, ctx: Context) -> None:
         """The first draft passes of another cycle, which run while the host is busy with those before or with nothing.
         The time between them and the rest is nobody's."""
-        self._begun = self._begin(ctx)._replace(opened=self._mark())
+        assert self._newest is not None, "nothing is under way"
+        self._begun = self._begin(self._newest, ctx)._replace(opened=self._mark())
 
-    def _begin(self, ctx: Context) -> Begun:
+    def _begin(self, start: Mark, ctx: Context) -> Begun:
         cycle, plan, draft = self.cycle, self.cycle.plan, self.cycle.draft
-        start, before, columns = self._now(), cycle.judge.recorder.recordings, 0
+        before, columns = cycle.judge.recorder.recordings, 0
         level, asks = 0, False
         self._deciding, self._drafted = 0.0, 0
         dice = self.sequence.dice
@@ -108,14 +109,10 @@ class Flight:
         """Start another cycle behind those under way, or the rest of one that was begun."""
         cycle, plan, judge = self.cycle, self.cycle.plan, self.cycle.judge
         self._stream = stream_of(judge.device)
-        begun, self._begun = self._begun or self._begin(ctx), None
+        now = self._mark()  # others may have used the stream, or the device had nothing to do
+        begun, self._begun = self._begun or self._begin(now, ctx), None
         start, opened, passes, asks, columns, before = begun
-        drafting = [start]
-        if opened is not None:
-            if opened.passed():  # the device has nothing to do
-                drafting += [opened, self._mark()]
-            else:
-                self._spare.append(opened)
+        drafting = [start] if opened is None else [start, opened, now]
         if asks:
             passes = (self._draft_ahead if plan.foresees else self._draft_on)(passes, columns, ctx)
         drafting.append(self._mark() if passes else start)
@@ -208,10 +205,6 @@ class Flight:
     def _do(self, key: Key, work: Callable[[], None]) -> None:
         self.cycle.judge.recorder.run((*key, *self._key), work)
 
-    def _now(self) -> Mark:
-        """What is launched next begins here: at the end of what was launched last, unless that is over."""
-        return self._mark() if self._newest is None or self._newest.passed() else self._newest
-
     def _mark(self) -> Mark:
         return (self._spare.pop() if self._spare else Mark(self.cycle.judge.device)).set(self._stream)
 
@@ -258,9 +251,6 @@ class Mark:
     def wait(self) -> None:
         if self._event is not None:
             self._event.synchronize()
-
-    def passed(self) -> bool:
-        return self._event is None or bool(self._event.query())
 
     def until(self, other: Mark) -> float:
         """Seconds."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+import weakref
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
 
+from windfall.kernels.backend import on_triton
 from windfall.kernels.tell import NUMBER, announce
 from windfall.resident.parcel import Parcel
 
@@ -27,6 +29,9 @@ class Ring:
         self._numbers = [memoryview(block[size : size + 8].view(torch.long).numpy()) for block in self._blocks]
         self.arrays: list[dict[str, NDArray[Any]]] = [parcel.read(block) for block in self._blocks]
         self._asked = 0  # never behind what was launched
+        self._ordered = on_triton(self._there) or not pinned  # else a number may come before what it numbers
+        if pinned:  # the device may still write there when nobody knows of it any more
+            weakref.finalize(self, torch.cuda.synchronize, device).atexit = False
 
     def tell(self) -> None:
         """The parcel as it is now, into the next block: part of what is recorded."""
@@ -48,6 +53,8 @@ class Ring:
 
     def wait(self, number: int) -> int:
         """The same, once it is there."""
+        if not self._ordered:
+            torch.cuda.current_stream(self._there.device).synchronize()
         place = self.place(number)
         seen = self._numbers[place]
         while seen[0] != number:
