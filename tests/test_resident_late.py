@@ -80,6 +80,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(Cycle, "start", begin)
     monkeypatch.setattr(Mark, "set", note)
     monkeypatch.setattr(Mark, "wait", lambda self: device.until(self.moment))
+    monkeypatch.setattr(Mark, "passed", lambda self: self.moment <= device.done)
     monkeypatch.setattr(Ring, "_give_way", lambda self, *given: device.until(device.done + 1))
     monkeypatch.setattr(Recorder, "run", lambda self, key, work: device.do(work))
     return device

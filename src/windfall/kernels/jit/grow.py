@@ -367,13 +367,6 @@ def grow(
         BLOCK_C=everyone,
         BLOCK_S=min(power_of_two(len(ahead.expanded)), max(TILE // across, 16)),
         BLOCK_O=power_of_two(outlook.shape[2]),
-        num_warps=_warps(block, everyone if whole else 0),
+        num_warps=8 if block > 256 or (whole and everyone >= 1024) else 4,
         **follows(logq),
     )
-
-
-def _warps(children: int, everyone: int) -> int:
-    """As measured: where few are to choose from, one warp spares itself the barriers of its searches."""
-    if children > 256 or everyone >= 1024:
-        return 8
-    return 4 if everyone else 1

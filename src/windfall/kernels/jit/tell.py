@@ -1,6 +1,8 @@
 """Copies, eight bytes at a time; the host's memory is written as if it were the device's."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -10,7 +12,6 @@ from windfall.kernels.backend import follows, power_of_two
 from windfall.kernels.jit.chain import begin
 
 MOST = 512  # numbers of a program
-FEW = 256  # of one that is a single warp: such a one is through with its own stores when it says so, everywhere
 
 
 @triton.jit
@@ -23,9 +24,8 @@ def _tell(there, here, size, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
 
 def tell(there: Tensor, here: Tensor) -> None:
     there, here = there.view(torch.int64), here.view(torch.int64)
-    block = min(MOST, power_of_two(len(there)))
-    warps = max(1, min(4, block // 64))
-    _tell[(-(-len(there) // block),)](there, here, len(there), BLOCK=block, num_warps=warps, **follows(there))
+    grid, how = _stretches(there)
+    _tell[grid](there, here, len(there), **how)
 
 
 @triton.jit
@@ -49,16 +49,14 @@ def _announce(
 def announce(there: Tensor, blocks: Tensor, turn: Tensor, done: Tensor) -> None:
     there, blocks = there.view(torch.int64), blocks.view(torch.int64)
     assert blocks.is_contiguous()
-    block = min(FEW, power_of_two(len(there)))
-    _announce[(-(-len(there) // block),)](
-        there,
-        blocks,
-        turn,
-        done,
-        len(there),
-        blocks.shape[1],
-        COUNT=len(blocks),
-        BLOCK=block,
-        num_warps=1,
-        **follows(there),
-    )
+    grid, how = _stretches(there)
+    if torch.version.hip:
+        how["num_warps"] = 1  # a barrier there does not wait for other warps' stores
+    _announce[grid](there, blocks, turn, done, len(there), blocks.shape[1], COUNT=len(blocks), **how)
+
+
+def _stretches(there: Tensor) -> tuple[tuple[int], dict[str, Any]]:
+    """The programs for so much, and how they are made."""
+    block = min(MOST, power_of_two(len(there)))
+    how = {"BLOCK": block, "num_warps": max(1, min(4, block // 64)), **follows(there)}
+    return (-(-len(there) // block),), how
