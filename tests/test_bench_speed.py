@@ -12,15 +12,18 @@ import pytest
 from random_heads import random_head
 from test_cli import character_tokenizer, folder, refused, windfall
 from test_testing import LARGER
-from tiny import tiny
+from tiny import prompt, tiny
 from windfall.bench import passes, speed
 from windfall.bench.contest import Case, Contest, Entry, Regime, Settings, Timing
 from windfall.bench.methods import DrafterSpec, parse_methods
 from windfall.bench.profiled import Kernel, behind
+from windfall.bench.runner import Contender, State
 from windfall.bench.speed import Result
 from windfall.bench.tasks import Prompt
+from windfall.calibration import Calibrator
 from windfall.cost import Costs
 from windfall.drafters.feature_head import FeatureHeadDrafter
+from windfall.engine import Engine
 from windfall.records import InputError, Launch, SamplingParams
 from windfall.target import Target
 
@@ -28,6 +31,7 @@ __all__ = ["folder"]  # the fixture
 PROMPTS = [Prompt("talk", "", "one", ("tell me a story",)), Prompt("other", "", "two", ("a b a b a b",))]
 SHORT = {"max_new_tokens": 6, "rounds": 2, "lengths": (16, 64), "rows": (1, 64), "ignore_eos": True}
 COSTS = Costs.simple(0.001, (1, 2, 8), (1.0, 1.1, 1.5), 0.1)
+FLAT = Costs.simple(0.01, (1, 96), (1.0, 1.1))  # seconds: whatever runs here is faster
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +122,19 @@ def test_texts_are_plain_decodings(measured: Any) -> None:
             assert row["texts"] is None  # other noise, another text
         else:
             assert row["same_texts"] == row["texts"] > 0, row["method"]
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_an_answer_that_must_be_the_same_at_any_speed_learns_nothing_from_the_clock(timed: bool) -> None:
+    (method,) = parse_methods(["auto"])[1:]
+    made = Engine(Target(tiny()), FeatureHeadDrafter(random_head()), method.make(), launch=Launch(graphs=True))
+    made.costs = FLAT
+    entry = Entry("auto", Regime(0.0, True), Contender(method, made, None))
+    contest = Contest(made.target, [entry], [], Settings())
+    contest._states["auto", entry.regime] = State(method.make(), {"greedy": Calibrator()})
+    contest._generate(entry, Case(PROMPTS[0], prompt(), SamplingParams(max_new_tokens=24, eos=())), timed)
+    gains = [each.gain for each in made.calibrators.values()]
+    assert made.fallback == "" and (gains == [1.0]) is not timed
 
 
 def test_another_text_is_told() -> None:

@@ -25,8 +25,8 @@ from windfall.drafters.base import Drafter
 from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.drafters.lm import LMDrafter
 from windfall.engine import Engine, Generation
-from windfall.records import Launch
-from windfall.resident.flight import Flight
+from windfall.records import Launch, Step
+from windfall.resident.flight import Flight, Mark
 from windfall.resident.judge import MOST
 from windfall.resident.plans import MOST_PASSES, plan_of
 from windfall.resident.recorder import Key, Recorder
@@ -547,11 +547,36 @@ def test_measuring_may_be_interrupted() -> None:
     assert device.resident.judge.capacity == capacity
 
 
-def test_whoever_takes_their_time_between_steps_does_not_make_drafting_dear() -> None:
-    made = engine("llama", "eagle3", "auto", graphs=True)
-    split = []
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+@pytest.mark.parametrize("policy", ["auto", "beam"])
+def test_whoever_takes_their_time_between_steps_does_not_make_drafting_dear(
+    policy: str, busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor if the device is still at work when they come back: it may be their work that it is at."""
+    if busy:
+        monkeypatch.setattr(Mark, "passed", lambda self: False)
+    made, split = engine("llama", "eagle3", policy, graphs=True), []
     for step in made.stream(prompt(), max_new_tokens=LENGTH, eos=()):
         split.append(step.seconds)
         time.sleep(0.1)
     assert made.fallback == "" and len(split) > 4
     assert all(each.draft < each.other for each in split[2:])
+
+
+@pytest.mark.parametrize("all_of_it", [True, False], ids=["to the end", "to the last step"])
+def test_a_step_is_handed_out_before_anything_is_learnt_from_it(all_of_it: bool) -> None:
+    made = engine("llama", "eagle3", "beam", graphs=True)
+    observed: list[int] = []
+
+    class Watching(Calibrator):
+        def observe(self, step: Step) -> None:
+            observed.append(len(step.tokens))
+
+    made.calibrators.default_factory = Watching
+    taken: list[int] = []
+    for step in made.stream(prompt(), max_new_tokens=24, eos=()):
+        assert observed == taken
+        taken.append(len(step.tokens))
+        if step.finish and not all_of_it:
+            break
+    assert observed == taken and len(taken) > 3

@@ -61,6 +61,7 @@ class Calibrator:
         # ^ by the parent's depth, its chance, bad or good, the child's rank
         self._good = [[0.5] * 3 for _ in range(DEPTHS)]  # how often it is good
         self.gain = 1.0  # tokens per second, as a multiple of plain decoding's, lately
+        self.timed = True  # whether that follows the clock
         self.usual = 1.0  # draft passes that nearly all cycles have, lately
         self.version = 0  # of all the above, but for kappa and `usual`
 
@@ -110,6 +111,8 @@ class Calibrator:
 
     def pace(self, tokens: float, seconds: float, plain: float) -> None:
         """Learn how much faster than plain decoding (one token in `plain` seconds) the cycles are."""
+        if not self.timed:
+            return
         self.gain += 0.02 * seconds / plain * (tokens * plain / seconds - self.gain)
         self.gain = max(self.gain, 1.0)
         self.version += 1

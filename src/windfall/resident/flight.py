@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,7 +17,6 @@ from windfall.resident.recorder import Key
 from windfall.resident.tree import told
 from windfall.sequence import Sequence
 
-AWAY = 2e-5  # seconds between two cycles in which the host may have found other work for the device
 SOMEWHERE = 64  # tokens behind which work is recorded; it is the same behind any number
 
 
@@ -58,7 +56,7 @@ class Flight:
         self._kappa: float | None = None  # that the device has
         self._newest: Mark | None = None  # the end of what was launched last
         self._last: Mark | None = None  # and of what landed last
-        self._left = math.inf  # when the host went off with what landed
+        self.away = False  # whether the stream may have been used for something else since the last launch
         self._deciding = 0.0  # seconds of this cycle
         self._drafted = 0  # passes of it, wanted or not
 
@@ -87,7 +85,7 @@ class Flight:
     def begin(self, ctx: Context) -> None:
         """The first draft passes of another cycle, which run while the host is busy with those before or with nothing.
         The time between them and the rest is nobody's."""
-        self._begun = self._begin(self._behind(False), ctx)._replace(opened=self._mark())
+        self._begun = self._begin(self._behind(), ctx)._replace(opened=self._mark())
 
     def _begin(self, start: Mark, ctx: Context) -> Begun:
         cycle, plan, draft = self.cycle, self.cycle.plan, self.cycle.draft
@@ -111,11 +109,10 @@ class Flight:
         """Start another cycle behind those under way, or the rest of one that was begun."""
         cycle, plan, judge = self.cycle, self.cycle.plan, self.cycle.judge
         self._stream = stream_of(judge.device)
-        away = time.perf_counter() - self._left > AWAY
-        begun, self._begun = self._begun or self._begin(self._behind(away), ctx), None
+        begun, self._begun = self._begun or self._begin(self._behind(), ctx), None
         start, opened, passes, asks, columns, before = begun
         drafting = [start]
-        if opened is not None and (away or opened.passed()):
+        if opened is not None and (self.away or opened.passed()):
             drafting += [opened, self._mark()]
         elif opened is not None:
             self._spare.append(opened)
@@ -126,7 +123,7 @@ class Flight:
         cycle.limit(plan.places(levels) if levels < self._drafted else plan.capacity)
         judge.known += passes + 1
         number, self._newest = self._verify(rows), self._mark()
-        self._left, recorded = math.inf, judge.recorder.recordings > before
+        self.away, recorded = False, judge.recorder.recordings > before
         self._under_way.append(Underway(number, passes, drafting, self._newest, self._deciding, recorded))
 
     def _open(self, count: int, ask: bool, columns: int) -> None:
@@ -211,10 +208,10 @@ class Flight:
     def _do(self, key: Key, work: Callable[[], None]) -> None:
         self.cycle.judge.recorder.run((*key, *self._key), work)
 
-    def _behind(self, away: bool) -> Mark:
+    def _behind(self) -> Mark:
         """Where what is launched next begins: at the end of what was launched last, unless something may have come
         between, if only that there was nothing to do. A mark of its own would hold the device up a little."""
-        return self._mark() if away or self._newest is None or self._newest.passed() else self._newest
+        return self._mark() if self.away or self._newest is None or self._newest.passed() else self._newest
 
     def _mark(self) -> Mark:
         return (self._spare.pop() if self._spare else Mark(self.cycle.judge.device)).set(self._stream)
@@ -229,7 +226,7 @@ class Flight:
         tree = drafted.select(kept)
         tokens, text = sequence.accept(tree, Verdict(path, bonus))
         self.cycle.judge.known = len(sequence.tokens) + sum(other.passes + 1 for other in self._under_way)
-        finish, recorded, self._left = sequence.finish, cycle.recorded, time.perf_counter()
+        finish, recorded = sequence.finish, cycle.recorded
         return Step(tokens, text, tree, path, drafted, kept, cycle.passes, split, finish, recorded)
 
     def _split(self, cycle: Underway) -> Split:

@@ -27,6 +27,8 @@ from windfall.resident.seat import PENDING, STAGED, WIDTHS, SeatedDrafter, Seate
 from windfall.sequence import Sequence
 from windfall.target import Target
 
+AWAY = 2e-5  # seconds in which whoever takes a step may have found other work for the device
+
 
 class Host(Protocol):
     """What a text needs of the engine that asks for it."""
@@ -111,14 +113,17 @@ class Resident:
             flight.launch(context)
             if plan.foresees:
                 flight.begin(context)
-            step = flight.land()
-            sequence.policy.observe(step)
-            host.calibrators[sequence.regime].observe(step)
-            book(host.ledger, step, plan.width, context.length)
-            context = sequence.context(host.ledger.costs, host.calibrators[sequence.regime])
-            yield step
+            step, landed = flight.land(), time.perf_counter()
+            try:
+                yield step
+            finally:  # nobody waits for what is learnt from it
+                flight.away = time.perf_counter() - landed > AWAY
+                sequence.policy.observe(step)
+                host.calibrators[sequence.regime].observe(step)
+                book(host.ledger, step, plan.width, context.length)
             if step.finish:
                 return
+            context = sequence.context(host.ledger.costs, host.calibrators[sequence.regime])
 
     def _cycle(self, plan: Plan, sequence: Sequence) -> Cycle:
         """The plan's buffers, with room for this text."""
