@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,3 +20,8 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = tmp_path_factory.mktemp("cache")
     yield
     patch.undo()
+
+
+def pytest_runtest_teardown() -> None:
+    """What a command has set aside for its process, which is ours here, is not for good."""
+    gc.unfreeze()

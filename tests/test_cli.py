@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import re
@@ -93,6 +94,12 @@ def test_generate_streams_the_text_and_says_how_fast(folder: Path) -> None:
     assert result.exit_code == 0
     assert result.stdout == json.loads(told.stdout)["text"] + "\n"
     assert re.fullmatch(r"20 tokens, [\d.]+ tokens/s, [\d.]+ tokens per pass\n", result.stderr)
+
+
+def test_what_is_loaded_is_left_out_of_the_garbage_collector_s_rounds(folder: Path) -> None:
+    gc.unfreeze()
+    assert windfall("generate", "a b", "--target", folder).exit_code == 0
+    assert gc.get_freeze_count() > 10_000
 
 
 def test_json_is_one_object_with_everything(folder: Path) -> None:

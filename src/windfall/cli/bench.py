@@ -17,7 +17,7 @@ from rich.text import Text
 from windfall import console
 from windfall.bench.suites import SUITES, Suite, find, join
 from windfall.cli.bench_speed import speed
-from windfall.cli.options import Json, ModelOptions, takes_records, words
+from windfall.cli.options import Json, ModelOptions, loading_model, takes_records, words
 from windfall.cli.session import DIFFERENT, ON_INTERRUPT
 from windfall.errors import InputError
 
@@ -211,7 +211,7 @@ def run(
     prompts = tasks.in_turns(tasks.load_tasks(bench.task_names, settings.limit))
     settings = dataclasses.replace(settings, parts=bench.parts(settings, prompts))
     prompts = [prompt for prompt in prompts if settings.asks(prompt.task)]
-    with console.waiting("Loading the model…"):
+    with loading_model():
         how: dict[str, Any] = {"device": model.device, "dtype": model.dtype}
         target = loading.as_target(model.target, **how, trust_remote_code=model.trust_remote_code)
     prompts = _fitting(prompts, target, settings)

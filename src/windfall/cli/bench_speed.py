@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from windfall import console
-from windfall.cli.options import Json, ModelOptions, takes_records, words
+from windfall.cli.options import Json, ModelOptions, loading_model, takes_records, words
 from windfall.cli.session import ON_INTERRUPT
 from windfall.errors import InputError
 
@@ -149,7 +149,7 @@ def _load(model: ModelOptions, drafter: DrafterSpec, widen: str | None) -> tuple
     from windfall.bench.speed import widened
 
     how: dict[str, Any] = {"device": model.device, "dtype": model.dtype, "trust_remote_code": model.trust_remote_code}
-    with console.waiting("Loading the model…"):
+    with loading_model():
         target = loading.as_target(model.target, **how)
         return (target, drafter) if widen is None else widened(target, drafter, widen)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import functools
+import gc
 import inspect
 import typing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +24,17 @@ if TYPE_CHECKING:
     from windfall.policies.base import TreePolicy
     from windfall.records import Launch
     from windfall.target import Target
+
+
+@contextmanager
+def loading_model() -> Iterator[None]:
+    """Say so. What is loaded then stays: the garbage collector leaves it out of its rounds, each of which would take a
+    tenth of a second and more, in the midst of a text."""
+    with console.waiting("Loading the model…"):
+        yield
+        gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)
 
 
 def takes_records(command: Callable[..., None]) -> Callable[..., None]:
@@ -129,7 +143,7 @@ class TargetOptions:
         from windfall import loading
 
         how: dict[str, Any] = {"device": self.device, "dtype": self.dtype, "trust_remote_code": self.trust_remote_code}
-        with console.waiting("Loading the model…"):
+        with loading_model():
             return loading.as_target(self.target, **how)
 
 
@@ -178,7 +192,7 @@ class ModelOptions:
         drafter = loading.as_drafter(self.drafter_name, **split_settings(self.drafter_settings))
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always", HeadWarning)
-            with console.waiting("Loading the model…"):
+            with loading_model():
                 engine = loading.load(
                     self.target,
                     drafter,

@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from windfall import console
-from windfall.cli.options import takes_records, words
+from windfall.cli.options import loading_model, takes_records, words
 from windfall.cli.session import ON_INTERRUPT
 from windfall.files import make_folder
 
@@ -106,7 +106,7 @@ def _run(chosen: Any, out: Path, options: StudyOptions) -> list[Path]:
     if chosen.texts:  # made of all prompts, so that they are long
         prompts = tasks.limited(studies.long_texts(prompts), options.limit)
     how: dict[str, Any] = {"device": options.device, "dtype": options.dtype}
-    with console.waiting("Loading the model…"):
+    with loading_model():
         target = loading.as_target(options.target, **how, trust_remote_code=options.trust_remote_code)
     more: dict[str, Any] = {
         "command": ["windfall", *sys.argv[1:]],
