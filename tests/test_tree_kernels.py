@@ -299,7 +299,7 @@ def check_choice(tree: TreeArrays, host: Host, rows: int, limit: int | None, dev
     [
         ((1, 4, 4, 4), 4, 4, 20, False),
         ((1, 5, 5), 3, 3, 128, False),  # a frontier wider than what the root has; a last pass that does not fit
-        ((1, 10, 10), 6, 9, 60, True),  # two blocks of `line`
+        ((1, 10, 10), 6, 18, 60, True),  # two blocks of `line`
         ((1, 3, 3, 3), 2, 2, 9, True),  # nothing below the second level: an exhausted frontier
         ((1, 8, 8, 8, 8), 8, 5, 241, False),
         ((1, 16, 16), 16, 3, choosing.MOST, False),

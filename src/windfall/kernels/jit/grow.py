@@ -1,7 +1,8 @@
 """One program: children are appended, the best are found by one maximum after the other, and laid out as rows.
 
 Reductions are of 32-bit integers, which a warp does in one instruction. What one thread stores and another reads has a
-barrier between.
+barrier between. The kernel ahead brings the children's names and values; all that can be known without them, down to
+the best of the nodes that were there before, is done while that one still runs.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 
@@ -16,7 +17,7 @@ from windfall.kernels.trees import Ahead, Terms, TreeArrays
 
 NONE = tl.constexpr(-(2**31))  # below every float's order
 FAR = tl.constexpr(2**31 - 1)
-COLUMNS = tl.constexpr(8)  # of `line`, copied at a time
+COLUMNS = 16  # of `line`, copied at a time
 TILE = 4096  # cells of the mask made at a time
 
 
@@ -33,96 +34,42 @@ def value_of(order):
 
 
 @triton.jit
-def _believed(logq, depth, rank, weights):
-    """Calibrator.accept in fp64; depth is that of the children."""
+def _believed(logq, slope, by_depth, by_rank):
+    """Calibrator.accept in fp64."""
     wide = logq.to(tl.float64)
     odds = wide - tl.log(1.0 - tl.exp(tl.minimum(wide, -1e-6)))
     odds = tl.minimum(tl.maximum(odds, -5.0), 5.0)
-    score = tl.load(weights).to(tl.float64) * odds
-    score += tl.load(weights + tl.minimum(depth, 6)).to(tl.float64)
-    score += tl.load(weights + 7 + tl.minimum(rank, 4)).to(tl.float64)
+    score = slope.to(tl.float64) * odds
+    score += by_depth.to(tl.float64)[:, None]
+    score += by_rank.to(tl.float64)[None, :]
     score = tl.minimum(tl.maximum(score, -30.0), 30.0)
     return 1.0 / (1.0 + tl.exp(-score))
 
 
 @triton.jit
-def _append(
-    nodes,
-    names,
-    values,
-    tokens,
-    parents,
-    depth,
-    rank,
-    logq,
-    score,
-    key,
-    chance,
-    taken,
+def _lines(line, parent, start, DEEPEST: tl.constexpr, COLUMNS: tl.constexpr):
+    """These columns of `line` for these nodes, [BLOCK_W, COLUMNS]."""
+    level = start + tl.arange(0, COLUMNS)
+    return tl.load(line + parent[:, None] * (DEEPEST + 1) + level[None, :], mask=(level <= DEEPEST)[None, :], other=-1)
+
+
+@triton.jit
+def _descend(
     line,
-    weights,
-    shape,
-    count,
-    shape_row,
-    CALIBRATED: tl.constexpr,
-    SHAPED: tl.constexpr,
-    CAPACITY: tl.constexpr,
+    above,
+    place,
+    below,
+    fits,
+    start,
     DEEPEST: tl.constexpr,
-    GIVEN: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """The children [BLOCK_W, BLOCK_K] of these nodes; returns their places, depth and keys, -inf for none."""
-    row = tl.arange(0, BLOCK_W)
-    column = tl.arange(0, BLOCK_K)
-    node = tl.load(nodes + row, mask=row < GIVEN, other=-1).to(tl.int32)
-    parent = tl.maximum(node, 0)
-    inside = (row < GIVEN)[:, None] & (column < K)[None, :]
-    cell = row[:, None] * K + column[None, :]
-    place = count + cell
-    fits = inside & (place < CAPACITY)
-    own = tl.load(values + cell, mask=inside, other=float("-inf"))
-    below = tl.load(depth + parent).to(tl.int32) + 1
-    base = tl.load(score + parent)
-    alive = (node >= 0)[:, None] & (own > float("-inf"))
-    if SHAPED:
-        called = (0.0 - tl.load(key + parent)).to(tl.int32)
-        child = tl.load(shape + called[:, None] * shape_row + column[None, :], mask=alive, other=-1).to(tl.int32)
-        alive = alive & (child >= 0)
-    total = tl.where(alive, base[:, None] + own, float("-inf"))
-    if CALIBRATED:
-        hope = tl.where(alive, _believed(tl.where(alive, own, -1.0), below[:, None], column[None, :], weights), 0.0)
-        hope = hope / tl.maximum(tl.sum(hope, 1), 1.0)[:, None]
-        step = tl.log(tl.where(alive, hope, 1.0)).to(tl.float32)
-        keys = tl.where(alive, tl.load(key + parent)[:, None] + step, float("-inf"))
-        likely = hope.to(tl.float32)
-    elif SHAPED:
-        keys = tl.where(alive, 0.0 - child.to(tl.float32), float("-inf"))
-        likely = tl.where(alive, tl.exp(own), 0.0)
-    else:
-        keys = total
-        likely = tl.where(alive, tl.exp(own), 0.0)
-    deep = tl.broadcast_to(below[:, None], (BLOCK_W, BLOCK_K))
-    tl.store(tokens + place, tl.load(names + cell, mask=inside, other=0), mask=fits)
-    tl.store(parents + place, tl.broadcast_to(parent[:, None], (BLOCK_W, BLOCK_K)).to(tl.int64), mask=fits)
-    tl.store(depth + place, deep.to(tl.int64), mask=fits)
-    tl.store(rank + place, tl.broadcast_to(column[None, :], (BLOCK_W, BLOCK_K)).to(tl.int64), mask=fits)
-    tl.store(logq + place, own, mask=fits)
-    tl.store(score + place, total, mask=fits)
-    tl.store(key + place, keys, mask=fits)
-    tl.store(chance + place, likely, mask=fits)
-    tl.store(taken + place, tl.zeros([BLOCK_W, BLOCK_K], tl.uint8), mask=fits)
-    for start in range(0, DEEPEST + 1, COLUMNS):
-        level = start + tl.arange(0, COLUMNS)
-        above = tl.load(
-            line + parent[:, None] * (DEEPEST + 1) + level[None, :], mask=(level <= DEEPEST)[None, :], other=-1
-        )
-        itself = level[None, None, :] == below[:, None, None]
-        ancestors = tl.where(itself, place[:, :, None].to(tl.int64), above[:, None, :])
-        goal = line + place[:, :, None] * (DEEPEST + 1) + level[None, None, :]
-        tl.store(goal, ancestors, mask=fits[:, :, None] & (level <= DEEPEST)[None, None, :])
-    return place, deep, keys
+    """The same columns for their children, who have themselves at their own depth."""
+    level = start + tl.arange(0, COLUMNS)
+    itself = level[None, None, :] == below[:, None, None]
+    ancestors = tl.where(itself, place[:, :, None].to(tl.int64), above[:, None, :])
+    goal = line + place[:, :, None] * (DEEPEST + 1) + level[None, None, :]
+    tl.store(goal, ancestors, mask=fits[:, :, None] & (level <= DEEPEST)[None, None, :])
 
 
 @triton.jit
@@ -203,6 +150,7 @@ def _grow(
     WIDTH: tl.constexpr,
     ROOM: tl.constexpr,
     CHILDREN: tl.constexpr,
+    COLUMNS: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -211,57 +159,88 @@ def _grow(
     BLOCK_O: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    begin(CHAINED)
+    CELLS: tl.constexpr = BLOCK_W * BLOCK_K
+    row = tl.arange(0, BLOCK_W)
+    column = tl.arange(0, BLOCK_K)
     count = tl.load(count_at).to(tl.int32)
     staged = tl.load(staged_at).to(tl.int32)
     length = tl.load(length_at).to(tl.int32)
-    who, at = _staged(expanded, depth, staged, 0, ROOM, BLOCK_S)  # as early as can be: what follows waits for loads
-    place, deep, fresh = _append(
-        nodes,
-        names,
-        values,
-        tokens,
-        parents,
-        depth,
-        rank,
-        logq,
-        score,
-        key,
-        chance,
-        taken,
-        line,
-        weights,
-        shape,
-        count,
-        shape_row,
-        CALIBRATED,
-        SHAPED,
-        CAPACITY,
-        DEEPEST,
-        GIVEN,
-        K,
-        BLOCK_W,
-        BLOCK_K,
-    )
-    tl.debug_barrier()
-    count += GIVEN * K
+    node = tl.load(nodes + row, mask=row < GIVEN, other=-1).to(tl.int32)
+    who, at = _staged(expanded, depth, staged, 0, ROOM, BLOCK_S)
+    parent = tl.maximum(node, 0)
+    below = tl.load(depth + parent).to(tl.int32) + 1  # the children's depth
+    base = tl.load(score + parent)
+    parent_key = tl.load(key + parent)
+    lines = _lines(line, parent, 0, DEEPEST, COLUMNS)
+    fee = 0.0
     price = 0.0
     if CALIBRATED:
+        fee = tl.load(prices)
         price = tl.load(prices + 1)
+        slope = tl.load(weights)
+        by_depth = tl.load(weights + tl.minimum(below, 6))
+        by_rank = tl.load(weights + 7 + tl.minimum(column, 4))
     if WHOLE:
-        place = tl.arange(0, BLOCK_C)
-        known = (place < count) & (place < CAPACITY)
-        every = tl.load(key + place, mask=known, other=float("-inf"))
-        idle = tl.load(taken + place, mask=known, other=1) == 0
-        shallow = tl.load(depth + place, mask=known, other=DEEPEST) < DEEPEST
-        order = tl.where(known & idle & shallow & (every > float("-inf")), order_of(every), NONE)
+        there = tl.arange(0, BLOCK_C)
+        known = (there < count) & (there < CAPACITY)
+        every = tl.load(key + there, mask=known, other=float("-inf"))
+        idle = tl.load(taken + there, mask=known, other=1) == 0
+        shallow = tl.load(depth + there, mask=known, other=DEEPEST) < DEEPEST
+        standing = tl.where(known & idle & shallow & (every > float("-inf")), order_of(every), NONE)
         if CALIBRATED:
-            worthy = tl.sum((known & (place > 0) & (tl.exp(every) > price)).to(tl.int32), 0)
+            worthy = tl.sum((known & (there > 0) & (tl.exp(every) > price)).to(tl.int32), 0)
+        old, old_orders = best(standing, there, WIDTH, CELLS)
+    begin(CHAINED)
+
+    inside = (row < GIVEN)[:, None] & (column < K)[None, :]
+    cell = row[:, None] * K + column[None, :]
+    own = tl.load(values + cell, mask=inside, other=float("-inf"))
+    name = tl.load(names + cell, mask=inside, other=0)
+    place = count + cell
+    fits = inside & (place < CAPACITY)
+    alive = (node >= 0)[:, None] & (own > float("-inf"))
+    if SHAPED:
+        called = (0.0 - parent_key).to(tl.int32)
+        child = tl.load(shape + called[:, None] * shape_row + column[None, :], mask=alive, other=-1).to(tl.int32)
+        alive = alive & (child >= 0)
+    total = tl.where(alive, base[:, None] + own, float("-inf"))
+    if CALIBRATED:
+        hope = tl.where(alive, _believed(tl.where(alive, own, -1.0), slope, by_depth, by_rank), 0.0)
+        hope = hope / tl.maximum(tl.sum(hope, 1), 1.0)[:, None]
+        step = tl.log(tl.where(alive, hope, 1.0)).to(tl.float32)
+        fresh = tl.where(alive, parent_key[:, None] + step, float("-inf"))
+        chances = hope.to(tl.float32)
+    elif SHAPED:
+        fresh = tl.where(alive, 0.0 - child.to(tl.float32), float("-inf"))
+        chances = tl.where(alive, tl.exp(own), 0.0)
     else:
-        choosable = (deep < DEEPEST) & (fresh > float("-inf")) & (place < CAPACITY)
-        order = tl.reshape(tl.where(choosable, order_of(fresh), NONE), (BLOCK_W * BLOCK_K,))
-        place = tl.reshape(place, (BLOCK_W * BLOCK_K,))
-    chosen, orders = best(order, place, WIDTH, BLOCK_N)
+        fresh = total
+        chances = tl.where(alive, tl.exp(own), 0.0)
+    deep = tl.broadcast_to(below[:, None], (BLOCK_W, BLOCK_K))
+    tl.store(tokens + place, name, mask=fits)
+    tl.store(parents + place, tl.broadcast_to(parent[:, None], (BLOCK_W, BLOCK_K)).to(tl.int64), mask=fits)
+    tl.store(depth + place, deep.to(tl.int64), mask=fits)
+    tl.store(rank + place, tl.broadcast_to(column[None, :], (BLOCK_W, BLOCK_K)).to(tl.int64), mask=fits)
+    tl.store(logq + place, own, mask=fits)
+    tl.store(score + place, total, mask=fits)
+    tl.store(key + place, fresh, mask=fits)
+    tl.store(chance + place, chances, mask=fits)
+    tl.store(taken + place, tl.zeros([BLOCK_W, BLOCK_K], tl.uint8), mask=fits)
+    _descend(line, lines, place, below, fits, 0, DEEPEST, COLUMNS)
+    for start in range(COLUMNS, DEEPEST + 1, COLUMNS):
+        _descend(line, _lines(line, parent, start, DEEPEST, COLUMNS), place, below, fits, start, DEEPEST, COLUMNS)
+    tl.debug_barrier()
+
+    choosable = fits & (deep < DEEPEST) & (fresh > float("-inf"))
+    order = tl.reshape(tl.where(choosable, order_of(fresh), NONE), (CELLS,))
+    candidate = tl.reshape(place, (CELLS,))
+    if WHOLE:
+        if CALIBRATED:
+            worthy += tl.sum(tl.sum((fits & (tl.exp(fresh) > price)).to(tl.int32), 1), 0)
+        order = tl.reshape(tl.join(order, old_orders), (2 * CELLS,))
+        candidate = tl.reshape(tl.join(candidate, old), (2 * CELLS,))
+    chosen, orders = best(order, candidate, WIDTH, BLOCK_N)
+    count += GIVEN * K
 
     lane = tl.arange(0, BLOCK_N)
     live = lane < WIDTH
@@ -303,7 +282,7 @@ def _grow(
     tl.store(promise + 1, most + tl.log(tl.maximum(total, 1.0)))  # 1 of it is the best's own
     if CALIBRATED:
         coming = _outlook(keys, level, likely, outlook, CHILDREN, BLOCK_O, price)
-        tl.store(promise + 2, coming - tl.load(prices))
+        tl.store(promise + 2, coming - fee)
         tl.store(promise + 3, worthy.to(tl.float32))
     else:
         tl.store(promise + 2, 0.0)
@@ -328,8 +307,10 @@ def grow(
     assert shape is None or (shape.stride(1) == 1 and shape.shape[1] >= k)
     assert all(x.is_contiguous() for x in (*tree, nodes, tokens, logq, *ahead[:6], ahead.expanded, *(terms or ())))
     weights, outlook, prices = terms or (tree.key, tree.key[:1, None, None], tree.key)
-    block, across = power_of_two(given) * power_of_two(k), power_of_two(width)
-    everyone = power_of_two(capacity)
+    across, everyone = power_of_two(width), power_of_two(capacity)
+    down, side = power_of_two(given), power_of_two(k)
+    if whole:  # the best of those that were there before need as many lanes as there are children
+        side = max(side, across // down)
     _grow[(1,)](
         nodes,
         tokens,
@@ -361,12 +342,13 @@ def grow(
         WIDTH=width,
         ROOM=len(ahead.expanded),
         CHILDREN=outlook.shape[2],
-        BLOCK_W=power_of_two(given),
-        BLOCK_K=power_of_two(k),
+        COLUMNS=min(COLUMNS, power_of_two(columns)),
+        BLOCK_W=down,
+        BLOCK_K=side,
         BLOCK_N=across,
         BLOCK_C=everyone,
         BLOCK_S=min(power_of_two(len(ahead.expanded)), max(TILE // across, 16)),
         BLOCK_O=power_of_two(outlook.shape[2]),
-        num_warps=8 if block > 256 or (whole and everyone >= 1024) else 4,
+        num_warps=8 if down * side > 256 or (whole and everyone >= 1024) else 4,
         **follows(logq),
     )
