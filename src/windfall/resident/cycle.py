@@ -30,7 +30,7 @@ from windfall.resident.tree import ahead, plant, terms
 TALES = 3  # cycles of which the host can see what came of them
 SIGNALS = 4  # passes of which it can: one that is under way, two before it, and a spare
 LIKELY, RECENT = 0.8, 16  # share of about so many cycles, at the most, from which on a pass is launched unasked
-WAIT = 1e-4  # seconds that a decision keeps a device waiting, about: for the wake-up, the decision, the launch
+WAIT = 3e-5  # seconds that a decision keeps a device waiting, about: for the number, the decision, the launch
 
 
 class Cycle:
