@@ -32,7 +32,7 @@ def loading_model() -> Iterator[None]:
     tenth of a second and more, in the midst of a text."""
     with console.waiting("Loading the model…"):
         yield
-        gc.collect()
+        gc.collect(1)  # what loading has left behind
     gc.freeze()
     atexit.register(gc.unfreeze)
 
