@@ -13,6 +13,7 @@ from test_kernels import (
     check_enter,
     check_norm,
     check_paths,
+    check_roll,
     check_rotation,
     check_top,
     check_words,
@@ -52,6 +53,11 @@ def test_a_chain_is_decoding_step_by_step(width: int, length: int, capacity: int
 )
 def test_paths(n: int, heads: int, shared: int, width: int, length: int, capacity: int, dtype: torch.dtype) -> None:
     check_paths(n, heads, shared, width, length, capacity, dtype, "cuda")
+
+
+@pytest.mark.parametrize(("count", "width"), [(4, 16_384), (15, 49_152), (35, 151_936)])
+def test_the_noise_of_the_positions_ahead(count: int, width: int) -> None:
+    check_roll(count, width, "cuda")
 
 
 @both

@@ -13,7 +13,7 @@ from windfall.kernels.backend import on_triton
 from windfall.kernels.tell import NUMBER, announce
 from windfall.resident.parcel import Parcel
 
-SPINS = 4096  # looks, of some 50 ns, before others get a chance to run
+PATIENCE = 4096  # looks before others get a chance to run
 
 
 class Ring:
@@ -47,21 +47,15 @@ class Ring:
         self._asked += 1
         return self._asked
 
-    def place(self, number: int) -> int:
-        """Its block. It is there until as many others as there are blocks were told."""
-        return number % len(self._blocks)
-
     def wait(self, number: int) -> int:
-        """The same, once it is there."""
+        """Its block, once it is there; it stays until as many others as there are blocks were told."""
         if not self._ordered:
             torch.cuda.current_stream(self._there.device).synchronize()
-        place = self.place(number)
+        place, looks = number % len(self._blocks), 0
         seen = self._numbers[place]
         while seen[0] != number:
-            for _ in range(SPINS):
-                if seen[0] == number:
-                    break
-            else:
+            looks += 1
+            if looks % PATIENCE == 0:
                 self._give_way(seen, number)
         return place
 

@@ -88,6 +88,31 @@ def best(order, place, COUNT: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _standing(
+    key,
+    taken,
+    depth,
+    count,
+    price,
+    CAPACITY: tl.constexpr,
+    DEEPEST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """The best of the nodes so far that can still be expanded, their orders, and how many are worth a row."""
+    place = tl.arange(0, BLOCK_C)
+    known = (place < count) & (place < CAPACITY)
+    every = tl.load(key + place, mask=known, other=float("-inf"))
+    idle = tl.load(taken + place, mask=known, other=1) == 0
+    shallow = tl.load(depth + place, mask=known, other=DEEPEST) < DEEPEST
+    order = tl.where(known & idle & shallow & (every > float("-inf")), order_of(every), NONE)
+    worthy = tl.sum((known & (place > 0) & (tl.exp(every) > price)).to(tl.int32), 0)
+    chosen, orders = best(order, place, WIDTH, LANES)
+    return chosen, orders, worthy
+
+
+@triton.jit
 def _outlook(keys, level, likely, outlook, CHILDREN: tl.constexpr, BLOCK: tl.constexpr, price):
     """What the children of these nodes should bring, less the price of their rows."""
     child = tl.arange(0, BLOCK)
@@ -181,15 +206,7 @@ def _grow(
         by_depth = tl.load(weights + tl.minimum(below, 6))
         by_rank = tl.load(weights + 7 + tl.minimum(column, 4))
     if WHOLE:
-        there = tl.arange(0, BLOCK_C)
-        known = (there < count) & (there < CAPACITY)
-        every = tl.load(key + there, mask=known, other=float("-inf"))
-        idle = tl.load(taken + there, mask=known, other=1) == 0
-        shallow = tl.load(depth + there, mask=known, other=DEEPEST) < DEEPEST
-        standing = tl.where(known & idle & shallow & (every > float("-inf")), order_of(every), NONE)
-        if CALIBRATED:
-            worthy = tl.sum((known & (there > 0) & (tl.exp(every) > price)).to(tl.int32), 0)
-        old, old_orders = best(standing, there, WIDTH, CELLS)
+        old, old_orders, worthy = _standing(key, taken, depth, count, price, CAPACITY, DEEPEST, WIDTH, BLOCK_C, CELLS)
     begin(CHAINED)
 
     inside = (row < GIVEN)[:, None] & (column < K)[None, :]
@@ -235,8 +252,7 @@ def _grow(
     order = tl.reshape(tl.where(choosable, order_of(fresh), NONE), (CELLS,))
     candidate = tl.reshape(place, (CELLS,))
     if WHOLE:
-        if CALIBRATED:
-            worthy += tl.sum(tl.sum((fits & (tl.exp(fresh) > price)).to(tl.int32), 1), 0)
+        worthy += tl.sum(tl.sum((fits & (tl.exp(fresh) > price)).to(tl.int32), 1), 0)
         order = tl.reshape(tl.join(order, old_orders), (2 * CELLS,))
         candidate = tl.reshape(tl.join(candidate, old), (2 * CELLS,))
     chosen, orders = best(order, candidate, WIDTH, BLOCK_N)

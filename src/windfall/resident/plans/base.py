@@ -21,9 +21,7 @@ class Plan:
     rule = "beam"  # or another of kernels/grow.py
     watches: tuple[str, ...] = ()  # what the host sees after a draft pass: arrays of seen.Seen
     gated = False  # whether children out of the bounds that `brief` brings are left out
-    foresees = (
-        False  # whether `goes_on` decides about the pass after the next, and cycles begin before the last is read
-    )
+    foresees = False  # whether `goes_on` is about the pass after the next, and cycles begin before the last is read
 
     def __init__(self, policy: TreePolicy, passes: int, width: int, k: int, rows: int):
         self.policy, self.passes, self.width, self.k, self.rows = policy, passes, width, k, rows
