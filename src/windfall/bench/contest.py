@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from windfall.bench.profiled import inside
+from windfall.bench.profiled import inside, unobserved
 from windfall.bench.runner import Contender, State, answer, question, room, seed_of
 from windfall.bench.tasks import Prompt
 from windfall.engine import Generation
@@ -195,9 +196,12 @@ class Contest:
         self._prefills: dict[tuple[str, Regime, str, str], float] = {}
 
     def run(self, progress: Progress = lambda done, total: None) -> Iterator[None]:
-        """A round that nothing is kept of, so that all is recorded and learnt, then those that count."""
-        count, total = len(self.entries), (self.settings.rounds + 1) * len(self.entries)
-        for turn in range(self.settings.rounds + 1):
+        """A round that nothing is kept of, so that all is recorded and learnt, then those that count; in the end the
+        profiler looks inside."""
+        looked_at = [entry for entry in self.entries if entry.contender and self.target.device.type == "cuda"]
+        count, rounds = len(self.entries), self.settings.rounds + 1
+        total = rounds * count + len(looked_at)
+        for turn in range(rounds):
             for place in range(count):
                 entry = self.entries[(turn + place) % count]
                 made = self._warm_up(entry) if not turn else [self._answer(entry, case) for case in self._own(entry)]
@@ -205,8 +209,11 @@ class Contest:
                     self.rounds[entry.label, entry.regime].append(made)
                     yield
                 progress(turn * count + place + 1, total)
-        for entry in self.entries:
-            self._look_inside(entry)
+        seconds = [unobserved(partial(self._whole, entry)) for entry in looked_at]  # of all, before it looks at any
+        for place, entry in enumerate(looked_at):
+            whole, beginning = partial(self._whole, entry), partial(self._beginning, entry)
+            self.seen[entry.label, entry.regime] = inside(whole, beginning, seconds[place])
+            progress(rounds * count + place + 1, total)
         yield
 
     def _own(self, entry: Entry) -> list[Case]:
@@ -257,14 +264,13 @@ class Contest:
         decoding = max(seconds - self._prefills[key], 0.0)
         return Timing(case.prompt.task, tokens, seconds, len(tokens) - 1, len(tokens) - 1, decoding)
 
-    def _look_inside(self, entry: Entry) -> None:
-        """One answer under the profiler, and unobserved, where it must be the same."""
-        if entry.contender is None or self.target.device.type != "cuda" or (entry.label, entry.regime) in self.seen:
-            return
-        whole, once = self.cases[0], self.cases[0].cut(1)
-        self.seen[entry.label, entry.regime] = inside(
-            lambda: self._generate(entry, whole, timed=False), lambda: self._generate(entry, once, timed=False)
-        )
+    def _whole(self, entry: Entry) -> Generation:
+        """An answer that is the same under observation."""
+        return self._generate(entry, self.cases[0], timed=False)
+
+    def _beginning(self, entry: Entry) -> Generation:
+        """Its first cycle."""
+        return self._generate(entry, self.cases[0].cut(1), timed=False)
 
     # ---- what came of it
 

@@ -137,9 +137,9 @@ class Bench:
 def measure_passes(
     resident: Resident, settings: Settings, speed: float, progress: Progress = lambda done, total: None
 ) -> dict[str, Any]:
-    """Times, floors and launches of verify passes by rows and by context length, and of draft passes."""
+    """Times and floors of verify passes by rows and by context length, and of draft passes."""
     lengths, beyond = usable_lengths(resident.target, settings.lengths)
-    base = CONTEXT if usable_lengths(resident.target, (CONTEXT,))[0] else min(lengths, default=1)
+    base = _base(resident.target, settings)
     bench, device = Bench.of(resident, max([base, *lengths])), resident.judge.device
     trees = {rows: some_tree(rows, resident.target.vocab_size) for rows in {*settings.rows, FEW, MANY}}
     sizes = sorted({*((base, rows) for rows in settings.rows), *((n, rows) for n in lengths for rows in (FEW, MANY))})
@@ -152,7 +152,42 @@ def measure_passes(
         for passes in (1, 4):
             works["draft", base, passes] = partial(bench.at, base), partial(bench.draft, passes)
     taken = _in_turns(device, works, progress)
-    return _passes_told(resident, settings, taken, works, speed, base, lengths, beyond)
+    return _passes_told(resident, settings, taken, speed, base, lengths, beyond)
+
+
+@torch.inference_mode()
+def count_launches(resident: Resident, settings: Settings) -> dict[str, float]:
+    """Kernels that passes launch, where the device tells; by the profiler, behind which nothing should be timed."""
+    if resident.judge.device.type != "cuda":
+        return {}
+    base = _base(resident.target, settings)
+    bench = Bench.of(resident, base)
+
+    def launched(before: Callable[[], object], work: Callable[[], object]) -> int:
+        before()
+        work()  # the first time loads kernels
+        before()
+        return sum(seen.count for seen in kernels(work) if not seen.copies)
+
+    def placed(rows: int) -> Callable[[], None]:
+        return _placed(bench, base, some_tree(rows, resident.target.vocab_size))
+
+    told: dict[str, float] = {
+        f"verify pass, {FEW} row": launched(placed(FEW), partial(bench.forward, FEW)),
+        f"verify pass, {MANY} rows": launched(placed(MANY), partial(bench.forward, MANY)),
+    }
+    if bench.cycle is not None:
+        first, four = (launched(partial(bench.at, base), partial(bench.draft, passes)) for passes in (1, 4))
+        told[f"all of a cycle's verifying, {MANY} rows"] = launched(_grown(bench, base), partial(bench.verify, MANY))
+        told |= {"first draft pass": first, "later draft pass": (four - first) / 3}
+    return told
+
+
+def _base(target: Target, settings: Settings) -> int:
+    """The context behind which passes are timed by rows."""
+    if usable_lengths(target, (CONTEXT,))[0]:
+        return CONTEXT
+    return min(usable_lengths(target, settings.lengths)[0], default=1)
 
 
 def usable_lengths(target: Target, lengths: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -198,7 +233,6 @@ def _passes_told(
     resident: Resident,
     settings: Settings,
     taken: dict[Any, float],
-    works: dict[Any, Any],
     speed: float,
     base: int,
     lengths: Sequence[int],
@@ -220,29 +254,12 @@ def _passes_told(
         for each in table:
             each["over_first"] = each["seconds"] / next(x["seconds"] for x in table if _same_series(x, each))
     told: dict[str, Any] = {"forward": type(judge.forward).__name__, "rows": by_rows, "lengths": by_length}
-    told["launches"] = {
-        f"verify pass, {FEW} row": _launched(judge.device, works, "forward", base, FEW),
-        f"verify pass, {MANY} rows": _launched(judge.device, works, "forward", base, MANY),
-        f"all of a cycle's verifying, {MANY} rows": _launched(judge.device, works, "verify", base, MANY),
-        "first draft pass": _launched(judge.device, works, "draft", base, 1),
-    }
     if (four := taken.get(("draft", base, 4))) is not None:
         first, floor = taken["draft", base, 1], size_of(drafting) / speed
         told["draft"] = {"first_seconds": first, "later_seconds": (four - first) / 3, "floor_seconds": floor}
-        all_four, one = (_launched(judge.device, works, "draft", base, passes) for passes in (4, 1))
-        told["launches"]["later draft pass"] = None if all_four is None or one is None else (all_four - one) / 3
     return told
 
 
 def _same_series(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether one is a point of the curve that the other belongs to: all of a table by rows, or one number of rows."""
     return "beyond_context" not in one or one["rows"] == other["rows"]
-
-
-def _launched(device: torch.device, works: dict[Any, Any], *key: Any) -> int | None:
-    """Kernels that this work launches; None where the device does not tell."""
-    if key not in works or device.type != "cuda":
-        return None
-    before, work = works[key]
-    before()
-    return sum(seen.count for seen in kernels(work) if not seen.copies)

@@ -12,7 +12,7 @@ import torch
 from windfall.bench.contest import LOOKUP, Case, Contest, Settings, cases_of, entries, transformers_answer
 from windfall.bench.memory import peak_apart
 from windfall.bench.methods import DrafterSpec, Method
-from windfall.bench.passes import bandwidth, measure_passes, module_of, row_size, size_of, weights_read
+from windfall.bench.passes import bandwidth, count_launches, measure_passes, module_of, row_size, size_of, weights_read
 from windfall.bench.runner import Contender, assemble
 from windfall.bench.tasks import Prompt
 from windfall.drafters.base import Drafter
@@ -142,5 +142,7 @@ def measure(
     for _ in contest.run(lambda *done: progress("Methods", *done)):
         result.methods = contest.rows
         keep(result)
+    if (again := Resident.of(drafting.target, drafting.drafter, settings.launch)[0]) is not None:
+        result.passes["launches"] = count_launches(again, settings)
     result.finished = True
     keep(result)

@@ -247,8 +247,7 @@ def show(told: dict[str, Any]) -> None:
             out.print(_passes(passes[name], f"{told['target']}, verify pass by {by}"))
     if "skipped" in passes:
         out.print(Text(f"No passes were timed: {passes['skipped']}", style="yellow"))
-    launches = {name: count for name, count in passes.get("launches", {}).items() if count is not None}
-    if launches:
+    if launches := passes.get("launches"):
         out.print(Text("Launches: " + ", ".join(f"{name} {count:g}" for name, count in launches.items())))
     if told["memory"]:
         out.print(Text(f"Memory: {told['memory']['bandwidth'] / 1e9:.0f} GB/s, measured by a copy", style="dim"))
