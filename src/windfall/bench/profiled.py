@@ -73,6 +73,7 @@ def inside(answer: Callable[[], Generation], beginning: Callable[[], Generation]
     wall = max(seconds, sum(each.seconds for each in seen), 1e-9)
     host = [each for each in seen if each.name.startswith("Memcpy DtoH")]
     return {
+        "cycle_seconds": wall / cycles,
         "launches_per_cycle": sum(each.count for each in seen if not each.copies) / cycles,
         "copies_to_host_per_cycle": sum(each.count for each in host) / cycles,
         "busy_share": sum(each.seconds for each in seen) / wall,
