@@ -19,7 +19,7 @@ from windfall.bench import contest, passes, speed
 from windfall.bench.contest import Case, Contest, Entry, Regime, Settings, Timing
 from windfall.bench.methods import DrafterSpec, parse_methods
 from windfall.bench.profiled import Kernel, behind
-from windfall.bench.runner import Contender, State
+from windfall.bench.runner import Contender, State, assemble
 from windfall.bench.speed import Result
 from windfall.bench.tasks import Prompt
 from windfall.calibration import Calibrator
@@ -137,6 +137,22 @@ def test_an_answer_that_must_be_the_same_at_any_speed_learns_nothing_from_the_cl
     contest._generate(entry, Case(PROMPTS[0], prompt(), SamplingParams(max_new_tokens=24, eos=())), timed)
     gains = [each.gain for each in made.calibrators.values()]
     assert made.fallback == "" and (gains == [1.0]) is not timed
+
+
+def test_why_a_method_does_not_stay_on_the_device_is_its_own() -> None:
+    """Methods with one drafter have one engine."""
+    methods = parse_methods(["salf:nodes=8,opt-tree:nodes=8:depth=2"])
+    target = Target(tiny(), character_tokenizer(), "tiny")
+    ready = speed.Ready("head", {}, random_head())
+    contenders = assemble(methods, target, ready, True, launch=Launch(graphs=True))
+    for each in contenders:
+        each.engine.costs = COSTS
+    settings = Settings(**{**SHORT, "rounds": 1, "hf": False, "temperatures": (0.0,)})
+    cases = contest.cases_of(PROMPTS, contenders[0], settings)
+    made = Contest(target, contest.entries(contenders, settings, None), cases, settings)
+    list(made.run())
+    told = {row["method"].partition(":")[0]: row["fallback"] for row in made.rows}
+    assert told == {"none": None, "salf": None, "opt-tree": "its policy decides on the host"}
 
 
 def test_another_text_is_told() -> None:

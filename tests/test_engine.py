@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 
 import windfall
 from random_parallel import some_drafter
+from test_cli import character_tokenizer
 from tiny import FAMILIES, VOCABULARY, prompt, tiny
 from windfall import registry
+from windfall.drafters.ngram import NGramDrafter
 from windfall.engine import Engine
 from windfall.records import InputError
 from windfall.target import Target
@@ -240,6 +243,16 @@ def test_stats_add_up() -> None:
         ({"prompt": [1], "temprature": 1}, "no sampling option 'temprature'"),
         ({"prompt": [1], "stop": "x"}, "need a tokenizer"),
         ({"prompt": [1], "logit_bias": {99: 1.0}}, "between 0 and 60"),
+        ({"prompt": [1], "logit_bias": [1]}, "logit_bias takes"),
+        ({"prompt": [1], "logit_bias": {1: "much"}}, "values must be numbers"),
+        ({"prompt": [1], "temperature": "1"}, "temperature must be a number, not '1'"),
+        ({"prompt": [1], "top_p": None}, "top_p must be a number"),
+        ({"prompt": [1], "max_new_tokens": True}, "max_new_tokens must be a whole number"),
+        ({"prompt": [1], "eos": ("</s>",)}, "eos takes token ids"),
+        ({"prompt": [1], "stop": (1,)}, "stop takes strings"),
+        ({"prompt": [1.0, 2.0]}, "a prompt is text"),
+        ({"prompt": torch.tensor([1j])}, "a prompt is text"),
+        ({"prompt": torch.tensor(1)}, "a prompt is text"),
     ],
 )
 def test_bad_input_is_refused(wrong: dict[str, Any], message: str) -> None:
@@ -248,9 +261,42 @@ def test_bad_input_is_refused(wrong: dict[str, Any], message: str) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_what_means_nothing_may_be_left_open() -> None:
+    wanted = ids(engine("none", "ngram"))
+    assert engine("none", "ngram").params(stop=None, logit_bias=None, eos=5).eos == (5,)
+    assert ids(engine("none", "ngram"), temperature=1e-44) == wanted  # logits over this are no numbers
+
+
+def test_messages_without_text_are_refused() -> None:
+    made = Engine(Target(tiny(), character_tokenizer()), NGramDrafter(), registry.policy("none"))
+    made.target.tokenizer.chat_template = "{% for m in messages %}{{ m.content + '!' }}{% endfor %}"
+    with pytest.raises(InputError, match=r"a chat message is .*: unsupported operand"):
+        made.generate([{"role": "user", "content": 5}])
+
+
+def test_a_default_device_is_refused() -> None:
+    model = tiny()
+    with torch.device("meta"), pytest.raises(InputError, match="set_default_device"):
+        Target(model)
+
+
+def test_warming_up_leaves_no_trace(tmp_path: Path) -> None:
+    file = tmp_path / "state.json"
+    made = engine("none", "ngram")
+    made.policy = registry.policy("bandit", arms="chain", state=str(file))
+    list(made.warm_up())
+    assert not file.exists()
+    made.generate([1, 2, 3], max_new_tokens=4)
+    assert file.exists()
+
+
 def test_load_takes_names_objects_and_models() -> None:
     model = tiny()
     wanted = ids(engine("none", "lm"))
     for drafter_, policy in (("ngram", "beam"), (tiny(seed=1), None), (None, registry.policy("chain", depth=2))):
         assert ids(windfall.load(model, drafter_, policy)) == wanted
-    assert windfall.load(model, dtype=torch.float64).target.decoder.dtype == torch.float64
+    for dtype in (torch.float64, "fp32", "float64"):
+        wanted_dtype = torch.float32 if dtype == "fp32" else torch.float64
+        assert windfall.load(model, dtype=dtype).target.decoder.dtype == wanted_dtype
+    with pytest.raises(InputError, match="no dtype"):
+        windfall.load(model, dtype="float7")

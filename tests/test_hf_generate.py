@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import weakref
 from typing import Any
 
@@ -12,6 +14,7 @@ from transformers import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaLi
 
 import windfall
 from tiny import prompt, tiny
+from windfall.hf_generate import KEPT
 from windfall.records import InputError
 
 
@@ -112,6 +115,25 @@ def test_the_engine_goes_with_the_model() -> None:
     del made
     gc.collect()
     assert seen() is None
+
+
+def test_a_loop_made_anew_each_time_is_the_same_engine() -> None:
+    made, inputs = tiny(), torch.tensor([prompt()])
+    options = {"attention_mask": torch.ones_like(inputs), "do_sample": False, "max_new_tokens": 3}
+    for _ in range(3):
+        made.generate(inputs, custom_generate=windfall.custom_generate("ngram", "beam"), **options)
+    assert len(made._windfall_engines) == 1
+    for depth in range(1, 8):
+        policy = windfall.registry.policy("chain", depth=depth)
+        made.generate(inputs, custom_generate=windfall.custom_generate("ngram", policy), **options)
+    assert len(made._windfall_engines) == KEPT
+    kept = io.BytesIO()
+    torch.save(made, kept)  # what is kept, and a copy, have no engines
+    kept.seek(0)
+    for other in (copy.deepcopy(made), torch.load(kept, weights_only=False)):
+        assert len(other._windfall_engines) == 0
+        theirs, ours = both(other, inputs, do_sample=False)
+        assert torch.equal(theirs, ours)
 
 
 class StopAt(StoppingCriteria):

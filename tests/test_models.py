@@ -365,6 +365,18 @@ def test_loading_is_silent_and_restores_the_settings(folder: Path, capfd: pytest
     assert capfd.readouterr() == ("", "")
 
 
+def test_the_hubs_bars_stay_as_they_were(folder: Path) -> None:
+    logging, bars = transformers.utils.logging, huggingface_hub.utils
+    before = logging.is_progress_bar_enabled()
+    try:
+        logging.disable_progress_bar()  # which disables the hub's, too
+        bars.enable_progress_bars()
+        models.load_model(folder, device="cpu")
+        assert not bars.are_progress_bars_disabled()
+    finally:
+        (logging.enable_progress_bar if before else logging.disable_progress_bar)()
+
+
 # ---- names that lead nowhere
 
 
@@ -441,6 +453,24 @@ def test_downloaded_hub_model_needs_no_hub(folder: Path, tmp_path: Path, monkeyp
     assert models.load_model("some/tiny", device="cpu")[1:] == (None, "some/tiny")
     (snapshot / "model.safetensors").unlink()  # an interrupted download
     assert "cannot reach the Hugging Face hub for 'some/tiny': no network" in refused("some/tiny")
+
+
+def test_code_is_downloaded_when_it_is_trusted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a model that was downloaded when it was not."""
+    (folder / "tokenizer.json").write_text("{}")
+    asked: list[list[str]] = []
+    monkeypatch.setattr(hub, "cached", lambda name: folder)
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, allow_patterns: asked.append(allow_patterns) or folder)
+    hub_answers(monkeypatch, lambda name: ["config.json", "own.py", "model.safetensors"])
+    hub.fetch("some/tiny", True)  # has no code
+    change_config(folder, auto_map={"AutoConfig": "own.OwnConfig", "AutoModel": ["own.OwnModel", None]})
+    hub.fetch("some/tiny", False)
+    assert not asked
+    hub.fetch("some/tiny", True)
+    assert ["own.py" in patterns for patterns in asked] == [True]
+    (folder / "own.py").write_text("")
+    hub.fetch("some/tiny", True)
+    assert len(asked) == 1
 
 
 def test_what_is_wanted_of_a_repository() -> None:

@@ -26,6 +26,7 @@ from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.drafters.lm import LMDrafter
 from windfall.engine import Engine, Generation
 from windfall.records import Launch, Step
+from windfall.resident.cycle import on_host
 from windfall.resident.flight import Flight, Mark
 from windfall.resident.judge import MOST
 from windfall.resident.plans import MOST_PASSES, plan_of
@@ -395,6 +396,68 @@ def test_merged_weights_are_kept_once_and_can_be_trained() -> None:
     assert torch.equal(one.qkv, torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]))
     for module in (target.model, head):
         assert not any(parameter.is_inference() for parameter in module.parameters())
+
+
+def as_transformers(model: Any) -> list[int]:
+    given = torch.tensor([prompt()])
+    options = {"attention_mask": torch.ones_like(given), "max_new_tokens": LENGTH, "do_sample": False}
+    return model.generate(given, **options)[0, len(prompt()) :].tolist()
+
+
+def other_weights(model: Any) -> None:
+    model.load_state_dict(biased(2).state_dict())
+
+
+def new_tensors(model: Any) -> None:
+    model.load_state_dict(biased(2).state_dict(), assign=True)
+
+
+def a_hook(model: Any) -> None:
+    model.lm_head.register_forward_hook(lambda module, given, logits: -logits)
+
+
+def another_module(model: Any) -> None:
+    """As adapters do."""
+    for layer in model.model.layers:
+        layer.mlp.down_proj = torch.nn.Sequential(layer.mlp.down_proj, torch.nn.Tanh())
+
+
+def moved_and_back(model: Any) -> None:
+    model.to(torch.float32).to(PRECISE)
+
+
+def biased(seed: int) -> Any:
+    model = tiny("qwen2", seed, PRECISE)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(seed))
+    return model
+
+
+@pytest.mark.parametrize("change", [other_weights, new_tensors, a_hook, another_module, moved_and_back])
+def test_a_model_that_changes_between_texts(change: Callable[[Any], None]) -> None:
+    model = biased(1)
+    parameters = list(model.parameters())
+    made = Engine(Target(model), LMDrafter(), registry.policy("chain", depth=2), launch=Launch(True))
+    text = {"max_new_tokens": LENGTH, "eos": ()}
+    before = made.generate(prompt(), **text).token_ids
+    first = made.resident
+    assert before == as_transformers(model) and made.generate(prompt(), **text).token_ids == before
+    assert made.resident is first  # nothing was made anew
+    assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))  # optimisers know them
+    change(model)
+    after = made.generate(prompt(), **text).token_ids
+    assert after == as_transformers(model)
+    assert (after == before) is (change is moved_and_back)
+    assert (made.resident is first) is (change is other_weights)  # in their place
+
+
+def test_a_drafter_on_another_device_stays_on_the_host() -> None:
+    drafter = LMDrafter()
+    drafter.attach(Target(tiny()))
+    assert on_host(drafter, torch.device("cpu")) == ""
+    assert on_host(drafter, torch.device("meta")) == "its drafter is on cpu, the target on meta"
 
 
 def test_a_single_token_is_a_prompt() -> None:

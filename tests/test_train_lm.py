@@ -110,7 +110,10 @@ def test_a_light_folder_borrows_the_targets_matrices(target: Target, trained: Pa
     assert not any("embed" in name or "lm_head" in name for name in stored)
     assert config["num_hidden_layers"] == 2 and config["windfall_target"]["name"] == "tiny"
     assert "_name_or_path" not in " ".join(config)
+    embedding = target.model.get_input_embeddings().weight.requires_grad_(True)
     model = load_model(trained, device="cpu", lender=target.model).model
+    assert embedding.requires_grad and not model.model.layers[0].mlp.down_proj.weight.requires_grad
+    embedding.requires_grad_(False)
     assert model.get_input_embeddings() is target.model.get_input_embeddings()
     assert model.get_output_embeddings().weight is target.model.get_output_embeddings().weight
     tokens = torch.tensor([prompt(12)])

@@ -1,4 +1,4 @@
-"""Draft confidence → acceptance probability, refitted after every cycle from what the target accepted."""
+"""Draft confidence → acceptance probability, refitted every few cycles from what the target accepted."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -14,13 +13,15 @@ import torch
 from jinja2 import TemplateError
 
 from windfall.calibration import Calibrator
+from windfall.clock import Stopwatch, now
 from windfall.context import Context
 from windfall.cost import ASSUMED, Costs
 from windfall.drafters.base import Drafter
 from windfall.ledger import Ledger
 from windfall.metrics import Stats
 from windfall.policies.base import TreePolicy
-from windfall.records import Grow, InputError, Launch, SamplingParams, Split, Step
+from windfall.quiet import first_line
+from windfall.records import Grow, InputError, Launch, SamplingParams, Step
 from windfall.sequence import Sequence
 from windfall.target import Target
 from windfall.tree import DraftTree
@@ -126,7 +127,7 @@ class Engine:
             target, drafter = resident.seats(sequences[0])
         hidden = target.prefill(prompts, drafter.taps)
         drafter.start(prompts, hidden, [sequence.dice for sequence in sequences])
-        self.prefill_seconds = time.perf_counter() - started
+        self.prefill_seconds = now(self.target.device) - started
         live = dict(enumerate(sequences))
         while live:
             self._check_alone(generation)
@@ -174,6 +175,8 @@ class Engine:
         if len(sequences) > 1 or len(sequences[0].tokens) < 2:
             self.fallback = "several texts go together" if len(sequences) > 1 else "its prompt is a single token"
             return None
+        if self._made is not None and self._made[0] is not None and self._made[0].outdated:
+            self._made = None
         resident, (sequence,) = self.resident, sequences
         context = sequence.context(self.costs, self.calibrators[sequence.regime])
         self.fallback = self.unfit if resident is None else resident.refuses(sequence, context)
@@ -186,7 +189,7 @@ class Engine:
         """
         params = self.params(**{**sampling, "max_new_tokens": WARM_UP, "stop": (), "eos": ()})
         kept, self.calibrators = self.calibrators, defaultdict(Calibrator)
-        policy, self.policy = self.policy, copy.deepcopy(self.policy)  # some learn over all texts
+        policy, self.policy = self.policy, self.policy.rehearsal()  # some learn over all texts
         done = 0
         try:
             for steps in self.run([[0, 0, 0, 0]], [params]):
@@ -294,8 +297,11 @@ class Engine:
                 raise InputError(f"{self.target.name} has no chat template; give the prompt as text")
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
             return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
-        except TypeError:
-            raise InputError("the prompt is not valid Unicode text") from None
+        except TypeError as error:
+            told = "the prompt is not valid Unicode text"
+            if not isinstance(prompt, str):
+                told = f"a chat message is {{'role': text, 'content': text}}; the template says: {first_line(error)}"
+            raise InputError(told) from None
         except TemplateError as error:
             raise InputError(f"the chat template of {self.target.name} refuses these messages: {error}") from None
 
@@ -324,10 +330,12 @@ def _as_ids(prompt: Prompt) -> list[int]:
         raise InputError("the prompt is empty")
     try:
         ids = torch.as_tensor(prompt)
-        assert not ids.is_floating_point() and (ids.dim() == 1 or (ids.dim() == 2 and len(ids) == 1))
-    except (TypeError, ValueError, RuntimeError, AssertionError):
-        raise InputError("a prompt is text, a list of chat messages, or the token ids of one prompt") from None
-    found: list[int] = ids.flatten().tolist()
+        whole = ids.dtype in (torch.int64, torch.int32, torch.int16, torch.uint8)
+        found: list[int] = ids.flatten().tolist() if ids.numel() == ids.shape[-1] else []
+    except (TypeError, ValueError, RuntimeError, IndexError):
+        whole = False
+    if not whole or not found:
+        raise InputError("a prompt is text, a list of chat messages, or the token ids of one prompt")
     return found
 
 
@@ -355,22 +363,3 @@ class Growth:
         deepest = self.context.room - 2  # a child at depth room - 1 and the target's own token fill the room
         nodes, depths = grow.nodes.tolist(), tree.arrays.depth[grow.nodes.numpy()].tolist()
         return [n for n, depth in zip(nodes, depths, strict=True) if depth <= deepest and n not in self._expanded]
-
-
-class Stopwatch:
-    """Seconds by part of the cycle."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-        self._parts = dict.fromkeys(Split._fields, 0.0)
-
-    def lap(self, part: str) -> float:
-        """Count the time since the last lap for this part."""
-        now = time.perf_counter()
-        taken, self._last = now - self._last, now
-        self._parts[part] += taken
-        return taken
-
-    @property
-    def split(self) -> Split:
-        return Split(**self._parts)

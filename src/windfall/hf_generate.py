@@ -16,6 +16,7 @@ from windfall.loading import as_drafter, as_policy, make_engine
 from windfall.records import InputError, SamplingParams
 from windfall.target import Target
 
+KEPT = 4  # engines of a model
 UNDERSTOOD = ("attention_mask", "position_ids", "past_key_values", "use_cache", "cache_position", "logits_to_keep")
 
 
@@ -32,13 +33,9 @@ def custom_generate(drafter: Any = None, policy: Any = None) -> Callable[..., An
         stopping_criteria: Any = None,
         generation_config: Any = None,
         streamer: Any = None,
-        synced_gpus: bool = False,
         **model_kwargs: Any,
     ) -> Any:
-        engines = model.__dict__.setdefault("_windfall_engines", {})  # goes with the model
-        if decode not in engines:
-            engines[decode] = make_engine(Target(model), copy.copy(as_drafter(drafter)), as_policy(policy))
-        engine: Engine = engines[decode]
+        engine = _engine_of(model, drafter, policy)
         streamer = streamer or _callers_streamer()
         _refuse(input_ids, logits_processor, generation_config, model_kwargs, engine.target.context)
         starts = _padding(input_ids, model_kwargs.get("attention_mask"))
@@ -50,6 +47,26 @@ def custom_generate(drafter: Any = None, policy: Any = None) -> Callable[..., An
         return _collect(engine, prompts, params, input_ids, generation_config, streamer)
 
     return decode
+
+
+class Engines(dict[tuple[Any, ...], tuple[Engine, Any, Any]]):
+    """Of one model, with what they were asked for. They go with it, but neither into its files nor into its copies."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Engines, ()
+
+
+def _engine_of(model: Any, drafter: Any, policy: Any) -> Engine:
+    """The engine for this drafter and policy; those used last are kept, since making one takes a while."""
+    engines: Engines = model.__dict__.setdefault("_windfall_engines", Engines())
+    key = tuple(asked if asked is None or isinstance(asked, str) else id(asked) for asked in (drafter, policy))
+    kept = engines.pop(key, None)
+    if kept is None:
+        kept = make_engine(Target(model), copy.copy(as_drafter(drafter)), as_policy(policy)), drafter, policy
+    engines[key] = kept
+    while len(engines) > KEPT:
+        del engines[next(iter(engines))]
+    return kept[0]
 
 
 def _callers_streamer() -> Any:
@@ -65,6 +82,8 @@ def _refuse(input_ids: Tensor, processors: Any, config: Any, more: dict[str, Any
             raise InputError(f"windfall's loop does not keep what {name} asks for; leave it off")
     if (config.num_beams or 1) > 1:
         raise InputError("windfall decodes greedily or by sampling; num_beams must be 1")
+    if more.pop("synced_gpus", False):
+        raise InputError("windfall's loop does not wait for other GPUs; synced_gpus must be False")
     if unknown := [name for name, value in more.items() if name not in UNDERSTOOD and value is not None]:
         raise InputError(f"windfall's loop does not know what to do with {', '.join(unknown)}")
     if not input_ids.numel():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import re
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
@@ -25,7 +28,7 @@ SECONDS = 8.0  # how long the hub may take to say that it is there
 def fetch(name: str, code: bool) -> Path:
     """The local snapshot of a hub repository, downloaded if it is not there in full."""
     known = cached(name)
-    if known and has_tokenizer(known):
+    if known and has_tokenizer(known) and not (code and lacks_code(known)):
         return known
     try:
         files = _within(SECONDS, lambda: _hub_files(name))
@@ -53,6 +56,17 @@ def cached(name: str) -> Path | None:
     except (OSError, ValueError, KeyError, AttributeError, TypeError):  # no hub id, or a damaged index
         return None
     return weights[0].parent if weights and all(file.is_file() for file in weights) else None
+
+
+def lacks_code(folder: Path) -> bool:
+    """Whether modules that the model's files name are not there: it was downloaded when they were not trusted."""
+    named: list[Any] = []
+    for file in ("config.json", "tokenizer_config.json"):
+        with suppress(OSError, ValueError, AttributeError):
+            named += json.loads((folder / file).read_text("utf-8")).get("auto_map", {}).values()
+    classes = [each for entry in named for each in (entry if isinstance(entry, list) else [entry])]
+    own = {each.partition(".")[0] for each in classes if isinstance(each, str) and "--" not in each}
+    return any(not (folder / f"{module}.py").is_file() for module in own)
 
 
 def _hub_files(name: str) -> list[str]:

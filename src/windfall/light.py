@@ -41,7 +41,7 @@ def read_light(folder: Path, label: str, lender: Any, dtype: torch.dtype) -> Any
     _check_sizes(config, label, tuple(vocabulary.weight.shape))
     tensors = {name: tensor.to(dtype) for name, tensor in read_tensors(folder, label).items()}
     with readable(f"cannot load '{label}'", label):
-        model = fill(hollow(config), tensors).to(embedding.weight.device)
+        model = fill(hollow(config), tensors).to(embedding.weight.device).requires_grad_(False)
     model.base_model.embed_tokens, model.lm_head = embedding, vocabulary
     return model
 

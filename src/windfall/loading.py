@@ -13,7 +13,7 @@ from windfall.drafters.lm import LMDrafter
 from windfall.engine import Engine
 from windfall.heads.files import find
 from windfall.heads.kinds import KINDS, kind_of, recognise
-from windfall.models import load_model
+from windfall.models import load_model, pick_device, pick_dtype
 from windfall.policies.base import TreePolicy
 from windfall.records import Launch
 from windfall.target import Target
@@ -79,8 +79,7 @@ def as_target(target: Any, **how: Any) -> Target:
         return target
     if isinstance(target, tuple) or hasattr(target, "forward"):
         model, tokenizer = target if isinstance(target, tuple) else (target, None)
-        model = model.to(device=how.get("device"), dtype=how.get("dtype")).eval() if _moves(how) else model.eval()
-        return Target(model, tokenizer)
+        return Target(_moved(model, how.get("device"), how.get("dtype")).eval(), tokenizer)
     loaded = load_model(target, **how)
     return Target(loaded.model, loaded.tokenizer, loaded.name)
 
@@ -116,5 +115,8 @@ def as_policy(policy: Any, **settings: Any) -> TreePolicy:
     return made
 
 
-def _moves(how: dict[str, Any]) -> bool:
-    return how.get("device") is not None or how.get("dtype") is not None
+def _moved(model: Any, device: str | torch.device | None, dtype: str | torch.dtype | None) -> Any:
+    """A ready model, elsewhere or in another dtype if somebody says so."""
+    place = model.device if device is None else pick_device(device)
+    kind = model.dtype if dtype is None else pick_dtype(dtype, place)
+    return model if (place, kind) == (model.device, model.dtype) else model.to(device=place, dtype=kind)

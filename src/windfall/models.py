@@ -69,11 +69,11 @@ def load_model(
         if borrows(folder):
             model = _read_borrower(folder, label, lender, kind)
         else:
-            model = read_model(folder, label, kind, trust_remote_code)
+            model = read_model(folder, label, kind, trust_remote_code).requires_grad_(False)
         tokenizer = read_tokenizer(folder, label, trust_remote_code)
         with readable(f"cannot move '{label}' to {place}", label):
             model = model.to(place)
-    return Loaded(model.eval().requires_grad_(False), tokenizer, name)
+    return Loaded(model.eval(), tokenizer, name)
 
 
 def _read_borrower(folder: Path, label: str, lender: Any, dtype: torch.dtype) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -44,11 +45,15 @@ def build(cls: type[T], settings: Mapping[str, Any], name: str) -> T:
 
 
 def check(instance: Any) -> None:
-    """Hold every option of a freshly made policy or drafter to its declared range."""
+    """Hold every option of a freshly made policy or drafter to its declared type and range."""
+    hints = typing.get_type_hints(type(instance))
     for key, f in options_of(type(instance)).items():
         value, low, high = getattr(instance, key), f.metadata["low"], f.metadata["high"]
         if f.metadata["choices"] and value not in f.metadata["choices"]:
             raise InputError(f"{key} must be one of {', '.join(f.metadata['choices'])}, not {value!r}")
+        kinds = typing.get_args(hints[key]) or (hints[key],)
+        if isinstance(value, bool | numbers.Number) and {*kinds} & {int, float, bool} and not _is_one(value, kinds):
+            raise InputError(f"{key} takes {_type_name(hints[key])}, not {value!r}")
         if isinstance(value, float) and math.isnan(value):
             raise InputError(f"{key} must be a number, not nan")
         if value is None or (low is None and high is None):
@@ -60,6 +65,18 @@ def check(instance: Any) -> None:
             raise InputError(f"{key} must be a number {wanted}, not {value!r}")
         if (low is not None and value < low) or (high is not None and value > high):
             raise InputError(f"{key} must be {wanted}, not {value}")
+
+
+def is_number(value: Any, whole: bool = False) -> bool:
+    """Whether this is a number; true and false are none."""
+    return isinstance(value, numbers.Integral if whole else numbers.Real) and not isinstance(value, bool)
+
+
+def _is_one(value: Any, kinds: tuple[Any, ...]) -> bool:
+    """Whether a number or truth value is of one of these kinds."""
+    if isinstance(value, bool):
+        return bool in kinds
+    return (float in kinds and is_number(value)) or (int in kinds and is_number(value, whole=True))
 
 
 def describe(cls: type) -> list[dict[str, Any]]:

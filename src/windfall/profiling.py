@@ -23,6 +23,7 @@ import transformers
 
 from windfall import __version__
 from windfall.calibration import Calibrator
+from windfall.clock import now
 from windfall.cost import Costs, Curve, monotone, quickest_quarter
 from windfall.drafters.base import Drafter
 from windfall.engine import Engine
@@ -360,15 +361,6 @@ def preemptions() -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
-
-
-def now(device: torch.device) -> float:
-    """The time at which everything asked of the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
-    return time.perf_counter()
 
 
 class VerifyPasses:

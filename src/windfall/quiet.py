@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import transformers
-from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from rich.console import Console
 from rich.text import Text
 
@@ -48,5 +48,7 @@ def quiet() -> Iterator[None]:
             logging.set_verbosity(verbosity)
             if bars:
                 logging.enable_progress_bar()
-            if not hub_bars:
+            if hub_bars:
+                enable_progress_bars()
+            else:
                 disable_progress_bars()

@@ -10,7 +10,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from windfall.errors import InputError as InputError
+from windfall.options import is_number
 from windfall.tree import DraftTree
+
+COLD = 1e-6  # temperature; logits divided by less may no longer be numbers
+WHOLE = ("max_new_tokens", "top_k", "seed")
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 def _require(ok: bool, message: str) -> None:
@@ -20,7 +25,7 @@ def _require(ok: bool, message: str) -> None:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn from the target's logits, and when to stop. Temperature 0 is greedy."""
+    """How tokens are drawn from the target's logits, and when to stop. Temperature 0, or next to it, is greedy."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -38,9 +43,18 @@ class SamplingParams:
     criteria: tuple[Callable[..., Any], ...] = ()  # transformers StoppingCriteria, asked after every token
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        for name in ("max_new_tokens", "top_k", "seed"):
-            _require(isinstance(getattr(self, name), int), f"{name} must be a whole number")
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
+        object.__setattr__(self, "logit_bias", self.logit_bias or {})
+        if isinstance(self.eos, int):
+            object.__setattr__(self, "eos", (self.eos,))
+        for name in WHOLE:
+            _require(is_number(getattr(self, name), whole=True), f"{name} must be a whole number")
+        for name in NUMBERS:
+            _require(is_number(getattr(self, name)), f"{name} must be a number, not {getattr(self, name)!r}")
+        for name in ("stop", "eos"):
+            kind, said = (str, "strings") if name == "stop" else (int, "token ids")
+            _require(all(isinstance(each, kind) for each in getattr(self, name) or ()), f"{name} takes {said}")
+        _require(isinstance(self.logit_bias, Mapping), "logit_bias takes {token id: what is added to its logit}")
         _require(self.max_new_tokens >= 1, f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
         _require(self.temperature >= 0, f"temperature must be 0 (greedy) or more, not {self.temperature}")
         _require(self.top_k >= 0, f"top_k must be 0 (off) or more, not {self.top_k}")
@@ -50,11 +64,12 @@ class SamplingParams:
         _require(all(self.stop), "a stop string must not be empty")
         for name in ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             _require(math.isfinite(getattr(self, name)), f"{name} must be a finite number")
-        _require(not any(map(math.isnan, self.logit_bias.values())), "logit_bias values must be numbers")
+        biases = self.logit_bias.values()
+        _require(all(is_number(bias) and not math.isnan(bias) for bias in biases), "logit_bias values must be numbers")
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0
+        return self.temperature < COLD
 
     @property
     def filters(self) -> bool:

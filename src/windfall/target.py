@@ -115,11 +115,16 @@ def refuse_unsupported(model: Any, name: str) -> None:
     odd = sorted(set(kinds) - ORDINARY)
     forward = inspect.signature(model.forward).parameters
     reason = ""
+    if torch.get_default_device().type != "cpu":
+        where = torch.get_default_device()
+        raise InputError(f"torch makes tensors on {where} unless told otherwise; call torch.set_default_device('cpu')")
     if getattr(model.config, "is_encoder_decoder", False):
         reason = "is an encoder–decoder; windfall speeds up decoder-only models"
     elif getattr(model, "_is_stateful", False) or odd:
         names = ", ".join(odd) or "recurrent"
         reason = f"has {names} layers, whose state or window cannot drop rejected tokens"
+    elif config.model_type == "gpt_neo":
+        reason = "masks by a table that ends with its context, past which rows of a tree may lie"
     elif "past_key_values" not in forward or "position_ids" not in forward:
         reason = "takes no past_key_values or position_ids, which a tree pass needs"
     if reason:

@@ -15,9 +15,9 @@ from torch import Tensor
 from windfall.bench.profiled import inside, unobserved
 from windfall.bench.runner import Contender, State, answer, question, room, seed_of
 from windfall.bench.tasks import Prompt
+from windfall.clock import now
 from windfall.engine import Generation
 from windfall.errors import InputError
-from windfall.profiling import now
 from windfall.prompts import SAMPLES
 from windfall.records import Launch, SamplingParams
 from windfall.resident.judge import MOST, ROWS
@@ -193,6 +193,7 @@ class Contest:
         self.seen: dict[tuple[str, Regime], dict[str, Any]] = {}  # by the profiler
         self.peaks: dict[str, int] = {}  # bytes
         self._states: dict[tuple[str, Regime], State] = {}
+        self._fallbacks: dict[tuple[str, Regime], str] = {}  # why texts do not stay on the device
         self._prefills: dict[tuple[str, Regime, str, str], float] = {}
 
     def run(self, progress: Progress = lambda done, total: None) -> Iterator[None]:
@@ -212,7 +213,7 @@ class Contest:
         seconds = [unobserved(partial(self._whole, entry)) for entry in looked_at]  # of all, before it looks at any
         for place, entry in enumerate(looked_at):
             whole, beginning = partial(self._whole, entry), partial(self._beginning, entry)
-            self.seen[entry.label, entry.regime] = inside(whole, beginning, seconds[place])
+            self.seen[entry.label, entry.regime] = inside(whole, beginning, seconds[place], self.target.device)
             progress(rounds * count + place + 1, total)
         yield
 
@@ -251,7 +252,9 @@ class Contest:
         for calibrator in contender.engine.calibrators.values():
             calibrator.timed = timed
         contender.engine.coupled = entry.regime.coupled
-        return answer(contender.engine, [case.ids], [case.at(entry.regime.temperature)])[0]
+        made = answer(contender.engine, [case.ids], [case.at(entry.regime.temperature)])[0]
+        self._fallbacks[entry.label, entry.regime] = contender.engine.fallback  # the engine has other methods, too
+        return made
 
     def _transformers(self, entry: Entry, case: Case) -> Timing:
         """transformers' own loop; what it takes for a single token counts as its first cycle."""
@@ -294,7 +297,7 @@ class Contest:
         told["peak_bytes"] = peak
         told["memory_overhead"] = peak / plain - 1 if peak and plain else None
         told["inside"] = self.seen.get((entry.label, entry.regime))
-        told["fallback"] = None if entry.contender is None else entry.contender.engine.fallback or None
+        told["fallback"] = self._fallbacks.get((entry.label, entry.regime)) or None
         told["tasks"] = {
             task: self._figures(entry, task) for task in dict.fromkeys(case.prompt.task for case in self._own(entry))
         }

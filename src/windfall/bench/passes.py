@@ -14,11 +14,12 @@ import torch
 
 from windfall.bench.contest import Progress, Settings
 from windfall.bench.profiled import kernels
+from windfall.clock import now
 from windfall.drafters.base import Drafter
 from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.drafters.lm import LMDrafter
 from windfall.policies.auto import Auto
-from windfall.profiling import now, some_tree
+from windfall.profiling import some_tree
 from windfall.records import SamplingParams
 from windfall.resident.cycle import Cycle
 from windfall.resident.drafting import Sprouting
@@ -43,12 +44,13 @@ def timed(device: torch.device, work: Callable[[], object], before: Callable[[],
         started = now(device)
         work()
         return now(device) - started
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    torch.cuda._sleep(AHEAD)  # type: ignore[no-untyped-call]
-    start.record()
-    work()
-    end.record()
-    end.synchronize()
+    with torch.cuda.device(device):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(AHEAD)  # type: ignore[no-untyped-call]
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
     return float(start.elapsed_time(end)) / 1000
 
 
@@ -167,7 +169,7 @@ def count_launches(resident: Resident, settings: Settings) -> dict[str, float]:
         before()
         work()  # the first time loads kernels
         before()
-        return sum(seen.count for seen in kernels(work) if not seen.copies)
+        return sum(seen.count for seen in kernels(work, resident.judge.device) if not seen.copies)
 
     def placed(rows: int) -> Callable[[], None]:
         return _placed(bench, base, some_tree(rows, resident.target.vocab_size))

@@ -39,15 +39,15 @@ class Kernel:
         return any(part in self.name.lower() for part in MODEL)
 
 
-def kernels(work: Callable[[], object]) -> list[Kernel]:
+def kernels(work: Callable[[], object], device: torch.device) -> list[Kernel]:
     """What this work launches on a GPU, most seconds first. A kernel that is there before the one ahead of it has ended
     only waits until then: time counts once, for the one ahead."""
     from torch.profiler import ProfilerActivity, profile
 
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(device)
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         work()
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
     counts: Counter[str] = Counter()
     seconds: dict[str, float] = defaultdict(float)
     ranges = [(each.time_range, each.name) for each in seen.events() or [] if each.device_type.name == "CUDA"]
@@ -65,11 +65,13 @@ def unobserved(answer: Callable[[], Generation]) -> float:
     return median(made.stats.seconds - made.stats.ttft for made in (answer() for _ in range(TIMES)))
 
 
-def inside(answer: Callable[[], Generation], beginning: Callable[[], Generation], seconds: float) -> dict[str, Any]:
+def inside(
+    answer: Callable[[], Generation], beginning: Callable[[], Generation], seconds: float, device: torch.device
+) -> dict[str, Any]:
     """What kernels do in the cycles of an answer behind its beginning, as shares of the seconds that these cycles take
     unobserved, or of the kernels' own if they take longer under observation."""
     cycles = max(answer().stats.cycles - beginning().stats.cycles, 1)
-    seen = behind(kernels(beginning), kernels(answer))
+    seen = behind(kernels(beginning, device), kernels(answer, device))
     wall = max(seconds, sum(each.seconds for each in seen), 1e-9)
     host = [each for each in seen if each.name.startswith("Memcpy DtoH")]
     return {

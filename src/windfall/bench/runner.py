@@ -28,6 +28,7 @@ from windfall.bench.recording import repeated_share, turn_record
 from windfall.bench.store import Store
 from windfall.bench.tasks import Prompt
 from windfall.calibration import Calibrator
+from windfall.clock import now
 from windfall.cost import Costs
 from windfall.drafters.base import Drafter
 from windfall.engine import Engine, Generation
@@ -473,5 +474,5 @@ def seed_of(seed: int, repeat: int, prompt: Prompt) -> int:
 
 def answer(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Generation]:
     """Answers decoded together, each with its own seed."""
-    profiling.now(engine.target.device)  # what the answer before left the device to do is over
+    now(engine.target.device)  # what the answer before left the device to do is over
     return engine.decode(prompts, params)

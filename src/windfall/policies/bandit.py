@@ -225,6 +225,11 @@ class Bandit(TreePolicy):
         other._opened = False
         return other
 
+    def rehearsal(self) -> Bandit:
+        other = super().rehearsal()
+        other.state = None
+        return other
+
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
         if len(tree) == 1:
             self._playing = self.chooser.arm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
@@ -35,6 +36,10 @@ class TreePolicy:
     def fresh(self: P) -> P:
         """A new policy of the same settings for another sequence."""
         return dataclasses.replace(self)
+
+    def rehearsal(self: P) -> P:
+        """A copy of which nothing stays: what it learns it keeps to itself."""
+        return copy.deepcopy(self)
 
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
         """The next draft pass, or None to stop drafting."""

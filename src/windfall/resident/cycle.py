@@ -203,9 +203,11 @@ class Habit:
         self._shares[level] = known + (went_on - known) / RECENT
 
 
-def on_host(drafter: Drafter) -> str:
-    """Why this drafter cannot work on fixed buffers; nothing if it can."""
+def on_host(drafter: Drafter, device: torch.device) -> str:
+    """Why this drafter cannot work on fixed buffers there; nothing if it can."""
     if isinstance(drafter, LMDrafter):
+        if drafter.decoder.device != device:
+            return f"its drafter is on {drafter.decoder.device}, the target on {device}"
         try:
             fitting(drafter.decoder.model)
         except Unfit as reason:

@@ -52,7 +52,9 @@ class Flight:
         self._under_way: list[Underway] = []
         self._numbers: dict[int, int] = {}  # under which so many passes are told
         self._spare: list[Mark] = []
-        self._stream: Any = None
+        self._stream: Any = stream_of(cycle.judge.device)
+        self._asked: Mark | None = None  # where reading the prompt begins
+        self.prefill_seconds = 0.0  # that it took
         self._kappa: float | None = None  # that the device has
         self._newest: Mark | None = None  # the end of what was launched last
         self._last: Mark | None = None  # and of what landed last
@@ -81,6 +83,11 @@ class Flight:
         if settled is None and plan.passes > 1:
             cycle.rewind(SOMEWHERE)  # there is room for the passes of a single cycle
             self._pass(2, columns)
+
+    def start(self) -> None:
+        """Read the prompt."""
+        self._asked = self._mark()
+        self.cycle.start(self.sequence.tokens)
 
     def begin(self, ctx: Context) -> None:
         """The first draft passes of another cycle, which run while the host is busy with those before or with nothing.
@@ -234,6 +241,8 @@ class Flight:
         marks, last = cycle.drafting, self._last or cycle.drafting[0]
         draft = sum(start.until(end) for start, end in zip(marks[::2], marks[1::2], strict=True))
         verify, total = marks[-1].until(cycle.end), last.until(cycle.end)
+        if self._last is None and self._asked is not None:
+            self.prefill_seconds = self._asked.until(last)
         self._spare += {*marks, last}
         self._last = cycle.end
         policy = min(cycle.deciding, draft)

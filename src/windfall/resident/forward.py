@@ -63,7 +63,7 @@ class Whole:
     def __call__(self, rows: Pass, kv: Tensor, taps: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor | None]:
         outputs = self._call(
             input_ids=rows.tokens[None],
-            position_ids=rows.positions.clamp(max=self._last)[None],  # past the end nothing is kept
+            position_ids=rows.positions.clamp(max=self._last)[None],  # past it targets keep nothing, and drafts suffer
             attention_mask=self._as_given(visible(rows.length, rows.mask, columns)[None, None]),
             past_key_values=Columns(kv, rows.slots, columns),
             use_cache=True,

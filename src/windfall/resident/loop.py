@@ -13,6 +13,7 @@ from windfall.calibration import Calibrator
 from windfall.context import Context
 from windfall.drafters.base import Drafter
 from windfall.drafters.feature_head import FeatureHeadDrafter
+from windfall.drafters.lm import LMDrafter
 from windfall.ledger import Ledger
 from windfall.records import Launch, Step
 from windfall.resident.cycle import Cycle, draft_of, on_host
@@ -23,6 +24,7 @@ from windfall.resident.judge import Judge
 from windfall.resident.plans import plan_of
 from windfall.resident.plans.base import Plan
 from windfall.resident.recorder import Recorder
+from windfall.resident.seal import Seal
 from windfall.resident.seat import PENDING, STAGED, WIDTHS, SeatedDrafter, SeatedTarget
 from windfall.sequence import Sequence
 from windfall.target import Target
@@ -36,7 +38,7 @@ class Host(Protocol):
     coupled: bool
     ledger: Ledger
     calibrators: defaultdict[str, Calibrator]
-    prefill_seconds: float  # of the text, told when it begins
+    prefill_seconds: float  # of the text, told with its first Step
 
 
 class Resident:
@@ -45,10 +47,11 @@ class Resident:
     def __init__(self, target: Target, drafter: Drafter, launch: Launch):
         self.target, self.drafter, self.plans = target, drafter, launch.plans
         self.judge = Judge(target.model, drafter.taps, Recorder(target.device), launch)
-        self.drafts_on_host = on_host(drafter)  # why the drafter cannot work on the device
+        self.drafts_on_host = on_host(drafter, target.device)  # why the drafter cannot work on the device
         self.cycles: dict[tuple[object, ...], Cycle] = {}  # by the plan's key
         self._seats: tuple[SeatedTarget, Drafter] | None = None
         self._made_for = self.judge.resized  # the buffers that these belong to
+        self._seal = Seal(target.model)
 
     @classmethod
     def of(cls, target: Target, drafter: Drafter, launch: Launch) -> tuple[Resident | None, str]:
@@ -57,6 +60,11 @@ class Resident:
             return cls(target, drafter, launch), ""
         except Unfit as reason:
             return None, str(reason)
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the target is no longer what this was made of."""
+        return self._seal.broken
 
     def refuses(self, sequence: Sequence, ctx: Context) -> str:
         """Why this text cannot be generated here; nothing if it can."""
@@ -81,6 +89,8 @@ class Resident:
                 longest = None
                 if isinstance(drafter, FeatureHeadDrafter):
                     longest = drafter.head.config.layer.max_position_embeddings
+                elif isinstance(drafter, LMDrafter):
+                    longest = drafter.decoder.context
                 seated = SeatedDrafter(draft_of(drafter, judge, PENDING, STAGED + WIDTHS[-1]), longest)
             self._seats = (SeatedTarget(judge), seated)
         target, seated = self._seats
@@ -105,15 +115,14 @@ class Resident:
         flight = Flight(cycle, Sprouting(params, host.coupled, dials, cycle.noise(params)), sequence)
         context = sequence.context(host.ledger.costs, host.calibrators[sequence.regime])
         flight.prepare(context)
-        started = time.perf_counter()
-        cycle.start(sequence.tokens)
-        host.prefill_seconds = time.perf_counter() - started
+        flight.start()
         flight.launch(context)
         while True:
             flight.launch(context)
             if plan.foresees:
                 flight.begin(context)
             step, landed = flight.land(), time.perf_counter()
+            host.prefill_seconds = flight.prefill_seconds
             try:
                 yield step
             finally:  # nobody waits for what is learnt from it

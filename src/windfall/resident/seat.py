@@ -67,7 +67,8 @@ class SeatedTarget:
         key = ("score", self.name, drawn and shape_of(params), size, columns)
         fresh = key not in judge.recorder.graphs
         judge.recorder.refresh(key, lambda: self._score(size, columns, drawn))
-        if fresh:
+        if fresh:  # those of passes that are no longer recorded go
+            self._logits = {known: kept for known, kept in self._logits.items() if known in judge.recorder.graphs}
             self._logits[key] = self._scored
         judge.recorder.wait()
         count = len(tree)

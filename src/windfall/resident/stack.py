@@ -161,31 +161,35 @@ def require_plain(*modules: Any) -> None:
             raise Unfit(f"its products are not plain linear layers but {type(module).__name__}")
 
 
+def merge(*modules: Any) -> tuple[Tensor, Tensor | None]:
+    """One weight for several products of the same input, and one bias; the modules' own become views of them, so that
+    nothing is kept twice, and whatever is loaded into these or learnt is seen."""
+    require_plain(*modules)
+    biases = [module.bias for module in modules]
+    return _merged([module.weight for module in modules]), None if biases[0] is None else _merged(biases)
+
+
 @torch.inference_mode(False)
 @torch.no_grad()
-def merge(*modules: Any) -> tuple[Tensor, Tensor | None]:
-    """One weight for several products of the same input; the modules become views of it, so nothing is kept twice."""
-    require_plain(*modules)
-    weights = [module.weight for module in modules]
-    merged = _merged(weights)
-    if merged is None:
-        merged = torch.cat([weight.detach() for weight in weights])
-        start = 0
-        for module in modules:
-            size = module.weight.shape[0]
-            module.weight = nn.Parameter(merged[start : start + size], requires_grad=module.weight.requires_grad)
-            start += size
-    biases = [module.bias for module in modules]
-    return merged, None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
+def _merged(parts: list[Tensor]) -> Tensor:
+    """What these parameters are consecutive views of, or become."""
+    whole = _beside(parts)
+    if whole is None:
+        whole = torch.cat([part.detach() for part in parts])
+        at = 0
+        for part in parts:
+            part.data, at = whole[at : at + len(part)], at + len(part)
+    return whole
 
 
-def _merged(weights: list[Tensor]) -> Tensor | None:
-    """The weight that these are already consecutive views of."""
-    first, width = weights[0], weights[0].shape[1]
-    start = at = first.storage_offset()
-    for weight in weights:
-        beside = weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not beside or weight.storage_offset() != at or not weight.is_contiguous():
+def _beside(parts: list[Tensor]) -> Tensor | None:
+    """What these are consecutive views of already."""
+    first = parts[0]
+    at, storage = first.storage_offset(), first.untyped_storage().data_ptr()
+    for part in parts:
+        beside = part.untyped_storage().data_ptr() == storage and part.storage_offset() == at
+        if not beside or not part.is_contiguous():
             return None
-        at += weight.numel()
-    return first.detach().as_strided(((at - start) // width, width), (width, 1), start)
+        at += part.numel()
+    size = (sum(map(len, parts)), *first.shape[1:])
+    return first.detach().as_strided(size, first.stride(), first.storage_offset())

@@ -191,7 +191,7 @@ class Mill:
         ring = torch.empty(self.state.ring.shape, dtype=torch.long, pin_memory=True)
         ring.copy_(self.state.ring, non_blocking=True)
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        ready.record()
+        ready.record(torch.cuda.current_stream(self.device))
         return Chunk(ring, ready)
 
     def _collect(self, chunk: Chunk, ends: frozenset[int]) -> list[Answer]:
@@ -280,10 +280,11 @@ class Mill:
         """On CUDA: attention by length if it agrees with the masked one, draws compiled, the step captured."""
         if self.device.type != "cuda":
             return
-        if self.target.decoder.dtype in (torch.bfloat16, torch.float16):
-            self._try_packed()
-        self._try_compiled()
-        self._try_graph()
+        with torch.cuda.device(self.device):
+            if self.target.decoder.dtype in (torch.bfloat16, torch.float16):
+                self._try_packed()
+            self._try_compiled()
+            self._try_graph()
 
     def _try_packed(self) -> None:
         try:
@@ -337,7 +338,7 @@ class Mill:
                         self._step()
                 torch.cuda.current_stream(self.device).wait_stream(side)
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
+                with torch.cuda.graph(graph, stream=side):  # torch's own is one for all devices
                     self._step()
             self.graph = graph
         except Exception as error:
