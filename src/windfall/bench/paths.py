@@ -14,6 +14,9 @@ def shorten(text: str) -> str:
 
     def short(match: re.Match[str]) -> str:
         path = Path(match.group())
-        return str(path.relative_to(here)) if path.is_relative_to(here) else path.name
+        if path.is_relative_to(here):
+            return str(path.relative_to(here))
+        method = not path.exists() and path.parent.is_dir()  # a drafter's folder and how it is used
+        return f"{path.parent.name}/{path.name}" if method else path.name
 
     return ABSOLUTE.sub(short, text)

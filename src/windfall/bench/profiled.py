@@ -1,5 +1,5 @@
 """What torch's profiler sees: kernels, their launches and their time. Once it has looked, launches are slow for as long
-as the process lives (those of graphs ten times as slow): whatever is timed comes before."""
+as the process lives (those of graphs two to ten times as slow): whatever is timed comes before."""
 
 from __future__ import annotations
 
