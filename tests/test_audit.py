@@ -188,18 +188,29 @@ def test_the_command_fails_where_a_text_differs(folder: Path, tmp_path: Path, mo
     assert coarse.exit_code == 0 and "FAILED" not in coarse.stdout
 
 
-def test_an_interrupted_audit_shows_what_is_finished(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    decode, calls = Engine.decode, []
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Somebody who stops an audit at its sixth text, or at another that is put in here."""
+    decode, calls, last = Engine.decode, [], [6]
 
-    def impatient(self: Engine, *given: Any) -> Any:
+    def stopping(self: Engine, *given: Any) -> Any:
         calls.append(1)
-        if len(calls) == 6:
+        if len(calls) == last[0]:
             raise KeyboardInterrupt
         return decode(self, *given)
 
-    monkeypatch.setattr(Engine, "decode", impatient)
+    monkeypatch.setattr(Engine, "decode", stopping)
+    return last
+
+
+def test_an_audit_of_nothing_has_no_verdict(folder: Path, tmp_path: Path, impatient: list[int]) -> None:
+    impatient[0] = 1
+    result = windfall(*flags(folder, tmp_path), "--out", tmp_path / "audit.json")
+    assert result.exit_code == 130 and "stopped; 0 of 4 conversations are finished" in result.stderr
+    assert result.stdout == "" and not (tmp_path / "audit.json").exists()
+
+
+def test_an_interrupted_audit_shows_what_is_finished(folder: Path, tmp_path: Path, impatient: list[int]) -> None:
     result = windfall(*flags(folder, tmp_path), "--out", tmp_path / "audit.json")
     assert result.exit_code == 130 and "stopped; 2 of 4 conversations are finished" in result.stderr
     told = json.loads((tmp_path / "audit.json").read_text())

@@ -304,6 +304,12 @@ def test_a_finished_run_is_left_alone(target: Target, whole: Path, monkeypatch: 
     assert (whole / "records.jsonl").read_bytes() == before
 
 
+def test_a_folder_that_is_not_there_is_not_resumed(target: Target, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"there is no folder '.*typo' to resume"):
+        bench(target, tmp_path / "typo", resume=True)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -455,6 +461,11 @@ def test_no_folder_of_mine_is_in_the_provenance(tmp_path: Path, monkeypatch: pyt
     assert shorten("self:skip=3+5/beam,ngram/chain") == "self:skip=3+5/beam,ngram/chain"
     assert shorten("--methods=+/home/me/gs.json,/data/b.json") == "--methods=+gs.json,b.json"
     assert shorten("/my models/small/chain:depth=3") == "chain:depth=3"
+    (tmp_path / "small").mkdir()
+    monkeypatch.chdir(tmp_path / "small")
+    assert shorten(f"{tmp_path}/small/chain:depth=3") == "chain:depth=3"  # of the folder where one is
+    monkeypatch.chdir(Path(__file__).parent)
+    assert shorten(f"{tmp_path}/small/chain:depth=3") == "small/chain:depth=3"  # a drafter that is there
     drafter = DrafterSpec("lm", {"model": "/home/me/models/small"})
     assert drafter.label == "lm:model=small" and drafter.told == {"model": "small"}
 

@@ -625,14 +625,28 @@ def test_a_closed_pipe_is_quiet(folder: Path) -> None:
     assert process.wait() == 141
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+@pytest.mark.parametrize("arguments", [["--version"], ["policies", "beam"]])
+def test_output_that_cannot_be_written_is_one_line(arguments: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "windfall.cli", *arguments]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "windfall: cannot write to standard output: No space left on device\n",
+    )
+
+
 def test_a_tree_is_drawn(folder: Path) -> None:
     drawn = windfall(
         "tree", "the cat", "--target", folder, "--drafter", "lm", "--policy", "beam", "--set", "k=2", *SHORT
     )
     assert "└── " in drawn.stdout
-    assert "accepted" in drawn.stdout
+    assert all(mark in drawn.stdout for mark in ("  ← accepted", "  ← the target's own next token"))
     first = windfall("tree", "the cat", "--target", folder, "--policy", "none", "--cycle", "1", *SHORT)
-    assert "0 drafted in 0 passes, 0 verified, 0 accepted: 1 tokens" in " ".join(first.stdout.split())
+    assert "0 drafted in 0 passes, 0 verified, 0 accepted: 1 token from" in " ".join(first.stdout.split())
+    few = ("tree", "the cat", "--target", folder, "--policy", "none", "--max-new-tokens", 3, "--ignore-eos")
+    assert refused(*few, "--cycle", "4") == "the text has 3 cycles; there is no cycle 4"
 
 
 def test_a_tree_is_drawn_as_svg(folder: Path, tmp_path: Path) -> None:
@@ -647,9 +661,11 @@ def test_a_tree_is_drawn_as_svg(folder: Path, tmp_path: Path) -> None:
     boxes = [element.attrib for element in drawn.iter("{http://www.w3.org/2000/svg}rect")][1:]
     assert all(float(b["x"]) + float(b["width"]) <= width and float(b["y"]) + 20 <= height for b in boxes)
     assert len({(b["x"], b["y"]) for b in boxes}) == len(boxes)
-    assert refused("tree", "abc", *options, "--svg", tmp_path) == f"cannot write '{tmp_path}': Is a directory"
+    (tmp_path / "folder.svg").mkdir()
+    assert refused("tree", "abc", *options, "--svg", tmp_path / "folder.svg").endswith("folder.svg': Is a directory")
+    assert "is named otherwise" in refused("tree", "abc", *options, "--svg", tmp_path / "tree.png")
     plain = windfall("tree", "the cat", "--target", folder, "--policy", "none", "--svg", file, *SHORT)
-    assert plain.exit_code == 0 and "1 tokens from one pass" in file.read_text()
+    assert plain.exit_code == 0 and "1 token from one pass" in file.read_text()
 
 
 def test_calibrate_shows_reliability_before_and_after(folder: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tiny import FAMILIES, VOCABULARY, prompt, tiny
 from windfall import registry
 from windfall.drafters.ngram import NGramDrafter
 from windfall.engine import Engine
-from windfall.records import InputError
+from windfall.records import InputError, Launch
 from windfall.target import Target
 
 DRAFTERS = [*registry.drafters(), "small"]
@@ -244,6 +244,8 @@ def test_stats_add_up() -> None:
         ({"prompt": [1], "stop": "x"}, "need a tokenizer"),
         ({"prompt": [1], "logit_bias": {99: 1.0}}, "between 0 and 60"),
         ({"prompt": [1], "logit_bias": [1]}, "logit_bias takes"),
+        ({"prompt": [1], "logit_bias": {"a": 1}}, "logit_bias takes"),
+        ({"prompt": [1], "logit_bias": {1: float("inf")}}, "finite or -inf"),
         ({"prompt": [1], "logit_bias": {1: "much"}}, "values must be numbers"),
         ({"prompt": [1], "temperature": "1"}, "temperature must be a number, not '1'"),
         ({"prompt": [1], "top_p": None}, "top_p must be a number"),
@@ -265,6 +267,26 @@ def test_what_means_nothing_may_be_left_open() -> None:
     wanted = ids(engine("none", "ngram"))
     assert engine("none", "ngram").params(stop=None, logit_bias=None, eos=5).eos == (5,)
     assert ids(engine("none", "ngram"), temperature=1e-44) == wanted  # logits over this are no numbers
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_tree_of_too_many_nodes_is_refused(graphs: bool) -> None:
+    policy = registry.policy("beam", k=3000)
+    made = Engine(Target(tiny()), some_drafter("lm"), policy, launch=Launch(graphs))
+    with pytest.raises(InputError, match="262144 nodes at the most; this pass would make 9003"):
+        made.generate(prompt(), max_new_tokens=8)
+
+
+def test_a_pass_of_too_many_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = engine("beam", "lm")
+    monkeypatch.setattr("windfall.target.MOST_ROWS", 8)
+    with pytest.raises(InputError, match="8 rows at the most, not "):
+        made.generate(prompt(), max_new_tokens=8)
+
+
+def test_a_text_is_no_batch() -> None:
+    with pytest.raises(InputError, match="a list of prompts"):
+        engine("none", "ngram").generate_batch("abc")
 
 
 def test_messages_without_text_are_refused() -> None:
@@ -300,3 +322,5 @@ def test_load_takes_names_objects_and_models() -> None:
         assert windfall.load(model, dtype=dtype).target.decoder.dtype == wanted_dtype
     with pytest.raises(InputError, match="no dtype"):
         windfall.load(model, dtype="float7")
+    with pytest.raises(InputError, match="no drafter 'ngrams'; there are ngram, self"):
+        windfall.load(model, "ngrams")

@@ -34,8 +34,14 @@ class Rows(NamedTuple):
         size = len(nodes)
         visible = np.zeros((size, staged + size), dtype=bool)
         visible[:, stem.start : stem.stop] = True
-        visible[:, list(slots.values())] = tree.ancestry()[nodes.numpy()][:, list(slots)]
         visible[:, staged:] = np.eye(size, dtype=bool)
+        places, parents = np.full(len(tree), -1), tree.arrays.parents
+        places[list(slots)] = list(slots.values())
+        rows, above = np.arange(size), parents[nodes.numpy()]
+        while len(rows := rows[above >= 0]):  # level by level towards the root: a table of all nodes would be large
+            above = above[above >= 0]
+            visible[rows, places[above]] |= places[above] >= 0
+            above = parents[above]
         return cls(tree.tokens[nodes], root + tree.depth[nodes], torch.from_numpy(visible))
 
 

@@ -314,6 +314,9 @@ def _token_at(ids: list[int], place: int, engine: Engine) -> str:
     return f"{engine.target.tokenizer.decode([ids[place]])!r}" if place < len(ids) else "ended"
 
 
+OPTION_CELL = 16  # columns that an option's type or default takes at the most, before it is broken
+
+
 def catalogue(title: str, entries: list[dict[str, Any]]) -> None:
     """Policies or drafters: what each does, and its options."""
     out = stdout()
@@ -328,9 +331,10 @@ def catalogue(title: str, entries: list[dict[str, Any]]) -> None:
 
 def _options(options: list[dict[str, Any]]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("  option", "type", "default"):
-        table.add_column(column, no_wrap=True)
-    table.add_column("meaning", ratio=1)
+    table.add_column("  option", no_wrap=True)
+    table.add_column("type", max_width=OPTION_CELL, overflow="fold")
+    table.add_column("default", max_width=OPTION_CELL, overflow="fold")
+    table.add_column("meaning", ratio=1, min_width=3 * OPTION_CELL // 2)
     for each in options:
         cells = (f"  {each['name']}", each["type"], "none" if each["default"] is None else str(each["default"]))
         table.add_row(*map(Text, cells), Text(each["help"]))

@@ -19,6 +19,9 @@ STYLES = {  # safe for all eyes
 }
 
 
+MARKS = {"accepted": "  ← accepted", "own": "  ← the target's own next token", "unverified": "  (not verified)"}
+
+
 class Node(NamedTuple):
     """A box of the picture."""
 
@@ -52,23 +55,23 @@ def draw(step: Step, tokenizer: Any, most: int = 60) -> Tree:
     """For the terminal: tokens with their path probabilities."""
     drawn: list[Tree] = []
     for node in nodes(step, tokenizer, most):
-        label = Text.assemble(
-            (node.word, STYLES[node.kind]), ("" if node.chance is None else f"  {node.chance:.2f}", "dim")
-        )
+        chance = "" if node.chance is None else f"  {node.chance:.2f}"
+        mark = MARKS.get(node.kind, "") if drawn else ""
+        label = Text.assemble((node.word, STYLES[node.kind]), (chance, "dim"), (mark, STYLES[node.kind]))
         drawn.append(drawn[node.parent].add(label) if drawn else Tree(label, guide_style="dim"))
     return drawn[0]
 
 
-def legend(step: Step) -> Text:
-    own = ("the target's own token", STYLES["own"])
-    return Text.assemble(("accepted", STYLES["accepted"]), " · ", own, f" · {_summary(step)}")
-
-
-def _summary(step: Step) -> str:
+def summary(step: Step) -> str:
+    passes, tokens = counted(step.draft_passes, "pass", "passes"), counted(len(step.tokens), "token", "tokens")
     return (
-        f"{len(step.drafted) - 1} drafted in {step.draft_passes} passes, {len(step.tree) - 1} verified, "
-        f"{step.accepted} accepted: {len(step.tokens)} tokens from one pass of the target"
+        f"{len(step.drafted) - 1} drafted in {passes}, {len(step.tree) - 1} verified, "
+        f"{step.accepted} accepted: {tokens} from one pass of the target"
     )
+
+
+def counted(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"
 
 
 def _word(tokenizer: Any, token: int) -> str:
@@ -102,11 +105,11 @@ def svg(step: Step, tokenizer: Any, most: int = 200) -> str:
     lefts, width = _columns(found, labels)
     keys, keys_width = _keys(MARGIN, (max(lines) + 2) * LINE + MARGIN, {node.kind for node in found})
     notes_at = (max(lines) + 3) * LINE + MARGIN
-    width = max(width, keys_width, len(_summary(step)) * LETTER + 2 * MARGIN)
+    width = max(width, keys_width, len(summary(step)) * LETTER + 2 * MARGIN)
     later = sorted(range(1, len(found)), key=lambda place: found[place].kind in THICK)  # the path lies on top
     parts = [_edge(found, place, lefts, lines, labels) for place in later]
     parts += [_box(lefts[n.depth], MARGIN + lines[i] * LINE, labels[i], n.kind) for i, n in enumerate(found)]
-    parts += [*keys, _letters(MARGIN, notes_at + 14, _summary(step), "#222222")]
+    parts += [*keys, _letters(MARGIN, notes_at + 14, summary(step), "#222222")]
     height = notes_at + LINE
     return "\n".join(
         [

@@ -24,7 +24,7 @@ from windfall.quiet import first_line
 from windfall.records import Grow, InputError, Launch, SamplingParams, Step
 from windfall.sequence import Sequence
 from windfall.target import Target
-from windfall.tree import DraftTree
+from windfall.tree import MOST_NODES, DraftTree
 from windfall.verify import walk
 
 if TYPE_CHECKING:
@@ -91,6 +91,8 @@ class Engine:
 
     def generate_batch(self, prompts: Many[Prompt], *, raw: bool = False, **sampling: Any) -> list[Generation]:
         """Several texts, decoded together; each is what `generate` would have given."""
+        if isinstance(prompts, str | dict):
+            raise InputError("generate_batch takes a list of prompts; for a single one there is generate")
         encoded, params = [self.encode(prompt, raw) for prompt in prompts], self.params(**sampling)
         if not encoded:
             return []
@@ -355,6 +357,10 @@ class Growth:
         if grow is None or not nodes:
             self._over = True
             return None
+        if (size := len(tree) + len(nodes) * grow.k) > MOST_NODES:
+            raise InputError(
+                f"a draft tree has {MOST_NODES} nodes at the most; this pass would make {size}: choose fewer children"
+            )
         self._expanded.update(nodes)
         self.passes += 1
         return grow if len(nodes) == grow.nodes.numel() else grow._replace(nodes=torch.tensor(nodes))

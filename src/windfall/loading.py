@@ -13,9 +13,10 @@ from windfall.drafters.lm import LMDrafter
 from windfall.engine import Engine
 from windfall.heads.files import find
 from windfall.heads.kinds import KINDS, kind_of, recognise
+from windfall.hub import cached
 from windfall.models import load_model, pick_device, pick_dtype
 from windfall.policies.base import TreePolicy
-from windfall.records import Launch
+from windfall.records import InputError, Launch
 from windfall.target import Target
 
 DEFAULT_POLICY = "auto"
@@ -100,6 +101,11 @@ def as_drafter(drafter: Any, **settings: Any) -> Drafter:
 def _kind_of_drafter(model: Any) -> str:
     """The drafter that serves this model: a head's own, by what its files say, or `lm`."""
     if isinstance(model, str | os.PathLike):
+        if str(model).isidentifier() and not os.path.exists(model) and cached(str(model)) is None:
+            names = ", ".join(registry.drafters())
+            raise InputError(
+                f"there is no drafter '{model}'; there are {names}; or give a folder or hub id (owner/name)"
+            )
         folder = find(os.fspath(model))
         kind = None if folder is None else recognise(folder)
     else:

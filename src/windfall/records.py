@@ -54,7 +54,8 @@ class SamplingParams:
         for name in ("stop", "eos"):
             kind, said = (str, "strings") if name == "stop" else (int, "token ids")
             _require(all(isinstance(each, kind) for each in getattr(self, name) or ()), f"{name} takes {said}")
-        _require(isinstance(self.logit_bias, Mapping), "logit_bias takes {token id: what is added to its logit}")
+        known = isinstance(self.logit_bias, Mapping) and all(isinstance(token, int) for token in self.logit_bias)
+        _require(known, "logit_bias takes {token id: what is added to its logit}")
         _require(self.max_new_tokens >= 1, f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
         _require(self.temperature >= 0, f"temperature must be 0 (greedy) or more, not {self.temperature}")
         _require(self.top_k >= 0, f"top_k must be 0 (off) or more, not {self.top_k}")
@@ -65,7 +66,10 @@ class SamplingParams:
         for name in ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             _require(math.isfinite(getattr(self, name)), f"{name} must be a finite number")
         biases = self.logit_bias.values()
-        _require(all(is_number(bias) and not math.isnan(bias) for bias in biases), "logit_bias values must be numbers")
+        _require(
+            all(is_number(bias) and bias < math.inf for bias in biases) and not any(map(math.isnan, biases)),
+            "logit_bias values must be numbers, finite or -inf, which excludes a token",
+        )
 
     @property
     def greedy(self) -> bool:

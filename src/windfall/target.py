@@ -14,6 +14,7 @@ from windfall.records import InputError, Scores
 from windfall.tree import DraftTree
 
 ORDINARY = {"full_attention", "sliding_attention", "attention", "global"}  # layer kinds whose rows can be gathered
+MOST_ROWS = 8192  # of a verify pass: who sees whom is a table of all by all
 
 
 class Target:
@@ -67,6 +68,8 @@ class Target:
 
     def score(self, trees: list[DraftTree]) -> list[Scores]:
         """ONE forward for all trees: a row sees the prefix and its ancestors, at position prefix + depth."""
+        if (most := max(map(len, trees))) > MOST_ROWS:
+            raise InputError(f"a verify pass takes {MOST_ROWS} rows at the most, not {most}")
         rows = [
             Rows(tree.tokens, length + tree.depth, tree.mask())
             for tree, length in zip(trees, self.decoder.lengths, strict=True)

@@ -30,6 +30,8 @@ class Store:
         self.about: dict[str, Any] | None = None  # of the run that is resumed
         self.done: set[Done] = set()
         self._held: int | None = None
+        if resume and not folder.exists():
+            raise InputError(f"there is no folder '{folder}' to resume; leave --resume out to begin a run in it")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._held = _hold(folder)  # until it is closed or the process ends, however it does

@@ -74,7 +74,19 @@ def main() -> None:
     """The `windfall` command."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to stop
-    app()
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+        if isinstance(error, BrokenPipeError):
+            sys.exit(ON_BROKEN_PIPE)
+        console.fail(f"cannot write to standard output: {error.strerror}")
+        sys.exit(BAD_INPUT)
 
 
 def _print_version(wanted: bool) -> None:

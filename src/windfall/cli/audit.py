@@ -79,6 +79,8 @@ def audit(
     except KeyboardInterrupt:
         interrupted = True
         console.note(f"stopped; {len(work.speculative.outcomes)} of {len(asked)} conversations are finished")
+        if not work.speculative.outcomes:
+            raise typer.Exit(ON_INTERRUPT) from None
     told = {
         "provenance": _provenance(engine, model, [prompt for prompt, _ in asked]),
         "settings": _settings(options, model, policy),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from windfall import console
 from windfall.cli.options import (
@@ -35,18 +36,29 @@ def tree(
 ) -> None:
     """Draw the draft tree of one cycle: what was drafted, verified and accepted."""
     from windfall import drawing
+    from windfall.errors import InputError
 
+    if svg is not None and svg.suffix.lower() != ".svg":
+        raise InputError(f"--svg writes an SVG file, and '{svg}' is named otherwise")
     prompt, keywords = source.read(), sampling.keywords()
     engine = model.load(policy.make())
     if source.system is not None:
         check_chat(engine)
-    steps = engine.generate(prompt, raw=source.raw, **keywords).steps
-    chosen = steps[min(cycle, len(steps)) - 1] if cycle else max(steps, key=lambda step: step.accepted)
+    steps, written = [], 0
+    with console.progress("Decoding") as told:
+        for step in engine.stream(prompt, raw=source.raw, **keywords):
+            steps.append(step)
+            written += len(step.tokens)
+            told(written / keywords["max_new_tokens"])
+    if cycle and cycle > len(steps):
+        raise InputError(f"the text has {drawing.counted(len(steps), 'cycle', 'cycles')}; there is no cycle {cycle}")
+    chosen = steps[cycle - 1] if cycle else max(steps, key=lambda step: step.accepted)
     if svg is None:
         console.stdout().print(drawing.draw(chosen, engine.target.tokenizer))
-        console.stdout().print(drawing.legend(chosen))
+        console.stdout().print(Text(drawing.summary(chosen)))
     else:
         replace_text(svg, drawing.svg(chosen, engine.target.tokenizer))
+        console.note(str(svg))
 
 
 def policies(
@@ -55,14 +67,16 @@ def policies(
     drafters: Annotated[bool, typer.Option("--drafters", help="Only the drafters.")] = False,
 ) -> None:
     """List policies and drafters, with the options that --set and --drafter-set take, and presets of policies."""
-    from windfall import loading, registry
-    from windfall.records import InputError
+    with console.waiting("Looking…"):
+        from windfall import loading, registry
+        from windfall.errors import InputError
 
-    known = {
-        "policies": [] if drafters else _entries(registry.policies(), registry.policy_class, loading.DEFAULT_POLICY),
-        "drafters": _entries(registry.drafters(), registry.drafter_class, loading.default_drafter(None)),
-        "presets": [] if drafters else [_preset(*entry) for entry in registry.PRESETS.items()],
-    }
+        plain = [] if drafters else registry.policies()
+        known = {
+            "policies": _entries(plain, registry.policy_class, loading.DEFAULT_POLICY),
+            "drafters": _entries(registry.drafters(), registry.drafter_class, loading.default_drafter(None)),
+            "presets": [] if drafters else [_preset(*entry) for entry in registry.PRESETS.items()],
+        }
     found = {kind: [e for e in entries if name in (None, e["name"])] for kind, entries in known.items()}
     if not any(found.values()):
         choices = ", ".join(dict.fromkeys(entry["name"] for entries in known.values() for entry in entries))

@@ -50,19 +50,23 @@ def data(
 
     settings = Settings(max_new_tokens, temperature, greedy_share, held_out, seed, max_length, cut_loops, shard)
     target = model.load()
-    with _progress() as report:
-        about = make_data(
-            target,
-            prompts or [],
-            out,
-            settings,
-            self_prompts=self_prompts,
-            limit=limit,
-            batch=batch,
-            resume=resume,
-            report=report,
-            say=console.note,
-        )
+    try:
+        with _progress() as report:
+            about = make_data(
+                target,
+                prompts or [],
+                out,
+                settings,
+                self_prompts=self_prompts,
+                limit=limit,
+                batch=batch,
+                resume=resume,
+                report=report,
+                say=console.note,
+            )
+    except KeyboardInterrupt:
+        console.note("stopped; what is written stays, and --resume goes on")
+        raise
     if json:
         console.print_json(about, indent=2)
         return

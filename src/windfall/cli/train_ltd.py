@@ -143,6 +143,8 @@ def ltd(
     if backend not in ("replay", "engine"):
         raise InputError(f"--backend is replay or engine, not '{backend}'")
     check_extra()
+    if resume and not out.exists():
+        raise InputError(f"there is no folder '{out}' to resume; leave --resume out to begin a training in it")
     if backend == "engine":
         source = _engine(model, texts, config)
     else:

@@ -35,6 +35,7 @@ def follow(events: Iterator[Event], folder: Path) -> None:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     from windfall.files import make_folder
+    from windfall.train.trainer import CHECKPOINT
 
     if int(os.environ.get("RANK", "0")):  # of several processes the first one speaks
         for _ in events:
@@ -45,11 +46,16 @@ def follow(events: Iterator[Event], folder: Path) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(20), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console.stderr(), transient=True, disable=not live) as bar:
         task = bar.add_task("Training", total=1.0)
-        for event in events:
-            log.write(event)
-            bar.update(task, completed=event.progress, description=_words(event))
-            if event.held_out:
-                bar.console.print(_held_out(event))
+        try:
+            for event in events:
+                log.write(event)
+                bar.update(task, completed=event.progress, description=_words(event))
+                if event.held_out:
+                    bar.console.print(_held_out(event))
+        except KeyboardInterrupt:
+            kept = (folder / CHECKPOINT).exists()
+            console.note("stopped; " + ("--resume goes on from the last checkpoint" if kept else "nothing is kept yet"))
+            raise
 
 
 def _words(event: Event) -> str:

@@ -28,6 +28,7 @@ from windfall.resident.seal import Seal
 from windfall.resident.seat import PENDING, STAGED, WIDTHS, SeatedDrafter, SeatedTarget
 from windfall.sequence import Sequence
 from windfall.target import Target
+from windfall.tree import MOST_NODES
 
 AWAY = 2e-5  # seconds in which whoever takes a step may have found other work for the device
 
@@ -71,6 +72,8 @@ class Resident:
         plan, params = plan_of(sequence.policy), sequence.params
         if plan is None or not self.plans:
             return "its policy decides on the host"
+        if plan.capacity > MOST_NODES:
+            return f"its trees have more than {MOST_NODES} nodes"
         if not plan.suits(ctx):
             return "its policy weighs every row, on the host"
         if plan.passes and self.drafts_on_host:

@@ -28,7 +28,7 @@ class Recipe:
     seed: int = option(0, "of batches and of a new head's weights")
     validate_every: int = option(500, "steps between looks at held-out texts", low=1)
     validation_batches: int = option(16, "forward passes of such a look", low=1)
-    compile: bool = option(False, "compile the target's layers; pays on a GPU, after about a minute")
+    compile: bool = option(False, "compile the target's layers; pays on a GPU, after some seconds of compiling")
     save_minutes: float = option(3.0, "minutes between checkpoints", low=0)
 
     def __post_init__(self) -> None:
