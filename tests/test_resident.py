@@ -453,6 +453,19 @@ def test_a_model_that_changes_between_texts(change: Callable[[Any], None]) -> No
     assert (made.resident is first) is (change is other_weights)  # in their place
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt-neox"])
+def test_what_transformers_does_to_a_model_is_no_change(family: str) -> None:
+    """Its own hooks, by which it hands out hidden states, come when somebody asks for these."""
+    made = engine(family, "eagle3", "beam", graphs=True)
+    text = {"max_new_tokens": 4, "eos": ()}
+    made.generate(prompt(), **text)
+    first = made.resident
+    made.target.model(torch.tensor([prompt()]), output_hidden_states=True)
+    made.generate_batch([prompt(), prompt(5)], **text)
+    made.generate(prompt(), **text)
+    assert made.resident is first is not None
+
+
 def test_a_drafter_on_another_device_stays_on_the_host() -> None:
     drafter = LMDrafter()
     drafter.attach(Target(tiny()))

@@ -39,7 +39,9 @@ def parse_layers(text: str, count: int) -> list[int]:
             layers.update(range(int(first), int(last if dash else first) + 1))
     except ValueError:
         raise InputError(f"skip takes 'middle' or layer numbers such as '3,5,10-20', not '{text}'") from None
-    if not layers <= set(range(count)) or len(layers) == count:
+    if unknown := layers - set(range(count)):
+        raise InputError(f"skip: there is no layer {min(unknown)}; the model has the layers 0-{count - 1}")
+    if len(layers) == count:
         raise InputError(f"skip must leave at least one of the layers 0-{count - 1}, not '{text}'")
     return sorted(layers)
 

@@ -32,11 +32,16 @@ class Seal:
         plain = {*map(type, weights)} <= {nn.Parameter}  # those made of others may lie nowhere
         return [
             list(map(id, _values(self._children))),
-            list(map(id, chain(*map(_values, self._hooks)))),
+            [id(hook) for hook in chain(*map(_values, self._hooks)) if foreign(hook)],
             list(map(dict.get, self._parts, repeat("forward"))),
             list(map(Tensor.data_ptr if plain else id, weights)),
             list(map(attrgetter("dtype"), weights)),
         ]
+
+
+def foreign(hook: Any) -> bool:
+    """Whether it is not transformers' own, which come and go with what is asked of a model, and change nothing."""
+    return not getattr(hook, "__module__", "").startswith("transformers.")
 
 
 def _values(owners: list[dict[str, Any]]) -> chain[Any]:

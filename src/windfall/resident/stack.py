@@ -14,6 +14,7 @@ from windfall.kernels.product import linear, norm_gate, norm_rotate
 from windfall.kernels.rows import embed
 from windfall.resident.forward import Pass, Unfit, refuse
 from windfall.resident.rope import Angles, Turn, halves, steady
+from windfall.resident.seal import foreign
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -150,8 +151,7 @@ def _layer(layer: Any) -> Layer:
 def _altered(module: nn.Module) -> bool:
     """Whether its forward is not its class's own: it has hooks, transformers' own aside, or was replaced."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    foreign = any(not getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks)
-    return foreign or "forward" in vars(module)
+    return any(map(foreign, hooks)) or "forward" in vars(module)
 
 
 def require_plain(*modules: Any) -> None:

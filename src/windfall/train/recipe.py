@@ -15,7 +15,7 @@ class Recipe:
     """Length by `steps` (resumable to the same losses) or by `minutes` (the schedule then follows the clock)."""
 
     steps: int | None = option(None, "optimizer steps; or give minutes", low=1)
-    minutes: float | None = option(None, "minutes of training; the schedule follows the clock", low=0)
+    minutes: float | None = option(None, "minutes of training; the schedule follows the clock", low=0.01)
     batch_tokens: int = option(16384, "tokens of a forward pass, padding included", low=16)
     accumulate: int = option(1, "forward passes whose gradients are averaged into one step", low=1)
     max_length: int = option(1024, "longer texts are cut here", low=8)

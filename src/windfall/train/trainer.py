@@ -178,7 +178,8 @@ class Trainer:
         except Exception:
             raise InputError(f"{self.path} is damaged; train again into a new folder") from None
         if differing:
-            raise InputError(f"the checkpoint was trained with another {differing[0]}; resume with the same settings")
+            told = (f"{key} was {state['recipe'][key]}, not {getattr(self.recipe, key)}" for key in differing)
+            raise InputError(f"the checkpoint was trained with other settings: {', '.join(told)}")
         try:
             self.head.load_state_dict(state["head"])
             self.optimizers.load_state_dict(state["optimizers"])

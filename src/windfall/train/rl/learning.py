@@ -118,7 +118,8 @@ class Learner:
         except Exception:  # torch and its pickles have many
             raise InputError(f"{self.folder} holds no checkpoint to resume from") from None
         if changed := [name for name in told if before.get(name) != told[name]]:
-            raise InputError(f"{self.folder} was begun with another {changed[0]}; resume with the same settings")
+            differing = (f"{name} was {before.get(name)}, not {told[name]}" for name in changed)
+            raise InputError(f"{self.folder} was begun with other settings: {', '.join(differing)}")
 
     def _keep(self) -> None:
         state = {f.name: getattr(self.state, f.name) for f in fields(State)}
