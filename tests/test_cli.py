@@ -626,10 +626,9 @@ def test_a_closed_pipe_is_quiet(folder: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
-@pytest.mark.parametrize("arguments", [["--version"], ["policies", "beam"]])
-def test_output_that_cannot_be_written_is_one_line(arguments: list[str]) -> None:
+def test_output_that_cannot_be_written_is_one_line() -> None:
     with Path("/dev/full").open("w") as full:
-        command = [sys.executable, "-m", "windfall.cli", *arguments]
+        command = [sys.executable, "-m", "windfall.cli", "--version"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (
         2,

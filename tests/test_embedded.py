@@ -28,17 +28,17 @@ def test_greedy_is_transformers_own(target: Target) -> None:
     engine = Engine(target, registry.drafter("ngram"), registry.policy("beam"))
     ids = engine.encode(LIMERICK)
     inputs = torch.tensor([ids])
-    wanted = target.model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=48)[
+    wanted = target.model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=24)[
         0, len(ids) :
     ]
-    assert engine.generate(LIMERICK, max_new_tokens=48).token_ids == wanted.tolist()
+    assert engine.generate(LIMERICK, max_new_tokens=24).token_ids == wanted.tolist()
 
 
 def test_sampled_text_does_not_depend_on_the_draft(target: Target) -> None:
     texts = set()
     for drafter, policy in (("ngram", "none"), ("ngram", "beam"), ("self", "fixed-tree"), ("lm", "chain")):
         engine = Engine(target, registry.drafter(drafter), registry.policy(policy))
-        generation = engine.generate(LIMERICK, max_new_tokens=32, temperature=0.8, top_p=0.95, seed=11)
+        generation = engine.generate(LIMERICK, max_new_tokens=16, temperature=0.8, top_p=0.95, seed=11)
         texts.add(tuple(generation.token_ids))
     assert len(texts) == 1
     assert generation.stats.tau > 1.2  # the small model that comes along
@@ -46,16 +46,16 @@ def test_sampled_text_does_not_depend_on_the_draft(target: Target) -> None:
 
 def test_stop_string(target: Target) -> None:
     engine = Engine(target, registry.drafter("ngram"), registry.policy("beam"))
-    whole = engine.generate(LIMERICK, max_new_tokens=40)
+    whole = engine.generate(LIMERICK, max_new_tokens=20)
     stop = whole.text.split()[6]
-    cut = engine.generate(LIMERICK, max_new_tokens=40, stop=(stop,))
+    cut = engine.generate(LIMERICK, max_new_tokens=20, stop=(stop,))
     assert cut.text == whole.text[: whole.text.index(stop)]
     assert cut.finish_reason == "stop"
     assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
 
 
 def test_the_command_line_compares() -> None:
-    run = CliRunner().invoke(app, ["generate", LIMERICK, "--compare", "--json", "--max-new-tokens", "24"])
+    run = CliRunner().invoke(app, ["generate", LIMERICK, "--compare", "--json", "--max-new-tokens", "12"])
     assert run.exit_code == 0, run.output
     result = json.loads(run.stdout)
     assert result["equal"] is True

@@ -595,8 +595,9 @@ def test_the_largest_trees_have_seats(name: str, settings: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "lm"])
-def test_plans_and_seats_share_the_drafter_s_cache(kind: str) -> None:
+def test_plans_and_seats_share_the_drafter_s_cache(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is one text at a time, so one buffer serves all of them; what was made for a smaller one goes."""
+    monkeypatch.setattr("windfall.resident.judge.CAPACITY", 2048 - MOST)
     device = engine("llama", kind, "beam", graphs=True, max_position_embeddings=8192)
     for name in ("beam", "chain", "talon"):
         device.policy = registry.policy(name)

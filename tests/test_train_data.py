@@ -65,8 +65,10 @@ def reference(query: Tensor, key: Tensor, value: Tensor, bounds: slots.Bounds, s
     return mixed
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "phi", "mixtral"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("family", "temperature"),
+    [("llama", 0.0), ("llama", 1.0), ("qwen3", 1.0), ("gpt2", 0.0), ("phi", 1.0), ("mixtral", 0.0)],
+)
 def test_a_mill_writes_what_the_engine_writes(family: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slots, "flash", reference)
     target = Target(tiny(family))
@@ -78,7 +80,7 @@ def test_a_mill_writes_what_the_engine_writes(family: str, temperature: float, m
         assert target.model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("batch", [1, 2, 7, 16])
+@pytest.mark.parametrize("batch", [1, 7, 16])
 def test_an_answer_does_not_depend_on_the_others(batch: int) -> None:
     target = Target(tiny())
     assert written(Mill(target, batch, capacity=100), jobs(1.0)) == engine_texts(target, 1.0)
