@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from windfall.errors import InputError
 
 T = TypeVar("T")
+_HINTS: dict[type, dict[str, Any]] = {}
 
 
 def option(
@@ -35,7 +36,7 @@ def options_of(cls: type) -> dict[str, dataclasses.Field[Any]]:
 def build(cls: type[T], settings: Mapping[str, Any], name: str) -> T:
     """Make a policy or drafter from typed or textual settings; what is unknown or out of range is refused."""
     known = options_of(cls)
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     values = {}
     for key, value in settings.items():
         if key not in known:
@@ -46,7 +47,7 @@ def build(cls: type[T], settings: Mapping[str, Any], name: str) -> T:
 
 def check(instance: Any) -> None:
     """Hold every option of a freshly made policy or drafter to its declared type and range."""
-    hints = typing.get_type_hints(type(instance))
+    hints = _hints(type(instance))
     for key, f in options_of(type(instance)).items():
         value, low, high = getattr(instance, key), f.metadata["low"], f.metadata["high"]
         if f.metadata["choices"] and value not in f.metadata["choices"]:
@@ -79,9 +80,16 @@ def _is_one(value: Any, kinds: tuple[Any, ...]) -> bool:
     return (float in kinds and is_number(value)) or (int in kinds and is_number(value, whole=True))
 
 
+def _hints(cls: type) -> dict[str, Any]:
+    """The types of its fields, read once: policies are made anew for every text."""
+    if cls not in _HINTS:
+        _HINTS[cls] = typing.get_type_hints(cls)
+    return _HINTS[cls]
+
+
 def describe(cls: type) -> list[dict[str, Any]]:
     """The options as plain data, for tables, `--json` and docs."""
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     return [
         {
             "name": key,
