@@ -80,6 +80,12 @@ def test_a_mill_writes_what_the_engine_writes(family: str, temperature: float, m
         assert target.model.config._attn_implementation == "sdpa"
 
 
+def test_next_to_no_temperature_is_greedy() -> None:
+    logits, places = torch.randn(2, 7, generator=torch.Generator().manual_seed(0)), torch.arange(2)
+    found = draw(logits, places, places, torch.tensor([1e-44, 0.0]), token_marks(7, torch.device("cpu")))
+    assert torch.equal(found, logits.argmax(-1))
+
+
 @pytest.mark.parametrize("batch", [1, 7, 16])
 def test_an_answer_does_not_depend_on_the_others(batch: int) -> None:
     target = Target(tiny())

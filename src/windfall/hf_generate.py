@@ -33,8 +33,11 @@ def custom_generate(drafter: Any = None, policy: Any = None) -> Callable[..., An
         stopping_criteria: Any = None,
         generation_config: Any = None,
         streamer: Any = None,
+        synced_gpus: bool = False,
         **model_kwargs: Any,
     ) -> Any:
+        if synced_gpus:
+            raise InputError("windfall's loop does not wait for other GPUs; synced_gpus must be False")
         engine = _engine_of(model, drafter, policy)
         streamer = streamer or _callers_streamer()
         _refuse(input_ids, logits_processor, generation_config, model_kwargs, engine.target.context)
@@ -82,8 +85,6 @@ def _refuse(input_ids: Tensor, processors: Any, config: Any, more: dict[str, Any
             raise InputError(f"windfall's loop does not keep what {name} asks for; leave it off")
     if (config.num_beams or 1) > 1:
         raise InputError("windfall decodes greedily or by sampling; num_beams must be 1")
-    if more.pop("synced_gpus", False):
-        raise InputError("windfall's loop does not wait for other GPUs; synced_gpus must be False")
     if unknown := [name for name, value in more.items() if name not in UNDERSTOOD and value is not None]:
         raise InputError(f"windfall's loop does not know what to do with {', '.join(unknown)}")
     if not input_ids.numel():

@@ -51,9 +51,8 @@ class SamplingParams:
             _require(is_number(getattr(self, name), whole=True), f"{name} must be a whole number")
         for name in NUMBERS:
             _require(is_number(getattr(self, name)), f"{name} must be a number, not {getattr(self, name)!r}")
-        for name in ("stop", "eos"):
-            kind, said = (str, "strings") if name == "stop" else (int, "token ids")
-            _require(all(isinstance(each, kind) for each in getattr(self, name) or ()), f"{name} takes {said}")
+        _require(all(isinstance(each, str) for each in self.stop), "stop takes strings")
+        _require(all(isinstance(each, int) for each in self.eos or ()), "eos takes token ids")
         known = isinstance(self.logit_bias, Mapping) and all(isinstance(token, int) for token in self.logit_bias)
         _require(known, "logit_bias takes {token id: what is added to its logit}")
         _require(self.max_new_tokens >= 1, f"max_new_tokens must be at least 1, not {self.max_new_tokens}")

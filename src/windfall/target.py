@@ -24,6 +24,8 @@ class Target:
 
     def __init__(self, model: Any, tokenizer: Any = None, name: str | None = None):
         self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
+        if (where := torch.get_default_device()).type != "cpu":  # what the host keeps would be made there
+            raise InputError(f"torch makes tensors on {where} by default; call torch.set_default_device('cpu')")
         refuse_unsupported(model, self.name)
         self.model = model
         self.tokenizer = tokenizer
@@ -118,9 +120,6 @@ def refuse_unsupported(model: Any, name: str) -> None:
     odd = sorted(set(kinds) - ORDINARY)
     forward = inspect.signature(model.forward).parameters
     reason = ""
-    if torch.get_default_device().type != "cpu":
-        where = torch.get_default_device()
-        raise InputError(f"torch makes tensors on {where} unless told otherwise; call torch.set_default_device('cpu')")
     if getattr(model.config, "is_encoder_decoder", False):
         reason = "is an encoder–decoder; windfall speeds up decoder-only models"
     elif getattr(model, "_is_stateful", False) or odd:

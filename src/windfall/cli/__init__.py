@@ -47,8 +47,13 @@ class Commands(TyperGroup):
         except KeyboardInterrupt:
             raise typer.Exit(ON_INTERRUPT) from None
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+            _let_output_go()
             raise typer.Exit(ON_BROKEN_PIPE) from None
+
+
+def _let_output_go() -> None:
+    """Nobody takes it any more, and the interpreter flushes once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _refuse(message: str) -> None:
@@ -82,7 +87,7 @@ def main() -> None:
     except OSError as error:
         if error.filename is not None:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+        _let_output_go()
         if isinstance(error, BrokenPipeError):
             sys.exit(ON_BROKEN_PIPE)
         console.fail(f"cannot write to standard output: {error.strerror}")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from windfall.quiet import first_line
-from windfall.records import InputError
+from windfall.records import COLD, InputError
 from windfall.sampling import GOLDEN, mix, shift, signed
 from windfall.target import Target
 from windfall.train.slots import NAME, Bounds, Slots
@@ -378,7 +378,7 @@ def draw(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor,
     logits = logits if logits.dtype == torch.float64 else logits.float()
     bits = mix(mix(seeds + (positions + 1) * GOLDEN)[:, None] + marks)
     noise = -torch.log(-torch.log((shift(bits, 12).double() + 0.5) * 2.0**-52))  # as in sampling.gumbel
-    sampled = (temperatures > 0)[:, None]
+    sampled = (temperatures >= COLD)[:, None]
     warmed = logits / torch.where(sampled, temperatures[:, None], 1.0) + noise.float()
     return torch.where(sampled, warmed, logits).argmax(-1)
 
