@@ -40,10 +40,9 @@ def _absorb(q, k, v, seen, scale, top, total, sums, MASKED: tl.constexpr, PRECIS
     scores = tl.dot(q, k, input_precision=PRECISION)
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
-    scores = scores * scale
-    higher = tl.maximum(top, tl.max(scores, 1))
+    higher = tl.maximum(top, tl.max(scores, 1) * scale)
     base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen so far
-    weights = tl.exp2(scores - base[:, None])
+    weights = tl.exp2(scores * scale - base[:, None])
     shrink = tl.exp2(top - base)
     total = total * shrink + tl.sum(weights, 1)
     sums = tl.dot(weights.to(v.dtype), v, sums * shrink[:, None], input_precision=PRECISION)
@@ -208,6 +207,9 @@ def _attend(
         stage = column - length
         asked = live[:, None] & (used & (stage >= 0))[None, :]
         told = tl.load(mask + node[:, None] * mask_row + stage[None, :] * mask_column, mask=asked, other=0)
+        # a reduction of nothing: behind the bytes of a mask the product with the values would take keys in another
+        # order (Triton chooses it by the narrowest numbers that it can trace back to)
+        told = tl.max(told.to(tl.int32)[:, :, None], 2)
         seen = (told != 0) | (used & (stage < 0))[None, :]
         top, total, sums = _absorb(q, k, v, seen, scale, top, total, sums, True, PRECISION)
 
