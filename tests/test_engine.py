@@ -66,11 +66,11 @@ def plain_ids(sampling: str, seed: int) -> list[int]:
 
 
 def crossed() -> list[tuple[str, str, str]]:
-    """Every policy with every drafter, twice, in a rota of samplings; with one drafter in all of them."""
+    """Every policy with every drafter, in a rota of samplings; with one drafter in all of them."""
     found, names = [], list(SAMPLING)
     for i, policy in enumerate(p for p in registry.policies() if p != "none"):
         for j, name in enumerate(DRAFTERS):
-            chosen = names if name == "small" else [names[(i + 2 * j + part) % len(names)] for part in (0, 3)]
+            chosen = names if name == "small" else [names[(i + j) % len(names)]]
             found += [(policy, name, sampling) for sampling in chosen]
     return found
 

@@ -38,7 +38,7 @@ def peak_apart(target: Target, make: Callable[[], Engine], ids: list[int], param
     """
     device, short = target.device, replace(params, max_new_tokens=min(SHORT, params.max_new_tokens))
     make().decode([ids], [short])
-    _clear(device)
+    clear(device)
     before, held = torch.cuda.memory_allocated(device), held_by_graphs(device)
     torch.cuda.reset_peak_memory_stats(device)
     engine = make()
@@ -48,7 +48,7 @@ def peak_apart(target: Target, make: Callable[[], Engine], ids: list[int], param
     engine.decode([ids], [params])
     replaying = torch.cuda.max_memory_allocated(device) + held_by_graphs(device) - held
     del engine
-    _clear(device)
+    clear(device)
     return int(max(recording, replaying) - before + sum(weight.nbytes for weight in target.model.parameters()))
 
 
@@ -62,7 +62,7 @@ def held_by_graphs(device: torch.device) -> int:
     )
 
 
-def _clear(device: torch.device) -> None:
+def clear(device: torch.device) -> None:
     """Give back what nobody uses; the last engine may have a cycle under way that nobody waited for."""
     torch.cuda.synchronize(device)
     gc.collect()

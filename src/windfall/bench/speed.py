@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 
 from windfall.bench.contest import LOOKUP, Case, Contest, Settings, cases_of, entries, transformers_answer
-from windfall.bench.memory import peak_apart
+from windfall.bench.memory import clear, peak_apart
 from windfall.bench.methods import DrafterSpec, Method
 from windfall.bench.passes import bandwidth, count_launches, measure_passes, module_of, row_size, size_of, weights_read
 from windfall.bench.runner import Contender, assemble
@@ -56,17 +55,12 @@ def peak_of(target: Target, method: Method, drafter: DrafterSpec, case: Case, se
 
 def transformers_peak(target: Target, case: Case, assistant: Any) -> int:
     """The same for transformers' own loops; an assistant's weights are counted too."""
-    _clear()
+    clear(target.device)
     before = torch.cuda.memory_allocated(target.device)
     torch.cuda.reset_peak_memory_stats(target.device)
     transformers_answer(target, case.ids, case.params, assistant)
     helper = assistant if isinstance(assistant, torch.nn.Module) else None
     return int(torch.cuda.max_memory_allocated(target.device) - before) + size_of(target.model) + size_of(helper)
-
-
-def _clear() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 class Seal:
     """A model's modules, what takes part in their forward, and where their weights lie. New numbers in the same place
-    do not break it: whoever reads the weights reads those. A look takes the host about
-    0.2 ms for a few hundred modules."""
+    do not break it: whoever reads the weights reads those. A look takes the host about 0.2 ms for a few hundred
+    modules."""
 
     def __init__(self, model: nn.Module):
         self._parts = [vars(module) for module in model.modules()]
