@@ -51,7 +51,7 @@ def _plot_passes(axes: Any, table: list[dict[str, Any]], by: str, title: str) ->
     series: list[int | None] = [None] if by == "rows" else list(dict.fromkeys(row["rows"] for row in table))
     for place, rows in enumerate(series):
         own = [row for row in table if rows in (None, row["rows"])]
-        at, name = [row[by] for row in own], "forward" if rows is None else f"{rows} rows"
+        at, name = [row[by] for row in own], "forward" if rows is None else f"{rows} row{'s' * (rows != 1)}"
         axes.plot(at, [1000 * row["seconds"] for row in own], "o-", color=COLOURS[place], label=name)
     if table:
         floor = {row[by]: 1000 * row["floor_seconds"] for row in table}
@@ -59,3 +59,4 @@ def _plot_passes(axes: Any, table: list[dict[str, Any]], by: str, title: str) ->
         axes.legend(frameon=False, fontsize=7)
     axes.set(title=title, xlabel="rows" if by == "rows" else "tokens of context", ylabel="milliseconds")
     axes.set_ylim(bottom=0)
+    axes.locator_params(axis="x", nbins=5)
