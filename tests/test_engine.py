@@ -210,6 +210,17 @@ def test_a_second_generation_ends_the_first() -> None:
         next(first)
 
 
+def test_two_engines_do_not_share_a_cache_unnoticed() -> None:
+    target = Target(tiny())
+    one, other = (Engine(target, some_drafter("ngram"), registry.policy("none"), launch=Launch(False)) for _ in "ab")
+    first = one.stream(prompt(), max_new_tokens=30)
+    next(first)
+    other.generate(prompt(7), max_new_tokens=3)
+    with pytest.raises(RuntimeError, match="on this Target, which has one cache"):
+        next(first)
+    assert ids(one) == plain_ids("greedy", 0)
+
+
 def test_an_interrupted_generation_leaves_the_engine_usable() -> None:
     made = engine("beam", "lm")
     steps = made.stream(prompt(), max_new_tokens=30)
@@ -245,7 +256,8 @@ def test_stats_add_up() -> None:
         ({"prompt": [1], "logit_bias": {99: 1.0}}, "between 0 and 60"),
         ({"prompt": [1], "logit_bias": [1]}, "logit_bias takes"),
         ({"prompt": [1], "logit_bias": {"a": 1}}, "logit_bias takes"),
-        ({"prompt": [1], "logit_bias": {1: float("inf")}}, "finite or -inf"),
+        ({"prompt": [1], "logit_bias": {1: float("inf")}}, r"1e\+30, or -inf"),
+        ({"prompt": [1], "temperature": 1e39}, r"temperature must lie between -1e\+30 and 1e\+30"),
         ({"prompt": [1], "logit_bias": {1: "much"}}, "values must be numbers"),
         ({"prompt": [1], "temperature": "1"}, "temperature must be a number, not '1'"),
         ({"prompt": [1], "top_p": None}, "top_p must be a number"),

@@ -14,7 +14,7 @@ from transformers import (
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from windfall.records import InputError, SamplingParams
-from windfall.sampling import GOLDEN, Sampler, gumbel, mix, noise_bits, process
+from windfall.sampling import GOLDEN, Sampler, gumbel, mix, noise_bits, process, warp
 from windfall.tree import DraftTree
 
 
@@ -163,3 +163,9 @@ def test_bad_params(bad: dict) -> None:
         SamplingParams(**bad)
     assert next(iter(bad)).split("_")[0] in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_the_likeliest_token_always_stays() -> None:
+    logits = torch.randn(3, 9, generator=torch.Generator().manual_seed(0))
+    kept = warp(logits, SamplingParams(temperature=1.0, top_p=1e-320)).isfinite()
+    assert torch.equal(kept, torch.zeros_like(kept).scatter(1, logits.argmax(1, keepdim=True), True))

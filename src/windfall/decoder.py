@@ -145,10 +145,14 @@ class Decoder:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _as_given(self, mask: Tensor) -> Tensor:
-        """Boolean for sdpa; eager attention adds its mask to the scores."""
-        if self.model.config._attn_implementation == "sdpa":
-            return mask
-        return torch.where(mask, 0.0, torch.finfo(self.dtype).min).to(self.dtype)
+        return as_given(mask, self.model.config, self.dtype)
+
+
+def as_given(mask: Tensor, config: Any, dtype: torch.dtype) -> Tensor:
+    """Boolean for sdpa; eager attention adds its mask to the scores."""
+    if config._attn_implementation == "sdpa":
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
 
 def attention_windows(config: Any) -> dict[str, int | None]:

@@ -128,13 +128,14 @@ class Engine:
                 return
             target, drafter = resident.seats(sequences[0])
         hidden = target.prefill(prompts, drafter.taps)
+        texts = self.target.texts if target is self.target else None  # seats have buffers of their own
         drafter.start(prompts, hidden, [sequence.dice for sequence in sequences])
         self.prefill_seconds = now(self.target.device) - started
         live = dict(enumerate(sequences))
         while live:
-            self._check_alone(generation)
+            self._check_alone(generation, texts)
             steps = dict(zip(live, self._cycle(list(live.values()), target, drafter), strict=True))
-            self._check_alone(generation)
+            self._check_alone(generation, texts)
             going = [place for place, sequence in enumerate(live.values()) if not sequence.finish]
             if 0 < len(going) < len(live):
                 target.retain(going)
@@ -200,9 +201,11 @@ class Engine:
         finally:
             self.calibrators, self.policy = kept, policy
 
-    def _check_alone(self, generation: int) -> None:
+    def _check_alone(self, generation: int, texts: int | None = None) -> None:
         if generation != self._generation:
             raise RuntimeError("another generation has begun on this engine; load a second engine to run both")
+        if texts not in (None, self.target.texts):
+            raise RuntimeError("another generation has begun on this Target, which has one cache; make one for each")
 
     @torch.inference_mode()
     def _cycle(self, live: list[Sequence], target: Target | SeatedTarget, drafter: Drafter) -> list[Step]:

@@ -14,6 +14,7 @@ from windfall.options import is_number
 from windfall.tree import DraftTree
 
 COLD = 1e-6  # temperature; logits divided by less may no longer be numbers
+LARGEST = 1e30  # a number that sampling multiplies or adds, in fp32
 WHOLE = ("max_new_tokens", "top_k", "seed")
 NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
@@ -63,11 +64,11 @@ class SamplingParams:
         _require(self.repetition_penalty > 0, f"repetition_penalty must be above 0, not {self.repetition_penalty}")
         _require(all(self.stop), "a stop string must not be empty")
         for name in ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-            _require(math.isfinite(getattr(self, name)), f"{name} must be a finite number")
+            _require(abs(getattr(self, name)) <= LARGEST, f"{name} must lie between {-LARGEST:g} and {LARGEST:g}")
         biases = self.logit_bias.values()
         _require(
-            all(is_number(bias) and bias < math.inf for bias in biases) and not any(map(math.isnan, biases)),
-            "logit_bias values must be numbers, finite or -inf, which excludes a token",
+            all(is_number(bias) and (abs(bias) <= LARGEST or bias == -math.inf) for bias in biases),
+            f"logit_bias values must be numbers between {-LARGEST:g} and {LARGEST:g}, or -inf, which excludes a token",
         )
 
     @property

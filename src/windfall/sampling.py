@@ -89,7 +89,8 @@ def warp(logits: Tensor, params: SamplingParams) -> Tensor:
     if params.top_p < 1:
         ordered, order = logits.sort(dim=-1, descending=True, stable=True)
         probs = ordered.softmax(-1)
-        outside = probs.cumsum(-1) - probs >= params.top_p  # the likeliest token always stays
+        outside = probs.cumsum(-1) - probs >= params.top_p
+        outside[:, 0] = False  # the likeliest token always stays
         logits = logits.masked_fill(outside.scatter(1, order, outside), -torch.inf)
     if params.min_p > 0:
         probs = logits.softmax(-1)

@@ -30,11 +30,14 @@ class Target:
         self.model = model
         self.tokenizer = tokenizer
         self.decoder = Decoder(model)
+        self.texts = 0  # begun on its cache, whoever asked
         try:
-            gap, scale = self._tree_gap()
+            ahead, (gap, scale) = looks_ahead(model), self._tree_gap()
         except Exception as error:
             reason = str(error).partition("\n")[0]
             raise InputError(f"{self.name}: {type(model).__name__} cannot score a tree: {reason}") from error
+        if ahead:
+            raise InputError(f"{self.name}: {type(model).__name__} reads ahead; load it with is_decoder=True")
         if not gap <= 0.05 * max(scale, 1e-3):
             raise InputError(
                 f"{self.name}: {type(model).__name__} does not score a tree as it scores the tree's paths "
@@ -64,6 +67,7 @@ class Target:
 
     def prefill(self, prompts: list[list[int]], taps: tuple[int, ...] = ()) -> list[Tensor] | None:
         """Start new sequences, whose states at `taps` are handed out; returns those of all tokens but the last."""
+        self.texts += 1
         self.decoder.taps = taps
         self.decoder.reset(len(prompts))
         return self.decoder.extend([prompt[:-1] for prompt in prompts])
@@ -111,6 +115,16 @@ class Target:
             gap = max(gap, float((alone - in_tree[path]).abs().max()))
         self.decoder.reset(0)
         return gap, float(in_tree.abs().max())
+
+
+@torch.inference_mode()
+def looks_ahead(model: Any) -> bool:
+    """Whether tokens see those behind them, as in models that are encoders unless they are told otherwise."""
+    if getattr(model.config.get_text_config(), "is_decoder", True):
+        return False
+    device = model.get_input_embeddings().weight.device
+    one, other = (model(input_ids=torch.tensor([[2, 3, last]], device=device)).logits[0, :2] for last in (4, 5))
+    return bool((one - other).abs().max() > 1e-4 * one.abs().max())
 
 
 def refuse_unsupported(model: Any, name: str) -> None:
