@@ -17,6 +17,7 @@ from windfall.ledger import Ledger
 from windfall.options import option
 from windfall.policies.base import TreePolicy
 from windfall.records import Grow, Step
+from windfall.target import MOST_ROWS
 from windfall.tree import DraftTree
 
 AHEAD = 4  # further passes looked ahead
@@ -38,7 +39,9 @@ class Auto(TreePolicy):
 
     uses_costs: ClassVar[bool] = True
 
-    nodes: int = option(96, "rows of a verify pass at the most, the root counted: memory's limit, not taste's", low=1)
+    nodes: int = option(
+        96, "rows of a verify pass at the most, the root counted: memory's limit, not taste's", low=1, high=MOST_ROWS
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
