@@ -44,6 +44,7 @@ def test_rows_of_a_file(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ('{"turns": ["a"]}\n{nonsense', ", line 2 is not JSON"),
+        ('{"turns": ["\\ud800"]}', ", line 1 is not valid Unicode"),
         ("[1]", 'line 1 must be an object with "turns" or "text"'),
         ('{"id": 1}', 'line 1 needs "turns"'),
         ('{"turns": []}', 'line 1 needs "turns"'),

@@ -264,6 +264,7 @@ def test_stats_add_up() -> None:
         ({"prompt": [1], "max_new_tokens": True}, "max_new_tokens must be a whole number"),
         ({"prompt": [1], "eos": ("</s>",)}, "eos takes token ids"),
         ({"prompt": [1], "stop": (1,)}, "stop takes strings"),
+        ({"prompt": [1], "stop": 5}, "stop takes strings"),
         ({"prompt": [1.0, 2.0]}, "a prompt is text"),
         ({"prompt": torch.tensor([1j])}, "a prompt is text"),
         ({"prompt": torch.tensor(1)}, "a prompt is text"),

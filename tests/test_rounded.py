@@ -15,6 +15,7 @@ from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.engine import Engine
 from windfall.errors import InputError
 from windfall.heads import fitting, rounded
+from windfall.records import Launch
 from windfall.target import Target
 
 
@@ -50,15 +51,16 @@ def test_only_the_vocabulary_loses_precision(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_same_text(temperature: float) -> None:
     target, head, texts = Target(tiny()), random_head("eagle3-pruned"), []
-    for precision in ("full", "int8"):
+    for precision, graphs in (("full", False), ("int8", False), ("int8", True)):
         drafter = FeatureHeadDrafter(head, vocabulary_precision=precision)
-        engine = Engine(target, drafter, registry.policy("beam"), True)
+        engine = Engine(target, drafter, registry.policy("beam"), True, Launch(graphs))
         assert (drafter.head.rounded is not None) == (precision == "int8")
         done = engine.generate(prompt(), max_new_tokens=30, temperature=temperature, seed=3)
         texts.append(done.token_ids)
+        assert bool(engine.fallback) != graphs
     plain = Engine(target, registry.drafter("ngram"), registry.policy("none"), True)
     texts.append(plain.generate(prompt(), max_new_tokens=30, temperature=temperature, seed=3).token_ids)
-    assert texts[0] == texts[1] == texts[2]
+    assert texts[0] == texts[1] == texts[2] == texts[3]
 
 
 @needs_int8

@@ -17,6 +17,7 @@ from windfall.clock import Stopwatch, now
 from windfall.context import Context
 from windfall.cost import ASSUMED, Costs
 from windfall.drafters.base import Drafter
+from windfall.files import is_unicode
 from windfall.ledger import Ledger
 from windfall.metrics import Stats
 from windfall.policies.base import TreePolicy
@@ -304,7 +305,7 @@ class Engine:
             return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
         except TypeError as error:
             told = "the prompt is not valid Unicode text"
-            if not isinstance(prompt, str):
+            if not isinstance(prompt, str) and all(is_unicode(str(message.get("content"))) for message in prompt):
                 told = f"a chat message is {{'role': text, 'content': text}}; the template says: {first_line(error)}"
             raise InputError(told) from None
         except TemplateError as error:

@@ -23,6 +23,11 @@ def read_text(file: Path) -> str:
         raise InputError(f"'{file}' is not UTF-8 text (byte {error.start})") from error
 
 
+def is_unicode(text: str) -> bool:
+    """Whether it can be written as UTF-8: half of a pair of surrogates cannot."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
 def replace_file(file: Path, write: Callable[[Path], Any]) -> None:
     """Let `write` fill a file beside this one, which then takes its place, with the permissions of any new file."""
     temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex[:12]}.tmp")

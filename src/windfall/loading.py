@@ -81,6 +81,8 @@ def as_target(target: Any, **how: Any) -> Target:
     if isinstance(target, tuple) or hasattr(target, "forward"):
         model, tokenizer = target if isinstance(target, tuple) else (target, None)
         return Target(_moved(model, how.get("device"), how.get("dtype")).eval(), tokenizer)
+    if not isinstance(target, str | os.PathLike | None):
+        raise InputError(f"a target is a folder, a GGUF file, a hub id or a loaded model, not {target!r}")
     loaded = load_model(target, **how)
     return Target(loaded.model, loaded.tokenizer, loaded.name)
 

@@ -127,7 +127,7 @@ def read_preset(file: str) -> tuple[str, dict[str, Any]]:
         return str(given["policy"]), dict(given["settings"])
     except OSError as error:
         raise InputError(f"cannot read '{file}': {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(f"'{file}' is no preset: it must hold a policy and its settings, as `tune` writes") from error
 
 

@@ -317,7 +317,7 @@ def read_profiles(file: Path, labels: Sequence[str]) -> dict[str, Any]:
             Costs.of_dict(profile["costs"])
     except OSError as error:
         raise InputError(f"cannot read '{file}': {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise InputError(f"'{file}' is no profile; give a run.json or what `windfall profile --json` prints") from None
     return found
 

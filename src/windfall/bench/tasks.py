@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from windfall.errors import InputError
-from windfall.files import read_text
+from windfall.files import is_unicode, read_text
 
 BUILTIN = "builtin"
 ROWS = 80  # of a hub dataset, from its start: as many as the papers take
@@ -105,8 +105,10 @@ def _parse(text: str, task: str, label: str) -> list[Prompt]:
 def _prompt(line: str, task: str, number: int, label: str) -> Prompt:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise InputError(f"{label} is not JSON") from None
+    if not is_unicode(json.dumps(row, ensure_ascii=False)):
+        raise InputError(f"{label} is not valid Unicode text")
     if not isinstance(row, dict):
         raise InputError(f'{label} must be an object with "turns" or "text"')
     raw = "turns" not in row

@@ -207,8 +207,8 @@ def run(
     settings = bench.settings([method.label for method in methods], model, drafter.label)
     labels = [(method.drafter or drafter).label for method in methods]
     profiles = None if bench.profile is None else runner.read_profiles(bench.profile, labels)
-    store = Store(out, resume)
     prompts = tasks.in_turns(tasks.load_tasks(bench.task_names, settings.limit))
+    store = Store(out, resume)
     settings = dataclasses.replace(settings, parts=bench.parts(settings, prompts))
     prompts = [prompt for prompt in prompts if settings.asks(prompt.task)]
     with loading_model():

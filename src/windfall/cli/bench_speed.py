@@ -70,6 +70,8 @@ class SpeedOptions:
     def settings(self, model: ModelOptions) -> Settings:
         from windfall.bench.contest import LENGTHS, Settings
 
+        if self.coupled and model.uncoupled:
+            raise InputError("choose one of --coupled and --uncoupled; neither measures both")
         return Settings(
             temperatures=_numbers(self.temperature, float, "--temperature", "0,1"),
             couplings=(True, False) if self.coupled == model.uncoupled else (self.coupled,),

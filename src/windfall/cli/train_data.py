@@ -75,6 +75,8 @@ def data(
         f"{counts.get('answers', 0)} answers of {counts.get('answer_tokens', 0)} tokens in {counts.get('texts', 0)} "
         f"texts, {counts.get('held_out', 0)} of them held out; {100 * about['repeated_share']:.1f}% repeats itself"
     )
+    if not counts.get("held_out"):
+        console.note("training needs texts that are held out: give more prompts, or a larger --held-out")
 
 
 @contextlib.contextmanager

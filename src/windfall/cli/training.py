@@ -34,20 +34,20 @@ def follow(events: Iterator[Event], folder: Path) -> None:
     """Show and log every event. Ctrl-C stops; the last checkpoint stays, to be resumed from."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    from windfall.files import make_folder
     from windfall.train.trainer import CHECKPOINT
 
     if int(os.environ.get("RANK", "0")):  # of several processes the first one speaks
         for _ in events:
             pass
         return
-    make_folder(folder)
-    log, live = Log(folder), sys.stderr.isatty()
+    log: Log | None = None  # the folder is there with the first event
+    live = sys.stderr.isatty()
     columns = (TextColumn("{task.description}"), BarColumn(20), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console.stderr(), transient=True, disable=not live) as bar:
         task = bar.add_task("Training", total=1.0)
         try:
             for event in events:
+                log = log or Log(folder)
                 log.write(event)
                 bar.update(task, completed=event.progress, description=_words(event))
                 if event.held_out:

@@ -40,7 +40,7 @@ class FeatureHeadDrafter(Drafter):
 
     vocabulary_precision: str = option(
         "auto",
-        "of the product with the draft vocabulary; auto: int8 on a CPU that has it, full elsewhere",
+        "of the product with the draft vocabulary; auto: int8 on a CPU where that is faster, full elsewhere",
         choices=("auto", "int8", "full"),
     )
 

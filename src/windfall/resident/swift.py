@@ -68,7 +68,9 @@ class Swift:
         fed = linear(gates, self.layer.mlp.down_proj.weight)
         return add_norm(fed, total, self.head.norm.weight, self.eps, pick, keep)[0]
 
-    def words(self, normed: Tensor) -> Words:
+    def words(self, normed: Tensor) -> Words | Tensor:
+        if self.head.rounded is not None:
+            return self.head.rounded(normed)
         return Words(normed, self.head.vocabulary, self.head.vocabulary_bias)
 
     def _inputs(self, tokens: Tensor, hidden: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:

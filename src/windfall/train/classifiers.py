@@ -269,7 +269,8 @@ def fit(kind: str, cycles: list[Cycle], how: Fitting, tell: Progress) -> tuple[C
     learning, judging = (samples_of(kind, part, how.entropy) for part in split(cycles, how.held_out, how.seed))
     for samples, where in ((learning, "to learn from"), (judging, "held out")):
         if not all(samples.counts.values()):
-            raise InputError(f"the cycles {where} have {samples.counts}, and both are needed; record more prompts")
+            told = " and ".join(f"{count} {name}" for name, count in samples.counts.items())
+            raise InputError(f"the cycles {where} have {told}, and both are needed; record more prompts")
     odds = math.log(learning.labels.sum() / (~learning.labels).sum())
     learning = learning if how.unbalanced else balanced(learning, how.seed)
     torch.manual_seed(how.seed)

@@ -20,7 +20,7 @@ from windfall.target import Target
 from windfall.train import shards
 from windfall.train.mill import Answer, Job, Mill, fitting
 from windfall.train.shards import Batch, Finished, Text, TokenData, token_counts
-from windfall.train.sources import Source, hashed, read_sources, share
+from windfall.train.sources import LEAST, Source, hashed, read_sources, share
 
 __all__ = ["Batch", "Progress", "Settings", "Source", "TokenData", "make_data", "read_sources", "token_counts"]
 
@@ -105,7 +105,7 @@ def make_data(
     about["prompts"] = {"given": len(given), "duplicates": len(given) - len(prompts), "self": 0}
     chosen = sorted(prompts, key=lambda key: hashed("order", settings.seed, key))[:limit]
     if not chosen and not self_prompts:
-        raise InputError("these files hold no prompts")
+        raise InputError(f"these files hold no prompts (texts to go on with need {LEAST} characters)")
     mill = _mill(target, settings, batch, max(len(chosen), self_prompts), say)
     make_folder(folder)
     if not (folder / shards.ABOUT).exists():

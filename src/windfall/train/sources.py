@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from windfall.files import read_text
+from windfall.files import is_unicode, read_text
 from windfall.quiet import first_line
 from windfall.records import InputError
 
@@ -81,7 +81,7 @@ def _rows(text: str, file: Path) -> Iterator[tuple[str, Any]]:
 def _parse(text: str, place: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{place} is not JSON: {first_line(error)}") from error
 
 
@@ -109,10 +109,11 @@ def from_row(row: Any, origin: str, place: str) -> Iterator[Source]:
             yield from [Source(turns, origin=origin)] if turns else []
             return
     if isinstance(row.get("instruction"), str):
-        asked = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
+        parts = [_worded(part, place) for part in (row["instruction"], row.get("input") or "")]
+        asked = "\n\n".join(part for part in parts if part)
         yield from [Source((asked,), origin=origin)] if asked.strip() else []
     elif isinstance(row.get("text"), str):
-        yield from _passages(row["text"], origin)
+        yield from _passages(_worded(row["text"], place), origin)
     else:
         raise InputError(f"{place} has nothing to answer; it needs one of {KEYS}")
 
@@ -120,7 +121,7 @@ def from_row(row: Any, origin: str, place: str) -> Iterator[Source]:
 def _user_turns(said: Any, place: str) -> Iterator[str]:
     for turn in [said] if isinstance(said, str) else said if isinstance(said, list) else [None]:
         if isinstance(turn, str):
-            yield turn
+            yield _worded(turn, place)
         elif isinstance(turn, dict):
             if turn.get("role", turn.get("from")) in USERS:
                 yield _content(turn.get("content", turn.get("value")), place)
@@ -130,10 +131,17 @@ def _user_turns(said: Any, place: str) -> Iterator[str]:
 
 def _content(content: Any, place: str) -> str:
     if isinstance(content, list):  # OpenAI's parts
-        content = "\n".join(part["text"] for part in content if isinstance(part, dict) and part.get("type") == "text")
-    if not isinstance(content, str):
+        parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        content = "\n".join(_worded(part, place) for part in parts)
+    return _worded(content, place)
+
+
+def _worded(text: Any, place: str) -> str:
+    if not isinstance(text, str):
         raise InputError(f"{place}: a user's message has no text")
-    return content
+    if not is_unicode(text):
+        raise InputError(f"{place} is not valid Unicode text")
+    return text
 
 
 def _passages(text: str, origin: str) -> Iterator[Source]:
