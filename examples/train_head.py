@@ -20,6 +20,8 @@ from windfall.train.runs import HeadJob, train_head
 if len(sys.argv) < 2:
     sys.exit(__doc__)
 folder = Path(sys.argv[1])
+if (folder / "data").exists():
+    sys.exit(f"'{folder}' holds an earlier run's data; choose another folder")
 folder.mkdir(parents=True, exist_ok=True)
 prompts = folder / "prompts.jsonl"
 if len(sys.argv) > 2:

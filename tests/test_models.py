@@ -25,6 +25,7 @@ from tokenizers import models as token_models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from windfall import conversion, hub, models
+from windfall.loading import as_drafter, as_target
 from windfall.records import InputError
 
 SHAPE = {
@@ -687,3 +688,11 @@ def test_embedded_default() -> None:
     output = model.generate(**chat, max_new_tokens=12, do_sample=False)
     answer = tokenizer.decode(output[0, chat["input_ids"].shape[1] :])
     assert answer == "The capital of France is Paris.<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("made", "message"), [(as_target, "a target is .* not 5"), (as_drafter, "a drafter is .* not 5")]
+)
+def test_what_is_no_model_is_refused(made: Callable[[Any], Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        made(5)

@@ -112,6 +112,8 @@ def _kind_of_drafter(model: Any) -> str:
         kind = None if folder is None else recognise(folder)
     else:
         kind = kind_of(model)
+        if kind is None and not (isinstance(model, tuple) or hasattr(model, "forward")):
+            raise InputError(f"a drafter is a name, a folder, a hub id or a loaded head or model, not {model!r}")
     return KINDS[kind].drafter if kind else "lm"
 
 
