@@ -194,7 +194,7 @@ def roberta(is_decoder: bool) -> Any:
 
 
 def test_a_model_that_can_be_an_encoder_is_taken_as_a_decoder() -> None:
-    assert Target(roberta(is_decoder=True)).texts > 0
+    Target(roberta(is_decoder=True))  # is not refused
 
 
 @pytest.mark.parametrize("reason", unsupported())

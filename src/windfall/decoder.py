@@ -132,27 +132,25 @@ class Decoder:
         """
         if causal and not self.windows and (packed.mask.shape[:2] == (1, 1) or self.cache.end == 0):
             return None
-        full = self._as_given(packed.mask[:, None])
+        full = as_given(packed.mask[:, None], self.model)
         if not self.windows:
             return full
         committed = torch.arange(self.cache.top, device=self.device).expand(len(packed.tokens), -1)
         columns = torch.cat([committed, self._staged_positions, packed.positions], 1)
         age = packed.positions[:, :, None] - columns[:, None]  # [B, n, columns]
         masks = {
-            kind: full if window is None else self._as_given((packed.mask & (age < window))[:, None])
+            kind: full if window is None else as_given((packed.mask & (age < window))[:, None], self.model)
             for kind, window in self.windows.items()
         }
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def _as_given(self, mask: Tensor) -> Tensor:
-        return as_given(mask, self.model.config, self.dtype)
 
-
-def as_given(mask: Tensor, config: Any, dtype: torch.dtype) -> Tensor:
-    """Boolean for sdpa; eager attention adds its mask to the scores."""
-    if config._attn_implementation == "sdpa":
+def as_given(mask: Tensor, model: Any) -> Tensor:
+    """As the model takes it: boolean for sdpa; eager attention adds its mask to the scores."""
+    if model.config._attn_implementation == "sdpa":
         return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+    lowest = torch.finfo(model.dtype).min
+    return torch.zeros(mask.shape, dtype=model.dtype, device=mask.device).masked_fill(~mask, lowest)
 
 
 def attention_windows(config: Any) -> dict[str, int | None]:

@@ -77,7 +77,6 @@ class Engine:
         self.calibrators: defaultdict[str, Calibrator] = defaultdict(Calibrator)  # by regime
         drafter.attach(target)
         self.prefill_seconds = 0.0
-        self._generation = 0
         self._made: tuple[Resident | None, str] | None = None
         self.fallback = ""  # why the last text did not stay on the device altogether
 
@@ -113,8 +112,8 @@ class Engine:
 
     def run(self, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[dict[int, Step]]:
         """Decode these prompts together: per cycle, the Step of every sequence that has not ended yet."""
-        self._generation += 1
-        generation, started = self._generation, time.perf_counter()
+        self.target.texts += 1
+        text, started = self.target.texts, time.perf_counter()
         sequences = [
             Sequence(prompt, own, self.policy.fresh(), self.target, self.coupled)
             for prompt, own in zip(prompts, params, strict=True)
@@ -125,18 +124,17 @@ class Engine:
             if not self.fallback:
                 for step in resident.run(self, sequences[0]):
                     yield {0: step}
-                    self._check_alone(generation)
+                    self._check_alone(text)
                 return
             target, drafter = resident.seats(sequences[0])
         hidden = target.prefill(prompts, drafter.taps)
-        texts = self.target.texts if target is self.target else None  # seats have buffers of their own
         drafter.start(prompts, hidden, [sequence.dice for sequence in sequences])
         self.prefill_seconds = now(self.target.device) - started
         live = dict(enumerate(sequences))
         while live:
-            self._check_alone(generation, texts)
+            self._check_alone(text)
             steps = dict(zip(live, self._cycle(list(live.values()), target, drafter), strict=True))
-            self._check_alone(generation, texts)
+            self._check_alone(text)
             going = [place for place, sequence in enumerate(live.values()) if not sequence.finish]
             if 0 < len(going) < len(live):
                 target.retain(going)
@@ -202,11 +200,11 @@ class Engine:
         finally:
             self.calibrators, self.policy = kept, policy
 
-    def _check_alone(self, generation: int, texts: int | None = None) -> None:
-        if generation != self._generation:
-            raise RuntimeError("another generation has begun on this engine; load a second engine to run both")
-        if texts not in (None, self.target.texts):
-            raise RuntimeError("another generation has begun on this Target, which has one cache; make one for each")
+    def _check_alone(self, text: int) -> None:
+        if text != self.target.texts:
+            raise RuntimeError(
+                "another generation has begun on this engine, or on its Target; load a second engine, which has its own"
+            )
 
     @torch.inference_mode()
     def _cycle(self, live: list[Sequence], target: Target | SeatedTarget, drafter: Drafter) -> list[Step]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import uuid
 from collections.abc import Callable
@@ -25,7 +26,19 @@ def read_text(file: Path) -> str:
 
 def is_unicode(text: str) -> bool:
     """Whether it can be written as UTF-8: half of a pair of surrogates cannot."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def parse_json(text: str) -> Any:
+    """As `json.loads`; what is nested too deeply is a ValueError like all that is no JSON."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
 
 
 def replace_file(file: Path, write: Callable[[Path], Any]) -> None:

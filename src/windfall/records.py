@@ -44,7 +44,7 @@ class SamplingParams:
     criteria: tuple[Callable[..., Any], ...] = ()  # transformers StoppingCriteria, asked after every token
 
     def __post_init__(self) -> None:
-        _require(isinstance(self.stop or (), str | Iterable), "stop takes strings")
+        _require(isinstance(self.stop or (), Iterable), "stop takes strings")
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
         object.__setattr__(self, "logit_bias", self.logit_bias or {})
         if isinstance(self.eos, int):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import json
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from windfall import options
+from windfall.files import parse_json
 from windfall.records import InputError
 
 POLICIES = {
@@ -123,11 +123,11 @@ def preset(name: str, /, **settings: Any) -> Any:
 def read_preset(file: str) -> tuple[str, dict[str, Any]]:
     """Policy and settings of a file that `windfall tune` wrote."""
     try:
-        given = json.loads(Path(file).read_text("utf-8"))
+        given = parse_json(Path(file).read_text("utf-8"))
         return str(given["policy"]), dict(given["settings"])
     except OSError as error:
         raise InputError(f"cannot read '{file}': {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"'{file}' is no preset: it must hold a policy and its settings, as `tune` writes") from error
 
 

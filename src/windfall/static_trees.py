@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import json
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from windfall.context import Context
+from windfall.files import parse_json
 from windfall.policies.base import TreePolicy
 from windfall.records import Grow, InputError
 from windfall.tree import DraftTree
@@ -162,7 +162,7 @@ def parse_paths(text: str, name: str) -> Shape:
 
 def _read_json(text: str, name: str, example: str) -> list[list[Any]]:
     try:
-        rows = json.loads(text)
+        rows = parse_json(text)
     except (ValueError, TypeError):
         rows = None
     if not isinstance(rows, list) or not rows or not all(isinstance(row, list) and row for row in rows):

@@ -11,10 +11,9 @@ from torch import Tensor
 from windfall.batch import Rows
 from windfall.decoder import Decoder
 from windfall.records import InputError, Scores
-from windfall.tree import DraftTree
+from windfall.tree import MOST_ROWS, DraftTree
 
 ORDINARY = {"full_attention", "sliding_attention", "attention", "global"}  # layer kinds whose rows can be gathered
-MOST_ROWS = 8192  # of a verify pass: who sees whom is a table of all by all
 
 
 class Target:
@@ -30,7 +29,7 @@ class Target:
         self.model = model
         self.tokenizer = tokenizer
         self.decoder = Decoder(model)
-        self.texts = 0  # begun on its cache, whoever asked
+        self.texts = 0  # begun so far: it has one cache, for whichever engine is the last
         try:
             ahead, (gap, scale) = looks_ahead(model), self._tree_gap()
         except Exception as error:
@@ -67,7 +66,6 @@ class Target:
 
     def prefill(self, prompts: list[list[int]], taps: tuple[int, ...] = ()) -> list[Tensor] | None:
         """Start new sequences, whose states at `taps` are handed out; returns those of all tokens but the last."""
-        self.texts += 1
         self.decoder.taps = taps
         self.decoder.reset(len(prompts))
         return self.decoder.extend([prompt[:-1] for prompt in prompts])

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 MOST_NODES = 2**18  # of a draft tree
+MOST_ROWS = 8192  # of a verify pass: who sees whom is a table of all by all
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Flags = NDArray[np.bool_]

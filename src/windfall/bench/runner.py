@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -33,6 +32,7 @@ from windfall.cost import Costs
 from windfall.drafters.base import Drafter
 from windfall.engine import Engine, Generation
 from windfall.errors import InputError
+from windfall.files import parse_json
 from windfall.options import options_of
 from windfall.policies.base import TreePolicy
 from windfall.policies.none import NoSpeculation
@@ -311,13 +311,13 @@ def attach_costs(contenders: Sequence[Contender], known: Mapping[str, Any] | Non
 def read_profiles(file: Path, labels: Sequence[str]) -> dict[str, Any]:
     """The costs in a run.json, or those of `windfall profile --json` for every one of these drafters."""
     try:
-        given = json.loads(file.read_text("utf-8"))
+        given = parse_json(file.read_text("utf-8"))
         found: dict[str, Any] = given["profiles"] if "profiles" in given else dict.fromkeys(labels, given)
         for profile in found.values():
             Costs.of_dict(profile["costs"])
     except OSError as error:
         raise InputError(f"cannot read '{file}': {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise InputError(f"'{file}' is no profile; give a run.json or what `windfall profile --json` prints") from None
     return found
 

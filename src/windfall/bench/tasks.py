@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from windfall.errors import InputError
-from windfall.files import is_unicode, read_text
+from windfall.files import is_unicode, parse_json, read_text
 
 BUILTIN = "builtin"
 ROWS = 80  # of a hub dataset, from its start: as many as the papers take
@@ -104,17 +103,17 @@ def _parse(text: str, task: str, label: str) -> list[Prompt]:
 
 def _prompt(line: str, task: str, number: int, label: str) -> Prompt:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = parse_json(line)
+    except ValueError:
         raise InputError(f"{label} is not JSON") from None
-    if not is_unicode(json.dumps(row, ensure_ascii=False)):
-        raise InputError(f"{label} is not valid Unicode text")
     if not isinstance(row, dict):
         raise InputError(f'{label} must be an object with "turns" or "text"')
     raw = "turns" not in row
     turns = [row.get("text")] if raw else row["turns"]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise InputError(f'{label} needs "turns", a list of texts that are not empty, or a "text" that is not')
+    if not all(map(is_unicode, turns)):
+        raise InputError(f"{label} is not valid Unicode text")
     own = (str(row.get("task") or task), str(row.get("category") or ""), str(row.get("id", number)))
     return Prompt(*own, tuple(turns), raw)
 

@@ -17,8 +17,7 @@ from windfall.ledger import Ledger
 from windfall.options import option
 from windfall.policies.base import TreePolicy
 from windfall.records import Grow, Step
-from windfall.target import MOST_ROWS
-from windfall.tree import DraftTree
+from windfall.tree import MOST_ROWS, DraftTree
 
 AHEAD = 4  # further passes looked ahead
 WIDEST = 32  # nodes expanded in one pass at the most

@@ -65,7 +65,7 @@ class Whole:
         outputs = self._call(
             input_ids=rows.tokens[None],
             position_ids=rows.positions.clamp(max=self._last)[None],  # past it targets keep nothing, and drafts suffer
-            attention_mask=as_given(seen[None, None], self.model.config, self.model.dtype),
+            attention_mask=as_given(seen[None, None], self.model),
             past_key_values=Columns(kv, rows.slots, columns),
             use_cache=True,
             output_hidden_states=bool(taps),

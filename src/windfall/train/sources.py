@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from windfall.files import is_unicode, read_text
+from windfall.files import is_unicode, parse_json, read_text
 from windfall.quiet import first_line
 from windfall.records import InputError
 
@@ -80,8 +80,8 @@ def _rows(text: str, file: Path) -> Iterator[tuple[str, Any]]:
 
 def _parse(text: str, place: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return parse_json(text)
+    except ValueError as error:
         raise InputError(f"{place} is not JSON: {first_line(error)}") from error
 
 
