@@ -28,7 +28,8 @@ def tree_attention(
     Staged rows that a row does not see must still hold finite numbers. On Triton a long cache is split; `last` lets the
     last program to finish combine the parts, which one stream at a time may do, instead of a second kernel. A part has
     `split` keys, a multiple of 128; None: as many as suit the cache's capacity, on which rounding then depends.
-    `length` must not be what the kernel just before has written: this one may be there before that has ended.
+    `scale` is positive. `length` must not be what the kernel just before has written: this one may be there before that
+    has ended.
     """
     heads, shared, capacity, staged = queries.shape[1], keys.shape[0], keys.shape[1], mask.shape[1]
     assert heads % shared == 0 and staged <= capacity and keys.shape == values.shape
