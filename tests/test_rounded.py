@@ -80,12 +80,51 @@ def test_the_full_vocabulary_goes_and_the_given_head_stays(kind: str) -> None:
 @needs_int8
 def test_auto_rounds_what_is_large_and_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attached("auto").head.rounded is None
-    monkeypatch.setattr(rounded, "SMALL", 0)
-    monkeypatch.setattr(fitting, "quicker", lambda product, full: True)
+    monkeypatch.setattr(rounded, "MIN_ELEMENTS", 0)
+    monkeypatch.setattr(rounded, "slowdown", lambda product, full: 0.5)
     assert attached("auto").head.rounded is not None
     assert attached("full").head.rounded is None
-    monkeypatch.setattr(fitting, "quicker", lambda product, full: False)
+    monkeypatch.setattr(rounded, "slowdown", lambda product, full: 2.0)
     assert attached("auto").head.rounded is None
+
+
+def test_a_cpu_without_fast_code_is_found_by_one_small_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On such a CPU a product with the whole vocabulary takes seconds; only a small part may be multiplied."""
+    sizes = []
+
+    class ReferenceCode(rounded.Rounded):
+        def __init__(self, vocabulary: Tensor, bias: Tensor | None = None):
+            self.vocabulary = vocabulary
+
+        def __call__(self, hidden: Tensor) -> Tensor:
+            sizes.append(len(self.vocabulary))
+            clock.now += 0.15
+            return F.linear(hidden, self.vocabulary)
+
+    class FakeClock:
+        now = 0.0
+
+        def perf_counter(self) -> float:
+            return self.now
+
+    clock = FakeClock()
+    monkeypatch.setattr(rounded, "Rounded", ReferenceCode)
+    monkeypatch.setattr(rounded, "time", clock)
+    assert rounded.rounded(matrix(5000), must_be_quicker=True) is None
+    assert sizes == [rounded.TRIAL_VOCABULARY] * 2
+    assert clock.now < 0.5
+
+
+@needs_int8
+def test_states_are_unsigned_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signed ones run through oneDNN's reference code on CPUs with VNNI and without AMX."""
+    product, seen = rounded.rounded(matrix()), []
+    assert product is not None
+    plain = product._product
+    monkeypatch.setattr(product, "_product", lambda rows: seen.append(rows) or plain(rows))
+    product(torch.randn(3, 96))
+    assert [rows.dtype for rows in seen] == [torch.uint8]
+    assert len(seen[0]) % rounded.ROW_STEP == 0
 
 
 def no_operator(*_: object) -> Tensor:
@@ -98,8 +137,8 @@ def wrong(self: rounded.Rounded, hidden: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("method", "instead"), [("__init__", no_operator), ("__call__", wrong)])
 def test_full_where_there_is_no_such_product(monkeypatch: pytest.MonkeyPatch, method: str, instead: object) -> None:
-    monkeypatch.setattr(rounded, "SMALL", 0)
-    monkeypatch.setattr(fitting, "quicker", lambda product, full: True)
+    monkeypatch.setattr(rounded, "MIN_ELEMENTS", 0)
+    monkeypatch.setattr(rounded, "slowdown", lambda product, full: 0.5)
     monkeypatch.setattr(rounded.Rounded, method, instead)
     assert attached("auto").head.rounded is None
     with pytest.raises(InputError, match="leave vocabulary_precision out"):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from windfall.errors import InputError
 from windfall.heads.base import FeatureHead
-from windfall.heads.rounded import pays, quicker, rounded
+from windfall.heads.rounded import pays, rounded
 
 if TYPE_CHECKING:
     from windfall.target import Target
@@ -41,11 +41,11 @@ def drafting(head: FeatureHead, target: Target, tokens: Tensor | None) -> Featur
 
 
 def rounding(head: FeatureHead, anyway: bool) -> FeatureHead | None:
-    """The same head with its vocabulary in int8 in place of the full one; None where there is no such product, or
-    (unless `anyway`) where it saves no time."""
+    """The same head with its vocabulary in int8 instead of the full one. None where this machine has no such product,
+    or (unless `anyway`) where it saves no time."""
     full = head.vocabulary
-    product = rounded(full, head.vocabulary_bias) if anyway or pays(full) else None
-    if product is None or not (anyway or quicker(product, full)):
+    product = rounded(full, head.vocabulary_bias, not anyway) if anyway or pays(full) else None
+    if product is None:
         return None
     twin = copy.copy(head)  # shares all weights but those of the vocabulary, which may go with the head
     twin._modules = {name: module for name, module in head._modules.items() if name != "lm_head"}

@@ -1,7 +1,12 @@
-"""A vocabulary in int8, for drafting on a CPU: there most of a draft pass goes into reading that matrix."""
+"""A vocabulary in int8, for drafting on a CPU: reading that matrix is most of a draft pass there.
+
+CPUs multiply unsigned with signed bytes (AVX-512 VNNI does only that; AMX does it too), so hidden states go in as
+unsigned bytes around a zero point. With signed states oneDNN falls back to its reference code on a CPU with VNNI alone.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -9,32 +14,40 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-MOST = 127  # of a rounded number
-FINER = 2 * MOST  # rounding leaves half a unit at the most
-SMALL = 2**20  # numbers: what a product with fewer of them costs does not matter
-CLOSE = 0.02  # of the logits' spread, which rounding may cost
-STEP = 8  # rows by which products differ: oneDNN prepares for each size when it first sees it
-WARM = 32  # rows up to which that happens beforehand
-PART = 4096  # rows that are rounded at a time
-FEW = 4  # rows, of which it is tried
+LARGEST_INT8 = 127
+ZERO_POINT = 128  # of hidden states, which are unsigned
+FINER = 2 * LARGEST_INT8  # rounding leaves half a unit at most
+MIN_ELEMENTS = 2**20  # in a matrix worth rounding; smaller products cost little anyway
+MAX_ERROR = 0.02  # of the logits' standard deviation
+ROW_STEP = 8  # product sizes are multiples of this, because oneDNN prepares each size when it first sees it
+WARM_ROWS = 32  # sizes up to this are prepared in advance
+ROWS_PER_PART = 4096  # vocabulary rows that are rounded at a time
+TRIAL_VOCABULARY = 1024  # vocabulary rows of the first, small trial
+HOPELESS = 0.02  # seconds of the small trial, which fast code does in a tenth of a millisecond and reference code in 0.15
+TRIAL_STATES = 4  # hidden states of a trial
 TRIALS = 5
 
 
 class Rounded:
-    """Logits [n, Vd] of hidden states [n, H], by products of small integers.
+    """Logits [n, Vd] of hidden states [n, H], by a product of bytes.
 
-    Each row of the vocabulary has a scale. States have outliers, so they are split into what int8 can tell and what it
-    leaves, and go in as two rows: the product is bound by the matrix, and the second row costs next to nothing.
+    Each row of the vocabulary has a scale. Hidden states have outliers, so each is split into a coarse part, which int8
+    can hold, and the remainder, and goes in as two rows. Reading the matrix takes most of the time, so the second row
+    is nearly free.
     """
 
     def __init__(self, vocabulary: Tensor, bias: Tensor | None = None):
-        parts = [round_rows(vocabulary[at : at + PART].detach().float()) for at in range(0, len(vocabulary), PART)]
+        starts = range(0, len(vocabulary), ROWS_PER_PART)
+        parts = [round_rows(vocabulary[at : at + ROWS_PER_PART].detach().float()) for at in starts]
         whole, scales = (torch.cat(each) for each in zip(*parts, strict=True))  # [Vd, H] int8, [Vd, 1]
         self._packed = torch.ops.onednn.qlinear_prepack(whole, None)
         self._scales, self._zeros = scales[:, 0], torch.zeros(len(whole), dtype=torch.long)
         self._bias = None if bias is None else bias.detach().float()
-        for rows in range(STEP, WARM + 1, STEP):
-            self._product(whole.new_zeros(rows, whole.shape[1]))
+
+    def warm_up(self) -> None:
+        """Let oneDNN prepare the usual sizes before the first draft pass."""
+        for rows in range(ROW_STEP, WARM_ROWS + 1, ROW_STEP):
+            self._product(torch.full((rows, self._packed.shape[0]), ZERO_POINT, dtype=torch.uint8))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         size, wide = len(hidden), hidden.float()
@@ -42,22 +55,22 @@ class Rounded:
         wide = wide / scales
         coarse = wide.round()
         fine = wide.sub_(coarse).mul_(FINER).round_()
-        spare = wide.new_zeros(-2 * size % STEP, wide.shape[1])
-        both = self._product(torch.cat([coarse, fine, spare]).to(torch.int8))
+        padding = wide.new_zeros(-2 * size % ROW_STEP, wide.shape[1])
+        both = self._product(torch.cat([coarse, fine, padding]).add_(ZERO_POINT).to(torch.uint8))
         logits = both[:size].add_(both[size : 2 * size], alpha=1 / FINER).mul_(scales)
         return logits if self._bias is None else logits.add_(self._bias)
 
     def _product(self, rows: Tensor) -> Tensor:
-        """[m, H] int8 → [m, Vd] fp32, scaled as the vocabulary's rows are."""
+        """[m, H] uint8 around the zero point → [m, Vd] fp32, scaled as the vocabulary's rows are."""
         found: Tensor = torch.ops.onednn.qlinear_pointwise(
-            rows, 1.0, 0, self._packed, self._scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
+            rows, 1.0, ZERO_POINT, self._packed, self._scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )
         return found
 
 
 def row_scales(rows: Tensor) -> Tensor:
-    """[n, H] → [n, 1], what 1 stands for when the row is rounded."""
-    return rows.abs().amax(1, keepdim=True).clamp_(min=1e-20).div_(MOST)
+    """[n, H] → [n, 1], the value of one unit when the row is rounded."""
+    return rows.abs().amax(1, keepdim=True).clamp_(min=1e-20).div_(LARGEST_INT8)
 
 
 def round_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,42 +79,62 @@ def round_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     return (rows / scales).round_().to(torch.int8), scales
 
 
-@torch.no_grad()
-def rounded(vocabulary: Tensor, bias: Tensor | None = None) -> Rounded | None:
-    """The same vocabulary in int8; None where this torch has no such product for this device, or a wrong one."""
+def rounded(vocabulary: Tensor, bias: Tensor | None = None, must_be_quicker: bool = False) -> Rounded | None:
+    """The same vocabulary in int8. None where this torch has no such product for the device, where its result is wrong,
+    or, with `must_be_quicker`, where it saves no time.
+
+    A product with a small part of the vocabulary is tried first: where oneDNN has no fast code for this CPU, a product
+    with all of it takes seconds.
+    """
     if vocabulary.device.type != "cpu":
         return None
+    part = vocabulary[:TRIAL_VOCABULARY]
+    small = _tried(part)
+    if small is None or (must_be_quicker and _seconds(lambda: small(some_states(part)), HOPELESS) > HOPELESS):
+        return None
+    made = _tried(vocabulary, bias)
+    if made is None or (must_be_quicker and slowdown(made, vocabulary) >= 1):
+        return None
+    made.warm_up()
+    return made
+
+
+@torch.no_grad()
+def _tried(vocabulary: Tensor, bias: Tensor | None = None) -> Rounded | None:
+    """The vocabulary in int8, if its product works here and is close to the full one."""
     try:
-        made = Rounded(vocabulary, bias)
-        hidden = some_states(vocabulary)
+        made, hidden = Rounded(vocabulary, bias), some_states(vocabulary)
         exact = F.linear(hidden, vocabulary, bias).float()
-        return made if float((made(hidden) - exact).abs().mean()) < CLOSE * float(exact.std()) else None
+        error = float((made(hidden) - exact).abs().mean())
     except (AttributeError, RuntimeError, TypeError):  # no such operator, another one, or none for this CPU
         return None
+    return made if error < MAX_ERROR * float(exact.std()) else None
 
 
 def some_states(vocabulary: Tensor) -> Tensor:
     """A few hidden states [n, H] of the right size: rows of the vocabulary itself."""
-    return vocabulary.detach()[:: -(-len(vocabulary) // FEW)].clone()
+    return vocabulary.detach()[:: -(-len(vocabulary) // TRIAL_STATES)].clone()
 
 
 def pays(vocabulary: Tensor) -> bool:
-    """Whether the product with this matrix takes long enough to bother."""
-    return vocabulary.numel() >= SMALL
+    """Whether the product with this matrix takes long enough to be worth rounding."""
+    return vocabulary.numel() >= MIN_ELEMENTS
 
 
 @torch.inference_mode()
-def quicker(made: Rounded, vocabulary: Tensor) -> bool:
-    """Whether rounding saves time here."""
+def slowdown(made: Rounded, vocabulary: Tensor) -> float:
+    """The time of the rounded product, as a multiple of the full one's time."""
     hidden = some_states(vocabulary)
-    return _seconds(lambda: made(hidden)) < _seconds(lambda: F.linear(hidden, vocabulary))
+    return _seconds(lambda: made(hidden)) / _seconds(lambda: F.linear(hidden, vocabulary))
 
 
-def _seconds(work: Callable[[], Tensor]) -> float:
-    """Of the quickest of a few runs."""
-    taken = []
+def _seconds(work: Callable[[], Tensor], hopeless: float = math.inf) -> float:
+    """The time of the quickest of a few runs; of the first one, if that is hopeless."""
+    quickest = math.inf
     for _ in range(TRIALS):
         started = time.perf_counter()
         work()
-        taken.append(time.perf_counter() - started)
-    return min(taken)
+        quickest = min(quickest, time.perf_counter() - started)
+        if quickest > hopeless:
+            break
+    return quickest
