@@ -20,6 +20,7 @@ lint: $(DEV)
 	$(BIN)/mypy
 
 bench: $(RUN)
+	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/plain.py
 
 bench-smoke: $(RUN)  # fails if any method's text is not plain decoding's

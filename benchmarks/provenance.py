@@ -13,6 +13,7 @@ import torch
 import transformers
 
 import windfall
+from windfall.profiling import machine
 
 
 def publish(result: dict[str, Any], file: str | None) -> None:
@@ -20,7 +21,7 @@ def publish(result: dict[str, Any], file: str | None) -> None:
     script = f"benchmarks/{Path(sys.argv[0]).name}"
     about = {
         "command": " ".join(["python", script, *sys.argv[1:]]),
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "machine": {"architecture": platform.machine(), **machine(torch.device("cpu"))},
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "versions": {
             "torch": torch.__version__,

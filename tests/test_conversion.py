@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -133,3 +134,20 @@ def test_header_is_read_once(llama: Any, tmp_path: Path, monkeypatch: pytest.Mon
     convert(tmp_path / "tiny.gguf", tmp_path / "made")
     assert len(opened) == 1
     assert gguf.GGUFReader is Counting
+
+
+def test_an_unchanged_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WINDFALL_CACHE", str(tmp_path / "cache"))
+    file, reads = tmp_path / "model.gguf", []
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: reads.append(path) or read(path))
+    file.write_bytes(b"GGUF one")
+    first = conversion._fingerprint(file)
+    assert conversion._fingerprint(file) == first and reads == [file]
+    os.utime(file, ns=(1, 1))
+    assert conversion._fingerprint(file) == first, "the same content has the same conversion"
+    file.write_bytes(b"GGUF two")
+    assert conversion._fingerprint(file) != first
+    for kept in (tmp_path / "cache" / "hashes").iterdir():
+        kept.write_text("damaged")
+    assert conversion._fingerprint(file) != first and len(reads) == 4

@@ -14,7 +14,7 @@ from windfall.drafters.base import BLOCK, likeliest
 from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.engine import Engine
 from windfall.errors import InputError
-from windfall.heads import fitting, rounded
+from windfall.heads import rounded
 from windfall.records import Launch
 from windfall.target import Target
 

@@ -22,6 +22,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
+from windfall.files import make_folder, replace_text
 from windfall.folder import check_report
 from windfall.quiet import announced, first_line, quiet
 from windfall.records import InputError
@@ -33,6 +34,7 @@ CACHE_FORMAT = 1  # raise it when the conversion changes: older conversions are 
 CACHE_MARKER = "windfall.json"  # written last: the files of a finished conversion and their sizes
 STALE_SECONDS = 24 * 3600.0
 HASHED_WHOLE = 256 * 2**20  # bytes; larger GGUF files are known by path, size and time
+DIGEST_LENGTH = 12  # hexadecimal digits
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")  # that we read ourselves; transformers' slow reader has the others
 QUANTISATIONS = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
@@ -95,13 +97,29 @@ def _check_gguf(file: Path) -> None:
 
 
 def _fingerprint(file: Path) -> str:
-    digest = hashlib.sha256(f"format {CACHE_FORMAT}".encode())
+    """A hash of the file's content, or, where that would take seconds, of its path, size and time.
+
+    Content hashes are kept in the cache folder, so that a file that has not changed is not read at every start.
+    """
     about = file.stat()
-    if about.st_size <= HASHED_WHOLE:
-        digest.update(file.read_bytes())
-    else:
-        digest.update(f"{file.resolve()} {about.st_size} {about.st_mtime_ns}".encode())
-    return digest.hexdigest()[:12]
+    version = f"{file.resolve()} {about.st_size} {about.st_mtime_ns}"
+    if about.st_size > HASHED_WHOLE:
+        return _digest(version.encode())
+    kept = cache_dir() / "hashes" / f"{_digest(version.encode())}.txt"
+    with suppress(OSError, ValueError):
+        if len(known := kept.read_text("utf-8")) == DIGEST_LENGTH:
+            return known
+    found = _digest(file.read_bytes())
+    with suppress(OSError, InputError):  # a cache that cannot be written to only costs time
+        make_folder(kept.parent)
+        replace_text(kept, found)
+    return found
+
+
+def _digest(content: bytes) -> str:
+    digest = hashlib.sha256(f"format {CACHE_FORMAT}".encode())
+    digest.update(content)
+    return digest.hexdigest()[:DIGEST_LENGTH]
 
 
 def _mark_complete(folder: Path) -> None:

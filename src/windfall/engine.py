@@ -160,11 +160,12 @@ class Engine:
     @property
     def resident(self) -> Resident | None:
         """What holds single texts on the device, where that is possible; else `unfit` says why not."""
-        if self._made is None:
+        if self._made is None and not self.graphs:
+            self._made = None, "graphs are off"
+        elif self._made is None:
             from windfall.resident.loop import Resident
 
-            none = (None, "graphs are off")
-            self._made = Resident.of(self.target, self.drafter, self.launch) if self.graphs else none
+            self._made = Resident.of(self.target, self.drafter, self.launch)
         return self._made[0]
 
     @property

@@ -26,10 +26,16 @@ if TYPE_CHECKING:
     from windfall.target import Target
 
 
+def import_libraries() -> None:
+    """Import what every model needs, with a word on the terminal: it takes seconds."""
+    with console.waiting("Importing PyTorch and transformers…"):
+        import windfall.loading  # noqa: F401
+
+
 @contextmanager
 def loading_model() -> Iterator[None]:
-    """Say so. What is loaded then stays: the garbage collector leaves it out of its rounds, each of which would take a
-    tenth of a second and more, in the midst of a text."""
+    """Tell the user that a model is loading. The garbage collector then ignores the loaded objects: a round over all of
+    them would take a tenth of a second or more while a text is being written."""
     with console.waiting("Loading the model…"):
         yield
         gc.collect(1)  # what loading has left behind
@@ -48,6 +54,8 @@ def takes_records(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
+        if any(issubclass(record, TargetOptions | ModelOptions) for record in records.values()):
+            import_libraries()
         for name, record in records.items():
             values[name] = record(**{f.name: values.pop(f.name) for f in dataclasses.fields(record)})
         command(**values)

@@ -23,7 +23,7 @@ ROW_STEP = 8  # product sizes are multiples of this, because oneDNN prepares eac
 WARM_ROWS = 32  # sizes up to this are prepared in advance
 ROWS_PER_PART = 4096  # vocabulary rows that are rounded at a time
 TRIAL_VOCABULARY = 1024  # vocabulary rows of the first, small trial
-HOPELESS = 0.02  # seconds of the small trial, which fast code does in a tenth of a millisecond and reference code in 0.15
+HOPELESS = 0.02  # seconds of the small trial: fast code takes 0.0001, oneDNN's reference code 0.15
 TRIAL_STATES = 4  # hidden states of a trial
 TRIALS = 5
 
