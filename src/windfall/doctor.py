@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from windfall.wording import counted
+
 TOKENS = 24
 HUB_SECONDS = 5.0
 
@@ -75,7 +77,7 @@ def devices() -> str:
 def threads() -> str:
     import torch
 
-    return f"{torch.get_num_threads()} for torch, {os.cpu_count()} cores"
+    return f"{torch.get_num_threads()} for torch, {counted(os.cpu_count() or 1, 'core')}"
 
 
 def cache() -> str:
@@ -114,8 +116,8 @@ def same_text() -> str:
         model, registry.drafter("lm"), registry.policy("beam")
     )  # the target drafts for itself: every guess is right
     for temperature in (0.8, 0.0):
-        wanted = plain.generate(prompt, max_new_tokens=TOKENS, temperature=temperature)
-        found = speculative.generate(prompt, max_new_tokens=TOKENS, temperature=temperature)
+        how = {"max_new_tokens": TOKENS, "temperature": temperature, "seed": 0}
+        wanted, found = plain.generate(prompt, **how), speculative.generate(prompt, **how)
         if found.token_ids != wanted.token_ids:
             raise RuntimeError(f"speculative and plain decoding differ at temperature {temperature}")
     ids = torch.tensor([prompt], device=plain.target.device)

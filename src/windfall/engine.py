@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +27,7 @@ from windfall.sequence import Sequence
 from windfall.target import Target
 from windfall.tree import MOST_NODES, DraftTree
 from windfall.verify import walk
+from windfall.wording import counted
 
 if TYPE_CHECKING:
     from windfall.resident.loop import Resident
@@ -39,24 +40,52 @@ Prompt = Any  # text, chat messages ({"role", "content"}), or token ids
 
 @dataclass(frozen=True)
 class Generation:
-    """A finished text and how it came about."""
+    """A finished text, and how it was generated."""
 
     text: str
     token_ids: list[int]
-    finish_reason: str
-    steps: list[Step]
+    finish_reason: str  # "stop", "length" or "interrupted"
+    steps: list[Step] = field(repr=False)
     stats: Stats
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt in tokens."""
+        return self.stats.prompt_tokens
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of the draws: with it the same prompt gives the same text. None: greedy, and none was given."""
+        return self.stats.seed
+
     @classmethod
-    def of(cls, steps: list[Step], times: list[float], prefill: float) -> Generation:
+    def of(
+        cls, steps: list[Step], times: list[float], prefill: float, prompt_tokens: int = 0, seed: int | None = None
+    ) -> Generation:
         """Fold Steps and the seconds after the start at which each came."""
+        last, first = (times[-1], times[0]) if times else (0.0, 0.0)
         return cls(
             text="".join(step.text for step in steps),
             token_ids=[token for step in steps for token in step.tokens],
             finish_reason=(steps and steps[-1].finish) or "interrupted",
             steps=steps,
-            stats=Stats.of(steps, times[-1] if times else 0.0, times[0] if times else 0.0, prefill),
+            stats=Stats.of(steps, last, first, prefill, prompt_tokens, seed),
         )
+
+
+class Stream(Iterator[Step]):
+    """The Steps of one text. `seed` is that of its draws, `prompt_tokens` the length of its prompt."""
+
+    def __init__(self, steps: Generator[Step, None, None], prompt_tokens: int, seed: int | None):
+        self.prompt_tokens, self.seed = prompt_tokens, seed
+        self._steps = steps
+
+    def __next__(self) -> Step:
+        return next(self._steps)
+
+    def close(self) -> None:
+        """Stop generating."""
+        self._steps.close()
 
 
 class Engine:
@@ -84,10 +113,10 @@ class Engine:
         """The whole text. Keywords are the fields of SamplingParams; `raw` leaves out the chat template."""
         return self.generate_batch([prompt], raw=raw, **sampling)[0]
 
-    def stream(self, prompt: Prompt, *, raw: bool = False, **sampling: Any) -> Iterator[Step]:
+    def stream(self, prompt: Prompt, *, raw: bool = False, **sampling: Any) -> Stream:
         """A Step per cycle, as it happens."""
-        prompts, params = [self.encode(prompt, raw)], [self.params(**sampling)]
-        return (steps[0] for steps in self.run(prompts, params))
+        ids, params = self.encode(prompt, raw), self.params(**sampling).seeded()
+        return Stream((steps[0] for steps in self.run([ids], [params])), len(ids), params.seed)
 
     def generate_batch(self, prompts: Many[Prompt], *, raw: bool = False, **sampling: Any) -> list[Generation]:
         """Several texts, decoded together; each is what `generate` would have given."""
@@ -102,20 +131,24 @@ class Engine:
         """What these prompts of token ids, each with its own sampling, become; all are decoded together."""
         steps: list[list[Step]] = [[] for _ in prompts]
         times: list[list[float]] = [[] for _ in prompts]
+        params = [own.seeded() for own in params]
         started = time.perf_counter()
         for cycle in self.run(prompts, params):
             now = time.perf_counter() - started
             for i, step in cycle.items():
                 steps[i].append(step)
                 times[i].append(now)
-        return [Generation.of(*own, self.prefill_seconds) for own in zip(steps, times, strict=True)]
+        return [
+            Generation.of(own, at, self.prefill_seconds, len(prompt), drawn.seed)
+            for own, at, prompt, drawn in zip(steps, times, prompts, params, strict=True)
+        ]
 
     def run(self, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[dict[int, Step]]:
         """Decode these prompts together: per cycle, the Step of every sequence that has not ended yet."""
         self.target.texts += 1
         text, started = self.target.texts, time.perf_counter()
         sequences = [
-            Sequence(prompt, own, self.policy.fresh(), self.target, self.coupled)
+            Sequence(prompt, own.seeded(), self.policy.fresh(), self.target, self.coupled)
             for prompt, own in zip(prompts, params, strict=True)
         ]
         target: Target | SeatedTarget = self.target
@@ -284,7 +317,9 @@ class Engine:
         if not ids:
             raise InputError("the prompt is empty")
         if context is not None and len(ids) >= context:
-            raise InputError(f"the prompt has {len(ids)} tokens; {self.target.name} takes {context - 1} at most")
+            raise InputError(
+                f"the prompt has {counted(len(ids), 'token')}; {self.target.name} takes {context - 1} at most"
+            )
         if not 0 <= min(ids) <= max(ids) < vocabulary:
             raise InputError(f"token ids must be between 0 and {vocabulary - 1}")
         return ids

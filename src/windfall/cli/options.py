@@ -286,7 +286,9 @@ class SamplingOptions:
         default_factory=list
     )
     ignore_eos: Annotated[bool, _sampling("--ignore-eos", "Go on after the model's end of text.")] = False
-    seed: Annotated[int, _sampling("--seed", "Same seed, same text.")] = 0
+    seed: Annotated[int | None, _sampling("--seed", "Same seed, same text; none: a fresh one, which is reported.")] = (
+        None
+    )
 
     def keywords(self) -> dict[str, Any]:
         """The keywords of Engine.generate, checked as far as no model is needed."""
