@@ -330,7 +330,10 @@ def test_control_c_while_loading_is_quiet(folder: Path, monkeypatch: pytest.Monk
         ("--stop=", "a stop string must not be empty"),
         ("--policy nonsense", "there is no policy 'nonsense'; choose from auto, none"),
         ("--preset nonsense", "there is no preset 'nonsense'; choose from eagle-1"),
-        ("--preset eagle-2 --policy beam", "--preset names a policy and its settings, --policy only a policy"),
+        (
+            "--preset eagle-2 --policy beam",
+            "a preset names a policy and its options; give a preset or a policy",
+        ),
         ("--preset eagle-2 --set colour=red", "policy beam has no option 'colour'; it has: depth, k, nodes"),
         ("--policy chain --set depth=x", "policy chain: depth takes int, not 'x'"),
         ("--policy chain --set depth=0", "depth must be at least 1, not 0"),

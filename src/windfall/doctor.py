@@ -116,7 +116,7 @@ def same_text() -> str:
         model, registry.drafter("lm"), registry.policy("beam")
     )  # the target drafts for itself: every guess is right
     for temperature in (0.8, 0.0):
-        how = {"max_new_tokens": TOKENS, "temperature": temperature, "seed": 0}
+        how: dict[str, Any] = {"max_new_tokens": TOKENS, "temperature": temperature, "seed": 0}
         wanted, found = plain.generate(prompt, **how), speculative.generate(prompt, **how)
         if found.token_ids != wanted.token_ids:
             raise RuntimeError(f"speculative and plain decoding differ at temperature {temperature}")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Generator, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from collections.abc import Sequence as Many
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jinja2 import TemplateError
 
+from windfall.background import Background, Stop
 from windfall.calibration import Calibrator
 from windfall.clock import Stopwatch, now
 from windfall.context import Context
@@ -20,6 +23,7 @@ from windfall.drafters.base import Drafter
 from windfall.files import is_unicode
 from windfall.ledger import Ledger
 from windfall.metrics import Stats
+from windfall.options import brief
 from windfall.policies.base import TreePolicy
 from windfall.quiet import first_line
 from windfall.records import Grow, InputError, Launch, SamplingParams, Step
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
 
 WARM_UP = 24  # tokens
 USUAL = 16  # tokens that a drafter has to take in at the most, if it drafted in the last cycle
+OnStep = Callable[[Step], None]
 Prompt = Any  # text, chat messages ({"role", "content"}), or token ids
 
 
@@ -89,7 +94,11 @@ class Stream(Iterator[Step]):
 
 
 class Engine:
-    """A target, a drafter and a policy. One generation (of one or several sequences) at a time."""
+    """A target, a drafter and a policy. One generation (of one or several texts) at a time.
+
+    `generate`, `generate_batch`, `agenerate` and `astream` wait for each other, in whichever threads or tasks they are
+    called. Between the steps of a `stream` no other generation may begin.
+    """
 
     def __init__(
         self,
@@ -109,9 +118,74 @@ class Engine:
         self._made: tuple[Resident | None, str] | None = None
         self.fallback = ""  # why the last text did not stay on the device altogether
 
-    def generate(self, prompt: Prompt, *, raw: bool = False, **sampling: Any) -> Generation:
-        """The whole text. Keywords are the fields of SamplingParams; `raw` leaves out the chat template."""
-        return self.generate_batch([prompt], raw=raw, **sampling)[0]
+    def __repr__(self) -> str:
+        target, dtype = self.target, str(self.target.decoder.dtype).removeprefix("torch.")
+        where = f"{target.name!r}, {dtype}, {target.device}"
+        return f"Engine({where}, drafter={brief(self.drafter)}, policy={brief(self.policy)})"
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        raw: bool = False,
+        on_step: OnStep | None = None,
+        streamer: Any = None,
+        **sampling: Any,
+    ) -> Generation:
+        """The whole text. Keywords are the fields of SamplingParams; `raw` leaves out the chat template.
+
+        `on_step` is called with every Step, as it happens. `streamer` is one of transformers': its `put` gets the
+        prompt and then each token, and its `end` is called when the text has ended.
+        """
+        ids, params = self.encode(prompt, raw), self.params(**sampling)
+        if streamer is None:
+            return self.decode([ids], [params], _of_single(on_step))[0]
+        try:
+            streamer.put(torch.tensor([ids]))
+            return self.decode([ids], [params], _of_single(on_step, partial(_put, streamer)))[0]
+        finally:
+            streamer.end()
+
+    async def agenerate(
+        self,
+        prompt: Prompt,
+        *,
+        raw: bool = False,
+        on_step: OnStep | None = None,
+        streamer: Any = None,
+        **sampling: Any,
+    ) -> Generation:
+        """`generate` for asyncio: a thread decodes, and calls `on_step` and the streamer.
+
+        Several calls are answered one after another. A call that is cancelled stops at its next step.
+        """
+
+        def call(stop: Stop) -> Generation:
+            stop.check()
+
+            def heed(step: Step) -> None:
+                if on_step is not None:
+                    on_step(step)
+                stop.check()
+
+            return self.generate(prompt, raw=raw, on_step=heed, streamer=streamer, **sampling)
+
+        return await self._background.run(call)
+
+    async def astream(self, prompt: Prompt, *, raw: bool = False, **sampling: Any) -> AsyncGenerator[Step, None]:
+        """`stream` for asyncio, under the same rules as `agenerate`; leaving the loop early stops at the next step."""
+
+        def steps() -> Generator[Step, None, None]:
+            with self.target.turn:
+                yield from self.stream(prompt, raw=raw, **sampling)
+
+        async with aclosing(self._background.iterate(steps)) as made:
+            async for step in made:
+                yield step
+
+    @cached_property
+    def _background(self) -> Background:
+        return Background(self.target.device)
 
     def stream(self, prompt: Prompt, *, raw: bool = False, **sampling: Any) -> Stream:
         """A Step per cycle, as it happens."""
@@ -127,8 +201,22 @@ class Engine:
             return []
         return self.decode(encoded, [params] * len(encoded))
 
-    def decode(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Generation]:
-        """What these prompts of token ids, each with its own sampling, become; all are decoded together."""
+    def decode(
+        self,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        on_steps: Callable[[dict[int, Step]], None] | None = None,
+    ) -> list[Generation]:
+        """Decode prompts of token ids together, each with its own sampling; `on_steps` is called after every cycle."""
+        with self.target.turn:
+            return self._decode(prompts, params, on_steps)
+
+    def _decode(
+        self,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        on_steps: Callable[[dict[int, Step]], None] | None,
+    ) -> list[Generation]:
         steps: list[list[Step]] = [[] for _ in prompts]
         times: list[list[float]] = [[] for _ in prompts]
         params = [own.seeded() for own in params]
@@ -138,6 +226,8 @@ class Engine:
             for i, step in cycle.items():
                 steps[i].append(step)
                 times[i].append(now)
+            if on_steps is not None:
+                on_steps(cycle)
         return [
             Generation.of(own, at, self.prefill_seconds, len(prompt), drawn.seed)
             for own, at, prompt, drawn in zip(steps, times, prompts, params, strict=True)
@@ -355,6 +445,22 @@ class Engine:
         if params.logit_bias and not 0 <= min(params.logit_bias) <= max(params.logit_bias) < self.target.vocab_size:
             raise InputError(f"logit_bias takes token ids between 0 and {self.target.vocab_size - 1}")
         return params
+
+
+def _of_single(*calls: OnStep | None) -> Callable[[dict[int, Step]], None] | None:
+    """These callbacks of a single text, as one for `decode`."""
+    wanted = [call for call in calls if call is not None]
+
+    def tell(steps: dict[int, Step]) -> None:
+        for call in wanted:
+            call(steps[0])
+
+    return tell if wanted else None
+
+
+def _put(streamer: Any, step: Step) -> None:
+    for token in step.tokens:
+        streamer.put(torch.tensor([token]))
 
 
 def _is_worded(prompt: Prompt) -> bool:

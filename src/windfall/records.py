@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from windfall.errors import InputError as InputError
-from windfall.options import is_number
+from windfall.options import is_number, require_flag
 from windfall.tree import DraftTree
 
 COLD = 1e-6  # temperature; logits divided by less may no longer be numbers
@@ -113,6 +113,11 @@ class Launch:
     compiled: bool = False  # torch.compile makes the forward, where it is not fused by hand
     exact: bool = False  # a row depends on its own text alone: in half precision, too, it is plain decoding's
     plans: bool = True  # policies that can be are followed on the device; else all decide on the host
+
+    def __post_init__(self) -> None:
+        _require(isinstance(self.graphs, bool | None), f"graphs must be True, False or None, not {self.graphs!r}")
+        for name in ("compiled", "exact", "plans"):
+            require_flag(name.removesuffix("d"), getattr(self, name))
 
 
 class Grow(NamedTuple):

@@ -188,18 +188,20 @@ class ModelOptions:
         from windfall.heads.probe import HeadWarning
         from windfall.options import split_settings
 
-        how: dict[str, Any] = {"device": self.device, "dtype": self.dtype, "trust_remote_code": self.trust_remote_code}
-        drafter = loading.as_drafter(self.drafter_name, **split_settings(self.drafter_settings))
+        settings = split_settings(self.drafter_settings)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always", HeadWarning)
             with loading_model():
                 engine = loading.load(
                     self.target,
-                    drafter,
+                    self.drafter,
                     policy,
-                    **how,
+                    self.device,
+                    self.dtype,
+                    self.trust_remote_code,
+                    drafter_options=settings,
                     coupled=not self.uncoupled,
-                    launch=self.launch,
+                    **self.gpu_words,
                 )
         for each in told:
             if issubclass(each.category, HeadWarning):
@@ -209,10 +211,16 @@ class ModelOptions:
         return engine
 
     @property
-    def launch(self) -> Launch:
-        from windfall.records import Launch
+    def gpu_words(self) -> dict[str, Any]:
+        """How passes run on a GPU, in the words of `windfall.load`."""
+        graphs = False if self.no_graphs else None
+        return {"graphs": graphs, "compile": self.compile, "exact": self.exact, "host_policies": self.host_policies}
 
-        return Launch(False if self.no_graphs else None, self.compile, self.exact, not self.host_policies)
+    @property
+    def launch(self) -> Launch:
+        from windfall.loading import as_launch
+
+        return as_launch(None, **self.gpu_words)
 
     @property
     def drafter_name(self) -> str:
@@ -238,17 +246,10 @@ class PolicyOptions:
     )
 
     def make(self) -> TreePolicy:
-        from windfall import loading, registry
+        from windfall import loading
         from windfall.options import split_settings
-        from windfall.records import InputError
 
-        settings = split_settings(self.settings)
-        if self.preset is None:
-            return loading.as_policy(self.policy, **settings)
-        if self.policy is not None:
-            raise InputError("--preset names a policy and its settings, --policy only a policy; choose one")
-        chosen: TreePolicy = registry.preset(self.preset, **settings)
-        return chosen
+        return loading.choose_policy(self.policy, split_settings(self.settings), self.preset)
 
     @property
     def name(self) -> str:
