@@ -35,6 +35,7 @@ def examine() -> list[Check]:
         _check("devices", devices),
         _check("threads", threads),
         _check("cache", cache),
+        _check("config file", config_file),
         _check("embedded model", embedded_model, needed=False),
         _check("same text", same_text),
         _check("hub", hub, needed=False),
@@ -89,6 +90,16 @@ def cache() -> str:
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise RuntimeError(f"{folder} cannot be written to (WINDFALL_CACHE can name another folder)")
     return str(folder)
+
+
+def config_file() -> str:
+    """The file with the defaults of the commands, which must be one that they can read."""
+    from windfall import config
+
+    file = config.file_in_use()
+    if file is None:
+        return "none" if os.environ.get(config.VARIABLE) == "" else f"none; {config.usual_file()} would be read"
+    return f"{file} sets {', '.join(config.parse(file)) or 'nothing'}"
 
 
 def embedded_model() -> str:

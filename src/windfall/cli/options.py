@@ -13,17 +13,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from windfall import console
+from windfall.cli import complete, defaults
 
 if TYPE_CHECKING:
     from windfall.engine import Engine, Prompt
     from windfall.policies.base import TreePolicy
     from windfall.records import Launch
     from windfall.target import Target
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -38,7 +41,10 @@ def loading_model() -> Iterator[None]:
 
 
 def takes_records(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command take whole records: their fields become its arguments and options."""
+    """Let a command take whole records: their fields become its arguments and options.
+
+    Where the command line leaves out an option of a record that is `configured`, the config file may set it.
+    """
     hints = typing.get_type_hints(command, include_extras=True)
     records: dict[str, Any] = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
     flat: list[inspect.Parameter] = []
@@ -46,8 +52,14 @@ def takes_records(command: Callable[..., None]) -> Callable[..., None]:
         own = parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
         flat += _parameters(records[name]) if name in records else [own]
 
+    from_file = {f.name for kind in records.values() if kind in CONFIGURED for f in dataclasses.fields(kind)}
+    flat += [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+
     @functools.wraps(command)
-    def run(**values: Any) -> None:
+    def run(context: typer.Context, **values: Any) -> None:
+        if from_file:
+            given = {name for name in values if _is_given(context, name)}
+            values |= defaults.fill({name: values[name] for name in from_file}, given)
         for name, record in records.items():
             values[name] = record(**{f.name: values.pop(f.name) for f in dataclasses.fields(record)})
         command(**values)
@@ -55,6 +67,21 @@ def takes_records(command: Callable[..., None]) -> Callable[..., None]:
     run.__dict__["__signature__"] = inspect.Signature(flat)
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in flat}
     return run
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Whether an option stands on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+CONFIGURED: list[Any] = []  # records whose options the config file may set
+
+
+def configured(record: type[T]) -> type[T]:
+    """Let the config file set the options of this record."""
+    CONFIGURED.append(record)
+    return record
 
 
 def _parameters(record: Any) -> list[inspect.Parameter]:
@@ -126,6 +153,7 @@ def _model(flag: str, help: str, **more: Any) -> Any:
     return typer.Option(flag, help=help, rich_help_panel="Model", **more)
 
 
+@configured
 @dataclass
 class TargetOptions:
     """Which target, and where it runs."""
@@ -147,6 +175,7 @@ class TargetOptions:
             return loading.as_target(self.target, **how)
 
 
+@configured
 @dataclass
 class ModelOptions:
     """Which target and drafter, and where they run."""
@@ -155,7 +184,12 @@ class ModelOptions:
         str | None, _model("--target", "Folder, GGUF file or hub id of the model; none: the embedded one.")
     ] = None
     drafter: Annotated[
-        str | None, _model("--drafter", "Drafter by name (see `windfall policies`), a draft head, or a smaller model.")
+        str | None,
+        _model(
+            "--drafter",
+            "Drafter by name (see `windfall policies`), a draft head, or a smaller model.",
+            autocompletion=complete.drafters,
+        ),
     ] = None
     drafter_settings: Annotated[
         list[str], _model("--drafter-set", "An option of the drafter; repeatable.", metavar="NAME=VALUE")
@@ -233,13 +267,22 @@ def _policy(flag: str, help: str, **more: Any) -> Any:
     return typer.Option(flag, help=help, rich_help_panel="Policy", **more)
 
 
+@configured
 @dataclass
 class PolicyOptions:
     """Which policy shapes the trees."""
 
-    policy: Annotated[str | None, _policy("--policy", "Tree policy by name (see `windfall policies`).")] = None
+    policy: Annotated[
+        str | None,
+        _policy("--policy", "Tree policy by name (see `windfall policies`).", autocompletion=complete.policies),
+    ] = None
     preset: Annotated[
-        str | None, _policy("--preset", "Policy and settings of a published method, or of a `tune` file.")
+        str | None,
+        _policy(
+            "--preset",
+            "Policy and settings of a published method, or of a `tune` file.",
+            autocompletion=complete.presets,
+        ),
     ] = None
     settings: Annotated[list[str], _policy("--set", "An option of the policy; repeatable.", metavar="NAME=VALUE")] = (
         field(default_factory=list)
@@ -262,6 +305,7 @@ def _sampling(flag: str, help: str, **more: Any) -> Any:
     return typer.Option(flag, help=help, rich_help_panel="Sampling", **more)
 
 
+@configured
 @dataclass
 class SamplingOptions:
     """How tokens are drawn; the defaults are those of SamplingParams."""

@@ -11,6 +11,7 @@ import typer
 from rich.text import Text
 
 from windfall import console
+from windfall.cli import complete
 from windfall.cli.options import (
     Json,
     ModelOptions,
@@ -63,7 +64,10 @@ def tree(
 
 
 def policies(
-    name: Annotated[str | None, typer.Argument(help="One policy, drafter or preset.", show_default=False)] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="One policy, drafter or preset.", show_default=False, autocompletion=complete.everything),
+    ] = None,
     json: Json = False,
     drafters: Annotated[bool, typer.Option("--drafters", help="Only the drafters.")] = False,
 ) -> None:
