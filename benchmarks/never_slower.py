@@ -22,7 +22,7 @@ PROMPTS = {
     "story": ("Tell me a story about a fox who finds a lantern in the forest.", {}),
     "random words": (
         "apple zinc marmot quilt seven turbine velvet ogre plinth cactus harbour nimbus",
-        {"raw": True, "temperature": 1.2},
+        {"raw": True, "temperature": 1.2, "seed": 0},
     ),
     "repetitive": ("Count from one to fifty in words, one per line.", {}),
 }

@@ -641,7 +641,7 @@ def test_ctrl_c_says_what_is_kept(model: Path, prompts: Path, tmp_path: Path, mo
     monkeypatch.setattr(Store, "append", stop)
     done = windfall("bench", "run", "--target", model, "--tasks", prompts, "--out", tmp_path / "o", *SHORT)
     assert done.exit_code == 130
-    assert "2 conversations are kept" in done.stderr and len(lines(tmp_path / "o")) == 2
+    assert "2 conversations kept" in done.stderr and len(lines(tmp_path / "o")) == 2
 
 
 @pytest.mark.parametrize(

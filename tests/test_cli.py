@@ -23,7 +23,7 @@ from windfall import __version__, console, doctor, loading, registry
 from windfall.cli import app
 from windfall.cli.measure import parse_policies
 from windfall.cli.options import SamplingOptions
-from windfall.engine import Engine
+from windfall.engine import Engine, Stream
 from windfall.records import InputError, SamplingParams
 
 SPECIAL = ["<unk>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
@@ -94,7 +94,8 @@ def test_generate_streams_the_text_and_says_how_fast(folder: Path) -> None:
     told = windfall("generate", "abc abc", "--target", folder, "--json", *SHORT)
     assert result.exit_code == 0
     assert result.stdout == json.loads(told.stdout)["text"] + "\n"
-    assert re.fullmatch(r"20 tokens, [\d.]+ tokens/s, [\d.]+ tokens per pass\n", result.stderr)
+    figures = r"20 tokens, [\d.]+ tokens/s, [\d.]+ tokens per pass; prompt: 10 tokens, [\d.]+ tokens/s\n"
+    assert re.fullmatch(figures, result.stderr)
 
 
 def test_what_is_loaded_is_left_out_of_the_garbage_collector_s_rounds(folder: Path) -> None:
@@ -111,6 +112,7 @@ def test_json_is_one_object_with_everything(folder: Path) -> None:
     assert set(told) == {"text", "token_ids", "finish_reason", "stats", "target", "drafter", "policy", "seed"}
     assert set(told["stats"]) >= STATS
     assert (told["target"], told["drafter"], told["policy"], told["seed"]) == ("tiny", "ngram", "chain", 7)
+    assert told["stats"]["seed"] == 7 and told["stats"]["prompt_tokens"] == 6
     assert told["finish_reason"] == "length"
     assert len(told["token_ids"]) == told["stats"]["tokens"] == 20
 
@@ -196,14 +198,14 @@ def test_compare_finds_the_same_tokens(folder: Path, temperature: float) -> None
 
 
 def test_compare_says_where_texts_part(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = Engine.stream
+    run = Engine.run
 
-    def altered(self: Engine, prompt: object, **options: object):
-        for step in stream(self, prompt, **options):
+    def altered(self: Engine, *given: object):
+        for steps in run(self, *given):
             wrong = self.policy != registry.policy("none")
-            yield dataclasses.replace(step, tokens=(*step.tokens[:-1], 9)) if wrong else step
+            yield {0: dataclasses.replace(steps[0], tokens=(*steps[0].tokens[:-1], 9))} if wrong else steps
 
-    monkeypatch.setattr(Engine, "stream", altered)
+    monkeypatch.setattr(Engine, "run", altered)
     result = windfall("generate", "abc", "--compare", "--policy", "chain", "--target", folder, *SHORT)
     assert result.exit_code == 1
     assert re.search(r"Different from token \d+ on: plain has '.', chain has 'e'\n", result.stdout)
@@ -239,7 +241,8 @@ def test_uncoupled_reaches_the_engine_and_changes_no_token(folder: Path, monkeyp
     coupled = []
     run = Engine.run
     monkeypatch.setattr(Engine, "run", lambda self, *given: coupled.append(self.coupled) or run(self, *given))
-    options = ("--drafter", "lm", "--policy", "beam", "--temperature", "1", "--target", folder, "--json", *SHORT)
+    sampling = ("--temperature", "1", "--seed", "0", *SHORT)
+    options = ("--drafter", "lm", "--policy", "beam", "--target", folder, "--json", *sampling)
     told = [json.loads(windfall("generate", "abc", *options, *flag).stdout) for flag in ([], ["--uncoupled"])]
     assert coupled == [True, False]
     assert told[0]["token_ids"] == told[1]["token_ids"]
@@ -268,11 +271,15 @@ def test_drafts_are_coloured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def interrupted_after(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Engine.stream
 
-    def short(self: Engine, prompt: object, **options: object):
-        for place, step in enumerate(stream(self, prompt, **options)):
+    def cut(whole: Stream):
+        for place, step in enumerate(whole):
             if place == steps:
                 raise KeyboardInterrupt
             yield step
+
+    def short(self: Engine, prompt: object, **options: object) -> Stream:
+        whole = stream(self, prompt, **options)
+        return Stream(cut(whole), whole.prompt_tokens, whole.seed)
 
     monkeypatch.setattr(Engine, "stream", short)
 
@@ -323,7 +330,10 @@ def test_control_c_while_loading_is_quiet(folder: Path, monkeypatch: pytest.Monk
         ("--stop=", "a stop string must not be empty"),
         ("--policy nonsense", "there is no policy 'nonsense'; choose from auto, none"),
         ("--preset nonsense", "there is no preset 'nonsense'; choose from eagle-1"),
-        ("--preset eagle-2 --policy beam", "--preset names a policy and its settings, --policy only a policy"),
+        (
+            "--preset eagle-2 --policy beam",
+            "a preset names a policy and its options; give a preset or a policy",
+        ),
         ("--preset eagle-2 --set colour=red", "policy beam has no option 'colour'; it has: depth, k, nodes"),
         ("--policy chain --set depth=x", "policy chain: depth takes int, not 'x'"),
         ("--policy chain --set depth=0", "depth must be at least 1, not 0"),

@@ -133,7 +133,8 @@ def test_batch_mates_change_nothing() -> None:
     prompts = [prompt(5, 1), prompt(30, 2), prompt(1, 3), prompt(12, 4)]
     for policy, name in (("beam", "lm"), ("beam", "small"), ("chain", "self"), ("fixed-tree", "ngram"), ("none", "lm")):
         made = engine(policy, name)
-        for sampling in ({}, {"temperature": 1.0, "seed": 3}, {"eos": tuple(range(0, 61, 9)), "temperature": 0.9}):
+        ended = {"eos": tuple(range(0, 61, 9)), "temperature": 0.9, "seed": 0}
+        for sampling in ({}, {"temperature": 1.0, "seed": 3}, ended):
             alone = [made.generate(p, max_new_tokens=20, **sampling) for p in prompts]
             together = made.generate_batch(prompts, max_new_tokens=20, **sampling)
             assert [g.token_ids for g in together] == [g.token_ids for g in alone]
@@ -247,7 +248,7 @@ def test_stats_add_up() -> None:
         ({"prompt": ["a", "b"]}, "a prompt is text"),
         ({"prompt": {"role": "user"}}, "a prompt is text"),
         ({"prompt": torch.ones(2, 3, dtype=torch.long)}, "of one prompt"),
-        ({"prompt": [1], "seed": None}, "seed must be a whole number"),
+        ({"prompt": [1], "seed": 1.5}, "seed must be a whole number, or None"),
         ({"prompt": "text"}, "no tokenizer"),
         ({"prompt": [1, VOCABULARY]}, "between 0 and 60"),
         ({"prompt": [1] * 256}, "256 tokens.*255 at most"),

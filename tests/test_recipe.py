@@ -40,6 +40,7 @@ def test_the_policy_of_the_recipe() -> None:
     assert tree.tokens.tolist() == [0, 1, 2, 1]  # .9, .63, .378: below .4, and the end
     assert passes == 3
     target = Target(tiny())
-    wanted = Engine(target, LMDrafter(), registry.policy("none")).generate(prompt(), max_new_tokens=20, temperature=0.7)
-    got = Engine(target, LMDrafter(), policy).generate(prompt(), max_new_tokens=20, temperature=0.7)
+    how = {"max_new_tokens": 20, "temperature": 0.7, "seed": 0}
+    wanted = Engine(target, LMDrafter(), registry.policy("none")).generate(prompt(), **how)
+    got = Engine(target, LMDrafter(), policy).generate(prompt(), **how)
     assert got.token_ids == wanted.token_ids

@@ -17,6 +17,9 @@ _PUBLIC = {
     "TreePolicy": "windfall.policies.base",
     "option": "windfall.options",
     "SamplingParams": "windfall.records",
+    "Launch": "windfall.records",
+    "Stats": "windfall.metrics",
+    "Stream": "windfall.engine",
     "Step": "windfall.records",
     "InputError": "windfall.records",
 }
@@ -26,11 +29,14 @@ if TYPE_CHECKING:
     from windfall.drafters.base import Drafter as Drafter
     from windfall.engine import Engine as Engine
     from windfall.engine import Generation as Generation
+    from windfall.engine import Stream as Stream
     from windfall.hf_generate import custom_generate as custom_generate
     from windfall.loading import load as load
+    from windfall.metrics import Stats as Stats
     from windfall.options import option as option
     from windfall.policies.base import TreePolicy as TreePolicy
     from windfall.records import InputError as InputError
+    from windfall.records import Launch as Launch
     from windfall.records import SamplingParams as SamplingParams
     from windfall.records import Step as Step
     from windfall.tree import DraftTree as DraftTree

@@ -205,7 +205,7 @@ def logit_gap(target: Target, prefix: Tokens, token: int, other: int, params: Sa
     row = process(scores.logits[:1], None, len(prefix), params)
     if not params.greedy:
         at, vocabulary = torch.tensor([len(prefix)], device=row.device), torch.arange(row.shape[1], device=row.device)
-        row = (row + gumbel(params.seed, at, vocabulary)) * params.temperature
+        row = (row + gumbel(params.noise_seed, at, vocabulary)) * params.temperature
     return float(row[0, token] - row[0, other])
 
 

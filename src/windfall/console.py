@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from windfall.wording import counted as quantity  # `counted` is a bar here
+
 if TYPE_CHECKING:
     from windfall.engine import Engine, Generation
     from windfall.metrics import Stats
@@ -180,10 +182,17 @@ def end_text(generation: Generation, coloured: bool) -> None:
     print(flush=True)
     if coloured:
         legend(generation)
+    note(summary(generation))
+
+
+def summary(generation: Generation) -> str:
+    """The figures of a text in one line; with them the seed, if tokens were drawn at random."""
     stats = generation.stats
-    ending = ", interrupted" if generation.finish_reason == "interrupted" else ""
     speed = f"{stats.tokens_per_second:.1f} tokens/s, {stats.tau:.2f} tokens per pass"
-    note(f"{stats.tokens} tokens, {speed}{ending}")
+    ending = ", interrupted" if generation.finish_reason == "interrupted" else ""
+    prompt = f"prompt: {quantity(stats.prompt_tokens, 'token')}, {stats.prompt_tokens_per_second:.1f} tokens/s"
+    seed = "" if stats.seed is None else f"; seed {stats.seed}"
+    return f"{quantity(stats.tokens, 'token')}, {speed}{ending}; {prompt}{seed}"
 
 
 def heading(name: str) -> None:
@@ -258,7 +267,7 @@ def agreement(wanted: list[int], wrong: Mapping[str, list[int]], engine: Engine)
     """Whether every policy gave plain decoding's tokens, and if not, where they part."""
     out = stdout()
     if not wrong:
-        out.print(Text(f"Same {len(wanted)} tokens from all", style="green"))
+        out.print(Text(f"Same {quantity(len(wanted), 'token')} from all", style="green"))
     for name, found in wrong.items():
         at = first_difference(wanted, found)
         ours, theirs = (_token_at(ids, at, engine) for ids in (wanted, found))
@@ -268,7 +277,7 @@ def agreement(wanted: list[int], wrong: Mapping[str, list[int]], engine: Engine)
 def cost_tables(profile: Profile) -> None:
     """Milliseconds of draft passes by width and of verify passes by rows and context length."""
     costs, about, out = profile.costs, profile.about, stdout()
-    where = about["machine"]["gpu"] or f"{about['machine']['cpu']}, {about['machine']['threads']} threads"
+    where = about["machine"]["gpu"] or f"{about['machine']['cpu']}, {quantity(about['machine']['threads'], 'thread')}"
     kind = about["target"]["dtype"].removeprefix("torch.")
     out.print(Text.assemble((about["target"]["name"], "bold"), f" in {kind} on {where}"))
     drafts = {f"{width}": [seconds] for width, seconds in zip(costs.drafts.sizes, costs.drafts.seconds, strict=True)}
@@ -297,7 +306,7 @@ def comparison(plain: Generation, chosen: Generation, policy: str, engine: Engin
     out = stdout()
     out.print(figures({"plain": plain.stats, policy: chosen.stats}, baseline=plain.stats))
     if plain.token_ids == chosen.token_ids:
-        out.print(Text(f"Same {len(plain.token_ids)} tokens", style="green"))
+        out.print(Text(f"Same {quantity(len(plain.token_ids), 'token')}", style="green"))
         return
     at = first_difference(plain.token_ids, chosen.token_ids)
     ours, theirs = (_token_at(g.token_ids, at, engine) for g in (plain, chosen))
@@ -352,7 +361,7 @@ def checklist(checks: list[dict[str, Any]]) -> None:
 def reliability(found: Any) -> None:
     """How often nodes were accepted, by how likely they were said to be."""
     told = found.as_dict()
-    table = Table(box=box.SIMPLE_HEAD, caption=f"{told['nodes']} judged nodes", caption_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, caption=quantity(told["nodes"], "judged node"), caption_justify="left")
     for title in ("", "confidence", "accepted", "nodes"):
         table.add_column(title, justify="left" if not title else "right")
     for name, error in (("before", told["ece_before"]), ("after", told["ece_after"])):

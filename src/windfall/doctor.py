@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from windfall.wording import counted
+
 TOKENS = 24
 HUB_SECONDS = 5.0
 
@@ -33,6 +35,7 @@ def examine() -> list[Check]:
         _check("devices", devices),
         _check("threads", threads),
         _check("cache", cache),
+        _check("config file", config_file),
         _check("embedded model", embedded_model, needed=False),
         _check("same text", same_text),
         _check("hub", hub, needed=False),
@@ -75,7 +78,7 @@ def devices() -> str:
 def threads() -> str:
     import torch
 
-    return f"{torch.get_num_threads()} for torch, {os.cpu_count()} cores"
+    return f"{torch.get_num_threads()} for torch, {counted(os.cpu_count() or 1, 'core')}"
 
 
 def cache() -> str:
@@ -87,6 +90,16 @@ def cache() -> str:
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise RuntimeError(f"{folder} cannot be written to (WINDFALL_CACHE can name another folder)")
     return str(folder)
+
+
+def config_file() -> str:
+    """The file with the defaults of the commands, which must be one that they can read."""
+    from windfall import config
+
+    file = config.file_in_use()
+    if file is None:
+        return "none" if os.environ.get(config.VARIABLE) == "" else f"none; {config.usual_file()} would be read"
+    return f"{file} sets {', '.join(config.parse(file)) or 'nothing'}"
 
 
 def embedded_model() -> str:
@@ -114,8 +127,8 @@ def same_text() -> str:
         model, registry.drafter("lm"), registry.policy("beam")
     )  # the target drafts for itself: every guess is right
     for temperature in (0.8, 0.0):
-        wanted = plain.generate(prompt, max_new_tokens=TOKENS, temperature=temperature)
-        found = speculative.generate(prompt, max_new_tokens=TOKENS, temperature=temperature)
+        how: dict[str, Any] = {"max_new_tokens": TOKENS, "temperature": temperature, "seed": 0}
+        wanted, found = plain.generate(prompt, **how), speculative.generate(prompt, **how)
         if found.token_ids != wanted.token_ids:
             raise RuntimeError(f"speculative and plain decoding differ at temperature {temperature}")
     ids = torch.tensor([prompt], device=plain.target.device)

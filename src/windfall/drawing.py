@@ -10,6 +10,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from windfall.records import Step
+from windfall.wording import counted
 
 STYLES = {  # safe for all eyes
     "accepted": "bold #0072b2",
@@ -63,15 +64,11 @@ def draw(step: Step, tokenizer: Any, most: int = 60) -> Tree:
 
 
 def summary(step: Step) -> str:
-    passes, tokens = counted(step.draft_passes, "pass", "passes"), counted(len(step.tokens), "token", "tokens")
+    passes, tokens = counted(step.draft_passes, "pass", "passes"), counted(len(step.tokens), "token")
     return (
         f"{len(step.drafted) - 1} drafted in {passes}, {len(step.tree) - 1} verified, "
         f"{step.accepted} accepted: {tokens} from one pass of the target"
     )
-
-
-def counted(count: int, one: str, many: str) -> str:
-    return f"{count} {one if count == 1 else many}"
 
 
 def _word(tokenizer: Any, token: int) -> str:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jinja2 import TemplateError
 
+from windfall.background import Background, Stop
 from windfall.calibration import Calibrator
 from windfall.clock import Stopwatch, now
 from windfall.context import Context
@@ -20,6 +23,7 @@ from windfall.drafters.base import Drafter
 from windfall.files import is_unicode
 from windfall.ledger import Ledger
 from windfall.metrics import Stats
+from windfall.options import brief
 from windfall.policies.base import TreePolicy
 from windfall.quiet import first_line
 from windfall.records import Grow, InputError, Launch, SamplingParams, Step
@@ -27,6 +31,7 @@ from windfall.sequence import Sequence
 from windfall.target import Target
 from windfall.tree import MOST_NODES, DraftTree
 from windfall.verify import walk
+from windfall.wording import counted
 
 if TYPE_CHECKING:
     from windfall.resident.loop import Resident
@@ -34,33 +39,66 @@ if TYPE_CHECKING:
 
 WARM_UP = 24  # tokens
 USUAL = 16  # tokens that a drafter has to take in at the most, if it drafted in the last cycle
+OnStep = Callable[[Step], None]
 Prompt = Any  # text, chat messages ({"role", "content"}), or token ids
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A finished text and how it came about."""
+    """A finished text, and how it was generated."""
 
     text: str
     token_ids: list[int]
-    finish_reason: str
-    steps: list[Step]
+    finish_reason: str  # "stop", "length" or "interrupted"
+    steps: list[Step] = field(repr=False)
     stats: Stats
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt in tokens."""
+        return self.stats.prompt_tokens
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of the draws: with it the same prompt gives the same text. None: greedy, and none was given."""
+        return self.stats.seed
+
     @classmethod
-    def of(cls, steps: list[Step], times: list[float], prefill: float) -> Generation:
+    def of(
+        cls, steps: list[Step], times: list[float], prefill: float, prompt_tokens: int = 0, seed: int | None = None
+    ) -> Generation:
         """Fold Steps and the seconds after the start at which each came."""
+        last, first = (times[-1], times[0]) if times else (0.0, 0.0)
         return cls(
             text="".join(step.text for step in steps),
             token_ids=[token for step in steps for token in step.tokens],
             finish_reason=(steps and steps[-1].finish) or "interrupted",
             steps=steps,
-            stats=Stats.of(steps, times[-1] if times else 0.0, times[0] if times else 0.0, prefill),
+            stats=Stats.of(steps, last, first, prefill, prompt_tokens, seed),
         )
 
 
+class Stream(Iterator[Step]):
+    """The Steps of one text. `seed` is that of its draws, `prompt_tokens` the length of its prompt."""
+
+    def __init__(self, steps: Generator[Step, None, None], prompt_tokens: int, seed: int | None):
+        self.prompt_tokens, self.seed = prompt_tokens, seed
+        self._steps = steps
+
+    def __next__(self) -> Step:
+        return next(self._steps)
+
+    def close(self) -> None:
+        """Stop generating."""
+        self._steps.close()
+
+
 class Engine:
-    """A target, a drafter and a policy. One generation (of one or several sequences) at a time."""
+    """A target, a drafter and a policy. One generation (of one or several texts) at a time.
+
+    `generate`, `generate_batch`, `agenerate` and `astream` wait for each other, in whichever threads or tasks they are
+    called. Between the steps of a `stream` no other generation may begin.
+    """
 
     def __init__(
         self,
@@ -80,14 +118,79 @@ class Engine:
         self._made: tuple[Resident | None, str] | None = None
         self.fallback = ""  # why the last text did not stay on the device altogether
 
-    def generate(self, prompt: Prompt, *, raw: bool = False, **sampling: Any) -> Generation:
-        """The whole text. Keywords are the fields of SamplingParams; `raw` leaves out the chat template."""
-        return self.generate_batch([prompt], raw=raw, **sampling)[0]
+    def __repr__(self) -> str:
+        target, dtype = self.target, str(self.target.decoder.dtype).removeprefix("torch.")
+        where = f"{target.name!r}, {dtype}, {target.device}"
+        return f"Engine({where}, drafter={brief(self.drafter)}, policy={brief(self.policy)})"
 
-    def stream(self, prompt: Prompt, *, raw: bool = False, **sampling: Any) -> Iterator[Step]:
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        raw: bool = False,
+        on_step: OnStep | None = None,
+        streamer: Any = None,
+        **sampling: Any,
+    ) -> Generation:
+        """The whole text. Keywords are the fields of SamplingParams; `raw` leaves out the chat template.
+
+        `on_step` is called with every Step, as it happens. `streamer` is one of transformers': its `put` gets the
+        prompt and then each token, and its `end` is called when the text has ended.
+        """
+        ids, params = self.encode(prompt, raw), self.params(**sampling)
+        if streamer is None:
+            return self.decode([ids], [params], _of_single(on_step))[0]
+        try:
+            streamer.put(torch.tensor([ids]))
+            return self.decode([ids], [params], _of_single(on_step, partial(_put, streamer)))[0]
+        finally:
+            streamer.end()
+
+    async def agenerate(
+        self,
+        prompt: Prompt,
+        *,
+        raw: bool = False,
+        on_step: OnStep | None = None,
+        streamer: Any = None,
+        **sampling: Any,
+    ) -> Generation:
+        """`generate` for asyncio: a thread decodes, and calls `on_step` and the streamer.
+
+        Several calls are answered one after another. A call that is cancelled stops at its next step.
+        """
+
+        def call(stop: Stop) -> Generation:
+            stop.check()
+
+            def heed(step: Step) -> None:
+                if on_step is not None:
+                    on_step(step)
+                stop.check()
+
+            return self.generate(prompt, raw=raw, on_step=heed, streamer=streamer, **sampling)
+
+        return await self._background.run(call)
+
+    async def astream(self, prompt: Prompt, *, raw: bool = False, **sampling: Any) -> AsyncGenerator[Step, None]:
+        """`stream` for asyncio, under the same rules as `agenerate`; leaving the loop early stops at the next step."""
+
+        def steps() -> Generator[Step, None, None]:
+            with self.target.turn:
+                yield from self.stream(prompt, raw=raw, **sampling)
+
+        async with aclosing(self._background.iterate(steps)) as made:
+            async for step in made:
+                yield step
+
+    @cached_property
+    def _background(self) -> Background:
+        return Background(self.target.device)
+
+    def stream(self, prompt: Prompt, *, raw: bool = False, **sampling: Any) -> Stream:
         """A Step per cycle, as it happens."""
-        prompts, params = [self.encode(prompt, raw)], [self.params(**sampling)]
-        return (steps[0] for steps in self.run(prompts, params))
+        ids, params = self.encode(prompt, raw), self.params(**sampling).seeded()
+        return Stream((steps[0] for steps in self.run([ids], [params])), len(ids), params.seed)
 
     def generate_batch(self, prompts: Many[Prompt], *, raw: bool = False, **sampling: Any) -> list[Generation]:
         """Several texts, decoded together; each is what `generate` would have given."""
@@ -98,24 +201,44 @@ class Engine:
             return []
         return self.decode(encoded, [params] * len(encoded))
 
-    def decode(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Generation]:
-        """What these prompts of token ids, each with its own sampling, become; all are decoded together."""
+    def decode(
+        self,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        on_steps: Callable[[dict[int, Step]], None] | None = None,
+    ) -> list[Generation]:
+        """Decode prompts of token ids together, each with its own sampling; `on_steps` is called after every cycle."""
+        with self.target.turn:
+            return self._decode(prompts, params, on_steps)
+
+    def _decode(
+        self,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        on_steps: Callable[[dict[int, Step]], None] | None,
+    ) -> list[Generation]:
         steps: list[list[Step]] = [[] for _ in prompts]
         times: list[list[float]] = [[] for _ in prompts]
+        params = [own.seeded() for own in params]
         started = time.perf_counter()
         for cycle in self.run(prompts, params):
             now = time.perf_counter() - started
             for i, step in cycle.items():
                 steps[i].append(step)
                 times[i].append(now)
-        return [Generation.of(*own, self.prefill_seconds) for own in zip(steps, times, strict=True)]
+            if on_steps is not None:
+                on_steps(cycle)
+        return [
+            Generation.of(own, at, self.prefill_seconds, len(prompt), drawn.seed)
+            for own, at, prompt, drawn in zip(steps, times, prompts, params, strict=True)
+        ]
 
     def run(self, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[dict[int, Step]]:
         """Decode these prompts together: per cycle, the Step of every sequence that has not ended yet."""
         self.target.texts += 1
         text, started = self.target.texts, time.perf_counter()
         sequences = [
-            Sequence(prompt, own, self.policy.fresh(), self.target, self.coupled)
+            Sequence(prompt, own.seeded(), self.policy.fresh(), self.target, self.coupled)
             for prompt, own in zip(prompts, params, strict=True)
         ]
         target: Target | SeatedTarget = self.target
@@ -285,7 +408,9 @@ class Engine:
         if not ids:
             raise InputError("the prompt is empty")
         if context is not None and len(ids) >= context:
-            raise InputError(f"the prompt has {len(ids)} tokens; {self.target.name} takes {context - 1} at most")
+            raise InputError(
+                f"the prompt has {counted(len(ids), 'token')}; {self.target.name} takes {context - 1} at most"
+            )
         if not 0 <= min(ids) <= max(ids) < vocabulary:
             raise InputError(f"token ids must be between 0 and {vocabulary - 1}")
         return ids
@@ -321,6 +446,22 @@ class Engine:
         if params.logit_bias and not 0 <= min(params.logit_bias) <= max(params.logit_bias) < self.target.vocab_size:
             raise InputError(f"logit_bias takes token ids between 0 and {self.target.vocab_size - 1}")
         return params
+
+
+def _of_single(*calls: OnStep | None) -> Callable[[dict[int, Step]], None] | None:
+    """These callbacks of a single text, as one for `decode`."""
+    wanted = [call for call in calls if call is not None]
+
+    def tell(steps: dict[int, Step]) -> None:
+        for call in wanted:
+            call(steps[0])
+
+    return tell if wanted else None
+
+
+def _put(streamer: Any, step: Step) -> None:
+    for token in step.tokens:
+        streamer.put(torch.tensor([token]))
 
 
 def _is_worded(prompt: Prompt) -> bool:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PrefixConstrainedLogitsProcessor
 
+from windfall.drafters.base import Drafter
 from windfall.engine import Engine
-from windfall.loading import as_drafter, as_policy, make_engine
+from windfall.loading import load
 from windfall.records import InputError, SamplingParams
 from windfall.target import Target
 
@@ -20,11 +21,33 @@ KEPT = 4  # engines of a model
 UNDERSTOOD = ("attention_mask", "position_ids", "past_key_values", "use_cache", "cache_position", "logits_to_keep")
 
 
-def custom_generate(drafter: Any = None, policy: Any = None) -> Callable[..., Any]:
+def custom_generate(
+    drafter: Any = None,
+    policy: Any = None,
+    *,
+    drafter_options: Mapping[str, Any] | None = None,
+    policy_options: Mapping[str, Any] | None = None,
+    preset: str | None = None,
+    coupled: bool = True,
+    graphs: bool | None = None,
+    compile: bool = False,
+    exact: bool = False,
+    host_policies: bool = False,
+) -> Callable[..., Any]:
     """A decoding loop for `model.generate(..., custom_generate=windfall.custom_generate(...))`.
 
-    Takes what `windfall.load` takes. Greedy and sampling, one prompt or a left-padded batch.
+    The arguments are those of `windfall.load`. Greedy and sampling, one prompt or a left-padded batch.
     """
+    words = {
+        "drafter_options": drafter_options,
+        "policy_options": policy_options,
+        "preset": preset,
+        "coupled": coupled,
+        "graphs": graphs,
+        "compile": compile,
+        "exact": exact,
+        "host_policies": host_policies,
+    }
 
     def decode(
         model: Any,
@@ -38,7 +61,7 @@ def custom_generate(drafter: Any = None, policy: Any = None) -> Callable[..., An
     ) -> Any:
         if synced_gpus:
             raise InputError("windfall's loop does not wait for other GPUs; synced_gpus must be False")
-        engine = _engine_of(model, drafter, policy)
+        engine = _engine_of(model, drafter, policy, words)
         streamer = streamer or _callers_streamer()
         _refuse(input_ids, logits_processor, generation_config, model_kwargs, engine.target.context)
         starts = _padding(input_ids, model_kwargs.get("attention_mask"))
@@ -52,20 +75,28 @@ def custom_generate(drafter: Any = None, policy: Any = None) -> Callable[..., An
     return decode
 
 
-class Engines(dict[tuple[Any, ...], tuple[Engine, Any, Any]]):
+class Engines(dict[Any, tuple[Engine, Any, Any, Any]]):
     """Of one model, with what they were asked for. They go with it, but neither into its files nor into its copies."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Engines, ()
 
 
-def _engine_of(model: Any, drafter: Any, policy: Any) -> Engine:
-    """The engine for this drafter and policy; those used last are kept, since making one takes a while."""
+def _key(asked: Any) -> Any:
+    """What tells one wish from another: names and numbers by their value, objects by who they are."""
+    if isinstance(asked, Mapping):
+        return tuple((name, _key(value)) for name, value in asked.items())
+    return asked if isinstance(asked, str | int | float | None) else id(asked)
+
+
+def _engine_of(model: Any, drafter: Any, policy: Any, words: Mapping[str, Any]) -> Engine:
+    """The engine for these words of `load`; those used last are kept, since making one takes a while."""
     engines: Engines = model.__dict__.setdefault("_windfall_engines", Engines())
-    key = tuple(asked if asked is None or isinstance(asked, str) else id(asked) for asked in (drafter, policy))
+    key = _key(drafter), _key(policy), _key(words)
     kept = engines.pop(key, None)
     if kept is None:
-        kept = make_engine(Target(model), copy.copy(as_drafter(drafter)), as_policy(policy)), drafter, policy
+        own = copy.copy(drafter) if isinstance(drafter, Drafter) else drafter
+        kept = load(Target(model), own, policy, **words), drafter, policy, words
     engines[key] = kept
     while len(engines) > KEPT:
         del engines[next(iter(engines))]

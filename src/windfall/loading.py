@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from windfall.heads.files import find
 from windfall.heads.kinds import KINDS, kind_of, recognise
 from windfall.hub import cached
 from windfall.models import load_model, pick_device, pick_dtype
+from windfall.options import checked, refuse_settings, require_flag
 from windfall.policies.base import TreePolicy
 from windfall.records import InputError, Launch
 from windfall.target import Target
@@ -31,22 +33,71 @@ def load(
     trust_remote_code: bool = False,
     coupled: bool = True,
     launch: Launch | None = None,
+    *,
+    drafter_options: Mapping[str, Any] | None = None,
+    policy_options: Mapping[str, Any] | None = None,
+    preset: str | None = None,
+    graphs: bool | None = None,
+    compile: bool = False,
+    exact: bool = False,
+    host_policies: bool = False,
 ) -> Engine:
     """An engine that generates exactly what the target alone would.
 
-    target: a folder, GGUF file or hub id, a transformers model, or a pair (model, tokenizer); none: the embedded model.
-    drafter: a name from `registry.drafters()`, a Drafter, a draft head (a folder, a hub id or a loaded one), or what
-    `target` takes, for a smaller model of the same tokenizer. policy: a name from `registry.policies()` or a
-    TreePolicy. A ready model stays where it is unless `device` or `dtype` says otherwise. `coupled`: at temperature
-    above 0 the drafter sees the coming noise. `launch`: how passes run on a GPU. Without a drafter, the embedded
-    model's own head, else n-grams.
+    target: a folder, a GGUF file or a hub id, a transformers model, or a pair (model, tokenizer). None: the embedded
+        model.
+    drafter: a name from `windfall policies`, a Drafter, a draft head (folder, hub id or loaded), or what `target`
+        takes, for a smaller model of the same tokenizer. None: the embedded model's own head, n-grams for any other.
+    policy: a name from `windfall policies` or a TreePolicy. None: `auto`.
+    device, dtype: None: the best device there is, and the dtype that suits it; a loaded model stays as it is.
+    trust_remote_code: run Python code that comes with the model.
+    coupled: at temperature above 0, show the drafter the noise of the coming draws.
+    drafter_options, policy_options: options by name, as `windfall policies` lists them.
+    preset: the policy and options of a published method, or a JSON file that `windfall tune` wrote, instead of
+        `policy`; `policy_options` override its options.
+    graphs: on a GPU, run passes as CUDA graphs. None: where there is a GPU.
+    compile: on a GPU, compile models without a fused forward with torch.compile.
+    exact: on a GPU, round every row as plain decoding does, in half precision too; slower.
+    host_policies: on a GPU, let every policy decide on the host.
+    launch: the last four as one record, instead of them.
     """
-    proposer = as_drafter(default_drafter(target) if drafter is None else drafter)
-    shaper = as_policy(policy)  # first: a wrong name costs no loading
+    how = as_launch(launch, graphs=graphs, compile=compile, exact=exact, host_policies=host_policies)
+    for name, value in (("coupled", coupled), ("trust_remote_code", trust_remote_code)):
+        require_flag(name, value)
+    chosen = default_drafter(target) if drafter is None else drafter
+    proposer = as_drafter(chosen, **checked(drafter_options, "drafter_options"))
+    shaper = choose_policy(policy, policy_options, preset)  # before the target: a wrong name costs no loading
     if trust_remote_code and isinstance(proposer, LMDrafter):
         proposer.trust_remote_code = True
     judge = as_target(target, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    return make_engine(judge, proposer, shaper, coupled, launch)
+    return make_engine(judge, proposer, shaper, coupled, how)
+
+
+def as_launch(launch: Launch | None, *, graphs: bool | None, compile: bool, exact: bool, host_policies: bool) -> Launch:
+    """How passes run on a GPU, from the words of `load` and of the command line."""
+    named = Launch(graphs, compile, exact, not require_flag("host_policies", host_policies))
+    if launch is None:
+        return named
+    if not isinstance(launch, Launch):
+        raise InputError(f"launch takes a windfall.Launch, not {launch!r}")
+    if named != Launch():
+        raise InputError("give launch, or graphs, compile, exact and host_policies, not both")
+    return launch
+
+
+def choose_policy(
+    policy: Any = None, policy_options: Mapping[str, Any] | None = None, preset: str | None = None
+) -> TreePolicy:
+    """The policy of these words; a preset stands for a policy and its options."""
+    settings = checked(policy_options, "policy_options")
+    if preset is None:
+        return as_policy(policy, **settings)
+    if policy is not None:
+        raise InputError("a preset names a policy and its options; give a preset or a policy, not both")
+    if not isinstance(preset, str | os.PathLike):
+        raise InputError(f"a preset is a name or a JSON file, not {preset!r}")
+    chosen: TreePolicy = registry.preset(os.fspath(preset), **settings)
+    return chosen
 
 
 def make_engine(
@@ -90,8 +141,13 @@ def as_target(target: Any, **how: Any) -> Target:
 def as_drafter(drafter: Any, **settings: Any) -> Drafter:
     """A drafter by name and settings; a head or a model, loaded or by path or hub id, drafts by its own kind."""
     if isinstance(drafter, Drafter):
+        refuse_settings(settings, "drafter", type(drafter).__name__)
         return drafter
     named = isinstance(drafter, str) and drafter in registry.drafters()
+    if not named and "model" in settings:
+        raise InputError("a drafter that is a model takes no option 'model'; give the model once")
+    if settings.get("model") is not None:
+        _require_model(settings["model"])
     made: Drafter = (
         registry.drafter(drafter, **settings)
         if named
@@ -112,15 +168,24 @@ def _kind_of_drafter(model: Any) -> str:
         kind = None if folder is None else recognise(folder)
     else:
         kind = kind_of(model)
-        if kind is None and not (isinstance(model, tuple) or hasattr(model, "forward")):
-            raise InputError(f"a drafter is a name, a folder, a hub id or a loaded head or model, not {model!r}")
+        if kind is None:
+            _require_model(model)
     return KINDS[kind].drafter if kind else "lm"
+
+
+def _require_model(model: Any) -> None:
+    """A drafter's model: a path, a hub id, a loaded model or head, or a pair of a model and its tokenizer."""
+    if not (isinstance(model, str | os.PathLike | tuple) or hasattr(model, "forward")):
+        raise InputError(f"a drafter is a name, a folder, a hub id or a loaded head or model, not {model!r}")
 
 
 def as_policy(policy: Any, **settings: Any) -> TreePolicy:
     """A policy by name and settings."""
     if isinstance(policy, TreePolicy):
+        refuse_settings(settings, "policy", type(policy).__name__)
         return policy
+    if not isinstance(policy, str | None):
+        raise InputError(f"a policy is a name or a TreePolicy, not {policy!r}")
     made: TreePolicy = registry.policy(DEFAULT_POLICY if policy is None else policy, **settings)
     return made
 

@@ -11,19 +11,32 @@ from windfall.records import Split, Step
 
 @dataclass(frozen=True)
 class Stats:
-    """Figures of one generation. The prefill is counted in the times, not in the passes."""
+    """Figures of one generation. The prefill is counted in the times, not in the passes.
 
-    tokens: int
-    cycles: int
+    Texts that are decoded together share their prefill and their cycles: each has the seconds of all.
+    """
+
+    tokens: int  # generated
+    cycles: int  # each has one pass of the target
     draft_passes: int
     rows: int  # verified, roots included
-    seconds: float
-    ttft: float  # start to first token
-    prefill: float
-    split: Split
+    seconds: float  # from the start to the last token
+    ttft: float  # seconds from the start to the first token
+    prefill: float  # seconds in which target and drafter read the prompt
+    split: Split  # where the seconds of the cycles went
+    prompt_tokens: int = 0
+    seed: int | None = None  # of the draws; None: greedy, and none was given
 
     @classmethod
-    def of(cls, steps: Sequence[Step], seconds: float, ttft: float, prefill: float) -> Stats:
+    def of(
+        cls,
+        steps: Sequence[Step],
+        seconds: float,
+        ttft: float,
+        prefill: float,
+        prompt_tokens: int = 0,
+        seed: int | None = None,
+    ) -> Stats:
         return cls(
             tokens=sum(len(step.tokens) for step in steps),
             cycles=len(steps),
@@ -33,6 +46,8 @@ class Stats:
             ttft=ttft,
             prefill=prefill,
             split=Split(*(sum(part) for part in zip(*(step.seconds for step in steps), strict=True))),
+            prompt_tokens=prompt_tokens,
+            seed=seed,
         )
 
     @property
@@ -54,6 +69,11 @@ class Stats:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
+    def prompt_tokens_per_second(self) -> float:
+        """Speed of the prefill."""
+        return self.prompt_tokens / self.prefill if self.prefill else 0.0
+
+    @property
     def tpot(self) -> float:
         """Seconds per token after the first."""
         return (self.seconds - self.ttft) / (self.tokens - 1) if self.tokens > 1 else 0.0
@@ -61,14 +81,16 @@ class Stats:
     def as_dict(self) -> dict[str, Any]:
         times = asdict(self)
         return {
-            **{key: times[key] for key in ("tokens", "cycles")},
+            **{key: times[key] for key in ("prompt_tokens", "tokens", "cycles")},
             "target_passes": self.target_passes,
             **{key: times[key] for key in ("draft_passes", "rows")},
             "tau": self.tau,
             "delta": self.delta,
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,
+            "prompt_tokens_per_second": self.prompt_tokens_per_second,
             "ttft": self.ttft,
             "tpot": self.tpot,
             "time": {"prefill": self.prefill, **self.split._asdict()},
+            "seed": self.seed,
         }

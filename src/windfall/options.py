@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+import os
 import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 from windfall.errors import InputError
 
 T = TypeVar("T")
+PLAIN = {bool, int, float, str, type(None)}  # types of options that can be checked
 _HINTS: dict[type, dict[str, Any]] = {}
 
 
@@ -45,6 +47,38 @@ def build(cls: type[T], settings: Mapping[str, Any], name: str) -> T:
     return cls(**values)
 
 
+def checked(given: Any, label: str) -> dict[str, Any]:
+    """Options by name, as somebody gave them; None is none."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise InputError(f"{label} takes options by name, for example {{'depth': 4}}, not {given!r}")
+    return dict(given)
+
+
+def refuse_settings(settings: Mapping[str, Any], kind: str, name: str) -> None:
+    """A policy or drafter that is made already takes no more options."""
+    if settings:
+        raise InputError(f"this {kind} is a ready {name}; give its options where it is made, or its name instead")
+
+
+def require_flag(name: str, value: Any) -> bool:
+    """A value that must be true or false."""
+    if not isinstance(value, bool):
+        raise InputError(f"{name} must be True or False, not {value!r}")
+    return value
+
+
+def brief(instance: Any) -> str:
+    """A policy or drafter with its options, in one line: `Beam(depth=6, k=10)`."""
+    shown = (f"{name}={_brief(getattr(instance, name))}" for name in options_of(type(instance)))
+    return f"{type(instance).__name__}({', '.join(shown)})"
+
+
+def _brief(value: Any) -> str:
+    return repr(value) if isinstance(value, str | numbers.Number | None) else f"<{type(value).__name__}>"
+
+
 def check(instance: Any) -> None:
     """Hold every option of a freshly made policy or drafter to its declared type and range."""
     hints = _hints(type(instance))
@@ -53,7 +87,7 @@ def check(instance: Any) -> None:
         if f.metadata["choices"] and value not in f.metadata["choices"]:
             raise InputError(f"{key} must be one of {', '.join(f.metadata['choices'])}, not {value!r}")
         kinds = typing.get_args(hints[key]) or (hints[key],)
-        if isinstance(value, bool | numbers.Number) and {*kinds} & {int, float, bool} and not _is_one(value, kinds):
+        if not _is_one(value, kinds):
             raise InputError(f"{key} takes {_type_name(hints[key])}, not {value!r}")
         if isinstance(value, float) and math.isnan(value):
             raise InputError(f"{key} must be a number, not nan")
@@ -62,8 +96,6 @@ def check(instance: Any) -> None:
         wanted = " and ".join(
             part for part in (low is not None and f"at least {low}", high is not None and f"at most {high}") if part
         )
-        if not isinstance(value, int | float):
-            raise InputError(f"{key} must be a number {wanted}, not {value!r}")
         if (low is not None and value < low) or (high is not None and value > high):
             raise InputError(f"{key} must be {wanted}, not {value}")
 
@@ -74,9 +106,11 @@ def is_number(value: Any, whole: bool = False) -> bool:
 
 
 def _is_one(value: Any, kinds: tuple[Any, ...]) -> bool:
-    """Whether a number or truth value is of one of these kinds."""
-    if isinstance(value, bool):
-        return bool in kinds
+    """Whether a value is of one of these kinds; other kinds than plain ones are not looked at."""
+    if not {*kinds} <= PLAIN:
+        return True
+    if isinstance(value, bool | str | os.PathLike | None):
+        return (str if isinstance(value, os.PathLike) else type(value)) in kinds
     return (float in kinds and is_number(value)) or (int in kinds and is_number(value, whole=True))
 
 
@@ -134,4 +168,5 @@ def _parse(text: str, wanted: Any, label: str) -> Any:
 def _type_name(wanted: Any) -> str:
     if wanted is Any:
         return "text"
-    return " or ".join(getattr(kind, "__name__", str(kind)) for kind in typing.get_args(wanted) or (wanted,))
+    kinds = typing.get_args(wanted) or (wanted,)
+    return " or ".join("None" if kind is type(None) else getattr(kind, "__name__", str(kind)) for kind in kinds)

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from windfall.errors import InputError as InputError
-from windfall.options import is_number
+from windfall.options import is_number, require_flag
 from windfall.tree import DraftTree
 
 COLD = 1e-6  # temperature; logits divided by less may no longer be numbers
 LARGEST = 1e30  # a number that sampling multiplies or adds, in fp32
-WHOLE = ("max_new_tokens", "top_k", "seed")
+WHOLE = ("max_new_tokens", "top_k")
 NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+def fresh_seed() -> int:
+    """A random seed from the operating system, short enough to be typed again."""
+    return secrets.randbits(32)
 
 
 def _require(ok: bool, message: str) -> None:
@@ -39,7 +45,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     stop: tuple[str, ...] = ()  # the text ends before the first of these
     eos: tuple[int, ...] | None = None  # None: the model's own end-of-text ids; (): never stop at one
-    seed: int = 0
+    seed: int | None = None  # of the draws; None: a fresh one for each text
     processors: tuple[Callable[[Tensor, Tensor], Tensor], ...] = ()  # transformers LogitsProcessors, before temperature
     criteria: tuple[Callable[..., Any], ...] = ()  # transformers StoppingCriteria, asked after every token
 
@@ -51,6 +57,7 @@ class SamplingParams:
             object.__setattr__(self, "eos", (self.eos,))
         for name in WHOLE:
             _require(is_number(getattr(self, name), whole=True), f"{name} must be a whole number")
+        _require(self.seed is None or is_number(self.seed, whole=True), "seed must be a whole number, or None")
         for name in NUMBERS:
             _require(is_number(getattr(self, name)), f"{name} must be a number, not {getattr(self, name)!r}")
         _require(all(isinstance(each, str) for each in self.stop), "stop takes strings")
@@ -76,6 +83,17 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature < COLD
 
+    def seeded(self) -> SamplingParams:
+        """These parameters with a seed: a fresh one if none is set and tokens are drawn at random."""
+        return replace(self, seed=fresh_seed()) if self.seed is None and not self.greedy else self
+
+    @property
+    def noise_seed(self) -> int:
+        """The seed of the noise. Greedy decoding has no noise: there it may be unset, and is 0."""
+        if self.seed is None and not self.greedy:
+            raise ValueError("these sampling parameters have no seed yet; `seeded` gives them one")
+        return self.seed or 0
+
     @property
     def filters(self) -> bool:
         """Whether unlikely tokens are excluded."""
@@ -95,6 +113,11 @@ class Launch:
     compiled: bool = False  # torch.compile makes the forward, where it is not fused by hand
     exact: bool = False  # a row depends on its own text alone: in half precision, too, it is plain decoding's
     plans: bool = True  # policies that can be are followed on the device; else all decide on the host
+
+    def __post_init__(self) -> None:
+        _require(isinstance(self.graphs, bool | None), f"graphs must be True, False or None, not {self.graphs!r}")
+        for name in ("compiled", "exact", "plans"):
+            require_flag(name.removesuffix("d"), getattr(self, name))
 
 
 class Grow(NamedTuple):

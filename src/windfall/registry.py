@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from windfall import options
+from windfall.errors import InputError
 from windfall.files import parse_json
-from windfall.records import InputError
 
 POLICIES = {
     "auto": "windfall.policies.auto:Auto",

@@ -115,11 +115,11 @@ class Dice:
         positions = (len(self.committed) + depths).to(logq.device)
         if tokens is None or tokens.dim() == 1:
             scores = warp(logq / self.params.temperature, self.params)
-            noise = gumbel(self.params.seed, positions, _vocabulary(logq) if tokens is None else tokens)
+            noise = gumbel(self.params.noise_seed, positions, _vocabulary(logq) if tokens is None else tokens)
             return torch.log_softmax((scores.log_softmax(-1) + noise) / self.kappa, -1)
         rest = (1 - logq.exp().sum(-1, keepdim=True)).clamp(min=1e-6).log()  # of all tokens that were not named
         known = torch.cat([logq, rest], -1).div(self.params.temperature).log_softmax(-1)
-        noise = gumbel(self.params.seed, positions, tokens)
+        noise = gumbel(self.params.noise_seed, positions, tokens)
         noise = torch.cat([noise, torch.full_like(rest, EULER)], -1)  # the others' best is as lucky as the mean
         return torch.log_softmax((known + noise) / self.kappa, -1)[:, :-1]
 
@@ -151,7 +151,7 @@ class Sampler:
         rows = process(rows, prefix, self.prompt_length, self.params)
         if not self.params.greedy:
             positions = (len(committed) + tree.depth[nodes]).to(rows.device)
-            rows = rows + gumbel(self.params.seed, positions, _vocabulary(rows))
+            rows = rows + gumbel(self.params.noise_seed, positions, _vocabulary(rows))
         return rows.argmax(-1)
 
     @staticmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class Target:
         self.model = model
         self.tokenizer = tokenizer
         self.decoder = Decoder(model)
+        self.turn = threading.RLock()  # held while a whole text is generated
         self.texts = 0  # begun so far: it has one cache, for whichever engine is the last
         try:
             ahead, (gap, scale) = looks_ahead(model), self._tree_gap()

@@ -39,9 +39,10 @@ def target() -> Target:
 @pytest.mark.parametrize("policy", [p for p in registry.policies() if p != "none"])
 def test_same_seed_same_text(target: Target, policy: str, sampling: dict[str, Any]) -> None:
     plain = Engine(target, registry.drafter("ngram"), registry.policy("none"))
-    wanted = plain.generate(prompt(), max_new_tokens=24, **sampling).token_ids
+    wanted = plain.generate(prompt(), max_new_tokens=24, seed=0, **sampling).token_ids
     for drafter in (registry.drafter("ngram"), LMDrafter(model=tiny(seed=1, num_hidden_layers=1).cuda())):
-        made = Engine(target, drafter, registry.policy(policy)).generate(prompt(), max_new_tokens=24, **sampling)
+        engine = Engine(target, drafter, registry.policy(policy))
+        made = engine.generate(prompt(), max_new_tokens=24, seed=0, **sampling)
         assert made.token_ids == wanted
 
 
@@ -49,7 +50,8 @@ def test_cpu_and_gpu_write_the_same_text(target: Target) -> None:
     on_cpu = Engine(Target(tiny()), registry.drafter("lm"), registry.policy("beam"))
     on_gpu = Engine(target, registry.drafter("lm"), registry.policy("beam"))
     for temperature in (0.0, 1.0):
-        texts = [e.generate(prompt(), max_new_tokens=40, temperature=temperature).token_ids for e in (on_cpu, on_gpu)]
+        how = {"max_new_tokens": 40, "temperature": temperature, "seed": 0}
+        texts = [engine.generate(prompt(), **how).token_ids for engine in (on_cpu, on_gpu)]
         assert texts[0] == texts[1]
 
 

@@ -233,7 +233,9 @@ class Contest:
         for text in SAMPLES[:2] if self.target.tokenizer is not None else ():
             tokens = min(WARM_UP, self.settings.max_new_tokens)
             ids = contender.engine.tokenize(text)[-room(self.target, tokens) :]
-            params = SamplingParams(max_new_tokens=tokens, temperature=entry.regime.temperature)
+            params = SamplingParams(
+                max_new_tokens=tokens, temperature=entry.regime.temperature, seed=self.settings.seed
+            )
             answer(contender.engine, [ids], [params])
         state = State(contender.engine.policy, dict(contender.engine.calibrators))
         self._states[entry.label, entry.regime] = state
@@ -417,7 +419,7 @@ def transformers_answer(
     helper = None if assistant is None or isinstance(assistant, int) else assistant
     own, model.generation_config = model.generation_config, config
     try:
-        torch.manual_seed(params.seed)
+        torch.manual_seed(params.noise_seed)
         started = now(target.device)
         made: Tensor = model.generate(input_ids=given, attention_mask=torch.ones_like(given), assistant_model=helper)
         return tuple(made[0, len(ids) :].tolist()), now(target.device) - started

@@ -67,7 +67,6 @@ def _refuse(message: str) -> None:
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -84,7 +83,7 @@ def main() -> None:
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to stop
     try:
         try:
-            app()
+            app(prog_name="windfall")
         finally:
             sys.stdout.flush()
     except OSError as error:

@@ -15,6 +15,7 @@ from rich.text import Text
 from windfall import console
 from windfall.cli.options import Json, ModelOptions, PolicyOptions, takes_records, words
 from windfall.cli.session import DIFFERENT, ON_INTERRUPT
+from windfall.wording import counted
 
 if TYPE_CHECKING:
     from windfall.audit import Audit, Case, Comparison
@@ -156,7 +157,7 @@ def _show(work: Audit) -> None:
     out.print(_table(work.comparisons, f"{target.name}, {dtype}, {target.device.type}"))
     found, texts = work.speculative.diverging, len(work.speculative.outcomes)
     if not found:
-        out.print(Text(f"Same text as plain decoding's in all {texts} conversations", style="green"))
+        out.print(Text(f"Same text as plain decoding's in all {counted(texts, 'conversation')}", style="green"))
         return
     style = "red" if work.failed else "yellow"
     out.print(Text(f"{len(found)} of {texts} conversations differ from plain decoding's", style=style))

@@ -20,6 +20,7 @@ from windfall.cli.bench_speed import speed
 from windfall.cli.options import Json, ModelOptions, loading_model, takes_records, words
 from windfall.cli.session import DIFFERENT, ON_INTERRUPT
 from windfall.errors import InputError
+from windfall.wording import counted
 
 if TYPE_CHECKING:
     from windfall.bench.reading import Run
@@ -232,7 +233,7 @@ def run(
                 tell,
             )
     except KeyboardInterrupt:
-        console.note(f"stopped; {len(store.done)} conversations are kept, and --resume goes on from there")
+        console.note(f"stopped; {counted(len(store.done), 'conversation')} kept, and --resume goes on from there")
         raise typer.Exit(ON_INTERRUPT) from None
     _show(done, json)
     _judge(done)
@@ -324,7 +325,7 @@ def _tell_differences(wrong: list[Difference], done: Run) -> None:
         out.print(Text("No text was compared with plain decoding's", style="yellow"))
         return
     if not wrong:
-        out.print(Text(f"Same text as plain decoding's in all {texts} conversations", style="green"))
+        out.print(Text(f"Same text as plain decoding's in all {counted(texts, 'conversation')}", style="green"))
         return
     out.print(Text(f"{len(wrong)} of {texts} conversations differ from plain decoding's", style="red"))
     for each in wrong[:SHOWN]:

@@ -9,6 +9,8 @@ import typer
 
 from windfall import console
 from windfall.cli.options import Json, ModelOptions, PolicyOptions, SamplingOptions, takes_records
+from windfall.cli.session import with_seed
+from windfall.wording import counted
 
 if TYPE_CHECKING:
     from windfall.diagnosis import Diagnosis
@@ -40,7 +42,7 @@ def diagnose(
 
     if plot is not None:
         plotting.check(plot)
-    texts, keywords = _read(prompts or [], file, raw), sampling.keywords()
+    texts, keywords = _read(prompts or [], file, raw), with_seed(sampling.keywords(), tell=not json)
     if policy.policy is None and policy.preset is None:
         policy.policy = DEFAULT_POLICY
     engine = model.load(policy.make())
@@ -52,7 +54,8 @@ def diagnose(
 
         plot_diagnosis(found, f"{model.drafter_name} for {engine.target.name}, policy {policy.name}", plot)
     if json:
-        console.print_json({**_names(engine, model, policy), "prompts": len(encoded), **found.as_dict()}, indent=2)
+        about = {**_names(engine, model, policy), "prompts": len(encoded), "seed": keywords["seed"]}
+        console.print_json({**about, **found.as_dict()}, indent=2)
     else:
         _show(found)
 
@@ -90,7 +93,9 @@ def _show(found: Diagnosis) -> None:
     lengths = [str(length) for length in trees.lengths]
     cells = [f"{100 * cycles / trees.cycles:.1f}%" for cycles in trees.lengths.values()]
     _table("Target passes by accepted drafted tokens", lengths, [cells])
-    console.stdout().print(f"{trees.cycles} target passes, tau {trees.tau:.2f}, delta {trees.delta:.2f}")
+    console.stdout().print(
+        f"{counted(trees.cycles, 'target pass', 'target passes')}, tau {trees.tau:.2f}, delta {trees.delta:.2f}"
+    )
 
 
 def _heat(title: str, cells: list[list[float]]) -> None:

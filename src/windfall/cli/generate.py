@@ -17,7 +17,16 @@ from windfall.cli.options import (
     ShowDrafts,
     takes_records,
 )
-from windfall.cli.session import DIFFERENT, INTERRUPTED, Session, check_chat, exit_if_interrupted, record, warm_up
+from windfall.cli.session import (
+    DIFFERENT,
+    INTERRUPTED,
+    Session,
+    check_chat,
+    exit_if_interrupted,
+    record,
+    warm_up,
+    with_seed,
+)
 
 if TYPE_CHECKING:
     from windfall.engine import Generation, Prompt
@@ -45,6 +54,7 @@ def generate(
     if source.system is not None:
         check_chat(engine)
     names = {"drafter": model.drafter_name, "policy": policy.name}
+    keywords = with_seed(keywords)
     record(engine, keywords)
     session = Session(engine, names, keywords, source.raw, json, show_drafts)
     if compare:

@@ -10,7 +10,7 @@ import typer
 from windfall import console
 from windfall.bench.methods import parse_policies
 from windfall.cli.options import Json, ModelOptions, PromptOptions, SamplingOptions, takes_records
-from windfall.cli.session import DIFFERENT, check_chat, warm_up
+from windfall.cli.session import DIFFERENT, check_chat, warm_up, with_seed
 
 if TYPE_CHECKING:
     from windfall.engine import Engine, Generation, Prompt
@@ -61,7 +61,7 @@ def calibrate(
 
     if plot is not None:
         plotting.check(plot)
-    keywords, engine, steps = sampling.keywords(), model.load("none"), []
+    keywords, engine, steps = with_seed(sampling.keywords(), tell=not json), model.load("none"), []
     engine.policy = registry.policy("beam")
     texts = list(prompts or SAMPLES)
     with console.progress("Decoding") as progress:
@@ -74,7 +74,7 @@ def calibrate(
     if plot is not None:
         plotting.plot_reliability(found, plot)
     if json:
-        console.print_json(found.as_dict(), indent=2)
+        console.print_json({**found.as_dict(), "seed": keywords["seed"]}, indent=2)
     else:
         console.reliability(found)
 
@@ -98,7 +98,7 @@ def compare(
     """Time policies side by side on one prompt; plain decoding is always among them."""
     from windfall.loading import DEFAULT_POLICY, attach_costs
 
-    prompt, keywords = source.read(), sampling.keywords()
+    prompt, keywords = source.read(), with_seed(sampling.keywords(), tell=not json)
     contenders = parse_policies(DEFAULT_POLICY if policies is None else policies)
     engine = model.load("none")
     attach_costs(engine, *contenders.values())
@@ -149,4 +149,5 @@ def _report(
         for name, run in runs.items()
     }
     names = {"target": engine.target.name, "drafter": model.drafter_name}
-    return {**names, "rounds": rounds, "equal": not wrong, "token_ids": runs["none"].token_ids, "policies": rows}
+    text = {"seed": plain.seed, "token_ids": runs["none"].token_ids}
+    return {**names, "rounds": rounds, "equal": not wrong, **text, "policies": rows}

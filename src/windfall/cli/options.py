@@ -13,17 +13,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from windfall import console
+from windfall.cli import complete, defaults
 
 if TYPE_CHECKING:
     from windfall.engine import Engine, Prompt
     from windfall.policies.base import TreePolicy
     from windfall.records import Launch
     from windfall.target import Target
+
+T = TypeVar("T")
 
 
 def import_libraries() -> None:
@@ -44,7 +47,10 @@ def loading_model() -> Iterator[None]:
 
 
 def takes_records(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command take whole records: their fields become its arguments and options."""
+    """Let a command take whole records: their fields become its arguments and options.
+
+    Where the command line leaves out an option of a record that is `configured`, the config file may set it.
+    """
     hints = typing.get_type_hints(command, include_extras=True)
     records: dict[str, Any] = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
     flat: list[inspect.Parameter] = []
@@ -52,8 +58,14 @@ def takes_records(command: Callable[..., None]) -> Callable[..., None]:
         own = parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
         flat += _parameters(records[name]) if name in records else [own]
 
+    from_file = {f.name for kind in records.values() if kind in CONFIGURED for f in dataclasses.fields(kind)}
+    flat += [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+
     @functools.wraps(command)
-    def run(**values: Any) -> None:
+    def run(context: typer.Context, **values: Any) -> None:
+        if from_file:
+            given = {name for name in values if _is_given(context, name)}
+            values |= defaults.fill({name: values[name] for name in from_file}, given)
         if any(issubclass(record, TargetOptions | ModelOptions) for record in records.values()):
             import_libraries()
         for name, record in records.items():
@@ -63,6 +75,21 @@ def takes_records(command: Callable[..., None]) -> Callable[..., None]:
     run.__dict__["__signature__"] = inspect.Signature(flat)
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in flat}
     return run
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Whether an option stands on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+CONFIGURED: list[Any] = []  # records whose options the config file may set
+
+
+def configured(record: type[T]) -> type[T]:
+    """Let the config file set the options of this record."""
+    CONFIGURED.append(record)
+    return record
 
 
 def _parameters(record: Any) -> list[inspect.Parameter]:
@@ -134,6 +161,7 @@ def _model(flag: str, help: str, **more: Any) -> Any:
     return typer.Option(flag, help=help, rich_help_panel="Model", **more)
 
 
+@configured
 @dataclass
 class TargetOptions:
     """Which target, and where it runs."""
@@ -155,6 +183,7 @@ class TargetOptions:
             return loading.as_target(self.target, **how)
 
 
+@configured
 @dataclass
 class ModelOptions:
     """Which target and drafter, and where they run."""
@@ -163,7 +192,12 @@ class ModelOptions:
         str | None, _model("--target", "Folder, GGUF file or hub id of the model; none: the embedded one.")
     ] = None
     drafter: Annotated[
-        str | None, _model("--drafter", "Drafter by name (see `windfall policies`), a draft head, or a smaller model.")
+        str | None,
+        _model(
+            "--drafter",
+            "Drafter by name (see `windfall policies`), a draft head, or a smaller model.",
+            autocompletion=complete.drafters,
+        ),
     ] = None
     drafter_settings: Annotated[
         list[str], _model("--drafter-set", "An option of the drafter; repeatable.", metavar="NAME=VALUE")
@@ -196,18 +230,20 @@ class ModelOptions:
         from windfall.heads.probe import HeadWarning
         from windfall.options import split_settings
 
-        how: dict[str, Any] = {"device": self.device, "dtype": self.dtype, "trust_remote_code": self.trust_remote_code}
-        drafter = loading.as_drafter(self.drafter_name, **split_settings(self.drafter_settings))
+        settings = split_settings(self.drafter_settings)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always", HeadWarning)
             with loading_model():
                 engine = loading.load(
                     self.target,
-                    drafter,
+                    self.drafter,
                     policy,
-                    **how,
+                    self.device,
+                    self.dtype,
+                    self.trust_remote_code,
+                    drafter_options=settings,
                     coupled=not self.uncoupled,
-                    launch=self.launch,
+                    **self.gpu_words,
                 )
         for each in told:
             if issubclass(each.category, HeadWarning):
@@ -217,10 +253,16 @@ class ModelOptions:
         return engine
 
     @property
-    def launch(self) -> Launch:
-        from windfall.records import Launch
+    def gpu_words(self) -> dict[str, Any]:
+        """How passes run on a GPU, in the words of `windfall.load`."""
+        graphs = False if self.no_graphs else None
+        return {"graphs": graphs, "compile": self.compile, "exact": self.exact, "host_policies": self.host_policies}
 
-        return Launch(False if self.no_graphs else None, self.compile, self.exact, not self.host_policies)
+    @property
+    def launch(self) -> Launch:
+        from windfall.loading import as_launch
+
+        return as_launch(None, **self.gpu_words)
 
     @property
     def drafter_name(self) -> str:
@@ -233,30 +275,32 @@ def _policy(flag: str, help: str, **more: Any) -> Any:
     return typer.Option(flag, help=help, rich_help_panel="Policy", **more)
 
 
+@configured
 @dataclass
 class PolicyOptions:
     """Which policy shapes the trees."""
 
-    policy: Annotated[str | None, _policy("--policy", "Tree policy by name (see `windfall policies`).")] = None
+    policy: Annotated[
+        str | None,
+        _policy("--policy", "Tree policy by name (see `windfall policies`).", autocompletion=complete.policies),
+    ] = None
     preset: Annotated[
-        str | None, _policy("--preset", "Policy and settings of a published method, or of a `tune` file.")
+        str | None,
+        _policy(
+            "--preset",
+            "Policy and settings of a published method, or of a `tune` file.",
+            autocompletion=complete.presets,
+        ),
     ] = None
     settings: Annotated[list[str], _policy("--set", "An option of the policy; repeatable.", metavar="NAME=VALUE")] = (
         field(default_factory=list)
     )
 
     def make(self) -> TreePolicy:
-        from windfall import loading, registry
+        from windfall import loading
         from windfall.options import split_settings
-        from windfall.records import InputError
 
-        settings = split_settings(self.settings)
-        if self.preset is None:
-            return loading.as_policy(self.policy, **settings)
-        if self.policy is not None:
-            raise InputError("--preset names a policy and its settings, --policy only a policy; choose one")
-        chosen: TreePolicy = registry.preset(self.preset, **settings)
-        return chosen
+        return loading.choose_policy(self.policy, split_settings(self.settings), self.preset)
 
     @property
     def name(self) -> str:
@@ -269,6 +313,7 @@ def _sampling(flag: str, help: str, **more: Any) -> Any:
     return typer.Option(flag, help=help, rich_help_panel="Sampling", **more)
 
 
+@configured
 @dataclass
 class SamplingOptions:
     """How tokens are drawn; the defaults are those of SamplingParams."""
@@ -294,7 +339,9 @@ class SamplingOptions:
         default_factory=list
     )
     ignore_eos: Annotated[bool, _sampling("--ignore-eos", "Go on after the model's end of text.")] = False
-    seed: Annotated[int, _sampling("--seed", "Same seed, same text.")] = 0
+    seed: Annotated[int | None, _sampling("--seed", "Same seed, same text; none: a fresh one, which is reported.")] = (
+        None
+    )
 
     def keywords(self) -> dict[str, Any]:
         """The keywords of Engine.generate, checked as far as no model is needed."""

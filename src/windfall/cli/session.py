@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ import typer
 from windfall import console
 
 if TYPE_CHECKING:
-    from windfall.engine import Engine, Generation, Prompt
+    from windfall.engine import Engine, Generation, Prompt, Stream
     from windfall.records import Step
 
 DIFFERENT, BAD_INPUT, ON_INTERRUPT, ON_BROKEN_PIPE = 1, 2, 130, 141  # exit codes
@@ -43,13 +42,23 @@ class Session:
         return generation
 
     def report(self, generation: Generation) -> dict[str, Any]:
-        source = {"target": self.engine.target.name, **self.names, "seed": self.sampling["seed"]}
+        source = {"target": self.engine.target.name, **self.names, "seed": generation.seed}
         return {**console.as_record(generation), **source}
 
     def _show(self) -> console.Show:
         if self.json:
             return console.show_nothing
         return console.DraftColours(self.engine, self.sampling["stop"]) if self.coloured else console.show_text
+
+
+def with_seed(sampling: dict[str, Any], tell: bool = False) -> dict[str, Any]:
+    """The same keywords with one seed for all texts to come; a fresh one is printed on stderr if `tell`."""
+    from windfall.records import SamplingParams
+
+    params = SamplingParams(**sampling).seeded()
+    if tell and params.seed != sampling["seed"]:
+        console.note(f"seed {params.seed}")
+    return {**sampling, "seed": params.seed}
 
 
 def record(engine: Engine, sampling: dict[str, Any]) -> None:
@@ -78,7 +87,7 @@ def exit_if_interrupted(generation: Generation) -> None:
         raise typer.Exit(ON_INTERRUPT)
 
 
-def _collect(engine: Engine, stream: Iterator[Step], show: console.Show) -> Generation:
+def _collect(engine: Engine, stream: Stream, show: console.Show) -> Generation:
     from windfall.engine import Generation
 
     steps: list[Step] = []
@@ -91,4 +100,4 @@ def _collect(engine: Engine, stream: Iterator[Step], show: console.Show) -> Gene
             show(step)
     except KeyboardInterrupt:
         pass
-    return Generation.of(steps, times, engine.prefill_seconds)
+    return Generation.of(steps, times, engine.prefill_seconds, stream.prompt_tokens, stream.seed)

@@ -11,6 +11,7 @@ import typer
 from rich.text import Text
 
 from windfall import console
+from windfall.cli import complete
 from windfall.cli.options import (
     Json,
     ModelOptions,
@@ -19,8 +20,9 @@ from windfall.cli.options import (
     SamplingOptions,
     takes_records,
 )
-from windfall.cli.session import check_chat
+from windfall.cli.session import check_chat, with_seed
 from windfall.files import replace_text
+from windfall.wording import counted
 
 
 @takes_records
@@ -40,7 +42,7 @@ def tree(
 
     if svg is not None and svg.suffix.lower() != ".svg":
         raise InputError(f"--svg writes an SVG file, and '{svg}' is named otherwise")
-    prompt, keywords = source.read(), sampling.keywords()
+    prompt, keywords = source.read(), with_seed(sampling.keywords(), tell=True)
     engine = model.load(policy.make())
     if source.system is not None:
         check_chat(engine)
@@ -51,7 +53,7 @@ def tree(
             written += len(step.tokens)
             told(written / keywords["max_new_tokens"])
     if cycle and cycle > len(steps):
-        raise InputError(f"the text has {drawing.counted(len(steps), 'cycle', 'cycles')}; there is no cycle {cycle}")
+        raise InputError(f"the text has {counted(len(steps), 'cycle')}; there is no cycle {cycle}")
     chosen = steps[cycle - 1] if cycle else max(steps, key=lambda step: step.accepted)
     if svg is None:
         console.stdout().print(drawing.draw(chosen, engine.target.tokenizer))
@@ -62,7 +64,10 @@ def tree(
 
 
 def policies(
-    name: Annotated[str | None, typer.Argument(help="One policy, drafter or preset.", show_default=False)] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="One policy, drafter or preset.", show_default=False, autocompletion=complete.everything),
+    ] = None,
     json: Json = False,
     drafters: Annotated[bool, typer.Option("--drafters", help="Only the drafters.")] = False,
 ) -> None:

@@ -11,6 +11,7 @@ from windfall import console
 from windfall.cli.options import Json, ModelOptions, takes_records, words
 from windfall.cli.session import ON_INTERRUPT
 from windfall.train.classifier_recipe import Fitting, Recording
+from windfall.wording import counted
 
 if TYPE_CHECKING:
     from windfall.train.classifiers import Cycles, Figures
@@ -94,7 +95,7 @@ def _tell(kind: str, out: Path, figures: Figures, cycles: Cycles, json: bool) ->
         return
     learnt, judged = sum(figures["samples"].values()), sum(figures["held_out"].values())
     print(
-        f"{kind}: accuracy {figures['accuracy']:.3f}, AUC {figures['auc']:.3f} on {judged} held-out samples "
-        f"({learnt} learnt from, {len(cycles.cycles)} cycles)"
+        f"{kind}: accuracy {figures['accuracy']:.3f}, AUC {figures['auc']:.3f} on "
+        f"{counted(judged, 'held-out sample')} ({learnt} learnt from, {counted(len(cycles.cycles), 'cycle')})"
     )
     console.note(f"use it: --policy {kind} --set path={out}")

@@ -12,6 +12,7 @@ import typer
 
 from windfall import console
 from windfall.cli.options import Json, TargetOptions, takes_records
+from windfall.wording import counted
 
 if TYPE_CHECKING:
     from windfall.train.data import Progress
@@ -71,9 +72,13 @@ def data(
         console.print_json(about, indent=2)
         return
     counts = about["counts"]
+    answers, tokens, texts = (
+        counted(counts.get(name, 0), one)
+        for name, one in (("answers", "answer"), ("answer_tokens", "token"), ("texts", "text"))
+    )
     console.note(
-        f"{counts.get('answers', 0)} answers of {counts.get('answer_tokens', 0)} tokens in {counts.get('texts', 0)} "
-        f"texts, {counts.get('held_out', 0)} of them held out; {100 * about['repeated_share']:.1f}% repeats itself"
+        f"{answers} of {tokens} in {texts}, {counts.get('held_out', 0)} of them held out; "
+        f"{100 * about['repeated_share']:.1f}% repeats itself"
     )
     if not counts.get("held_out"):
         console.note("training needs texts that are held out: give more prompts, or a larger --held-out")

@@ -16,6 +16,7 @@ from rich.table import Table
 from windfall import console
 from windfall.cli.options import Json, ModelOptions, takes_records, words
 from windfall.cli.session import ON_INTERRUPT
+from windfall.wording import counted
 
 if TYPE_CHECKING:
     from windfall.cost import Costs
@@ -93,7 +94,9 @@ def write_recording(engine: Engine, drafter: str, texts: TextOptions, out: Path,
     finally:
         if whole is not None:
             whole.save(out)
-            console.note(f"{len(whole.ids)} texts with {len(whole.arrays['sizes'])} positions are in {out}")
+            console.note(
+                f"{out}: {counted(len(whole.ids), 'text')} with {counted(len(whole.arrays['sizes']), 'position')}"
+            )
 
 
 def _drafter(model: ModelOptions) -> str:

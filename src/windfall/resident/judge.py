@@ -155,7 +155,7 @@ class Judge:
     @torch.inference_mode()
     def sample(self, params: SamplingParams, kappa: float = 1.0) -> None:
         """Set the dials."""
-        self.dials.seed.fill_(signed(params.seed))
+        self.dials.seed.fill_(signed(params.noise_seed))
         self.dials.temperature.fill_(params.temperature or 1.0)
         self.dials.kappa.fill_(kappa)
 

@@ -93,7 +93,7 @@ class Live:
         """With a seed prompts come in random order and without end, else once each."""
         self._steered = Steered(k, entropy)
         self._engine, self._prompts, self._seed = engine, prompts, seed
-        self._sampling = {**sampling, "raw": raw}
+        self._sampling = {**sampling, "raw": raw, "seed": 0}  # a prompt has the same text each time it comes
         self._state = Report("none")
         self._thread: Thread | None = None
         self.passes = 0

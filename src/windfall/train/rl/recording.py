@@ -195,7 +195,7 @@ def record(
     try:
         for done, (name, prompt) in enumerate(prompts):
             length, steps = len(engine.encode(prompt, raw)), list[Step]()
-            for step in engine.stream(prompt, raw=raw, **sampling):
+            for step in engine.stream(prompt, raw=raw, **{"seed": 0, **sampling}):  # the text that `live` plays
                 steps.append(step)
                 progress(done / len(prompts) + len(steps) / share)
             yield Recording({**about, "ids": [name]}, _arrays(engine, steps, length, sampling))
