@@ -134,4 +134,5 @@ def _parse(text: str, wanted: Any, label: str) -> Any:
 def _type_name(wanted: Any) -> str:
     if wanted is Any:
         return "text"
-    return " or ".join(getattr(kind, "__name__", str(kind)) for kind in typing.get_args(wanted) or (wanted,))
+    kinds = typing.get_args(wanted) or (wanted,)
+    return " or ".join("none" if kind is type(None) else getattr(kind, "__name__", str(kind)) for kind in kinds)
