@@ -37,9 +37,9 @@ def load(
     target: a folder, GGUF file or hub id, a transformers model, or a pair (model, tokenizer); none: the embedded model.
     drafter: a name from `registry.drafters()`, a Drafter, a draft head (a folder, a hub id or a loaded one), or what
     `target` takes, for a smaller model of the same tokenizer. policy: a name from `registry.policies()` or a
-    TreePolicy. A ready model stays where it is unless `device` or `dtype` says otherwise. `coupled`: at temperature
-    above 0 the drafter sees the coming noise. `launch`: how passes run on a GPU. Without a drafter, the embedded
-    model's own head, else n-grams.
+    TreePolicy. Both take a class of one's own as `FILE.py:CLASS` or `MODULE:CLASS`. A ready model stays where it is
+    unless `device` or `dtype` says otherwise. `coupled`: at temperature above 0 the drafter sees the coming noise.
+    `launch`: how passes run on a GPU. Without a drafter, the embedded model's own head, else n-grams.
     """
     proposer = as_drafter(default_drafter(target) if drafter is None else drafter)
     shaper = as_policy(policy)  # first: a wrong name costs no loading
@@ -91,7 +91,7 @@ def as_drafter(drafter: Any, **settings: Any) -> Drafter:
     """A drafter by name and settings; a head or a model, loaded or by path or hub id, drafts by its own kind."""
     if isinstance(drafter, Drafter):
         return drafter
-    named = isinstance(drafter, str) and drafter in registry.drafters()
+    named = isinstance(drafter, str) and registry.is_drafter(drafter)
     made: Drafter = (
         registry.drafter(drafter, **settings)
         if named

@@ -55,9 +55,9 @@ class BenchOptions:
         list[str],
         _bench(
             "--methods",
-            "Policies or presets, separated by commas; repeatable. Settings follow after colons, a drafter goes before "
-            "a slash, + stands for a comma in a value: self:skip=3+5/beam:depth=4. Or all. Beside a suite they take "
-            "the place of its own; with a + in front they come to them.",
+            "Policies, presets or FILE.py:CLASS, separated by commas; repeatable. Settings follow after "
+            "colons, a drafter goes before a slash, + stands for a comma in a value: self:skip=3+5/beam:depth=4. Or "
+            "all. Beside a suite they take the place of its own; with a + in front they come to them.",
             metavar="A,B,C",
         ),
     ] = field(default_factory=list)

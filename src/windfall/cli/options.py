@@ -155,7 +155,10 @@ class ModelOptions:
         str | None, _model("--target", "Folder, GGUF file or hub id of the model; none: the embedded one.")
     ] = None
     drafter: Annotated[
-        str | None, _model("--drafter", "Drafter by name (see `windfall policies`), a draft head, or a smaller model.")
+        str | None,
+        _model(
+            "--drafter", "Drafter by name (see `windfall policies`), FILE.py:CLASS, a draft head, or a smaller model."
+        ),
     ] = None
     drafter_settings: Annotated[
         list[str], _model("--drafter-set", "An option of the drafter; repeatable.", metavar="NAME=VALUE")
@@ -229,7 +232,9 @@ def _policy(flag: str, help: str, **more: Any) -> Any:
 class PolicyOptions:
     """Which policy shapes the trees."""
 
-    policy: Annotated[str | None, _policy("--policy", "Tree policy by name (see `windfall policies`).")] = None
+    policy: Annotated[
+        str | None, _policy("--policy", "Tree policy by name (see `windfall policies`), or FILE.py:CLASS.")
+    ] = None
     preset: Annotated[
         str | None, _policy("--preset", "Policy and settings of a published method, or of a `tune` file.")
     ] = None

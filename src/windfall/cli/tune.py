@@ -25,7 +25,7 @@ SHOWN = 12  # lines of the table
 def tune(
     model: ModelOptions,
     out: Annotated[Path, typer.Option("--out", help="The preset file to write, for --preset.")] = Path("tuned.json"),
-    policy: Annotated[str, typer.Option("--policy", help="Which policy.")] = "beam",
+    policy: Annotated[str, typer.Option("--policy", help="Which policy: a name, or FILE.py:CLASS.")] = "beam",
     search: Annotated[
         str, typer.Option("--search", help="grid: every depth with every size; halving: random settings, halved.")
     ] = "halving",
