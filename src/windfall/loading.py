@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from windfall import registry
 from windfall.drafters.base import Drafter
 from windfall.drafters.lm import LMDrafter
 from windfall.engine import Engine
-from windfall.heads.files import find
+from windfall.heads.files import find, trained
 from windfall.heads.kinds import KINDS, kind_of, recognise
 from windfall.hub import cached
 from windfall.models import load_model, pick_device, pick_dtype
@@ -92,6 +93,8 @@ def as_drafter(drafter: Any, **settings: Any) -> Drafter:
     if isinstance(drafter, Drafter):
         return drafter
     named = isinstance(drafter, str) and registry.is_drafter(drafter)
+    if not named and isinstance(drafter, str | os.PathLike) and os.path.isdir(drafter):
+        drafter = os.fspath(trained(Path(drafter)))
     made: Drafter = (
         registry.drafter(drafter, **settings)
         if named
