@@ -70,7 +70,7 @@ def parse(row: Any, number: int, place: str) -> Asked:
     """One row. Blank turns are kept, for the caller to drop or refuse."""
     if not isinstance(row, dict):
         raise InputError(f"{place} is no JSON object")
-    about = {
+    about: dict[str, Any] = {
         "id": str(row.get("id", number)),
         "task": str(row["task"]) if row.get("task") else None,
         "category": str(row.get("category") or ""),

@@ -19,7 +19,7 @@ from windfall.cli.help import Command, Group
 from windfall.cli.options import Json, ModelOptions, loading_model, takes_records, words
 from windfall.cli.session import DIFFERENT, ON_INTERRUPT
 from windfall.errors import InputError
-from windfall.tables import Figures
+from windfall.tables import Figures, Wrapped
 
 if TYPE_CHECKING:
     from windfall.bench.reading import Run
@@ -282,15 +282,20 @@ def show(
 
 
 def _show(done: Run, json: bool) -> None:
+    from windfall.bench.disturbance import disturbances
     from windfall.bench.results import differences, summary
 
     rows, wrong = summary(done), differences(done)
+    disturbed = disturbances(done, rows)
     if json:
-        found = [each._asdict() for each in wrong]
-        console.print_json({"rows": [row.as_dict() for row in rows], "different": found}, indent=2)
+        found = {"different": [each._asdict() for each in wrong], "disturbed": [each._asdict() for each in disturbed]}
+        console.print_json({"rows": [row.as_dict() for row in rows], **found}, indent=2)
         return
     for temperature in done.temperatures:
         console.stdout().print(table([row for row in rows if row.temperature == temperature], temperature))
+    for each in disturbed:
+        told = f"At temperature {each.temperature:g} {each.warning}"
+        console.stdout().print(Wrapped(Text(told, style="bold yellow")))
     _tell_differences(wrong, done)
 
 

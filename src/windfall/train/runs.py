@@ -13,7 +13,7 @@ import torch
 from windfall.errors import InputError
 from windfall.files import make_folder, replace_text
 from windfall.heads import formats
-from windfall.heads.files import BEST
+from windfall.heads.files import BEST as BEST
 from windfall.heads.fitting import drafting
 from windfall.heads.loading import find_head
 from windfall.options import split_settings
