@@ -1,6 +1,7 @@
 """A tree policy of one's own in one file: two children for whatever is likely, until nothing is.
 
 python examples/custom_policy.py "Count from one to ten."
+windfall generate "Count from one to ten." --policy examples/custom_policy.py:Likely --set least=0.1
 """
 
 import math
@@ -28,7 +29,9 @@ class Likely(windfall.TreePolicy):
         return Grow(nodes, k=2) if level < self.depth and len(nodes) else None
 
 
-engine = windfall.load(policy=Likely(least=0.1))
-answer = engine.generate(" ".join(sys.argv[1:]) or "Count from one to ten.", max_new_tokens=48)
-print(answer.text)
-print(f"{answer.stats.tau:.2f} tokens per pass, {answer.stats.rows / answer.stats.cycles:.1f} rows verified in each")
+if __name__ == "__main__":
+    engine = windfall.load(policy=Likely(least=0.1))
+    answer = engine.generate(" ".join(sys.argv[1:]) or "Count from one to ten.", max_new_tokens=48)
+    rows = answer.stats.rows / answer.stats.cycles
+    print(answer.text)
+    print(f"{answer.stats.tau:.2f} tokens per pass, {rows:.1f} rows verified in each")

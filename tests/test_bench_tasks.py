@@ -43,14 +43,14 @@ def test_rows_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"turns": ["a"]}\n{nonsense', ", line 2 is not JSON"),
-        ('{"turns": ["\\ud800"]}', ", line 1 is not valid Unicode"),
-        ("[1]", 'line 1 must be an object with "turns" or "text"'),
-        ('{"id": 1}', 'line 1 needs "turns"'),
-        ('{"turns": []}', 'line 1 needs "turns"'),
-        ('{"turns": "one"}', 'line 1 needs "turns"'),
-        ('{"turns": ["a", " "]}', 'line 1 needs "turns"'),
-        ('{"text": ""}', 'line 1 needs "turns"'),
+        ('{"turns": ["a"]}\n{nonsense', "line 2 of {file} is not JSON"),
+        ('{"turns": ["\\ud800"]}', "line 1 of {file} is not valid Unicode"),
+        ("[1]", "line 1 of {file} is no JSON object"),
+        ('{"id": 1}', "line 1 of {file} has nothing to answer; it needs one of turns, messages"),
+        ('{"turns": []}', "line 1 of {file} has nothing to answer"),
+        ('{"turns": ["a", " "]}', "line 1 of {file} has an empty prompt"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "line 1 of {file} has an empty prompt"),
+        ('{"text": ""}', "line 1 of {file} has an empty prompt"),
         ("\n", "has no rows"),
         ('{"id": 1, "text": "a"}\n{"id": 1, "text": "b"}', "two prompts with the id '1'"),
     ],
@@ -58,7 +58,7 @@ def test_rows_of_a_file(tmp_path: Path) -> None:
 def test_wrong_rows_are_named_in_one_line(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "wrong.jsonl"
     file.write_text(text)
-    with pytest.raises(InputError, match=re.escape(message)) as raised:
+    with pytest.raises(InputError, match=re.escape(message.format(file=f"'{file}'"))) as raised:
         load_tasks([str(file)])
     assert "\n" not in str(raised.value)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,12 @@ from tiny import prompt, tiny
 from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.engine import Engine
 from windfall.errors import InputError
+from windfall.heads.files import locate
 from windfall.heads.loading import find_head
+from windfall.heads.probe import HeadWarning
+from windfall.loading import as_drafter
 from windfall.registry import drafter, policy
+from windfall.shipped import TARGET, made_for
 from windfall.target import Target
 from windfall.train.objectives import objective
 from windfall.train.optimizers import Optimizers
@@ -219,3 +224,28 @@ def test_the_targets_layers_are_compiled_on_request(
     monkeypatch.setattr(target.model, "_no_split_modules", None)
     Teacher(target.model, ()).compile()
     assert compiled == [type(target.model.base_model).__name__]
+
+
+def test_the_output_folder_of_a_training_is_a_drafter(tmp_path: Path, texts: Path, target: Target) -> None:
+    train(tmp_path / "out", texts, target, steps=2)
+    made = as_drafter(str(tmp_path / "out"))
+    assert (made.model, as_drafter(tmp_path / "out" / BEST).model) == (str(tmp_path / "out" / BEST),) * 2
+    assert locate(tmp_path / "out") == tmp_path / "out" / BEST
+
+
+def test_a_head_that_learnt_too_little_is_told_from_one_of_another_model(
+    tmp_path: Path, texts: Path, target: Target
+) -> None:
+    train(tmp_path / "out", texts, target, steps=1)
+    with pytest.warns(HeadWarning, match="it was made for this very model, but trained too little"):
+        find_head(str(tmp_path / "out"), target)
+    with pytest.warns(HeadWarning, match="only: it was made for another model, and will hardly"):
+        find_head(str(tmp_path / "out"), Target(tiny(seed=5)))
+    said = tmp_path / "out" / BEST / "config.json"
+    config = json.loads(said.read_text())
+    del config[TARGET]
+    said.write_text(json.dumps(config))
+    assert made_for(tmp_path / "out" / BEST, target), "the job of the training says so, too"
+    (tmp_path / "out" / "job.json").unlink()
+    with pytest.warns(HeadWarning, match="it was made for another model, or trained too little"):
+        find_head(str(tmp_path / "out"), target)

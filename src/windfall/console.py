@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from windfall.tables import Figures, Wrapped
 from windfall.wording import counted as quantity  # `counted` is a bar here
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ Show = Callable[["Step"], None]
 
 DRAFTED = "#56b4e9"  # sky blue and orange tell apart for every kind of colour vision; the underline needs no colour
 OWN = "underline #e69f00"
+UNBOUNDED = 10_000  # columns of an output that is no terminal
 MARKS = {"ok": ("✓", "green"), "broken": ("✗", "bold red"), "missing": ("!", "yellow")}
 
 
@@ -35,7 +37,9 @@ class _Console(Console):
 
 
 def stdout() -> Console:
-    return _Console(highlight=False, soft_wrap=True)
+    """Lines may be as long as they like in files and pipes, unless COLUMNS says otherwise."""
+    bounded = "COLUMNS" in os.environ or (sys.stdout is not None and sys.stdout.isatty())
+    return _Console(highlight=False, soft_wrap=True, width=None if bounded else UNBOUNDED)
 
 
 def stderr() -> Console:
@@ -226,18 +230,15 @@ def as_record(generation: Generation) -> dict[str, Any]:
 # ---- tables
 
 
-def figures(rows: Mapping[str, Stats], baseline: Stats | None = None) -> Table:
+def figures(rows: Mapping[str, Stats], baseline: Stats | None = None) -> Figures:
     """What generations cost; with a baseline, how much faster than it they were."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
     last = "tokens/s" if baseline is None else "speed-up"
-    for column in ("tokens", "target passes", "tokens per pass", "seconds", last):
-        table.add_column(column, justify="right")
+    table = Figures(["", "tokens", "target passes", "tokens per pass", "seconds", last], least=("target passes",))
     for name, stats in rows.items():
         speed = stats.tokens_per_second
         shown = f"{speed:.1f}" if baseline is None else f"{speedup(baseline, stats):.2f}x"
         passes = str(stats.target_passes)
-        table.add_row(Text(name), str(stats.tokens), passes, f"{stats.tau:.2f}", f"{stats.seconds:.2f}", shown)
+        table.add(name, str(stats.tokens), passes, f"{stats.tau:.2f}", f"{stats.seconds:.2f}", shown)
     return table
 
 
@@ -248,18 +249,15 @@ def speedup(plain: Stats, chosen: Stats) -> float:
 
 def standings(rows: Mapping[str, Stats]) -> None:
     """A line for each policy: what it drafted and verified, where its time went, how fast it was."""
-    table = Table(box=box.SIMPLE_HEAD, padding=0)  # fits into 80 columns
-    table.add_column("policy", overflow="fold", min_width=8)
-    columns = ("tau", "delta", "rows", "draft", "verify", "policy", "other", "tokens/s", "speed-up")
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
+    columns = ("policy", "tau", "delta", "rows", "draft", "verify", "policy", "other", "tokens/s", "speed-up")
+    table = Figures(columns, least=("other", "policy", "verify", "draft", "rows", "delta", "tau", "tokens/s"))
     for name, stats in rows.items():
         decoding = max(stats.seconds - stats.prefill, 1e-9)
         parts = stats.split.draft, stats.split.verify, stats.split.policy
         shares = [f"{100 * part / decoding:.0f}%" for part in (*parts, max(decoding - sum(parts), 0.0))]
         made = f"{stats.tau:.2f}", f"{stats.delta:.2f}", f"{stats.rows / stats.cycles:.1f}"
         gain = f"{speedup(rows['none'], stats):.2f}x"
-        table.add_row(Text(name), *made, *shares, f"{stats.tokens_per_second:.1f}", gain)
+        table.add(name, *made, *shares, f"{stats.tokens_per_second:.1f}", gain)
     stdout().print(table)
 
 
@@ -289,15 +287,10 @@ def cost_tables(profile: Profile) -> None:
     out.print(Text(f"{figures} · rounds: {profile.rounds}"))
 
 
-def _milliseconds(first: str, columns: list[str], rows: Mapping[str, list[float]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(first, justify="right")
-    for column in columns:
-        table.add_column(f"{column} (ms)", justify="right")
+def _milliseconds(first: str, columns: list[str], rows: Mapping[str, list[float]]) -> Figures:
+    table = Figures([first, *(f"{column} (ms)" for column in columns)], names="right")
     for label, cells in rows.items():
-        table.add_row(
-            label, *(f"{1000 * seconds:.3g}" if seconds < 0.1 else f"{1000 * seconds:.0f}" for seconds in cells)
-        )
+        table.add(label, *(f"{1000 * seconds:.3g}" if seconds < 0.1 else f"{1000 * seconds:.0f}" for seconds in cells))
     return table
 
 
@@ -323,49 +316,50 @@ def _token_at(ids: list[int], place: int, engine: Engine) -> str:
     return f"{engine.target.tokenizer.decode([ids[place]])!r}" if place < len(ids) else "ended"
 
 
-OPTION_CELL = 16  # columns that an option's type or default takes at the most, before it is broken
-
-
 def catalogue(title: str, entries: list[dict[str, Any]]) -> None:
     """Policies or drafters: what each does, and its options."""
     out = stdout()
     out.print(Text(title, style="bold underline"))
     for entry in entries:
         default = " (default)" if entry["default"] else ""
-        out.print(Text.assemble("\n", (entry["name"], "bold"), (default, "dim"), "  ", entry["summary"]))
+        told = Text.assemble("\n", (entry["name"], "bold"), (default, "dim"), "  ", entry["summary"])
+        out.print(Wrapped(told))
         if entry["options"]:
-            out.print(_options(entry["options"]), soft_wrap=False)
+            out.print(Wrapped(_options(entry["options"])))
     out.print()
 
 
 def _options(options: list[dict[str, Any]]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("  option", no_wrap=True)
-    table.add_column("type", max_width=OPTION_CELL, overflow="fold")
-    table.add_column("default", max_width=OPTION_CELL, overflow="fold")
-    table.add_column("meaning", ratio=1, min_width=3 * OPTION_CELL // 2)
+    """The name of each option, and beside it what it means, its type and its default."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for each in options:
-        cells = (f"  {each['name']}", each["type"], "none" if each["default"] is None else str(each["default"]))
-        table.add_row(*map(Text, cells), Text(each["help"]))
+        default = "none" if each["default"] is None else str(each["default"]) or "empty"
+        told = Text.assemble(each["help"], (f" ({each['type']}; default {default})", "dim"))
+        table.add_row(Text(f"  {each['name']}"), told)
     return table
 
 
 def checklist(checks: list[dict[str, Any]]) -> None:
     """The doctor's findings, a line each."""
     out = stdout()
+    table = Table.grid(padding=(0, 1, 0, 0))
+    for _ in ("mark", "name", "detail"):
+        table.add_column(overflow="fold")
     for check in checks:
         mark, style = MARKS["ok" if check["ok"] else "broken" if check["needed"] else "missing"]
-        out.print(Text.assemble((mark, style), f" {check['name']:<15}", check["detail"]))
+        table.add_row(Text(mark, style), Text(check["name"]), Text(check["detail"]))
+    out.print(Wrapped(table))
 
 
 def reliability(found: Any) -> None:
     """How often nodes were accepted, by how likely they were said to be."""
     told = found.as_dict()
-    table = Table(box=box.SIMPLE_HEAD, caption=quantity(told["nodes"], "judged node"), caption_justify="left")
-    for title in ("", "confidence", "accepted", "nodes"):
-        table.add_column(title, justify="left" if not title else "right")
+    table = Figures(["", "confidence", "accepted", "nodes"])
     for name, error in (("before", told["ece_before"]), ("after", told["ece_after"])):
         for place, (confidence, frequency, count) in enumerate(told["bins"][name]):
-            table.add_row("" if place else name, f"{confidence:.2f}", f"{frequency:.2f}", str(count))
-        table.add_row("", "[b]ECE", f"[b]{error:.3f}", "", end_section=True)
+            table.add("" if place else name, f"{confidence:.2f}", f"{frequency:.2f}", str(count))
+        table.add("", Text("ECE", "bold"), Text(f"{error:.3f}", "bold"), ends_section=True)
     stdout().print(table)
+    stdout().print(Text(quantity(told["nodes"], "judged node"), style="dim"))

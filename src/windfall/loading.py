@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from windfall import registry
 from windfall.drafters.base import Drafter
 from windfall.drafters.lm import LMDrafter
 from windfall.engine import Engine
-from windfall.heads.files import find
+from windfall.heads.files import find, trained
 from windfall.heads.kinds import KINDS, kind_of, recognise
 from windfall.hub import cached
 from windfall.models import load_model, pick_device, pick_dtype
@@ -48,7 +49,8 @@ def load(
         model.
     drafter: a name from `windfall policies`, a Drafter, a draft head (folder, hub id or loaded), or what `target`
         takes, for a smaller model of the same tokenizer. None: the embedded model's own head, n-grams for any other.
-    policy: a name from `windfall policies` or a TreePolicy. None: `auto`.
+    policy: a name from `windfall policies` or a TreePolicy. None: `auto`. A drafter or policy of your own is
+        `FILE.py:CLASS` or `MODULE:CLASS`.
     device, dtype: None: the best device there is, and the dtype that suits it; a loaded model stays as it is.
     trust_remote_code: run Python code that comes with the model.
     coupled: at temperature above 0, show the drafter the noise of the coming draws.
@@ -143,11 +145,13 @@ def as_drafter(drafter: Any, **settings: Any) -> Drafter:
     if isinstance(drafter, Drafter):
         refuse_settings(settings, "drafter", type(drafter).__name__)
         return drafter
-    named = isinstance(drafter, str) and drafter in registry.drafters()
+    named = isinstance(drafter, str) and registry.is_drafter(drafter)
     if not named and "model" in settings:
         raise InputError("a drafter that is a model takes no option 'model'; give the model once")
     if settings.get("model") is not None:
         _require_model(settings["model"])
+    if not named and isinstance(drafter, str | os.PathLike) and os.path.isdir(drafter):
+        drafter = os.fspath(trained(Path(drafter)))
     made: Drafter = (
         registry.drafter(drafter, **settings)
         if named

@@ -169,4 +169,4 @@ def _type_name(wanted: Any) -> str:
     if wanted is Any:
         return "text"
     kinds = typing.get_args(wanted) or (wanted,)
-    return " or ".join("None" if kind is type(None) else getattr(kind, "__name__", str(kind)) for kind in kinds)
+    return " or ".join("none" if kind is type(None) else getattr(kind, "__name__", str(kind)) for kind in kinds)

@@ -1,13 +1,17 @@
-"""Names of policies and drafters, loaded when asked for. Third parties add theirs through entry points."""
+"""Names of policies and drafters, loaded when asked for.
+
+Third parties add theirs through entry points, or name a class as `FILE.py:CLASS` or `MODULE:CLASS`.
+"""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from windfall import options
+from windfall import options, plugins
 from windfall.errors import InputError
 from windfall.files import parse_json
 
@@ -95,12 +99,12 @@ def drafter_class(name: str) -> type:
 
 
 def policy(name: str, /, **settings: Any) -> Any:
-    """A policy by name, e.g. `policy("beam", depth=4)`."""
+    """A policy by name, e.g. `policy("beam", depth=4)`, or a class of one's own: `policy("my.py:Mine", least=0.2)`."""
     return options.build(policy_class(name), settings, f"policy {name}")
 
 
 def drafter(name: str, /, **settings: Any) -> Any:
-    """A drafter by name, e.g. `drafter("ngram", min_match=3)`."""
+    """A drafter by name, e.g. `drafter("ngram", min_match=3)`, or a class of one's own: `drafter("my.py:Mine")`."""
     return options.build(drafter_class(name), settings, f"drafter {name}")
 
 
@@ -136,10 +140,33 @@ def _table(kind: str) -> dict[str, str]:
     return own | {e.name: e.value for e in entry_points(group=GROUPS[kind]) if e.name not in own}
 
 
+def is_drafter(name: str) -> bool:
+    """Whether this names a drafter, and not a head or a model that drafts."""
+    return name in drafters() or plugins.is_reference(name)
+
+
+def split_name(parts: Sequence[str]) -> tuple[str, list[str]]:
+    """What a method begins with, split at its colons: the name of a policy or drafter, and the settings after it."""
+    name = ":".join(parts[:2])
+    known = parts[0] in {*policies(), *drafters(), *PRESETS}
+    if len(parts) > 1 and not known and plugins.is_reference(name):
+        return name, list(parts[2:])
+    return parts[0], list(parts[1:])
+
+
 def _find(kind: str, name: str) -> type:
     table = _table(kind)
+    if name not in table and plugins.is_reference(name):
+        return plugins.find_class(name, _base(kind))
     if name not in table:
-        raise InputError(f"there is no {kind} '{name}'; choose from {', '.join(table)}")
+        raise InputError(f"there is no {kind} '{name}'; choose from {', '.join(table)}, or give FILE.py:CLASS")
     module, _, attribute = table[name].partition(":")
     found: type = getattr(importlib.import_module(module), attribute)
     return found
+
+
+def _base(kind: str) -> type:
+    from windfall.drafters.base import Drafter
+    from windfall.policies.base import TreePolicy
+
+    return TreePolicy if kind == "policy" else Drafter

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from windfall.files import parse_json
+
 if TYPE_CHECKING:
     from windfall.target import Target
 
@@ -39,6 +41,28 @@ def _find(target: Target, small: bool) -> Path | None:
         if weights == wanted.get("weights"):
             return file.parent
     return None
+
+
+def made_for(folder: Path, target: Target) -> bool | None:
+    """Whether the drafter in a folder was made for this very model; None: its files do not say.
+
+    A trained drafter says so in its config.json; the job.json of its training, in the folder above, does too.
+    """
+    said = _target_in(folder / "config.json", TARGET) or _target_in(folder.parent / "job.json", "target")
+    if said is None:
+        return None
+    own = shape(target)
+    same = all(said.get(key, size) == size for key, size in own.items())
+    return same and said["weights"] == fingerprint(target)["weights"]
+
+
+def _target_in(file: Path, key: str) -> dict[str, Any] | None:
+    """The fingerprint of a target in a JSON file, if it holds one."""
+    try:
+        found = parse_json(file.read_text("utf-8"))[key]
+        return found if isinstance(found, dict) and "weights" in found else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def shape(target: Target) -> dict[str, int]:

@@ -1,7 +1,8 @@
 """What is compared: a method is a policy with settings, and perhaps a drafter of its own, written in one word.
 
 `beam:depth=4:k=4`, a preset such as `eagle-2` or a file that `windfall tune` wrote, `self:skip=3+5/beam`: drafter,
-slash, policy; settings follow after colons, and a plus stands for a comma inside a value.
+slash, policy; settings follow after colons, and a plus stands for a comma inside a value. A policy or drafter can be a
+class of one's own: `my.py:Mine:least=0.2`.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class DrafterSpec:
         """Hold the settings of a known drafter to its options; heads and models are looked for when they are needed."""
         from windfall import registry
 
-        if self.name in registry.drafters():
+        if registry.is_drafter(self.name):
             registry.drafter(self.name, **self.settings)
 
     def make(self, trust_remote_code: bool = False) -> Drafter:
@@ -137,7 +138,7 @@ def _expand(item: str) -> list[str]:
 
 
 def _split(item: str) -> tuple[DrafterSpec | None, str]:
-    """Drafter, and policy or preset with settings, which begins behind the first slash that a known name follows."""
+    """Drafter, and policy or preset with settings, which begins after the first slash that a known name follows."""
     from windfall import registry
 
     if item.partition(":")[0].endswith(TUNED):
@@ -145,13 +146,25 @@ def _split(item: str) -> tuple[DrafterSpec | None, str]:
     known = {*registry.policies(), *registry.presets()}
     starts = [*(place + 1 for place, character in enumerate(item) if character == "/"), 0]
     start = next((start for start in starts if item[start:].partition(":")[0] in known), None)
-    if start is None:  # no policy that we know: the complaint names what stands in its place
-        start = item.rfind("/") + 1
+    if start is None:
+        start = _start_of_class(item, sorted(starts))
     return (DrafterSpec.parse(item[: start - 1]) if start else None), item[start:]
 
 
+def _start_of_class(item: str, starts: Sequence[int]) -> int:
+    """Where `FILE.py:CLASS` or `MODULE:CLASS` begins, or else what is no policy, for the complaint to name it."""
+    from windfall import registry
+    from windfall.plugins import is_reference
+
+    classes = [start for start in starts if is_reference(":".join(item[start:].split(":")[:2]))]
+    files = [start for start in classes if Path(item[start:].partition(":")[0]).expanduser().is_file()]
+    drafted = classes[1:] if item.partition("/")[0] in registry.drafters() else []
+    return next(iter((*files, *drafted, *classes)), item.rfind("/") + 1)
+
+
 def _settings(text: str) -> tuple[str, dict[str, str]]:
+    from windfall import registry
     from windfall.options import split_settings
 
-    name, *settings = text.split(":")
+    name, settings = registry.split_name(text.split(":"))
     return name, {key: value.replace("+", ",") for key, value in split_settings(settings).items()}

@@ -7,12 +7,13 @@ import csv
 import io
 import math
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from windfall.bench import beside, papers, reading, results
+from windfall.bench.disturbance import disturbances
 from windfall.bench.reading import ALL, Run
 from windfall.bench.report_figures import drawings
 from windfall.bench.report_parts import DASH, Report, Section, Table
@@ -32,11 +33,12 @@ def make(folder: Path) -> Report:
     if not run.records:
         raise InputError(f"'{folder}' holds no finished conversation yet; run the benchmark again to go on with it")
     rows = results.summary(run)
+    warnings = {each.temperature: each.warning for each in disturbances(run, rows)}
     return Report(
         title=f"Benchmark: {folder.resolve().name}",
-        summary=[_setting(run), *_winners(run, rows), *_caution(run, rows), _sameness(run)],
-        facts=_facts(run, rows),
-        sections=[*_sections(run, rows), *(beside.sections([loaded]) or [beside_papers(run, rows)])],
+        summary=[_setting(run), *_winners(run, rows, warnings), *_caution(run, rows), _sameness(run)],
+        facts=_facts(run, rows, warnings),
+        sections=[*_sections(run, rows, warnings), *(beside.sections([loaded]) or [beside_papers(run, rows)])],
         trees=[(file.stem, file.read_text("utf-8")) for file in sorted((folder / "trees").glob("*.svg"))],
         commands=[*commands(run), f"windfall report {shlex.quote(folder.resolve().name)}"],
         about=provenance_lines(run),
@@ -82,10 +84,15 @@ def _machine(run: Run) -> str:
     return f"Machine: {machine.get('gpu') or str(machine.get('cpu', 'unknown')) + threads}"
 
 
-def _winners(run: Run, rows: list[Row]) -> list[str]:
-    if run.settings.get("parts"):
-        return []
-    return [sentence for heat in run.temperatures for sentence in _winner(_ranked(rows, _whole(run), heat), heat)]
+def _winners(run: Run, rows: list[Row], warnings: Mapping[float, str]) -> list[str]:
+    """Which method was fastest at each temperature, unless the times are wrong."""
+    found = []
+    for heat in run.temperatures:
+        if heat in warnings:
+            found.append(f"At temperature {heat:g} {warnings[heat]}.")
+        elif not run.settings.get("parts"):
+            found += _winner(_ranked(rows, _whole(run), heat), heat)
+    return found
 
 
 def _winner(rows: list[Row], heat: float) -> list[str]:
@@ -126,7 +133,11 @@ APART = (
 
 
 def _times(gain: Estimate) -> str:
-    return f"{gain.value:.2f} times plain decoding's speed (95% interval {gain.low:.2f} to {gain.high:.2f})"
+    return f"{gain.value:.2f} times plain decoding's speed ({_bounds(gain)})"
+
+
+def _bounds(gain: Estimate) -> str:
+    return f"95% interval {gain.low:.2f} to {gain.high:.2f}"
 
 
 def _sameness(run: Run) -> str:
@@ -154,12 +165,17 @@ def _why_not(run: Run) -> str:
     return "In full precision that should not happen."
 
 
-def _facts(run: Run, rows: list[Row]) -> list[tuple[str, str]]:
+def _facts(run: Run, rows: list[Row], warnings: Mapping[float, str]) -> list[tuple[str, str]]:
+    """The large figures of the page, each with what it is; a speed-up with its interval."""
     found = []
     for heat in run.temperatures:
+        if heat in warnings:
+            found.append(("disturbed", f"temperature {heat:g}: {warnings[heat]}"))
+            continue
         ranked = [row for row in _ranked(rows, _whole(run), heat) if row.method != PLAIN and row.speedup]
         if ranked and ranked[0].speedup:
-            found.append((f"{ranked[0].speedup.value:.2f}×", f"speed-up of {ranked[0].method}, temperature {heat:g}"))
+            gain, what = ranked[0].speedup, f"speed-up of {ranked[0].method}, temperature {heat:g}"
+            found.append((f"{gain.value:.2f}×", f"{what} ({_bounds(gain)})"))
     if judged := len(results.compared(run.records)):
         same = 1 - len(results.differences(run)) / judged
         found.append((f"{math.floor(1000 * same) / 10:g}%", "texts identical to plain decoding"))
@@ -169,13 +185,14 @@ def _facts(run: Run, rows: list[Row]) -> list[tuple[str, str]]:
 # ---- sections
 
 
-def _sections(run: Run, rows: list[Row]) -> list[Section]:
+def _sections(run: Run, rows: list[Row], warnings: Mapping[float, str]) -> list[Section]:
     found = []
     for heat in run.temperatures:
         ranked = _ranked(rows, _whole(run), heat)
         name = f"Temperature {heat:g}" + (" (greedy)" if heat == 0 else "")
         tables = [_overall(ranked, name), *_by_task(run, rows, ranked, heat)]
-        found.append(Section(name, _TERMS, tables, drawings(run, rows, ranked, heat)))
+        text = f"{_capital(warnings[heat])}.\n\n{_TERMS}" if heat in warnings else _TERMS
+        found.append(Section(name, text, tables, drawings(run, rows, ranked, heat)))
     return found
 
 
@@ -340,6 +357,10 @@ def interval(value: Estimate | None) -> str:
         return DASH
     exact = value.low == value.value == value.high  # plain decoding, or a single prompt
     return f"{value.value:.2f}" + ("" if exact else f" [{value.low:.2f}, {value.high:.2f}]")
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _list(names: Sequence[str]) -> str:

@@ -9,10 +9,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from windfall.bench import beside, reading, report, report_html
+from windfall.bench.disturbance import disturbances
 from windfall.bench.exhibits import EXHIBITS
 from windfall.bench.reading import Run
 from windfall.bench.report_figures import Drawing
 from windfall.bench.report_parts import Report, Section
+from windfall.bench.results import summary as summary_of
 from windfall.errors import InputError
 from windfall.files import make_folder, read_text, replace_text
 
@@ -44,10 +46,16 @@ def make(folders: Sequence[Path], out: str, notes: Path | None = None) -> Report
         (f"{run.name}: {name}", value) for run in runs for name, value in report.provenance_lines(run, len(runs) > 1)
     ]
     own = [section for folder, run in zip(folders, runs, strict=True) for section in run_sections(folder, run)]
-    summary = [PREFACE, *([told[SUMMARY]] if SUMMARY in told else [])]
+    summary = [PREFACE, *([told[SUMMARY]] if SUMMARY in told else []), *_warnings(runs)]
     page = ["windfall", "report", *names, *(["--notes", notes.name] if notes is not None else []), "--out", out]
     commands = [*(command for run in runs for command in report.commands(run)), shlex.join(page)]
     return Report("Results", summary, [], [*tables, *own], [], commands, about)
+
+
+def _warnings(runs: Sequence[Run]) -> list[str]:
+    """A line for each run and temperature whose times are wrong."""
+    found = [(run.name, each) for run in runs for each in disturbances(run, summary_of(run))]
+    return [f"In {name}, at temperature {each.temperature:g}, {each.warning}." for name, each in found]
 
 
 def _notes(file: Path) -> dict[str, str]:

@@ -157,7 +157,7 @@ class Contender:
             "method": self.method.label,
             "drafter": NOBODY if drafter is None else drafter.short_name,
             "drafter_settings": {} if drafter is None else drafter.told,
-            "policy": self.method.policy,
+            "policy": shorten(self.method.policy),
             "settings": {name: shorten(v) if isinstance(v, str) else v for name, v in settings.items()},
             "coupled": self.engine.coupled,
         }

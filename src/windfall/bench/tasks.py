@@ -10,8 +10,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from windfall import prompt_files
 from windfall.errors import InputError
-from windfall.files import is_unicode, parse_json, read_text
+from windfall.prompt_files import Asked
 
 BUILTIN = "builtin"
 ROWS = 80  # of a hub dataset, from its start: as many as the papers take
@@ -81,41 +82,17 @@ def _load(name: str, limit: int | None) -> list[Prompt]:
 
 def builtin() -> list[Prompt]:
     """Sixty prompts of our own: chat, code, math, writing, summarization and question answering, ten of each."""
-    return _parse(files("windfall.bench").joinpath("builtin.jsonl").read_text("utf-8"), BUILTIN, BUILTIN)
+    text = files("windfall.bench").joinpath("builtin.jsonl").read_text("utf-8")
+    return [_prompt(asked, BUILTIN) for asked in prompt_files.parse_lines(text, BUILTIN)]
 
 
 def read_file(file: Path) -> list[Prompt]:
-    """Rows `{"id", "category", "turns": [...]}` or `{"id", "text"}`, with their own "task" or the file's name."""
-    text = read_text(file)
-    prompts = _parse(text, file.stem, f"'{file}'")
-    if not prompts:
-        raise InputError(f"'{file}' has no rows")
-    return prompts
+    """The lines of a prompt file (`windfall.prompt_files`), with their own "task" or the file's name."""
+    return [_prompt(asked, file.stem) for asked in prompt_files.read(file)]
 
 
-def _parse(text: str, task: str, label: str) -> list[Prompt]:
-    return [
-        _prompt(line, task, number, f"{label}, line {number}")
-        for number, line in enumerate(text.split("\n"), 1)
-        if line.strip()
-    ]
-
-
-def _prompt(line: str, task: str, number: int, label: str) -> Prompt:
-    try:
-        row = parse_json(line)
-    except ValueError:
-        raise InputError(f"{label} is not JSON") from None
-    if not isinstance(row, dict):
-        raise InputError(f'{label} must be an object with "turns" or "text"')
-    raw = "turns" not in row
-    turns = [row.get("text")] if raw else row["turns"]
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-        raise InputError(f'{label} needs "turns", a list of texts that are not empty, or a "text" that is not')
-    if not all(map(is_unicode, turns)):
-        raise InputError(f"{label} is not valid Unicode text")
-    own = (str(row.get("task") or task), str(row.get("category") or ""), str(row.get("id", number)))
-    return Prompt(*own, tuple(turns), raw)
+def _prompt(asked: Asked, task: str) -> Prompt:
+    return Prompt(asked.task or task, asked.category, asked.id, asked.turns, asked.raw)
 
 
 # ---- the hub

@@ -9,10 +9,10 @@ import warnings
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from windfall import __version__, console
 from windfall.cli import audit, bench, chat, diagnose, generate, measure, report, show, study, train, tune
+from windfall.cli.help import Command, Group
 from windfall.cli.session import BAD_INPUT, ON_BROKEN_PIPE, ON_INTERRUPT
 
 OBJECTS_PER_COLLECTION = 50_000  # with Python's default, 700, collecting garbage is a tenth of the libraries' imports
@@ -33,7 +33,7 @@ COMMANDS = (
 )
 
 
-class Commands(TyperGroup):
+class Commands(Group):
     """Turns what a person did wrong into one line, and Ctrl-C and closed pipes into quiet exits."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -71,8 +71,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in COMMANDS:
-    app.command()(command)
-bench.app.command()(study.study)
+    app.command(cls=Command)(command)
+bench.app.command(cls=Command)(study.study)
 app.add_typer(bench.app, name="bench")
 app.add_typer(train.app, name="train")
 

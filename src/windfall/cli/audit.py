@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from windfall import console
 from windfall.cli.options import Json, ModelOptions, PolicyOptions, takes_records, words
 from windfall.cli.session import DIFFERENT, ON_INTERRUPT
+from windfall.tables import Figures
 from windfall.wording import counted
 
 if TYPE_CHECKING:
@@ -170,15 +169,13 @@ def _show(work: Audit) -> None:
         out.print(Text(f"FAILED: in {dtype} every text must be plain decoding's", style="bold red"))
 
 
-def _table(comparisons: list[Comparison], title: str) -> Table:
-    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
-    made.add_column("", overflow="fold")
-    for column in ("texts", "differ", "tokens", "per 1000", "gap", "max"):
-        made.add_column(column, justify="right", no_wrap=True)
+def _table(comparisons: list[Comparison], title: str) -> Figures:
+    columns = ("", "texts", "differ", "tokens", "per 1000", "gap", "max")
+    made = Figures(columns, title, least=("max", "gap", "tokens", "texts", "per 1000"))
     for each in comparisons:
         rate = None if each.token_rate is None else 1000 * each.token_rate
         share = "" if each.conversation_rate is None else f" ({100 * each.conversation_rate:.0f}%)"
-        made.add_row(
+        made.add(
             each.name,
             str(len(each.outcomes)),
             f"{len(each.diverging)}{share}",

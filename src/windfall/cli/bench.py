@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from windfall import console
 from windfall.bench.suites import SUITES, Suite, find, join
 from windfall.cli.bench_speed import speed
+from windfall.cli.help import Command, Group
 from windfall.cli.options import Json, ModelOptions, loading_model, takes_records, words
 from windfall.cli.session import DIFFERENT, ON_INTERRUPT
 from windfall.errors import InputError
+from windfall.tables import Figures, Wrapped
 from windfall.wording import counted
 
 if TYPE_CHECKING:
@@ -32,11 +32,12 @@ BESIDES = "+"  # before a method that comes to those of a suite
 EXACT = ("cpu", ("float32", "float64"))  # where every text must be plain decoding's
 
 app = typer.Typer(
+    cls=Group,
     help="Run methods over prompts, and keep what came of it.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(speed)
+app.command(cls=Command)(speed)
 
 
 def _bench(flag: str, help: str, **more: Any) -> Any:
@@ -55,9 +56,9 @@ class BenchOptions:
         list[str],
         _bench(
             "--methods",
-            "Policies or presets, separated by commas; repeatable. Settings follow after colons, a drafter goes before "
-            "a slash, + stands for a comma in a value: self:skip=3+5/beam:depth=4. Or all. Beside a suite they take "
-            "the place of its own; with a + in front they come to them.",
+            "Policies, presets or FILE.py:CLASS, separated by commas; repeatable. Settings follow after "
+            "colons, a drafter goes before a slash, + stands for a comma in a value: self:skip=3+5/beam:depth=4. Or "
+            "all. Beside a suite they take the place of its own; with a + in front they come to them.",
             metavar="A,B,C",
         ),
     ] = field(default_factory=list)
@@ -184,7 +185,7 @@ def _numbers(text: str) -> tuple[float, ...]:
         raise InputError(f"write --temperature as numbers separated by commas, for example 0,1, not '{text}'") from None
 
 
-@app.command()
+@app.command(cls=Command)
 @takes_records
 def run(
     bench: BenchOptions,
@@ -254,7 +255,7 @@ def _fitting(prompts: list[Any], target: Any, settings: Settings) -> list[Any]:
     return fitting
 
 
-@app.command()
+@app.command(cls=Command)
 def suites(json: Json = False) -> None:
     """List the named benchmarks."""
     if json:
@@ -268,7 +269,7 @@ def suites(json: Json = False) -> None:
         out.print(Text(f"  tasks    {' '.join(suite.tasks)}; temperature {heat}", style="dim"))
 
 
-@app.command()
+@app.command(cls=Command)
 def show(
     folder: Annotated[Path, typer.Argument(help="Folder that `windfall bench run` wrote.")], json: Json = False
 ) -> None:
@@ -282,34 +283,37 @@ def show(
 
 
 def _show(done: Run, json: bool) -> None:
+    from windfall.bench.disturbance import disturbances
     from windfall.bench.results import differences, summary
 
     rows, wrong = summary(done), differences(done)
+    disturbed = disturbances(done, rows)
     if json:
-        found = [each._asdict() for each in wrong]
-        console.print_json({"rows": [row.as_dict() for row in rows], "different": found}, indent=2)
+        found = {"different": [each._asdict() for each in wrong], "disturbed": [each._asdict() for each in disturbed]}
+        console.print_json({"rows": [row.as_dict() for row in rows], **found}, indent=2)
         return
     for temperature in done.temperatures:
         console.stdout().print(table([row for row in rows if row.temperature == temperature], temperature))
+    for each in disturbed:
+        told = f"At temperature {each.temperature:g} {each.warning}"
+        console.stdout().print(Wrapped(Text(told, style="bold yellow")))
     _tell_differences(wrong, done)
 
 
-def table(rows: list[Row], temperature: float) -> Table:
+def table(rows: list[Row], temperature: float) -> Figures:
     """The figures at one temperature, a section for each task."""
-    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=f"temperature {temperature:g}", title_justify="left")
-    made.add_column("method", overflow="fold")
-    for column in ("tau", "delta", "rows", "accepted", "tokens/s", "speed-up (95%)"):
-        made.add_column(column, justify="right", no_wrap=True)
+    columns = ("method", "tau", "delta", "rows", "accepted", "tokens/s", "speed-up (95%)")
+    made = Figures(columns, f"temperature {temperature:g}", least=("accepted", "rows", "delta", "tokens/s", "tau"))
     task = None
     for row in rows:
         if task != row.task:
-            made.add_section()
-            made.add_row(Text(row.task, style="bold"))
+            made.end_section()
+            made.add(Text(row.task, style="bold"))
         task = row.task
         figures = f"{row.tau:.2f}", f"{row.delta:.2f}", f"{row.rows:.1f}"
         accepted = "" if math.isnan(row.acceptance) else f"{100 * row.acceptance:.0f}%"
         speed = "" if row.tokens_per_second is None else f"{row.tokens_per_second:.1f}"
-        made.add_row(Text(row.method), *figures, accepted, speed, _gain(row.speedup))
+        made.add(row.method, *figures, accepted, speed, _gain(row.speedup))
     return made
 
 

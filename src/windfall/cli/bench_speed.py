@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from windfall import console
 from windfall.cli.options import Json, ModelOptions, loading_model, takes_records, words
 from windfall.cli.session import ON_INTERRUPT
 from windfall.errors import InputError
+from windfall.tables import Figures
 
 if TYPE_CHECKING:
     from windfall.bench.contest import Settings
@@ -259,23 +258,15 @@ def _regime(temperature: float, coupled: bool | None) -> str:
     return f"temperature {temperature:g}" + ("" if coupled is None else ", coupled" if coupled else ", uncoupled")
 
 
-def _table(title: str, first: str, columns: tuple[str, ...]) -> Table:
-    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
-    made.add_column(first, overflow="fold", min_width=12)
-    for column in columns:
-        made.add_column(column, justify="right", no_wrap=True)
-    return made
-
-
-def _methods(rows: list[dict[str, Any]], title: str) -> Table:
-    columns = ("tokens/s", "tau", "cycle", "draft", "verify", "rest", "x none", "x HF", "memory", "same")
-    made = _table(title, "method", columns)
+def _methods(rows: list[dict[str, Any]], title: str) -> Figures:
+    columns = ("method", "tokens/s", "tau", "cycle", "draft", "verify", "rest", "x none", "x HF", "memory", "same")
+    made = Figures(columns, title, least=("rest", "draft", "verify", "cycle", "memory", "same", "x HF", "tau"))
     for row in rows:
         split, seen = row["split"] or {}, row["inside"] or {}
         rest = seen.get("rest_share", split.get("rest_share"))
         same = "" if row["texts"] is None else f"{row['same_texts']}/{row['texts']}"
-        made.add_row(
-            Text(row["method"]),
+        made.add(
+            row["method"],
             _number(row["tokens_per_second"], "{:.0f}" if (row["tokens_per_second"] or 0) >= 100 else "{:.1f}"),
             _number(row["tau"], "{:.2f}"),
             _number(row["cycle_seconds"], "{:.2f}", 1000),
@@ -290,10 +281,11 @@ def _methods(rows: list[dict[str, Any]], title: str) -> Table:
     return made
 
 
-def _passes(rows: list[dict[str, Any]], title: str) -> Table:
-    made = _table(title, "context", ("rows", "ms", "with the walk", "x first", "MB read", "floor ms", "x floor"))
+def _passes(rows: list[dict[str, Any]], title: str) -> Figures:
+    columns = ("context", "rows", "ms", "with the walk", "x first", "MB read", "floor ms", "x floor")
+    made = Figures(columns, title, least=("MB read", "x first", "floor ms", "with the walk", "x floor"))
     for row in rows:
-        made.add_row(
+        made.add(
             f"{row['length']}" + (" (beyond)" if row.get("beyond_context") else ""),
             str(row["rows"]),
             _number(row["seconds"], "{:.3f}", 1000),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
 from windfall import console
 from windfall.cli.options import Json, ModelOptions, PolicyOptions, SamplingOptions, takes_records
 from windfall.cli.session import with_seed
+from windfall.tables import Figures, Wrapped
 from windfall.wording import counted
 
 if TYPE_CHECKING:
@@ -86,16 +89,19 @@ def _show(found: Diagnosis) -> None:
     ]
     columns = ["rank", "contexts", "accuracy", "q(target's)", "ECE (paper)", "ECE (Guo)"]
     _table("The drafter's guess after its own guess of a rank", columns, rows)
-    shares = [f"{100 * share:.1f}%" for share in trees.rank_share()]
-    _table("Verified nodes by rank among siblings", [*map(str, range(1, len(shares))), f"{len(shares)}+"], [shares])
+    shares = trees.rank_share()
+    ranks = [*map(str, range(1, len(shares))), f"{len(shares)}+"]
+    _table("Verified nodes by rank among siblings", ["rank", "nodes"], _shares(ranks, shares))
     for layer, words in ((False, "rank among siblings"), (True, "rank within the level")):
         _heat(f"Share of target passes (%) that accepted a node, by depth and {words}", trees.heat_map(layer, SHOWN))
-    lengths = [str(length) for length in trees.lengths]
-    cells = [f"{100 * cycles / trees.cycles:.1f}%" for cycles in trees.lengths.values()]
-    _table("Target passes by accepted drafted tokens", lengths, [cells])
-    console.stdout().print(
-        f"{counted(trees.cycles, 'target pass', 'target passes')}, tau {trees.tau:.2f}, delta {trees.delta:.2f}"
-    )
+    lengths = _shares(map(str, trees.lengths), (cycles / trees.cycles for cycles in trees.lengths.values()))
+    _table("Target passes by accepted drafted tokens", ["tokens", "passes"], lengths)
+    passes = counted(trees.cycles, "target pass", "target passes")
+    console.stdout().print(f"{passes}, tau {trees.tau:.2f}, delta {trees.delta:.2f}")
+
+
+def _shares(names: Iterable[str], shares: Iterable[float]) -> list[list[str]]:
+    return [[name, f"{100 * share:.1f}%"] for name, share in zip(names, shares, strict=True)]
 
 
 def _heat(title: str, cells: list[list[float]]) -> None:
@@ -106,13 +112,8 @@ def _heat(title: str, cells: list[list[float]]) -> None:
 
 
 def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    from rich import box
-    from rich.table import Table
-
-    console.heading(title)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column, justify="right")
+    console.stdout().print(Wrapped(Text(title, style="bold")))
+    table = Figures(columns, names="right")
     for row in rows:
-        table.add_row(*row)
+        table.add(*row)
     console.stdout().print(table)

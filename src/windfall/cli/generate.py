@@ -1,4 +1,4 @@
-"""`windfall generate`: answer a prompt, if asked beside plain decoding."""
+"""`windfall generate`: answer a prompt, if asked beside plain decoding, or all prompts of a file."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from windfall.cli.options import (
     PromptOptions,
     SamplingOptions,
     ShowDrafts,
+    message,
     takes_records,
 )
 from windfall.cli.session import (
@@ -30,6 +31,7 @@ from windfall.cli.session import (
 
 if TYPE_CHECKING:
     from windfall.engine import Generation, Prompt
+    from windfall.prompt_files import Asked
 
 
 @takes_records
@@ -44,19 +46,25 @@ def generate(
     ] = False,
     show_drafts: ShowDrafts = False,
 ) -> None:
-    """Answer a prompt."""
+    """Answer a prompt, or every line of a JSONL file (--file PROMPTS.jsonl); --json then prints a line an answer."""
     from windfall.records import InputError
 
     if json and show_drafts:
         raise InputError("--show-drafts colours a text, and --json prints none; choose one")
-    prompt, keywords = source.read(), sampling.keywords()
+    if compare and source.several:
+        raise InputError("--compare takes one prompt; for a file of prompts there is `windfall bench run --tasks`")
+    asked = source.read_all() if source.several else []
+    prompt, keywords = None if asked else source.read(), sampling.keywords()
     engine = model.load(policy.make())
-    if source.system is not None:
+    if source.system is not None or any(each.system for each in asked):
         check_chat(engine)
     names = {"drafter": model.drafter_name, "policy": policy.name}
     keywords = with_seed(keywords)
     record(engine, keywords)
     session = Session(engine, names, keywords, source.raw, json, show_drafts)
+    if asked:
+        _answer_all(session, asked, source.system)
+        return
     if compare:
         _compare(session, prompt)
         return
@@ -64,6 +72,35 @@ def generate(
     if json:
         console.print_json(session.report(generation))
     exit_if_interrupted(generation)
+
+
+def _answer_all(session: Session, asked: list[Asked], system: str | None) -> None:
+    """Answer the lines of a file in order; Ctrl-C ends it, and what was printed is complete up to there."""
+    from windfall.records import InputError
+
+    for each in asked:
+        try:
+            _converse(session, each, system)
+        except InputError as error:
+            raise InputError(f"{each.place}: {error}") from error
+
+
+def _converse(session: Session, asked: Asked, system: str | None) -> None:
+    """Answer the turns of one line, each with the answers before it."""
+    own = replace(session, raw=session.raw or asked.raw)
+    plain = own.raw or not getattr(session.engine.target.tokenizer, "chat_template", None)
+    opening = asked.system or system
+    said = [] if opening is None else [message("system", opening)]
+    for turn, text in enumerate(asked.turns, 1):
+        said.append(message("user", text))
+        prompt = "\n\n".join(each["content"] for each in said) if plain else said
+        if not session.json:
+            console.heading(asked.id if len(asked.turns) == 1 else f"{asked.id}, turn {turn}")
+        generation = own.answer(prompt)
+        if session.json:
+            console.print_json({"id": asked.id, "line": asked.number, "turn": turn, **session.report(generation)})
+        exit_if_interrupted(generation)
+        said.append(message("assistant", generation.text))
 
 
 def _compare(session: Session, prompt: Prompt) -> None:

@@ -88,7 +88,8 @@ def compare(
         str | None,
         typer.Option(
             "--policies",
-            help="Names, presets or names with settings (beam:depth=4:k=4), separated by commas; or all.",
+            help="Names, presets, FILE.py:CLASS, or any of these with settings (beam:depth=4:k=4), separated by "
+            "commas; or all.",
             metavar="A,B,C",
         ),
     ] = None,

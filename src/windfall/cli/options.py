@@ -23,6 +23,7 @@ from windfall.cli import complete, defaults
 if TYPE_CHECKING:
     from windfall.engine import Engine, Prompt
     from windfall.policies.base import TreePolicy
+    from windfall.prompt_files import Asked
     from windfall.records import Launch
     from windfall.target import Target
 
@@ -129,7 +130,10 @@ class PromptOptions:
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt; - or nothing reads standard input.", show_default=False)
     ] = None
-    file: Annotated[Path | None, typer.Option("--file", help="Read the prompt from a file.")] = None
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", help="Read the prompt from a file; `generate` answers every line of a .jsonl file."),
+    ] = None
     raw: Annotated[bool, typer.Option("--raw", help="Leave out the chat template.")] = False
     system: System = None
 
@@ -137,10 +141,35 @@ class PromptOptions:
         """A text, or chat messages where there is a system message."""
         from windfall.records import InputError
 
-        if self.raw and self.system is not None:
-            raise InputError("--system needs the chat template, which --raw leaves out; choose one")
+        self._check()
+        if self.several:
+            raise InputError(f"'{self.file}' holds prompts for `windfall generate`; give one prompt here")
         text = console.read_prompt(self.prompt, self.file)
         return text if self.system is None else [message("system", self.system), message("user", text)]
+
+    @property
+    def several(self) -> bool:
+        """Whether the file is one of many prompts."""
+        from windfall.prompt_files import SUFFIXES
+
+        return self.file is not None and self.file.suffix in SUFFIXES
+
+    def read_all(self) -> list[Asked]:
+        """The lines of a file of prompts."""
+        from windfall import prompt_files
+        from windfall.records import InputError
+
+        self._check()
+        if self.prompt is not None:
+            raise InputError("give a prompt or --file, not both")
+        assert self.file is not None
+        return prompt_files.read(self.file)
+
+    def _check(self) -> None:
+        from windfall.records import InputError
+
+        if self.raw and self.system is not None:
+            raise InputError("--system needs the chat template, which --raw leaves out; choose one")
 
 
 def words(texts: list[str], option: str) -> list[str]:
@@ -195,7 +224,7 @@ class ModelOptions:
         str | None,
         _model(
             "--drafter",
-            "Drafter by name (see `windfall policies`), a draft head, or a smaller model.",
+            "Drafter by name (see `windfall policies`), FILE.py:CLASS, a draft head, or a smaller model.",
             autocompletion=complete.drafters,
         ),
     ] = None
@@ -282,7 +311,11 @@ class PolicyOptions:
 
     policy: Annotated[
         str | None,
-        _policy("--policy", "Tree policy by name (see `windfall policies`).", autocompletion=complete.policies),
+        _policy(
+            "--policy",
+            "Tree policy by name (see `windfall policies`), or FILE.py:CLASS.",
+            autocompletion=complete.policies,
+        ),
     ] = None
     preset: Annotated[
         str | None,

@@ -66,7 +66,11 @@ def tree(
 def policies(
     name: Annotated[
         str | None,
-        typer.Argument(help="One policy, drafter or preset.", show_default=False, autocompletion=complete.everything),
+        typer.Argument(
+            help="One policy, drafter or preset; or a policy of your own, FILE.py:CLASS.",
+            show_default=False,
+            autocompletion=complete.everything,
+        ),
     ] = None,
     json: Json = False,
     drafters: Annotated[bool, typer.Option("--drafters", help="Only the drafters.")] = False,
@@ -75,8 +79,10 @@ def policies(
     with console.waiting("Looking…"):
         from windfall import loading, registry
         from windfall.errors import InputError
+        from windfall.plugins import is_reference
 
         plain = [] if drafters else registry.policies()
+        plain += [name] if name is not None and is_reference(name) else []
         known = {
             "policies": _entries(plain, registry.policy_class, loading.DEFAULT_POLICY),
             "drafters": _entries(registry.drafters(), registry.drafter_class, loading.default_drafter(None)),

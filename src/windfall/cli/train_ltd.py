@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.table import Table
 
 from windfall import console
 from windfall.cli.options import Json, ModelOptions, takes_records, words
 from windfall.cli.session import ON_INTERRUPT
+from windfall.tables import Figures
 from windfall.wording import counted
 
 if TYPE_CHECKING:
@@ -242,9 +241,7 @@ def _tell(learner: Learner, searched: bool, json: bool) -> None:
     if json:
         console.print_json(rows, indent=2)
         return
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for place, name in enumerate(("on test texts", "tokens/s", "against default", "tau", "passes", "nodes")):
-        table.add_column(name, justify="right" if place else "left")
+    table = Figures(("on test texts", "tokens/s", "against default", "tau", "passes", "nodes"))
     base = rows[0]["throughput"]
     for row in rows:
         speed = row["throughput"]
@@ -253,6 +250,6 @@ def _tell(learner: Learner, searched: bool, json: bool) -> None:
             f"{speed / base:.3f}",
             *(f"{row[key]:.2f}" for key in ("tau", "passes", "nodes")),
         )
-        table.add_row(row["name"], *figures_of)
+        table.add(row["name"], *figures_of)
     console.stdout().print(table)
     console.note(f"use it: --policy ltd --set path={learner.folder}")

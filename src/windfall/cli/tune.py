@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from windfall import console
@@ -15,6 +13,7 @@ from windfall.cli.options import Json, ModelOptions, takes_records, words
 from windfall.cli.session import ON_INTERRUPT
 from windfall.errors import InputError
 from windfall.files import make_folder
+from windfall.tables import Figures
 
 if TYPE_CHECKING:
     from windfall.bench.tune import Result
@@ -26,7 +25,7 @@ SHOWN = 12  # lines of the table
 def tune(
     model: ModelOptions,
     out: Annotated[Path, typer.Option("--out", help="The preset file to write, for --preset.")] = Path("tuned.json"),
-    policy: Annotated[str, typer.Option("--policy", help="Which policy.")] = "beam",
+    policy: Annotated[str, typer.Option("--policy", help="Which policy: a name, or FILE.py:CLASS.")] = "beam",
     search: Annotated[
         str, typer.Option("--search", help="grid: every depth with every size; halving: random settings, halved.")
     ] = "halving",
@@ -97,15 +96,16 @@ def _tell(found: list[Result], out: Path, json: bool) -> None:
         rows: list[dict[str, Any]] = [vars(result) for result in found]
         console.print_json({"preset": str(out), "results": rows}, indent=2)
         return
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in found[0].settings:
-        table.add_column(name, justify="right")
-    table.add_column("prompts", justify="right")
-    table.add_column("tokens/s", justify="right")
+    table = Figures(("settings", "prompts", "tokens/s"), least=("prompts",))
     for result in found[:SHOWN]:
-        values = [str(value) if isinstance(value, bool | str) else f"{value:g}" for value in result.settings.values()]
-        table.add_row(*map(Text, values), str(result.prompts), f"{result.speed:.1f}")
+        table.add(_worded(result.settings), str(result.prompts), f"{result.speed:.1f}")
     console.stdout().print(table)
     if len(found) > SHOWN:
         console.note(f"and {len(found) - SHOWN} slower ones")
     console.stdout().print(Text(f"Use it: --preset {out}"))
+
+
+def _worded(settings: dict[str, Any]) -> Text:
+    """`depth=4 k=8`, broken between settings where a line is too short for them."""
+    values = {name: str(value) if isinstance(value, bool | str) else f"{value:g}" for name, value in settings.items()}
+    return Text(" ".join(f"{name}={value}" for name, value in values.items()))

@@ -19,6 +19,7 @@ from windfall.hub import HUB_ID, cached, fetch
 from windfall.records import InputError
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+BEST = "best"  # where `windfall train head` and `train lm` keep the best drafter, in their output folder
 
 
 def locate(source: str | os.PathLike[str]) -> Path:
@@ -34,11 +35,17 @@ def find(text: str) -> Path | None:
     """The folder of this path or hub id, downloaded if need be; None where it can be neither."""
     path = Path(os.path.expanduser(text))
     if path.is_dir():
-        return path
+        return trained(path)
     local = path.is_absolute() or text.startswith((".", "~")) or (path.parent.parts and path.parent.is_dir())
     if path.exists() or local:
         return None
     return (cached(text) or fetch(text, code=False)) if HUB_ID.fullmatch(text) else None
+
+
+def trained(folder: Path) -> Path:
+    """The best drafter in the output folder of a training; any other folder itself."""
+    best = folder / BEST
+    return best if (best / CONFIG).is_file() and not (folder / CONFIG).exists() else folder
 
 
 def read_config(folder: Path, label: str) -> dict[str, Any]:

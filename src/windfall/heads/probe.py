@@ -10,10 +10,12 @@ from torch import Tensor
 
 from windfall.batch import Rows
 from windfall.heads.base import FeatureHead
+from windfall.heads.files import find
 from windfall.heads.fitting import fit
 from windfall.heads.layers import Unrolled
 from windfall.prompts import SAMPLES
 from windfall.records import InputError
+from windfall.shipped import made_for
 
 if TYPE_CHECKING:
     from windfall.heads.formats import Checkpoint, Reading
@@ -97,8 +99,17 @@ def _tell(checkpoint: Checkpoint, target: Target, readings: list[Reading], score
     if agreement < ENOUGH:
         _warn(
             f"'{checkpoint.label}' agrees with {target.name} on {agreement:.0%} of the tokens only: "
-            "it was probably made for another model, and will hardly speed up this one"
+            f"{_reason(checkpoint.label, target)}, and will hardly speed up this one"
         )
+
+
+def _reason(label: str, target: Target) -> str:
+    """Why a head hardly agrees with its target, as far as its files tell."""
+    folder = find(label)
+    known = None if folder is None else made_for(folder, target)
+    if known is None:
+        return "it was made for another model, or trained too little"
+    return "it was made for this very model, but trained too little" if known else "it was made for another model"
 
 
 def _worded(choices: dict[str, Any]) -> str:

@@ -283,9 +283,9 @@ def parse_arms(text: str) -> dict[str, TreePolicy]:
         raise InputError(f"write arms with + between, for example {ARMS}, not {text!r}")
     known, made = registry.policies(), dict[str, TreePolicy]()
     for label in dict.fromkeys([PLAIN, *labels]):
-        name, *settings = re.split("[:@]", label)
+        name, settings = registry.split_name(re.split("[:@]", label))
         if name == "bandit":
             raise InputError("a bandit cannot be an arm of a bandit")
-        make = registry.policy if name in known else registry.preset
+        make = registry.policy if name in known or ":" in name else registry.preset
         made[label] = make(name, **split_settings(settings))
     return made

@@ -13,6 +13,7 @@ import torch
 from windfall.errors import InputError
 from windfall.files import make_folder, replace_text
 from windfall.heads import formats
+from windfall.heads.files import BEST as BEST
 from windfall.heads.fitting import drafting
 from windfall.heads.loading import find_head
 from windfall.options import split_settings
@@ -25,7 +26,7 @@ from windfall.train.shards import TokenData, token_counts
 from windfall.train.teacher import Teacher
 from windfall.train.trainer import CHECKPOINT, Event, Trainer
 
-BEST, JOB = "best", "job.json"
+JOB = "job.json"
 
 
 @dataclass(frozen=True)
