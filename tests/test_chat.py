@@ -20,7 +20,7 @@ from fake_engine import WAIT, FakeEngine
 from windfall import conversations
 from windfall.cli import app, chat_input
 from windfall.cli.chat import COMMANDS, Chat, completions, split_command
-from windfall.cli.chat_settings import changed, restored, shown
+from windfall.cli.chat_settings import changed, restored, setting, shown
 from windfall.cli.options import SamplingOptions
 from windfall.cli.session import Session
 from windfall.conversations import Autosave, Conversation, from_json, read, to_json, write
@@ -153,7 +153,7 @@ def test_settings_are_shown_by_the_names_of_the_command_line() -> None:
     assert len(lines) == len(asdict(SamplingOptions()))
     assert any(re.match(r"top-k +7 +Draw from the k likeliest", line) for line in lines)
     assert any(re.match(r"stop +'a b' ", line) for line in lines)
-    assert shown(SamplingOptions(), "min-p").startswith("min-p  0.0  Least probability")
+    assert setting(SamplingOptions(), "min_p") == "min-p 0.0"
 
 
 @pytest.mark.parametrize("saved", [{"colour": 1}, {"top_k": True}, {"stop": "abc"}, {"temperature": "1"}, {"top_p": 7}])
@@ -212,6 +212,9 @@ def test_the_data_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("XDG_DATA_HOME")
     monkeypatch.setattr("sys.platform", "linux")
     assert conversations.data_dir() == Path.home() / ".local" / "share" / "windfall"
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    with pytest.raises(InputError, match="the home folder is unknown"):
+        conversations.data_dir()
 
 
 def test_two_chats_that_continue_one_conversation_lose_nothing() -> None:
@@ -266,13 +269,13 @@ def test_retry_answers_the_last_message_anew(capsys: pytest.CaptureFixture[str])
 def test_the_system_message_can_be_changed_and_removed(capsys: pytest.CaptureFixture[str]) -> None:
     talk = new_chat()
     talk.take("one")
-    talk.take("/system be\nkind")
+    talk.take("/system be\nkind :smile:")
     talk.take("two")
-    assert talk.session.engine.prompts[1][0] == {"role": "system", "content": "be\nkind"}
+    assert talk.session.engine.prompts[1][0] == {"role": "system", "content": "be\nkind :smile:"}
     assert [message["role"] for message in talk.session.engine.prompts[1][1:]] == ["user", "assistant", "user"]
     capsys.readouterr()
     talk.take("/system")
-    assert capsys.readouterr().out == "be\nkind\n"
+    assert capsys.readouterr().out == "be\nkind :smile:\n"
     talk.take('/system ""')
     talk.take("three")
     assert talk.session.engine.prompts[2][0]["role"] == "user"

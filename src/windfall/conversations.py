@@ -124,11 +124,14 @@ def data_dir() -> Path:
         return Path(own).expanduser()
     if shared := os.environ.get("XDG_DATA_HOME"):
         return Path(shared).expanduser() / "windfall"
+    home = Path(os.path.expanduser("~"))
+    if not home.is_absolute():
+        raise InputError("the home folder is unknown")
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Application Support" / "windfall"
+        return home / "Library" / "Application Support" / "windfall"
     if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "windfall"
-    return Path.home() / ".local" / "share" / "windfall"
+        return Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local") / "windfall"
+    return home / ".local" / "share" / "windfall"
 
 
 def folder() -> Path:

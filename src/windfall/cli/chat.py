@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
+from rich.text import Text
 
 from windfall import console
 from windfall.cli.options import ModelOptions, PolicyOptions, SamplingOptions, ShowDrafts, System, takes_records
@@ -31,7 +33,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "help": Command("", "show this list"),
-    "set": Command("[NAME VALUE]", "change a sampling option: /set temperature 0.7; alone: show all"),
+    "set": Command("[NAME VALUE]", "change a sampling option: /set temperature 0.7; alone: show all options"),
     "system": Command("[TEXT]", 'change the system message ("": none); alone: show it'),
     "save": Command("FILE", "save the conversation to a file"),
     "load": Command("FILE", "continue the conversation in a file"),
@@ -134,7 +136,8 @@ def _keeping(no_save: bool) -> tuple[Path | None, Autosave | None]:
 
 def _short(path: Path) -> str:
     """A path for a reader, with ~ for the home folder."""
-    return f"~/{path.relative_to(Path.home())}" if path.is_relative_to(Path.home()) else str(path)
+    home = os.path.expanduser("~")
+    return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
 
 
 # ---- what is typed
@@ -272,11 +275,12 @@ class Chat:
     def set(self, argument: str) -> None:
         from windfall.cli import chat_settings
 
-        if not re.search(r"[\s=]", argument):
-            self._print(chat_settings.shown(self.sampling, argument))
+        if not argument:
+            self._print(chat_settings.shown(self.sampling))
             return
-        self._take_sampling(chat_settings.changed(self.sampling, argument))
-        self._print(chat_settings.shown(self.sampling, argument))
+        if re.search(r"[\s=]", argument):
+            self._take_sampling(chat_settings.changed(self.sampling, argument))
+        self._print(chat_settings.setting(self.sampling, argument))
 
     def _take_sampling(self, sampling: SamplingOptions) -> None:
         keywords = sampling.keywords()
@@ -332,5 +336,5 @@ class Chat:
         rows = {f"answer {place}": stats for place, stats in enumerate(self.answers, 1)}
         console.stdout().print(console.figures(rows))
 
-    def _print(self, text: Any) -> None:
-        console.stdout().print(text, markup=False)
+    def _print(self, text: str) -> None:
+        console.stdout().print(Text(text))

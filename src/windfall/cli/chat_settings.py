@@ -49,13 +49,17 @@ def restored(saved: Mapping[str, Any]) -> SamplingOptions:
     return _checked(SamplingOptions(**saved))
 
 
-def shown(options: SamplingOptions, text: str = "") -> str:
-    """The value and the meaning of each option, or of the one that `text` names."""
-    name = _split(text)[0] if text else ""
-    found = {each: getattr(options, each) for each in _hints() if name in ("", each)}
-    rows = [(flag(each), _written(value), _help(each)) for each, value in found.items()]
+def shown(options: SamplingOptions) -> str:
+    """The name, value and meaning of each option."""
+    rows = [(flag(name), _written(getattr(options, name)), _help(name)) for name in _hints()]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    return "\n".join(f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}".rstrip() for row in rows)
+    return "\n".join(f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in rows)
+
+
+def setting(options: SamplingOptions, text: str) -> str:
+    """The name and value of the option that a text such as `temperature` or `temperature 0.7` names."""
+    name, _ = _split(text)
+    return f"{flag(name)} {_written(getattr(options, name))}"
 
 
 def _split(text: str) -> tuple[str, str]:
