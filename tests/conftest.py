@@ -15,11 +15,12 @@ torch.set_num_threads(1)  # tiny models: threads only get in each other's way
 
 @pytest.fixture(autouse=True, scope="session")
 def profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Profiles that tests measure are not the user's. Off a GPU a pass reads all of its buffer: here it is small."""
+    """What tests measure and save is not the user's. Off a GPU a pass reads all of its buffer: here it is small."""
     patch = pytest.MonkeyPatch()
     if not torch.cuda.is_available():
         patch.setattr("windfall.resident.judge.CAPACITY", 704)
     patch.setattr("windfall.profiling.cache_dir", lambda: Path(os.environ.get("WINDFALL_CACHE", folder)))
+    patch.setenv("WINDFALL_DATA", str(tmp_path_factory.mktemp("data")))
     folder = tmp_path_factory.mktemp("cache")
     yield
     patch.undo()

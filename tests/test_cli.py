@@ -417,7 +417,10 @@ def test_chat_keeps_the_conversation(folder: Path, monkeypatch: pytest.MonkeyPat
     assert prompts[1][2]["content"] in result.stdout
     assert prompts[2][1]["content"] == "new"
     assert "answer 1" in result.stdout
-    assert "there is no /what; there are /clear, /stats and /exit" in result.stderr
+    assert (
+        "there is no /what; there are /help, /set, /system, /save, /load, /retry, /clear, /stats, /exit"
+        in result.stderr
+    )
 
 
 def test_chat_survives_control_c_and_a_full_context(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,21 +436,6 @@ def test_chat_colours_drafts_and_refuses_other_encodings(folder: Path) -> None:
     result = windfall("chat", "--show-drafts", "--target", folder, *SHORT, input="hello\n")
     assert "drafted and accepted" in result.stderr
     assert refused("chat", "--target", folder, input=b"\xff\n") == "standard input is not UTF-8 text (byte 0)"
-
-
-def test_turns_at_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    typed = iter(["hello", KeyboardInterrupt(), "again", EOFError()])
-
-    def answer(_: str) -> str:
-        item = next(typed)
-        if isinstance(item, BaseException):
-            raise item
-        return item
-
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    monkeypatch.setattr("builtins.input", answer)
-    assert list(console.turns()) == ["hello", "again"]
-    assert "/exit or Ctrl-D leaves" in capsys.readouterr().err
 
 
 # ---- profile, compare

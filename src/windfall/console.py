@@ -69,24 +69,10 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     return text
 
 
-def turns() -> Iterator[str]:
-    """The lines a user types, until Ctrl-D; from a pipe, its lines."""
-    if not sys.stdin.isatty():
-        for line in sys.stdin.buffer:
-            yield _decode(line, "standard input")
-        return
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 (gives `input` line editing and a history)
-    while True:
-        try:
-            typed = input("> ")
-        except EOFError:
-            print()
-            return
-        except KeyboardInterrupt:
-            note("\n/exit or Ctrl-D leaves")
-            continue
-        yield typed
+def piped_lines() -> Iterator[str]:
+    """The lines of standard input, without their ends."""
+    for line in () if sys.stdin is None else sys.stdin.buffer:
+        yield _decode(line, "standard input")
 
 
 def _decode(content: bytes, place: str) -> str:

@@ -41,14 +41,14 @@ def parse_json(text: str) -> Any:
         raise ValueError("nested too deeply") from error
 
 
-def replace_file(file: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` fill a file beside this one, which then takes its place, with the permissions of any new file."""
+def replace_file(file: Path, write: Callable[[Path], Any], mode: int = 0o666) -> None:
+    """Let `write` fill a file beside this one, which then takes its place, with these permissions less the umask."""
     temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
-        temporary.touch()
-        mode = temporary.stat().st_mode
+        temporary.touch(mode)
+        made = temporary.stat().st_mode
         write(temporary)
-        temporary.chmod(mode)  # some writers make private files
+        temporary.chmod(made)  # some writers make private files
         os.replace(temporary, file)
     except (OSError, RuntimeError, SafetensorError) as error:  # of the last two when a disk is full
         raise InputError(f"cannot write '{file}': {getattr(error, 'strerror', None) or error}") from error
@@ -57,8 +57,8 @@ def replace_file(file: Path, write: Callable[[Path], Any]) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def replace_text(file: Path, text: str) -> None:
-    replace_file(file, lambda temporary: temporary.write_text(text, "utf-8"))
+def replace_text(file: Path, text: str, mode: int = 0o666) -> None:
+    replace_file(file, lambda temporary: temporary.write_text(text, "utf-8"), mode)
 
 
 def make_folder(folder: Path) -> None:

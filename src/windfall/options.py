@@ -43,7 +43,7 @@ def build(cls: type[T], settings: Mapping[str, Any], name: str) -> T:
     for key, value in settings.items():
         if key not in known:
             raise InputError(f"{name} has no option '{key}'; it has: {', '.join(known) or 'none'}")
-        values[key] = _parse(value, hints[key], f"{name}: {key}") if isinstance(value, str) else value
+        values[key] = parse_value(value, hints[key], f"{name}: {key}") if isinstance(value, str) else value
     return cls(**values)
 
 
@@ -146,7 +146,8 @@ def split_settings(items: list[str]) -> dict[str, str]:
     return settings
 
 
-def _parse(text: str, wanted: Any, label: str) -> Any:
+def parse_value(text: str, wanted: Any, label: str) -> Any:
+    """The text as a value of this type; `label` names the option in the error."""
     if wanted is Any:
         return text
     kinds = typing.get_args(wanted) or (wanted,)

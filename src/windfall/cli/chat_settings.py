@@ -1,0 +1,106 @@
+"""`/set` in a chat: the sampling options of the command line, shown, changed and restored."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from windfall.cli.options import SamplingOptions
+from windfall.errors import InputError
+from windfall.options import parse_value
+
+DEFAULT = "default"  # the value that resets an option
+
+
+def flag(name: str) -> str:
+    """An option's name as the command line has it, without the dashes before it."""
+    return name.replace("_", "-")
+
+
+def names() -> list[str]:
+    return [flag(field.name) for field in dataclasses.fields(SamplingOptions)]
+
+
+def changed(options: SamplingOptions, text: str) -> SamplingOptions:
+    """The options with a change such as `temperature 0.7` or `stop "###" END`; what is wrong is refused."""
+    name, value = _split(text)
+    hint = _hints()[name]
+    if value == DEFAULT:
+        found = getattr(SamplingOptions(), name)
+    elif typing.get_origin(hint) is list:
+        found = _words(value)
+    else:
+        found = parse_value(value, hint, flag(name))
+    return _checked(dataclasses.replace(options, **{name: found}))
+
+
+def restored(saved: Mapping[str, Any]) -> SamplingOptions:
+    """The options of a saved conversation; those that it does not name have their defaults."""
+    hints = _hints()
+    for name, value in saved.items():
+        if name not in hints:
+            raise InputError(f"there is no sampling option '{name}'; there are {', '.join(hints)}")
+        if not _is_of(value, hints[name]):
+            raise InputError(f"the sampling option {name} cannot be {value!r}")
+    return _checked(SamplingOptions(**saved))
+
+
+def shown(options: SamplingOptions) -> str:
+    """The name, value and meaning of each option."""
+    rows = [(flag(name), _written(getattr(options, name)), _help(name)) for name in _hints()]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return "\n".join(f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in rows)
+
+
+def setting(options: SamplingOptions, text: str) -> str:
+    """The name and value of the option that a text such as `temperature` or `temperature 0.7` names."""
+    name, _ = _split(text)
+    return f"{flag(name)} {_written(getattr(options, name))}"
+
+
+def _split(text: str) -> tuple[str, str]:
+    """`temperature 0.7`, `--top-p=0.9` or `seed` → the option's field and the text of the value."""
+    match = re.fullmatch(r"-*([\w-]*)(?:\s*=\s*|\s+|$)(.*)", text, re.DOTALL)
+    name = match[1].replace("-", "_") if match else text
+    if match is None or name not in _hints():
+        raise InputError(f"there is no sampling option '{flag(name)}'; there are {', '.join(names())}")
+    return name, match[2].strip()
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise InputError(f"cannot read {text}: {str(error).lower()}") from None
+
+
+def _checked(options: SamplingOptions) -> SamplingOptions:
+    options.keywords()
+    return options
+
+
+def _hints() -> dict[str, Any]:
+    return typing.get_type_hints(SamplingOptions)
+
+
+def _help(name: str) -> str:
+    annotated = typing.get_type_hints(SamplingOptions, include_extras=True)[name]
+    return str(annotated.__metadata__[0].help)
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    """Whether a value from JSON has this type; a whole number is a float too."""
+    if typing.get_origin(hint) is list:
+        return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    kinds = typing.get_args(hint) or (hint,)
+    return type(value) in kinds or (type(value) is int and float in kinds)
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, list):
+        return shlex.join(value) or "none"
+    return {None: "none", True: "on", False: "off"}[value] if value is None or isinstance(value, bool) else str(value)
