@@ -152,35 +152,40 @@ class Request:
         return 0 if pad is None else int(pad)
 
     def run(self, engine: Engine, streamer: Any) -> Any:
+        """What `generate` returns: the padded texts, or an object with them and the cache."""
         starts = [0] * len(self.ids) if self.mask is None else [int(row.int().argmax()) for row in self.mask]
+        before = engine.target.decoder.cache
+        new = self._decode(engine, starts, streamer)
+        width = max(map(len, new))
+        tail = [row + [self.pad] * (width - len(row)) for row in new]
+        sequences = torch.cat([self.ids, torch.tensor(tail, device=self.ids.device)], 1)
+        if self.past is not None and (self.config.return_dict_in_generate or _is_the_callers(self.past)):
+            rows = engine.target.decoder.cache  # of this text, unless it was decoded in the buffers of a GPU
+            whole = rows is not before and not any(starts) and all(len(row) == width for row in new)
+            self._fill_past(engine.target, sequences, rows if whole else None)
+        if not self.config.return_dict_in_generate:
+            return sequences
+        return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=self.past)
+
+    def _decode(self, engine: Engine, starts: list[int], streamer: Any) -> list[list[int]]:
+        """The new tokens of each row. The streamer gets the tokens of all rows, step by step."""
         prompts = [ids[start:].tolist() for ids, start in zip(self.ids, starts, strict=True)]
         lockstep = self._lockstep()
         params = [self._params(row, start, lockstep is not None) for row, start in enumerate(starts)]
-        before = engine.target.decoder.cache
         new: list[list[int]] = [[] for _ in prompts]
-        live = set(range(len(prompts)))
-        sent = 0
+        live, sent = set(range(len(prompts))), 0
         with closing(engine.run(prompts, params, lockstep)) as cycles:
             for steps in cycles:
                 for row, step in steps.items():
                     new[row].extend(step.tokens)
                 live -= {row for row, step in steps.items() if step.finish}
                 ready = min((len(new[row]) for row in live), default=max(map(len, new)))
-                if streamer is not None:
-                    for place in range(sent, ready):
-                        streamer.put(torch.tensor([row[place] if place < len(row) else self.pad for row in new]))
+                for place in range(sent, ready) if streamer is not None else ():
+                    streamer.put(torch.tensor([row[place] if place < len(row) else self.pad for row in new]))
                 sent = ready
         if streamer is not None:
             streamer.end()
-        tail = [row + [self.pad] * (sent - len(row)) for row in new]
-        sequences = torch.cat([self.ids, torch.tensor(tail, device=self.ids.device)], 1)
-        if self.past is not None and (self.config.return_dict_in_generate or _is_the_callers(self.past)):
-            rows = engine.target.decoder.cache
-            whole = rows is not before and not any(starts) and {len(row) for row in new} == {sent}
-            self._fill_past(engine.target, sequences, rows if whole else None)
-        if not self.config.return_dict_in_generate:
-            return sequences
-        return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=self.past)
+        return new
 
     def _lockstep(self) -> Lockstep | None:
         """How rows go together, where processors or criteria must see the whole batch at every step."""
