@@ -521,6 +521,7 @@ ASKS: dict[str, Any] = {
     "speculation_type": "dflash",
     "is_assistant": True,
     "token_healing": True,
+    "stop_strings": "x",
     "cache_implementation": "quantized",
     "output_scores": True,
     "output_logits": True,
@@ -531,7 +532,7 @@ ASKS: dict[str, Any] = {
 }
 
 
-TRANSFORMERS_FIRST = {"token_healing", "cache_implementation"}  # it misses a tokenizer, or a library
+TRANSFORMERS_FIRST = {"token_healing", "stop_strings", "cache_implementation"}  # it misses a tokenizer, or a library
 
 
 @pytest.mark.parametrize("name", [*REFUSED, *REFUSED_ARGUMENTS, "inputs_embeds"])

@@ -18,7 +18,6 @@ HONOURED = frozenset(
         "min_length",
         "min_new_tokens",
         "max_time",
-        "stop_strings",
         "do_sample",
         "temperature",
         "top_k",
@@ -79,6 +78,7 @@ HARMLESS = frozenset(
 
 BEAMS = "windfall decodes greedily or by sampling"
 DRAFTS = "windfall drafts by itself"
+NO_TOKENIZER = "transformers hands no tokenizer to loops that are not its own"
 KEEPS = "windfall's loop does not keep what it asks for"
 
 # Option → when it asks for something that the loop does not do, and why that is so.
@@ -97,7 +97,11 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
     "use_mtp": (lambda value, _: bool(value), f"{DRAFTS}; leave it out"),
     "speculation_type": (lambda value, _: value is not None, f"{DRAFTS}; leave it out"),
     "is_assistant": (lambda value, _: bool(value), f"{DRAFTS}; leave it out"),
-    "token_healing": (lambda value, _: bool(value), "transformers hands no tokenizer to loops that are not its own"),
+    "token_healing": (lambda value, _: bool(value), NO_TOKENIZER),
+    "stop_strings": (
+        lambda value, _: value is not None,
+        f"{NO_TOKENIZER}; give a StopStringCriteria among the stopping_criteria",
+    ),
     "cache_implementation": (
         lambda value, _: value == "quantized",
         "windfall keeps its KV cache in full precision; leave 'quantized' out",
