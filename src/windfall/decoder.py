@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from windfall.cache import KVCache
 
 CHUNK = 1024  # rows a prefill pass takes at the most
 WINDOWED = ("sliding_attention",)
+TAKES_MASKS = ("sdpa", "eager")  # attention implementations; flash and flex kernels take no tree's mask
 
 
 class Decoder:
@@ -22,8 +25,6 @@ class Decoder:
         self.taps = taps  # which of transformers' hidden_states to hand out, concatenated
         self.config = model.config.get_text_config()
         self.windows = attention_windows(self.config)
-        if model.config._attn_implementation not in ("sdpa", "eager"):  # flash kernels take no tree mask
-            model.set_attn_implementation("sdpa")
         self.reset(0)
 
     @property
@@ -78,14 +79,15 @@ class Decoder:
         packed = pack(rows, self.lengths, self.staged, self.device)
         self.cache.reserve(packed.tokens.shape[1])
         forward = self.model if logits else self.model.base_model
-        outputs = forward(
-            input_ids=packed.tokens,
-            position_ids=packed.positions,
-            attention_mask=self._mask(packed, causal or self._sees_all(rows)),
-            past_key_values=self.cache,
-            use_cache=True,
-            output_hidden_states=bool(self.taps),
-        )
+        with tree_attention(self.model):
+            outputs = forward(
+                input_ids=packed.tokens,
+                position_ids=packed.positions,
+                attention_mask=self._mask(packed, causal or self._sees_all(rows)),
+                past_key_values=self.cache,
+                use_cache=True,
+                output_hidden_states=bool(self.taps),
+            )
         self.cache.staged += packed.tokens.shape[1]
         self._staged_positions = torch.cat([self._staged_positions, packed.positions], 1)
         hidden = None
@@ -143,6 +145,28 @@ class Decoder:
             for kind, window in self.windows.items()
         }
         return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def attention_of(model: Any) -> str:
+    """The attention implementation of passes over trees: the model's own, if that takes any mask, else sdpa."""
+    own: str = model.config._attn_implementation
+    return own if own in TAKES_MASKS else "sdpa"
+
+
+@contextmanager
+def tree_attention(model: Any) -> Iterator[None]:
+    """Let a model use an attention implementation that takes a tree's mask, then give it back its own."""
+    if model.config._attn_implementation in TAKES_MASKS:
+        yield
+        return
+    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}.values()
+    own = [config._attn_implementation for config in configs]
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        for config, implementation in zip(configs, own, strict=True):
+            config._attn_implementation = implementation
 
 
 def as_given(mask: Tensor, model: Any) -> Tensor:

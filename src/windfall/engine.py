@@ -19,9 +19,11 @@ from windfall.calibration import Calibrator
 from windfall.clock import Stopwatch, now
 from windfall.context import Context
 from windfall.cost import ASSUMED, Costs
+from windfall.decoder import tree_attention
 from windfall.drafters.base import Drafter
 from windfall.files import is_unicode
 from windfall.ledger import Ledger
+from windfall.lockstep import Lockstep
 from windfall.metrics import Stats
 from windfall.options import brief
 from windfall.policies.base import TreePolicy
@@ -30,7 +32,6 @@ from windfall.records import Grow, InputError, Launch, SamplingParams, Step
 from windfall.sequence import Sequence
 from windfall.target import Target
 from windfall.tree import MOST_NODES, DraftTree
-from windfall.verify import walk
 from windfall.wording import counted
 
 if TYPE_CHECKING:
@@ -233,14 +234,27 @@ class Engine:
             for own, at, prompt, drawn in zip(steps, times, prompts, params, strict=True)
         ]
 
-    def run(self, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[dict[int, Step]]:
-        """Decode these prompts together: per cycle, the Step of every sequence that has not ended yet."""
+    def run(
+        self, prompts: list[list[int]], params: list[SamplingParams], lockstep: Lockstep | None = None
+    ) -> Generator[dict[int, Step], None, None]:
+        """Decode these prompts together: per cycle, the Step of every sequence that has not ended yet.
+
+        With `lockstep`, all sequences take each token at the same time.
+        """
+        with tree_attention(self.target.model):
+            yield from self._run(prompts, params, lockstep)
+
+    def _run(
+        self, prompts: list[list[int]], params: list[SamplingParams], lockstep: Lockstep | None
+    ) -> Iterator[dict[int, Step]]:
         self.target.texts += 1
         text, started = self.target.texts, time.perf_counter()
         sequences = [
             Sequence(prompt, own.seeded(), self.policy.fresh(), self.target, self.coupled)
             for prompt, own in zip(prompts, params, strict=True)
         ]
+        if lockstep is not None:
+            lockstep.sequences = sequences
         target: Target | SeatedTarget = self.target
         drafter = self.drafter
         if resident := self._resident(sequences):
@@ -256,7 +270,7 @@ class Engine:
         live = dict(enumerate(sequences))
         while live:
             self._check_alone(text)
-            steps = dict(zip(live, self._cycle(list(live.values()), target, drafter), strict=True))
+            steps = dict(zip(live, self._cycle(list(live.values()), target, drafter, lockstep), strict=True))
             self._check_alone(text)
             going = [place for place, sequence in enumerate(live.values()) if not sequence.finish]
             if 0 < len(going) < len(live):
@@ -331,7 +345,13 @@ class Engine:
             )
 
     @torch.inference_mode()
-    def _cycle(self, live: list[Sequence], target: Target | SeatedTarget, drafter: Drafter) -> list[Step]:
+    def _cycle(
+        self,
+        live: list[Sequence],
+        target: Target | SeatedTarget,
+        drafter: Drafter,
+        lockstep: Lockstep | None = None,
+    ) -> list[Step]:
         before = target.recordings
         ledger = self.ledger if self.ledger.learns and len(live) == 1 else None  # else passes are shared
         clock = Stopwatch()
@@ -350,8 +370,10 @@ class Engine:
         clock.lap("policy")
 
         scores = target.score(trees)
-        draws = [s.draws(tree, score) for s, tree, score in zip(live, trees, scores, strict=True)]
-        verdicts = [walk(tree, draw) for tree, draw in zip(trees, draws, strict=True)]
+        if lockstep is None:
+            verdicts = [s.judge(tree, score) for s, tree, score in zip(live, trees, scores, strict=True)]
+        else:
+            verdicts = lockstep.judge(live, trees, scores)
         target.commit([verdict.path for verdict in verdicts])
         verifying = clock.lap("verify")
 

@@ -5,20 +5,60 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from typing import Any
 
 import torch
+import transformers.generation.logits_process as hf_processors
 from torch import Tensor
-from transformers import PrefixConstrainedLogitsProcessor
+from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StopStringCriteria,
+)
 
+from windfall.cache import KVCache
 from windfall.drafters.base import Drafter
 from windfall.engine import Engine
+from windfall.hf_options import refuse_inputs, refuse_options
 from windfall.loading import load
+from windfall.lockstep import Lockstep
 from windfall.records import InputError, SamplingParams
 from windfall.target import Target
 
 KEPT = 4  # engines of a model
-UNDERSTOOD = ("attention_mask", "position_ids", "past_key_values", "use_cache", "cache_position", "logits_to_keep")
+
+# transformers' processors that keep no state and treat each row by itself; the others must see the whole batch.
+ROW_BY_ROW = tuple(
+    getattr(hf_processors, name)
+    for name in [
+        "MinLengthLogitsProcessor",
+        "MinNewTokensLengthLogitsProcessor",
+        "TemperatureLogitsWarper",
+        "RepetitionPenaltyLogitsProcessor",
+        "TopPLogitsWarper",
+        "TopKLogitsWarper",
+        "TopHLogitsWarper",
+        "MinPLogitsWarper",
+        "TypicalLogitsWarper",
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "NoRepeatNGramLogitsProcessor",
+        "SequenceBiasLogitsProcessor",
+        "NoBadWordsLogitsProcessor",
+        "ForcedBOSTokenLogitsProcessor",
+        "ForcedEOSTokenLogitsProcessor",
+        "InfNanRemoveLogitsProcessor",
+        "ExponentialDecayLengthPenalty",
+        "LogitNormalization",
+        "SuppressTokensAtBeginLogitsProcessor",
+        "SuppressTokensLogitsProcessor",
+    ]
+    if hasattr(hf_processors, name)
+)
 
 
 def custom_generate(
@@ -36,7 +76,8 @@ def custom_generate(
 ) -> Callable[..., Any]:
     """A decoding loop for `model.generate(..., custom_generate=windfall.custom_generate(...))`.
 
-    The arguments are those of `windfall.load`. Greedy and sampling, one prompt or a left-padded batch.
+    The arguments are those of `windfall.load`. Greedy and sampling, one prompt or a left-padded batch. Options of
+    `generate` that the loop does not support are refused by name (docs/transformers.md lists them).
     """
     words = {
         "drafter_options": drafter_options,
@@ -59,18 +100,19 @@ def custom_generate(
         synced_gpus: bool = False,
         **model_kwargs: Any,
     ) -> Any:
-        if synced_gpus:
-            raise InputError("windfall's loop does not wait for other GPUs; synced_gpus must be False")
+        arguments = _arguments_of_generate()
+        arguments["synced_gpus"] = synced_gpus or arguments["synced_gpus"]
+        refuse_options(generation_config, arguments, model_kwargs)
         engine = _engine_of(model, drafter, policy, words)
-        streamer = streamer or _callers_streamer()
-        _refuse(input_ids, logits_processor, generation_config, model_kwargs, engine.target.context)
-        starts = _padding(input_ids, model_kwargs.get("attention_mask"))
-        params = [
-            _params(input_ids[row], start, row, logits_processor, stopping_criteria, generation_config)
-            for row, start in enumerate(starts)
-        ]
-        prompts = [ids[start:].tolist() for ids, start in zip(input_ids, starts, strict=True)]
-        return _collect(engine, prompts, params, input_ids, generation_config, streamer)
+        request = Request(
+            input_ids,
+            LogitsProcessorList(logits_processor or ()),
+            StoppingCriteriaList(stopping_criteria or ()),
+            generation_config,
+            model_kwargs,
+        )
+        refuse_inputs(input_ids, model_kwargs, request.longest, engine.target.context)
+        return request.run(engine, streamer or arguments.get("streamer"))
 
     return decode
 
@@ -103,77 +145,148 @@ def _engine_of(model: Any, drafter: Any, policy: Any, words: Mapping[str, Any]) 
     return kept[0]
 
 
-def _callers_streamer() -> Any:
-    """transformers (5.17–5.22) drops `streamer` on the way to a callable; it is still there in `generate` itself."""
+def _arguments_of_generate() -> dict[str, Any]:
+    """The arguments of the `generate` call that called the loop.
+
+    transformers (5.17 to 5.22) does not hand `streamer`, `assistant_model` and `synced_gpus` to a callable; they can
+    only be read from the frame of `generate`.
+    """
     caller = sys._getframe(2)
-    return caller.f_locals.get("streamer") if caller.f_code.co_name == "generate" else None
+    known = caller.f_locals if caller.f_code.co_name == "generate" else {}
+    return {name: known.get(name) for name in ("streamer", "assistant_model", "synced_gpus")}
 
 
-def _refuse(input_ids: Tensor, processors: Any, config: Any, more: dict[str, Any], context: int | None) -> None:
-    """Say what this loop does not do, rather than leave it out in silence."""
-    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
-        if getattr(config, name, False):
-            raise InputError(f"windfall's loop does not keep what {name} asks for; leave it off")
-    if (config.num_beams or 1) > 1:
-        raise InputError("windfall decodes greedily or by sampling; num_beams must be 1")
-    if unknown := [name for name, value in more.items() if name not in UNDERSTOOD and value is not None]:
-        raise InputError(f"windfall's loop does not know what to do with {', '.join(unknown)}")
-    if not input_ids.numel():
-        raise InputError("windfall's loop needs input_ids")
-    if context is not None and config.max_length > context:
-        raise InputError(f"the model takes {context} tokens, and max_length (prompt and answer) is {config.max_length}")
-    if len(input_ids) > 1 and any(isinstance(p, PrefixConstrainedLogitsProcessor) for p in processors or ()):
-        raise InputError("prefix_allowed_tokens_fn works with one prompt at a time here")
+class Request:
+    """One call of `generate`: prompts [B, L] with what transformers prepared for them."""
+
+    def __init__(
+        self,
+        ids: Tensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: Any,
+        model_kwargs: dict[str, Any],
+    ):
+        self.ids, self.processors, self.criteria, self.config = ids, processors, criteria, config
+        self.mask: Tensor | None = model_kwargs.get("attention_mask")
+        self.past: Any = model_kwargs.get("past_key_values")
+        self.longest: int = config.max_length if criteria.max_length is None else criteria.max_length
+        self.pads = any(hasattr(each, "eos_token_id") for each in criteria)  # as transformers decides it
+        self.pad = self._pad_token()
+
+    def _pad_token(self) -> int:
+        """What follows the end of a row, if other rows go on: transformers takes an end-of-text id if there is none."""
+        pad = getattr(self.config, "_pad_token_tensor", None)
+        pad = self.config.pad_token_id if pad is None else pad
+        if pad is None and self.pads and len(self.ids) > 1:
+            raise InputError("a criterion has an eos_token_id, so rows of a batch are padded: give a pad_token_id")
+        return 0 if pad is None else int(pad)
+
+    def run(self, engine: Engine, streamer: Any) -> Any:
+        """What `generate` returns: the padded texts, or an object with them and the cache."""
+        starts = [0] * len(self.ids) if self.mask is None else [int(row.int().argmax()) for row in self.mask]
+        before = engine.target.decoder.cache
+        new = self._decode(engine, starts, streamer)
+        width = max(map(len, new))
+        tail = [row + [self.pad] * (width - len(row)) for row in new]
+        sequences = torch.cat([self.ids, torch.tensor(tail, device=self.ids.device)], 1)
+        if self.past is not None and (self.config.return_dict_in_generate or _is_the_callers(self.past)):
+            rows = engine.target.decoder.cache  # of this text, unless it was decoded in the buffers of a GPU
+            whole = rows is not before and not any(starts) and all(len(row) == width for row in new)
+            self._fill_past(engine.target, sequences, rows if whole else None)
+        if not self.config.return_dict_in_generate:
+            return sequences
+        return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=self.past)
+
+    def _decode(self, engine: Engine, starts: list[int], streamer: Any) -> list[list[int]]:
+        """The new tokens of each row. The streamer gets the tokens of all rows, step by step."""
+        prompts = [ids[start:].tolist() for ids, start in zip(self.ids, starts, strict=True)]
+        lockstep = self._lockstep()
+        params = [self._params(row, start, lockstep is not None) for row, start in enumerate(starts)]
+        new: list[list[int]] = [[] for _ in prompts]
+        live, sent = set(range(len(prompts))), 0
+        with closing(engine.run(prompts, params, lockstep)) as cycles:
+            for steps in cycles:
+                for row, step in steps.items():
+                    new[row].extend(step.tokens)
+                live -= {row for row, step in steps.items() if step.finish}
+                ready = min((len(new[row]) for row in live), default=max(map(len, new)))
+                for place in range(sent, ready) if streamer is not None else ():
+                    streamer.put(torch.tensor([row[place] if place < len(row) else self.pad for row in new]))
+                sent = ready
+        if streamer is not None:
+            streamer.end()
+        return new
+
+    def _lockstep(self) -> Lockstep | None:
+        """How rows go together, where processors or criteria must see the whole batch at every step."""
+        known = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria, StopStringCriteria)[: 4 if self.pads else 1]
+        alone = all(type(each) in ROW_BY_ROW for each in self.processors)
+        if len(self.ids) == 1 or (alone and all(type(each) in known for each in self.criteria)):
+            return None
+        return Lockstep(self.ids, _outside_inference(self.processors), self._ends, self.pad if self.pads else None)
+
+    def _ends(self, ids: Tensor) -> Tensor:
+        """Which rows end here. All criteria are asked."""
+        ended: Tensor = _outside_inference(self.criteria)(ids, None)
+        return ended
+
+    def _params(self, row: int, start: int, together: bool) -> SamplingParams:
+        """One row's sampling. Its processors and criteria see its padding, as in transformers' own loop."""
+        padding = self.ids[row : row + 1, :start]
+
+        def padded(ask: Callable[..., Any]) -> Callable[..., Any]:
+            ask = _outside_inference(ask)
+            return lambda ids, scores: ask(torch.cat([padding, ids.to(padding.device)], 1), scores)
+
+        simple = all(type(each) in (MaxLengthCriteria, EosTokenCriteria) for each in self.criteria)
+        ends = [each.eos_token_id.tolist() for each in self.criteria if type(each) is EosTokenCriteria]
+        return SamplingParams(
+            max_new_tokens=max(self.longest - self.ids.shape[1], 1),
+            temperature=1.0 if self.config.do_sample else 0.0,  # the warpers are among the processors
+            eos=tuple(token for tokens in ends for token in tokens) if simple and not together else (),
+            seed=int(torch.randint(2**62, ())) + row if self.config.do_sample else 0,
+            processors=(padded(self.processors),) if self.processors and not together else (),
+            criteria=() if simple or together else (padded(self.criteria),),
+        )
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _fill_past(self, target: Target, sequences: Tensor, rows: KVCache | None) -> None:
+        """Put the keys and values of all tokens but the last into the cache that `generate` made or was given.
+
+        They are taken from the engine's `rows`; without these, the model reads the text once more.
+        """
+        length = sequences.shape[1] - 1
+        if rows is not None and len(rows.lengths) == len(sequences) and min(rows.lengths) >= length:
+            for index, layer in enumerate(rows.layers):
+                if layer.is_initialized:
+                    self.past.update(layer.keys[:, :, :length].clone(), layer.values[:, :, :length].clone(), index)
+            return
+        ids = sequences[:, :length].to(target.device)
+        mask = torch.ones_like(ids)
+        if self.mask is not None:
+            mask[:, : self.mask.shape[1]] = self.mask.to(mask)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        target.model.base_model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=self.past,
+            use_cache=True,
+        )
 
 
-def _padding(input_ids: Tensor, mask: Tensor | None) -> list[int]:
-    """How many padding tokens stand to the left of each prompt."""
-    if mask is None:
-        return [0] * len(input_ids)
-    if mask.shape != input_ids.shape or bool((mask.int().diff(dim=1) < 0).any()) or not bool(mask[:, -1].all()):
-        raise InputError("windfall's loop takes prompts padded on the left: a mask of zeros, then ones")
-    return [int(row.int().argmax()) for row in mask]
+def _is_the_callers(cache: Any) -> bool:
+    """Whether a cache is one that the caller of `generate` gave, who will find it filled."""
+    return bool(getattr(cache, "_is_user_defined", False))
 
 
-def _params(ids: Tensor, start: int, row: int, processors: Any, criteria: Any, config: Any) -> SamplingParams:
-    """One row's sampling; processors and criteria see its padding as they would in transformers' own loop."""
-    pad = ids[:start]
+def _outside_inference(ask: Callable[..., Any]) -> Callable[..., Any]:
+    """Call processors or criteria as `generate` does: without gradients, on ordinary tensors, where the ids are."""
 
-    def padded(ask: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda prefix, scores: ask(torch.cat([pad.expand(len(prefix), -1), prefix.to(pad.device)], 1), scores)
+    def call(ids: Tensor, scores: Tensor | None) -> Any:
+        with torch.inference_mode(False), torch.no_grad():
+            return ask(ids.clone(), None if scores is None else scores.to(ids.device, torch.float32, copy=True))
 
-    return SamplingParams(
-        max_new_tokens=config.max_length - len(ids),
-        temperature=1.0 if config.do_sample else 0.0,  # the warpers are among the processors
-        eos=(),  # so is the end of text among the criteria
-        seed=int(torch.randint(2**62, ())) + row if config.do_sample else 0,
-        processors=tuple(map(padded, processors or ())),
-        criteria=tuple(map(padded, criteria or ())),
-    )
-
-
-def _collect(
-    engine: Engine,
-    prompts: list[list[int]],
-    params: list[SamplingParams],
-    input_ids: Tensor,
-    config: Any,
-    streamer: Any,
-) -> Any:
-    new: list[list[int]] = [[] for _ in prompts]
-    for steps in engine.run(prompts, params):
-        for i, step in steps.items():
-            new[i].extend(step.tokens)
-            for token in step.tokens if streamer is not None else ():
-                streamer.put(torch.tensor([token]))
-    if streamer is not None:
-        streamer.end()
-    pad = config.pad_token_id if config.pad_token_id is not None else 0
-    width = max(map(len, new))
-    tail = torch.tensor([row + [pad] * (width - len(row)) for row in new], device=input_ids.device)
-    sequences = torch.cat([input_ids, tail], 1)
-    if not config.return_dict_in_generate:
-        return sequences
-    from transformers.generation import GenerateDecoderOnlyOutput
-
-    return GenerateDecoderOnlyOutput(sequences=sequences)
+    return call

@@ -25,6 +25,7 @@ from windfall import __version__
 from windfall.calibration import Calibrator
 from windfall.clock import now
 from windfall.cost import Costs, Curve, monotone, quickest_quarter
+from windfall.decoder import attention_of
 from windfall.drafters.base import Drafter
 from windfall.engine import Engine
 from windfall.errors import InputError
@@ -170,7 +171,7 @@ def describe(engine: Engine) -> dict[str, Any]:
             **_shape(target.model),
             "dtype": str(target.decoder.dtype),
             "device": str(target.device),
-            "attention": str(target.model.config._attn_implementation),
+            "attention": attention_of(target.model),
             "graphs": engine.resident is not None,
             "exact": engine.launch.exact,
         },

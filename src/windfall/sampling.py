@@ -149,9 +149,12 @@ class Sampler:
         rows = logits if len(nodes) == len(tree) else logits[nodes.to(logits.device)]
         prefix = self._prefixes(tree, committed, nodes, logits.device) if self.params.reads_prefix else None
         rows = process(rows, prefix, self.prompt_length, self.params)
+        return self.pick(rows, len(committed) + tree.depth[nodes])
+
+    def pick(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Draw a token from each row of processed logits [n, V], for these positions of the text [n]."""
         if not self.params.greedy:
-            positions = (len(committed) + tree.depth[nodes]).to(rows.device)
-            rows = rows + gumbel(self.params.noise_seed, positions, _vocabulary(rows))
+            rows = rows + gumbel(self.params.noise_seed, positions.to(rows.device), _vocabulary(rows))
         return rows.argmax(-1)
 
     @staticmethod

@@ -20,17 +20,23 @@ Choose = Callable[[Tensor], int]  # probabilities [m], float64, sum 1 → an ind
 TINY = 1e-12  # a residual below this is rounding noise; it is reached with no greater probability
 
 
-def walk(tree: DraftTree, draw: Callable[[int], int]) -> Verdict:
+def children_of(tree: DraftTree) -> dict[tuple[int, int], int]:
+    """The node that each (parent, token) leads to."""
+    known = tree.arrays
+    edges = zip(known.parents.tolist(), known.tokens.tolist(), strict=True)
+    return {edge: node for node, edge in enumerate(edges)}
+
+
+def walk(tree: DraftTree, draw: Callable[[int], int], ends: Callable[[int], bool] | None = None) -> Verdict:
     """Follow the target's own draw from the root for as long as the tree contains it.
 
     `draw(node)` is the target's next token after that node; only visited nodes are asked, in order. Greedy decoding is
-    the case where the draw is the argmax.
+    the case where the draw is the argmax. `ends(token)`, if given, is asked after every draw; nothing is drawn after
+    the token that ends the text, and that token is the verdict's bonus.
     """
-    known = tree.arrays
-    edges = zip(known.parents.tolist(), known.tokens.tolist(), strict=True)
-    child = {edge: node for node, edge in enumerate(edges)}
+    child = children_of(tree)
     path, node, token = [0], 0, draw(0)
-    while (node := child.get((node, token), -1)) > 0:
+    while not (ends and ends(token)) and (node := child.get((node, token), -1)) > 0:
         path.append(node)
         token = draw(node)
     return Verdict(torch.from_numpy(np.array(path)), token)

@@ -16,6 +16,7 @@ import transformers
 from windfall import __version__
 from windfall.bench.paths import shorten
 from windfall.bench.tasks import Prompt
+from windfall.decoder import attention_of
 from windfall.drafters.base import Drafter
 from windfall.engine import Engine
 from windfall.profiling import machine
@@ -43,7 +44,7 @@ def describe(
             "weights": weights_hash(target.model.named_parameters()),
             "dtype": str(target.decoder.dtype).removeprefix("torch."),
             "device": target.device.type,
-            "attention": str(target.model.config._attn_implementation),
+            "attention": attention_of(target.model),
         },
         "drafters": {label: _drafter(engine) for label, engine in engines.items()},
         "prompts": prompts_hash(prompts),

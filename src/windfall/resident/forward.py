@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from windfall.decoder import Decoder, as_given, attention_windows
+from windfall.decoder import Decoder, as_given, attention_windows, tree_attention
 from windfall.kernels.attention import visible
 from windfall.resident.rope import follows_length
 
@@ -62,14 +62,15 @@ class Whole:
 
     def __call__(self, rows: Pass, kv: Tensor, taps: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor | None]:
         seen = visible(rows.length, rows.mask, columns)
-        outputs = self._call(
-            input_ids=rows.tokens[None],
-            position_ids=rows.positions.clamp(max=self._last)[None],  # past it targets keep nothing, and drafts suffer
-            attention_mask=as_given(seen[None, None], self.model),
-            past_key_values=Columns(kv, rows.slots, columns),
-            use_cache=True,
-            output_hidden_states=bool(taps),
-        )
+        with tree_attention(self.model):
+            outputs = self._call(
+                input_ids=rows.tokens[None],
+                position_ids=rows.positions.clamp(max=self._last)[None],  # past it targets keep nothing, drafts suffer
+                attention_mask=as_given(seen[None, None], self.model),
+                past_key_values=Columns(kv, rows.slots, columns),
+                use_cache=True,
+                output_hidden_states=bool(taps),
+            )
         states = torch.cat([outputs.hidden_states[tap][0] for tap in taps], -1) if taps else None
         return outputs.logits[0], states
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from windfall.decoder import tree_attention
 from windfall.quiet import first_line
 from windfall.records import COLD, InputError
 from windfall.sampling import GOLDEN, mix, shift, signed
@@ -350,7 +351,8 @@ class Mill:
     def _attention(self) -> Iterator[None]:
         """The model attends by length while this lasts."""
         if not self.packed:
-            yield
+            with tree_attention(self.model):
+                yield
             return
         before = self.model.config._attn_implementation
         Slots.running = self.cache

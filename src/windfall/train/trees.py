@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from windfall.batch import Packed
-from windfall.decoder import Decoder
+from windfall.decoder import Decoder, tree_attention
 from windfall.errors import InputError
 from windfall.files import make_folder, replace_file
 from windfall.quiet import first_line
@@ -140,13 +140,14 @@ class Grower(Decoder):
         """One forward, staged behind what is there: last states [B, n, Ht]."""
         width = packed.tokens.shape[1]
         self.cache.reserve(width)
-        outputs = self.model.base_model(
-            input_ids=packed.tokens,
-            position_ids=packed.positions,
-            attention_mask=self._mask(packed, causal),
-            past_key_values=self.cache,
-            use_cache=True,
-        )
+        with tree_attention(self.model):
+            outputs = self.model.base_model(
+                input_ids=packed.tokens,
+                position_ids=packed.positions,
+                attention_mask=self._mask(packed, causal),
+                past_key_values=self.cache,
+                use_cache=True,
+            )
         self.cache.staged += width
         self._staged_positions = torch.cat([self._staged_positions, packed.positions], 1)
         states: Tensor = outputs.last_hidden_state
