@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from random_heads import KINDS, random_head
-from tiny import FAMILIES, VOCABULARY, prompt, tiny
+from tiny import FAMILIES, VOCABULARY, features_of, prompt, tiny
 from windfall import registry
 from windfall.drafters.feature_head import CATCH_UP, FeatureHeadDrafter
 from windfall.engine import Engine
@@ -18,12 +18,6 @@ from windfall.heads.layers import Unrolled
 from windfall.records import Grow, InputError
 from windfall.target import Target
 from windfall.tree import DraftTree
-
-
-def features_of(model: Any, tokens: list[int], taps: tuple[int, ...]) -> Tensor:
-    with torch.no_grad():
-        states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-    return torch.cat([states[tap] for tap in taps], -1)  # [1, n, taps * H]
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ class Drafter:
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Which of the target's hidden states it wants, by transformers' numbers; known once it is attached."""
+        """The target's states that it reads, by layer boundary (see windfall.states); known once it is attached."""
         return ()
 
     def attach(self, target: Target) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from windfall.errors import InputError
 from windfall.heads.base import FeatureHead
 from windfall.heads.rounded import pays, quicker, rounded
+from windfall.states import last_residual
 
 if TYPE_CHECKING:
     from windfall.target import Target
@@ -66,6 +67,11 @@ def check_fit(head: FeatureHead, target: Target) -> None:
     deepest = target.decoder.config.num_hidden_layers
     if any(tap > deepest for tap in config.taps):
         raise InputError(f"this head reads layer {max(config.taps)}; {target.name} has {deepest} layers")
+    if deepest in config.taps:
+        try:
+            last_residual(target.model)
+        except InputError as reason:
+            raise InputError(f"this head reads the state before the final norm of {target.name}: {reason}") from None
     if (head.embed_tokens is None or head.lm_head is None) and config.layer.hidden_size != own:
         raise InputError(
             f"this head is {config.layer.hidden_size} wide and brings no embedding or vocabulary of its own; "

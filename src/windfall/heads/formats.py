@@ -219,7 +219,7 @@ class Parser:
     # -- what differs between projects
 
     def _taps(self) -> Axis:
-        """Which states it reads. Boundary k is transformers' hidden_states[k], the output of layer i boundary i + 1."""
+        """Which states it reads. Boundary k lies after k layers: the output of layer i is boundary i + 1."""
         if self.kind != "eagle3":
             return Axis("taps", [[-1]])
         plainly, inside = self.config.get(AUX), self.nested.get(AUX)
