@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +15,7 @@ from typer.core import TyperGroup
 from windfall import __version__, console
 from windfall.cli import audit, bench, chat, diagnose, generate, measure, report, show, study, train, tune
 from windfall.cli.session import BAD_INPUT, ON_BROKEN_PIPE, ON_INTERRUPT
+from windfall.errors import HeadWarning
 
 COMMANDS = (
     generate.generate,
@@ -111,3 +114,13 @@ def start(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
+    warnings.simplefilter("always", HeadWarning)
+    warnings.showwarning = partial(_show_warning, warnings.showwarning)
+
+
+def _show_warning(usual: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any) -> None:
+    """What drafters have to say is a note; other warnings are shown as usual."""
+    if issubclass(category, HeadWarning):
+        console.note(str(message))
+    else:
+        usual(message, category, *where)

@@ -185,7 +185,7 @@ class ModelOptions:
     def load(self, policy: Any = None) -> Engine:
         """The engine; names and settings are checked before the weights are read."""
         from windfall import loading
-        from windfall.heads.probe import HeadWarning
+        from windfall.errors import HeadWarning
         from windfall.options import split_settings
 
         how: dict[str, Any] = {"device": self.device, "dtype": self.dtype, "trust_remote_code": self.trust_remote_code}

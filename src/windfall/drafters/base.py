@@ -41,6 +41,9 @@ class Drafter:
     def attach(self, target: Target) -> None:
         """Meet the target; refuse it (InputError) if the two do not fit."""
 
+    def expect(self, length: int) -> None:
+        """A text of up to `length` tokens is about to start; warn (HeadWarning), once, if that is too long."""
+
     def start(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
         """Take new sequences, dropping all earlier ones.
 

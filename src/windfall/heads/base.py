@@ -26,9 +26,13 @@ class HeadConfig:
     vocab_size: int  # of the target
     draft_vocab_size: int | None = None  # where it is smaller
     flags: dict[str, bool] = field(default_factory=dict)  # the variants of a kind, see the kinds' own files
+    windows: tuple[int | None, ...] = ()  # positions that each layer's attention sees, its own included; None: all
 
     def flag(self, name: str) -> bool:
         return self.flags.get(name, False)
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None
 
 
 class Guess(NamedTuple):

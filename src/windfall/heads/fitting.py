@@ -10,6 +10,7 @@ from torch import Tensor
 
 from windfall.errors import InputError
 from windfall.heads.base import FeatureHead
+from windfall.heads.layers import follows_length, rope_kind
 from windfall.heads.rounded import pays, quicker, rounded
 from windfall.states import last_residual
 
@@ -39,6 +40,34 @@ def drafting(head: FeatureHead, target: Target, tokens: Tensor | None) -> Featur
     output = target.model.get_output_embeddings()
     twin.borrow(target.model.get_input_embeddings().weight, output.weight, getattr(output, "bias", None))
     return twin
+
+
+def sighted(head: FeatureHead, window: int | None, context: int | None) -> FeatureHead:
+    """The same head, whose attention sees the last `window` positions; None: as many as the head has positions.
+
+    Positions go on counting in longer texts: rotary attention depends on their differences alone, which stay smaller
+    than the window. `context` is the length of the longest text; where the window covers it, nothing changes.
+    """
+    reach = window or head.config.layer.max_position_embeddings
+    if context is not None and context <= reach:
+        return head
+    own = head.config.windows or (None,) * head.config.layer.num_hidden_layers
+    twin = copy.copy(head)  # shares all weights
+    twin.config = dataclasses.replace(head.config, windows=tuple(min(each or reach, reach) for each in own))
+    return twin
+
+
+def end_of_positions(head: FeatureHead, context: int | None) -> int | None:
+    """How many positions the head can draft at, where its rotary angles would change with longer texts.
+
+    None: any number, or all that texts of `context` tokens have.
+    """
+    layer = head.config.layer
+    if not follows_length(layer):
+        return None
+    first = layer.rope_parameters.get("original_max_position_embeddings") if rope_kind(layer) == "longrope" else None
+    longest = min(filter(None, (layer.max_position_embeddings, first)))
+    return None if context is not None and context <= longest else longest
 
 
 def rounding(head: FeatureHead, anyway: bool) -> FeatureHead | None:

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from windfall.decoder import Decoder, as_given, attention_windows
+from windfall.heads.layers import follows_length
 from windfall.kernels.attention import visible
-from windfall.resident.rope import follows_length
 from windfall.states import with_states
 
 
