@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 from transformers import LlamaConfig
 
 from tiny import SHAPE, VOCABULARY
@@ -26,8 +28,33 @@ KINDS: dict[str, tuple[type[FeatureHead], dict[str, Any]]] = {
 }
 
 
+WINDOWED: dict[str, tuple[type[FeatureHead], dict[str, Any]]] = {  # layers that see a few positions only
+    "eagle3-window": (Eagle3, {"windows": (5,)}),
+    "eagle3-windows": (Eagle3, {"layers": 3, "windows": (4, None, 3)}),
+    "eagle-window": (Eagle, {"taps": (-1,), "windows": (2,)}),
+    "griffin-window": (Griffin, {"taps": (-1,), "windows": (5,)}),
+}
+
+
+class Chain:
+    """A memory for the rows of one text in their order: each sees those before it, within its layer's window."""
+
+    def __init__(self, head: FeatureHead) -> None:
+        self._rows: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._windows = head.config.windows or (None,) * head.config.layer.num_hidden_layers
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        rows = self._rows.setdefault(layer, [])
+        rows.append((keys, values))
+        keys, values = (torch.cat(parts, 2) for parts in zip(*rows, strict=True))
+        places = torch.arange(keys.shape[2])
+        own = places[-queries.shape[2] :, None]
+        seen = (places <= own) & (places > own - (self._windows[layer] or len(places)))
+        return F.scaled_dot_product_attention(queries, keys, values, seen, enable_gqa=True)
+
+
 def random_head(name: str = "eagle3", seed: int = 0, **changes: Any) -> FeatureHead:
-    kind, given = KINDS[name]
+    kind, given = {**KINDS, **WINDOWED}[name]
     given = {"taps": (1, 2, 4), **given, **changes}
     layer = LlamaConfig(
         hidden_size=WIDTH, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCABULARY,

@@ -8,33 +8,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from random_heads import KINDS, random_head
-from tiny import FAMILIES, VOCABULARY, prompt, tiny
+from random_heads import KINDS, WINDOWED, Chain, random_head
+from tiny import FAMILIES, VOCABULARY, features_of, prompt, tiny
 from windfall import registry
 from windfall.drafters.feature_head import CATCH_UP, FeatureHeadDrafter
 from windfall.engine import Engine
 from windfall.heads.base import FeatureHead
-from windfall.heads.layers import Unrolled
 from windfall.records import Grow, InputError
 from windfall.target import Target
 from windfall.tree import DraftTree
-
-
-def features_of(model: Any, tokens: list[int], taps: tuple[int, ...]) -> Tensor:
-    with torch.no_grad():
-        states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-    return torch.cat([states[tap] for tap in taps], -1)  # [1, n, taps * H]
 
 
 @torch.no_grad()
 def wanted_logq(head: FeatureHead, model: Any, committed: list[int], path: list[int]) -> Tensor:
     """One row at a time, everything from the beginning: true features up to the root, the head's own after it."""
     hidden = head.fuse(features_of(model, committed[:-1], head.config.taps))
-    memory, columns = Unrolled(), len(committed) - 1
-    memory.mask = torch.ones(1, columns, columns).tril().bool()
+    memory, columns = Chain(head), len(committed) - 1
     guess = head(torch.tensor([committed[1:]]), hidden, torch.arange(columns)[None], memory)
     for step, token in enumerate(path):
-        memory.mask = torch.ones(1, 1, columns + step + 1, dtype=torch.bool)
         guess = head(torch.tensor([[token]]), guess.recycled[:, -1:], torch.tensor([[columns + step]]), memory)
     return torch.log_softmax(head.logits(guess.state[0, -1]), -1)
 
@@ -55,7 +46,7 @@ def started(head: FeatureHead, target: Target, prompts: list[list[int]]) -> Feat
     return drafter
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *WINDOWED])
 def test_nodes_of_any_depth_in_one_pass(kind: str) -> None:
     head, model, committed = random_head(kind), tiny(), prompt(6)
     drafter = started(head, Target(model), [committed])
@@ -85,8 +76,9 @@ def test_true_features_replace_drafted_ones(kind: str) -> None:
         committed = [*committed, *trees[0].tokens[path[1:]].tolist(), cycle + 1]
 
 
-def test_a_batch_drafts_what_each_sequence_drafts_alone() -> None:
-    head, target = random_head(), Target(tiny())
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3-windows"])
+def test_a_batch_drafts_what_each_sequence_drafts_alone(kind: str) -> None:
+    head, target = random_head(kind), Target(tiny())
     prompts = [prompt(5), prompt(CATCH_UP + 20, seed=1), prompt(2, seed=2), prompt(1, seed=3)]
     plain = Engine(target, registry.drafter("ngram"), registry.policy("none"))
     engine = Engine(target, FeatureHeadDrafter(model=head), registry.policy("beam", depth=3, k=3, nodes=10))
@@ -123,7 +115,9 @@ def test_no_node_is_fed_beyond_the_last_position(name: str) -> None:
     """The newest nodes need not be the deepest."""
     committed = prompt(6)
     small = tiny("gpt2", max_position_embeddings=9)  # an lm has a position more: it starts with the first token
-    made = {"head": lambda: random_head(positions=8), "lm": lambda: small}[name]()
+    head = random_head(positions=8)
+    head.config.layer.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    made = {"head": head, "lm": small}[name]  # angles of other types do not change with the length
     drafter, target = registry.drafter(name, model=made), Target(tiny())
     drafter.attach(target)
     drafter.start([committed], target.prefill([committed], drafter.taps), [None])

@@ -189,6 +189,42 @@ def test_attention(n: int, heads: int, shared: int, width: int, length: int, cap
     check_attention(n, heads, shared, width, length, capacity, dtype)
 
 
+def check_window(
+    n: int, length: int, capacity: int, window: int, dtype: torch.dtype, device: str = "cpu", width: int = 16
+) -> None:
+    """Rows of a tree see the positions that are less than `window` before their own."""
+    torch.manual_seed(n + length)
+    queries = torch.randn(n, 6, width, device=device).to(dtype)
+    keys, values = make_cache(2, capacity, width, length + n, dtype, device)
+    tree = random_tree(n, seed=n)
+    mask, depth = tree.mask().to(device), tree.depth.to(device)
+    seen = torch.cat([torch.ones(n, length, dtype=torch.bool, device=device), mask], 1)
+    columns = torch.cat([torch.arange(length, device=device), length + depth])
+    seen &= length + depth[:, None] - columns < window
+    repeated = (x[:, : length + n].double().repeat_interleave(3, 0) for x in (keys, values))
+    wanted = F.scaled_dot_product_attention(queries.double().transpose(0, 1), *repeated, seen).transpose(0, 1)
+    given = torch.tensor([length], device=device)
+
+    def attend(rows: slice) -> Tensor:
+        out = torch.empty_like(queries[rows], dtype=torch.float32)
+        how = {"positions": length + depth[rows], "window": window, "out": out}
+        return tree_attention(queries[rows], keys, values, given, mask[rows], **how)
+
+    close = 2e-6 if dtype == torch.float32 else 1e-2
+    made = attend(slice(None))
+    torch.testing.assert_close(made.double(), wanted, atol=close, rtol=close)
+    assert_same(attend(slice(n // 2, n // 2 + 1))[0], made[n // 2], close)
+
+
+@both
+@pytest.mark.parametrize(
+    ("n", "length", "capacity", "window"),
+    [(7, 40, 64, 3), (12, 0, 96, 1), (12, 130, 200, 64), (9, 511, 700, 130), (9, 511, 700, 600), (5, 20, 700, 700)],
+)
+def test_attention_in_a_window(n: int, length: int, capacity: int, window: int, dtype: torch.dtype) -> None:
+    check_window(n, length, capacity, window, dtype)
+
+
 @both
 def test_a_chain_is_decoding_step_by_step(dtype: torch.dtype) -> None:
     check_chain(3, 16, 127, 520, dtype)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from random_heads import KINDS, random_head
+from random_heads import KINDS, WINDOWED, Chain, random_head
 from random_parallel import KINDS as PARALLEL
 from random_parallel import random_heads
 from tiny import VOCABULARY, prompt, tiny
@@ -17,7 +17,7 @@ from windfall import registry
 from windfall.errors import InputError
 from windfall.heads.base import FeatureHead, Guess
 from windfall.heads.fitting import fit
-from windfall.heads.layers import Unrolled, masked_attention
+from windfall.heads.layers import masked_attention
 from windfall.records import Grow
 from windfall.target import Target
 from windfall.train import trees as tree_module
@@ -54,13 +54,11 @@ def school(kind: str, given: Batch | None = None, family: str = "llama") -> tupl
 @torch.no_grad()
 def drafted(head: FeatureHead, lesson: Lesson, row: int, column: int, path: list[int]) -> Guess:
     """The guess after `path`, which was drafted behind this column: one row at a time, each seeing all before it."""
-    memory, columns = Unrolled(), column + 1
-    memory.mask = torch.ones(1, columns, columns).tril().bool()
+    memory, columns = Chain(head), column + 1
     hidden = head.fuse(lesson.features[row : row + 1, :columns])
     tokens = lesson.batch.tokens[row : row + 1, 1 : columns + 1]
     guess: Guess = head(tokens, hidden, torch.arange(columns)[None], memory)
     for step, token in enumerate(path):
-        memory.mask = torch.ones(1, 1, columns + step + 1, dtype=torch.bool)
         guess = head(torch.tensor([[token]]), guess.recycled[:, -1:], torch.tensor([[columns + step]]), memory)
     return Guess(guess.state[0, -1], guess.recycled[0, -1])
 
@@ -72,7 +70,7 @@ def same(left: Tensor, right: Tensor) -> None:
 # ---- chains
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *WINDOWED])
 def test_unrolled_rows_are_drafted_rows(kind: str) -> None:
     """What ttt, HASS and Griffin train on."""
     head, _, lesson = school(kind)
@@ -350,7 +348,7 @@ def test_forced_trees_hold_the_text() -> None:
             assert paths[0] != paths[1]
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "eagle3-normed", "eagle3-deep"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "eagle3-normed", "eagle3-deep", "eagle3-windows", "eagle-window"])
 def test_rows_along_trees_are_drafted_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windfall.train.objectives.talf.ROOTS", 5)
     head, teacher, lesson = school(kind)

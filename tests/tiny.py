@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import transformers
+from torch import Tensor
 
 VOCABULARY = 61
 SHAPE = {
@@ -18,6 +21,7 @@ SHAPE = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
+FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
 GROUPED = {"num_key_value_heads": 2}
 FAMILIES = {
     "llama": ("Llama", GROUPED),
@@ -52,6 +56,24 @@ def tiny(
                 parameter.mul_(6)
         model.get_output_embeddings().weight.mul_(2)
     return model.to(dtype).eval()
+
+
+def states_of(model: Any, tokens: list[int]) -> dict[int, Tensor]:
+    """The model's states over a text, [1, n, H] by boundary: the last before the final norm, and -1 after it."""
+    kept: list[Tensor] = []
+    base = model.base_model
+    norm = next(getattr(base, name) for name in FINAL_NORMS if hasattr(base, name))
+    handle = norm.register_forward_pre_hook(lambda _, given: kept.append(given[0]))
+    with torch.no_grad():
+        *states, final = base(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    handle.remove()
+    return {**dict(enumerate([*states, kept[0]])), -1: final}
+
+
+def features_of(model: Any, tokens: list[int], taps: tuple[int, ...]) -> Tensor:
+    """What a head with these taps reads, [1, n, taps * H]."""
+    states = states_of(model, tokens)
+    return torch.cat([states[tap] for tap in taps], -1)
 
 
 def prompt(length: int = 9, seed: int = 0) -> list[int]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from windfall.batch import Packed, Rows, pack, unpack
 from windfall.cache import KVCache
+from windfall.states import with_states
 
 CHUNK = 1024  # rows a prefill pass takes at the most
 WINDOWED = ("sliding_attention",)
@@ -22,7 +23,7 @@ class Decoder:
 
     def __init__(self, model: Any, taps: tuple[int, ...] = ()):
         self.model = model
-        self.taps = taps  # which of transformers' hidden_states to hand out, concatenated
+        self.taps = taps  # which states to hand out, side by side: see windfall.states
         self.config = model.config.get_text_config()
         self.windows = attention_windows(self.config)
         self.reset(0)
@@ -80,19 +81,19 @@ class Decoder:
         self.cache.reserve(packed.tokens.shape[1])
         forward = self.model if logits else self.model.base_model
         with tree_attention(self.model):
-            outputs = forward(
+            outputs, states = with_states(
+                forward,
+                self.model,
+                self.taps,
                 input_ids=packed.tokens,
                 position_ids=packed.positions,
                 attention_mask=self._mask(packed, causal or self._sees_all(rows)),
                 past_key_values=self.cache,
                 use_cache=True,
-                output_hidden_states=bool(self.taps),
             )
         self.cache.staged += packed.tokens.shape[1]
         self._staged_positions = torch.cat([self._staged_positions, packed.positions], 1)
-        hidden = None
-        if self.taps:
-            hidden = unpack(torch.cat([outputs.hidden_states[tap] for tap in self.taps], -1), rows)
+        hidden = None if states is None else unpack(states, rows)
         return (unpack(outputs.logits, rows) if logits else []), hidden
 
     def extend(self, tokens: list[list[int]]) -> list[Tensor] | None:

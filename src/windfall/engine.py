@@ -257,6 +257,7 @@ class Engine:
             lockstep.sequences = sequences
         target: Target | SeatedTarget = self.target
         drafter = self.drafter
+        drafter.expect(max(sequence.end for sequence in sequences))
         if resident := self._resident(sequences):
             if not self.fallback:
                 for step in resident.run(self, sequences[0]):

@@ -16,6 +16,7 @@ from test_kernels import (
     check_roll,
     check_rotation,
     check_top,
+    check_window,
     check_words,
     make_cache,
     random_tree,
@@ -36,6 +37,17 @@ pytestmark = [
 @pytest.mark.parametrize(("length", "capacity"), [(5, 256), (200, 512), (1000, 4096), (5000, 8192)])
 def test_attention(n: int, heads: int, shared: int, width: int, length: int, capacity: int, dtype: torch.dtype) -> None:
     check_attention(n, heads, shared, width, length, capacity, dtype, "cuda")
+
+
+@both
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("n", [1, 10, 64])
+@pytest.mark.parametrize(
+    ("length", "capacity", "window"),
+    [(200, 512, 5), (200, 512, 100), (1000, 4096, 64), (5000, 8192, 2048), (2100, 8192, 4096), (0, 8192, 2048)],
+)
+def test_attention_in_a_window(n: int, length: int, capacity: int, window: int, width: int, dtype: torch.dtype) -> None:
+    check_window(n, length, capacity, window, dtype, "cuda", width)
 
 
 @both

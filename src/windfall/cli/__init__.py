@@ -6,6 +6,8 @@ import gc
 import os
 import sys
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +16,7 @@ from windfall import __version__, console
 from windfall.cli import audit, bench, chat, diagnose, generate, measure, report, show, study, train, tune
 from windfall.cli.help import Command, Group
 from windfall.cli.session import BAD_INPUT, ON_BROKEN_PIPE, ON_INTERRUPT
+from windfall.errors import HeadWarning
 
 OBJECTS_PER_COLLECTION = 50_000  # with Python's default, 700, collecting garbage is a tenth of the libraries' imports
 
@@ -114,3 +117,13 @@ def start(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
+    warnings.simplefilter("always", HeadWarning)
+    warnings.showwarning = partial(_show_warning, warnings.showwarning)
+
+
+def _show_warning(usual: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any) -> None:
+    """What drafters have to say is a note; other warnings are shown as usual."""
+    if issubclass(category, HeadWarning):
+        console.note(str(message))
+    else:
+        usual(message, category, *where)

@@ -256,7 +256,7 @@ class ModelOptions:
     def load(self, policy: Any = None) -> Engine:
         """The engine; names and settings are checked before the weights are read."""
         from windfall import loading
-        from windfall.heads.probe import HeadWarning
+        from windfall.errors import HeadWarning
         from windfall.options import split_settings
 
         settings = split_settings(self.drafter_settings)

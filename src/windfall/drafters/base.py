@@ -35,11 +35,14 @@ class Drafter:
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Which of the target's hidden states it wants, by transformers' numbers; known once it is attached."""
+        """The target's states that it reads, by layer boundary (see windfall.states); known once it is attached."""
         return ()
 
     def attach(self, target: Target) -> None:
         """Meet the target; refuse it (InputError) if the two do not fit."""
+
+    def expect(self, length: int) -> None:
+        """A text of up to `length` tokens is about to start; warn (HeadWarning), once, if that is too long."""
 
     def start(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
         """Take new sequences, dropping all earlier ones.

@@ -5,6 +5,7 @@ dropped after each cycle and computed anew from true features when the next one 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from windfall.batch import Rows, pack
+from windfall.batch import Packed, Rows, pack
 from windfall.cache import KVCache
 from windfall.drafters.base import Drafter, sprout
+from windfall.errors import HeadWarning
 from windfall.heads.base import FeatureHead, Guess
-from windfall.heads.layers import masked_attention
+from windfall.heads.layers import masked_attention, within
 from windfall.options import option
 from windfall.records import Grow, InputError
 from windfall.sampling import Dice
@@ -44,12 +46,32 @@ class FeatureHeadDrafter(Drafter):
         choices=("auto", "int8", "full"),
     )
 
+    window: int | None = option(
+        None, "positions that the head sees, counted from the last; none: as many as it was made for", low=1
+    )
+
     def attach(self, target: Target) -> None:
-        from windfall.heads.fitting import drafting
+        from windfall.heads.fitting import drafting, end_of_positions, sighted
         from windfall.heads.loading import find_head
 
-        head = find_head(self.model, target, "head")
+        found = find_head(self.model, target, "head")
+        self.longest = end_of_positions(found, target.context)  # positions past which nothing can be drafted
+        head = sighted(found, self.window, target.context)
+        self._shortened = self.window is None and head.config.windows != found.config.windows
         self.head: FeatureHead = self._rounded(drafting(head, target, None) if self.whole else head)
+        self._warned = False
+
+    def expect(self, length: int) -> None:
+        made_for = self.longest or self.head.config.layer.max_position_embeddings
+        if self._warned or length - 1 <= made_for or not (self.longest or self._shortened):  # a column less than tokens
+            return
+        then = "in longer texts it stops drafting there"
+        if not self.longest:
+            then = (
+                f"in longer texts it sees the last {made_for} only (drafter option window=N: the last N, in every text)"
+            )
+        warnings.warn(f"this head was made for {made_for} positions: {then}", HeadWarning, stacklevel=2)
+        self._warned = True
 
     def _rounded(self, head: FeatureHead) -> FeatureHead:
         """With the vocabulary in the precision that was asked for. A draft is only a guess: the text stays the same."""
@@ -68,7 +90,8 @@ class FeatureHeadDrafter(Drafter):
     def start(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
         assert hidden is not None
         self._dice = list(dice)
-        self._memory = HeadMemory(self.head.config.layer.num_hidden_layers, len(prompts))
+        config = self.head.config
+        self._memory = HeadMemory(config.layer.num_hidden_layers, len(prompts), config.windows)
         self._tokens = [prompt[1:] for prompt in prompts]  # pending columns: committed, but not in memory
         self._features = list(hidden)  # of the position before each pending token
         self._slots: list[dict[int, int]] = [{} for _ in prompts]  # expanded node → its staged row
@@ -113,8 +136,10 @@ class FeatureHeadDrafter(Drafter):
     def _fitting(self, b: int, tree: DraftTree, grow: Grow | None) -> Grow | None:
         """None where there is nothing to start from, or the head's positions have no room for all of these nodes."""
         used = self._memory.cache.lengths[b] + len(self._tokens[b])
-        longest: int = self.head.config.layer.max_position_embeddings
-        return grow if grow and used and used + int(tree.arrays.depth[grow.nodes.numpy()].max()) <= longest else None
+        if not grow or not used:
+            return None
+        deepest = int(tree.arrays.depth[grow.nodes.numpy()].max())
+        return grow if self.longest is None or used + deepest <= self.longest else None
 
     def _catch_up(self, grows: Sequence[Grow | None]) -> None:
         """Take in all pending columns but the root's before the first pass of a cycle, if they are many."""
@@ -169,7 +194,7 @@ class FeatureHeadDrafter(Drafter):
         width = packed.tokens.shape[1]
         padded = torch.stack([torch.cat([own, own.new_zeros(width - len(own), own.shape[1])]) for own in hidden])
         cache.reserve(width)
-        self._memory.mask = packed.mask
+        self._memory.look(packed)
         guess: Guess = self.head(packed.tokens, padded, packed.positions, self._memory)
         cache.staged += width
         return guess
@@ -178,12 +203,32 @@ class FeatureHeadDrafter(Drafter):
 class HeadMemory:
     """The head's keys and values, committed and staged, under the mask of the present pass."""
 
-    def __init__(self, layers: int, batch: int):
+    def __init__(self, layers: int, batch: int, windows: tuple[int | None, ...] = ()):
         self.cache = KVCache(layers, batch)
         self.mask: Tensor | None = None  # [B, n, columns] bool
+        self._windows = windows  # of each layer
+        self._narrowed: dict[int | None, Tensor] = {}  # the mask within each window
+        self._staged: Tensor | None = None  # [B, staged] positions, kept where there are windows
+
+    def look(self, packed: Packed) -> None:
+        """The rows of the next pass, whose column in the cache is their position once they are committed."""
+        self.mask, cache = packed.mask, self.cache
+        if not self._windows:
+            return
+        before = packed.positions[:, :0] if self._staged is None or not cache.staged else self._staged
+        self._staged = torch.cat([before, packed.positions], 1)
+        self._narrowed = {}
+        reached = cache.end + packed.tokens.shape[1]
+        if not any(window is not None and window < reached for window in self._windows):
+            return
+        committed = torch.arange(cache.top, device=packed.tokens.device).expand(len(packed.tokens), -1)
+        columns = torch.cat([committed, self._staged], 1)
+        age = packed.positions[:, :, None] - columns[:, None]  # [B, n, columns]
+        self._narrowed = {window: within(packed.mask, age, window) for window in {*self._windows}}
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         keys, values = self.cache.layers[layer].update(keys, values)
-        if queries.device.type == "cpu" and self.mask is not None:  # needs no copies of shared keys there
-            return F.scaled_dot_product_attention(queries, keys, values, self.mask[:, None], enable_gqa=True)
-        return masked_attention(queries, keys, values, self.mask)
+        mask = self._narrowed.get(self._windows[layer], self.mask) if self._narrowed else self.mask
+        if queries.device.type == "cpu" and mask is not None:  # needs no copies of shared keys there
+            return F.scaled_dot_product_attention(queries, keys, values, mask[:, None], enable_gqa=True)
+        return masked_attention(queries, keys, values, mask)

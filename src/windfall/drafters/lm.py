@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from windfall.batch import Rows
 from windfall.decoder import Decoder
 from windfall.drafters.base import Drafter, sprout
+from windfall.errors import HeadWarning
 from windfall.models import check_vocabulary, load_model
 from windfall.options import option
 from windfall.records import Grow
@@ -62,6 +64,7 @@ class LMDrafter(Drafter):
         refuse_unsupported(model, "drafter")
         self.decoder = Decoder(model)
         self.vocabulary = target.vocab_size  # the drafter's logits may be padded further
+        self._warned = False
 
     def start(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
         self._dice = list(dice)
@@ -110,6 +113,14 @@ class LMDrafter(Drafter):
         self._pending = [self._pending[b] for b in keep]
         self._slots = [self._slots[b] for b in keep]
         self._dice = [self._dice[b] for b in keep]
+
+    def expect(self, length: int) -> None:
+        limit = self.decoder.context
+        if self._warned or limit is None or length <= limit:
+            return
+        told = f"the drafter was made for texts of {limit} tokens: in longer ones it is of little use past them"
+        warnings.warn(told, HeadWarning, stacklevel=2)
+        self._warned = True
 
     def _fitting(self, b: int, tree: DraftTree, grow: Grow | None) -> Grow | None:
         """None where the drafter's own context has no room for all of these nodes."""

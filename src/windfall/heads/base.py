@@ -20,13 +20,19 @@ class HeadConfig:
     kind: str  # eagle, eagle3 or griffin
     layer: LlamaConfig  # widths, heads, rope, activation; qk_norm and o_bias as extra attributes
     target_hidden: int  # width of one of the target's states
-    taps: tuple[int, ...]  # which of transformers' hidden_states the head reads; -1: the one the vocabulary head reads
+    taps: tuple[
+        int, ...
+    ]  # which states it reads: after k layers, n before the final norm, -1 after it (windfall.states)
     vocab_size: int  # of the target
     draft_vocab_size: int | None = None  # where it is smaller
     flags: dict[str, bool] = field(default_factory=dict)  # the variants of a kind, see the kinds' own files
+    windows: tuple[int | None, ...] = ()  # positions that each layer's attention sees, its own included; None: all
 
     def flag(self, name: str) -> bool:
         return self.flags.get(name, False)
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None
 
 
 class Guess(NamedTuple):

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from windfall.errors import InputError
 from windfall.heads.base import FeatureHead
+from windfall.heads.layers import follows_length, rope_kind
 from windfall.heads.rounded import pays, rounded
+from windfall.states import last_residual
 
 if TYPE_CHECKING:
     from windfall.target import Target
@@ -40,6 +42,34 @@ def drafting(head: FeatureHead, target: Target, tokens: Tensor | None) -> Featur
     return twin
 
 
+def sighted(head: FeatureHead, window: int | None, context: int | None) -> FeatureHead:
+    """The same head, whose attention sees the last `window` positions; None: as many as the head has positions.
+
+    Positions go on counting in longer texts: rotary attention depends on their differences alone, which stay smaller
+    than the window. `context` is the length of the longest text; where the window covers it, nothing changes.
+    """
+    reach = window or head.config.layer.max_position_embeddings
+    if context is not None and context <= reach:
+        return head
+    own = head.config.windows or (None,) * head.config.layer.num_hidden_layers
+    twin = copy.copy(head)  # shares all weights
+    twin.config = dataclasses.replace(head.config, windows=tuple(min(each or reach, reach) for each in own))
+    return twin
+
+
+def end_of_positions(head: FeatureHead, context: int | None) -> int | None:
+    """How many positions the head can draft at, where its rotary angles would change with longer texts.
+
+    None: any number, or all that texts of `context` tokens have.
+    """
+    layer = head.config.layer
+    if not follows_length(layer):
+        return None
+    first = layer.rope_parameters.get("original_max_position_embeddings") if rope_kind(layer) == "longrope" else None
+    longest = min(filter(None, (layer.max_position_embeddings, first)))
+    return None if context is not None and context <= longest else longest
+
+
 def rounding(head: FeatureHead, anyway: bool) -> FeatureHead | None:
     """The same head with its vocabulary in int8 instead of the full one. None where this machine has no such product,
     or (unless `anyway`) where it saves no time."""
@@ -66,6 +96,11 @@ def check_fit(head: FeatureHead, target: Target) -> None:
     deepest = target.decoder.config.num_hidden_layers
     if any(tap > deepest for tap in config.taps):
         raise InputError(f"this head reads layer {max(config.taps)}; {target.name} has {deepest} layers")
+    if deepest in config.taps:
+        try:
+            last_residual(target.model)
+        except InputError as reason:
+            raise InputError(f"this head reads the state before the final norm of {target.name}: {reason}") from None
     if (head.embed_tokens is None or head.lm_head is None) and config.layer.hidden_size != own:
         raise InputError(
             f"this head is {config.layer.hidden_size} wide and brings no embedding or vocabulary of its own; "

@@ -45,6 +45,7 @@ LAYER = (  # keys of a layer's config that are written as they are
     "mlp_bias",
 )
 AUX = "eagle_aux_hidden_state_layer_ids"
+FULL, SLIDING = "full_attention", "sliding_attention"  # values of layer_types
 
 
 class Shape(NamedTuple):
@@ -214,12 +215,13 @@ class Parser:
             vocab_size=self._whole("vocab_size"),
             draft_vocab_size=drafted,
             flags={**self._flags(), "norm_before_residual": chosen["norm_before_residual"]},
+            windows=self._windows(),
         )
 
     # -- what differs between projects
 
     def _taps(self) -> Axis:
-        """Which states it reads. Boundary k is transformers' hidden_states[k], the output of layer i boundary i + 1."""
+        """Which states it reads. Boundary k lies after k layers: the output of layer i is boundary i + 1."""
         if self.kind != "eagle3":
             return Axis("taps", [[-1]])
         plainly, inside = self.config.get(AUX), self.nested.get(AUX)
@@ -332,6 +334,24 @@ class Parser:
             raise InputError(f"the config.json of '{self.label}' cannot be used: {first_line(error)}") from error
         config.qk_norm, config.o_bias = has(f"{attention}q_norm.weight"), has(f"{attention}o_proj.bias")
         return config
+
+    def _windows(self) -> tuple[int | None, ...]:
+        """By layer: `sliding_window` in layers that `layer_types` calls sliding, or, without that list, in those from
+        `max_window_layers` on if `use_sliding_window` is true."""
+        layers, kinds = self._whole("num_hidden_layers", 1), self.layer.get("layer_types")
+        used = self.layer.get("use_sliding_window")
+        if self.layer.get("sliding_window") is None or used is False or (kinds is None and used is None):
+            return ()
+        if kinds is None:
+            first = self.layer.get("max_window_layers") or 0
+            kinds = [SLIDING if layer >= first else FULL for layer in range(layers)]
+        if not isinstance(kinds, list) or len(kinds) < layers:
+            self._refuse(f"says layer_types: {kinds!r}, which must name the attention of its {layers} layers")
+        if odd := [kind for kind in kinds[:layers] if kind not in (FULL, SLIDING)]:
+            self._refuse(f"has a layer of type {odd[0]!r}; windfall knows {FULL} and {SLIDING}")
+        window = self._whole("sliding_window")
+        found = tuple(window if kind == SLIDING else None for kind in kinds[:layers])
+        return found if any(found) else ()
 
     def _rope(self) -> dict[str, Any]:
         found = self.layer.get("rope_parameters") or self.layer.get("rope_scaling") or {}
@@ -507,7 +527,19 @@ def _layer(config: HeadConfig, vocabulary: int) -> dict[str, Any]:
         "rope_scaling": rope if rope["rope_type"] != "default" else None,
         "vocab_size": vocabulary,
         "tie_word_embeddings": False,
+        **_sliding(config),
     }
+
+
+def _sliding(config: HeadConfig) -> dict[str, Any]:
+    """The windows of its layers as speculators writes them."""
+    sizes = {window for window in config.windows if window is not None}
+    if not sizes:
+        return {}
+    if len(sizes) > 1:
+        raise InputError(f"layers with different windows ({', '.join(map(str, sorted(sizes)))}) cannot be written")
+    kinds = [FULL if window is None else SLIDING for window in config.windows]
+    return {"sliding_window": sizes.pop(), "use_sliding_window": True, "layer_types": kinds}
 
 
 def _eagle_config(config: HeadConfig, vocabulary: int, dtype: str) -> dict[str, Any]:

@@ -28,18 +28,29 @@ def masked_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor
     return F.scaled_dot_product_attention(queries, keys, values, attn_mask=None if mask is None else mask[:, None])
 
 
+def within(mask: Tensor, age: Tensor, window: int | None) -> Tensor:
+    """A mask [B, n, columns] limited to columns whose position is less than `window` before the row's; `age`, of the
+    same shape, is the difference."""
+    return mask if window is None else mask & (age < window)
+
+
 class Unrolled:
     """The memory of training: rows of earlier passes, differentiable, under explicit masks."""
 
-    def __init__(self) -> None:
+    def __init__(self, windows: tuple[int | None, ...] = ()) -> None:
         self._rows: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._windows = windows  # of each layer
         self.mask: Tensor | None = None  # [B or 1, n, all rows so far] bool, set before each pass
+        self.age: Tensor | None = None  # the same shape: positions between row and column, where there are windows
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         rows = self._rows.setdefault(layer, [])
         rows.append((keys, values))
         keys, values = (torch.cat(parts, 2) for parts in zip(*rows, strict=True))
-        return masked_attention(queries, keys, values, self.mask)
+        mask = self.mask
+        if self._windows and mask is not None and self.age is not None:
+            mask = within(mask, self.age, self._windows[layer])
+        return masked_attention(queries, keys, values, mask)
 
 
 class RMSNorm(nn.Module):
@@ -130,6 +141,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply rotary positions to [B, heads, n, d], halves paired as transformers does."""
     left, right = x.chunk(2, -1)
     return x * cos + torch.cat([-right, left], -1) * sin
+
+
+def rope_kind(config: Any) -> str:
+    """The type of its rotary positions, by transformers' name."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return str(rope.get("rope_type", "default"))
+
+
+def follows_length(config: Any) -> bool:
+    """Whether the angles of a position change with the length of the text."""
+    return rope_kind(config) in ("dynamic", "longrope")
 
 
 def head_dim(config: Any) -> int:

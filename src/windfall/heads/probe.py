@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from windfall.batch import Rows
+from windfall.errors import HeadWarning as HeadWarning
 from windfall.heads.base import FeatureHead
 from windfall.heads.files import find
 from windfall.heads.fitting import fit
@@ -29,10 +30,6 @@ ANSWER = (
     "It can change within hours. Climate is what the weather of a place is like over many years. In short, climate is "
     "what you expect, and weather is what you get. A single cold day says little about the climate."
 )
-
-
-class HeadWarning(UserWarning):
-    """Something about a head that its user should know: what was guessed, or that it hardly ever agrees."""
 
 
 class Text(NamedTuple):
@@ -126,9 +123,10 @@ def score(head: FeatureHead, text: Text, label: str) -> Score:
     """How the head's first guess after each token of the answer compares with the target's."""
     features = torch.cat([text.states[tap] for tap in head.config.taps], -1)[:-1]
     columns = len(features)
-    memory = Unrolled()
+    memory = Unrolled(head.config.windows)
     memory.mask = torch.ones(1, columns, columns, dtype=torch.bool, device=head.device).tril()
     positions = torch.arange(columns, device=head.device)[None]
+    memory.age = positions[:, :, None] - positions[:, None]
     guess = head(text.tokens[None, 1:], head.fuse(features)[None], positions, memory)
     first = max(text.start - 2, 0)  # column t guesses what follows token t + 1
     logq = torch.log_softmax(head.logits(guess.state[0, first:]).float(), -1)

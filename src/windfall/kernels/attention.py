@@ -21,6 +21,8 @@ def tree_attention(
     out: Tensor | None = None,  # [n, heads, d]
     last: bool = True,
     split: int | None = None,
+    positions: Tensor | None = None,  # [n] long, of the rows; committed rows have their slots' numbers
+    window: int | None = None,
 ) -> Tensor:
     """Grouped-query attention of n rows over `length` committed and S staged cache rows → [n, heads, d].
 
@@ -30,22 +32,49 @@ def tree_attention(
     `split` keys, a multiple of 128; None: as many as suit the cache's capacity, on which rounding then depends.
     `scale` is positive. `length` must not be what the kernel just before has written: this one may be there before that
     has ended.
+
+    With a `window`, a row sees only keys whose position is less than `window` before its own. This needs `positions`,
+    each at least `length`; the staged rows that a row sees must be consecutive positions up to its own, in ascending
+    order.
     """
     heads, shared, capacity, staged = queries.shape[1], keys.shape[0], keys.shape[1], mask.shape[1]
     assert heads % shared == 0 and staged <= capacity and keys.shape == values.shape
     scale = queries.shape[-1] ** -0.5 if scale is None else scale
+    window = None if window is None or window >= capacity else window
+    assert window is None or positions is not None
+    if window is not None and window < staged:
+        mask = newest(mask, window)
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device) if out is None else out
     if on_triton(queries):
         from windfall.kernels.jit.attention import attend
 
-        attend(queries, keys, values, length, mask, scale, out, size=split, last=last)
+        attend(
+            queries, keys, values, length, mask, scale, out, size=split, last=last, positions=positions, window=window
+        )
         return out
-    return out.copy_(reference(queries, keys, values, length, mask, scale))
+    return out.copy_(reference(queries, keys, values, length, mask, scale, positions, window))
 
 
-def reference(queries: Tensor, keys: Tensor, values: Tensor, length: Tensor, mask: Tensor, scale: float) -> Tensor:
+def newest(mask: Tensor, window: int) -> Tensor:
+    """Of the staged rows that each row sees, the last `window`."""
+    return mask & (mask.flip(1).cumsum(1).flip(1) <= window)
+
+
+def reference(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    length: Tensor,
+    mask: Tensor,
+    scale: float,
+    positions: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
     """The same with torch: the whole capacity under an explicit mask, so that no shape depends on the length."""
     seen = visible(length, mask, keys.shape[1])
+    if positions is not None and window is not None:
+        columns = torch.arange(keys.shape[1], device=mask.device)
+        seen &= (columns >= length.reshape(1)) | (columns > positions[:, None] - window)
     groups = queries.shape[1] // keys.shape[0]
     unseen = ~seen.any(0)[:, None]  # may hold anything, even NaN
     keys, values = (x.masked_fill(unseen, 0).repeat_interleave(groups, 0)[None] for x in (keys, values))

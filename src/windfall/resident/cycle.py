@@ -213,7 +213,9 @@ def on_host(drafter: Drafter, device: torch.device) -> str:
         except Unfit as reason:
             return f"its drafter works on the host: {reason}"
         return ""
-    return "" if isinstance(drafter, FeatureHeadDrafter) else "its drafter works on the host"
+    if not isinstance(drafter, FeatureHeadDrafter):
+        return "its drafter works on the host"
+    return "" if drafter.longest is None else "its head's rotary angles depend on the length of the text"
 
 
 def draft_of(drafter: Drafter, judge: Judge, pending: int, staged: int) -> Draft:

@@ -190,7 +190,8 @@ class HeadDraft(Draft):
             keep = None if here is None else Keep(self.own, here, self.swift.recycles_normed)
             return self.swift(rows, hidden, index, self.kv, pick, keep)
         hidden = hidden if index is None else hidden.index_select(0, index)
-        guess = self.head(rows.tokens[None], hidden[None], rows.positions[None], Static(self.kv, rows))
+        memory = Static(self.kv, rows, self.head.config.windows)
+        guess = self.head(rows.tokens[None], hidden[None], rows.positions[None], memory)
         state: Tensor = guess.state[0]
         recycled: Tensor = guess.recycled[0]
         if pick is not None:
@@ -206,14 +207,16 @@ class HeadDraft(Draft):
 class Static:
     """A head's memory for one pass over the fixed buffer."""
 
-    def __init__(self, kv: Tensor, rows: Pass):
-        self.kv, self.rows = kv, rows
+    def __init__(self, kv: Tensor, rows: Pass, windows: tuple[int | None, ...]):
+        self.kv, self.rows, self.windows = kv, rows, windows
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         kept, rows = self.kv[:, layer], self.rows
         kept[0].index_copy_(1, rows.slots, keys[0])
         kept[1].index_copy_(1, rows.slots, values[0])
-        out = tree_attention(queries[0].transpose(0, 1), kept[0], kept[1], rows.length, rows.mask)  # [n, heads, d]
+        given = queries[0].transpose(0, 1), kept[0], kept[1], rows.length, rows.mask
+        window = self.windows[layer] if self.windows else None
+        out = tree_attention(*given, positions=rows.positions, window=window)  # [n, heads, d]
         return out.transpose(0, 1)[None]
 
 

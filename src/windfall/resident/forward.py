@@ -10,8 +10,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from windfall.decoder import Decoder, as_given, attention_windows, tree_attention
+from windfall.heads.layers import follows_length
 from windfall.kernels.attention import visible
-from windfall.resident.rope import follows_length
+from windfall.states import with_states
 
 
 class Unfit(Exception):
@@ -43,7 +44,7 @@ class Forward(Protocol):
     bucketed: bool  # whether a pass reads columns up to a bound that the host must give
 
     def __call__(self, rows: Pass, kv: Tensor, taps: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor | None]:
-        """Logits [n, V] and the states at `taps`, side by side [n, taps * H]."""
+        """Logits [n, V] and the states at `taps` (see windfall.states), side by side [n, taps * H]."""
         ...
 
 
@@ -63,16 +64,17 @@ class Whole:
     def __call__(self, rows: Pass, kv: Tensor, taps: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor | None]:
         seen = visible(rows.length, rows.mask, columns)
         with tree_attention(self.model):
-            outputs = self._call(
+            outputs, states = with_states(
+                self._call,
+                self.model,
+                taps,
                 input_ids=rows.tokens[None],
                 position_ids=rows.positions.clamp(max=self._last)[None],  # past it targets keep nothing, drafts suffer
                 attention_mask=as_given(seen[None, None], self.model),
                 past_key_values=Columns(kv, rows.slots, columns),
                 use_cache=True,
-                output_hidden_states=bool(taps),
             )
-        states = torch.cat([outputs.hidden_states[tap][0] for tap in taps], -1) if taps else None
-        return outputs.logits[0], states
+        return outputs.logits[0], None if states is None else states[0]
 
 
 def refuse(model: Any) -> None:

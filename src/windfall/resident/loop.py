@@ -12,7 +12,6 @@ import torch
 from windfall.calibration import Calibrator
 from windfall.context import Context
 from windfall.drafters.base import Drafter
-from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.drafters.lm import LMDrafter
 from windfall.ledger import Ledger
 from windfall.records import Launch, Step
@@ -90,9 +89,7 @@ class Resident:
             seated: Drafter = drafter
             if not self.drafts_on_host:
                 longest = None
-                if isinstance(drafter, FeatureHeadDrafter):
-                    longest = drafter.head.config.layer.max_position_embeddings
-                elif isinstance(drafter, LMDrafter):
+                if isinstance(drafter, LMDrafter):
                     longest = drafter.decoder.context
                 seated = SeatedDrafter(draft_of(drafter, judge, PENDING, STAGED + WIDTHS[-1]), longest)
             self._seats = (SeatedTarget(judge), seated)

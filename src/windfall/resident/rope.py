@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from windfall.heads.layers import rope_kind
+
 STEADY = ("default", "linear", "llama3", "yarn")  # rope types whose angles depend on the position alone
-LENGTHWISE = ("dynamic", "longrope")  # and those whose angles depend on the longest of a pass
 Turn = tuple[Tensor, Tensor]
 
 
@@ -31,14 +32,4 @@ def halves(table: Tensor) -> Turn:
 
 def steady(config: Any) -> bool:
     """Whether the angles of this model's positions never change."""
-    return _kind(config) in STEADY
-
-
-def follows_length(config: Any) -> bool:
-    """Whether the angles of a position change with the length of the text."""
-    return _kind(config) in LENGTHWISE
-
-
-def _kind(config: Any) -> str:
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    return str(rope.get("rope_type", "default"))
+    return rope_kind(config) in STEADY

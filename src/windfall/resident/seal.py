@@ -40,8 +40,8 @@ class Seal:
 
 
 def foreign(hook: Any) -> bool:
-    """Whether it is not transformers' own, which come and go with what is asked of a model, and change nothing."""
-    return not getattr(hook, "__module__", "").startswith("transformers.")
+    """Whether it is neither transformers' nor windfall's own: those only record states and change nothing."""
+    return not str(getattr(hook, "__module__", "")).startswith(("transformers.", "windfall."))
 
 
 def _values(owners: list[dict[str, Any]]) -> chain[Any]:

@@ -15,6 +15,7 @@ from windfall.kernels.rows import embed
 from windfall.resident.forward import Pass, Unfit, refuse
 from windfall.resident.rope import Angles, Turn, halves, steady
 from windfall.resident.seal import foreign
+from windfall.states import boundary
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -77,9 +78,10 @@ class Stack:
             gates, total = norm_gate(attended, total, layer.post_norm, self.eps, layer.gate_up)
             fed = linear(gates, layer.down)
         assert fed is not None, "a model without layers"
-        normed, _ = add_norm(fed, total, self.norm, self.eps)
-        states[len(self.layers)] = normed  # as transformers counts: the last one is behind the final norm
-        tapped = torch.cat([states[tap % len(states)] for tap in taps], -1) if taps else None
+        normed, total = add_norm(fed, total, self.norm, self.eps)
+        count = len(self.layers)
+        states |= {count: total, -1: normed}
+        tapped = torch.cat([states[boundary(tap, count)] for tap in taps], -1) if taps else None
         return F.linear(normed, self.vocabulary, self.vocabulary_bias), tapped
 
     def _enter(self, rows: Pass, capacity: int) -> tuple[Tensor, Turn]:

@@ -62,7 +62,8 @@ class Swift:
         both, total = self._inputs(rows.tokens, hidden, index)
         qkv = linear(both, self.qkv, self.qkv_bias)
         queries = rotate_and_store(qkv, *self.turn.tables, kv[0, 0], kv[1, 0], rows.slots, rows.positions)
-        out = tree_attention(queries, kv[0, 0], kv[1, 0], rows.length, rows.mask)
+        given = queries, kv[0, 0], kv[1, 0], rows.length, rows.mask
+        out = tree_attention(*given, positions=rows.positions, window=self.head.config.window(0))
         attended = linear(out.flatten(1), self.attention.o_proj.weight, self.attention.o_proj.bias)
         gates, total = norm_gate(attended, total, self.layer.post_attention_layernorm.weight, self.eps, self.gate_up)
         fed = linear(gates, self.layer.mlp.down_proj.weight)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from windfall.heads.layers import masked_attention
+from windfall.heads.layers import masked_attention, within
 
 aten = torch.ops.aten
 
@@ -20,7 +20,8 @@ class Chains:
     The first pass is the text; in each later one, column t goes on from column t of the pass before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, windows: tuple[int | None, ...] = ()) -> None:
+        self._windows = windows  # of each layer
         self._text: dict[int, tuple[Tensor, Tensor]] = {}
         self._own: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
@@ -35,14 +36,18 @@ class Chains:
         else:
             groups = queries.shape[1] // keys.shape[1]
             self._text[layer] = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
-        return self.look(queries, self._text[layer], own)
+        return self.look(queries, self._text[layer], own, self._windows[layer] if self._windows else None)
 
-    def look(self, queries: Tensor, text: tuple[Tensor, Tensor], own: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def look(
+        self, queries: Tensor, text: tuple[Tensor, Tensor], own: list[tuple[Tensor, Tensor]], window: int | None
+    ) -> Tensor:
         """`text`: as many heads as the queries have; `own`: later passes, fewer heads."""
+        if window is not None and window < queries.shape[2] + len(own):
+            return _masked(queries, text, own, window)
         if not own:
             return F.scaled_dot_product_attention(queries, *text, is_causal=True)
         if not _fused(queries):
-            return _masked(queries, text, own)
+            return _masked(queries, text, own, None)
         chain = (torch.stack(parts, 3) for parts in zip(*own, strict=True))  # [B, kv_heads, L, passes, d]
         out: Tensor = _TextAndChain.apply(queries, *text, *chain)  # type: ignore[no-untyped-call]
         return out
@@ -133,11 +138,23 @@ def _flashes(queries: Tensor) -> bool:
     return half and size % 8 == 0 and size <= 256 and torch.cuda.get_device_capability(queries.device) >= (8, 0)
 
 
-def _masked(queries: Tensor, text: tuple[Tensor, Tensor], own: list[tuple[Tensor, Tensor]]) -> Tensor:
+def _masked(
+    queries: Tensor, text: tuple[Tensor, Tensor], own: list[tuple[Tensor, Tensor]], window: int | None
+) -> Tensor:
     """The same by an explicit mask, for what no such kernel takes."""
-    groups, count = queries.shape[1] // own[0][0].shape[1], queries.shape[2]
-    rows = [text, *((keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)) for keys, values in own)]
+    groups = queries.shape[1]
+    rows = [text, *((x.repeat_interleave(groups // x.shape[1], 1) for x in pair) for pair in own)]
     keys, values = (torch.cat(parts, 2) for parts in zip(*rows, strict=True))
-    past = torch.ones(count, count, dtype=torch.bool, device=queries.device).tril()
-    mask = torch.cat([past, *[torch.eye(count, dtype=torch.bool, device=past.device)] * len(own)], -1)
-    return masked_attention(queries, keys, values, mask[None])
+    return masked_attention(queries, keys, values, sight_of_chains(queries, len(own), window)[None])
+
+
+def sight_of_chains(queries: Tensor, later: int, window: int | None) -> Tensor:
+    """What the rows of the newest of `later` passes after the text see: the text up to their columns, and their own
+    chains; of both, positions less than `window` before their own. → [L, (1 + later) * L] bool."""
+    count, device = queries.shape[2], queries.device
+    places = torch.arange(count, device=device)
+    past = places <= places[:, None]
+    alone = torch.eye(count, dtype=torch.bool, device=device)
+    mask = torch.cat([past, *[alone] * later], -1)
+    columns = torch.cat([places + step for step in range(later + 1)])  # positions
+    return within(mask, places[:, None] + later - columns, window)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from windfall.heads.base import FeatureHead
+from windfall.states import with_states
 from windfall.train.losses import Bend, Vocabularies
 from windfall.train.shards import Batch
 
@@ -43,10 +44,10 @@ class Teacher:
     @torch.no_grad()
     def teach(self, batch: Batch) -> Lesson:
         """One causal forward; padding comes last, so no real token sees any."""
-        outputs = self.model.base_model(batch.tokens, use_cache=False, output_hidden_states=bool(self.taps))
-        states, final = outputs.hidden_states or (), outputs.last_hidden_state
-        features = [final if tap in (-1, len(states) - 1) else states[tap] for tap in self.taps]
-        return Lesson(batch, torch.cat([final[..., :0], *features], -1), final)
+        given = {"input_ids": batch.tokens, "use_cache": False}
+        outputs, features = with_states(self.model.base_model, self.model, self.taps, **given)
+        final = outputs.last_hidden_state
+        return Lesson(batch, final[..., :0] if features is None else features, final)
 
     def vocabularies(self, head: FeatureHead) -> Vocabularies:
         own = head.vocabulary, self.output.weight, head.draft_tokens

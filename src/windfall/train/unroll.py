@@ -18,7 +18,7 @@ def unroll(
 
     The last s columns of step s run out of text; they are computed and mean nothing.
     """
-    tokens, memory, guesses = lesson.batch.tokens, memory or Chains(), []
+    tokens, memory, guesses = lesson.batch.tokens, memory or Chains(head.config.windows), []
     hidden = head.fuse(lesson.features[:, :-1])
     positions = torch.arange(tokens.shape[1] - 1, device=tokens.device)[None]
     for step in range(steps):

@@ -114,13 +114,14 @@ def _merged(
     return whole, sums
 
 
-@triton.jit(do_not_specialize=["rows", "staged", "capacity", "size", "mask_row"])
+@triton.jit(do_not_specialize=["rows", "staged", "capacity", "size", "window", "mask_row"])
 def _attend(
     queries,
     keys,
     values,
     length_at,
     mask,
+    positions,
     out,
     tops,
     totals,
@@ -131,6 +132,7 @@ def _attend(
     staged,
     capacity,
     size,
+    window,
     query_row,
     query_head,
     key_head,
@@ -150,6 +152,7 @@ def _attend(
     BLOCK_D: tl.constexpr,
     UNROLL: tl.constexpr,
     PRECISION: tl.constexpr,
+    WINDOWED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """Program (block of rows, key head, split). Row m is query m // GROUP of head GROUP * key head + m % GROUP.
@@ -187,7 +190,10 @@ def _attend(
     total = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
-    whole = tl.maximum(tl.minimum(length // BLOCK_N * BLOCK_N, last), first)  # up to here every key is seen by all
+    whole = tl.maximum(tl.minimum(length // BLOCK_N * BLOCK_N, last), first)  # up to here every key is committed
+    if WINDOWED:  # no row sees anything before this block: none stands before the end of the committed rows
+        oldest = tl.load(positions + node, mask=live, other=0).to(tl.int32) - window + 1  # that each row sees
+        first = tl.minimum(tl.maximum(first, tl.maximum(length - window + 1, 0) // BLOCK_N * BLOCK_N), whole)
     for start in tl.range(first, whole, BLOCK_N):
         column = start + columns
         if BLOCK_D == D:
@@ -196,7 +202,11 @@ def _attend(
         else:
             k = tl.load(keys + column[None, :] * key_row + dims[:, None], mask=within[:, None], other=0.0)
             v = tl.load(values + column[:, None] * value_row + dims[None, :], mask=within[None, :], other=0.0)
-        top, total, sums = _absorb(q, k, v, live[:, None], scale, top, total, sums, False, PRECISION)
+        if WINDOWED:
+            recent = column[None, :] >= oldest[:, None]
+            top, total, sums = _absorb(q, k, v, recent, scale, top, total, sums, True, PRECISION)
+        else:
+            top, total, sums = _absorb(q, k, v, live[:, None], scale, top, total, sums, False, PRECISION)
     for start in tl.range(whole, last, BLOCK_N, num_stages=1):
         column = start + columns
         used = column < last
@@ -210,7 +220,10 @@ def _attend(
         # a reduction of nothing: behind the bytes of a mask the product with the values would take keys in another
         # order (Triton chooses it by the narrowest numbers that it can trace back to)
         told = tl.max(told.to(tl.int32)[:, :, None], 2)
-        seen = (told != 0) | (used & (stage < 0))[None, :]
+        seen = (used & (stage < 0))[None, :]
+        if WINDOWED:
+            seen = seen & (column[None, :] >= oldest[:, None])
+        seen = (told != 0) | seen
         top, total, sums = _absorb(q, k, v, seen, scale, top, total, sums, True, PRECISION)
 
     heads = tl.num_programs(1)
@@ -316,6 +329,8 @@ def attend(
     shape: Tile | None = None,
     size: int | None = None,
     last: bool = True,
+    positions: Tensor | None = None,
+    window: int | None = None,
 ) -> None:
     """`tree_attention` into `out`; `shape` and `size` (a split's keys, a multiple of the tile's) are for measuring.
 
@@ -340,6 +355,7 @@ def attend(
         values,
         length,
         mask,
+        length if positions is None else positions,
         out,
         tops[0],
         tops[-1],
@@ -350,6 +366,7 @@ def attend(
         mask.shape[1],
         capacity,
         size,
+        window or 0,
         *queries.stride()[:2],
         *keys.stride()[:2],
         *values.stride()[:2],
@@ -364,6 +381,7 @@ def attend(
         BLOCK_D=across,
         UNROLL=unroll,
         PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
+        WINDOWED=positions is not None and window is not None,
         num_warps=shape.warps,
         num_stages=shape.stages,
         **(follows(out) if heads * width <= NARROW else {"CHAINED": False}),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from windfall.heads.base import FeatureHead, Guess
 from windfall.options import option
-from windfall.train.attention import Chains
+from windfall.train.attention import Chains, sight_of_chains
 from windfall.train.objectives.eagle import EagleLoss, Parts
 from windfall.train.teacher import Lesson
 from windfall.train.unroll import unroll
@@ -30,17 +30,19 @@ class Harmonized(EagleLoss):
         return preset.top if self.top is None else self.top
 
     def guesses(self, head: FeatureHead, lesson: Lesson, progress: float) -> list[Guess]:
-        return unroll(head, lesson, self.steps, self.detach, Leaky() if self.release_bug else None)
+        return unroll(head, lesson, self.steps, self.detach, Leaky(head.config.windows) if self.release_bug else None)
 
 
 class Leaky(Chains):
     """A column of the text that a row must not see gets a score of 0 instead of -inf, and no say in the sum."""
 
-    def look(self, queries: Tensor, text: tuple[Tensor, Tensor], own: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def look(
+        self, queries: Tensor, text: tuple[Tensor, Tensor], own: list[tuple[Tensor, Tensor]], window: int | None
+    ) -> Tensor:
         count, scale = queries.shape[2], 1 / math.sqrt(queries.shape[-1])
         groups = [1, *(queries.shape[1] // keys.shape[1] for keys, _ in own)]
         rows = [[x.repeat_interleave(n, 1) for x in pair] for n, pair in zip(groups, [text, *own], strict=True)]
-        future = torch.ones(count, count, dtype=torch.bool, device=queries.device).triu(1)
+        future = ~sight_of_chains(queries, len(own), window)[:, :count]
         scores = (queries @ rows[0][0].mT * scale).masked_fill(future, -torch.inf)
         chain = [(queries * keys).sum(-1, keepdim=True) * scale for keys, _ in rows[1:]]
         hidden = (future.sum(-1) - len(own)).clamp(min=0).log()[:, None].expand(*scores.shape[:3], 1).to(scores.dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from windfall.errors import InputError
 from windfall.heads.base import FeatureHead, Guess
-from windfall.heads.layers import masked_attention
+from windfall.heads.layers import masked_attention, within
 from windfall.options import option
 from windfall.train.losses import distil
 from windfall.train.objectives.base import Objective, Report
@@ -80,19 +80,21 @@ class Branches:
     Levels have the same number of nodes under every root, so that the same slice of each belongs to the same roots.
     """
 
-    def __init__(self, text: Tensor):
+    def __init__(self, text: Tensor, windows: tuple[int | None, ...] = ()):
         self.masks = [text]  # of the present pass: one for each slice, [B or 1, n, columns] bool
+        self.ages: list[Tensor] = []  # positions between row and column, as the masks, where there are windows
+        self._windows = windows  # of each layer
         self._text: dict[int, tuple[Tensor, Tensor]] = {}
         self._levels: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         if layer not in self._text:
             self._text[layer] = keys, values
-            return masked_attention(queries, keys, values, self.masks[0])
+            return masked_attention(queries, keys, values, self._seen(layer)[0])
         levels = self._levels.setdefault(layer, [])
         levels.append((keys, values))
         parts, start = [], 0
-        for mask in self.masks:
+        for mask in self._seen(layer):
             rows = slice(start, start + mask.shape[1])
             seen = [self._text[layer], *((key[:, :, rows], value[:, :, rows]) for key, value in levels)]
             own_keys, own_values = (torch.cat(x, 2) for x in zip(*seen, strict=True))
@@ -100,16 +102,24 @@ class Branches:
             start = rows.stop
         return torch.cat(parts, 2)
 
+    def _seen(self, layer: int) -> list[Tensor]:
+        if not self._windows:
+            return self.masks
+        return [within(mask, age, self._windows[layer]) for mask, age in zip(self.masks, self.ages, strict=True)]
+
 
 def follow(head: FeatureHead, lesson: Lesson, trees: Trees, detach: bool) -> list[Guess]:
     """The head's guesses along given trees: [B, R, H] at the roots, then [B, R * k, H] at each level."""
     tokens, columns = lesson.batch.tokens, lesson.batch.tokens.shape[1] - 1
     device, k = tokens.device, trees.levels[0].tokens.shape[-1]
-    memory = Branches(torch.ones(1, columns, columns, dtype=torch.bool, device=device).tril())
+    places = torch.arange(columns, device=device)
+    memory = Branches(torch.ones(1, columns, columns, dtype=torch.bool, device=device).tril(), head.config.windows)
+    memory.ages = [(places[:, None] - places)[None]]
     text = head(tokens[:, 1:], head.fuse(lesson.features[:, :-1]), torch.arange(columns, device=device)[None], memory)
     guesses = [Guess(*(_take(x, trees.columns) for x in text))]
     for depth, level in enumerate(trees.levels, 1):
         memory.masks = _masks(trees, depth, columns)
+        memory.ages = _ages(trees, depth, columns, k) if head.config.windows else []
         above = torch.arange(trees.columns.shape[1], device=device)[:, None] * (k if depth > 1 else 1)
         hidden = _take(guesses[-1].recycled, (above + level.parents).flatten(1))
         positions = (trees.columns + depth).repeat_interleave(k, 1)
@@ -122,6 +132,17 @@ def _masks(trees: Trees, depth: int, columns: int) -> list[Tensor]:
     lineage = lineages([level.parents for level in trees.levels[:depth]])
     parts = (torch.split(x, ROOTS, 1) for x in (trees.columns, *lineage))
     return [sight(last, columns, list(own)) for last, *own in zip(*parts, strict=True)]
+
+
+def _ages(trees: Trees, depth: int, columns: int, k: int) -> list[Tensor]:
+    """How many positions the columns of these masks lie before the level's nodes."""
+    ages = []
+    for last in torch.split(trees.columns, ROOTS, 1):
+        text = torch.arange(columns, device=last.device).expand(len(last), -1)
+        nodes = last.repeat_interleave(k, 1)  # [B, R * k]
+        places = torch.cat([text, *(nodes + level for level in range(1, depth + 1))], 1)
+        ages.append((nodes + depth)[:, :, None] - places[:, None])
+    return ages
 
 
 def _take(rows: Tensor, places: Tensor) -> Tensor:
