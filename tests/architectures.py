@@ -106,6 +106,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # other configurations of an architecture
+    "big_bird, full attention": ("big_bird", {"attention_type": "original_full"}),
     "falcon, ALiBi": ("falcon", {"alibi": True}),
     "granitemoehybrid, attention only": ("granitemoehybrid", {"layer_types": ["full_attention"] * 4}),
     "qwen2, no window": ("qwen2", {"use_sliding_window": False}),

@@ -162,8 +162,9 @@ class _short_chunks:
 
 
 def _line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return f"{type(error).__name__}: {' '.join(text.split())}"[:240]
+    """The first sentence of what an error says."""
+    text = " ".join(str(error).split()).partition(". ")[0]
+    return f"{type(error).__name__}: {text}"[:240]
 
 
 def _place(error: BaseException) -> str:
@@ -191,11 +192,14 @@ def isolated(name: str, seconds: float = SECONDS) -> Result:
 
 
 def _report(name: str, pipe: Any) -> None:
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     pipe.send(check(name))
 
 
 def sweep(chosen: list[str], known: dict[str, Result]) -> Iterator[Result]:
+    torch.set_num_threads(1)  # a process with threads cannot be forked safely
     check("llama")  # imports what all of them need, before the processes part
     for i, name in enumerate(chosen, 1):
         start = time.perf_counter()
@@ -205,19 +209,16 @@ def sweep(chosen: list[str], known: dict[str, Result]) -> Iterator[Result]:
         yield result
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="architectures (transformers' model types); none: all")
     parser.add_argument("--write", action="store_true", help="write the result as docs/models.md")
     parser.add_argument("--state", type=Path, help="keep results in this file, and skip those it has")
-    asked = parser.parse_args()
+    asked = parser.parse_args(arguments)
     if unknown := sorted(set(asked.names) - set(names())):
         parser.error(f"transformers has no causal LM of the type {unknown[0]}")
     if asked.write and asked.names:
         parser.error("--write needs all architectures; name none")
-    warnings.filterwarnings("ignore")
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
     known = _read(asked.state)
     results = []
     for result in sweep(asked.names or names(), known):

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
+import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 
 from architectures import build, class_name, names
-from sweep import PAGE, Difference, Result, check, compare, isolated, page
+from sweep import PAGE, TREES, Difference, Result, check, compare, isolated, main, page
+from windfall import registry
+from windfall.engine import Engine
+from windfall.target import Target
 
 COMMON = {
     "deepseek_v3": "equal",
@@ -57,9 +64,44 @@ def test_a_wrong_mask_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
         compare(model)
 
 
-def test_a_crash_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sweep.check", lambda name: torch._C._abort())
-    assert isolated("llama").kind == "finding"
+@pytest.mark.parametrize(
+    ("failure", "why"),
+    [
+        (lambda name: os._exit(3), "the process ended with exit code 3"),
+        (lambda name: time.sleep(60), "no result within"),
+    ],
+)
+def test_a_crash_and_a_halt_are_findings(monkeypatch: pytest.MonkeyPatch, failure: Any, why: str) -> None:
+    monkeypatch.setattr("sweep.check", failure)
+    result = isolated("llama", seconds=1 if "within" in why else 60)
+    assert result.kind == "finding"
+    assert why in result.why
+
+
+def test_a_sweep_goes_on_where_it_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+
+    def answer(name: str) -> Result:
+        asked.append(name)
+        return Result(name, "finding" if name == "opt" else "equal")
+
+    monkeypatch.setattr("sweep.check", lambda name: None)
+    monkeypatch.setattr("sweep.isolated", answer)
+    state = ["--state", str(tmp_path / "state.json")]
+    assert main(["llama", *state]) == 0
+    assert main(["llama", "opt", "gpt2", *state]) == 1
+    assert asked == ["llama", "opt", "gpt2"]
+    with pytest.raises(SystemExit):
+        main(["no-such-type"])
+
+
+def test_trees_of_the_sweep_have_accepted_and_rejected_nodes() -> None:
+    target = Target(build("llama"))
+    for drafter, (policy, settings) in list(TREES.items())[:2]:
+        engine = Engine(target, registry.drafter(drafter), registry.policy(policy, **settings))
+        steps = engine.generate(list(range(1, 19)), max_new_tokens=16).steps
+        assert any(step.accepted for step in steps)
+        assert any(len(step.tree) > step.accepted + 1 for step in steps)
 
 
 def test_the_page_has_every_architecture() -> None:

@@ -181,7 +181,7 @@ def unsupported() -> dict[str, Any]:
                 shared_expert_intermediate_size=8,
             )
         ),
-        "local layers": lambda: transformers.GPTNeoForCausalLM(
+        "masks by places in the cache": lambda: transformers.GPTNeoForCausalLM(
             transformers.GPTNeoConfig(
                 vocab_size=61, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]
             )
@@ -191,6 +191,7 @@ def unsupported() -> dict[str, Any]:
         ),
         "ALiBi attention": lambda: build("falcon, ALiBi"),
         "patches of varying length": lambda: build("blt"),
+        "load it with attention_type='original_full'": lambda: build("big_bird"),
         "takes no position_ids": lambda: build("bart"),
         "has offloaded weights .* without offloading": lambda: accelerate.cpu_offload(tiny(), torch.device("cpu")),
         "on the meta device": lambda: tiny().to("meta"),

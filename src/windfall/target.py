@@ -17,9 +17,12 @@ from windfall.tree import MOST_ROWS, DraftTree
 
 ORDINARY = {"full_attention", "attention", "global", *WINDOWS}  # kinds of layers whose cache rows can be gathered
 SHORT = 3  # tokens of a window while a model is checked
+ALIBI = "has ALiBi attention, whose biases go by places in the cache, where a tree's rows lie otherwise"
 UNTREED = {  # architectures that look ordinary from outside
-    "gpt_neo": "masks by a table that ends with its context, past which rows of a tree may lie",
+    "gpt_neo": "masks by places in the cache, where the rows of a tree lie otherwise than those of a text",
     "blt": "reads bytes in patches of varying length, so that its caches have no row for each token",
+    "bloom": ALIBI,
+    "mpt": ALIBI,
 }
 
 
@@ -192,13 +195,15 @@ def refuse_unsupported(model: Any, name: str) -> None:
     reason = ""
     if getattr(model.config, "is_encoder_decoder", False):
         reason = "is an encoder–decoder; windfall speeds up decoder-only models"
-    elif odd or (getattr(model, "_is_stateful", False) and not kinds):
-        names = ", ".join(odd) or "recurrent"
-        reason = f"has {names} layers, whose state is not one key and value a token, so none could be dropped"
     elif config.model_type in UNTREED:
         reason = UNTREED[config.model_type]
-    elif getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
-        reason = "has ALiBi attention, whose biases follow places in the cache; rows of a tree have others"
+    elif getattr(config, "attention_type", None) == "block_sparse":
+        reason = "attends to sparse blocks of long texts; load it with attention_type='original_full'"
+    elif odd or (getattr(model, "_is_stateful", False) and not kinds):
+        names = ", ".join(odd) or "recurrent"
+        reason = f"has {names} layers, whose state windfall cannot undo when it rejects tokens"
+    elif getattr(config, "alibi", False):
+        reason = ALIBI
     elif missing := [given for given in ("past_key_values", "position_ids") if given not in forward]:
         reason = f"takes no {' and no '.join(missing)}, which a tree pass needs"
     if reason:
