@@ -7,7 +7,7 @@ RUN := $(BIN)/.run-installed
 DEV := $(BIN)/.dev-installed
 PROMPT ?= Write a Python class Stack with push, pop and peek, each with a docstring, then show how it is used.
 
-.PHONY: demo test lint bench bench-smoke clean
+.PHONY: demo test lint sweep bench bench-smoke clean
 demo: $(RUN)
 	@$(BIN)/windfall generate "$(PROMPT)" --compare --max-new-tokens 200
 
@@ -18,6 +18,9 @@ lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+sweep: $(DEV)  # fails if any causal-LM architecture of transformers is neither exact nor refused
+	$(BIN)/python tests/sweep.py
 
 bench: $(RUN)
 	$(BIN)/python benchmarks/startup.py

@@ -2,12 +2,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import transformers
 
+from architectures import build
 from tiny import FAMILIES, SHAPE, prompt, tiny
+from windfall import registry
 from windfall.cache import STEP
+from windfall.drafters.ngram import NGramDrafter
+from windfall.engine import Engine
+from windfall.loading import as_target
 from windfall.records import InputError
 from windfall.target import Target
 from windfall.tree import DraftTree
@@ -175,14 +181,20 @@ def unsupported() -> dict[str, Any]:
                 shared_expert_intermediate_size=8,
             )
         ),
-        "local layers": lambda: transformers.GPTNeoForCausalLM(
+        "masks by places in the cache": lambda: transformers.GPTNeoForCausalLM(
             transformers.GPTNeoConfig(
                 vocab_size=61, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]
             )
         ),
-        "position_ids": lambda: transformers.BloomForCausalLM(
+        "ALiBi": lambda: transformers.BloomForCausalLM(
             transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)
         ),
+        "ALiBi attention": lambda: build("falcon, ALiBi"),
+        "patches of varying length": lambda: build("blt"),
+        "load it with attention_type='original_full'": lambda: build("big_bird"),
+        "takes no position_ids": lambda: build("bart"),
+        "has offloaded weights .* without offloading": lambda: accelerate.cpu_offload(tiny(), torch.device("cpu")),
+        "on the meta device": lambda: tiny().to("meta"),
         "reads ahead; load it with is_decoder=True": lambda: roberta(is_decoder=False),
     }
 
@@ -195,6 +207,46 @@ def roberta(is_decoder: bool) -> Any:
 
 def test_a_model_that_can_be_an_encoder_is_taken_as_a_decoder() -> None:
     Target(roberta(is_decoder=True))  # is not refused
+
+
+def test_layer_types_decide_whether_a_hybrid_is_recurrent() -> None:
+    Target(build("granitemoehybrid, attention only"))
+    with pytest.raises(InputError, match="GraniteMoeHybridForCausalLM has linear_attention layers"):
+        Target(build("granitemoehybrid"))
+
+
+@pytest.mark.parametrize(("family", "field"), [("moshi", "sliding_window"), ("doge", "keep_window_size")])
+def test_a_window_that_masks_cannot_follow_limits_the_context(family: str, field: str) -> None:
+    """Past its window the model's own texts depend on how they are read: in one pass, or token by token."""
+    model = build(family, window=16)
+    target = Target(model)
+    assert target.context == 16
+    assert getattr(model.config, field) == 16
+    engine = Engine(target, registry.drafter("lm"), registry.policy("chain"))
+    assert len(engine.generate(prompt(10), max_new_tokens=24).token_ids) == 6
+    with pytest.raises(InputError, match="the prompt has 16 tokens"):
+        engine.generate(prompt(16))
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text", "llama4_text", "modernbert-decoder", "gpt_oss"])
+def test_a_window_that_masks_follow_limits_nothing(family: str) -> None:
+    target = Target(build(family, window=16))
+    assert target.decoder.windows
+    assert target.context == 256
+
+
+def test_a_compiled_model_is_taken_as_it_was() -> None:
+    model, tokens = tiny(), prompt(9)
+    compiled = as_target(torch.compile(model))
+    assert compiled.model is model
+    engine = Engine(compiled, NGramDrafter(), registry.policy("chain"))
+    plain = Engine(Target(model), NGramDrafter(), registry.policy("none"))
+    assert engine.generate(tokens, max_new_tokens=8).token_ids == plain.generate(tokens, max_new_tokens=8).token_ids
+
+
+def test_an_offloaded_model_is_not_moved() -> None:
+    with pytest.raises(InputError, match="has offloaded weights"):
+        as_target(accelerate.cpu_offload(tiny(), torch.device("cpu")), device="cpu", dtype="float64")
 
 
 @pytest.mark.parametrize("reason", unsupported())

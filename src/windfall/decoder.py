@@ -14,8 +14,9 @@ from windfall.cache import KVCache
 from windfall.states import with_states
 
 CHUNK = 1024  # rows a prefill pass takes at the most
-WINDOWED = ("sliding_attention",)
 TAKES_MASKS = ("sdpa", "eager")  # attention implementations; flash and flex kernels take no tree's mask
+WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}  # kind of layer: size
+LIMITS = ("keep_window_size", "attention_window_size", "window_size")  # windows that masks from outside cannot follow
 
 
 class Decoder:
@@ -26,6 +27,7 @@ class Decoder:
         self.taps = taps  # which states to hand out, side by side: see windfall.states
         self.config = model.config.get_text_config()
         self.windows = attention_windows(self.config)
+        self.reach = min((size for name in LIMITS if (size := getattr(self.config, name, None))), default=None)
         self.reset(0)
 
     @property
@@ -48,13 +50,18 @@ class Decoder:
 
         Where the rotary factors depend on the length of a pass (LongRoPE), only as far as they stay the same.
         """
-        limit: int | None = getattr(self.config, "max_position_embeddings", None)
+        limits = getattr(self.config, "max_position_embeddings", None), self.reach
+        limit: int | None = min(filter(None, limits), default=None)
         rope = getattr(self.config, "rope_parameters", None) or getattr(self.config, "rope_scaling", None) or {}
         if rope.get("rope_type") == "longrope":
             first = rope.get("original_max_position_embeddings")
             first = first or getattr(self.config, "original_max_position_embeddings", None)
             return min(filter(None, (limit, first)), default=None)
         return limit
+
+    def limit_to_windows(self) -> None:
+        """Take no texts longer than the smallest window, up to which windows hide nothing."""
+        self.reach = min(filter(None, (*self.windows.values(), self.reach)), default=None)
 
     def reset(self, batch: int) -> None:
         """Drop everything and make place for this many sequences."""
@@ -140,9 +147,10 @@ class Decoder:
             return full
         committed = torch.arange(self.cache.top, device=self.device).expand(len(packed.tokens), -1)
         columns = torch.cat([committed, self._staged_positions, packed.positions], 1)
-        age = packed.positions[:, :, None] - columns[:, None]  # [B, n, columns]
         masks = {
-            kind: full if window is None else as_given((packed.mask & (age < window))[:, None], self.model)
+            kind: full
+            if window is None
+            else as_given((packed.mask & within(kind, window, packed.positions, columns))[:, None], self.model)
             for kind, window in self.windows.items()
         }
         return masks if len(masks) > 1 else next(iter(masks.values()))
@@ -178,13 +186,18 @@ def as_given(mask: Tensor, model: Any) -> Tensor:
     return torch.zeros(mask.shape, dtype=model.dtype, device=mask.device).masked_fill(~mask, lowest)
 
 
+def within(kind: str, size: int, positions: Tensor, columns: Tensor) -> Tensor:
+    """Which columns [B, m] lie in the window of rows at these positions [B, n]: the last ones, or the same chunk's."""
+    rows, columns = positions[:, :, None], columns[:, None]
+    return rows // size == columns // size if kind == "chunked_attention" else rows - columns < size
+
+
 def attention_windows(config: Any) -> dict[str, int | None]:
-    """The sliding window of each kind of layer, None for a kind that sees everything; {} if there is no window."""
+    """The window of each kind of layer, None for a kind that sees everything; {} if there is no window."""
+    sizes = {kind: getattr(config, name, None) for kind, name in WINDOWS.items()}
+    if getattr(config, "use_sliding_window", True) is False:
+        sizes["sliding_attention"] = None
     kinds = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
-    if window is None or getattr(config, "use_sliding_window", True) is False:
-        return {}
     if kinds is None:
-        return {"sliding_attention": window}
-    windows = {kind: window if kind in WINDOWED else None for kind in kinds}
-    return windows if any(kind in WINDOWED for kind in kinds) else {}
+        kinds = ["sliding_attention"] if sizes["sliding_attention"] else []
+    return {kind: sizes.get(kind) for kind in kinds} if any(map(sizes.get, kinds)) else {}

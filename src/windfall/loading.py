@@ -20,7 +20,7 @@ from windfall.models import load_model, pick_device, pick_dtype
 from windfall.options import checked, refuse_settings, require_flag
 from windfall.policies.base import TreePolicy
 from windfall.records import InputError, Launch
-from windfall.target import Target
+from windfall.target import Target, refuse_offloaded, uncompiled
 
 DEFAULT_POLICY = "auto"
 
@@ -196,6 +196,8 @@ def as_policy(policy: Any, **settings: Any) -> TreePolicy:
 
 def _moved(model: Any, device: str | torch.device | None, dtype: str | torch.dtype | None) -> Any:
     """A ready model, elsewhere or in another dtype if somebody says so."""
+    model = uncompiled(model)
+    refuse_offloaded(model)
     place = model.device if device is None else pick_device(device)
     kind = model.dtype if dtype is None else pick_dtype(dtype, place)
     return model if (place, kind) == (model.device, model.dtype) else model.to(device=place, dtype=kind)

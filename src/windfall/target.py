@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from windfall.batch import Rows
-from windfall.decoder import Decoder
+from windfall.decoder import WINDOWS, Decoder
 from windfall.records import InputError, Scores
 from windfall.tree import MOST_ROWS, DraftTree
 
-ORDINARY = {"full_attention", "sliding_attention", "attention", "global"}  # layer kinds whose rows can be gathered
+ORDINARY = {"full_attention", "attention", "global", *WINDOWS}  # kinds of layers whose cache rows can be gathered
+SHORT = 3  # tokens of a window while a model is checked
+ALIBI = "has ALiBi attention, whose biases go by places in the cache, where a tree's rows lie otherwise"
+UNTREED = {  # architectures that look ordinary from outside
+    "gpt_neo": "masks by places in the cache, where the rows of a tree lie otherwise than those of a text",
+    "blt": "reads bytes in patches of varying length, so that its caches have no row for each token",
+    "bloom": ALIBI,
+    "mpt": ALIBI,
+}
 
 
 class Target:
@@ -23,26 +33,29 @@ class Target:
     recordings = 0  # passes that were recorded so far: see resident/
 
     def __init__(self, model: Any, tokenizer: Any = None, name: str | None = None):
+        model = uncompiled(model)
         self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
         if (where := torch.get_default_device()).type != "cpu":  # what the host keeps would be made there
             raise InputError(f"torch makes tensors on {where} by default; call torch.set_default_device('cpu')")
         refuse_unsupported(model, self.name)
         self.model = model
         self.tokenizer = tokenizer
-        self.decoder = Decoder(model)
         self.turn = threading.RLock()  # held while a whole text is generated
         self.texts = 0  # begun so far: it has one cache, for whichever engine is the last
         try:
-            ahead, (gap, scale) = looks_ahead(model), self._tree_gap()
+            self.decoder = Decoder(model)
+            ahead, gap = looks_ahead(model), self._tree_gap()
+            if not self._follows_windows():  # exact as long as a window hides nothing
+                self.decoder.limit_to_windows()
         except Exception as error:
             reason = str(error).partition("\n")[0]
             raise InputError(f"{self.name}: {type(model).__name__} cannot score a tree: {reason}") from error
         if ahead:
             raise InputError(f"{self.name}: {type(model).__name__} reads ahead; load it with is_decoder=True")
-        if not gap <= 0.05 * max(scale, 1e-3):
+        if not gap <= self._rounding:
             raise InputError(
                 f"{self.name}: {type(model).__name__} does not score a tree as it scores the tree's paths "
-                f"(logits differ by {gap:.3g}), so its output could change; windfall refuses it"
+                f"(logits differ by {gap:.1%}), so its output could change; windfall refuses it"
             )
 
     @property
@@ -95,10 +108,11 @@ class Target:
         """Go on with these sequences only."""
         self.decoder.retain(keep)
 
-    def _tree_gap(self) -> tuple[float, float]:
-        """How far a small tree's scores are from its paths' scores, and their scale.
+    @torch.inference_mode()
+    def _tree_gap(self) -> float:
+        """By how much a small tree's logits differ from those of its paths, relative to the largest logit.
 
-        Some families hide positions in the mask, or in the places of cache rows.
+        The paths are read by the model alone, without our cache and masks.
         """
         tokens = torch.arange(6) % self.vocab_size
         tree = DraftTree.root(int(tokens[3]))
@@ -110,11 +124,40 @@ class Target:
         gap = 0.0
         for leaf in (2, 3):
             path = tree.path(leaf)
-            self.prefill([prompt])
-            alone = self.score([tree.select(torch.tensor(path))])[0].logits.float()
+            text = torch.tensor([prompt[:-1] + tree.tokens[path].tolist()], device=self.device)
+            positions = torch.arange(text.shape[1], device=self.device)[None]  # as `generate` gives them
+            outputs = self.model(input_ids=text, position_ids=positions, use_cache=False)
+            alone = outputs.logits[0, -len(path) :].float()
             gap = max(gap, float((alone - in_tree[path]).abs().max()))
         self.decoder.reset(0)
-        return gap, float(in_tree.abs().max())
+        return gap / max(float(in_tree.abs().max()), 1e-3)
+
+    @property
+    def _rounding(self) -> float:
+        """By how much logits of two passes may differ, relative to the largest logit."""
+        return 0.01 if self.decoder.dtype in (torch.float32, torch.float64) else 0.05
+
+    def _follows_windows(self) -> bool:
+        """Whether the model's windows, if it has any, are those that our masks apply."""
+        if not self.decoder.windows:
+            return True
+        with self._short_windows():
+            return self._tree_gap() <= self._rounding
+
+    @contextmanager
+    def _short_windows(self) -> Iterator[None]:
+        """Windows of a few tokens within this block, so that a short text is longer than they are."""
+        config, usual = self.decoder.config, self.decoder.windows
+        kept = {name: getattr(config, name) for name in WINDOWS.values() if getattr(config, name, None)}
+        try:
+            for name in kept:
+                setattr(config, name, SHORT)
+            self.decoder.windows = {kind: size and SHORT for kind, size in usual.items()}
+            yield
+        finally:
+            for name, size in kept.items():
+                setattr(config, name, size)
+            self.decoder.windows = usual
 
 
 @torch.inference_mode()
@@ -127,8 +170,26 @@ def looks_ahead(model: Any) -> bool:
     return bool((one - other).abs().max() > 1e-4 * one.abs().max())
 
 
+def uncompiled(model: Any) -> Any:
+    """The model that `torch.compile` wrapped: trees differ in shape from pass to pass, for which it would recompile."""
+    return getattr(model, "_orig_mod", model)
+
+
+def refuse_offloaded(model: Any) -> None:
+    """Refuse a model whose weights are not there."""
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return
+    name = type(model).__name__
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise InputError(
+            f"{name} has offloaded weights (accelerate), which windfall cannot use; load it without offloading"
+        )
+    raise InputError(f"{name} has weights on the meta device, where they have no values; load them first")
+
+
 def refuse_unsupported(model: Any, name: str) -> None:
     """Say by name why a model cannot be verified in trees, before anything goes wrong."""
+    refuse_offloaded(model)
     config, kind = model.config.get_text_config(), type(model).__name__
     kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or []
     odd = sorted(set(kinds) - ORDINARY)
@@ -136,12 +197,16 @@ def refuse_unsupported(model: Any, name: str) -> None:
     reason = ""
     if getattr(model.config, "is_encoder_decoder", False):
         reason = "is an encoder–decoder; windfall speeds up decoder-only models"
-    elif getattr(model, "_is_stateful", False) or odd:
+    elif config.model_type in UNTREED:
+        reason = UNTREED[config.model_type]
+    elif getattr(config, "attention_type", None) == "block_sparse":
+        reason = "attends to sparse blocks of long texts; load it with attention_type='original_full'"
+    elif odd or (getattr(model, "_is_stateful", False) and not kinds):
         names = ", ".join(odd) or "recurrent"
-        reason = f"has {names} layers, whose state or window cannot drop rejected tokens"
-    elif config.model_type == "gpt_neo":
-        reason = "masks by a table that ends with its context, past which rows of a tree may lie"
-    elif "past_key_values" not in forward or "position_ids" not in forward:
-        reason = "takes no past_key_values or position_ids, which a tree pass needs"
+        reason = f"has {names} layers, whose state windfall cannot undo when it rejects tokens"
+    elif getattr(config, "alibi", False):
+        reason = ALIBI
+    elif missing := [given for given in ("past_key_values", "position_ids") if given not in forward]:
+        reason = f"takes no {' and no '.join(missing)}, which a tree pass needs"
     if reason:
         raise InputError(f"{name}: {kind} {reason}")

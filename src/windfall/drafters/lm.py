@@ -19,7 +19,7 @@ from windfall.options import option
 from windfall.records import Grow
 from windfall.sampling import Dice
 from windfall.shipped import shipped_lm
-from windfall.target import Target, refuse_unsupported
+from windfall.target import Target, refuse_unsupported, uncompiled
 from windfall.tree import DraftTree
 
 CATCH_UP = 32  # pending tokens up to which they ride along with the first draft pass
@@ -61,6 +61,7 @@ class LMDrafter(Drafter):
         return loaded.model, loaded.tokenizer
 
     def _serve(self, model: Any, target: Target) -> None:
+        model = uncompiled(model)
         refuse_unsupported(model, "drafter")
         self.decoder = Decoder(model)
         self.vocabulary = target.vocab_size  # the drafter's logits may be padded further

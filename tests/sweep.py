@@ -1,0 +1,280 @@
+"""Whether windfall writes exactly what transformers writes, for every causal-LM architecture that transformers has.
+
+    python tests/sweep.py                    all architectures; those that --state FILE has already are left out
+    python tests/sweep.py llama gemma3_text  these
+    python tests/sweep.py --write            all of them, and the result as docs/models.md
+
+Each architecture is a tiny random model (see architectures.py) in a process of its own. It is `equal` where plain
+decoding and trees of several drafters and policies give the tokens and logits of `model.generate`, `refused` where
+windfall refuses the model in one line, and a `finding` where anything differs or fails. Findings are the exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from architectures import VOCABULARY, build, class_name, names
+from windfall import decoder, registry
+from windfall.engine import Engine
+from windfall.records import InputError
+from windfall.target import SHORT, Target
+
+PAGE = Path(__file__).parent.parent / "docs" / "models.md"
+SECONDS = 300  # for an architecture
+NEW = 16  # tokens to generate
+PROMPTS = (18, 14)  # lengths; both longer than the windows
+KINDS = ("equal", "refused", "not built", "finding")
+FEWEST = PROMPTS[0] + NEW + 8  # tokens that a model has to take
+PRECISION = 2e-3  # of the largest logit
+TREES: dict[str, tuple[str, dict[str, Any]]] = {  # drafter: policy
+    "self": ("beam", {"depth": 3, "k": 3, "nodes": 10}),
+    "lm": ("specinfer", {"widths": "2,2,1"}),
+    "ngram": ("chain", {}),
+}
+
+
+@dataclass
+class Result:
+    name: str
+    kind: str  # one of KINDS
+    why: str = ""
+
+
+class Difference(Exception):
+    """Windfall's text or logits are not transformers'."""
+
+
+def check(name: str) -> Result:
+    """Build a tiny model of this architecture and compare windfall with transformers on it."""
+    try:
+        model = build(name)
+    except Exception as error:
+        return Result(name, "not built", _line(error))
+    try:
+        if (reach := Target(model).context) and reach < FEWEST:
+            compare(build(name, window=2 * FEWEST))
+            return Result(name, "equal", "up to its window: longer texts are refused")
+        compare(model)
+    except InputError as refusal:
+        return Result(name, "refused", str(refusal).rpartition(f"{type(model).__name__} ")[2])
+    except Difference as difference:
+        return Result(name, "finding", str(difference))
+    except Exception as error:
+        return Result(name, "finding", f"{_line(error)} ({_place(error)})")
+    return Result(name, "equal")
+
+
+def compare(model: Any) -> None:
+    """Raise a Difference where windfall's texts are not those of `model.generate`, or not the same for all trees."""
+    target = Target(model)
+    texts = [torch.randint(1, VOCABULARY, (length,)).tolist() for length in PROMPTS]
+    wanted = [reference(model, text) for text in texts]
+    engines = {"none": Engine(target, registry.drafter("ngram"), registry.policy("none"))}
+    for drafter, (policy, settings) in TREES.items():
+        shaper = registry.policy(policy, **settings)
+        engines[f"{policy} with {drafter}"] = Engine(target, _drafter(drafter, target), shaper)
+    for label, engine in engines.items():
+        _compare_greedy(label, engine, texts[0], *wanted[0])
+    several = engines["beam with self"].generate_batch(texts, max_new_tokens=NEW)
+    for answer, (tokens, _) in zip(several, wanted, strict=True):
+        _same("two texts together", answer.token_ids, tokens)
+    with _short_chunks():
+        _same("prefill in chunks", _ids(engines["none"], texts[0]), wanted[0][0])
+    sampled = _ids(engines["none"], texts[0], temperature=1.0, seed=3)
+    for label in ("beam with self", "specinfer with lm"):
+        _same(f"{label}, sampled", _ids(engines[label], texts[0], temperature=1.0, seed=3), sampled)
+
+
+def reference(model: Any, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
+    """What `model.generate` writes greedily, and its logits [tokens, V]."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=NEW,
+        return_dict_in_generate=True,
+        output_logits=True,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits).float()
+
+
+def _compare_greedy(label: str, engine: Engine, prompt: list[int], wanted: list[int], logits: torch.Tensor) -> None:
+    """The same tokens, and the logits they were drawn from."""
+    seen: list[torch.Tensor] = []
+
+    def watch(prefix: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.append(scores)
+        return scores
+
+    tokens = _ids(engine, prompt, processors=(watch,))
+    count = next((i for i, (a, b) in enumerate(zip(tokens, wanted, strict=False)) if a != b), len(wanted) - 1) + 1
+    gaps = (torch.cat(seen)[:count] - logits[:count]).abs().amax(-1) / logits.abs().max()
+    if gaps.max() > PRECISION:
+        at = int((gaps > PRECISION).nonzero()[0])
+        raise Difference(f"{label}: logits of token {at} are off by {gaps[at]:.1%}")
+    _same(label, tokens, wanted)
+
+
+def _same(label: str, tokens: list[int], wanted: list[int]) -> None:
+    if tokens != wanted:
+        at = next(
+            (i for i, (a, b) in enumerate(zip(tokens, wanted, strict=False)) if a != b), min(len(tokens), len(wanted))
+        )
+        raise Difference(f"{label}: token {at} of {len(wanted)} differs")
+
+
+def _ids(engine: Engine, prompt: list[int], **sampling: Any) -> list[int]:
+    return engine.generate(prompt, max_new_tokens=NEW, eos=(), **sampling).token_ids
+
+
+def _drafter(name: str, target: Target) -> Any:
+    """The drafter of this name; where the model's layers cannot be left out, the model drafts for itself."""
+    drafter = registry.drafter(name)
+    try:
+        drafter.attach(target)
+    except InputError:
+        return registry.drafter("lm")
+    return drafter
+
+
+class _short_chunks:
+    def __enter__(self) -> None:
+        self.usual, decoder.CHUNK = decoder.CHUNK, 6
+
+    def __exit__(self, *_: object) -> None:
+        decoder.CHUNK = self.usual
+
+
+def _line(error: BaseException) -> str:
+    """The first sentence of what an error says."""
+    text = " ".join(str(error).split()).partition(". ")[0]
+    return f"{type(error).__name__}: {text}"[:240]
+
+
+def _place(error: BaseException) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(last.filename).name}:{last.lineno}"
+
+
+def isolated(name: str, seconds: float = SECONDS) -> Result:
+    """`check` in a process of its own, which may crash or take too long."""
+    context = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_report, args=(name, theirs))
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(seconds):
+            return Result(name, "finding", f"no result within {seconds:.0f} seconds")
+        return ours.recv()
+    except EOFError:
+        process.join()
+        return Result(name, "finding", f"the process ended with exit code {process.exitcode}")
+    finally:
+        process.kill()
+        process.join()
+
+
+def _report(name: str, pipe: Any) -> None:
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    pipe.send(check(name))
+
+
+def sweep(chosen: list[str], known: dict[str, Result]) -> Iterator[Result]:
+    torch.set_num_threads(1)  # a process with threads cannot be forked safely
+    check("llama")  # imports what all of them need, before the processes part
+    for i, name in enumerate(chosen, 1):
+        start = time.perf_counter()
+        result = known.get(name) or isolated(name)
+        seconds = time.perf_counter() - start
+        print(f"{i:3}/{len(chosen)} {name:26} {result.kind:10} {seconds:5.1f} s  {result.why}", flush=True)
+        yield result
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="architectures (transformers' model types); none: all")
+    parser.add_argument("--write", action="store_true", help="write the result as docs/models.md")
+    parser.add_argument("--state", type=Path, help="keep results in this file, and skip those it has")
+    asked = parser.parse_args(arguments)
+    if unknown := sorted(set(asked.names) - set(names())):
+        parser.error(f"transformers has no causal LM of the type {unknown[0]}")
+    if asked.write and asked.names:
+        parser.error("--write needs all architectures; name none")
+    known = _read(asked.state)
+    results = []
+    for result in sweep(asked.names or names(), known):
+        results.append(result)
+        if asked.state:
+            known[result.name] = result
+            asked.state.write_text(json.dumps([asdict(r) for r in known.values()], indent=1))
+    counts = {kind: sum(r.kind == kind for r in results) for kind in KINDS}
+    print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
+    if asked.write:
+        PAGE.write_text(page(results), "utf-8")
+    return int(counts["finding"] > 0)
+
+
+def _read(state: Path | None) -> dict[str, Result]:
+    if state is None or not state.exists():
+        return {}
+    return {entry["name"]: Result(**entry) for entry in json.loads(state.read_text())}
+
+
+INTRODUCTION = """# Models
+
+windfall takes any decoder-only transformers model whose layers keep a key and a value for each token, with full,
+sliding-window or chunked attention. Every other model is refused in one line when it is loaded. This page is written by
+`python tests/sweep.py --write`, which builds a tiny random model of every causal-LM architecture of transformers
+{version}, with windows shorter than the text, and compares windfall with `model.generate` in fp32:
+
+- **equal** ({equal}): plain decoding and trees of three drafters and policies give the tokens and the logits of
+  `model.generate`; sampling gives the same tokens with and without trees; so do two texts decoded together and prompts
+  read in several passes;
+- **refused** ({refused}): windfall refuses the model, for the reason in the table;
+- **not built** ({not_built}): no tiny model could be made here.
+
+An architecture that is not on this page, such as one with code of its own, is checked when it is loaded: a small tree's
+logits must be those that the model gives for each path of the tree without windfall. The same is checked with windows
+of {short} tokens. If the model does not follow them, windfall takes texts up to the length of its window only.
+
+- A model that was compiled with `torch.compile(model)` runs uncompiled: trees differ in shape from pass to pass, and
+  each new shape would be compiled anew.
+- Weights must be on a device. A model that accelerate offloads to the CPU or to disk is refused.
+- A model that can be an encoder (BERT and its relatives) must be loaded with `is_decoder=True`.
+"""
+
+
+def page(results: list[Result]) -> str:
+    """The results as Markdown."""
+    kinds = {kind: [r for r in results if r.kind == kind] for kind in KINDS}
+    counts = {kind.replace(" ", "_"): len(found) for kind, found in kinds.items()}
+    parts = [INTRODUCTION.format(version=transformers.__version__, short=SHORT, **counts)]
+    for kind, found in kinds.items():
+        if found:
+            rows = [f"| {r.name} | {class_name(r.name)} | {r.why} |" for r in found]
+            head = f"## {kind.capitalize()}\n\n| model type | class | {'remark' if kind == 'equal' else 'reason'} |"
+            parts.append("\n".join([head, "|---|---|---|", *rows, ""]))
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
