@@ -5,6 +5,9 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 RUN := $(BIN)/.run-installed
 DEV := $(BIN)/.dev-installed
+# Tests compare heads with this package's own models. It asks for an older transformers, torchvision and more, which
+# those models do not need: it is installed without its dependencies, but for the one they import.
+PEERS ?= "speculators==0.9.0; python_version >= '3.11'" loguru
 PROMPT ?= Write a Python class Stack with push, pop and peek, each with a docstring, then show how it is used.
 
 .PHONY: demo test lint sweep bench bench-smoke clean
@@ -43,4 +46,5 @@ $(RUN): pyproject.toml
 
 $(DEV): $(RUN)
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-deps $(PEERS)
 	@touch $@

@@ -24,6 +24,7 @@ KINDS: dict[str, tuple[type[FeatureHead], dict[str, Any]]] = {
     "eagle3-before-fc": (Eagle3, {"flags": {"norm_before_fc": True, "own_vocabulary": True, "own_embedding": True}}),
     "eagle3-pruned": (Eagle3, {"draft_vocab_size": 30}),
     "eagle3-deep": (Eagle3, {"layers": 2}),
+    "eagle3-final": (Eagle3, {"taps": (-1,), "flags": {"final_state": True}}),
     "griffin": (Griffin, {"taps": (-1,)}),
 }
 

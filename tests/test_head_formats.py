@@ -35,6 +35,7 @@ from windfall.target import Target
 
 LAYERS = 8  # enough for the usual taps to be different ones
 ALL = [(kind, format) for kind in KINDS for format, own in FORMATS.items() if own == kind.split("-")[0]]
+ALL.remove(("eagle3-final", "speculators"))
 Tensors = dict[str, Tensor]
 
 
@@ -149,6 +150,8 @@ def test_heads_that_a_format_has_no_place_for(tmp_path: Path) -> None:
         write(random_head(), tmp_path)
     with pytest.raises(InputError, match="no fc bias"):
         write(random_head(flags={"fc_bias": True}), tmp_path, "speculators", light=True)
+    with pytest.raises(InputError, match="reads several of its target's states; write this one as eagle3"):
+        write(random_head("eagle3-final"), tmp_path, "speculators", light=True)
     biased = Target(tiny("phi"))
     with pytest.raises(InputError, match="has a bias"):
         write(fit(random_head(), biased), tmp_path)
@@ -318,12 +321,14 @@ def telling_head(taps: tuple[int, ...], **flags: bool) -> FeatureHead:
     return head
 
 
-@pytest.mark.parametrize("right", [(2, 4, 6), (3, 5, 7)])
-def test_layers_counted_from_either_end_of_a_layer(tmp_path: Path, right: tuple[int, ...]) -> None:
-    """Nested ids that start elsewhere than at 1 are boundaries for some engines and outputs for others."""
+@pytest.mark.parametrize(
+    ("ids", "right"), [([2, 4, 6], (2, 4, 6)), ([2, 4, 6], (3, 5, 7)), ([1, 3, 5], (1, 3, 5)), ([1, 3, 5], (2, 4, 6))]
+)
+def test_layers_counted_from_either_end_of_a_layer(tmp_path: Path, ids: list[int], right: tuple[int, ...]) -> None:
+    """Nested ids are boundaries for some engines and outputs for others."""
     judge = constant_target()
     write(fit(telling_head(right), judge), tmp_path, dtype=torch.float32)
-    change(tmp_path, {AUX: ..., "eagle_config": {AUX: [2, 4, 6]}})
+    change(tmp_path, {AUX: ..., "eagle_config": {AUX: ids}})
     with pytest.warns(HeadWarning, match="allows several readings; chosen: taps " + "/".join(map(str, right))) as told:
         head = find_head(str(tmp_path), judge)
     assert (head.config.taps, head.agreement) == (right, 1.0)
@@ -334,25 +339,23 @@ def test_layers_counted_from_either_end_of_a_layer(tmp_path: Path, right: tuple[
     ("given", "taps"),
     [
         ({AUX: [2, 4, 6], "eagle_config": {AUX: [5, 6, 7]}}, (2, 4, 6)),
-        ({AUX: ..., "eagle_config": {AUX: [1, 3, 5]}}, (2, 4, 6)),
         ({AUX: ..., "eagle_config": ...}, (2, 4, 5)),
         ({AUX: ..., "eagle_config": {AUX: [2, 4, 8]}}, (2, 4, 8)),  # as outputs they would lie past the end
     ],
 )
-def test_unambiguous_layers_take_one_pass(
+def test_unambiguous_layers_take_one_pass_of_the_target(
     tmp_path: Path, given: dict[str, Any], taps: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judge = constant_target()
     write(fit(telling_head((2, 4, 6)), judge), tmp_path, dtype=torch.float32)
     change(tmp_path, given)
     passes: list[int] = []
-    measured, scored = probe.score, probe.scored
-    monkeypatch.setattr(probe, "score", lambda *given: passes.append(1) or measured(*given))
-    monkeypatch.setattr(probe, "scored", lambda *given: passes.append(2) or scored(*given))
+    scored = probe.scored
+    monkeypatch.setattr(probe, "scored", lambda *given: passes.append(1) or scored(*given))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         head = find_head(str(tmp_path), judge)
-    assert (head.config.taps, head.agreement, passes) == (taps, 1.0, [2, 1])
+    assert (head.config.taps, head.agreement, passes) == (taps, 1.0, [1])
     assert not judge.decoder.taps and not judge.decoder.lengths
 
 
@@ -372,6 +375,67 @@ def test_speculators_without_a_word_about_the_residual(tmp_path: Path, right: bo
     assert found.agreement == 1.0
 
 
+def made_up_score(agreement: float, likelihood: float, spread: float = 0.0) -> probe.Score:
+    """Of 200 guesses, whose log-probabilities spread around their mean in the same way."""
+    each = likelihood + spread * torch.randn(200, generator=torch.Generator().manual_seed(int(1000 * agreement)))
+    return probe.Score(agreement, float(each.mean()), agreement, each)
+
+
+@pytest.mark.parametrize(
+    ("measured", "spread", "chosen"),
+    [
+        ({(2, 4, 5): 0.37, (3, 5, 6): 0.43, (1, 3, 4): 0.35}, 0.5, (3, 5, 6)),  # the usual ones agree, others more
+        ({(2, 4, 5): 0.43, (3, 5, 6): 0.37, (1, 3, 4): 0.35}, 0.5, (2, 4, 5)),
+        ({(2, 4, 5): 0.43, (3, 5, 6): 0.44, (1, 3, 4): 0.35}, 5.0, (2, 4, 5)),  # no more than chance explains
+    ],
+)
+def test_layers_that_agree_better_than_the_usual_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: dict[Any, float], spread: float, chosen: tuple[int, ...]
+) -> None:
+    judge = constant_target()
+    write(fit(telling_head((2, 4, 6)), judge), tmp_path, dtype=torch.float32)
+    change(tmp_path, {AUX: ..., "eagle_config": ...})
+
+    def score(head: FeatureHead, *rest: Any) -> probe.Score:
+        agreement = measured[head.config.taps]
+        return made_up_score(agreement, -4 + 4 * agreement, spread)
+
+    monkeypatch.setattr(probe, "score", score)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert find_head(tmp_path, judge).config.taps == chosen
+    lines = [str(warning.message) for warning in told if issubclass(warning.category, HeadWarning)]
+    if chosen == (2, 4, 5):
+        assert not lines
+    else:
+        [line] = lines
+        assert "chosen: taps 3/5/6, which agrees with" in line and "next best on 37%" in line
+
+
+@pytest.mark.parametrize("right", [False, True])
+def test_whether_the_normed_state_is_fed_back_is_seen_in_later_steps(tmp_path: Path, right: bool) -> None:
+    """First guesses are the same either way; the wrong state grows in direction 2, which says 9, from step to step."""
+    judge, head = constant_target(), telling_head((2, 4, 6), norm_output=right)
+    with torch.no_grad():
+        layer = head.layers[0].mlp
+        if right:  # the layer adds to it, the norm takes it back
+            layer.gate_proj.weight[0, 0] = layer.up_proj.weight[0, 0] = 1
+            layer.down_proj.weight[2, 0] = 0.45 / 32
+            head.norm.weight[2] = 0.1
+        else:  # the norm enlarges it
+            head.fc.weight[2, 0] = 0.15
+            head.norm.weight[2] = 3
+        head.lm_head.weight[9, 2] = 1 / head.norm.weight[2] if right else 1
+    write(fit(head, judge), tmp_path, dtype=torch.float32)
+    change(tmp_path, {"norm_output": ...})
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = find_head(tmp_path, judge)
+    assert found.config.flag("norm_output") == right and found.agreement == 1.0
+    lines = [str(warning.message) for warning in told if issubclass(warning.category, HeadWarning)]
+    assert [("chosen: norm_output True" in line) for line in lines] == ([True] if right else [])
+
+
 def test_a_missing_theta_is_ten_thousand_or_the_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored(tmp_path)
     change(tmp_path, {"rope_theta": ...})
@@ -381,7 +445,7 @@ def test_a_missing_theta_is_ten_thousand_or_the_targets(tmp_path: Path, monkeypa
     assert len(read_checkpoint(tmp_path, "x", Shape(LAYERS, 10000.0)).told) == 1
 
     def score(head: FeatureHead, *rest: Any) -> probe.Score:
-        return probe.Score(0.5, -1.0 if head.config.layer.rope_parameters["rope_theta"] == 5e5 else -2.0)
+        return made_up_score(0.5, -1.0 if head.config.layer.rope_parameters["rope_theta"] == 5e5 else -2.0)
 
     monkeypatch.setattr(probe, "score", score)
     with pytest.warns(HeadWarning, match="chosen: rope_theta 500000.0, which agrees with .* on 50%"):
@@ -437,9 +501,9 @@ def put(**tensors: Tensor) -> Callable[[Tensors], Any]:
     ("kind", "config", "tensors", "message"),
     [
         ("eagle3", {}, drop("norm.weight"), "taken for a head of kind eagle3, lacks norm.weight$"),
-        ("eagle3", {}, put(mask_hidden=torch.ones(1, 9)), "has mask_hidden, which this kind of head does not use$"),
+        ("eagle3", {}, put(nonsense=torch.ones(1, 9)), "has nonsense, which this kind of head does not use$"),
         ("eagle", {}, put(layers__1__mlp__up_proj__weight=torch.ones(2)), "has layers.1.mlp.up_proj.weight, which"),
-        ("eagle3-deep", {"num_hidden_layers": 1}, None, r"has layers\.1\.\S+(, \S+){7} and 1 more, which"),
+        ("eagle3-deep", {}, drop("layers.1.self_attn.q_proj.weight"), r"has layers\.1\.\S+(, \S+){7}, which"),
         ("eagle3", {}, put(norm__weight=torch.ones(5)), r"has norm.weight as \(5,\) instead of \(32,\)$"),
         ("eagle3", {}, put(norm__weight=torch.ones(32).long()), r"numbers in norm.weight \(torch.int64\)"),
         ("eagle3", {"intermediate_size": 12}, None, r"down_proj.weight as \(32, 48\) instead of \(32, 12\)"),
@@ -451,13 +515,16 @@ def put(**tensors: Tensor) -> Callable[[Tensors], Any]:
         ("eagle3", {"vocab_size": "many"}, None, "says vocab_size: 'many', which must be a whole number"),
         ("eagle3", {"rms_norm_eps": None}, None, "says rms_norm_eps: None"),
         ("eagle3", {"hidden_act": "magic"}, None, "the activation 'magic'"),
-        ("eagle3", {"rope_scaling": {"rope_type": "mrope"}}, None, r"rotary positions .* \(mrope\)"),
+        ("eagle3", {"rope_scaling": {"rope_type": "spiral"}}, None, r"rotary positions .* \(spiral\)"),
+        ("eagle3", {"partial_rotary_factor": 1.5}, None, "says partial_rotary_factor: 1.5, which must be a number"),
+        ("eagle3", {"partial_rotary_factor": 0.4}, None, "rotates 3 of 8 channels, which must be an even number"),
+        ("eagle3", {"logit_scale": 0}, None, "says logit_scale: 0, which must be a number above 0"),
         ("eagle3", {"rope_theta": "big"}, None, "rope_theta: 'big'"),
         ("eagle3", {"eagle_config": [1]}, None, "not as a JSON object"),
-        ("eagle3", {"speculators_model_type": "dflash"}, None, "is a dflash speculator; windfall reads eagle3 ones"),
+        ("eagle3", {"speculators_model_type": "later"}, None, "is a later speculator; windfall reads eagle3 ones"),
         ("eagle3", {}, put(model__norm__weight=torch.ones(32)), "has norm.weight twice"),
         ("eagle3", {}, drop("fc.weight"), "lacks fc.weight"),
-        ("griffin", {"num_hidden_layers": 2}, None, "has 2 layers; a griffin head has one"),
+        ("griffin", {}, put(layers__1__self_attn__q_proj__weight=torch.ones(2)), "2 layers; a griffin head has one"),
         ("griffin", {}, drop("fc.mlp.up_proj.weight"), "of kind griffin, lacks fc.mlp.up_proj.weight"),
         ("eagle3-pruned", {}, drop("d2t"), "drafts 30 of 61 tokens and lacks d2t"),
         ("eagle3-pruned", {}, put(d2t=torch.zeros(29).long()), "d2t has 29 entries for 30 drafted tokens"),
@@ -526,6 +593,36 @@ def test_heads_of_another_target(tmp_path: Path, other: dict[str, int], message:
     stored(tmp_path)
     with pytest.raises(InputError, match=message):
         windfall.load(tiny(**other), str(tmp_path), "beam")
+
+
+def test_a_padded_vocabulary_whose_drafted_tokens_fit(tmp_path: Path) -> None:
+    """The embedding has more rows than the target; no drafted token is among them."""
+    stored(tmp_path, "eagle3-pruned")
+
+    def pad(held: Tensors) -> None:
+        held["embed_tokens.weight"] = torch.cat([held["embed_tokens.weight"], torch.zeros(3, WIDTH)])
+        held["t2d"] = torch.cat([held["t2d"], torch.zeros(3, dtype=torch.bool)])
+
+    change(tmp_path, {"vocab_size": VOCABULARY + 3}, pad)
+    found = fit(read(tmp_path), target())
+    assert torch.equal(logits(found), logits(random_head("eagle3-pruned")))
+    generates_the_same_text(found)
+    change(tmp_path, {"vocab_size": VOCABULARY})  # some give the target's size beside padded rows
+    assert torch.equal(logits(read(tmp_path)), logits(random_head("eagle3-pruned")))
+    change(tmp_path, tensors=lambda held: held["d2t"][-1:].fill_(VOCABULARY + 1 - 29) and held["t2d"].fill_(True))
+    with pytest.raises(InputError, match=r"drafts 64 tokens; .* has 61"):
+        fit(read(tmp_path), target())
+
+
+def test_a_scale_of_the_logits_is_borrowed_and_written(tmp_path: Path) -> None:
+    for kind in ("eagle", "eagle3"):
+        stored(tmp_path / kind, kind, light=True)
+        change(tmp_path / kind, {"logit_scale": 0.25})
+        head = read(tmp_path / kind)
+        assert torch.allclose(logits(head), 0.25 * logits(random_head(kind)), rtol=1e-5, atol=1e-5)
+        for light in (False, True):
+            write(head, tmp_path / "again", dtype=torch.float32, light=light)
+            assert torch.allclose(logits(read(tmp_path / "again")), logits(head), rtol=1e-5, atol=1e-5)
 
 
 def test_a_narrower_head_needs_its_own_words(tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def _kind_of_drafter(model: Any) -> str:
                 f"there is no drafter '{model}'; there are {names}; or give a folder or hub id (owner/name)"
             )
         folder = find(os.fspath(model))
-        kind = None if folder is None else recognise(folder)
+        kind = None if folder is None else recognise(folder, os.fspath(model))
     else:
         kind = kind_of(model)
         if kind is None:

@@ -27,6 +27,7 @@ class HeadConfig:
     draft_vocab_size: int | None = None  # where it is smaller
     flags: dict[str, bool] = field(default_factory=dict)  # the variants of a kind, see the kinds' own files
     windows: tuple[int | None, ...] = ()  # positions that each layer's attention sees, its own included; None: all
+    logit_scale: float = 1.0  # factor of the logits of a borrowed vocabulary; a file's own one includes it
 
     def flag(self, name: str) -> bool:
         return self.flags.get(name, False)
@@ -54,7 +55,7 @@ class FeatureHead(nn.Module):
         self.config = config
         self.rotary = Rotary(config.layer)
         self.draft_tokens: Tensor | None = None  # [Vd] target id of each draft id; None: the target's vocabulary
-        self.agreement: float | None = None  # share of first guesses that were the target's, where that was measured
+        self.agreement: float | None = None  # share of first guesses that were the target's, where measured
         self._shared: dict[str, Any] = {}
         self.rounded: Rounded | None = None  # in place of the vocabulary, see `fitting.rounding`
         width = config.layer.hidden_size
@@ -68,6 +69,9 @@ class FeatureHead(nn.Module):
             self.draft_tokens = self.draft_tokens.to(vocabulary.device)
             vocabulary = vocabulary.detach()[self.draft_tokens].contiguous()
             bias = None if bias is None else bias.detach()[self.draft_tokens]
+        if self.config.logit_scale != 1:
+            vocabulary = vocabulary.detach() * self.config.logit_scale
+            bias = None if bias is None else bias.detach() * self.config.logit_scale
         self._shared = {"embedding": embedding.detach(), "vocabulary": vocabulary.detach(), "bias": bias}
 
     @property

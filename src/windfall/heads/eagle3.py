@@ -14,7 +14,8 @@ from windfall.heads.layers import MLP, Attention, Memory, RMSNorm
 
 class Eagle3(FeatureHead):
     """Flags: fc_norm (each tap normalised before `fc`), norm_before_fc (all taps together), norm_output (the recycled
-    feature is the normed one), norm_before_residual (so is the residual), fc_bias, own_vocabulary, own_embedding."""
+    feature is the normed one), norm_before_residual (so is the residual), final_state (reads the target's final state
+    alone, without `fc`), fc_bias, own_vocabulary, own_embedding."""
 
     def __init__(self, config: HeadConfig):
         super().__init__(config)
@@ -24,7 +25,8 @@ class Eagle3(FeatureHead):
             self.fc_norm = nn.ModuleList(RMSNorm(config.target_hidden, eps) for _ in range(taps))
         if config.flag("norm_before_fc"):
             self.input_norm = RMSNorm(taps * config.target_hidden, eps)
-        self.fc = nn.Linear(taps * config.target_hidden, width, config.flag("fc_bias"))
+        if not config.flag("final_state"):
+            self.fc = nn.Linear(taps * config.target_hidden, width, config.flag("fc_bias"))
         self.layers = nn.ModuleList([SideBySide(config), *(Plain(layer, i) for i in range(1, layer.num_hidden_layers))])
         self.norm = RMSNorm(width, eps)
 
@@ -34,6 +36,8 @@ class Eagle3(FeatureHead):
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
         if self.config.flag("norm_before_fc"):
             features = self.input_norm(features)
+        if self.config.flag("final_state"):
+            return features
         fused: Tensor = self.fc(features)
         return fused
 

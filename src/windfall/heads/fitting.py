@@ -88,11 +88,12 @@ def check_fit(head: FeatureHead, target: Target) -> None:
     config, own = head.config, target.decoder.config.hidden_size
     if config.target_hidden != own:
         raise InputError(f"this head reads hidden states of width {config.target_hidden}; {target.name} has {own}")
-    if config.vocab_size > target.vocab_size:
+    tokens = head.draft_tokens
+    if config.vocab_size > target.vocab_size and (tokens is None or int(tokens.max()) >= target.vocab_size):
         raise InputError(f"this head drafts {config.vocab_size} tokens; {target.name} has {target.vocab_size}")
-    tokens = target.vocab_size if target.tokenizer is None else min(len(target.tokenizer), target.vocab_size)
-    if config.vocab_size < tokens:
-        raise InputError(f"this head knows {config.vocab_size} tokens; {target.name} has {tokens}")
+    known = target.vocab_size if target.tokenizer is None else min(len(target.tokenizer), target.vocab_size)
+    if config.vocab_size < known:
+        raise InputError(f"this head knows {config.vocab_size} tokens; {target.name} has {known}")
     deepest = target.decoder.config.num_hidden_layers
     if any(tap > deepest for tap in config.taps):
         raise InputError(f"this head reads layer {max(config.taps)}; {target.name} has {deepest} layers")

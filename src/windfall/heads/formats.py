@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from windfall.folder import readable
 from windfall.heads.base import FeatureHead, HeadConfig
 from windfall.heads.files import locate, read_config, read_tensors, write_folder
-from windfall.heads.kinds import KINDS, load, match, plain, recognise
+from windfall.heads.kinds import KINDS, load, match, plain, recognise, refuse_unread
 from windfall.quiet import first_line, quiet
 from windfall.records import InputError
 from windfall.shipped import TARGET, fingerprint
@@ -46,6 +47,8 @@ LAYER = (  # keys of a layer's config that are written as they are
 )
 AUX = "eagle_aux_hidden_state_layer_ids"
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of layer_types
+AXES = ("mrope_section", "mrope_interleaved")  # how positions in images share the channels
+PARTIAL = "partial_rotary_factor"
 
 
 class Shape(NamedTuple):
@@ -67,7 +70,7 @@ class Axis(NamedTuple):
 
     name: str
     told: Sequence[Any]  # what the file can mean, likeliest first
-    others: Sequence[Any] = ()  # what to try if none of these agrees with the target
+    others: Sequence[Any] = ()  # what it means to other projects; taken where it surely agrees better
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,10 @@ class Checkpoint:
     draft_tokens: Tensor | None
     told: list[Reading] = field(default_factory=list)  # what the file can mean; one, unless it is ambiguous
     others: list[Reading] = field(default_factory=list)  # what other projects would have meant by it
+
+    @property
+    def readings(self) -> list[Reading]:
+        return [*self.told, *self.others]
 
     def build(self, reading: Reading) -> FeatureHead:
         """The head in this reading; all readings share their tensors."""
@@ -111,7 +118,7 @@ def read(source: str | os.PathLike[str], target: Any = None) -> Any:
     `windfall.heads.loading.find_head` also tries the other readings.
     """
     folder, label = locate(source), os.fspath(source)
-    kind = recognise(folder)
+    kind = recognise(folder, label)
     if kind is not None and KINDS[kind].drafter != "head":
         with readable(f"cannot read '{label}'", label):
             return load(KINDS[kind].reader)(folder, target)
@@ -123,14 +130,16 @@ def read_checkpoint(folder: Path, label: str, shape: Shape | None) -> Checkpoint
     """A feature head's files, with every way to take them."""
     config, tensors = read_config(folder, label), plainly_named(read_tensors(folder, label), label)
     kind = match(config, set(tensors))
+    refuse_unread(kind, config, set(tensors), label)
     if kind is None or KINDS[kind].drafter != "head":
         known = [name for name, entry in KINDS.items() if entry.drafter == "head"]
         other = "no draft head" if kind is None else f"a {kind} head, which drafter {KINDS[kind].drafter} takes"
         raise InputError(f"'{label}' is {other}; here it must be one of {', '.join(known)}")
     with readable(f"cannot read '{label}'", label):
         draft_tokens = draft_vocabulary(config, tensors, label)
-        found = Checkpoint(label, tensors, draft_tokens)
         parse = Parser(kind, config, tensors, label, shape)
+        parse.tidy()
+        found = Checkpoint(label, tensors, draft_tokens)
         found.told, found.others = parse.readings(None if draft_tokens is None else len(draft_tokens))
     return found
 
@@ -150,7 +159,7 @@ def plainly_named(tensors: dict[str, Tensor], label: str) -> dict[str, Tensor]:
 def draft_vocabulary(config: Mapping[str, Any], tensors: dict[str, Tensor], label: str) -> Tensor | None:
     """[Vd] target id of each draft id; None: the whole vocabulary. Takes d2t and t2d out of the tensors."""
     offsets, mask = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    whole, reduced = _whole(layer_of(config), "vocab_size", label), config.get("draft_vocab_size")
+    whole, reduced = vocabulary_size(config, tensors, label), config.get("draft_vocab_size")
     listed = whole if offsets is None else offsets.numel()
     rows = len(tensors["lm_head.weight"]) if "lm_head.weight" in tensors else reduced or listed
     if offsets is None:
@@ -164,9 +173,15 @@ def draft_vocabulary(config: Mapping[str, Any], tensors: dict[str, Tensor], labe
     tokens = torch.arange(len(offsets)) + offsets.long()
     if not 0 <= int(tokens.min()) <= int(tokens.max()) < whole or len(set(tokens.tolist())) != len(tokens):
         raise InputError(f"'{label}': d2t must lead from each draft id to another of the target's {whole} tokens")
-    if mask is not None and (mask.shape != (whole,) or not bool(mask.bool()[tokens].all())):
+    if mask is not None and (mask.dim() != 1 or len(mask) <= tokens.max() or not bool(mask.bool()[tokens].all())):
         raise InputError(f"'{label}': d2t and t2d contradict each other")
     return None if torch.equal(tokens, torch.arange(whole)) else tokens
+
+
+def vocabulary_size(config: Mapping[str, Any], tensors: Mapping[str, Tensor], label: str) -> int:
+    """How many of the target's tokens the head knows: the rows of its embedding, which may be padded, if it has one."""
+    own = tensors.get("embed_tokens.weight")
+    return _whole(layer_of(config), "vocab_size", label) if own is None or own.dim() != 2 else len(own)
 
 
 def layer_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,9 +208,26 @@ class Parser:
             self._refuse(f"is a {self.config['speculators_model_type']} speculator; windfall reads eagle3 ones")
         if not isinstance(self.nested, dict):
             self._refuse("says eagle_config, but not as a JSON object")
+        said = self.config | self.nested
+        self.final_state = self.kind == "eagle3" and said.get("use_aux_hidden_state") is False
+        scaled = self.layer.get("logit_scale", self.config.get("logit_scale")) is not None
+        self.logit_scale = self._number("logit_scale", 1.0) if scaled else 1.0
+
+    def tidy(self) -> None:
+        """Take out tensors that no engine reads, and let the head's own vocabulary include `logit_scale`."""
+        for name in list(self.tensors):
+            later = re.fullmatch(r"layers\.([1-9]\d*)\.hidden_norm\.weight", name)
+            unread = later and f"layers.{later[1]}.input_layernorm.weight" in self.tensors
+            if unread or (self.final_state and name.startswith("fc.")):
+                del self.tensors[name]
+        own = self.tensors.get("lm_head.weight")
+        if own is not None and own.is_floating_point() and self.logit_scale != 1:
+            self.tensors["lm_head.weight"] = (own.float() * self.logit_scale).to(own.dtype)
+            self.logit_scale = 1.0
 
     def readings(self, drafted: int | None) -> tuple[list[Reading], list[Reading]]:
-        axes = [self._taps(), self._residual(), self._theta(), Axis("order", ["embedding first"], ["feature first"])]
+        order = Axis("order", ["embedding first"], ["feature first"])
+        axes = [self._taps(), self._residual(), self._output(), self._theta(), order]
         told = self._product(axes, [axis.told for axis in axes], drafted)
         every = self._product(axes, [(*axis.told, *axis.others) for axis in axes], drafted)
         known = [reading.choices for reading in told]
@@ -212,17 +244,18 @@ class Parser:
             layer=self._layer_config(chosen["rope_theta"]),
             target_hidden=self._target_hidden(),
             taps=tuple(chosen["taps"]),
-            vocab_size=self._whole("vocab_size"),
+            vocab_size=vocabulary_size(self.config, self.tensors, self.label),
             draft_vocab_size=drafted,
-            flags={**self._flags(), "norm_before_residual": chosen["norm_before_residual"]},
+            flags={**self._flags(), **{name: chosen[name] for name in ("norm_before_residual", "norm_output")}},
             windows=self._windows(),
+            logit_scale=self.logit_scale,
         )
 
     # -- what differs between projects
 
     def _taps(self) -> Axis:
         """Which states it reads. Boundary k lies after k layers: the output of layer i is boundary i + 1."""
-        if self.kind != "eagle3":
+        if self.kind != "eagle3" or self.final_state:
             return Axis("taps", [[-1]])
         plainly, inside = self.config.get(AUX), self.nested.get(AUX)
         ids = self._ids(plainly if plainly is not None else inside)
@@ -231,10 +264,7 @@ class Parser:
             return Axis("taps", [usual], self._possible([[i + 1 for i in usual], [i - 1 for i in usual]]))
         if plainly is not None:
             return Axis("taps", [ids], [] if self.speculators else self._possible([[i + 1 for i in ids]]))
-        outputs = [i + 1 for i in ids]
-        if ids[0] == 1:
-            return Axis("taps", [outputs], [ids])
-        return Axis("taps", self._possible([outputs, ids]) or [ids])
+        return Axis("taps", self._possible([[i + 1 for i in ids], ids]) or [ids])
 
     def _usual_taps(self) -> list[int]:
         if self.shape is None:
@@ -257,9 +287,15 @@ class Parser:
             return Axis("norm_before_residual", [False, True])
         return Axis("norm_before_residual", [False], [True])
 
+    def _output(self) -> Axis:
+        """Whether the next step reads the normed state; EAGLE-3.1 heads do, and their files may not say so."""
+        given = (self.config | self.nested).get("norm_output")
+        if given is not None or self.kind != "eagle3":
+            return Axis("norm_output", [bool(given)])
+        return Axis("norm_output", [False], [True])
+
     def _theta(self) -> Axis:
-        rope = self._rope()
-        given = self.layer.get("rope_theta") or rope.get("rope_theta")
+        given = self._rope().get("rope_theta") or self.layer.get("rope_theta")
         if given is not None:
             if not isinstance(given, int | float) or given <= 0:
                 self._refuse(f"says rope_theta: {given!r}, which must be a number above 0")
@@ -278,13 +314,15 @@ class Parser:
 
     def _count(self) -> int:
         """How many states it reads."""
+        if self.final_state:
+            return 1
         ids = self._ids(self.config.get(AUX) if self.config.get(AUX) is not None else self.nested.get(AUX))
         norms = sum(name.startswith("fc_norm.") for name in self.tensors)
         return len(ids) if ids else self.config.get("num_aux_hidden_states") or norms or 3
 
     def _target_hidden(self) -> int:
         width = self._whole("hidden_size")
-        if self.kind != "eagle3":
+        if self.kind != "eagle3" or self.final_state:
             return width
         fused, taps = self._columns("fc.weight"), self._count()
         told = self.config.get("target_hidden_size") or fused // taps
@@ -300,7 +338,7 @@ class Parser:
             "fc_bias": has("fc.bias"),
             "fc_norm": has("fc_norm.0.weight") or bool(said.get("fc_norm") or said.get("use_aux_norm")),
             "norm_before_fc": has("input_norm.weight") or bool(said.get("norm_before_fc")),
-            "norm_output": bool(said.get("norm_output")),
+            "final_state": self.final_state,
             "own_embedding": has("embed_tokens.weight"),
             "own_vocabulary": has("lm_head.weight"),
         }
@@ -315,7 +353,7 @@ class Parser:
             "intermediate_size": self._whole("intermediate_size"),
             "num_attention_heads": heads,
             "num_key_value_heads": self._whole("num_key_value_heads", heads),
-            "num_hidden_layers": self._whole("num_hidden_layers", 1),
+            "num_hidden_layers": self._layers(),
             "head_dim": queries // heads,
             "max_position_embeddings": self._whole("max_position_embeddings", context or 2048),
             "rms_norm_eps": self._number("rms_norm_eps", 1e-6),
@@ -325,6 +363,9 @@ class Parser:
             "mlp_bias": has("layers.0.mlp.gate_proj.bias"),
             "rope_parameters": {**rope, "rope_theta": theta},
         }
+        rotated = int(values["head_dim"] * rope.get("partial_rotary_factor", 1.0))
+        if rotated < 2 or rotated % 2:
+            self._refuse(f"rotates {rotated} of {values['head_dim']} channels, which must be an even number above 0")
         if self.kind == "griffin" and values["num_hidden_layers"] != 1:
             self._refuse(f"has {values['num_hidden_layers']} layers; a griffin head has one")
         try:
@@ -338,7 +379,7 @@ class Parser:
     def _windows(self) -> tuple[int | None, ...]:
         """By layer: `sliding_window` in layers that `layer_types` calls sliding, or, without that list, in those from
         `max_window_layers` on if `use_sliding_window` is true."""
-        layers, kinds = self._whole("num_hidden_layers", 1), self.layer.get("layer_types")
+        layers, kinds = self._layers(), self.layer.get("layer_types")
         used = self.layer.get("use_sliding_window")
         if self.layer.get("sliding_window") is None or used is False or (kinds is None and used is None):
             return ()
@@ -353,14 +394,27 @@ class Parser:
         found = tuple(window if kind == SLIDING else None for kind in kinds[:layers])
         return found if any(found) else ()
 
+    def _layers(self) -> int:
+        """As many as there are tensors for: configs may give the target's number."""
+        count = 1
+        while f"layers.{count}.self_attn.q_proj.weight" in self.tensors:
+            count += 1
+        return count
+
     def _rope(self) -> dict[str, Any]:
+        """Its rotary positions. Those of several axes (mrope) are all the same in a text, which makes them plain."""
         found = self.layer.get("rope_parameters") or self.layer.get("rope_scaling") or {}
         if not isinstance(found, dict):
             self._refuse("says rope_scaling, but not as a JSON object")
         kind = found.get("rope_type") or found.get("type") or "default"
-        if kind not in ("default", *ROPE_INIT_FUNCTIONS) or found.get("partial_rotary_factor") not in (None, 1):
+        kind = "default" if kind == "mrope" else kind
+        if kind not in ("default", *ROPE_INIT_FUNCTIONS):
             self._refuse(f"has rotary positions of a kind that windfall does not know ({kind})")
-        return {**copy.deepcopy(found), "rope_type": kind}
+        rope = {key: value for key, value in copy.deepcopy(found).items() if key not in (*AXES, PARTIAL, "type")}
+        share = found.get(PARTIAL) if found.get(PARTIAL) is not None else self.layer.get(PARTIAL)
+        if share is not None and (not isinstance(share, int | float) or not 0 < share <= 1):
+            self._refuse(f"says {PARTIAL}: {share!r}, which must be a number above 0 and up to 1")
+        return {**rope, "rope_type": kind, **({PARTIAL: share} if share not in (None, 1) else {})}
 
     def _activation(self) -> str:
         name = self.layer.get("hidden_act", "silu")
@@ -384,7 +438,7 @@ class Parser:
         return _whole(self.layer, key, self.label, default)
 
     def _number(self, key: str, default: float) -> float:
-        value = self.layer.get(key, default)
+        value = self.layer.get(key, self.config.get(key, default))
         if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
             self._refuse(f"says {key}: {value!r}, which must be a number above 0")
         return float(value)
@@ -473,15 +527,22 @@ def write(
     tensors = _tensors(head, light)
     vocabulary = len(tensors["embed_tokens.weight"]) if "embed_tokens.weight" in tensors else head.config.vocab_size
     config = _CONFIGS[format](head.config, vocabulary, str(dtype).removeprefix("torch."))
+    if "lm_head.weight" not in tensors and head.config.logit_scale != 1:
+        config["logit_scale"] = head.config.logit_scale
     if target is not None:
         config[TARGET] = {"name": target.name, **fingerprint(target)}
         if format == "speculators":
-            named = {"name_or_path": target.name, "architectures": [type(target.model).__name__]}
+            named = {"name_or_path": _source(target), "architectures": [type(target.model).__name__]}
             config["speculators_config"]["verifier"] = named
     saved = {name: tensor.detach().to("cpu", dtype).clone().contiguous() for name, tensor in tensors.items()}
     if format == "eagle3":
         saved = {_midlayer(name): tensor for name, tensor in saved.items()}
     write_folder(Path(folder), config, {**saved, **_mapping(head, vocabulary, light)})
+
+
+def _source(target: Target) -> str:
+    """Where speculators, which loads the target too, finds it: on the hub, or in its folder."""
+    return target.name if "/" in target.name else getattr(target.model, "name_or_path", "") or target.name
 
 
 def _tensors(head: FeatureHead, light: bool) -> dict[str, Tensor]:
@@ -519,12 +580,14 @@ def _midlayer(name: str) -> str:
 def _layer(config: HeadConfig, vocabulary: int) -> dict[str, Any]:
     """The head's own layer as transformers writes it."""
     layer = config.layer
-    rope = {key: value for key, value in layer.rope_parameters.items() if key not in ("rope_theta", "type")}
+    rope = {key: value for key, value in layer.rope_parameters.items() if key not in ("rope_theta", "type", PARTIAL)}
+    share = layer.rope_parameters.get(PARTIAL)
     return {
         "model_type": "qwen3" if getattr(layer, "qk_norm", False) else "llama",
         **{key: getattr(layer, key) for key in LAYER},
         "rope_theta": layer.rope_parameters["rope_theta"],
         "rope_scaling": rope if rope["rope_type"] != "default" else None,
+        **({} if share is None else {PARTIAL: share}),
         "vocab_size": vocabulary,
         "tie_word_embeddings": False,
         **_sliding(config),
@@ -552,6 +615,7 @@ def _eagle3_config(config: HeadConfig, vocabulary: int, dtype: str) -> dict[str,
     """Layers as boundaries (vLLM) at the top, as outputs (SGLang, ModelOpt) inside `eagle_config`."""
     outputs = [tap - 1 for tap in config.taps]
     nested = {"use_aux_hidden_state": True, AUX: outputs} if min(outputs) >= 0 else None
+    nested = {"use_aux_hidden_state": False} if config.flag("final_state") else nested
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "torch_dtype": dtype,
@@ -559,7 +623,7 @@ def _eagle3_config(config: HeadConfig, vocabulary: int, dtype: str) -> dict[str,
         "draft_vocab_size": config.draft_vocab_size or vocabulary,
         "target_hidden_size": config.target_hidden,
         **_variants(config),
-        AUX: list(config.taps),
+        **({} if config.flag("final_state") else {AUX: list(config.taps)}),
         **({"eagle_config": nested} if nested else {}),
     }
 
@@ -571,6 +635,8 @@ def _variants(config: HeadConfig) -> dict[str, bool]:
 def _check_speculators(config: HeadConfig) -> None:
     if config.target_hidden != config.layer.hidden_size:
         raise InputError("a speculators head has its target's width; write this one as eagle3")
+    if config.flag("final_state"):
+        raise InputError("a speculators head reads several of its target's states; write this one as eagle3")
     if config.flag("fc_bias") or (config.flag("fc_norm") and config.flag("norm_before_fc")):
         raise InputError("speculators has no fc bias and one norm before fc at the most; write this head as eagle3")
 

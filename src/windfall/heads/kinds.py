@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-Config = dict[str, Any]
-Names = set[str]
+from windfall.heads.unread import Config, Names, is_model, quantised, refuse, refuse_quantised, unread
 
 
 class Kind(NamedTuple):
@@ -59,16 +58,34 @@ KINDS: dict[str, Kind] = {  # the first that matches
 }
 
 
-def recognise(folder: Path) -> str | None:
-    """The kind of head that a folder holds; None: no head, as far as its files can be read."""
+def recognise(folder: Path, label: str | None = None) -> str | None:
+    """The kind of head that a folder holds; None: no head, as far as its files can be read.
+
+    A head of a known kind that windfall does not read is refused. `label` is what the folder is called in that line.
+    """
     from windfall.heads.files import CONFIG, tensor_names
 
     try:
         config = json.loads((folder / CONFIG).read_text("utf-8"))
     except (OSError, ValueError):
         config = {}
+    config = config if isinstance(config, dict) else {}
     names = {plain(name) for name in tensor_names(folder)}
-    return match(config if isinstance(config, dict) else {}, names)
+    kind = match(config, names)
+    refuse_unread(kind, config, names, str(folder) if label is None else label, kind is None and is_model(names))
+    return kind
+
+
+def refuse_unread(kind: str | None, config: Config, names: Names, label: str, whole: bool = False) -> None:
+    """Raise an InputError if these files are of a known kind that windfall does not read, or quantised.
+
+    `whole` says that they are a language model, which drafts as one whatever layers it has besides.
+    """
+    other = unread(config, names)
+    if other is not None and not (whole and other.inside):
+        raise refuse(other, label)
+    if kind is not None and quantised(names):
+        raise refuse_quantised(kind, label)
 
 
 def match(config: Config, names: Names) -> str | None:

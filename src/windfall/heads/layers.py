@@ -3,6 +3,7 @@ matter: one forward serves cached drafting and every way of training."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Protocol
 
 import torch
@@ -115,12 +116,18 @@ class MLP(nn.Module):
 class Rotary(nn.Module):
     """Angles of any rope type that transformers knows, made where and when they are first needed.
 
-    Positions must stay below what the configuration scales for: nothing is re-estimated while decoding.
+    Positions must stay below what the configuration scales for: nothing is re-estimated while decoding. With
+    `partial_rotary_factor` only that share of a head's channels is rotated, and there are angles for those alone.
     """
 
     def __init__(self, config: Any):
         super().__init__()
-        self._config = config
+        self._config, self.rotated = config, head_dim(config)
+        rope = dict(getattr(config, "rope_parameters", None) or {})
+        if rope.get("rope_type") != "proportional" and (share := rope.pop("partial_rotary_factor", None)) is not None:
+            self.rotated = int(self.rotated * share)
+            self._config = copy.copy(config)
+            self._config.head_dim, self._config.rope_parameters = self.rotated, rope
         self._made: dict[torch.device, Any] = {}
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -138,7 +145,9 @@ class Rotary(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary positions to [B, heads, n, d], halves paired as transformers does."""
+    """Apply rotary positions to [B, heads, n, d], halves paired as transformers does; channels past the angles stay."""
+    if (rotated := cos.shape[-1]) < x.shape[-1]:
+        return torch.cat([rotate(x[..., :rotated], cos, sin), x[..., rotated:]], -1)
     left, right = x.chunk(2, -1)
     return x * cos + torch.cat([-right, left], -1) * sin
 

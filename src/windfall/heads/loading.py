@@ -36,7 +36,7 @@ def find_head(head: Any, target: Target, drafter: str | None = None) -> FeatureH
     if not isinstance(head, str | os.PathLike):
         raise InputError(f"a head is a folder, a hub id or a loaded FeatureHead, not a {type(head).__name__}")
     folder, label = locate(head), os.fspath(head)
-    kind = recognise(folder)
+    kind = recognise(folder, label)
     _check_kind(kind, drafter, label)
     if kind is not None and KINDS[kind].drafter != "head":
         return fit(formats.read(folder, target.decoder.config), target)

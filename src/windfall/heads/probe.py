@@ -1,8 +1,10 @@
-"""Which of several readings of a head's file is right: the one whose first guesses are most often the target's."""
+"""Which of several readings of a head's file is right: the one whose guesses, over a few drafted steps, are the
+target's most often."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from windfall.batch import Rows
 from windfall.errors import HeadWarning as HeadWarning
-from windfall.heads.base import FeatureHead
+from windfall.heads.base import FeatureHead, Guess
 from windfall.heads.files import find
 from windfall.heads.fitting import fit
 from windfall.heads.layers import Unrolled
@@ -22,13 +24,18 @@ if TYPE_CHECKING:
     from windfall.heads.formats import Checkpoint, Reading
     from windfall.target import Target
 
-TOKENS = 64
-ENOUGH = 0.3  # share of agreeing guesses below which something is wrong
+TOKENS = 128  # of the known text
+OWN_TOKENS = 64  # of the target's own text, which takes a pass for each
+STEPS = 3  # drafted tokens after each token of the text; from the second on a head reads its own state
+ENOUGH = 0.3  # share of agreeing first guesses below which something is wrong
+SURE = 2.0  # standard errors by which a reading that the file does not mean must be more likely than what it means
 QUESTION = SAMPLES[-1]
 ANSWER = (
     "Weather is what happens in the air at a certain place and time: rain, sunshine, wind, and how warm or cold it is. "
     "It can change within hours. Climate is what the weather of a place is like over many years. In short, climate is "
-    "what you expect, and weather is what you get. A single cold day says little about the climate."
+    "what you expect, and weather is what you get. A single cold day says little about the climate. To learn how it "
+    "changes, people compare the average of many years with that of many years before. They measure the temperature of "
+    "the air and of the sea, how much rain and snow falls, and how much ice there is on land and on the water."
 )
 
 
@@ -42,60 +49,103 @@ class Text(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Compared in this order: nearly equal agreements are told apart by likelihood."""
+    """How a reading's guesses compare with the target's tokens, over all steps unless it says otherwise."""
 
     agreement: float  # share of guesses that were the target's
     likelihood: float  # mean log-probability of the target's token
+    first: float  # agreement of the first step alone
+    each: Tensor  # [n] log-probabilities whose mean is `likelihood`
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Nearly equal agreements are told apart by likelihood."""
+        return self.agreement, self.likelihood
+
+    def surely_above(self, other: Score) -> bool:
+        """Whether this one is better by more than chance explains, the guesses being for the same tokens."""
+        gain = (self.each - other.each).double()
+        error = float(gain.std()) / len(gain) ** 0.5 if len(gain) > 1 else 0.0
+        return self.rank > other.rank and float(gain.mean()) > SURE * error
 
 
 def choose(checkpoint: Checkpoint, target: Target) -> FeatureHead:
-    """The head in the reading that agrees best; whatever had to be guessed is told as a HeadWarning.
+    """The head in the reading that agrees best; a HeadWarning tells what had to be guessed.
 
-    One pass of the target over a known text, and one of each reading that the file allows. Where none agrees, the
-    target writes a text of its own, and what other projects would have meant by the file is tried too.
+    One pass of the target over a known text. The best of the readings that the file allows is compared with those of
+    other projects that differ from it in one respect, which must be better by more than chance. Where even the best
+    hardly agrees, all of them are tried on a text that the target writes.
     """
     fit(checkpoint.build(checkpoint.told[0]), target)  # refuses another target's head before anything is computed
     checkpoint.to(target.device, target.decoder.dtype)
-    readings = checkpoint.told
-    scores = _measure(readings, checkpoint, target, *sample(target))
-    best = max(range(len(scores)), key=scores.__getitem__)
-    if scores[best].agreement < ENOUGH:
-        readings = [*checkpoint.told, *checkpoint.others]
-        scores = _measure(readings, checkpoint, target, *continued(target))
-        best = max(range(len(checkpoint.told)), key=scores.__getitem__)
-        other = max(range(len(scores)), key=scores.__getitem__)
-        best = other if scores[other].agreement >= ENOUGH else best
-    head = fit(checkpoint.build(readings[best]), target)
-    head.agreement = scores[best].agreement
-    _tell(checkpoint, target, readings, scores, best)
+    trial = Trial(checkpoint, target, *sample(target))
+    best = trial.climb(trial.best(checkpoint.told))
+    if trial.score(best).first < ENOUGH:
+        trial = Trial(checkpoint, target, *continued(target))
+        best, other = trial.best(checkpoint.told), trial.best(checkpoint.readings)
+        best = other if trial.score(other).first >= ENOUGH else best
+    head = fit(checkpoint.build(best), target)
+    head.agreement = trial.score(best).first
+    _tell(checkpoint, target, trial, best)
     return head
 
 
-def _measure(
-    readings: list[Reading], checkpoint: Checkpoint, target: Target, tokens: list[int], start: int
-) -> list[Score]:
-    taps = sorted({tap for reading in readings for tap in reading.config.taps})
-    text = scored(target, tokens, start, taps)
-    return [score(fit(checkpoint.build(reading), target), text, checkpoint.label) for reading in readings]
+class Trial:
+    """The readings of a checkpoint compared on one text; a reading is scored when it is first asked about."""
+
+    def __init__(self, checkpoint: Checkpoint, target: Target, tokens: list[int], start: int):
+        self._checkpoint, self._target = checkpoint, target
+        taps = sorted({tap for reading in checkpoint.readings for tap in reading.config.taps})
+        self._text = scored(target, tokens, start, taps)
+        self._scores: list[tuple[Reading, Score]] = []
+
+    def score(self, reading: Reading) -> Score:
+        known = next((found for tried, found in self._scores if tried is reading), None)
+        if known is None:
+            head = fit(self._checkpoint.build(reading), self._target)
+            known = score(head, self._text, self._checkpoint.label)
+            self._scores.append((reading, known))
+        return known
+
+    def best(self, readings: Sequence[Reading]) -> Reading:
+        return max(readings, key=lambda reading: self.score(reading).rank)
+
+    def climb(self, best: Reading) -> Reading:
+        """From this reading to surely better ones, each different in one respect, as far as there are any."""
+        while True:
+            near = [other for other in self._checkpoint.others if _differences(best, other) == 1]
+            better = [other for other in near if self.score(other).surely_above(self.score(best))]
+            if not better:
+                return best
+            best = self.best(better)
+
+    def next_best(self, choices: dict[str, Any]) -> float:
+        """The best agreement that was found with other choices than these."""
+        others = [
+            found for tried, found in self._scores if any(tried.choices[axis] != choices[axis] for axis in choices)
+        ]
+        return max((found.agreement for found in others), default=0.0)
 
 
-def _tell(checkpoint: Checkpoint, target: Target, readings: list[Reading], scores: list[Score], best: int) -> None:
-    agreement, chosen = scores[best].agreement, readings[best]
+def _differences(one: Reading, other: Reading) -> int:
+    return sum(value != other.choices[axis] for axis, value in one.choices.items())
+
+
+def _tell(checkpoint: Checkpoint, target: Target, trial: Trial, chosen: Reading) -> None:
+    found = trial.score(chosen)
     if len(checkpoint.told) > 1 or chosen not in checkpoint.told:
         differs = {
             axis: value
             for axis, value in chosen.choices.items()
             if any(reading.choices[axis] != value for reading in [*checkpoint.told, chosen])
         }
-        rest = max((s.agreement for i, s in enumerate(scores) if i != best), default=0.0)
         unsure = "allows several readings" if chosen in checkpoint.told else "seems to mean something else than it says"
         _warn(
             f"'{checkpoint.label}' {unsure}; chosen: {_worded(differs)}, which agrees with {target.name} "
-            f"on {agreement:.0%} of the tokens (the next best on {rest:.0%})"
+            f"on {found.agreement:.0%} of the tokens (the next best on {trial.next_best(differs):.0%})"
         )
-    if agreement < ENOUGH:
+    if found.first < ENOUGH:
         _warn(
-            f"'{checkpoint.label}' agrees with {target.name} on {agreement:.0%} of the tokens only: "
+            f"'{checkpoint.label}' agrees with {target.name} on {found.first:.0%} of the tokens only: "
             f"{_reason(checkpoint.label, target)}, and will hardly speed up this one"
         )
 
@@ -120,24 +170,49 @@ def _warn(message: str) -> None:
 
 @torch.inference_mode()
 def score(head: FeatureHead, text: Text, label: str) -> Score:
-    """How the head's first guess after each token of the answer compares with the target's."""
+    """How the head's guesses compare with the target's, when it drafts after each token of the answer."""
     features = torch.cat([text.states[tap] for tap in head.config.taps], -1)[:-1]
+    columns, first = len(features), max(text.start - 2, 0)  # column t guesses what follows token t + 1
+    right: list[Tensor] = []
+    likely: list[Tensor] = []
+    for step, guess in enumerate(rollout(head, features, text.tokens, min(STEPS, columns - first))):
+        logq = torch.log_softmax(head.logits(guess.state[0, first : columns - step]).float(), -1)
+        if not bool(torch.isfinite(logq).all()):
+            raise InputError(f"'{label}' computes no finite numbers: its weights are damaged, or need more precision")
+        hits, chances = _compared(logq, text.wanted[first + 1 + step :], head.draft_tokens)
+        right.append(hits)
+        likely.append(chances)
+    each = torch.cat(likely)
+    likelihood = float(each.mean()) if len(each) else -1e9
+    return Score(float(torch.cat(right).mean()), likelihood, float(right[0].mean()), each)
+
+
+def rollout(head: FeatureHead, features: Tensor, tokens: Tensor, steps: int) -> Iterator[Guess]:
+    """Draft this many steps after every token of a text [n] at once, from the states [n - 1, taps * H] before them.
+
+    The drafted tokens are the text's own, so that the last `step` rows of a step mean nothing. A row of a later step
+    sees the text's rows up to its own and the earlier rows of its own chain.
+    """
     columns = len(features)
-    memory = Unrolled(head.config.windows)
-    memory.mask = torch.ones(1, columns, columns, dtype=torch.bool, device=head.device).tril()
+    memory, hidden = Unrolled(head.config.windows), head.fuse(features)[None]
     positions = torch.arange(columns, device=head.device)[None]
-    memory.age = positions[:, :, None] - positions[:, None]
-    guess = head(text.tokens[None, 1:], head.fuse(features)[None], positions, memory)
-    first = max(text.start - 2, 0)  # column t guesses what follows token t + 1
-    logq = torch.log_softmax(head.logits(guess.state[0, first:]).float(), -1)
-    if not bool(torch.isfinite(logq).all()):
-        raise InputError(f"'{label}' computes no finite numbers: its weights are damaged, or need more precision")
-    wanted, best = text.wanted[first + 1 :], logq.argmax(-1)
-    if head.draft_tokens is None:
-        return Score(float((best == wanted).float().mean()), float(logq.gather(1, wanted[:, None]).mean()))
-    known = (head.draft_tokens[None] == wanted[:, None]).nonzero()  # pairs of row and draft id
-    agreement = float((head.draft_tokens[best] == wanted).float().mean())
-    return Score(agreement, float(logq[known[:, 0], known[:, 1]].mean()) if len(known) else -1e9)
+    diagonal = torch.eye(columns, dtype=torch.bool, device=head.device)[None]
+    memory.mask, seen = torch.ones_like(diagonal).tril(), positions
+    for step in range(steps):
+        memory.age = (positions + step)[:, :, None] - seen[:, None]
+        guess = head(tokens[None, 1:].roll(-step, 1), hidden, positions + step, memory)
+        yield guess
+        hidden, memory.mask = guess.recycled, torch.cat([memory.mask, diagonal], -1)
+        seen = torch.cat([seen, positions + step + 1], 1)
+
+
+def _compared(logq: Tensor, wanted: Tensor, draft_tokens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Which likeliest tokens of logq [n, Vd] are the wanted ones, and the log-probabilities of those it can draft."""
+    best = logq.argmax(-1)
+    if draft_tokens is None:
+        return (best == wanted).float(), logq.gather(1, wanted[:, None])[:, 0]
+    known = (draft_tokens[None] == wanted[:, None]).nonzero()  # pairs of row and draft id
+    return (draft_tokens[best] == wanted).float(), logq[known[:, 0], known[:, 1]]
 
 
 @torch.inference_mode()
@@ -186,7 +261,7 @@ def continued(target: Target) -> tuple[list[int], int]:
     decoder.taps = ()
     target.prefill([tokens])
     try:
-        for _ in range(min(TOKENS, (target.context or 4096) - start)):
+        for _ in range(min(OWN_TOKENS, (target.context or 4096) - start)):
             [logits], _ = decoder.feed([Rows.chain(tokens[-1:], len(tokens) - 1)])
             decoder.commit([[0]])
             tokens.append(int(logits[-1].argmax()))

@@ -34,7 +34,7 @@ class Swift:
         config = head.config.layer
         if attention.q_norm is not None or not isinstance(layer.mlp.act, type(ACT2FN["silu"])):
             raise Unfit("its layer is not Llama's")
-        if layer.mlp.gate_proj.bias is not None or not steady(config):
+        if layer.mlp.gate_proj.bias is not None or not steady(config) or head.rotary.rotated != attention.dim:
             raise Unfit("its layer is not Llama's")
         self.head, self.layer, self.attention = head, layer, attention
         self.qkv, self.qkv_bias = merge(attention.q_proj, attention.k_proj, attention.v_proj)
@@ -52,6 +52,8 @@ class Swift:
             features = add_norm(parts, None, self.tap_norms, self.eps)[0].view_as(features)
         if self.head.config.flag("norm_before_fc"):
             features = add_norm(features, None, self.head.input_norm.weight, self.eps)[0]
+        if self.head.config.flag("final_state"):
+            return features
         return F.linear(features, self.head.fc.weight, self.head.fc.bias)
 
     def __call__(

@@ -1,0 +1,158 @@
+"""Known kinds of draft heads that windfall does not read: how each is recognised, and what reading it would take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from windfall.errors import InputError
+
+Config = dict[str, Any]
+Names = set[str]
+
+SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_packed", "qweight")  # of quantised weights
+MTP_LAYERS = ("mtp.", "mtp_layers.", "mtp_block.")  # MiMo, Qwen3-Next, LongCat
+MTP_PARTS = ("eh_proj.weight", "enorm.weight", "hnorm.weight")  # DeepSeek-V3, GLM-4.5
+
+
+class Unread(NamedTuple):
+    name: str
+    matches: Callable[[Config, Names], bool]  # config.json and the tensors' plain names; either may be empty
+    needed: str  # what windfall would need in order to read it
+    inside: bool = False  # it may be part of a whole language model, which drafts as one
+
+
+def _speculator(config: Config, kind: str) -> bool:
+    return bool(config.get("speculators_model_type") == kind)
+
+
+def _named(config: Config, *parts: str) -> bool:
+    """Whether the config's architecture or model type has one of these words in it."""
+    given = config.get("architectures")
+    words = [*(given if isinstance(given, list) else []), config.get("model_type", "")]
+    return any(part in str(word).lower() for part in parts for word in words)
+
+
+def _says(config: Config, *keys: str) -> bool:
+    """Whether the config, or its part about DFlash, has one of these keys."""
+    return any(config.get(key) is not None or _dflash(config).get(key) is not None for key in keys)
+
+
+def _dflash(config: Config) -> Config:
+    inner = config.get("dflash_config")
+    return inner if isinstance(inner, dict) else {}
+
+
+def _projector(config: Config) -> Any:
+    return _dflash(config).get("projector_type", config.get("projector_type"))
+
+
+def _begins(names: Names, *parts: str) -> bool:
+    return any(name.startswith(parts) for name in names)
+
+
+def _is_dflash2(config: Config, names: Names) -> bool:
+    told = _speculator(config, "dflash2") or _named(config, "dflash2") or _says(config, "selector_rank")
+    return told or _begins(names, "candidate_selector.")
+
+
+def _is_dspark(config: Config, names: Names) -> bool:
+    told = _speculator(config, "dspark") or _named(config, "dspark") or _projector(config) == "dspark"
+    return told or _says(config, "markov_rank") or any("markov_" in name for name in names)
+
+
+def _is_domino(config: Config, names: Names) -> bool:
+    return _named(config, "domino") or _projector(config) == "domino" or _begins(names, "prefix_gru.")
+
+
+def _is_xpress(config: Config, names: Names) -> bool:
+    return _speculator(config, "xpress") or _named(config, "xpress") or _begins(names, "refiner_head.")
+
+
+def _is_jetspec(config: Config, names: Names) -> bool:
+    return _speculator(config, "jetspec") or _named(config, "jetspec")
+
+
+def _is_dflash(config: Config, names: Names) -> bool:
+    told = _speculator(config, "dflash") or _named(config, "dflash") or "dflash_config" in config
+    return told or {"fc.weight", "hidden_norm.weight"} <= names
+
+
+def _is_peagle(config: Config, names: Names) -> bool:
+    return _speculator(config, "peagle") or _named(config, "peagle") or "mask_hidden" in names
+
+
+def _is_mtp(config: Config, names: Names) -> bool:
+    told = _speculator(config, "mtp") or _named(config, "mtp", "nextn")
+    return told or _begins(names, *MTP_LAYERS) or any(name.endswith(MTP_PARTS) for name in names)
+
+
+def _is_mla(config: Config, names: Names) -> bool:
+    latent = any(name.endswith("self_attn.kv_a_proj_with_mqa.weight") for name in names) or "kv_lora_rank" in config
+    return latent and (_named(config, "eagle3") or "layers.0.hidden_norm.weight" in names)
+
+
+def _is_assistant(config: Config, names: Names) -> bool:
+    told = str(config.get("model_type", "")).endswith("_assistant") or _named(config, "assistantforcausallm")
+    return told or {"pre_projection.weight", "post_projection.weight"} <= names
+
+
+def _is_mlp(config: Config, names: Names) -> bool:
+    return _named(config, "mlp_speculator", "mlpspeculator", "lstmspeculator") or _begins(names, "speculator.emb.")
+
+
+def _is_medusa2(config: Config, names: Names) -> bool:
+    heads = "medusa_num_heads" in config or _begins(names, "medusa_head")
+    return heads and _begins(names, "layers.", "base_model.")
+
+
+def _is_specexit(config: Config, names: Names) -> bool:
+    return "early_stop_method" in config or any("early_stop" in name for name in names)
+
+
+BLOCK = "a drafter that fills a block of masked tokens in one pass, with the target's states as keys and values"
+UNREAD = (  # the first that matches; the more special ones come first
+    Unread("DFlash 2", _is_dflash2, f"{BLOCK}, its convolutions and its candidate selector"),
+    Unread("DSpark", _is_dspark, f"{BLOCK}, and its Markov and confidence heads"),
+    Unread("Domino", _is_domino, f"{BLOCK}, and its GRU over the drafted tokens"),
+    Unread("XPress", _is_xpress, f"{BLOCK}, and its refiner head"),
+    Unread("JetSpec", _is_jetspec, f"{BLOCK}, under a causal mask"),
+    Unread("DFlash", _is_dflash, BLOCK),
+    Unread("P-EAGLE", _is_peagle, "a drafter that runs all depths in one pass, with mask_hidden for missing states"),
+    Unread(
+        "MTP", _is_mtp, "a drafter that runs the multi-token prediction layers of the target's own checkpoint", True
+    ),
+    Unread("EAGLE-3 with MLA", _is_mla, "multi-head latent attention in the head's layer"),
+    Unread("Gemma-4 assistant", _is_assistant, "a drafter that attends to the target's own keys and values"),
+    Unread("MLPSpeculator", _is_mlp, "a drafter with one small network for each token ahead, reading the token before"),
+    Unread("Medusa-2", _is_medusa2, "the heads in a folder of their own, and the rest of this folder as --target"),
+    Unread("SpecExit", _is_specexit, "exit signals that end a text early; its text would not be the target's"),
+)
+
+
+def unread(config: Config, names: Names) -> Unread | None:
+    """The kind that these files are of, if it is known and not read."""
+    return next((kind for kind in UNREAD if kind.matches(config, names)), None)
+
+
+def quantised(names: Names) -> bool:
+    """Whether these are the tensors of quantised weights."""
+    return any(name.endswith(SCALES) for name in names)
+
+
+def is_model(names: Names) -> bool:
+    """Whether these are the tensors of a whole language model, besides any MTP layers."""
+    own = [f".{name}" for name in names if not name.startswith(MTP_LAYERS)]
+    parts = (".embed_tokens.weight", ".layers.0.input_layernorm.weight", ".norm.weight")
+    return all(any(name.endswith(part) for name in own) for part in parts)
+
+
+def refuse(kind: Unread, label: str) -> InputError:
+    return InputError(f"'{label}' is a {kind.name} drafter, which windfall does not read; it would need {kind.needed}")
+
+
+def refuse_quantised(kind: str, label: str) -> InputError:
+    return InputError(
+        f"'{label}' is a quantised {kind} head (it holds scales of its weights), which windfall does not read; "
+        "give the head in bfloat16, float16 or float32"
+    )
