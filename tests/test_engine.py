@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,30 @@ def test_a_processor_with_a_memory_sees_what_plain_decoding_shows_it() -> None:
 
 def test_an_empty_batch_is_no_work() -> None:
     assert engine("none", "lm").generate_batch([]) == []
+
+
+class Counting:
+    """A processor with state: it forbids a token that depends on how many times it was called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.lock: Any = None
+
+    def __call__(self, prefix: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        forbidden = scores.topk(1 + self.calls % 3).indices
+        return scores.scatter(1, forbidden, -torch.inf)
+
+
+def test_each_text_of_a_batch_has_processors_of_its_own() -> None:
+    made, prompts = engine("beam", "ngram"), [prompt(seed=1), prompt(seed=2)]
+    alone = [made.generate(each, max_new_tokens=12, processors=[Counting()]).token_ids for each in prompts]
+    together = made.generate_batch(prompts, max_new_tokens=12, processors=[Counting()])
+    assert [done.token_ids for done in together] == alone
+    uncopiable = Counting()
+    uncopiable.lock = threading.Lock()
+    with pytest.raises(InputError, match="Counting cannot be copied for each prompt"):
+        made.generate_batch(prompts, max_new_tokens=2, processors=[uncopiable])
 
 
 @pytest.mark.parametrize("drafter_name", DRAFTERS)

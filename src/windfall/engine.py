@@ -200,7 +200,7 @@ class Engine:
         encoded, params = [self.encode(prompt, raw) for prompt in prompts], self.params(**sampling)
         if not encoded:
             return []
-        return self.decode(encoded, [params] * len(encoded))
+        return self.decode(encoded, [params.with_own_state() for _ in encoded] if len(encoded) > 1 else [params])
 
     def decode(
         self,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from windfall.errors import InputError as InputError
 from windfall.options import is_number, require_flag
@@ -28,6 +29,17 @@ def fresh_seed() -> int:
 def _require(ok: bool, message: str) -> None:
     if not ok:
         raise InputError(message)
+
+
+def _copied(callback: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy with state of its own, which shares models with the original."""
+    models = {id(part): part for part in getattr(callback, "__dict__", {}).values() if isinstance(part, nn.Module)}
+    try:
+        return copy.deepcopy(callback, models)
+    except Exception as error:
+        raise InputError(
+            f"{type(callback).__name__} cannot be copied for each prompt of a batch ({error}); generate one at a time"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -86,6 +98,13 @@ class SamplingParams:
     def seeded(self) -> SamplingParams:
         """These parameters with a seed: a fresh one if none is set and tokens are drawn at random."""
         return replace(self, seed=fresh_seed()) if self.seed is None and not self.greedy else self
+
+    def with_own_state(self) -> SamplingParams:
+        """These parameters with copies of the processors and criteria: each text of a batch needs its own state."""
+        if not (self.processors or self.criteria):
+            return self
+        copies = {name: tuple(map(_copied, getattr(self, name))) for name in ("processors", "criteria")}
+        return replace(self, **copies)
 
     @property
     def noise_seed(self) -> int:
