@@ -23,6 +23,7 @@ from windfall.drafters.base import Drafter
 from windfall.drafters.hydra import CHUNK, HydraDrafter
 from windfall.drafters.medusa import MedusaDrafter
 from windfall.engine import Engine
+from windfall.errors import HeadWarning
 from windfall.heads import formats
 from windfall.heads.files import locate
 from windfall.heads.hydra import Hydra, new_hydra, read_hydra, write_hydra
@@ -56,6 +57,8 @@ def wanted_logq(heads: Heads, model: Any, committed: list[int], path: list[int])
     assert isinstance(heads, Hydra)
     memory, size = Unrolled(), len(features)
     memory.mask = torch.ones(1, size, size).tril().bool()
+    if heads.prefix is not None:
+        memory.mask = memory.mask.triu(1 - heads.config.layer.max_position_embeddings)  # no further back
     context = heads.contexts(features[None], torch.arange(size)[None], memory)[0, -1]
     state = heads.states(place, context, torch.tensor([committed[-1], *path]))
     return torch.log_softmax(heads.head_logits(place, state), -1)
@@ -168,11 +171,16 @@ def test_a_prefix_layer_catches_up_in_chunks(monkeypatch: pytest.MonkeyPatch) ->
         check_children(heads, MODEL, committed, tree)
 
 
-def test_a_prefix_layer_ends_with_its_positions() -> None:
-    heads = random_heads("hydra++", tiny(max_position_embeddings=12))
+def test_a_prefix_layer_goes_on_past_its_positions() -> None:
+    heads, committed = random_heads("hydra++", tiny(max_position_embeddings=12)), prompt(30)
+    drafter = started(heads, Target(MODEL), [committed])
+    trees = drafter.expand(drafter.begin([committed[-1]]), [Grow(torch.tensor([0]), 3)])
+    assert len(trees[0]) == 4
+    check_children(heads, MODEL, committed, trees[0])
     engine = Engine(Target(MODEL), HydraDrafter(model=heads), registry.policy("beam", depth=2))
-    steps = engine.generate(prompt(6), max_new_tokens=20).steps
-    assert len(steps[0].drafted) > 1 and len(steps[-2].drafted) == 1
+    with pytest.warns(HeadWarning, match="made for 12 positions"):
+        steps = engine.generate(prompt(6), max_new_tokens=20).steps
+    assert len(steps[0].drafted) > 1 and len(steps[-2].drafted) > 1
 
 
 @pytest.mark.parametrize("make", [new_medusa, new_hydra])

@@ -27,6 +27,7 @@ from windfall.target import Target
 from windfall.tree import DraftTree
 
 CHUNK = 1024  # columns that one catching-up pass takes at the most
+HINT = " (drafter option window=N: the last N, in every text)"
 CATCH_UP = 32  # pending columns up to which they ride along with the first draft pass
 
 
@@ -51,27 +52,20 @@ class FeatureHeadDrafter(Drafter):
     )
 
     def attach(self, target: Target) -> None:
-        from windfall.heads.fitting import drafting, end_of_positions, sighted
+        from windfall.heads.fitting import drafting
         from windfall.heads.loading import find_head
 
-        found = find_head(self.model, target, "head")
-        self.longest = end_of_positions(found, target.context)  # positions past which nothing can be drafted
-        head = sighted(found, self.window, target.context)
-        self._shortened = self.window is None and head.config.windows != found.config.windows
+        self._reach = Reach(find_head(self.model, target, "head"), self.window, target.context, HINT)
+        head = self._reach.head
         self.head: FeatureHead = self._rounded(drafting(head, target, None) if self.whole else head)
-        self._warned = False
+
+    @property
+    def longest(self) -> int | None:
+        """Positions past which nothing can be drafted, if there are any."""
+        return self._reach.longest
 
     def expect(self, length: int) -> None:
-        made_for = self.longest or self.head.config.layer.max_position_embeddings
-        if self._warned or length - 1 <= made_for or not (self.longest or self._shortened):  # a column less than tokens
-            return
-        then = "in longer texts it stops drafting there"
-        if not self.longest:
-            then = (
-                f"in longer texts it sees the last {made_for} only (drafter option window=N: the last N, in every text)"
-            )
-        warnings.warn(f"this head was made for {made_for} positions: {then}", HeadWarning, stacklevel=2)
-        self._warned = True
+        self._reach.expect(length)
 
     def _rounded(self, head: FeatureHead) -> FeatureHead:
         """With the vocabulary in the precision that was asked for. A draft is only a guess: the text stays the same."""
@@ -198,6 +192,30 @@ class FeatureHeadDrafter(Drafter):
         guess: Guess = self.head(packed.tokens, padded, packed.positions, self._memory)
         cache.staged += width
         return guess
+
+
+class Reach:
+    """A head in texts longer than it was made for: it sees a window of the last positions, and a warning says so."""
+
+    def __init__(self, head: Any, window: int | None, context: int | None, hint: str = ""):
+        from windfall.heads.fitting import end_of_positions, sighted
+
+        self._hint = hint  # what the warning ends with
+        self.head: Any = sighted(head, window, context)
+        self.longest = end_of_positions(head, context)
+        self._shortened = window is None and self.head.config.windows != head.config.windows
+        self._warned = False
+
+    def expect(self, length: int) -> None:
+        made_for = self.longest or self.head.config.layer.max_position_embeddings
+        positions = length - 1  # the last token is only guessed
+        if self._warned or positions <= made_for or not (self.longest or self._shortened):
+            return
+        then = "in longer texts it stops drafting there"
+        if self.longest is None:
+            then = f"in longer texts it sees the last {made_for} only{self._hint}"
+        warnings.warn(f"this head was made for {made_for} positions: {then}", HeadWarning, stacklevel=3)
+        self._warned = True
 
 
 class HeadMemory:

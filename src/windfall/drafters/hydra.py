@@ -15,7 +15,7 @@ from torch import Tensor
 
 from windfall.batch import Rows, pack
 from windfall.drafters.base import Drafter, sprout
-from windfall.drafters.feature_head import CHUNK, HeadMemory
+from windfall.drafters.feature_head import CHUNK, HeadMemory, Reach
 from windfall.drafters.medusa import find_heads
 from windfall.options import option
 from windfall.records import Grow
@@ -36,7 +36,13 @@ class HydraDrafter(Drafter):
     def attach(self, target: Target) -> None:
         from windfall.heads.hydra import Hydra
 
-        self._heads: Hydra = find_heads(self.model, Hydra, target)
+        found = find_heads(self.model, Hydra, target)
+        self._reach = None if found.prefix is None else Reach(found, None, target.context)
+        self._heads: Hydra = found if self._reach is None else self._reach.head
+
+    def expect(self, length: int) -> None:
+        if self._reach is not None:
+            self._reach.expect(length)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -45,7 +51,7 @@ class HydraDrafter(Drafter):
     def start(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
         assert hidden is not None
         self._dice = list(dice)
-        self._memory = HeadMemory(1, len(prompts))
+        self._memory = HeadMemory(1, len(prompts), self._heads.config.windows)
         self._unseen = [self._needed(own) for own in hidden]  # [n, H] features that the prefix layer has not seen
         self._contexts: list[Tensor | None] = [None] * len(prompts)  # [H] what the heads read in this cycle
 
@@ -81,9 +87,9 @@ class HydraDrafter(Drafter):
 
     def _possible(self, b: int, tree: DraftTree, grow: Grow | None) -> Tensor:
         """The nodes that have a head, if there is a feature to start from and the prefix layer has room for it."""
-        limit = self._heads.config.layer.max_position_embeddings
+        limit = None if self._reach is None else self._reach.longest
         seen = self._memory.cache.lengths[b] + len(self._unseen[b])
-        if grow is None or not seen or (self._heads.prefix is not None and seen > limit):
+        if grow is None or not seen or (limit is not None and seen > limit):
             return torch.zeros(0, dtype=torch.long)
         return grow.nodes[tree.depth[grow.nodes] < self._heads.config.heads]
 
@@ -106,7 +112,7 @@ class HydraDrafter(Drafter):
         rows = [Rows.chain([0] * len(own), at) for own, at in zip(features, cache.lengths, strict=True)]
         packed = pack(rows, cache.lengths, 0, self._heads.device)
         cache.reserve(packed.positions.shape[1])
-        self._memory.mask = packed.mask
+        self._memory.look(packed)
         padded = torch.nn.utils.rnn.pad_sequence(features, batch_first=True)
         seen = self._heads.contexts(padded, packed.positions, self._memory)
         cache.staged += packed.positions.shape[1]
