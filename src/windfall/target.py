@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from windfall.batch import Rows
-from windfall.decoder import WINDOWS, Decoder
+from windfall.decoder import WINDOWS, Decoder, plain_places
 from windfall.records import InputError, Scores
 from windfall.tree import MOST_ROWS, DraftTree
 
@@ -87,6 +87,9 @@ class Target:
         """ONE forward for all trees: a row sees the prefix and its ancestors, at position prefix + depth."""
         if (most := max(map(len, trees))) > MOST_ROWS:
             raise InputError(f"a verify pass takes {MOST_ROWS} rows at the most, not {most}")
+        places = plain_places(self.decoder.config)
+        if places and self.decoder.cache.top + most > places:
+            raise InputError(f"{self.name} takes {places - self.decoder.cache.top} rows in this pass, not {most}")
         rows = [
             Rows(tree.tokens, length + tree.depth, tree.mask())
             for tree, length in zip(trees, self.decoder.lengths, strict=True)
