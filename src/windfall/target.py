@@ -15,7 +15,7 @@ from windfall.decoder import WINDOWS, Decoder, plain_places
 from windfall.records import InputError, Scores
 from windfall.tree import MOST_ROWS, DraftTree
 
-ORDINARY = {"full_attention", "attention", "global", *WINDOWS}  # kinds of layers whose cache rows can be gathered
+ORDINARY = {"full_attention", "attention", "global", *WINDOWS, "mlp", "moe"}  # kinds of layers that trees can pass
 SHORT = 3  # tokens of a window while a model is checked
 ALIBI = "has ALiBi attention, whose biases go by places in the cache, where a tree's rows lie otherwise"
 UNTREED = {  # architectures that look ordinary from outside
@@ -200,8 +200,6 @@ def refuse_unsupported(model: Any, name: str) -> None:
         reason = "is an encoder–decoder; windfall speeds up decoder-only models"
     elif config.model_type in UNTREED:
         reason = UNTREED[config.model_type]
-    elif getattr(config, "attention_type", None) == "block_sparse":
-        reason = "attends to sparse blocks of long texts; load it with attention_type='original_full'"
     elif odd or (getattr(model, "_is_stateful", False) and not kinds):
         names = ", ".join(odd) or "recurrent"
         reason = f"has {names} layers, whose state windfall cannot undo when it rejects tokens"
@@ -209,5 +207,7 @@ def refuse_unsupported(model: Any, name: str) -> None:
         reason = ALIBI
     elif missing := [given for given in ("past_key_values", "position_ids") if given not in forward]:
         reason = f"takes no {' and no '.join(missing)}, which a tree pass needs"
+    elif getattr(config, "attention_type", None) == "block_sparse":
+        reason = "attends to sparse blocks of long texts; load it with attention_type='original_full'"
     if reason:
         raise InputError(f"{name}: {kind} {reason}")
