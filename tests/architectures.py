@@ -42,7 +42,8 @@ for value, names in {
     "kv_channels attention_head_size linear_key_head_dim linear_value_head_dim linear_head_dim mamba_head_dim "
     "query_pre_attn_scalar d_head hidden_size_per_layer_input laurel_rank gated_norm_rank adapter_rank "
     "state_size ssm_state_size mamba_d_state chunk_size mamba_chunk_size router_hidden_size o_lora_rank hc_lowrank "
-    "d_rel floor_scale log_scaling_n_floor block_multiple_of ffn_round_up_to_multiple_of block_size prompt_mid_dim",
+    "d_rel log_scaling_n_floor block_multiple_of ffn_round_up_to_multiple_of block_size prompt_mid_dim",
+    1000: "floor_scale",
     16: "kv_lora_rank q_lora_rank pronunciation_embed_dim shape_embed_dim",
     256: "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions context_length rel_extent "
     "position_bias_max_distance",
@@ -95,8 +96,10 @@ CHANGES: dict[str, dict[str, Any]] = {
         }
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
     "qwen4_exp": {"text_config": QWEN4},
     "qwen4_exp_text": QWEN4,
     "reformer": {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (16, 16)},
@@ -109,6 +112,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # other configurations of a
     "big_bird, full attention": ("big_bird", {"attention_type": "original_full"}),
     "falcon, ALiBi": ("falcon", {"alibi": True}),
     "granitemoehybrid, attention only": ("granitemoehybrid", {"layer_types": ["full_attention"] * 4}),
+    "lfm2, attention only": ("lfm2", {"layer_types": ["full_attention"] * 4}),
+    "minimax_m3_vl_text, full attention": ("minimax_m3_vl_text", {}),
     "qwen2, no window": ("qwen2", {"use_sliding_window": False}),
 }
 PARTS = {"musicgen": "decoder", "musicgen_melody": "decoder"}  # where the language model is a part of the configuration
@@ -124,6 +129,17 @@ def class_name(name: str) -> str:
     return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[VARIANTS.get(name, (name,))[0]])
 
 
+def inner_classes(config_class: Any, changes: dict[str, Any]) -> dict[str, Any]:
+    """The classes of the configurations that this one contains, as it is without arguments if it can be made so."""
+    names = config_class.sub_configs
+    try:
+        usual = config_class()
+    except Exception:  # a default that does not pass its own validation
+        usual = config_class(**{name: copy.deepcopy(changes[name]) for name in names if name in changes})
+    parts = {name: getattr(usual, name, None) for name in names}
+    return {name: type(part) for name, part in parts.items() if isinstance(part, transformers.PretrainedConfig)}
+
+
 def tiny_config(config_class: Any, window: int, **changes: Any) -> Any:
     """A configuration of this class whose sizes are small, in the configurations it contains too."""
     fields = {field.name for field in dataclasses.fields(config_class)}
@@ -131,13 +147,8 @@ def tiny_config(config_class: Any, window: int, **changes: Any) -> Any:
     values = {name: value for name, value in wanted.items() if name in fields}
     if "kv_lora_rank" in fields:  # latent attention has a key for each head
         values["num_key_value_heads"] = values["num_attention_heads"]
-    if config_class.sub_configs:
-        usual = config_class(
-            **{name: copy.deepcopy(changes[name]) for name in config_class.sub_configs if name in changes}
-        )
-        for name in config_class.sub_configs:
-            if isinstance(inner := getattr(usual, name, None), transformers.PretrainedConfig):
-                values[name] = tiny_config(type(inner), window, **changes.pop(name, {}))
+    for name, inner in inner_classes(config_class, changes).items():
+        values[name] = tiny_config(inner, window, **changes.pop(name, {}))
     return config_class(**{**values, **changes})
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from architectures import build
 from tiny import VOCABULARY, prompt, tiny
 from windfall import registry
 from windfall.drafters.lm import CATCH_UP, LMDrafter
@@ -131,6 +132,11 @@ def test_self_drafter_shares_the_weights() -> None:
     assert len(model.model.layers) == 4
     assert len(view.model.layers) == 2
     assert model.config.layer_types is not view.model.config.layer_types
+
+
+def test_self_drafter_refuses_layers_that_are_known_by_number() -> None:
+    with pytest.raises(InputError, match="finds its cross-attention layers by number"):
+        SelfDrafter().attach(Target(build("mllama")))
 
 
 def test_self_drafter_without_skipping_is_the_target() -> None:

@@ -11,6 +11,7 @@ from architectures import build
 from tiny import FAMILIES, SHAPE, prompt, tiny
 from windfall import registry
 from windfall.cache import STEP
+from windfall.decoder import TREE_ROOM
 from windfall.drafters.ngram import NGramDrafter
 from windfall.engine import Engine
 from windfall.loading import as_target
@@ -228,11 +229,32 @@ def test_a_window_that_masks_cannot_follow_limits_the_context(family: str, field
         engine.generate(prompt(16))
 
 
+@pytest.mark.parametrize("field", ["attention_chunk_size", "window_size", "attention_window_size"])
+def test_a_window_of_another_name_limits_the_context(field: str) -> None:
+    model = tiny()
+    assert Target(model).context == 256
+    setattr(model.config, field, 40)
+    assert Target(model).context == 40
+
+
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text", "llama4_text", "modernbert-decoder", "gpt_oss"])
 def test_a_window_that_masks_follow_limits_nothing(family: str) -> None:
     target = Target(build(family, window=16))
     assert target.decoder.windows
     assert target.context == 256
+
+
+def test_queries_scaled_by_places_in_the_cache_limit_text_and_tree() -> None:
+    """A tree's rows lie further back in the cache than their positions say."""
+    target = Target(build("llama4_text", floor_scale=600))
+    assert target.context == 599 - TREE_ROOM
+    tree = DraftTree.root(3).extend(
+        torch.zeros(590, dtype=torch.long), torch.arange(590) % 61, torch.zeros(590), torch.arange(590)
+    )
+    target.prefill([prompt(20)])
+    with pytest.raises(InputError, match="takes 580 rows in this pass, not 591"):
+        target.score([tree])
+    assert Target(build("llama4_text", floor_scale=600, attn_temperature_tuning=False)).context == 256
 
 
 def test_a_compiled_model_is_taken_as_it_was() -> None:

@@ -16,7 +16,15 @@ from windfall.states import with_states
 CHUNK = 1024  # rows a prefill pass takes at the most
 TAKES_MASKS = ("sdpa", "eager")  # attention implementations; flash and flex kernels take no tree's mask
 WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}  # kind of layer: size
-LIMITS = ("keep_window_size", "attention_window_size", "window_size")  # windows that masks from outside cannot follow
+TREE_ROOM = 512  # rows that the cache keeps free for a tree where its size is limited
+UNMASKED = (  # names of windows that our masks do not apply
+    "keep_window_size",
+    "attention_window_size",
+    "attn_window_size",
+    "local_window_size",
+    "sliding_window_size",
+    "window_size",
+)
 
 
 class Decoder:
@@ -27,7 +35,7 @@ class Decoder:
         self.taps = taps  # which states to hand out, side by side: see windfall.states
         self.config = model.config.get_text_config()
         self.windows = attention_windows(self.config)
-        self.reach = min((size for name in LIMITS if (size := getattr(self.config, name, None))), default=None)
+        self.reach = exact_reach(self.config)
         self.reset(0)
 
     @property
@@ -190,6 +198,20 @@ def within(kind: str, size: int, positions: Tensor, columns: Tensor) -> Tensor:
     """Which columns [B, m] lie in the window of rows at these positions [B, n]: the last ones, or the same chunk's."""
     rows, columns = positions[:, :, None], columns[:, None]
     return rows // size == columns // size if kind == "chunked_attention" else rows - columns < size
+
+
+def exact_reach(config: Any) -> int | None:
+    """How long a text may be until something hides or scales tokens that our masks and positions do not rule."""
+    names = UNMASKED if getattr(config, "layer_types", None) else (*UNMASKED, "attention_chunk_size")
+    sizes = [getattr(config, name, None) for name in names]
+    if places := plain_places(config):
+        sizes.append(max(places - TREE_ROOM, 1))
+    return min((size for size in sizes if isinstance(size, int) and size > 0), default=None)
+
+
+def plain_places(config: Any) -> int | None:
+    """Rows that the cache may have until Llama 4 scales queries by their places there, which a tree's rows have not."""
+    return config.floor_scale - 1 if getattr(config, "attn_temperature_tuning", False) else None
 
 
 def attention_windows(config: Any) -> dict[str, int | None]:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from windfall.batch import Rows
-from windfall.decoder import WINDOWS, Decoder
+from windfall.decoder import WINDOWS, Decoder, plain_places
 from windfall.records import InputError, Scores
 from windfall.tree import MOST_ROWS, DraftTree
 
-ORDINARY = {"full_attention", "attention", "global", *WINDOWS}  # kinds of layers whose cache rows can be gathered
+ORDINARY = {"full_attention", "attention", "global", *WINDOWS, "mlp", "moe"}  # kinds of layers that trees can pass
 SHORT = 3  # tokens of a window while a model is checked
 ALIBI = "has ALiBi attention, whose biases go by places in the cache, where a tree's rows lie otherwise"
 UNTREED = {  # architectures that look ordinary from outside
@@ -89,6 +89,9 @@ class Target:
         """ONE forward for all trees: a row sees the prefix and its ancestors, at position prefix + depth."""
         if (most := max(map(len, trees))) > MOST_ROWS:
             raise InputError(f"a verify pass takes {MOST_ROWS} rows at the most, not {most}")
+        places = plain_places(self.decoder.config)
+        if places and self.decoder.cache.top + most > places:
+            raise InputError(f"{self.name} takes {places - self.decoder.cache.top} rows in this pass, not {most}")
         rows = [
             Rows(tree.tokens, length + tree.depth, tree.mask())
             for tree, length in zip(trees, self.decoder.lengths, strict=True)
@@ -199,8 +202,6 @@ def refuse_unsupported(model: Any, name: str) -> None:
         reason = "is an encoder–decoder; windfall speeds up decoder-only models"
     elif config.model_type in UNTREED:
         reason = UNTREED[config.model_type]
-    elif getattr(config, "attention_type", None) == "block_sparse":
-        reason = "attends to sparse blocks of long texts; load it with attention_type='original_full'"
     elif odd or (getattr(model, "_is_stateful", False) and not kinds):
         names = ", ".join(odd) or "recurrent"
         reason = f"has {names} layers, whose state windfall cannot undo when it rejects tokens"
@@ -208,5 +209,7 @@ def refuse_unsupported(model: Any, name: str) -> None:
         reason = ALIBI
     elif missing := [given for given in ("past_key_values", "position_ids") if given not in forward]:
         reason = f"takes no {' and no '.join(missing)}, which a tree pass needs"
+    elif getattr(config, "attention_type", None) == "block_sparse":
+        reason = "attends to sparse blocks of long texts; load it with attention_type='original_full'"
     if reason:
         raise InputError(f"{name}: {kind} {reason}")

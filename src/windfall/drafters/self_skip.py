@@ -48,7 +48,12 @@ def parse_layers(text: str, count: int) -> list[int]:
 
 def without_layers(model: Any, skip: list[int]) -> Any:
     """A view of the model that runs the other layers: modules are shared, only the list of layers is new."""
-    count = model.config.get_text_config().num_hidden_layers
+    config = model.config.get_text_config()
+    if getattr(config, "cross_attention_layers", None):
+        raise InputError(
+            f"{type(model).__name__} finds its cross-attention layers by number; the self drafter cannot skip any"
+        )
+    count = config.num_hidden_layers
     lists = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if not lists:
         raise InputError(f"{type(model).__name__}: cannot find its list of {count} layers; the self drafter needs it")
