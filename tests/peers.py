@@ -123,10 +123,10 @@ def layer_config(**more: Any) -> Config:
     }
 
 
-def put(folder: Path, config: Config, tensors: Tensors) -> Path:
+def put(folder: Path, config: Config, tensors: Tensors, weights: str = "model.safetensors") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / weights)
     return folder
 
 
@@ -252,6 +252,44 @@ def griffin_levels(weights: Tensors) -> list[Tensor]:
     return made.levels(1, row)
 
 
+def medusa_levels(weights: Tensors, block: str, vocabulary: str) -> list[Tensor]:
+    """Each head by itself: a residual block on the final state, and a vocabulary."""
+
+    def row(head: int, x: Tensor) -> Tensor:
+        x = x + silu(weights[f"{block.format(head)}.weight"] @ x + weights[f"{block.format(head)}.bias"])
+        return weights[vocabulary.format(head)] @ x
+
+    return [torch.stack([row(head, x) for x in text(1)[0]]) for head in range(STEPS)]
+
+
+@torch.no_grad()
+def medusa_drafted(head: Any) -> list[Tensor]:
+    return list(head.logits(head.states(text(1)[0])))
+
+
+def hydra_levels(weights: Tensors) -> list[Tensor]:
+    """Head i reads the final state and the embeddings of the i + 1 tokens after it, side by side."""
+    features, tokens = text(1)
+
+    def row(head: int, t: int) -> Tensor:
+        x = torch.cat([features[t], *(embedding()[token] for token in tokens[t + 1 : t + 2 + head])])
+        block, straight = f"hydra_mlp.{head}.0.linear", f"hydra_mlp.{head}.0.res_connection"
+        inner = silu(weights[f"{block}.weight"] @ x + weights[f"{block}.bias"])
+        x = weights[f"{straight}.weight"] @ x + weights[f"{straight}.bias"] + inner
+        return weights[f"hydra_lm_head.{head}.weight"] @ x + weights[f"hydra_lm_head.{head}.bias"]
+
+    return [torch.stack([row(head, t) for t in range(COLUMNS - head)]) for head in range(STEPS)]
+
+
+@torch.no_grad()
+def hydra_drafted(head: Any) -> list[Tensor]:
+    features, tokens = text(1)
+    fit(head, target())
+    windows = [tokens[1:].unfold(0, place + 1, 1) for place in range(STEPS)]
+    states = [head.states(place, features[: len(own)], own) for place, own in enumerate(windows)]
+    return [head.head_logits(place, state) for place, state in enumerate(states)]
+
+
 # ---- the projects' layouts
 
 
@@ -263,6 +301,11 @@ class Layout:
     kind: str
     build: Callable[[], tuple[Config, Tensors]]
     levels: Callable[[Tensors], list[Tensor]]  # by the definition, from the tensors under plain names
+    ours: Callable[[Any], list[Tensor]] = drafted
+    weights: str = "model.safetensors"
+
+    def put(self, folder: Path) -> Path:
+        return put(folder, *self.build(), self.weights)
 
 
 def _plain(tensors: Tensors) -> Tensors:
@@ -298,6 +341,26 @@ def _griffin() -> tuple[Config, Tensors]:
     return layer_config(qkv_bias=False), random_tensors(shapes)
 
 
+def _medusa(block: str, vocabulary: str, config: Config) -> tuple[Config, Tensors]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for head in range(STEPS):
+        shapes |= {f"{block.format(head)}.weight": (WIDTH, WIDTH), f"{block.format(head)}.bias": (WIDTH,)}
+        shapes[vocabulary.format(head)] = (VOCABULARY, WIDTH)
+    return {"vocab_size": VOCABULARY, **config}, random_tensors(shapes)
+
+
+def _hydra() -> tuple[Config, Tensors]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for head in range(STEPS):
+        for part in ("linear", "res_connection"):
+            shapes[f"hydra_mlp.{head}.0.{part}.weight"] = (WIDTH, (head + 2) * WIDTH)
+            shapes[f"hydra_mlp.{head}.0.{part}.bias"] = (WIDTH,)
+        shapes |= {f"hydra_lm_head.{head}.weight": (VOCABULARY, WIDTH), f"hydra_lm_head.{head}.bias": (VOCABULARY,)}
+    config = {"hydra_num_heads": STEPS, "hydra_num_layers": 1, "hydra_head_arch": "mlp", "grounded_heads": True}
+    return {**config, "hidden_state_offset": 0, "vocab_size": VOCABULARY}, random_tensors(shapes)
+
+
+RELEASE, SERVED = ("{}.0.linear", "{}.1.weight"), ("blocks.{}.layers.0", "lm_heads.{}.weight")
 AUX = "eagle_aux_hidden_state_layer_ids"
 NESTED = {"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False}
 FORGE = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": VOCABULARY, "tie_word_embeddings": False}
@@ -316,6 +379,22 @@ LAYOUTS = (
     Layout("SafeAILab", "EAGLE-1", lambda: _eagle(False), eagle_levels),
     Layout("vLLM", "EAGLE-1, wrapped", lambda: _eagle(True), eagle_levels),
     Layout("GRIFFIN", "GRIFFIN", _griffin, griffin_levels),
+    Layout(
+        "Medusa",
+        "Medusa-1",
+        lambda: _medusa(*RELEASE, {"medusa_num_heads": STEPS, "medusa_num_layers": 1}),
+        lambda tensors: medusa_levels(tensors, *RELEASE),
+        medusa_drafted,
+        "medusa_lm_head.safetensors",
+    ),
+    Layout(
+        "vLLM",
+        "Medusa-1",
+        lambda: _medusa(*SERVED, {"model_type": "medusa", "num_heads": STEPS, "num_hidden_layers": 1}),
+        lambda tensors: medusa_levels(tensors, *SERVED),
+        medusa_drafted,
+    ),
+    Layout("Hydra", "Hydra", _hydra, hydra_levels, hydra_drafted, "hydra_lm_head.safetensors"),
     Layout(
         "SafeAILab",
         "EAGLE-3, num_hidden_layers 40",
@@ -389,6 +468,7 @@ def speculators() -> Any:
         stand_in = ModuleType(module)
         stand_in.BatchType = dict  # type: ignore[attr-defined]
         sys.modules[module] = stand_in
+    importlib.import_module("loguru").logger.disable("speculators")
     return importlib.import_module("speculators")
 
 

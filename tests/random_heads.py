@@ -25,6 +25,7 @@ KINDS: dict[str, tuple[type[FeatureHead], dict[str, Any]]] = {
     "eagle3-pruned": (Eagle3, {"draft_vocab_size": 30}),
     "eagle3-deep": (Eagle3, {"layers": 2}),
     "eagle3-final": (Eagle3, {"taps": (-1,), "flags": {"final_state": True}}),
+    "eagle3-partial": (Eagle3, {"rope": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
     "griffin": (Griffin, {"taps": (-1,)}),
 }
 
@@ -60,6 +61,7 @@ def random_head(name: str = "eagle3", seed: int = 0, **changes: Any) -> FeatureH
     layer = LlamaConfig(
         hidden_size=WIDTH, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCABULARY,
         num_hidden_layers=given.pop("layers", 1), max_position_embeddings=given.pop("positions", 256),
+        rope_parameters=given.pop("rope", None),
     )  # fmt: skip
     config = HeadConfig(kind=name.split("-")[0], layer=layer, target_hidden=WIDTH, vocab_size=VOCABULARY, **given)
     torch.manual_seed(seed)

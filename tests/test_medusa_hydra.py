@@ -280,7 +280,7 @@ def test_gt_on_medusa_plus_keeps_the_nodes_above_its_threshold() -> None:
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "hydra++"])
 def test_their_passes_can_be_measured(kind: str) -> None:
     engine = Engine(Target(MODEL), drafter_of(random_heads(kind)), registry.policy("auto"))
-    profile = profiling.measure(engine, rows=(1, 2, 4), lengths=(16, 64), widths=(1, 2, 4), seconds=0.3)
+    profile = profiling.measure(engine, rows=(1, 2, 4), lengths=(16, 64), widths=(1, 2, 4), seconds=60.0)
     assert profile.costs.drafts.sizes == (1, 2, 4) and all(s > 0 for s in profile.costs.drafts.seconds)
     assert profile.costs.opening >= 0
     assert Costs.of_dict(profile.costs.as_dict()) == profile.costs
@@ -290,7 +290,7 @@ def test_a_first_pass_that_serves_them_all_is_priced_apart(monkeypatch: pytest.M
     real = MedusaDrafter._guess
     monkeypatch.setattr(MedusaDrafter, "_guess", lambda self, places: (places and time.sleep(0.02), real(self, places)))
     engine = Engine(Target(MODEL), drafter_of(random_heads("medusa")), registry.policy("auto"))
-    costs = profiling.measure(engine, rows=(1, 2), lengths=(16,), widths=(1, 2, 4), seconds=0.4).costs
+    costs = profiling.measure(engine, rows=(1, 2), lengths=(16,), widths=(1, 2, 4), seconds=60.0).costs
     assert costs.opening > 0.015 > costs.drafts.seconds[-1]
 
 

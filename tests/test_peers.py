@@ -24,12 +24,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("layout", peers.LAYOUTS, ids=lambda layout: f"{layout.project}: {layout.kind}")
 def test_layouts_by_their_definitions(layout: peers.Layout, tmp_path: Path) -> None:
-    peers.put(tmp_path, *layout.build())
-    head = read(tmp_path, peers.target().decoder.config)
-    assert peers.difference(peers.drafted(head), peers.by_definition(layout)) < CLOSE
+    head = read(layout.put(tmp_path), peers.target().decoder.config)
+    assert peers.difference(layout.ours(head), peers.by_definition(layout)) < CLOSE
     write(head, tmp_path / "again", dtype=torch.float32)
     again = read(tmp_path / "again", peers.target().decoder.config)
-    assert peers.difference(peers.drafted(again), peers.drafted(head)) < CLOSE
+    assert peers.difference(layout.ours(again), layout.ours(head)) < CLOSE
 
 
 @needs_speculators

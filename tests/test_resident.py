@@ -111,6 +111,13 @@ def test_the_device_drafts_the_same_trees(family: str, kind: str, policy: str) -
     same_trees(wanted, found, ON_DEVICE[policy].get("cap", ON_DEVICE[policy].get("depth", 0)))
 
 
+@pytest.mark.parametrize("kind", ["eagle3-final", "eagle3-partial"])
+def test_variants_of_heads_draft_the_same_trees(kind: str) -> None:
+    wanted, found, device = both("llama", kind, "beam")
+    assert device.fallback == "" and found.token_ids == wanted.token_ids
+    same_trees(wanted, found, ON_DEVICE["beam"]["depth"])
+
+
 @pytest.mark.parametrize("policy", LEARNING)
 @pytest.mark.parametrize(("family", "kind"), [PAIRS[1], PAIRS[-1]])
 def test_policies_that_learn_write_the_same_text(family: str, kind: str, policy: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from peers import LAYERS, WIDTH, put
+from peers import LAYERS, LAYOUTS, VARIANTS, WIDTH, put
 from random_heads import random_head
 from tiny import tiny
 from unread_heads import FILES, layout
@@ -24,6 +25,8 @@ from windfall.heads.unread import UNREAD
 from windfall.records import InputError
 from windfall.target import Target
 
+ROOT = Path(__file__).resolve().parent.parent
+
 
 @pytest.mark.parametrize("case", FILES, ids=lambda case: case.title)
 def test_each_is_refused_by_its_name(case: Any, tmp_path: Path) -> None:
@@ -32,7 +35,7 @@ def test_each_is_refused_by_its_name(case: Any, tmp_path: Path) -> None:
         with pytest.raises(InputError) as refused:
             ask(tmp_path)
         line = str(refused.value)
-        assert line.startswith(f"'{tmp_path}' is a {case.name} drafter, which windfall does not read; it would need ")
+        assert line.startswith(f"'{tmp_path}' is a head of kind {case.name}, which windfall does not read: it")
         assert "\n" not in line and len(line) - len(str(tmp_path)) < 240
 
 
@@ -50,9 +53,7 @@ def test_quantised_heads(tmp_path: Path) -> None:
     held["midlayer.mlp.up_proj.weight"] = held["midlayer.mlp.up_proj.weight"].to(torch.float8_e4m3fn)
     held["midlayer.mlp.up_proj.weight_scale"] = torch.ones(1)
     save_file(held, tmp_path / "model.safetensors")
-    with pytest.raises(
-        InputError, match=r"is a quantised eagle3 head .*; give the head in bfloat16, float16 or float32"
-    ):
+    with pytest.raises(InputError, match="head of kind eagle3 that windfall does not read: its weights are quantised"):
         find_head(tmp_path, target())
 
 
@@ -61,5 +62,17 @@ def test_a_whole_model_with_mtp_layers_drafts_as_a_model(tmp_path: Path) -> None
     held = load_file(tmp_path / "model.safetensors")
     save_file({**held, "mtp.fc.weight": torch.ones(WIDTH, 2 * WIDTH)}, tmp_path / "model.safetensors")
     assert isinstance(loading.as_drafter(tmp_path), LMDrafter)
-    with pytest.raises(InputError, match="is a MTP drafter, which windfall does not read"):
+    with pytest.raises(InputError, match="is a head of kind MTP, which windfall does not read"):
         FeatureHeadDrafter(model=tmp_path).attach(target())
+
+
+def test_the_committed_table_is_up_to_date() -> None:
+    table = runpy.run_path(str(ROOT / "benchmarks" / "heads_table.py"))
+    page = (ROOT / "docs" / "heads.md").read_text("utf-8")
+    made = page.partition(table["BEGIN"])[2].partition(table["END"])[0].splitlines()
+    assert [line for line in made if "HEAD" in line] == table["refusal_rows"]()
+    named = [(layout.project, layout.kind) for layout in LAYOUTS]
+    named += [("speculators 0.9.0", f"EAGLE-3: {variant}") for variant in VARIANTS]
+    assert [tuple(line.split(" | ")[:2]) for line in made if line.count(" | ") == 3][1:] == [
+        (f"| {project}", kind) for project, kind in named
+    ]

@@ -18,7 +18,7 @@ MTP_PARTS = ("eh_proj.weight", "enorm.weight", "hnorm.weight")  # DeepSeek-V3, G
 class Unread(NamedTuple):
     name: str
     matches: Callable[[Config, Names], bool]  # config.json and the tensors' plain names; either may be empty
-    needed: str  # what windfall would need in order to read it
+    reason: str  # what windfall would need in order to read it
     inside: bool = False  # it may be part of a whole language model, which drafts as one
 
 
@@ -110,7 +110,9 @@ def _is_specexit(config: Config, names: Names) -> bool:
     return "early_stop_method" in config or any("early_stop" in name for name in names)
 
 
-BLOCK = "a drafter that fills a block of masked tokens in one pass, with the target's states as keys and values"
+BLOCK = (
+    "it needs a drafter that fills a block of masked tokens in one pass, with the target's states as keys and values"
+)
 UNREAD = (  # the first that matches; the more special ones come first
     Unread("DFlash 2", _is_dflash2, f"{BLOCK}, its convolutions and its candidate selector"),
     Unread("DSpark", _is_dspark, f"{BLOCK}, and its Markov and confidence heads"),
@@ -118,15 +120,13 @@ UNREAD = (  # the first that matches; the more special ones come first
     Unread("XPress", _is_xpress, f"{BLOCK}, and its refiner head"),
     Unread("JetSpec", _is_jetspec, f"{BLOCK}, under a causal mask"),
     Unread("DFlash", _is_dflash, BLOCK),
-    Unread("P-EAGLE", _is_peagle, "a drafter that runs all depths in one pass, with mask_hidden for missing states"),
-    Unread(
-        "MTP", _is_mtp, "a drafter that runs the multi-token prediction layers of the target's own checkpoint", True
-    ),
-    Unread("EAGLE-3 with MLA", _is_mla, "multi-head latent attention in the head's layer"),
-    Unread("Gemma-4 assistant", _is_assistant, "a drafter that attends to the target's own keys and values"),
-    Unread("MLPSpeculator", _is_mlp, "a drafter with one small network for each token ahead, reading the token before"),
-    Unread("Medusa-2", _is_medusa2, "the heads in a folder of their own, and the rest of this folder as --target"),
-    Unread("SpecExit", _is_specexit, "exit signals that end a text early; its text would not be the target's"),
+    Unread("P-EAGLE", _is_peagle, "it needs a drafter that runs all depths in one pass, from its mask_hidden"),
+    Unread("MTP", _is_mtp, "it needs a drafter that runs the multi-token prediction layers of a target's files", True),
+    Unread("EAGLE-3 with MLA", _is_mla, "it needs multi-head latent attention in the head's layer"),
+    Unread("Gemma-4 assistant", _is_assistant, "it needs a drafter that attends to the target's own keys and values"),
+    Unread("MLPSpeculator", _is_mlp, "it needs a drafter with a small network for each token ahead"),
+    Unread("Medusa-2", _is_medusa2, "it holds its target too; give the heads in a folder of their own as --drafter"),
+    Unread("SpecExit", _is_specexit, "its exit signals end texts early, so that they would not be the target's"),
 )
 
 
@@ -148,11 +148,9 @@ def is_model(names: Names) -> bool:
 
 
 def refuse(kind: Unread, label: str) -> InputError:
-    return InputError(f"'{label}' is a {kind.name} drafter, which windfall does not read; it would need {kind.needed}")
+    return InputError(f"'{label}' is a head of kind {kind.name}, which windfall does not read: {kind.reason}")
 
 
 def refuse_quantised(kind: str, label: str) -> InputError:
-    return InputError(
-        f"'{label}' is a quantised {kind} head (it holds scales of its weights), which windfall does not read; "
-        "give the head in bfloat16, float16 or float32"
-    )
+    scales = "its weights are quantised; give it in bfloat16, float16 or float32"
+    return InputError(f"'{label}' is a head of kind {kind} that windfall does not read: {scales}")
