@@ -103,8 +103,9 @@ class SamplingParams:
         """These parameters with copies of the processors and criteria: each text of a batch needs its own state."""
         if not (self.processors or self.criteria):
             return self
-        copies = {name: tuple(map(_copied, getattr(self, name))) for name in ("processors", "criteria")}
-        return replace(self, **copies)
+        return replace(
+            self, processors=tuple(map(_copied, self.processors)), criteria=tuple(map(_copied, self.criteria))
+        )
 
     @property
     def noise_seed(self) -> int:
