@@ -78,15 +78,19 @@ QWEN4 = {
     "indexer_budget": 8,
     "indexer_compress_ratio": 4,
 }
+MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}  # where four layers would be of one kind
 CHANGES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
+        **MIXED,
         "rope_parameters": {
             "full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
-        }
+        },
     },
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
-    "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma3": {"text_config": MIXED},
+    "gemma3_text": MIXED,
+    "gemma3n_text": {"num_kv_shared_layers": 2, **MIXED},
     "gemma4_assistant": {
         "text_config": {
             "num_hidden_layers": 4,
@@ -96,9 +100,13 @@ CHANGES: dict[str, dict[str, Any]] = {
         }
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "kolibri1": MIXED,
+    "laguna": MIXED,
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8},
+    "mellum": MIXED,
+    "ministral": MIXED,
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
     "qwen4_exp": {"text_config": QWEN4},
     "qwen4_exp_text": QWEN4,
