@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from windfall.records import SamplingParams, Split
 
 WAIT = "wait"  # the message whose answer does not end by itself
+
+
+@dataclass
+class FakeStream:
+    steps: Iterator[Any]
+    prompt_tokens: int
+    seed: int | None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.steps
 
 
 class FakeEngine:
@@ -27,9 +38,12 @@ class FakeEngine:
     def tokenize(self, prompt: list[dict[str, str]]) -> list[int]:
         return [ord(character) for message in prompt for character in message["content"]]
 
-    def stream(self, prompt: list[dict[str, str]], raw: bool = False, **sampling: Any) -> Iterator[Any]:
+    def stream(self, prompt: list[dict[str, str]], raw: bool = False, **sampling: Any) -> FakeStream:
         self.prompts.append(prompt)
         self.seeds.append(sampling["seed"])
+        return FakeStream(self._steps(prompt, sampling), len(self.tokenize(prompt)), sampling["seed"])
+
+    def _steps(self, prompt: list[dict[str, str]], sampling: dict[str, Any]) -> Iterator[Any]:
         said = prompt[-1]["content"]
         room = sampling["max_new_tokens"]
         if self.target.context is not None:

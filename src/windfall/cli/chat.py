@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import secrets
@@ -52,7 +53,6 @@ NEW_SEEDS = 2**31
 
 @takes_records
 def chat(
-    ctx: typer.Context,
     model: ModelOptions,
     policy: PolicyOptions,
     sampling: SamplingOptions,
@@ -71,7 +71,7 @@ def chat(
     file = _file_to_continue(resume, load)
     saved = None if file is None else read(file)
     if saved is not None:
-        given = {name for name in ctx.params if _is_given(ctx, name)}
+        given = _given_options()
         model = model if "target" in given else replace(model, target=saved.target)
         sampling = _continued(saved, sampling, given, file)
     keywords = sampling.keywords()
@@ -99,9 +99,11 @@ def _file_to_continue(resume: bool, load: Path | None) -> Path | None:
     return last() if resume else load
 
 
-def _is_given(ctx: typer.Context, name: str) -> bool:
-    """Whether an option was given on the command line or in the environment."""
-    return getattr(ctx.get_parameter_source(name), "name", "") in ("COMMANDLINE", "ENVIRONMENT")
+def _given_options() -> set[str]:
+    """The options that the command line names."""
+    package = typer.Context.__mro__[1].__module__.rpartition(".")[0]  # click, or the copy of it that typer brings
+    context = importlib.import_module(f"{package}.globals").get_current_context()
+    return {name for name in context.params if context.get_parameter_source(name).name == "COMMANDLINE"}
 
 
 def _continued(saved: Conversation, flags: SamplingOptions, given: set[str], file: Path | None) -> SamplingOptions:
