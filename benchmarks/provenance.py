@@ -13,6 +13,7 @@ import torch
 import transformers
 
 import windfall
+from windfall.bench.paths import shorten
 from windfall.profiling import machine
 
 
@@ -20,7 +21,7 @@ def publish(result: dict[str, Any], file: str | None) -> None:
     """Print a result with its command, machine, versions and date; keep it as JSON where a file is named."""
     script = f"benchmarks/{Path(sys.argv[0]).name}"
     about = {
-        "command": " ".join(["python", script, *sys.argv[1:]]),
+        "command": shorten(" ".join(["python", script, *sys.argv[1:]])),
         "machine": {"architecture": platform.machine(), **machine(torch.device("cpu"))},
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "versions": {

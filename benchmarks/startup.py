@@ -29,16 +29,16 @@ def part(name):
     now = time.perf_counter()
     times[name], last = now - last, now
 import gc
-gc.set_threshold(50_000)
+gc.disable()
 import torch; part("import torch")
 import transformers; part("import transformers")
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM; part("import transformers' models")
 from windfall import loading
 from windfall.models import load_model; part("import windfall")
 loaded = load_model(None); part("read weights and tokenizer")
-from windfall.target import Target
-target = Target(loaded.model, loaded.tokenizer, loaded.name); part("check the target")
+target = loading._checked(loaded); part("make the target")
 from windfall.engine import Engine
+gc.enable()
 engine = Engine(target, loading.as_drafter("head"), loading.as_policy("auto")); part("load the draft head")
 loading.attach_costs(engine, engine.policy); part("read the cost profile")
 next(engine.stream("Say hi.", max_new_tokens=8)); part("prefill and first cycle")

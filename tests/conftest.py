@@ -19,7 +19,9 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     patch = pytest.MonkeyPatch()
     if not torch.cuda.is_available():
         patch.setattr("windfall.resident.judge.CAPACITY", 704)
-    patch.setattr("windfall.profiling.cache_dir", lambda: Path(os.environ.get("WINDFALL_CACHE", folder)))
+    for module in ("profiling", "loading"):
+        patch.setattr(f"windfall.{module}.cache_dir", lambda: Path(os.environ.get("WINDFALL_CACHE", folder)))
+    patch.delenv("COLUMNS", raising=False)  # workers of pytest-xdist have it
     patch.setenv("WINDFALL_DATA", str(tmp_path_factory.mktemp("data")))
     folder = tmp_path_factory.mktemp("cache")
     yield

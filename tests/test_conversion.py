@@ -141,13 +141,21 @@ def test_an_unchanged_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.Mo
     file, reads = tmp_path / "model.gguf", []
     read = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: reads.append(path) or read(path))
+
+    def convert(source: Path, folder: Path) -> None:
+        (folder / "weights").write_text("converted")
+
+    def converted() -> Path:
+        return conversion.converted(file, "some[name]", convert)
+
     file.write_bytes(b"GGUF one")
-    first = conversion._fingerprint(file)
-    assert conversion._fingerprint(file) == first and reads == [file]
+    first = converted()
+    assert converted() == first and reads == [file]
     os.utime(file, ns=(1, 1))
-    assert conversion._fingerprint(file) == first, "the same content has the same conversion"
+    assert converted() == first, "the same content has the same conversion"
+    assert converted() == first and len(reads) == 2
     file.write_bytes(b"GGUF two")
-    assert conversion._fingerprint(file) != first
-    for kept in (tmp_path / "cache" / "hashes").iterdir():
-        kept.write_text("damaged")
-    assert conversion._fingerprint(file) != first and len(reads) == 4
+    assert converted() != first and len(reads) == 3
+    (first / conversion.CACHE_MARKER).write_text("damaged")
+    file.write_bytes(b"GGUF one")
+    assert converted() == first and conversion.is_complete(first)

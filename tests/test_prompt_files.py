@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from test_cli import SHORT, folder, refused, windfall
 from windfall import prompt_files
 from windfall.bench.tasks import load_tasks
 from windfall.cli.session import Session
-from windfall.engine import Engine
-from windfall.records import InputError
+from windfall.engine import Engine, Stream
+from windfall.records import InputError, Step
 from windfall.train.sources import read_sources
 
 __all__ = ["folder"]
@@ -114,10 +115,15 @@ def test_an_interruption_keeps_what_is_done(folder: Path, tmp_path: Path, monkey
 
     def interrupted(self: Engine, *arguments: Any, **keywords: Any) -> Any:
         started.append(arguments)
-        for place, step in enumerate(stream(self, *arguments, **keywords)):
-            if len(started) == 2 and place == 1:
-                raise KeyboardInterrupt
-            yield step
+        made = stream(self, *arguments, **keywords)
+
+        def steps() -> Iterator[Step]:
+            for place, step in enumerate(made):
+                if len(started) == 2 and place == 1:
+                    raise KeyboardInterrupt
+                yield step
+
+        return Stream(steps(), made.prompt_tokens, made.seed)
 
     monkeypatch.setattr(Engine, "stream", interrupted)
     file = write(tmp_path / "asked.jsonl", {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"})

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -290,3 +291,20 @@ def test_a_model_that_ignores_the_mask_is_noticed() -> None:
     model.forward = careless
     with pytest.raises(InputError, match="does not score a tree as it scores the tree's paths"):
         Target(model)
+
+
+def test_a_kind_of_model_that_passed_the_check_is_not_checked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WINDFALL_CACHE", str(tmp_path / "cache"))
+    checks: dict[Target, None] = {}
+    check = Target._tree_gap
+    monkeypatch.setattr(Target, "_tree_gap", lambda self: checks.update({self: None}) or check(self))
+    for family in ("llama", "gemma3"):
+        tiny(family).save_pretrained(tmp_path / family)
+    load_twice = [as_target(tmp_path / "llama", dtype=dtype) for dtype in ("float32", "float32", "bfloat16")]
+    assert list(checks) == [load_twice[0], load_twice[2]]
+    windowed = [as_target(tmp_path / "gemma3") for _ in range(2)]
+    assert list(checks)[2:] == windowed, "what the check finds out about windows is not kept"
+    Target(tiny("llama"))
+    assert len(checks) == 5, "a model that was given as an object is always checked"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import glob
 import hashlib
 import importlib
 import json
@@ -22,7 +23,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
-from windfall.files import make_folder, replace_text
+from windfall.files import replace_text
 from windfall.folder import check_report
 from windfall.quiet import announced, first_line, quiet
 from windfall.records import InputError
@@ -34,7 +35,6 @@ CACHE_FORMAT = 1  # raise it when the conversion changes: older conversions are 
 CACHE_MARKER = "windfall.json"  # written last: the files of a finished conversion and their sizes
 STALE_SECONDS = 24 * 3600.0
 HASHED_WHOLE = 256 * 2**20  # bytes; larger GGUF files are known by path, size and time
-DIGEST_LENGTH = 12  # hexadecimal digits
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")  # that we read ourselves; transformers' slow reader has the others
 QUANTISATIONS = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
@@ -62,8 +62,10 @@ def converted(file: Path, name: str, convert: Callable[[Path, Path], None] | Non
     """The cached conversion of a GGUF file, made now if there is none or it is damaged."""
     _check_gguf(file)
     cache = cache_dir()
-    folder = cache / f"{name}-{_fingerprint(file)}"
+    source = _version(file)
+    folder = _converted_before(cache, name, source) or cache / f"{name}-{_fingerprint(file)}"
     if is_complete(folder):
+        _mark_source(folder, source)
         return folder
     temporary = cache / f".{folder.name}.{uuid.uuid4().hex[:12]}.tmp"
     try:
@@ -72,7 +74,7 @@ def converted(file: Path, name: str, convert: Callable[[Path, Path], None] | Non
         _discard(folder)
         with announced(f"Preparing {name} (first run only)…"), quiet():
             (convert or _convert_gguf)(file, temporary)
-        _mark_complete(temporary)
+        _mark_complete(temporary, source)
         _publish(temporary, folder)
     except (OSError, SafetensorError) as error:
         raise InputError(
@@ -96,35 +98,42 @@ def _check_gguf(file: Path) -> None:
         raise InputError(f"'{file}' is not a GGUF file; pass a GGUF file or the folder of a model")
 
 
-def _fingerprint(file: Path) -> str:
-    """A hash of the file's content, or, where that would take seconds, of its path, size and time.
-
-    Content hashes are kept in the cache folder, so that a file that has not changed is not read at every start.
-    """
+def _version(file: Path) -> str:
+    """The path, size and time of a file."""
     about = file.stat()
-    version = f"{file.resolve()} {about.st_size} {about.st_mtime_ns}"
-    if about.st_size > HASHED_WHOLE:
-        return _digest(version.encode())
-    kept = cache_dir() / "hashes" / f"{_digest(version.encode())}.txt"
-    with suppress(OSError, ValueError):
-        if len(known := kept.read_text("utf-8")) == DIGEST_LENGTH:
-            return known
-    found = _digest(file.read_bytes())
-    with suppress(OSError, InputError):  # a cache that cannot be written to only costs time
-        make_folder(kept.parent)
-        replace_text(kept, found)
-    return found
+    return f"{file.resolve()} {about.st_size} {about.st_mtime_ns}"
 
 
-def _digest(content: bytes) -> str:
+def _fingerprint(file: Path) -> str:
+    """A hash of the file's content, or of its path, size and time where hashing the content would take seconds."""
+    small = file.stat().st_size <= HASHED_WHOLE
     digest = hashlib.sha256(f"format {CACHE_FORMAT}".encode())
-    digest.update(content)
-    return digest.hexdigest()[:DIGEST_LENGTH]
+    digest.update(file.read_bytes() if small else _version(file).encode())
+    return digest.hexdigest()[:12]
 
 
-def _mark_complete(folder: Path) -> None:
+def _converted_before(cache: Path, name: str, source: str) -> Path | None:
+    """The conversion of this very version of a file, found without reading the file."""
+    for marker in cache.glob(f"{glob.escape(name)}-*/{CACHE_MARKER}"):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            if json.loads(marker.read_text("utf-8"))["source"] == source:
+                return marker.parent
+    return None
+
+
+def _mark_complete(folder: Path, source: str) -> None:
     sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
-    (folder / CACHE_MARKER).write_text(json.dumps({"format": CACHE_FORMAT, "files": sizes}, indent=2), "utf-8")
+    marks = {"format": CACHE_FORMAT, "source": source, "files": sizes}
+    (folder / CACHE_MARKER).write_text(json.dumps(marks, indent=2), "utf-8")
+
+
+def _mark_source(folder: Path, source: str) -> None:
+    """Note that a file of another path or time has the same content."""
+    marker = folder / CACHE_MARKER
+    with suppress(OSError, InputError):  # a cache that cannot be written to only costs time
+        marks = json.loads(marker.read_text("utf-8"))
+        if marks.get("source") != source:
+            replace_text(marker, json.dumps({**marks, "source": source}, indent=2))
 
 
 def is_complete(folder: Path) -> bool:

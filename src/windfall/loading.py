@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
-from windfall import registry
+from windfall import __version__, registry
 from windfall.drafters.base import Drafter
 from windfall.drafters.lm import LMDrafter
 from windfall.engine import Engine
+from windfall.files import make_folder, replace_text
 from windfall.heads.files import find, trained
 from windfall.heads.kinds import KINDS, kind_of, recognise
 from windfall.hub import cached
-from windfall.models import load_model, pick_device, pick_dtype
+from windfall.models import Loaded, cache_dir, load_model, pick_device, pick_dtype
 from windfall.options import checked, refuse_settings, require_flag
 from windfall.policies.base import TreePolicy
 from windfall.records import InputError, Launch
@@ -136,8 +140,28 @@ def as_target(target: Any, **how: Any) -> Target:
         return Target(_moved(model, how.get("device"), how.get("dtype")).eval(), tokenizer)
     if not isinstance(target, str | os.PathLike | None):
         raise InputError(f"a target is a folder, a GGUF file, a hub id or a loaded model, not {target!r}")
-    loaded = load_model(target, **how)
-    return Target(loaded.model, loaded.tokenizer, loaded.name)
+    return _checked(load_model(target, **how))
+
+
+def _checked(loaded: Loaded) -> Target:
+    """A target that passed the trial of a tree, now or earlier: the result for its kind is kept in the cache folder."""
+    kept = cache_dir() / "checked" / f"{_kind_of_model(loaded.model)}.txt"
+    own_code = not type(loaded.model).__module__.startswith("transformers.")  # it may have changed since
+    target = Target(loaded.model, loaded.tokenizer, loaded.name, check=own_code or not kept.is_file())
+    if not own_code and not kept.is_file():
+        with suppress(OSError, InputError):  # a cache that cannot be written to only costs time
+            make_folder(kept.parent)
+            replace_text(kept, loaded.name)
+    return target
+
+
+def _kind_of_model(model: Any) -> str:
+    """A hash of all that decides whether a model scores trees rightly: class, configuration, precision, versions."""
+    config = model.config
+    versions = [torch.__version__, transformers.__version__, __version__]
+    about = [type(model).__name__, str(model.dtype), model.device.type, config._attn_implementation, *versions]
+    about += [config.to_json_string(use_diff=False)]
+    return hashlib.sha256(" ".join(about).encode()).hexdigest()[:16]
 
 
 def as_drafter(drafter: Any, **settings: Any) -> Drafter:

@@ -48,6 +48,11 @@ class Loaded(NamedTuple):
     name: str
 
 
+def import_classes() -> None:
+    """Import what transformers loads only when it is first used; every model needs it."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+
 def load_model(
     source: str | os.PathLike[str] | None = None,
     *,

@@ -32,7 +32,8 @@ class Target:
 
     recordings = 0  # passes that were recorded so far: see resident/
 
-    def __init__(self, model: Any, tokenizer: Any = None, name: str | None = None):
+    def __init__(self, model: Any, tokenizer: Any = None, name: str | None = None, check: bool = True):
+        """`check=False` leaves out the trial of a tree, for a model of a kind that has passed it; windows need it."""
         model = uncompiled(model)
         self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
         if (where := torch.get_default_device()).type != "cpu":  # what the host keeps would be made there
@@ -44,6 +45,8 @@ class Target:
         self.texts = 0  # begun so far: it has one cache, for whichever engine is the last
         try:
             self.decoder = Decoder(model)
+            if not (check or self.decoder.windows or self.decoder.reach):
+                return
             ahead, gap = looks_ahead(model), self._tree_gap()
             if not self._follows_windows():  # exact as long as a window hides nothing
                 self.decoder.limit_to_windows()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import warnings
@@ -17,8 +16,6 @@ from windfall.cli import audit, bench, chat, diagnose, generate, measure, report
 from windfall.cli.help import Command, Group
 from windfall.cli.session import BAD_INPUT, ON_BROKEN_PIPE, ON_INTERRUPT
 from windfall.errors import HeadWarning
-
-OBJECTS_PER_COLLECTION = 50_000  # with Python's default, 700, collecting garbage is a tenth of the libraries' imports
 
 COMMANDS = (
     generate.generate,
@@ -112,7 +109,6 @@ def start(
     ] = False,
 ) -> None:
     """Any Hugging Face causal language model, faster, word for word the same."""
-    gc.set_threshold(OBJECTS_PER_COLLECTION)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not sys.warnoptions:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
-import secrets
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,7 +13,15 @@ import typer
 from rich.text import Text
 
 from windfall import console
-from windfall.cli.options import ModelOptions, PolicyOptions, SamplingOptions, ShowDrafts, System, takes_records
+from windfall.cli.options import (
+    ModelOptions,
+    PolicyOptions,
+    SamplingOptions,
+    ShowDrafts,
+    System,
+    given_options,
+    takes_records,
+)
 from windfall.cli.session import Session, check_chat, record
 from windfall.errors import InputError
 
@@ -48,7 +54,6 @@ KEYS = (
     'A message of several lines can also stand between two lines of """. The up arrow brings back earlier messages.\n'
     "Ctrl-C stops an answer, which stays as far as it came, or clears what is typed; Ctrl-D leaves."
 )
-NEW_SEEDS = 2**31
 
 
 @takes_records
@@ -63,6 +68,8 @@ def chat(
         Path | None, typer.Option("--load", help="Continue the conversation in this file.", metavar="FILE")
     ] = None,
     no_save: Annotated[bool, typer.Option("--no-save", help="Keep neither conversation nor history.")] = False,
+    *,
+    context: typer.Context,
 ) -> None:
     """Talk with the model. Type /help for the commands; Ctrl-D leaves."""
     from windfall.cli.chat_input import at_terminal, messages
@@ -71,7 +78,7 @@ def chat(
     file = _file_to_continue(resume, load)
     saved = None if file is None else read(file)
     if saved is not None:
-        given = _given_options()
+        given = given_options(context)
         model = model if "target" in given else replace(model, target=saved.target)
         sampling = _continued(saved, sampling, given, file)
     keywords = sampling.keywords()
@@ -97,13 +104,6 @@ def _file_to_continue(resume: bool, load: Path | None) -> Path | None:
     if resume and load is not None:
         raise InputError("--continue takes the last conversation, --load the one in a file; choose one")
     return last() if resume else load
-
-
-def _given_options() -> set[str]:
-    """The options that the command line names."""
-    package = typer.Context.__mro__[1].__module__.rpartition(".")[0]  # click, or the copy of it that typer brings
-    context = importlib.import_module(f"{package}.globals").get_current_context()
-    return {name for name in context.params if context.get_parameter_source(name).name == "COMMANDLINE"}
 
 
 def _continued(saved: Conversation, flags: SamplingOptions, given: set[str], file: Path | None) -> SamplingOptions:
@@ -227,11 +227,9 @@ class Chat:
             raise InputError("there is no message to answer yet")
         before = self.conversation.messages[len(asked.messages) :]
         sampled = not self.session.engine.params(**self.session.sampling).greedy
-        seed = {"seed": secrets.randbelow(NEW_SEEDS)} if sampled else {}
-        self._answer(asked, replace(self.session, sampling={**self.session.sampling, **seed}))
-        if sampled:
-            console.note(f"seed {seed['seed']}")
-        elif self.conversation.messages[len(asked.messages) :] == before:
+        fresh = {"seed": None} if sampled else {}
+        self._answer(asked, replace(self.session, sampling={**self.session.sampling, **fresh}))
+        if not sampled and self.conversation.messages[len(asked.messages) :] == before:
             console.note("the same answer, since temperature 0 is deterministic; /set temperature 0.7 samples")
 
     def _answer(self, asked: Conversation, session: Session) -> None:

@@ -30,17 +30,32 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Stop the garbage collector: while libraries are imported and models loaded it costs a second and finds little."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def import_libraries() -> None:
     """Import what every model needs, with a word on the terminal: it takes seconds."""
-    with console.waiting("Importing PyTorch and transformers…"):
+    with console.waiting("Importing PyTorch and transformers…"), uncollected():
         import windfall.loading  # noqa: F401
+        from windfall.models import import_classes
+
+        import_classes()
 
 
 @contextmanager
 def loading_model() -> Iterator[None]:
     """Tell the user that a model is loading. The garbage collector then ignores the loaded objects: a round over all of
     them would take a tenth of a second or more while a text is being written."""
-    with console.waiting("Loading the model…"):
+    with console.waiting("Loading the model…"), uncollected():
         yield
         gc.collect(1)  # what loading has left behind
     gc.freeze()
@@ -60,28 +75,29 @@ def takes_records(command: Callable[..., None]) -> Callable[..., None]:
         flat += _parameters(records[name]) if name in records else [own]
 
     from_file = {f.name for kind in records.values() if kind in CONFIGURED for f in dataclasses.fields(kind)}
-    flat += [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+    asks_context = "context" in hints
+    if not asks_context:
+        flat += [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
 
     @functools.wraps(command)
     def run(context: typer.Context, **values: Any) -> None:
         if from_file:
-            given = {name for name in values if _is_given(context, name)}
-            values |= defaults.fill({name: values[name] for name in from_file}, given)
+            values |= defaults.fill({name: values[name] for name in from_file}, given_options(context))
         if any(issubclass(record, TargetOptions | ModelOptions) for record in records.values()):
             import_libraries()
         for name, record in records.items():
             values[name] = record(**{f.name: values.pop(f.name) for f in dataclasses.fields(record)})
-        command(**values)
+        command(**values, **({"context": context} if asks_context else {}))
 
     run.__dict__["__signature__"] = inspect.Signature(flat)
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in flat}
     return run
 
 
-def _is_given(context: typer.Context, name: str) -> bool:
-    """Whether an option stands on the command line."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
+def given_options(context: typer.Context) -> set[str]:
+    """The names of the options that the command line sets."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
 
 
 CONFIGURED: list[Any] = []  # records whose options the config file may set
