@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from windfall.batch import Rows
-from windfall.decoder import WINDOWS, Decoder, plain_places
+from windfall.decoder import WINDOWS, Decoder, plain_places, tree_attention
 from windfall.records import InputError, Scores
 from windfall.tree import MOST_ROWS, DraftTree
 
@@ -47,9 +47,10 @@ class Target:
             self.decoder = Decoder(model)
             if not (check or self.decoder.windows or self.decoder.reach):
                 return
-            ahead, gap = looks_ahead(model), self._tree_gap()
-            if not self._follows_windows():  # exact as long as a window hides nothing
-                self.decoder.limit_to_windows()
+            with tree_attention(model):
+                ahead, gap = looks_ahead(model), self._tree_gap()
+                if not self._follows_windows():  # exact as long as a window hides nothing
+                    self.decoder.limit_to_windows()
         except Exception as error:
             reason = str(error).partition("\n")[0]
             raise InputError(f"{self.name}: {type(model).__name__} cannot score a tree: {reason}") from error
