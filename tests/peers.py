@@ -57,7 +57,7 @@ def text(taps: int = 3) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def drafted(head: FeatureHead) -> list[Tensor]:
-    """The head's logits [rows, Vd] in every step of which the text has the tokens."""
+    """The head's logits [rows, Vd] in every step whose tokens are in the text."""
     fit(head, target())
     guesses = rollout(head, *text(len(head.config.taps)), STEPS)
     return [head.logits(guess.state[0, : COLUMNS - step]) for step, guess in enumerate(guesses)]

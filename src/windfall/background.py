@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Stopped(Exception):
-    """Ends a generation that nobody waits for any more."""
+    """Ends a generation that its caller has cancelled."""
 
 
 class Stop:

@@ -66,7 +66,7 @@ class Lockstep:
         return [Verdict(torch.from_numpy(np.array(path)), token) for path, token in zip(paths, bonus, strict=True)]
 
     def _step(self, logits: dict[int, Tensor], depths: dict[int, int]) -> list[int]:
-        """Draw the next token of each row, of which these go on, and ask which rows end with it."""
+        """Draw the next token of each row that goes on, and ask which rows end with it."""
         first = next(iter(logits.values()))
         scores = torch.zeros(len(self.ids), len(first), device=self.ids.device)
         for row, own in logits.items():

@@ -36,7 +36,7 @@ class Asked:
 
 
 def read(file: Path) -> list[Asked]:
-    """The lines of a prompt file, of which none may be empty or without a prompt."""
+    """The lines of a prompt file. Each must have a prompt."""
     found = parse_lines(read_text(file), f"'{file}'")
     if not found:
         raise InputError(f"'{file}' has no rows")

@@ -11,7 +11,7 @@ from windfall.bench.results import PLAIN, Row
 from windfall.cost import Costs
 
 SLOWED = 1.5  # times as long as they should take: from here on, plain decoding's steps were disturbed
-BEYOND = 1.25  # times tokens per pass: a speed-up that no method can have, whatever its passes cost
+BEYOND = 1.25  # times tokens per pass: no method can have a higher speed-up, even with free draft passes
 FEWEST = 4  # conversations whose median says what is usual
 
 

@@ -79,7 +79,7 @@ def recognise(folder: Path, label: str | None = None) -> str | None:
 def refuse_unread(kind: str | None, config: Config, names: Names, label: str, whole: bool = False) -> None:
     """Raise an InputError if these files are of a known kind that windfall does not read, or quantised.
 
-    `whole` says that they are a language model, which drafts as one whatever layers it has besides.
+    `whole` says that they are a language model, which drafts as one even if it has other layers too.
     """
     other = unread(config, names)
     if other is not None and not (whole and other.inside):
