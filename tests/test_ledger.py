@@ -274,3 +274,15 @@ def test_deciding_costs_what_it_takes(curve: str) -> None:
             thinking = steps * CURVES[curve].verify(1, 32)
             policy.observe(replace(step, seconds=step.seconds._replace(policy=thinking)))
         assert drafts == 200 if steps == 0 else drafts < 10
+
+
+def test_what_was_too_dear_is_known_after_the_machine_has_got_rid_of_other_work() -> None:
+    ledger = Ledger(Costs.simple(10.0, (1, 96), (100.0, 150.0)))
+    for _ in range(12):
+        ledger.verified(1, 0, 90.0)
+    for _ in range(12):  # much cheaper of a sudden: what was learnt before is forgotten, but not by how much
+        ledger.verified(1, 0, 1.0)
+        if not ledger._verifies._own:
+            break
+    assert not ledger._verifies._own
+    assert ledger.too_dear > 2

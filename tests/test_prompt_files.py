@@ -138,7 +138,7 @@ def test_a_line_that_cannot_be_answered_is_named(folder: Path, tmp_path: Path) -
     result = windfall("generate", "--file", file, "--target", folder, "--json", *SHORT)
     assert result.exit_code == 2
     assert len(result.stdout.splitlines()) == 1
-    assert result.stderr.startswith(f"windfall: line 2 of '{file}': ")
+    assert result.stderr.splitlines()[-1].startswith(f"windfall: line 2 of '{file}': ")
 
 
 def test_what_does_not_go_with_a_file_of_prompts(tmp_path: Path) -> None:

@@ -176,8 +176,8 @@ class Factors:
         return self.now[ONE]
 
     def least(self) -> float:
-        """Of all sizes that were seen."""
-        return min((quickest_quarter(taken) for taken in self._own.values()), default=1.0)
+        """The lowest factor of the sizes that were seen; that of all sizes where none was."""
+        return min((quickest_quarter(taken) for taken in self._own.values()), default=min(self._all))
 
     def applied(self, curve: Curve) -> Curve:
         """The curve, corrected; it rises with size as before, be it by next to nothing."""
