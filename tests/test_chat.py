@@ -10,6 +10,8 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -263,6 +265,23 @@ def test_retry_answers_the_last_message_anew(capsys: pytest.CaptureFixture[str])
     assert engine.seeds == [5, 5, None], "None lets the engine draw a fresh one, which the figures line tells"
     talk.take("two")
     assert engine.seeds[3] == 5
+
+
+def test_a_long_prompt_is_announced_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    @contextmanager
+    def waiting(message: str) -> Iterator[None]:
+        told.append(message)
+        yield
+
+    monkeypatch.setattr("windfall.console.waiting", waiting)
+    talk = new_chat()
+    talk.take("short")
+    assert told == []
+    talk.take("x" * 600)
+    assert len(told) == 1 and told[0].startswith("Reading 6")
+    assert contents(talk)[-1] == f"heard {'x' * 600!r}"[:256]
 
 
 def test_the_system_message_can_be_changed_and_removed(capsys: pytest.CaptureFixture[str]) -> None:

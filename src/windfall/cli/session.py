@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 DIFFERENT, BAD_INPUT, ON_INTERRUPT, ON_BROKEN_PIPE = 1, 2, 130, 141  # exit codes
 INTERRUPTED = "interrupted"  # finish reason
 WARM_UP = 8  # tokens before anything is timed
+LONG_PROMPT = 512  # tokens; shorter prompts are read in a moment
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,17 @@ def exit_if_interrupted(generation: Generation) -> None:
         raise typer.Exit(ON_INTERRUPT)
 
 
+def _announced(stream: Stream) -> Iterator[Step]:
+    """The steps, with a word on the terminal while a long prompt is read."""
+    steps = iter(stream)
+    if stream.prompt_tokens >= LONG_PROMPT:
+        with console.waiting(f"Reading {stream.prompt_tokens} prompt tokens…"):
+            first = next(steps, None)
+        if first is not None:
+            yield first
+    yield from steps
+
+
 def _collect(engine: Engine, stream: Stream, show: console.Show) -> Generation:
     from windfall.engine import Generation
 
@@ -94,7 +107,7 @@ def _collect(engine: Engine, stream: Stream, show: console.Show) -> Generation:
     times: list[float] = []
     started = time.perf_counter()
     try:
-        for step in stream:
+        for step in _announced(stream):
             steps.append(step)
             times.append(time.perf_counter() - started)
             show(step)
