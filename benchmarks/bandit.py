@@ -16,7 +16,7 @@ from pathlib import Path
 from provenance import publish
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from test_bandit import known_worlds, random_worlds
+from helpers.bandit import known_worlds, random_worlds
 
 PARTS = {"known": range(5000, 5300), "slow": range(5000, 6500), "fast": range(5000, 5300)}  # seeds
 SHARE = 50  # seeds of a piece of work

@@ -17,9 +17,9 @@ from typing import Any
 
 from provenance import publish
 
-from windfall import loading
-from windfall.engine import Engine, Generation
-from windfall.options import split_settings
+from windfall.core.options import split_settings
+from windfall.engine import loading
+from windfall.engine.engine import Engine, Generation
 
 
 def read_prompts(files: list[str], count: int) -> list[str]:

@@ -13,9 +13,9 @@ from collections import defaultdict
 from provenance import publish
 
 from windfall.drafters.feature_head import FeatureHeadDrafter
-from windfall.engine import Engine
-from windfall.loading import as_policy, as_target
-from windfall.profiling import measure
+from windfall.engine.engine import Engine
+from windfall.engine.loading import as_policy, as_target
+from windfall.engine.profiling import measure
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 

@@ -4,7 +4,7 @@
 
 Prints the tables, or puts them into docs/heads.md. Heads of speculators are compared with its own code where it is
 installed (`pip install --no-deps speculators==0.9.0 loguru`), all others with a computation written from the
-definition of their layout (`tests/peers.py`).
+definition of their layout (`tests/helpers/peers.py`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-import peers  # noqa: E402
-import unread_heads  # noqa: E402
+from helpers import peers, unread_heads  # noqa: E402
+from windfall.checkpoints.quiet_libs import quiet  # noqa: E402
+from windfall.core.types import InputError  # noqa: E402
 from windfall.heads.formats import read, write  # noqa: E402
 from windfall.heads.kinds import recognise  # noqa: E402
 from windfall.heads.unread import UNREAD, refuse_quantised  # noqa: E402
-from windfall.quiet import quiet  # noqa: E402
-from windfall.records import InputError  # noqa: E402
 
 PAGE = ROOT / "docs" / "heads.md"
 BEGIN, END = "<!-- made by benchmarks/heads_table.py -->", "<!-- end of what benchmarks/heads_table.py makes -->"
@@ -48,8 +47,8 @@ def _against_speculators(variant: str) -> str:
     """The larger of the differences as read here, and as read there after being written here."""
     if not peers.has_speculators():
         return "not installed"
+    from windfall.engine.loading import as_target
     from windfall.heads.fitting import fit
-    from windfall.loading import as_target
 
     with tempfile.TemporaryDirectory() as made, warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -67,7 +67,7 @@ def half(*shape: int) -> Tensor:
 
 
 def attention(model: str, n: int, length: int, capacity: int) -> Case:
-    from windfall.kernels.jit.attention import Tile, attend
+    from windfall.kernels.triton.attention import Tile, attend
 
     heads, shared, width = MODELS[model][:3]
     keys, values = half(SETS, shared, capacity, width), half(SETS, shared, capacity, width)

@@ -14,7 +14,7 @@ import transformers
 
 import windfall
 from windfall.bench.paths import shorten
-from windfall.profiling import machine
+from windfall.engine.profiling import machine
 
 
 def publish(result: dict[str, Any], file: str | None) -> None:

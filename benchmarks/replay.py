@@ -19,15 +19,15 @@ import torch
 from provenance import publish
 
 from windfall.bench.methods import parse_method
-from windfall.calibration import Calibrator
-from windfall.context import Context
-from windfall.cost import Costs
-from windfall.engine import Growth
+from windfall.core.tree import DraftTree
+from windfall.core.types import Grow, Split, Step
+from windfall.costs.acceptance import Calibrator
+from windfall.costs.curves import Costs
+from windfall.engine.engine import Growth
 from windfall.policies.base import TreePolicy
-from windfall.records import Grow, Split, Step
+from windfall.policies.context import Context
 from windfall.train.rl.recording import Recording, Tree
 from windfall.train.rl.replay import read_costs
-from windfall.tree import DraftTree
 
 
 class Position(NamedTuple):
@@ -38,7 +38,7 @@ class Position(NamedTuple):
     logq: np.ndarray[Any, Any]
 
 
-class Draft:
+class GpuDrafter:
     """A tree that grows by what was recorded."""
 
     def __init__(self, position: Position):
@@ -76,7 +76,7 @@ def cycle(policy: TreePolicy, position: Position, costs: Costs, calibrator: Cali
     """What the policy does there, and what it takes."""
     about = position.tree
     context = Context(about.length, about.room, 0.0, costs, calibrator)
-    draft, growth, drafting = Draft(position), Growth(policy, context), 0.0
+    draft, growth, drafting = GpuDrafter(position), Growth(policy, context), 0.0
     while (grow := growth.next(draft.tree)) is not None:
         drafting += costs.draft(len(grow.nodes)) + (0.0 if growth.passes > 1 else costs.opening)
         draft.expand(grow)

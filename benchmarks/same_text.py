@@ -14,7 +14,8 @@ from typing import Any
 from provenance import publish
 
 import windfall
-from windfall import console, registry
+from windfall import registry
+from windfall.render import console
 
 POLICIES = "auto,beam,salf,talon,dynatree,gt,ltd"
 TEMPERATURES = (0.0, 0.9)

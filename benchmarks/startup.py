@@ -34,7 +34,7 @@ import torch; part("import torch")
 import transformers; part("import transformers")
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM; part("import transformers' models")
 from windfall import loading
-from windfall.models import load_model; part("import windfall")
+from windfall.checkpoints.find import load_model; part("import windfall")
 loaded = load_model(None); part("read weights and tokenizer")
 target = loading._checked(loaded); part("make the target")
 from windfall.engine import Engine
@@ -68,7 +68,7 @@ def parts(environment: dict[str, str]) -> dict[str, float]:
 def convert(environment: dict[str, str]) -> float:
     """Convert the embedded model in a process of its own; the seconds that takes, imports included."""
     started = time.perf_counter()
-    code = "from windfall.models import load_model; load_model(None)"
+    code = "from windfall.checkpoints.find import load_model; load_model(None)"
     subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
     return time.perf_counter() - started
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 import windfall
-from windfall.context import Context
-from windfall.records import Grow
+from windfall.core.types import Grow
+from windfall.policies.context import Context
 
 
 @dataclass

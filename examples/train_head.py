@@ -12,7 +12,7 @@ from pathlib import Path
 
 import windfall
 from windfall.bench.tasks import builtin
-from windfall.loading import as_target
+from windfall.engine.loading import as_target
 from windfall.train.data import Settings, make_data
 from windfall.train.recipe import Recipe
 from windfall.train.runs import HeadJob, train_head

@@ -26,11 +26,12 @@ from typing import Any
 import torch
 import transformers
 
-from architectures import VOCABULARY, build, class_name, names
-from windfall import decoder, registry
-from windfall.engine import Engine
-from windfall.records import InputError
-from windfall.target import SHORT, Target
+from helpers.architectures import VOCABULARY, build, class_name, names
+from windfall import registry
+from windfall.core.types import InputError
+from windfall.engine.engine import Engine
+from windfall.model import decoder
+from windfall.model.target import SHORT, Target
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 SECONDS = 300  # for an architecture

@@ -11,15 +11,16 @@ import pytest
 from typer.testing import CliRunner
 
 import windfall
-from test_cli import character_tokenizer
-from tiny import tiny
-from windfall import loading, registry
+from helpers.cli import character_tokenizer
+from helpers.tiny import tiny
+from windfall import registry
 from windfall.bench.methods import parse_method, parse_policies
 from windfall.bench.tune import candidates
 from windfall.cli import app
+from windfall.core.types import InputError
+from windfall.engine import loading
 from windfall.plugins import is_reference
 from windfall.policies.bandit import parse_arms
-from windfall.records import InputError
 
 POLICY = '''
 from __future__ import annotations
@@ -31,7 +32,7 @@ from beside import ROOM
 
 import windfall
 from windfall.drafters.ngram import NGramDrafter
-from windfall.records import Grow
+from windfall.core.types import Grow
 
 NUMBER = 3
 

@@ -7,10 +7,11 @@ import pytest
 
 import windfall.drafters
 import windfall.policies
-from windfall import options, registry
+from windfall import registry
+from windfall.core import options
+from windfall.core.types import InputError
 from windfall.drafters.base import Drafter
 from windfall.policies.base import TreePolicy
-from windfall.records import InputError
 
 
 def files(package: object) -> set[str]:

@@ -8,42 +8,44 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "load": "windfall.loading",
-    "Engine": "windfall.engine",
-    "Generation": "windfall.engine",
-    "custom_generate": "windfall.hf_generate",
-    "DraftTree": "windfall.tree",
+    "load": "windfall.engine.loading",
+    "Engine": "windfall.engine.engine",
+    "Generation": "windfall.engine.engine",
+    "custom_generate": "windfall.engine.transformers_generate",
+    "DraftTree": "windfall.core.tree",
     "Drafter": "windfall.drafters.base",
     "TreePolicy": "windfall.policies.base",
-    "option": "windfall.options",
-    "SamplingParams": "windfall.records",
-    "Launch": "windfall.records",
-    "Stats": "windfall.metrics",
-    "Stream": "windfall.engine",
-    "Step": "windfall.records",
-    "InputError": "windfall.records",
+    "option": "windfall.core.options",
+    "SamplingParams": "windfall.core.types",
+    "GpuOptions": "windfall.core.types",
+    "Stats": "windfall.core.stats",
+    "Stream": "windfall.engine.engine",
+    "Step": "windfall.core.types",
+    "InputError": "windfall.core.types",
 }
+_ALIASES = {"Launch": "GpuOptions"}  # names of version 0.1
 __all__ = ["__version__", *_PUBLIC]
 
 if TYPE_CHECKING:
+    from windfall.core.options import option as option
+    from windfall.core.stats import Stats as Stats
+    from windfall.core.tree import DraftTree as DraftTree
+    from windfall.core.types import GpuOptions as GpuOptions
+    from windfall.core.types import InputError as InputError
+    from windfall.core.types import SamplingParams as SamplingParams
+    from windfall.core.types import Step as Step
     from windfall.drafters.base import Drafter as Drafter
-    from windfall.engine import Engine as Engine
-    from windfall.engine import Generation as Generation
-    from windfall.engine import Stream as Stream
-    from windfall.hf_generate import custom_generate as custom_generate
-    from windfall.loading import load as load
-    from windfall.metrics import Stats as Stats
-    from windfall.options import option as option
+    from windfall.engine.engine import Engine as Engine
+    from windfall.engine.engine import Generation as Generation
+    from windfall.engine.engine import Stream as Stream
+    from windfall.engine.loading import load as load
+    from windfall.engine.transformers_generate import custom_generate as custom_generate
     from windfall.policies.base import TreePolicy as TreePolicy
-    from windfall.records import InputError as InputError
-    from windfall.records import Launch as Launch
-    from windfall.records import SamplingParams as SamplingParams
-    from windfall.records import Step as Step
-    from windfall.tree import DraftTree as DraftTree
 
 
 def __getattr__(name: str) -> Any:
     """Import torch and transformers only when something is used, so that `windfall --help` answers at once."""
+    name = _ALIASES.get(name, name)
     if name not in _PUBLIC:
         raise AttributeError(f"module 'windfall' has no attribute '{name}'")
     return getattr(importlib.import_module(_PUBLIC[name]), name)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from windfall.errors import InputError
+from windfall.core.errors import InputError
 
 SUFFIX = ".py"
 

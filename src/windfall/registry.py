@@ -11,33 +11,34 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from windfall import options, plugins
-from windfall.errors import InputError
-from windfall.files import parse_json
+from windfall import plugins
+from windfall.core import options
+from windfall.core.errors import InputError
+from windfall.core.files import parse_json
 
 POLICIES = {
     "auto": "windfall.policies.auto:Auto",
     "none": "windfall.policies.none:NoSpeculation",
     "chain": "windfall.policies.chain:Chain",
-    "specinfer": "windfall.policies.specinfer:SpecInfer",
+    "specinfer": "windfall.policies.papers.specinfer:SpecInfer",
     "static": "windfall.policies.static:Static",
-    "sequoia": "windfall.policies.sequoia:Sequoia",
-    "gt-static": "windfall.policies.gt_static:GTStatic",
-    "gt": "windfall.policies.gt:GT",
-    "opt-tree": "windfall.policies.opt_tree:OptTree",
+    "sequoia": "windfall.policies.papers.sequoia:Sequoia",
+    "gt-static": "windfall.policies.papers.gt_static:GTStatic",
+    "gt": "windfall.policies.papers.gt:GT",
+    "opt-tree": "windfall.policies.papers.opt_tree:OptTree",
     "optimal": "windfall.policies.optimal:Optimal",
-    "fixed-tree": "windfall.policies.fixed_tree:FixedTree",
+    "fixed-tree": "windfall.policies.papers.fixed_tree:FixedTree",
     "beam": "windfall.policies.beam:Beam",
-    "salf": "windfall.policies.salf:Salf",
-    "talon": "windfall.policies.talon:Talon",
-    "dynatree": "windfall.policies.dynatree:DynaTree",
-    "ddd": "windfall.policies.ddd:DDD",
-    "svip": "windfall.policies.svip:SVIP",
-    "gammatune": "windfall.policies.gammatune:GammaTune",
-    "disco": "windfall.policies.disco:Disco",
-    "specdecpp": "windfall.policies.specdecpp:SpecDecPlusPlus",
-    "c2t": "windfall.policies.c2t:C2T",
-    "ltd": "windfall.policies.ltd:LTD",
+    "salf": "windfall.policies.papers.salf:Salf",
+    "talon": "windfall.policies.papers.talon:Talon",
+    "dynatree": "windfall.policies.papers.dynatree:DynaTree",
+    "ddd": "windfall.policies.papers.ddd:DDD",
+    "svip": "windfall.policies.papers.svip:SVIP",
+    "gammatune": "windfall.policies.papers.gammatune:GammaTune",
+    "disco": "windfall.policies.papers.disco:Disco",
+    "specdecpp": "windfall.policies.papers.specdecpp:SpecDecPlusPlus",
+    "c2t": "windfall.policies.papers.c2t:C2T",
+    "ltd": "windfall.policies.papers.ltd:LTD",
     "bandit": "windfall.policies.bandit:Bandit",
 }
 DRAFTERS = {

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from test_exact import POLICIES, check_rows, check_texts, engine
-from tiny import prompt, tiny
+from helpers.exact import POLICIES, check_rows, check_texts, engine
+from helpers.tiny import prompt, tiny
+from windfall.engine.gpu.target import EXACT
 from windfall.kernels.backend import installed
-from windfall.resident.judge import EXACT
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from test_engine import SAMPLING
-from tiny import prompt, tiny
+from helpers.sampling import SAMPLING
+from helpers.tiny import prompt, tiny
 from windfall import registry
 from windfall.bench.memory import held_by_graphs, peak_apart
+from windfall.core.sampling import gumbel, noise_bits
+from windfall.core.types import GpuOptions, SamplingParams
 from windfall.drafters.lm import LMDrafter
-from windfall.engine import Engine
-from windfall.records import Launch, SamplingParams
-from windfall.resident.timing import costs
-from windfall.sampling import gumbel, noise_bits
-from windfall.target import Target
+from windfall.engine.engine import Engine
+from windfall.engine.gpu.timing import costs
+from windfall.model.target import Target
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -74,7 +74,7 @@ def test_recording_goes_on_after_growth_and_measuring(policy: str) -> None:
 def test_recorded_drafts_see_the_whole_text(policy: str) -> None:
     """A drafter that is the target itself stays right however far the bound on columns moves."""
     target = Target(tiny("gpt-neox", max_position_embeddings=2048).cuda())
-    host, made = (Engine(target, LMDrafter(), registry.policy(policy), launch=Launch(on)) for on in (False, True))
+    host, made = (Engine(target, LMDrafter(), registry.policy(policy), launch=GpuOptions(on)) for on in (False, True))
     texts = [each.generate(prompt(200), max_new_tokens=700, eos=()) for each in (host, made)]
     assert texts[1].stats.tau > 0.9 * texts[0].stats.tau
 
@@ -85,7 +85,7 @@ def test_the_memory_of_a_method_alone_is_measured_without_a_trace(target: Target
 
     def make(policy: str, graphs: bool) -> Engine:
         return Engine(
-            Target(target.model), LMDrafter(tiny(seed=1).cuda()), registry.policy(policy), launch=Launch(graphs)
+            Target(target.model), LMDrafter(tiny(seed=1).cuda()), registry.policy(policy), launch=GpuOptions(graphs)
         )
 
     peaks, left = [], []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from test_kernels import (
+from helpers.kernels import (
     both,
     check_attention,
     check_chain,
@@ -21,9 +21,9 @@ from test_kernels import (
     make_cache,
     random_tree,
 )
+from windfall.core.sampling import signed
 from windfall.kernels import draw, tree_attention
 from windfall.kernels.backend import installed
-from windfall.sampling import signed
 
 pytestmark = [
     pytest.mark.gpu,

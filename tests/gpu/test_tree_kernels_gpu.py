@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from test_tree_kernels import (
+from helpers.tree_kernels import (
     check_announcing,
     check_growth,
     check_moving,
@@ -22,11 +22,11 @@ from test_tree_kernels import (
     some_terms,
     sprouts,
 )
-from windfall.calibration import Calibrator
+from windfall.costs.acceptance import Calibrator
 from windfall.kernels.backend import installed
 from windfall.kernels.grow import grow
+from windfall.kernels.publish import NUMBER, announce, tell
 from windfall.kernels.settle import plant
-from windfall.kernels.tell import NUMBER, announce, tell
 from windfall.kernels.trees import Ahead, TreeArrays
 from windfall.policies.static import SHAPES
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from windfall.bench.reading import ALL, Record, Run
 from windfall.bench.results import PLAIN, Row
-from windfall.cost import Costs
+from windfall.costs.curves import Costs
 
 SLOWED = 1.5  # times as long as they should take: from here on, plain decoding's steps were disturbed
 BEYOND = 1.25  # times tokens per pass: no method can have a higher speed-up, even with free draft passes

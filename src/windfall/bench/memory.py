@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import torch
 
-from windfall.engine import Engine
-from windfall.records import SamplingParams
-from windfall.target import Target
+from windfall.core.types import SamplingParams
+from windfall.engine.engine import Engine
+from windfall.model.target import Target
 
 SHORT = 8  # tokens of an answer to warm up
 COMMON = (0, 0)  # the allocator's pool for everything that no graph holds

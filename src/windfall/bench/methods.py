@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windfall.bench.paths import shorten
-from windfall.errors import InputError
+from windfall.core.errors import InputError
 
 if TYPE_CHECKING:
     from windfall.drafters.base import Drafter
@@ -58,8 +58,8 @@ class DrafterSpec:
             registry.drafter(self.name, **self.settings)
 
     def make(self, trust_remote_code: bool = False) -> Drafter:
-        from windfall import loading
         from windfall.drafters.lm import LMDrafter
+        from windfall.engine import loading
 
         made = loading.as_drafter(self.name, **self.settings)
         if trust_remote_code and isinstance(made, LMDrafter):
@@ -77,7 +77,7 @@ class Method:
     drafter: DrafterSpec | None = None
 
     def make(self) -> TreePolicy:
-        from windfall import loading
+        from windfall.engine import loading
 
         return loading.as_policy(self.policy, **self.settings)
 
@@ -164,7 +164,7 @@ def _start_of_class(item: str, starts: Sequence[int]) -> int:
 
 def _settings(text: str) -> tuple[str, dict[str, str]]:
     from windfall import registry
-    from windfall.options import split_settings
+    from windfall.core.options import split_settings
 
     name, settings = registry.split_name(text.split(":"))
     return name, {key: value.replace("+", ",") for key, value in split_settings(settings).items()}

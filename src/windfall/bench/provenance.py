@@ -16,11 +16,11 @@ import transformers
 from windfall import __version__
 from windfall.bench.paths import shorten
 from windfall.bench.tasks import Prompt
-from windfall.decoder import attention_of
 from windfall.drafters.base import Drafter
-from windfall.engine import Engine
-from windfall.profiling import machine
-from windfall.target import Target
+from windfall.engine.engine import Engine
+from windfall.engine.profiling import machine
+from windfall.model.decoder import attention_of
+from windfall.model.target import Target
 
 SAMPLES = 1024  # of each parameter, evenly spread, for the hash of the weights
 

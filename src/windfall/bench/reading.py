@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from windfall.errors import InputError
+from windfall.core.errors import InputError
 
 ALL = "all"  # the task that stands for every task together
 RUN_FILE, RECORDS_FILE = "run.json", "records.jsonl"

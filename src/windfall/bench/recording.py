@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from windfall.engine import Generation
-from windfall.records import Step
+from windfall.core.types import Step
+from windfall.engine.engine import Generation
 
 GRAM = 8  # tokens that must occur again to count as repetition
 Integers = NDArray[np.int64]

@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import Tensor
 
-from windfall import profiling
 from windfall.bench import provenance
 from windfall.bench.memory import PeakMemory, peak_apart
 from windfall.bench.methods import DrafterSpec, Method
@@ -26,20 +25,21 @@ from windfall.bench.reading import Run, load
 from windfall.bench.recording import repeated_share, turn_record
 from windfall.bench.store import Store
 from windfall.bench.tasks import Prompt
-from windfall.calibration import Calibrator
-from windfall.clock import now
-from windfall.cost import Costs
+from windfall.core.clock import now
+from windfall.core.errors import InputError
+from windfall.core.files import parse_json
+from windfall.core.options import options_of
+from windfall.core.sampling import Dice
+from windfall.core.types import GpuOptions, SamplingParams
+from windfall.costs.acceptance import Calibrator
+from windfall.costs.curves import Costs
 from windfall.drafters.base import Drafter
-from windfall.engine import Engine, Generation
-from windfall.errors import InputError
-from windfall.files import parse_json
-from windfall.options import options_of
+from windfall.engine import profiling
+from windfall.engine.engine import Engine, Generation
+from windfall.model.target import Target
 from windfall.policies.base import TreePolicy
 from windfall.policies.none import NoSpeculation
-from windfall.prompts import SAMPLES
-from windfall.records import Launch, SamplingParams
-from windfall.sampling import Dice
-from windfall.target import Target
+from windfall.prompts.samples import SAMPLES
 
 WARM_UP = 64  # tokens of each warm-up prompt, at the most
 LENGTHS = 32  # prompts whose lengths differ by less are read alike, or nearly so
@@ -82,7 +82,7 @@ class Settings:
     warm_up: int = 2  # prompts for each method and temperature
     drafter: str = ""
     suite: str | None = None
-    graphs: bool | None = None  # these four are Launch's
+    graphs: bool | None = None  # these four are GpuOptions's
     compiled: bool = False
     exact: bool = False
     plans: bool = True
@@ -202,7 +202,7 @@ def run(
     """Run what is not in the store yet, and close it; returns all that is there in the end."""
     try:
         own = drafter or DrafterSpec("ngram")
-        launch = Launch(settings.graphs, settings.compiled, settings.exact, settings.plans)
+        launch = GpuOptions(settings.graphs, settings.compiled, settings.exact, settings.plans)
         contenders = assemble(methods, target, own, settings.coupled, trust_remote_code, launch)
         engines = {_label(each.drafter): each.engine for each in contenders}
         about = provenance.describe(engines, target, prompts, command)
@@ -224,7 +224,7 @@ def assemble(
     default: DrafterSpec,
     coupled: bool,
     trust_remote_code: bool = False,
-    launch: Launch | None = None,
+    launch: GpuOptions | None = None,
 ) -> list[Contender]:
     """An engine for each drafter; the target's weights are shared, its cache and what it is asked for are not."""
     engines: dict[str, Engine] = {}
@@ -247,7 +247,7 @@ def make_room(engines: Iterable[Engine], target: Target, prompts: Sequence[Promp
     """Buffers for the longest conversation at once: where they grow, all recorded passes are recorded anew."""
     residents = [engine.resident for engine in engines if engine.graphs and engine.resident is not None]
     if residents and prompts:
-        from windfall.resident.seat import STAGED, WIDTHS
+        from windfall.engine.gpu.host_policy import STAGED, WIDTHS
 
         longest = max(_most_tokens(prompt, target, settings) for prompt in prompts)
         for resident in residents:
@@ -270,7 +270,7 @@ def weigh(
     default: DrafterSpec,
     settings: Settings,
     trust_remote_code: bool,
-    launch: Launch,
+    launch: GpuOptions,
 ) -> Iterator[tuple[str, int]]:
     """Peak memory of the methods that want it, each in an engine of its own, on the longest prompt; CUDA alone."""
     chosen = [each for each in contenders if settings.weighs(each.method.label)]

@@ -12,8 +12,8 @@ from typing import Any
 
 from windfall.bench.provenance import now
 from windfall.bench.reading import FORMAT, PACKED_FILE, PEAKS_FILE, RECORDS_FILE, RUN_FILE, complete_lines
-from windfall.errors import InputError
-from windfall.files import replace_text
+from windfall.core.errors import InputError
+from windfall.core.files import replace_text
 
 WARM_UP_FILE = "warm-up.json"  # what the calibrators had learnt before the first conversation
 SAME = ("target", "drafters", "prompts", "versions")  # of the provenance, in a run that is resumed

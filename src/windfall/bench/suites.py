@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from windfall.bench.papers import GT_COSTS
-from windfall.errors import InputError
+from windfall.bench.papers.published import GT_COSTS
+from windfall.core.errors import InputError
 
 SPEC_BENCH = tuple(f"spec-bench-{part}" for part in ("mt", "translation", "summarization", "qa", "math", "rag"))
 TALON = ("alpaca", "gsm8k", "humaneval", "mt-bench", "natural-questions", "cnn_dm")

@@ -10,9 +10,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from windfall import prompt_files
-from windfall.errors import InputError
-from windfall.prompt_files import Asked
+from windfall.core.errors import InputError
+from windfall.prompts import files as prompt_files
+from windfall.prompts.files import Asked
 
 BUILTIN = "builtin"
 ROWS = 80  # of a hub dataset, from its start: as many as the papers take
@@ -87,7 +87,7 @@ def builtin() -> list[Prompt]:
 
 
 def read_file(file: Path) -> list[Prompt]:
-    """The lines of a prompt file (`windfall.prompt_files`), with their own "task" or the file's name."""
+    """The lines of a prompt file (`windfall.prompts.files`), with their own "task" or the file's name."""
     return [_prompt(asked, file.stem) for asked in prompt_files.read(file)]
 
 
@@ -163,7 +163,7 @@ def _from_hub(name: str, limit: int | None) -> list[Prompt]:
         rows = load_dataset(source.path, source.config, split=source.split, streaming=True, **more)
         prompts = list(islice(as_prompts(name, source, rows), max(ROWS, limit or 0)))
     except Exception as error:
-        from windfall.quiet import first_line
+        from windfall.checkpoints.quiet_libs import first_line
 
         raise InputError(f"cannot get task {name} from the hub ({first_line(error)}); connect, {instead}") from error
     return prompts if limit is None else spread(prompts, limit)

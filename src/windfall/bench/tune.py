@@ -21,9 +21,9 @@ from windfall import registry
 from windfall.bench.methods import DrafterSpec
 from windfall.bench.paths import shorten
 from windfall.bench.tasks import Prompt
-from windfall.files import replace_text
-from windfall.options import options_of
-from windfall.records import InputError
+from windfall.core.files import replace_text
+from windfall.core.options import options_of
+from windfall.core.types import InputError
 
 Settings = dict[str, Any]
 Measure = Callable[[Settings, int], float]  # (settings, how many prompts) -> tokens per second
@@ -280,7 +280,7 @@ def _draw(chance: random.Random, default: Any, low: float, high: float) -> Any:
 def describe(engine: Any, drafter: DrafterSpec, prompts: Sequence[Any], sampling: Settings) -> dict[str, Any]:
     """All that a measurement depends on besides the policy."""
     from windfall.bench.provenance import weights_hash
-    from windfall.profiling import machine
+    from windfall.engine.profiling import machine
 
     target = engine.target
     return {

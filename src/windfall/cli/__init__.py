@@ -11,11 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
-from windfall import __version__, console
+from windfall import __version__
 from windfall.cli import audit, bench, chat, diagnose, generate, measure, report, show, study, train, tune
 from windfall.cli.help import Command, Group
 from windfall.cli.session import BAD_INPUT, ON_BROKEN_PIPE, ON_INTERRUPT
-from windfall.errors import HeadWarning
+from windfall.core.errors import HeadWarning
+from windfall.render import console
 
 COMMANDS = (
     generate.generate,
@@ -42,7 +43,7 @@ class Commands(Group):
         except typer.BadParameter as error:
             return _refuse(error.format_message())
         except ValueError as error:
-            from windfall.records import InputError
+            from windfall.core.types import InputError
 
             if not isinstance(error, InputError):
                 raise

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from windfall import console
 from windfall.cli.options import Json, ModelOptions, PolicyOptions, takes_records, words
 from windfall.cli.session import DIFFERENT, ON_INTERRUPT
-from windfall.tables import Figures
-from windfall.wording import counted
+from windfall.core.wording import counted
+from windfall.render import console
+from windfall.render.tables import Figures
 
 if TYPE_CHECKING:
-    from windfall.audit import Audit, Case, Comparison
+    from windfall.bench.inspect.audit import Audit, Case, Comparison
     from windfall.bench.tasks import Prompt
-    from windfall.engine import Engine
+    from windfall.engine.engine import Engine
 
 SHOWN = 5  # divergences that are named
 
@@ -60,10 +60,10 @@ def audit(
     json: Json = False,
 ) -> None:
     """Compare texts with plain decoding's, token by token; in float32 any difference is a failure."""
-    from windfall.audit import Audit
+    from windfall.bench.inspect.audit import Audit
     from windfall.bench.tasks import load_tasks
-    from windfall.errors import InputError
-    from windfall.files import make_folder
+    from windfall.core.errors import InputError
+    from windfall.core.files import make_folder
 
     prompts, shaper = load_tasks(options.names, options.limit), policy.make()
     if out is not None:
@@ -100,9 +100,9 @@ def audit(
 
 def _cases(prompts: list[Prompt], engine: Engine, options: AuditOptions) -> list[tuple[Prompt, Case]]:
     """The first questions of the prompts that the target has room for."""
-    from windfall.audit import Case
+    from windfall.bench.inspect.audit import Case
     from windfall.bench.runner import PROMPT_TOKENS, question, room, seed_of
-    from windfall.errors import InputError
+    from windfall.core.errors import InputError
 
     most, found = room(engine.target, options.max_new_tokens), []
     for prompt in prompts:
@@ -145,7 +145,7 @@ def _write(told: dict[str, Any], out: Path | None) -> None:
     if out is not None:
         import json
 
-        from windfall.files import replace_text
+        from windfall.core.files import replace_text
 
         replace_text(out, json.dumps(told, indent=2) + "\n")
 

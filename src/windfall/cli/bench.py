@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from windfall import console
 from windfall.bench.suites import SUITES, Suite, find, join
 from windfall.cli.bench_speed import speed
 from windfall.cli.help import Command, Group
 from windfall.cli.options import Json, ModelOptions, loading_model, takes_records, words
 from windfall.cli.session import DIFFERENT, ON_INTERRUPT
-from windfall.errors import InputError
-from windfall.tables import Figures, Wrapped
-from windfall.wording import counted
+from windfall.core.errors import InputError
+from windfall.core.wording import counted
+from windfall.render import console
+from windfall.render.tables import Figures, Wrapped
 
 if TYPE_CHECKING:
     from windfall.bench.reading import Run
@@ -170,7 +170,7 @@ class BenchOptions:
 
 def _tasks_of(suite: Suite, prompts: list[Any]) -> tuple[str, ...]:
     """The tasks that a suite names, or that its paper calls the same; all of them where there is none."""
-    from windfall.bench.papers import task_name
+    from windfall.bench.papers.published import task_name
 
     every = list(dict.fromkeys(prompt.task for prompt in prompts))
     names = {task_name(task) for task in suite.tasks} - {None}
@@ -195,11 +195,11 @@ def run(
     json: Json = False,
 ) -> None:
     """Run methods over prompts, plain decoding among them, and keep every finished conversation."""
-    from windfall import loading
     from windfall.bench import runner, tasks
     from windfall.bench.methods import DrafterSpec, parse_methods
     from windfall.bench.store import Store
-    from windfall.options import split_settings
+    from windfall.core.options import split_settings
+    from windfall.engine import loading
 
     methods = parse_methods(bench.method_names)
     drafter = DrafterSpec(model.drafter_name, split_settings(model.drafter_settings))

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from windfall import console
 from windfall.cli.options import Json, ModelOptions, loading_model, takes_records, words
 from windfall.cli.session import ON_INTERRUPT
-from windfall.errors import InputError
-from windfall.tables import Figures
+from windfall.core.errors import InputError
+from windfall.render import console
+from windfall.render.tables import Figures
 
 if TYPE_CHECKING:
-    from windfall.bench.contest import Settings
     from windfall.bench.methods import DrafterSpec, Method
-    from windfall.bench.speed import Result
+    from windfall.bench.speed.race import Settings
+    from windfall.bench.speed.speed import Result
     from windfall.bench.tasks import Prompt
-    from windfall.target import Target
+    from windfall.model.target import Target
 
 
 def _speed(flag: str, help: str, **more: Any) -> Any:
@@ -67,7 +67,7 @@ class SpeedOptions:
     seed: Annotated[int, _speed("--seed", "Same seed, same texts.")] = 0
 
     def settings(self, model: ModelOptions) -> Settings:
-        from windfall.bench.contest import LENGTHS, Settings
+        from windfall.bench.speed.race import LENGTHS, Settings
 
         if self.coupled and model.uncoupled:
             raise InputError("choose one of --coupled and --uncoupled; neither measures both")
@@ -104,20 +104,20 @@ def speed(
     json: Json = False,
 ) -> None:
     """Time passes against the memory's limit, and methods against plain decoding and transformers."""
-    from windfall import plotting
-    from windfall.bench import speed_plot
     from windfall.bench.methods import DrafterSpec, parse_methods
     from windfall.bench.runner import read_profiles
-    from windfall.bench.speed import METHODS
+    from windfall.bench.speed import plot as speed_plot
+    from windfall.bench.speed.speed import METHODS
     from windfall.bench.tasks import load_tasks
-    from windfall.files import make_folder
-    from windfall.options import split_settings
+    from windfall.core.files import make_folder
+    from windfall.core.options import split_settings
+    from windfall.render import plots
 
     settings, methods = options.settings(model), parse_methods(options.methods or list(METHODS))
     drafter = DrafterSpec(model.drafter_name, split_settings(model.drafter_settings))
     drafter.check()
     if plot is not None:
-        plotting.check(plot)
+        plots.check(plot)
     if out is not None:
         if out.is_dir():
             raise InputError(f"--out is the file to write, and '{out}' is a folder")
@@ -146,8 +146,8 @@ def speed(
 
 
 def _load(model: ModelOptions, drafter: DrafterSpec, widen: str | None) -> tuple[Target, DrafterSpec]:
-    from windfall import loading
-    from windfall.bench.speed import widened
+    from windfall.bench.speed.speed import widened
+    from windfall.engine import loading
 
     how: dict[str, Any] = {"device": model.device, "dtype": model.dtype, "trust_remote_code": model.trust_remote_code}
     with loading_model():
@@ -166,7 +166,7 @@ def _begin(
     """A result that says where it comes from, and nothing yet."""
     from windfall.bench.paths import shorten
     from windfall.bench.provenance import describe
-    from windfall.bench.speed import Result
+    from windfall.bench.speed.speed import Result
 
     about = describe({}, target, prompts, ["windfall", *sys.argv[1:]])
     about["drafters"] = {drafter.label: None}
@@ -194,7 +194,7 @@ def _measure(
 ) -> None:
     from windfall.bench.provenance import describe
     from windfall.bench.runner import attach_costs
-    from windfall.bench.speed import measure
+    from windfall.bench.speed.speed import measure
 
     def attach(contenders: Any) -> dict[str, Any]:
         engines = {each.drafter.label: each.engine for each in contenders if each.drafter is not None}
@@ -212,7 +212,7 @@ def _write(result: Result, out: Path | None) -> None:
     if out is not None:
         import json
 
-        from windfall.files import replace_text
+        from windfall.core.files import replace_text
 
         replace_text(out, json.dumps(result.as_dict(), indent=1) + "\n")
 

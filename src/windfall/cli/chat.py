@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 from rich.text import Text
 
-from windfall import console
 from windfall.cli.options import (
     ModelOptions,
     PolicyOptions,
@@ -23,12 +22,13 @@ from windfall.cli.options import (
     takes_records,
 )
 from windfall.cli.session import Session, check_chat, record
-from windfall.errors import InputError
+from windfall.core.errors import InputError
+from windfall.render import console
 
 if TYPE_CHECKING:
-    from windfall.conversations import Autosave, Conversation
-    from windfall.engine import Generation
-    from windfall.metrics import Stats
+    from windfall.cli.conversations import Autosave, Conversation
+    from windfall.core.stats import Stats
+    from windfall.engine.engine import Generation
 
 
 class Command(NamedTuple):
@@ -73,7 +73,7 @@ def chat(
 ) -> None:
     """Talk with the model. Type /help for the commands; Ctrl-D leaves."""
     from windfall.cli.chat_input import at_terminal, messages
-    from windfall.conversations import read
+    from windfall.cli.conversations import read
 
     file = _file_to_continue(resume, load)
     saved = None if file is None else read(file)
@@ -99,7 +99,7 @@ def chat(
 
 
 def _file_to_continue(resume: bool, load: Path | None) -> Path | None:
-    from windfall.conversations import last
+    from windfall.cli.conversations import last
 
     if resume and load is not None:
         raise InputError("--continue takes the last conversation, --load the one in a file; choose one")
@@ -125,7 +125,7 @@ def _reference(model: ModelOptions) -> str | None:
 
 def _keeping(no_save: bool) -> tuple[Path | None, Autosave | None]:
     """The history's file and what saves the conversation; neither where that is not wanted or not possible."""
-    from windfall.conversations import Autosave, prepare
+    from windfall.cli.conversations import Autosave, prepare
 
     if no_save:
         return None, None
@@ -175,7 +175,7 @@ class Chat:
         target: str | None = None,
         autosave: Autosave | None = None,
     ) -> None:
-        from windfall.conversations import Conversation
+        from windfall.cli.conversations import Conversation
 
         self.session, self.sampling, self.autosave = session, sampling, autosave
         self.conversation = Conversation(session.engine.target.name, target, system, (), asdict(sampling))
@@ -294,7 +294,7 @@ class Chat:
         self._print(self.conversation.system or "there is no system message")
 
     def save(self, argument: str) -> None:
-        from windfall.conversations import write_new
+        from windfall.cli.conversations import write_new
 
         file = Path(argument).expanduser()
         write_new(file, self.conversation)
@@ -302,7 +302,7 @@ class Chat:
 
     def load(self, argument: str) -> None:
         from windfall.cli.chat_settings import restored
-        from windfall.conversations import read
+        from windfall.cli.conversations import read
 
         file = Path(argument).expanduser()
         saved = read(file)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windfall import console
-from windfall.errors import InputError
+from windfall.core.errors import InputError
+from windfall.render import console
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession

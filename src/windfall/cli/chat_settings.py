@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from windfall.cli.options import SamplingOptions
-from windfall.errors import InputError
-from windfall.options import parse_value
+from windfall.core.errors import InputError
+from windfall.core.options import parse_value
 
 DEFAULT = "default"  # the value that resets an option
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from windfall import config
+from windfall.cli import config_file
 
 OPPOSITES = {"coupled": "uncoupled", "graphs": "no_graphs"}  # the file's word: the flag that says the contrary
 OPTIONS = {"drafter_options": "drafter_settings", "policy_options": "settings"}
@@ -21,7 +21,7 @@ def fill(values: Mapping[str, Any], given: set[str]) -> dict[str, Any]:
     """The options that the file changes: `values` are those of a command, `given` stand on the command line."""
     left_out = {word for flag in given for word in BELONGS.get(flag, ())}
     changed: dict[str, Any] = {}
-    for word, value in config.read().items():
+    for word, value in config_file.read().items():
         flag = OPPOSITES.get(word) or OPTIONS.get(word, word)
         if flag not in values or word in left_out:
             continue

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from windfall import console
 from windfall.cli.options import Json, ModelOptions, PolicyOptions, SamplingOptions, takes_records
 from windfall.cli.session import with_seed
-from windfall.tables import Figures, Wrapped
-from windfall.wording import counted
+from windfall.core.wording import counted
+from windfall.render import console
+from windfall.render.tables import Figures, Wrapped
 
 if TYPE_CHECKING:
-    from windfall.diagnosis import Diagnosis
-    from windfall.engine import Engine
+    from windfall.bench.inspect.diagnosis import Diagnosis
+    from windfall.engine.engine import Engine
 
 DEFAULT_POLICY = "beam"
 SHOWN = 10  # ranks in a table
@@ -41,10 +41,11 @@ def diagnose(
     json: Json = False,
 ) -> None:
     """Measure a drafter as the papers do: accuracy and calibration by rank, ranks and acceptance of tree nodes."""
-    from windfall import diagnosis, plotting
+    from windfall.bench.inspect import diagnosis
+    from windfall.render import plots
 
     if plot is not None:
-        plotting.check(plot)
+        plots.check(plot)
     texts, keywords = _read(prompts or [], file, raw), with_seed(sampling.keywords(), tell=not json)
     if policy.policy is None and policy.preset is None:
         policy.policy = DEFAULT_POLICY
@@ -53,7 +54,7 @@ def diagnose(
     with console.progress("Decoding") as progress:
         found = diagnosis.diagnose(engine, encoded, engine.params(**keywords), children, progress)
     if plot is not None:
-        from windfall.diagnosis_plot import plot_diagnosis
+        from windfall.bench.inspect.diagnosis_plot import plot_diagnosis
 
         plot_diagnosis(found, f"{model.drafter_name} for {engine.target.name}, policy {policy.name}", plot)
     if json:
@@ -66,8 +67,8 @@ def diagnose(
 def _read(prompts: list[str], file: Path | None, raw: bool) -> list[tuple[str, bool]]:
     """Texts, and whether each goes without the chat template."""
     from windfall.bench.tasks import read_file
-    from windfall.prompts import SAMPLES
-    from windfall.records import InputError
+    from windfall.core.types import InputError
+    from windfall.prompts.samples import SAMPLES
 
     if prompts and file is not None:
         raise InputError("give prompts or --prompts, not both")

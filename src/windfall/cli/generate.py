@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from windfall import console
 from windfall.cli.options import (
     Json,
     ModelOptions,
@@ -28,10 +27,11 @@ from windfall.cli.session import (
     warm_up,
     with_seed,
 )
+from windfall.render import console
 
 if TYPE_CHECKING:
-    from windfall.engine import Generation, Prompt
-    from windfall.prompt_files import Asked
+    from windfall.engine.engine import Generation, Prompt
+    from windfall.prompts.files import Asked
 
 
 @takes_records
@@ -47,7 +47,7 @@ def generate(
     show_drafts: ShowDrafts = False,
 ) -> None:
     """Answer a prompt, or every line of a JSONL file (--file PROMPTS.jsonl); --json then prints a line an answer."""
-    from windfall.records import InputError
+    from windfall.core.types import InputError
 
     if json and show_drafts:
         raise InputError("--show-drafts colours a text, and --json prints none; choose one")
@@ -76,7 +76,7 @@ def generate(
 
 def _answer_all(session: Session, asked: list[Asked], system: str | None) -> None:
     """Answer the lines of a file in order; Ctrl-C ends it, and what was printed is complete up to there."""
-    from windfall.records import InputError
+    from windfall.core.types import InputError
 
     for each in asked:
         try:

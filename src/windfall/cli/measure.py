@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from windfall import console
 from windfall.bench.methods import parse_policies
 from windfall.cli.options import Json, ModelOptions, PromptOptions, SamplingOptions, takes_records
 from windfall.cli.session import DIFFERENT, check_chat, warm_up, with_seed
+from windfall.render import console
 
 if TYPE_CHECKING:
-    from windfall.engine import Engine, Generation, Prompt
+    from windfall.engine.engine import Engine, Generation, Prompt
     from windfall.policies.base import TreePolicy
 
 
@@ -26,15 +26,16 @@ def profile(
     json: Json = False,
 ) -> None:
     """Measure what draft and verify passes cost on this machine."""
-    from windfall import plotting, profiling
+    from windfall.engine import profiling
+    from windfall.render import plots
 
     if plot is not None:
-        plotting.check(plot)
+        plots.check(plot)
     engine = model.load("none")
     with console.progress("Measuring") as progress:
         measured = profiling.load_or_measure(engine, quick=not full, again=again, progress=progress)
     if plot is not None:
-        plotting.plot_costs(measured, plot)
+        plots.plot_costs(measured, plot)
     if json:
         console.print_json(measured.as_dict(), indent=2)
         return
@@ -54,13 +55,14 @@ def calibrate(
     json: Json = False,
 ) -> None:
     """Show how far the drafter's confidence can be believed, before and after calibration."""
-    from windfall import plotting, registry
-    from windfall.calibration import Calibrator, Reliability
-    from windfall.prompts import SAMPLES
-    from windfall.records import InputError
+    from windfall import registry
+    from windfall.core.types import InputError
+    from windfall.costs.acceptance import Calibrator, Reliability
+    from windfall.prompts.samples import SAMPLES
+    from windfall.render import plots
 
     if plot is not None:
-        plotting.check(plot)
+        plots.check(plot)
     keywords, engine, steps = with_seed(sampling.keywords(), tell=not json), model.load("none"), []
     engine.policy = registry.policy("beam")
     texts = list(prompts or SAMPLES)
@@ -72,7 +74,7 @@ def calibrate(
     if not len(found.came):
         raise InputError("nothing was drafted, so there is nothing to judge; give longer prompts or another drafter")
     if plot is not None:
-        plotting.plot_reliability(found, plot)
+        plots.plot_reliability(found, plot)
     if json:
         console.print_json({**found.as_dict(), "seed": keywords["seed"]}, indent=2)
     else:
@@ -97,7 +99,7 @@ def compare(
     json: Json = False,
 ) -> None:
     """Time policies side by side on one prompt; plain decoding is always among them."""
-    from windfall.loading import DEFAULT_POLICY, attach_costs
+    from windfall.engine.loading import DEFAULT_POLICY, attach_costs
 
     prompt, keywords = source.read(), with_seed(sampling.keywords(), tell=not json)
     contenders = parse_policies(DEFAULT_POLICY if policies is None else policies)

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from windfall import console
 from windfall.cli import complete, defaults
+from windfall.render import console
 
 if TYPE_CHECKING:
-    from windfall.engine import Engine, Prompt
+    from windfall.core.types import GpuOptions
+    from windfall.engine.engine import Engine, Prompt
+    from windfall.model.target import Target
     from windfall.policies.base import TreePolicy
-    from windfall.prompt_files import Asked
-    from windfall.records import Launch
-    from windfall.target import Target
+    from windfall.prompts.files import Asked
 
 T = TypeVar("T")
 
@@ -45,8 +45,8 @@ def uncollected() -> Iterator[None]:
 def import_libraries() -> None:
     """Import what every model needs, with a word on the terminal: it takes seconds."""
     with console.waiting("Importing PyTorch and transformers…"), uncollected():
-        import windfall.loading  # noqa: F401
-        from windfall.models import import_classes
+        import windfall.engine.loading  # noqa: F401
+        from windfall.checkpoints.find import import_classes
 
         import_classes()
 
@@ -155,7 +155,7 @@ class PromptOptions:
 
     def read(self) -> Prompt:
         """A text, or chat messages where there is a system message."""
-        from windfall.records import InputError
+        from windfall.core.types import InputError
 
         self._check()
         if self.several:
@@ -166,23 +166,23 @@ class PromptOptions:
     @property
     def several(self) -> bool:
         """Whether the file is one of many prompts."""
-        from windfall.prompt_files import SUFFIXES
+        from windfall.prompts.files import SUFFIXES
 
         return self.file is not None and self.file.suffix in SUFFIXES
 
     def read_all(self) -> list[Asked]:
         """The lines of a file of prompts."""
-        from windfall import prompt_files
-        from windfall.records import InputError
+        from windfall.core.types import InputError
+        from windfall.prompts import files
 
         self._check()
         if self.prompt is not None:
             raise InputError("give a prompt or --file, not both")
         assert self.file is not None
-        return prompt_files.read(self.file)
+        return files.read(self.file)
 
     def _check(self) -> None:
-        from windfall.records import InputError
+        from windfall.core.types import InputError
 
         if self.raw and self.system is not None:
             raise InputError("--system needs the chat template, which --raw leaves out; choose one")
@@ -190,7 +190,7 @@ class PromptOptions:
 
 def words(texts: list[str], option: str) -> list[str]:
     """The names in an option that takes several, separated by commas, and can be repeated."""
-    from windfall.errors import InputError
+    from windfall.core.errors import InputError
 
     found = [word.strip() for text in texts for word in text.split(",")]
     if not all(found):
@@ -221,7 +221,7 @@ class TargetOptions:
     )
 
     def load(self) -> Target:
-        from windfall import loading
+        from windfall.engine import loading
 
         how: dict[str, Any] = {"device": self.device, "dtype": self.dtype, "trust_remote_code": self.trust_remote_code}
         with loading_model():
@@ -271,9 +271,9 @@ class ModelOptions:
 
     def load(self, policy: Any = None) -> Engine:
         """The engine; names and settings are checked before the weights are read."""
-        from windfall import loading
-        from windfall.errors import HeadWarning
-        from windfall.options import split_settings
+        from windfall.core.errors import HeadWarning
+        from windfall.core.options import split_settings
+        from windfall.engine import loading
 
         settings = split_settings(self.drafter_settings)
         with warnings.catch_warnings(record=True) as told:
@@ -304,14 +304,14 @@ class ModelOptions:
         return {"graphs": graphs, "compile": self.compile, "exact": self.exact, "host_policies": self.host_policies}
 
     @property
-    def launch(self) -> Launch:
-        from windfall.loading import as_launch
+    def launch(self) -> GpuOptions:
+        from windfall.engine.loading import as_launch
 
         return as_launch(None, **self.gpu_words)
 
     @property
     def drafter_name(self) -> str:
-        from windfall.loading import default_drafter
+        from windfall.engine.loading import default_drafter
 
         return self.drafter or default_drafter(self.target)
 
@@ -346,14 +346,14 @@ class PolicyOptions:
     )
 
     def make(self) -> TreePolicy:
-        from windfall import loading
-        from windfall.options import split_settings
+        from windfall.core.options import split_settings
+        from windfall.engine import loading
 
         return loading.choose_policy(self.policy, split_settings(self.settings), self.preset)
 
     @property
     def name(self) -> str:
-        from windfall.loading import DEFAULT_POLICY
+        from windfall.engine.loading import DEFAULT_POLICY
 
         return self.preset or self.policy or DEFAULT_POLICY
 
@@ -394,7 +394,7 @@ class SamplingOptions:
 
     def keywords(self) -> dict[str, Any]:
         """The keywords of Engine.generate, checked as far as no model is needed."""
-        from windfall.records import SamplingParams
+        from windfall.core.types import SamplingParams
 
         values = dataclasses.asdict(self)
         values["eos"] = () if values.pop("ignore_eos") else None
@@ -405,7 +405,7 @@ class SamplingOptions:
 
 
 def _bias(item: str) -> tuple[int, float]:
-    from windfall.records import InputError
+    from windfall.core.types import InputError
 
     token, _, value = item.partition("=")
     try:

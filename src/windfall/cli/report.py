@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from windfall import console
 from windfall.cli.options import ModelOptions, takes_records
+from windfall.render import console
 
 
 @takes_records
@@ -34,9 +34,9 @@ def report(
 
     From several folders, with notes, or as a .md file: a page of the papers' tables with these runs' rows among theirs.
     """
-    from windfall.bench import report as reports
-    from windfall.bench import report_results
-    from windfall.records import InputError
+    from windfall.bench.report import page as reports
+    from windfall.bench.report import results_page
+    from windfall.core.types import InputError
 
     if out is not None and out.suffix not in (".html", ".md"):
         raise InputError(f"--out is a .html or a .md file, not '{out}'")
@@ -47,7 +47,7 @@ def report(
             _draw_trees(folder, model, prompt)
     with console.progress("Drawing") as progress:
         if out is not None and (out.suffix == ".md" or len(folders) > 1 or notes is not None):
-            report_results.write(folders, out, notes, progress)
+            results_page.write(folders, out, notes, progress)
             written = [out]
         else:
             written = reports.write(folders[0], out, progress)
@@ -56,9 +56,9 @@ def report(
 
 
 def _draw_trees(folder: Path, model: ModelOptions, prompt: str) -> None:
-    from windfall.bench import report as reports
     from windfall.bench.methods import DrafterSpec
     from windfall.bench.reading import load
+    from windfall.bench.report import page as reports
 
     run = load(folder)
     engine = model.load("none")

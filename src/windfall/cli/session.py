@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from windfall import console
+from windfall.render import console
 
 if TYPE_CHECKING:
-    from windfall.engine import Engine, Generation, Prompt, Stream
-    from windfall.records import Step
+    from windfall.core.types import Step
+    from windfall.engine.engine import Engine, Generation, Prompt, Stream
 
 DIFFERENT, BAD_INPUT, ON_INTERRUPT, ON_BROKEN_PIPE = 1, 2, 130, 141  # exit codes
 INTERRUPTED = "interrupted"  # finish reason
@@ -38,7 +38,7 @@ class Session:
         if not self.json:
             console.end_text(generation, self.coloured)
         if self.engine.policy.uses_costs:
-            from windfall.profiling import remember
+            from windfall.engine.profiling import remember
 
             remember(self.engine)
         return generation
@@ -55,7 +55,7 @@ class Session:
 
 def with_seed(sampling: dict[str, Any], tell: bool = False) -> dict[str, Any]:
     """The same keywords with one seed for all texts to come; a fresh one is printed on stderr if `tell`."""
-    from windfall.records import SamplingParams
+    from windfall.core.types import SamplingParams
 
     params = SamplingParams(**sampling).seeded()
     if tell and params.seed != sampling["seed"]:
@@ -78,7 +78,7 @@ def warm_up(engine: Engine, prompt: Prompt, raw: bool, sampling: dict[str, Any])
 
 def check_chat(engine: Engine) -> None:
     """Refuse a target that knows no conversations."""
-    from windfall.records import InputError
+    from windfall.core.types import InputError
 
     if not getattr(engine.target.tokenizer, "chat_template", None):
         raise InputError(f"{engine.target.name} has no chat template, which chat and --system need")
@@ -101,7 +101,7 @@ def _announced(stream: Stream) -> Iterator[Step]:
 
 
 def _collect(engine: Engine, stream: Stream, show: console.Show) -> Generation:
-    from windfall.engine import Generation
+    from windfall.engine.engine import Generation
 
     steps: list[Step] = []
     times: list[float] = []

@@ -10,19 +10,12 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from windfall import console
 from windfall.cli import complete
-from windfall.cli.options import (
-    Json,
-    ModelOptions,
-    PolicyOptions,
-    PromptOptions,
-    SamplingOptions,
-    takes_records,
-)
+from windfall.cli.options import Json, ModelOptions, PolicyOptions, PromptOptions, SamplingOptions, takes_records
 from windfall.cli.session import check_chat, with_seed
-from windfall.files import replace_text
-from windfall.wording import counted
+from windfall.core.files import replace_text
+from windfall.core.wording import counted
+from windfall.render import console
 
 
 @takes_records
@@ -37,8 +30,8 @@ def tree(
     svg: Annotated[Path | None, typer.Option("--svg", help="Write the drawing to this SVG file instead.")] = None,
 ) -> None:
     """Draw the draft tree of one cycle: what was drafted, verified and accepted."""
-    from windfall import drawing
-    from windfall.errors import InputError
+    from windfall.core.errors import InputError
+    from windfall.render import tree_drawing
 
     if svg is not None and svg.suffix.lower() != ".svg":
         raise InputError(f"--svg writes an SVG file, and '{svg}' is named otherwise")
@@ -56,10 +49,10 @@ def tree(
         raise InputError(f"the text has {counted(len(steps), 'cycle')}; there is no cycle {cycle}")
     chosen = steps[cycle - 1] if cycle else max(steps, key=lambda step: step.accepted)
     if svg is None:
-        console.stdout().print(drawing.draw(chosen, engine.target.tokenizer))
-        console.stdout().print(Text(drawing.summary(chosen)))
+        console.stdout().print(tree_drawing.draw(chosen, engine.target.tokenizer))
+        console.stdout().print(Text(tree_drawing.summary(chosen)))
     else:
-        replace_text(svg, drawing.svg(chosen, engine.target.tokenizer))
+        replace_text(svg, tree_drawing.svg(chosen, engine.target.tokenizer))
         console.note(str(svg))
 
 
@@ -77,8 +70,9 @@ def policies(
 ) -> None:
     """List policies and drafters, with the options that --set and --drafter-set take, and presets of policies."""
     with console.waiting("Looking…"):
-        from windfall import loading, registry
-        from windfall.errors import InputError
+        from windfall import registry
+        from windfall.core.errors import InputError
+        from windfall.engine import loading
         from windfall.plugins import is_reference
 
         plain = [] if drafters else registry.policies()
@@ -101,7 +95,7 @@ def policies(
 
 
 def _entries(names: list[str], find: Callable[[str], type], default: str) -> list[dict[str, Any]]:
-    from windfall.options import describe
+    from windfall.core.options import describe
 
     classes = {name: find(name) for name in names}
     return [
@@ -130,7 +124,7 @@ def _summary(cls: type) -> str:
 
 def doctor(json: Json = False) -> None:
     """Check this installation: versions, devices, the embedded model, and that speculation changes no token."""
-    from windfall.doctor import examine
+    from windfall.bench.inspect.doctor import examine
 
     checks = [check._asdict() for check in examine()]
     ok = all(check["ok"] for check in checks if check["needed"])

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from windfall import console
 from windfall.cli.options import loading_model, takes_records, words
 from windfall.cli.session import ON_INTERRUPT
-from windfall.files import make_folder
+from windfall.core.files import make_folder
+from windfall.render import console
 
 
 @dataclass
@@ -65,7 +65,7 @@ class StudyOptions:
 
     @property
     def drafters(self) -> list[str]:
-        from windfall.loading import default_drafter
+        from windfall.engine.loading import default_drafter
 
         return self.drafter or [default_drafter(self.target)]
 
@@ -80,8 +80,8 @@ def study(
     draw: Annotated[bool, typer.Option("--draw", help="Run nothing, only draw what is in --out.")] = False,
 ) -> None:
     """Run one of the papers' sweeps and draw its figure; without a name, list them."""
-    from windfall.bench import studies
-    from windfall.records import InputError
+    from windfall.bench.papers import studies
+    from windfall.core.types import InputError
 
     if name is None:
         _list()
@@ -95,13 +95,15 @@ def study(
 
 
 def _run(chosen: Any, out: Path, options: StudyOptions) -> list[Path]:
-    from windfall import loading, plotting
-    from windfall.bench import studies, tasks
+    from windfall.bench import tasks
+    from windfall.bench.papers import studies
+    from windfall.engine import loading
+    from windfall.render import plots
 
     drafters = options.drafter if chosen.drafters else options.drafters
     chosen.contenders(chosen.legs[0], drafters)  # refuses before anything is loaded
     make_folder(out)
-    plotting.check(out / f"{chosen.name}.svg")
+    plots.check(out / f"{chosen.name}.svg")
     prompts = tasks.load_tasks(options.task_names, None if chosen.texts else options.limit)
     if chosen.texts:  # made of all prompts, so that they are long
         prompts = tasks.limited(studies.long_texts(prompts), options.limit)
@@ -121,7 +123,7 @@ def _run(chosen: Any, out: Path, options: StudyOptions) -> list[Path]:
 
 
 def _list() -> None:
-    from windfall.bench.studies import STUDIES
+    from windfall.bench.papers.studies import STUDIES
 
     for each in STUDIES.values():
         console.stdout().print(Text.assemble((each.name, "bold"), f"  {each.title} ", (f"({each.source})", "dim")))

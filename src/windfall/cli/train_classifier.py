@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from windfall import console
 from windfall.cli.options import Json, ModelOptions, takes_records, words
 from windfall.cli.session import ON_INTERRUPT
+from windfall.core.wording import counted
+from windfall.render import console
 from windfall.train.classifier_recipe import Fitting, Recording
-from windfall.wording import counted
 
 if TYPE_CHECKING:
     from windfall.train.classifiers import Cycles, Figures
@@ -36,8 +36,8 @@ def classifier(
 
     The cycles stay in --out: with --resume an interrupted recording goes on, and other kinds learn from the same ones.
     """
-    from windfall import classifiers
     from windfall.bench.tasks import load_tasks
+    from windfall.policies.papers import classifiers
     from windfall.train import classifiers as training
 
     classifiers.inputs_of(kind, fitting.entropy)  # refuses what there is not
@@ -59,8 +59,8 @@ def _record(model: ModelOptions, recording: Recording, seed: int, asked: list[An
     """The cycles in a file, and those of the prompts that it lacks."""
     from windfall.bench import tune
     from windfall.bench.methods import DrafterSpec
-    from windfall.files import make_folder
-    from windfall.options import split_settings
+    from windfall.core.files import make_folder
+    from windfall.core.options import split_settings
     from windfall.train import classifiers as training
 
     make_folder(file.parent)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from windfall import console
 from windfall.cli.options import Json, TargetOptions, takes_records
-from windfall.wording import counted
+from windfall.core.wording import counted
+from windfall.render import console
 
 if TYPE_CHECKING:
     from windfall.train.data import Progress

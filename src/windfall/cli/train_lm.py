@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from windfall import console
 from windfall.cli.options import TargetOptions, takes_records
 from windfall.cli.training import TrainingOptions, follow
+from windfall.render import console
 from windfall.train.recipe import Recipe
 
 

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from windfall import console
 from windfall.cli.options import Json, ModelOptions, takes_records, words
 from windfall.cli.session import ON_INTERRUPT
-from windfall.tables import Figures
-from windfall.wording import counted
+from windfall.core.wording import counted
+from windfall.render import console
+from windfall.render.tables import Figures
 
 if TYPE_CHECKING:
-    from windfall.cost import Costs
-    from windfall.engine import Engine
+    from windfall.costs.curves import Costs
+    from windfall.engine.engine import Engine
     from windfall.train.rl.config import Config
     from windfall.train.rl.learning import Event, Learner
     from windfall.train.rl.sources import Source
@@ -70,7 +70,7 @@ def record(
 
 def write_recording(engine: Engine, drafter: str, texts: TextOptions, out: Path, depth: int, k: int) -> None:
     """Record what the file does not hold yet."""
-    from windfall.files import make_folder
+    from windfall.core.files import make_folder
     from windfall.train.rl import recording
 
     make_folder(out.parent)
@@ -101,7 +101,7 @@ def write_recording(engine: Engine, drafter: str, texts: TextOptions, out: Path,
 def _drafter(model: ModelOptions) -> str:
     """What the drafter is called in a recording."""
     from windfall.bench.methods import DrafterSpec
-    from windfall.options import split_settings
+    from windfall.core.options import split_settings
 
     return DrafterSpec(model.drafter_name, split_settings(model.drafter_settings)).label
 
@@ -133,8 +133,8 @@ def ltd(
 
     What does best on validation texts is in --out from the first look on: `--policy ltd --set path=OUT`.
     """
-    from windfall.errors import InputError
-    from windfall.options import split_settings
+    from windfall.core.errors import InputError
+    from windfall.core.options import split_settings
     from windfall.train.rl.config import make_config
     from windfall.train.rl.learning import CHECKPOINT, Learner, check_extra
 
@@ -188,14 +188,14 @@ def _replays(
 
 
 def _measured(engine: Engine) -> Costs:
-    from windfall import profiling
+    from windfall.engine import profiling
 
     with console.progress("Measuring") as progress:
         return profiling.load_or_measure(engine, quick=False, progress=progress).costs
 
 
 def _list(config: Config) -> None:
-    from windfall import options
+    from windfall.core import options
 
     rows = options.describe(type(config))
     for row in rows:
@@ -224,7 +224,7 @@ def _follow(learner: Learner, resume: bool) -> None:
 
 def _tell(learner: Learner, searched: bool, json: bool) -> None:
     """The figures, the table, and the same as JSON in the folder."""
-    from windfall.files import replace_text
+    from windfall.core.files import replace_text
     from windfall.train.rl import figures, standings
     from windfall.train.rl.learning import read_log
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from windfall import console
+from windfall.render import console
 
 if TYPE_CHECKING:
     from windfall.train.trainer import Event

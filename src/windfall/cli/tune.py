@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from windfall import console
 from windfall.cli.options import Json, ModelOptions, takes_records, words
 from windfall.cli.session import ON_INTERRUPT
-from windfall.errors import InputError
-from windfall.files import make_folder
-from windfall.tables import Figures
+from windfall.core.errors import InputError
+from windfall.core.files import make_folder
+from windfall.render import console
+from windfall.render.tables import Figures
 
 if TYPE_CHECKING:
     from windfall.bench.tune import Result
@@ -61,8 +61,8 @@ def tune(
     from windfall.bench import tune as tuning
     from windfall.bench.methods import DrafterSpec
     from windfall.bench.tasks import load_tasks
-    from windfall.loading import attach_costs
-    from windfall.options import split_settings
+    from windfall.core.options import split_settings
+    from windfall.engine.loading import attach_costs
 
     if out.is_dir():
         raise InputError(f"--out is the file to write, and '{out}' is a folder")

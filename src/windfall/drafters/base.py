@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from windfall import options
-from windfall.records import Grow
-from windfall.sampling import Dice
-from windfall.tree import DraftTree, Floats, Integers
+from windfall.core import options
+from windfall.core.sampling import Dice
+from windfall.core.tree import DraftTree, Floats, Integers
+from windfall.core.types import Grow
 
 if TYPE_CHECKING:
-    from windfall.target import Target
+    from windfall.model.target import Target
 
 BLOCK = 64  # of candidates
 
@@ -35,7 +35,7 @@ class Drafter:
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The target's states that it reads, by layer boundary (see windfall.states); known once it is attached."""
+        """The target states that it reads, by layer boundary (see `model.hidden_states`); known once attached."""
         return ()
 
     def attach(self, target: Target) -> None:

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from windfall.batch import Packed, Rows, pack
-from windfall.cache import KVCache
+from windfall.core.errors import HeadWarning
+from windfall.core.options import option
+from windfall.core.sampling import Dice
+from windfall.core.tree import DraftTree
+from windfall.core.types import Grow, InputError
 from windfall.drafters.base import Drafter, sprout
-from windfall.errors import HeadWarning
 from windfall.heads.base import FeatureHead, Guess
 from windfall.heads.layers import masked_attention, within
-from windfall.options import option
-from windfall.records import Grow, InputError
-from windfall.sampling import Dice
-from windfall.target import Target
-from windfall.tree import DraftTree
+from windfall.model.batch import Packed, Rows, pack
+from windfall.model.kv_cache import KVCache
+from windfall.model.target import Target
 
 CHUNK = 1024  # columns that one catching-up pass takes at the most
 HINT = " (drafter option window=N: the last N, in every text)"

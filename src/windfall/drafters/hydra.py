@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from windfall.batch import Rows, pack
+from windfall.core.options import option
+from windfall.core.sampling import Dice
+from windfall.core.tree import DraftTree
+from windfall.core.types import Grow
 from windfall.drafters.base import Drafter, sprout
 from windfall.drafters.feature_head import CHUNK, HeadMemory, Reach
 from windfall.drafters.medusa import find_heads
-from windfall.options import option
-from windfall.records import Grow
-from windfall.sampling import Dice
-from windfall.tree import DraftTree
+from windfall.model.batch import Rows, pack
 
 if TYPE_CHECKING:
     from windfall.heads.hydra import Hydra
-    from windfall.target import Target
+    from windfall.model.target import Target
 
 
 @dataclass

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windfall.batch import Rows
-from windfall.decoder import Decoder
+from windfall.checkpoints.bundled import shipped_lm
+from windfall.checkpoints.find import check_vocabulary, load_model
+from windfall.core.errors import HeadWarning
+from windfall.core.options import option
+from windfall.core.sampling import Dice
+from windfall.core.tree import DraftTree
+from windfall.core.types import Grow
 from windfall.drafters.base import Drafter, sprout
-from windfall.errors import HeadWarning
-from windfall.models import check_vocabulary, load_model
-from windfall.options import option
-from windfall.records import Grow
-from windfall.sampling import Dice
-from windfall.shipped import shipped_lm
-from windfall.target import Target, refuse_unsupported, uncompiled
-from windfall.tree import DraftTree
+from windfall.model.batch import Rows
+from windfall.model.decoder import Decoder
+from windfall.model.target import Target, refuse_unsupported, uncompiled
 
 CATCH_UP = 32  # pending tokens up to which they ride along with the first draft pass
 

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from windfall.core.options import option
+from windfall.core.sampling import Dice
+from windfall.core.tree import DraftTree
+from windfall.core.types import Grow, InputError
 from windfall.drafters.base import Drafter, sprout
-from windfall.options import option
-from windfall.records import Grow, InputError
-from windfall.sampling import Dice
-from windfall.tree import DraftTree
 
 if TYPE_CHECKING:
     from windfall.heads.medusa import Heads, Medusa
-    from windfall.target import Target
+    from windfall.model.target import Target
 
 H = TypeVar("H", bound="Heads")
 

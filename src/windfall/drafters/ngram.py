@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from windfall.core.options import option
+from windfall.core.sampling import Dice
+from windfall.core.tree import DraftTree
+from windfall.core.types import Grow, InputError
 from windfall.drafters.base import Drafter, sprout
-from windfall.options import option
-from windfall.records import Grow, InputError
-from windfall.sampling import Dice
-from windfall.tree import DraftTree
 
 CANDIDATES = 64  # continuations of one node, at the most
 DOUBT = 3.0  # new continuations expected for each different one known; PPM-C has 1, but 3 fits what models write

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from windfall.core.options import option
+from windfall.core.types import InputError
 from windfall.drafters.lm import LMDrafter
-from windfall.options import option
-from windfall.records import InputError
-from windfall.target import Target
+from windfall.model.target import Target
 
 
 @dataclass

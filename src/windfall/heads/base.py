@@ -22,7 +22,7 @@ class HeadConfig:
     target_hidden: int  # width of one of the target's states
     taps: tuple[
         int, ...
-    ]  # which states it reads: after k layers, n before the final norm, -1 after it (windfall.states)
+    ]  # which states it reads: after k layers, n before the final norm, -1 after it (windfall.model.hidden_states)
     vocab_size: int  # of the target
     draft_vocab_size: int | None = None  # where it is smaller
     flags: dict[str, bool] = field(default_factory=dict)  # the variants of a kind, see the kinds' own files

@@ -13,10 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from windfall.files import make_folder, replace_file, replace_text
-from windfall.folder import check_weight_files, readable, weight_files
-from windfall.hub import HUB_ID, cached, fetch
-from windfall.records import InputError
+from windfall.checkpoints.hub import HUB_ID, cached, fetch
+from windfall.checkpoints.model_dir import check_weight_files, readable, weight_files
+from windfall.core.files import make_folder, replace_file, replace_text
+from windfall.core.types import InputError
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 BEST = "best"  # where `windfall train head` and `train lm` keep the best drafter, in their output folder

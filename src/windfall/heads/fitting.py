@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from windfall.errors import InputError
+from windfall.core.errors import InputError
 from windfall.heads.base import FeatureHead
 from windfall.heads.layers import follows_length, rope_kind
 from windfall.heads.rounded import pays, rounded
-from windfall.states import last_residual
+from windfall.model.hidden_states import last_residual
 
 if TYPE_CHECKING:
-    from windfall.target import Target
+    from windfall.model.target import Target
 
 
 def fit(head: FeatureHead, target: Target) -> FeatureHead:

@@ -18,16 +18,16 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from windfall.folder import readable
+from windfall.checkpoints.bundled import TARGET, fingerprint
+from windfall.checkpoints.model_dir import readable
+from windfall.checkpoints.quiet_libs import first_line, quiet
+from windfall.core.types import InputError
 from windfall.heads.base import FeatureHead, HeadConfig
 from windfall.heads.files import locate, read_config, read_tensors, write_folder
 from windfall.heads.kinds import KINDS, load, match, plain, recognise, refuse_unread
-from windfall.quiet import first_line, quiet
-from windfall.records import InputError
-from windfall.shipped import TARGET, fingerprint
 
 if TYPE_CHECKING:
-    from windfall.target import Target
+    from windfall.model.target import Target
 
 THETA = 10000.0  # what rope_theta is where nobody says
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -13,20 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
+from windfall.core.types import InputError
 from windfall.heads.eagle3 import Plain
 from windfall.heads.files import read_config, read_tensors, write_folder
 from windfall.heads.layers import Memory, RMSNorm
-from windfall.heads.medusa import (
-    Heads,
-    HeadsConfig,
-    filled,
-    largest,
-    on_host,
-    plain_layer,
-    rename,
-    vocabulary_size,
-)
-from windfall.records import InputError
+from windfall.heads.medusa import Heads, HeadsConfig, filled, largest, on_host, plain_layer, rename, vocabulary_size
 
 WEIGHTS = "hydra_lm_head.safetensors"
 PREFIX = "prefix_embeding_layer"  # so spelt

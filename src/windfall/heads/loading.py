@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from windfall.core.types import InputError
 from windfall.heads.base import FeatureHead
 from windfall.heads.fitting import fit
 from windfall.heads.kinds import KINDS, recognise
-from windfall.records import InputError
 
 if TYPE_CHECKING:
-    from windfall.target import Target
+    from windfall.model.target import Target
 
 
 def find_head(head: Any, target: Target, drafter: str | None = None) -> FeatureHead:
@@ -20,9 +20,9 @@ def find_head(head: Any, target: Target, drafter: str | None = None) -> FeatureH
     A folder or hub id is read in the way that agrees best with the target; None is the head that ships for it.
     `drafter` is the one that it is wanted for, if that matters.
     """
+    from windfall.checkpoints.bundled import shipped_head
     from windfall.heads import formats, probe
     from windfall.heads.files import locate
-    from windfall.shipped import shipped_head
 
     if head is None:
         shipped = shipped_head(target)

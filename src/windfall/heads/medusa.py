@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
+from windfall.core.types import InputError
 from windfall.heads.base import FeatureHead, HeadConfig
 from windfall.heads.files import read_config, read_tensors, write_folder
-from windfall.records import InputError
 
 Rules = Sequence[tuple[str, str]]  # patterns of names and what becomes of them
 

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from windfall.batch import Rows
-from windfall.errors import HeadWarning as HeadWarning
+from windfall.checkpoints.bundled import made_for
+from windfall.core.errors import HeadWarning as HeadWarning
+from windfall.core.types import InputError
 from windfall.heads.base import FeatureHead, Guess
 from windfall.heads.files import find
 from windfall.heads.fitting import fit
 from windfall.heads.layers import Unrolled
-from windfall.prompts import SAMPLES
-from windfall.records import InputError
-from windfall.shipped import made_for
+from windfall.model.batch import Rows
+from windfall.prompts.samples import SAMPLES
 
 if TYPE_CHECKING:
     from windfall.heads.formats import Checkpoint, Reading
-    from windfall.target import Target
+    from windfall.model.target import Target
 
 TOKENS = 128  # of the known text
 OWN_TOKENS = 64  # of the target's own text, which takes a pass for each

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from windfall.errors import InputError
+from windfall.core.errors import InputError
 
 Config = dict[str, Any]
 Names = set[str]

@@ -46,7 +46,7 @@ def tree_attention(
         mask = newest(mask, window)
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device) if out is None else out
     if on_triton(queries):
-        from windfall.kernels.jit.attention import attend
+        from windfall.kernels.triton.attention import attend
 
         attend(
             queries, keys, values, length, mask, scale, out, size=split, last=last, positions=positions, window=window
@@ -106,7 +106,7 @@ def path_attention(
     assert heads % shared == 0 and keys.shape == values.shape
     scale = queries.shape[-1] ** -0.5 if scale is None else scale
     if on_triton(queries):
-        from windfall.kernels.jit.paths import attend
+        from windfall.kernels.triton.paths import attend
 
         out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
         attend(queries, keys, values, length, reach, lineage, scale, out, PART)

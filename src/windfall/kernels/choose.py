@@ -28,7 +28,7 @@ def choose(
     """The `rows` places of the highest key, ties to the lower index."""
     assert 0 < rows <= MOST and mask.shape == (rows, rows)
     if on_triton(kept):
-        from windfall.kernels.jit.choose import choose as compiled
+        from windfall.kernels.triton.choose import choose as compiled
 
         compiled(tree, rows, kept, tokens, parents, depth, mask, count, limit)
     else:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from windfall.core.sampling import GOLDEN, mix, shift
 from windfall.kernels.backend import on_triton
-from windfall.sampling import GOLDEN, mix, shift
 
 
 def draw(
@@ -24,7 +24,7 @@ def draw(
     left out, and `greedy` says so in advance.
     """
     if on_triton(logits):
-        from windfall.kernels.jit.draw import draw as compiled
+        from windfall.kernels.triton.draw import draw as compiled
 
         return compiled(logits, positions, seed, temperature, greedy, offset, noise)
     return reference(logits, positions, seed, temperature, greedy, offset, noise)
@@ -55,7 +55,7 @@ def roll(
 ) -> None:
     """Bring the noise up to date. Its logarithms take longer than reading it, and several rows have one position."""
     if on_triton(noise):
-        from windfall.kernels.jit.draw import roll as compiled
+        from windfall.kernels.triton.draw import roll as compiled
 
         compiled(noise, length, entered, seed)
         return

@@ -35,7 +35,7 @@ def prune(
 ) -> None:
     """Children that are out of bounds get a log-probability of -inf, with which they are empty places."""
     if on_triton(values):
-        from windfall.kernels.jit.gate import prune as run
+        from windfall.kernels.triton.gate import prune as run
     else:
         run = reference
     run(tree, nodes, values, bounds)

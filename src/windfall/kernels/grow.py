@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from windfall.calibration import BUCKETS, DEPTHS, RANKS, SURE
+from windfall.costs.acceptance import BUCKETS, DEPTHS, RANKS, SURE
 from windfall.kernels.backend import on_triton
 from windfall.kernels.trees import NOBODY, Ahead, Terms, TreeArrays
 
@@ -35,7 +35,7 @@ def grow(
     """
     assert rule in RULES and (terms is not None or rule != "calibrated") and (shape is not None or rule != "shape")
     if on_triton(tokens):
-        from windfall.kernels.jit.grow import grow as run
+        from windfall.kernels.triton.grow import grow as run
     else:
         run = reference
     whole = rule in ("best", "calibrated")

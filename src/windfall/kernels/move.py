@@ -17,7 +17,7 @@ def move(
 ) -> None:
     """kv[:, goal] = kv[:, source] as if all were read before any is written; kept_states[:P] = states[path[:P]]."""
     if on_triton(kv):
-        from windfall.kernels.jit.move import move as compiled
+        from windfall.kernels.triton.move import move as compiled
 
         compiled(kv, source, goal, states, path, kept_states)
     else:

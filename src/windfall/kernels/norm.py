@@ -20,7 +20,7 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """(weight * normalised(x + residual), x + residual), both [n, width], or [m, width] of the rows picked."""
     if on_triton(x):
-        from windfall.kernels.jit.norm import add_norm as run
+        from windfall.kernels.triton.norm import add_norm as run
     else:
         run = add_norm_reference
     return run(x, residual, weight, eps, pick, keep)
@@ -50,7 +50,7 @@ def add_norm_reference(
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(left half) * right half: [n, 2m] → [n, m]."""
     if on_triton(gate_up):
-        from windfall.kernels.jit.norm import silu_mul as compiled
+        from windfall.kernels.triton.norm import silu_mul as compiled
 
         return compiled(gate_up)
     return silu_mul_reference(gate_up)
@@ -73,7 +73,7 @@ def rotate_and_store(
 ) -> Tensor:
     """Turn queries and keys by their positions, put keys and values in the cache → queries [n, heads, d]."""
     if on_triton(qkv):
-        from windfall.kernels.jit.norm import rotate_and_store as run
+        from windfall.kernels.triton.norm import rotate_and_store as run
     else:
         run = rotate_and_store_reference
     return run(qkv, cos, sin, keys, values, slots, positions)

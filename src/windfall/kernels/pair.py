@@ -22,7 +22,7 @@ def pair_norm(
 ) -> None:
     """Rounds as the heads' RMSNorm does."""
     if on_triton(hidden):
-        from windfall.kernels.jit.pair import pair_norm as run
+        from windfall.kernels.triton.pair import pair_norm as run
     else:
         run = reference
     run(tokens, embedding, embedding_weight, hidden, index, hidden_weight, eps, both, residual, normed_residual)

@@ -16,7 +16,7 @@ from windfall.kernels.backend import chains, on_triton, shared_memory
 from windfall.kernels.norm import add_norm, rotate_and_store, silu_mul
 
 if TYPE_CHECKING:
-    from windfall.kernels.jit.product import Form
+    from windfall.kernels.triton.product import Form
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -26,7 +26,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     form = form_of(x, weight) if chains(x.device) else None
     if form is None:
         return F.linear(x, weight, bias)
-    from windfall.kernels.jit.product import linear as run
+    from windfall.kernels.triton.product import linear as run
 
     return run(x, weight, bias, form)
 
@@ -43,7 +43,7 @@ def norm_gate(
     if form is None:
         normed, total = add_norm(x, residual, norm, eps)
         return silu_mul(F.linear(normed, weight)), total
-    from windfall.kernels.jit.product import norm_gate as run
+    from windfall.kernels.triton.product import norm_gate as run
 
     return run(x, residual, norm, eps, weight, form)
 
@@ -66,7 +66,7 @@ def norm_rotate(
     if form is None or keys.shape[2] % form.outputs:  # a program's outputs are of one head
         normed, total = add_norm(x, residual, norm, eps)
         return rotate_and_store(F.linear(normed, weight, bias), cos, sin, keys, values, slots), total
-    from windfall.kernels.jit.product import norm_rotate as run
+    from windfall.kernels.triton.product import norm_rotate as run
 
     return run(x, residual, norm, eps, weight, bias, cos, sin, keys, values, slots, form)
 
@@ -75,6 +75,6 @@ def form_of(x: Tensor, weight: Tensor) -> Form | None:
     """How one kernel multiplies these; None: torch does."""
     if not on_triton(x) or x.dtype not in HALVES or x.dtype != weight.dtype or not weight.is_contiguous():
         return None
-    from windfall.kernels.jit.product import form
+    from windfall.kernels.triton.product import form
 
     return form(len(x), len(weight), x.shape[1], shared_memory(x.device))

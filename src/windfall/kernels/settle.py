@@ -30,7 +30,7 @@ def settle(
 ) -> None:
     """Follow the draws, say what moves where, and plant the next tree."""
     if on_triton(draws):
-        from windfall.kernels.jit.settle import settle as run
+        from windfall.kernels.triton.settle import settle as run
     else:
         run = reference
     rows = (draws, rows_tokens, rows_parents, rows_mask, rows_count, length)

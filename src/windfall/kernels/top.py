@@ -46,7 +46,7 @@ def top_children(
     if isinstance(logits, Words):
         quick = positions is None or noise is not None
         if quick and k <= MOST and on_triton(logits.states) and chains(logits.states.device):
-            from windfall.kernels.jit.top import fits, top_words
+            from windfall.kernels.triton.top import fits, top_words
 
             if fits(*logits[:2]):
                 return top_words(*logits, k, positions, temperature, kappa, tokens, offset, noise)
@@ -56,7 +56,7 @@ def top_children(
         values, order = _scores(logits, positions, seed, temperature, kappa, tokens, offset, noise).topk(k, dim=-1)
         return values, order if tokens is None else tokens[order]
     if on_triton(logits):
-        from windfall.kernels.jit.top import top_children as compiled
+        from windfall.kernels.triton.top import top_children as compiled
 
         return compiled(logits, k, positions, seed, temperature, kappa, tokens, offset, noise)
     return reference(logits, k, positions, seed, temperature, kappa, tokens, offset, noise)

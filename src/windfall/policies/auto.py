@@ -9,15 +9,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from windfall import flat
-from windfall.calibration import CHILDREN, Calibrator
-from windfall.context import Context
-from windfall.cost import Costs
-from windfall.ledger import Ledger
-from windfall.options import option
+from windfall.core.options import option
+from windfall.core.tree import MOST_ROWS, DraftTree
+from windfall.core.types import Grow, Step
+from windfall.costs.acceptance import CHILDREN, Calibrator
+from windfall.costs.curves import Costs
+from windfall.costs.online import OnlineCosts
+from windfall.policies import cheap_rows
 from windfall.policies.base import TreePolicy
-from windfall.records import Grow, Step
-from windfall.tree import MOST_ROWS, DraftTree
+from windfall.policies.context import Context
 
 AHEAD = 4  # further passes looked ahead
 WIDEST = 32  # nodes expanded in one pass at the most
@@ -49,16 +49,16 @@ class Auto(TreePolicy):
         self._cycle: Cycle | None = None
         self._curves: dict[int, list[float]] = {}
         self._costs: Costs | None = None  # that these are of
-        self._rule: flat.Rule | None = None  # where rows are cheap
+        self._rule: cheap_rows.Rule | None = None  # where rows are cheap
         self._ctx: Context | None = None
-        self._lessons = flat.Lessons()
+        self._lessons = cheap_rows.Lessons()
 
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
         if len(tree) == 1:
             self._rule = self._ctx = None
             if self._looks_at_plain(ctx):
                 return None
-            self._rule = flat.Rule(ctx) if flat.suits(ctx) else None
+            self._rule = cheap_rows.Rule(ctx) if cheap_rows.suits(ctx) else None
         if self._rule is not None:
             return self._grow_flat(self._rule, tree, ctx)
         cycle = self._now(ctx)
@@ -74,7 +74,7 @@ class Auto(TreePolicy):
         cycle.expand(chosen)
         return Grow(torch.tensor(chosen), k=CHILDREN)
 
-    def _grow_flat(self, rule: flat.Rule, tree: DraftTree, ctx: Context) -> Grow | None:
+    def _grow_flat(self, rule: cheap_rows.Rule, tree: DraftTree, ctx: Context) -> Grow | None:
         """The next pass where rows are cheap."""
         self.follow(ctx)
         rule.learn(tree)
@@ -85,9 +85,9 @@ class Auto(TreePolicy):
         rule.taken.update(nodes)
         return Grow(torch.tensor(nodes), k=CHILDREN)
 
-    def _select_flat(self, rule: flat.Rule, tree: DraftTree) -> Tensor:
+    def _select_flat(self, rule: cheap_rows.Rule, tree: DraftTree) -> Tensor:
         """The rows that are worth their price."""
-        count = min(flat.rows(rule.worth, rule.passes, rule.sizes), self.nodes)
+        count = min(cheap_rows.rows(rule.worth, rule.passes, rule.sizes), self.nodes)
         order = sorted(range(len(rule.reach)), key=lambda node: (-rule.reach[node], node))
         return torch.tensor(sorted(order[:count]))
 
@@ -124,7 +124,7 @@ class Auto(TreePolicy):
             return False
         return ctx.ledger.affords((ctx.calibrator.gain - 1) * self._seconds(ctx)[0])
 
-    def _doubts(self, cycle: Cycle, ledger: Ledger | None) -> bool:
+    def _doubts(self, cycle: Cycle, ledger: OnlineCosts | None) -> bool:
         """Whether to draft because no cycle has shown yet that it does not pay."""
         if ledger is None or (ledger.drafting_is_known and ledger.unseen(1) != 2):
             return False
@@ -238,7 +238,7 @@ def best_profit(values: Sequence[float], prices: Sequence[float]) -> tuple[float
     return most, rows
 
 
-def more_rows(rows: int, cycle: Cycle, ledger: Ledger) -> int:
+def more_rows(rows: int, cycle: Cycle, ledger: OnlineCosts) -> int:
     """The same, or more now and then, where no cycle has shown that they cost what they are said to."""
     size = ledger.unseen(rows + 1)
     if size is None or size > min(len(cycle.prices), len(cycle.values) + 1, 2 * rows + 2):

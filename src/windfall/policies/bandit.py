@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from windfall.context import Context
-from windfall.errors import InputError
-from windfall.files import make_folder, read_text, replace_text
-from windfall.options import option, split_settings
+from windfall.core.errors import InputError
+from windfall.core.files import make_folder, read_text, replace_text
+from windfall.core.options import option, split_settings
+from windfall.core.tree import DraftTree
+from windfall.core.types import Grow, Step
 from windfall.policies.base import TreePolicy
-from windfall.records import Grow, Step
-from windfall.tree import DraftTree
+from windfall.policies.context import Context
 
 PLAIN = "none"
 ARMS = "none+chain:depth=4+beam:depth=4:k=4:nodes=16+eagle-3+auto"

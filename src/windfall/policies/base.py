@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from windfall import options
-from windfall.context import Context
-from windfall.records import Grow, Step
-from windfall.tree import DraftTree, Floats, Integers
+from windfall.core import options
+from windfall.core.tree import DraftTree, Floats, Integers
+from windfall.core.types import Grow, Step
+from windfall.policies.context import Context
 
 P = TypeVar("P", bound="TreePolicy")
 NEVER = 1e-30  # a probability that no path falls below

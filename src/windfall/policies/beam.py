@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from windfall.context import Context
-from windfall.options import option
+from windfall.core.options import option
+from windfall.core.tree import DraftTree
+from windfall.core.types import Grow
 from windfall.policies.base import TreePolicy, best, best_of
-from windfall.records import Grow
-from windfall.tree import DraftTree
+from windfall.policies.context import Context
 
 
 @dataclass

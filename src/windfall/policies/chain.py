@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from windfall.context import Context
-from windfall.options import option
+from windfall.core.options import option
+from windfall.core.tree import DraftTree
+from windfall.core.types import Grow, Step
 from windfall.policies.base import TreePolicy
-from windfall.records import Grow, Step
-from windfall.tree import DraftTree
+from windfall.policies.context import Context
 
 
 @dataclass

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from windfall.context import Context
+from windfall.core.tree import DraftTree
+from windfall.core.types import Grow
 from windfall.policies.base import TreePolicy
-from windfall.records import Grow
-from windfall.tree import DraftTree
+from windfall.policies.context import Context
 
 
 @dataclass

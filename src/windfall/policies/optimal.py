@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from windfall.context import Context
-from windfall.options import option
+from windfall.core.options import option
+from windfall.core.tree import DraftTree, Floats, Integers
+from windfall.core.types import Grow
 from windfall.policies.base import TreePolicy, best_of
-from windfall.records import Grow
-from windfall.tree import DraftTree, Floats, Integers
+from windfall.policies.context import Context
 
 
 @dataclass

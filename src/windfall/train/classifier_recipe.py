@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from windfall import options
-from windfall.options import option
+from windfall.core import options
+from windfall.core.options import option
 
 
 @dataclass(frozen=True)

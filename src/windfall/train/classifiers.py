@@ -15,18 +15,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from windfall import classifiers
-from windfall.classifiers import KINDS, Classifier, Floats
-from windfall.context import Context
-from windfall.errors import InputError
-from windfall.files import replace_file
+from windfall.core.errors import InputError
+from windfall.core.files import replace_file
+from windfall.core.tree import DraftTree
+from windfall.core.types import Grow, Step
 from windfall.policies.beam import Beam
-from windfall.records import Grow, Step
+from windfall.policies.context import Context
+from windfall.policies.papers import classifiers
+from windfall.policies.papers.classifiers import KINDS, Classifier, Floats
 from windfall.train.classifier_recipe import Fitting, Recording
-from windfall.tree import DraftTree
 
 if TYPE_CHECKING:
-    from windfall.engine import Engine
+    from windfall.engine.engine import Engine
 
 Progress = Callable[[float], None]
 Figures = dict[str, Any]

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 
-from windfall.files import make_folder, replace_text
-from windfall.records import InputError
-from windfall.target import Target
+from windfall.core.files import make_folder, replace_text
+from windfall.core.types import InputError
+from windfall.model.target import Target
 from windfall.train import shards
-from windfall.train.mill import Answer, Job, Mill, fitting
+from windfall.train.bulk import Answer, BulkGenerator, Job, fitting
 from windfall.train.shards import Batch, Finished, Text, TokenData, token_counts
 from windfall.train.sources import LEAST, Source, hashed, read_sources, share
 
@@ -162,11 +162,13 @@ def _versions() -> dict[str, str]:
     return {"version": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
-def _mill(target: Target, settings: Settings, batch: int | None, jobs: int, say: Callable[[str], None]) -> Mill:
+def _mill(
+    target: Target, settings: Settings, batch: int | None, jobs: int, say: Callable[[str], None]
+) -> BulkGenerator:
     capacity = min(filter(None, (settings.max_length, target.context)))
     slots = max(1, min(batch or fitting(target, capacity), jobs))
     try:
-        return Mill(target, slots, capacity, say)
+        return BulkGenerator(target, slots, capacity, say)
     except torch.OutOfMemoryError:
         raise InputError(
             f"{slots} texts of {capacity} tokens at once do not fit on {target.device}; "
@@ -258,7 +260,7 @@ class Scribe:
     """Has prompts answered and writes them down, block by block in their order: what a block holds does not depend on
     when it was made."""
 
-    def __init__(self, mill: Mill, folder: Path, settings: Settings, about: dict[str, Any], report: Report):
+    def __init__(self, mill: BulkGenerator, folder: Path, settings: Settings, about: dict[str, Any], report: Report):
         self.mill, self.target, self.folder = mill, mill.target, folder
         self.settings, self.about, self.report = settings, about, report
         files = shards.shard_files(folder, shards.TRAIN)
@@ -360,7 +362,7 @@ def user_opening(target: Target) -> tuple[list[int], str]:
 
 
 def _self_prompts(
-    mill: Mill, folder: Path, settings: Settings, wanted: int, known: set[int], report: Report
+    mill: BulkGenerator, folder: Path, settings: Settings, wanted: int, known: set[int], report: Report
 ) -> list[Source]:
     """User turns that the target writes from the bare chat template: different ones, in order of their attempts."""
     tried = _read_attempts(folder)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from windfall import options
-from windfall.errors import InputError
-from windfall.options import option
+from windfall.core import options
+from windfall.core.errors import InputError
+from windfall.core.options import option
 
 
 @dataclass(frozen=True)

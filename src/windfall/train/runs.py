@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from windfall.errors import InputError
-from windfall.files import make_folder, replace_text
+from windfall.checkpoints.bundled import fingerprint
+from windfall.core.errors import InputError
+from windfall.core.files import make_folder, replace_text
+from windfall.core.options import split_settings
 from windfall.heads import formats
 from windfall.heads.files import BEST as BEST
 from windfall.heads.fitting import drafting
 from windfall.heads.loading import find_head
-from windfall.options import split_settings
-from windfall.shipped import fingerprint
-from windfall.target import Target
+from windfall.model.target import Target
 from windfall.train.objectives import objective
 from windfall.train.objectives.base import Objective
 from windfall.train.recipe import Recipe

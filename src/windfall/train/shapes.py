@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from windfall.errors import InputError
+from windfall.core.errors import InputError
 from windfall.heads import hydra, medusa
 from windfall.heads.base import FeatureHead, HeadConfig
 from windfall.heads.eagle import Eagle
 from windfall.heads.eagle3 import Eagle3
 from windfall.heads.fitting import fit
 from windfall.heads.griffin import Griffin
-from windfall.target import Target
+from windfall.model.target import Target
 
 Head = TypeVar("Head", bound=FeatureHead)
 

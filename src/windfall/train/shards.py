@@ -16,9 +16,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from windfall.files import replace_file, replace_text
-from windfall.quiet import first_line
-from windfall.records import InputError
+from windfall.checkpoints.quiet_libs import first_line
+from windfall.core.files import replace_file, replace_text
+from windfall.core.types import InputError
 
 ABOUT = "data.json"
 UNFINISHED = "unfinished.safetensors"

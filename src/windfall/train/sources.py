@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from windfall import prompt_files
-from windfall.files import read_text
-from windfall.quiet import first_line
-from windfall.records import InputError
+from windfall.checkpoints.quiet_libs import first_line
+from windfall.core.files import read_text
+from windfall.core.types import InputError
+from windfall.prompts import files
 
 PASSAGE = 500  # characters of a plain text that the target is given to continue
 LEAST = 40  # characters under which a passage is not worth continuing
@@ -61,15 +61,15 @@ def read_sources(names: Iterable[str]) -> Iterator[Source]:
 
 def _read_file(file: Path) -> Iterator[Source]:
     text = read_text(file)
-    if file.suffix not in (*prompt_files.SUFFIXES, ".json"):
+    if file.suffix not in (*files.SUFFIXES, ".json"):
         yield from _passages(text, file.name)
         return
     label = f"'{file}'"
     if file.suffix == ".json" and text.lstrip().startswith("["):
-        for number, row in enumerate(prompt_files.load_json(text, label), 1):
+        for number, row in enumerate(files.load_json(text, label), 1):
             yield from from_row(row, file.name, number, f"entry {number} of {label}")
         return
-    for number, row in prompt_files.rows(text, label):
+    for number, row in files.rows(text, label):
         yield from from_row(row, file.name, number, f"line {number} of {label}")
 
 
@@ -89,7 +89,7 @@ def _read_dataset(name: str, split: str) -> Iterator[Source]:
 
 def from_row(row: Any, origin: str, number: int, place: str) -> Iterator[Source]:
     """What a row asks: a conversation's user turns, a prompt, or passages of a text. Blank turns are dropped."""
-    asked = prompt_files.parse(row, number, place)
+    asked = files.parse(row, number, place)
     if asked.raw:
         yield from _passages(asked.turns[0], origin)
     elif turns := tuple(turn for turn in asked.turns if turn.strip()):

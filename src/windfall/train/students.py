@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from windfall import light, options
-from windfall.errors import InputError
-from windfall.files import make_folder
+from windfall.checkpoints import borrowed_embeddings
+from windfall.checkpoints.bundled import BORROWS, TARGET, fingerprint
+from windfall.core import options
+from windfall.core.errors import InputError
+from windfall.core.files import make_folder
 from windfall.heads.files import write_folder
-from windfall.shipped import BORROWS, TARGET, fingerprint
-from windfall.target import Target
+from windfall.model.target import Target
 from windfall.train.objectives.distillation import Distillation
 from windfall.train.recipe import Recipe
 from windfall.train.runs import BEST, begin, check_folder, check_texts, open_texts
@@ -109,14 +110,19 @@ class Student(nn.Module):
 def new_student(target: Target, shape: Shape) -> Student:
     """Layers of the target in fp32, ready to learn."""
     model, config = target.model, target.model.config
-    if config.model_type not in light.FAMILIES:
+    if config.model_type not in borrowed_embeddings.FAMILIES:
         raise InputError(
-            f"{target.name} is a {config.model_type}; students are cut from the families {', '.join(light.FAMILIES)}"
+            f"{target.name} is a {config.model_type}; students are cut from the families "
+            f"{', '.join(borrowed_embeddings.FAMILIES)}"
         )
     layers = choose_layers(shape.layers, config.num_hidden_layers)
     cut = cut_config(config, layers, shape.intermediate)
     tensors = cut_tensors(model.base_model.state_dict(), layers, shape.intermediate)
-    body = light.fill(light.hollow(cut).base_model, tensors).to(target.device).requires_grad_(True)
+    body = (
+        borrowed_embeddings.fill(borrowed_embeddings.hollow(cut).base_model, tensors)
+        .to(target.device)
+        .requires_grad_(True)
+    )
     embedding, vocabulary = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     return Student(body, embedding, vocabulary, shape.own_embeddings, embedding is vocabulary).train()
 
@@ -181,7 +187,7 @@ def write_student(student: Student, folder: Path, target: Target) -> None:
         tensors[f"{prefix}.{EMBEDDING}"] = student.own_embedding
     if student.own_vocabulary is not None:
         tensors[VOCABULARY] = student.own_vocabulary
-    borrowing = {BORROWS: light.EMBEDDINGS, TARGET: {"name": target.name, **fingerprint(target)}}
+    borrowing = {BORROWS: borrowed_embeddings.EMBEDDINGS, TARGET: {"name": target.name, **fingerprint(target)}}
     config = {
         **json.loads(student.config.to_json_string()),
         "architectures": [type(target.model).__name__],

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from windfall.heads.base import FeatureHead
-from windfall.states import with_states
+from windfall.model.hidden_states import with_states
 from windfall.train.losses import Bend, Vocabularies
 from windfall.train.shards import Batch
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from windfall.errors import InputError
-from windfall.files import replace_file
+from windfall.core.errors import InputError
+from windfall.core.files import replace_file
 from windfall.train.objectives.base import Objective, Report
 from windfall.train.optimizers import Optimizers
 from windfall.train.recipe import Recipe

@@ -13,11 +13,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from windfall.batch import Packed
-from windfall.decoder import Decoder, tree_attention
-from windfall.errors import InputError
-from windfall.files import make_folder, replace_file
-from windfall.quiet import first_line
+from windfall.checkpoints.quiet_libs import first_line
+from windfall.core.errors import InputError
+from windfall.core.files import make_folder, replace_file
+from windfall.model.batch import Packed
+from windfall.model.decoder import Decoder, tree_attention
 from windfall.train.losses import Bend
 from windfall.train.shards import Batch
 from windfall.train.sparse import Sparse

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from windfall import options
-from windfall.records import InputError
+from windfall.core import options
+from windfall.core.types import InputError
 
 if TYPE_CHECKING:
     from windfall.train.objectives.base import Objective

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
-from windfall import options
+from windfall.core import options
 from windfall.train.teacher import Lesson, Teacher
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windfall.options import option
+from windfall.core.options import option
 from windfall.train.losses import Vocabularies, distil
 from windfall.train.objectives.base import Objective, Report
 from windfall.train.shards import Batch

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from windfall.errors import InputError
+from windfall.core.errors import InputError
+from windfall.core.options import option
 from windfall.heads.base import FeatureHead, Guess
-from windfall.options import option
 from windfall.train.losses import Distilled, Labels, distil
 from windfall.train.objectives.base import Objective, Report
 from windfall.train.shapes import new_eagle

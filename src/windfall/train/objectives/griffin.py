@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from windfall.core.options import option
 from windfall.heads.base import FeatureHead, Guess
-from windfall.options import option
 from windfall.train.losses import CHUNK
 from windfall.train.objectives.eagle import EagleLoss, Parts, by_row
 from windfall.train.shapes import new_griffin

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from windfall.core.options import option
 from windfall.heads.base import FeatureHead, Guess
-from windfall.options import option
 from windfall.train.attention import Chains, sight_of_chains
 from windfall.train.objectives.eagle import EagleLoss, Parts
 from windfall.train.teacher import Lesson

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from windfall.core.options import option
 from windfall.heads.layers import Unrolled
-from windfall.options import option
 from windfall.train.objectives.eagle import rows_of
 from windfall.train.objectives.medusa import HeadsLoss
 from windfall.train.shapes import new_hydra

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from windfall.errors import InputError
-from windfall.options import option
+from windfall.core.errors import InputError
+from windfall.core.options import option
 from windfall.train.losses import distil
 from windfall.train.objectives.base import Objective, Report
 from windfall.train.objectives.eagle import by_row, rows_of

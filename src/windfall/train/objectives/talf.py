@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windfall.errors import InputError
+from windfall.core.errors import InputError
+from windfall.core.options import option
 from windfall.heads.base import FeatureHead, Guess
 from windfall.heads.layers import masked_attention, within
-from windfall.options import option
 from windfall.train.losses import distil
 from windfall.train.objectives.base import Objective, Report
 from windfall.train.shapes import new_eagle, new_eagle3

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from windfall.core.options import option
 from windfall.heads.eagle3 import Eagle3
-from windfall.options import option
 from windfall.train.losses import distil
 from windfall.train.objectives.base import Objective, Report
 from windfall.train.shapes import new_eagle3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from windfall.policies.ltd import View
+from windfall.policies.papers.ltd import View
 
 
 class Outcome(NamedTuple):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from windfall import options
-from windfall.errors import InputError
-from windfall.options import option
-from windfall.policies.ltd import Rules
+from windfall.core import options
+from windfall.core.errors import InputError
+from windfall.core.options import option
+from windfall.policies.papers.ltd import Rules
 
 KINDS = ("size", "depth")
 

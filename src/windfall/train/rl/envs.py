@@ -11,7 +11,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from windfall.policies.ltd import Layers, Layout, Network, Pair, View
+from windfall.policies.papers.ltd import Layers, Layout, Network, Pair, View
 from windfall.train.rl.backend import Backend
 from windfall.train.rl.config import Config
 from windfall.train.rl.playing import Reward, Thinking, grow_by, grow_to, nodes_by

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from windfall.errors import InputError
-from windfall.plotting import COLOURS, check
+from windfall.core.errors import InputError
+from windfall.render.plots import COLOURS, check
 from windfall.train.rl.backend import Outcome
 from windfall.train.rl.learning import Event
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from windfall.errors import InputError
-from windfall.files import make_folder, replace_file, replace_text
-from windfall.policies import ltd
-from windfall.policies.ltd import Layers, Network, Pair, Rules
+from windfall.core.errors import InputError
+from windfall.core.files import make_folder, replace_file, replace_text
+from windfall.policies.papers import ltd
+from windfall.policies.papers.ltd import Layers, Network, Pair, Rules
 from windfall.train.rl.config import KINDS, Config
 from windfall.train.rl.playing import Reward, play, tau, throughput
 from windfall.train.rl.sources import Source

@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from windfall.context import Context
+from windfall.core.tree import DraftTree
+from windfall.core.types import Grow, Step
 from windfall.policies.base import TreePolicy
-from windfall.policies.ltd import NOTHING, View, top
-from windfall.records import Grow, Step
+from windfall.policies.context import Context
+from windfall.policies.papers.ltd import NOTHING, View, top
 from windfall.train.rl.backend import Outcome
-from windfall.tree import DraftTree
 
 if TYPE_CHECKING:
-    from windfall.engine import Engine
+    from windfall.engine.engine import Engine
 
 DRAFT, STOP, CLOSE = -1, -2, -3  # what the engine is told; otherwise how many nodes to verify
 

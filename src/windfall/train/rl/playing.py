@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from windfall.policies.ltd import Pair, View
+from windfall.policies.papers.ltd import Pair, View
 from windfall.train.rl.backend import Backend, Outcome
 
 REPLAYED = 0.03e-3  # seconds of a decision where nothing is measured

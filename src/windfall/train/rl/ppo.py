@@ -11,7 +11,7 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import DummyVecEnv
 
-from windfall.policies.ltd import Pair
+from windfall.policies.papers.ltd import Pair
 from windfall.train.rl.config import Config
 from windfall.train.rl.envs import CycleEnv, DepthEnv, Setting, SizeEnv
 from windfall.train.rl.playing import Reward

@@ -20,16 +20,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from windfall.context import Context
-from windfall.errors import InputError
-from windfall.files import replace_file
-from windfall.options import option
+from windfall.core.errors import InputError
+from windfall.core.files import replace_file
+from windfall.core.options import option
+from windfall.core.tree import DraftTree
+from windfall.core.types import Grow, Step
 from windfall.policies.beam import Beam
-from windfall.records import Grow, Step
-from windfall.tree import DraftTree
+from windfall.policies.context import Context
 
 if TYPE_CHECKING:
-    from windfall.engine import Engine
+    from windfall.engine.engine import Engine
 
 Array = np.ndarray[Any, Any]
 FORMAT = 1

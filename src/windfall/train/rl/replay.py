@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from windfall.cost import Costs
-from windfall.errors import InputError
-from windfall.files import read_text
-from windfall.policies.ltd import NOTHING, View
+from windfall.core.errors import InputError
+from windfall.core.files import read_text
+from windfall.costs.curves import Costs
+from windfall.policies.papers.ltd import NOTHING, View
 from windfall.train.rl.backend import Outcome
 from windfall.train.rl.recording import Recording, Tree
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from windfall.cost import Costs
-from windfall.errors import InputError
+from windfall.core.errors import InputError
+from windfall.costs.curves import Costs
 from windfall.train.rl.backend import Backend
 from windfall.train.rl.config import Config
 from windfall.train.rl.live import Live
@@ -16,7 +16,7 @@ from windfall.train.rl.recording import Recording
 from windfall.train.rl.replay import Replay, positions
 
 if TYPE_CHECKING:
-    from windfall.engine import Engine
+    from windfall.engine.engine import Engine
 
 T = TypeVar("T")
 PARTS = ("train", "validation", "test")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from windfall.errors import InputError
-from windfall.policies import ltd
-from windfall.policies.ltd import Pair
+from windfall.core.errors import InputError
+from windfall.policies.papers import ltd
+from windfall.policies.papers.ltd import Pair
 from windfall.train.rl.backend import Outcome
 from windfall.train.rl.learning import DEFAULT, STAGES, Learner
 from windfall.train.rl.playing import tau, throughput

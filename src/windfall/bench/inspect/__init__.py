@@ -1,0 +1,1 @@
+"""Looks into one model, drafter or machine."""

@@ -1,0 +1,255 @@
+"""Where texts differ from plain decoding's: how often, at which token, and how close the call was.
+
+The yardstick is what transformers' own `generate` does to a text when it is decoded in a padded batch.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from windfall.bench.runner import NoDrafter
+from windfall.core.sampling import gumbel, process
+from windfall.core.tree import DraftTree
+from windfall.core.types import SamplingParams
+from windfall.engine.engine import Engine
+from windfall.model.target import Target
+from windfall.policies.none import NoSpeculation
+
+EXACT = (torch.float32, torch.float64)  # where every text must be plain decoding's
+
+Tokens = list[int]
+Progress = Callable[[float], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One conversation's first question, and how its answer is drawn."""
+
+    task: str
+    id: str
+    prompt: Tokens
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first token of an answer that differs."""
+
+    place: int  # in the answer, from 0
+    token: int | None  # the reference's; None: its answer had ended
+    other: int | None
+    gap: float | None  # logit of `token` less that of `other`, after the same prefix; None where one answer had ended
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One conversation decoded in two ways."""
+
+    task: str
+    id: str
+    tokens: int  # chosen after the same prefix: the equal ones, and the first that differs
+    divergence: Divergence | None
+
+
+@dataclass
+class Comparison:
+    """A way of decoding against its reference, over all conversations."""
+
+    name: str
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    @property
+    def diverging(self) -> list[Outcome]:
+        return [each for each in self.outcomes if each.divergence]
+
+    @property
+    def tokens(self) -> int:
+        return sum(each.tokens for each in self.outcomes)
+
+    @property
+    def conversation_rate(self) -> float | None:
+        return len(self.diverging) / len(self.outcomes) if self.outcomes else None
+
+    @property
+    def token_rate(self) -> float | None:
+        """First divergences per token chosen after the same prefix."""
+        return len(self.diverging) / self.tokens if self.tokens else None
+
+    @property
+    def gaps(self) -> list[float]:
+        """Sizes of the logit gaps at the first divergences, smallest first."""
+        found = [each.divergence.gap for each in self.outcomes if each.divergence]
+        return sorted(abs(gap) for gap in found if gap is not None)
+
+    @property
+    def median_gap(self) -> float | None:
+        return statistics.median(self.gaps) if self.gaps else None
+
+    @property
+    def largest_gap(self) -> float | None:
+        return self.gaps[-1] if self.gaps else None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "conversations": len(self.outcomes),
+            "diverging": len(self.diverging),
+            "conversation_rate": self.conversation_rate,
+            "tokens": self.tokens,
+            "token_rate": self.token_rate,
+            "gap": {"median": self.median_gap, "max": self.largest_gap},
+            "divergences": [asdict(each) for each in self.diverging],
+        }
+
+
+class Audit:
+    """Decodes conversations plainly, with speculation, and with `generate` alone and in batches; keeps what differs.
+
+    What is finished stays in `comparisons` when `run` is interrupted.
+    """
+
+    def __init__(self, engine: Engine, name: str = "speculation", batch: int = 8):
+        self.engine, self.batch = engine, batch
+        target = engine.target
+        self.reference = Target(target.model, target.tokenizer, target.name)  # has its own cache
+        self.plain = Engine(self.reference, NoDrafter(), NoSpeculation(), launch=engine.launch)
+        self.speculative = Comparison(f"{name} vs plain")
+        self.batched = Comparison(f"HF batch of {batch} vs single")
+        self.others = Comparison("plain vs HF single")
+
+    @property
+    def comparisons(self) -> list[Comparison]:
+        """Those with something in them; speculation always."""
+        return [self.speculative, *(each for each in (self.batched, self.others) if each.outcomes)]
+
+    @property
+    def exact(self) -> bool:
+        return self.reference.decoder.dtype in EXACT
+
+    @property
+    def failed(self) -> bool:
+        """Whether a text differs although the arithmetic is precise enough for it not to."""
+        return self.exact and bool(self.speculative.diverging)
+
+    def run(self, cases: Sequence[Case], progress: Progress = lambda share: None) -> None:
+        steps = _counted(progress, len(cases) * (4 if self.batch > 1 else 2))
+        for start in range(0, len(cases), self.batch):
+            chunk = cases[start : start + self.batch]
+            plain = [self._speculate(case, steps) for case in chunk]
+            if self.batch > 1:
+                self._measure_generate(chunk, plain, steps)
+
+    def _speculate(self, case: Case, steps: Iterator[None]) -> Tokens:
+        """Decode in both ways and compare; returns the plain answer."""
+        plain = self._answer(self.plain, case, steps)
+        self._compare(self.speculative, case, plain, self._answer(self.engine, case, steps))
+        return plain
+
+    def _answer(self, engine: Engine, case: Case, steps: Iterator[None]) -> Tokens:
+        [made] = engine.decode([case.prompt], [case.params])
+        engine.target.decoder.reset(0)
+        next(steps)
+        return made.token_ids
+
+    def _measure_generate(self, chunk: Sequence[Case], plain: Sequence[Tokens], steps: Iterator[None]) -> None:
+        """The same conversations, greedily, by `generate`: each by itself, then all together."""
+        greedy = [replace(case, params=replace(case.params, temperature=0.0)) for case in chunk]
+        alone = []
+        for case, drawn, own in zip(greedy, chunk, plain, strict=True):
+            alone += generate(self.reference, [case])
+            next(steps)
+            if drawn.params.greedy:
+                self._compare(self.others, case, alone[-1], own)
+        together = generate(self.reference, greedy) if len(greedy) > 1 else []
+        for case, one, other in zip(greedy, alone, together, strict=False):
+            self._compare(self.batched, case, one, other)
+        for _ in chunk:
+            next(steps)
+
+    def _compare(self, comparison: Comparison, case: Case, one: Tokens, other: Tokens) -> None:
+        place = first_difference(one, other)
+        found = None if place is None else self._divergence(case, one, other, place)
+        tokens = len(one) if place is None else place + 1
+        comparison.outcomes.append(Outcome(case.task, case.id, tokens, found))
+
+    def _divergence(self, case: Case, one: Tokens, other: Tokens, place: int) -> Divergence:
+        token, instead = (tokens[place] if place < len(tokens) else None for tokens in (one, other))
+        gap = None
+        if token is not None and instead is not None:
+            gap = logit_gap(self.reference, [*case.prompt, *one[:place]], token, instead, case.params)
+        return Divergence(place, token, instead, gap)
+
+
+def first_difference(one: Tokens, other: Tokens) -> int | None:
+    """The first place where two answers differ, which may be the end of the shorter; None if they are equal."""
+    pairs = zip(one, other, strict=False)
+    ends = None if len(one) == len(other) else min(len(one), len(other))
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), ends)
+
+
+@torch.inference_mode()
+def logit_gap(target: Target, prefix: Tokens, token: int, other: int, params: SamplingParams) -> float:
+    """By how much the target prefers `token` to `other` after the prefix, which it reads at once.
+
+    At temperature above 0 the noise of the draw counts too: it is the gap that decides the draw, in units of logits.
+    """
+    target.prefill([prefix])
+    [scores] = target.score([DraftTree.root(prefix[-1])])
+    target.decoder.reset(0)
+    row = process(scores.logits[:1], None, len(prefix), params)
+    if not params.greedy:
+        at, vocabulary = torch.tensor([len(prefix)], device=row.device), torch.arange(row.shape[1], device=row.device)
+        row = (row + gumbel(params.noise_seed, at, vocabulary)) * params.temperature
+    return float(row[0, token] - row[0, other])
+
+
+# ---- transformers' own loop
+
+
+@torch.inference_mode()
+def generate(target: Target, cases: Sequence[Case]) -> list[Tokens]:
+    """What `model.generate` answers greedily to these prompts in one batch, padded on the left."""
+    params, width = cases[0].params, max(len(case.prompt) for case in cases)
+    eos = target.eos if params.eos is None else params.eos
+    pad = eos[0] if eos else 0
+    ids = torch.tensor([[pad] * (width - len(case.prompt)) + case.prompt for case in cases], device=target.device)
+    mask = torch.tensor(
+        [[0] * (width - len(case.prompt)) + [1] * len(case.prompt) for case in cases], device=target.device
+    )
+    with greedy_settings(target.model, params.max_new_tokens, eos, pad):
+        made = target.model.generate(input_ids=ids, attention_mask=mask)
+    return [_cut(answer, eos) for answer in made[:, width:].tolist()]
+
+
+@contextmanager
+def greedy_settings(model: Any, tokens: int, eos: Sequence[int], pad: int) -> Iterator[None]:
+    """Nothing but the likeliest token counts, whatever the model's own settings are; those come back afterwards."""
+    from transformers import GenerationConfig
+
+    own = model.generation_config
+    model.generation_config = GenerationConfig(
+        do_sample=False, max_new_tokens=tokens, eos_token_id=list(eos) or None, pad_token_id=pad
+    )
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+def _cut(answer: Tokens, eos: Sequence[int]) -> Tokens:
+    """Up to the end of the text, itself included; padding follows it."""
+    end = next((place for place, token in enumerate(answer) if token in eos), len(answer))
+    return answer[: end + 1]
+
+
+def _counted(progress: Progress, total: int) -> Iterator[None]:
+    """Tells the finished share at every step."""
+    for done in range(1, total + 1):
+        progress(done / total)
+        yield

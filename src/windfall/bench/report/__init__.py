@@ -1,0 +1,1 @@
+"""A benchmark run as a page of tables and figures."""

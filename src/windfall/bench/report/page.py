@@ -1,0 +1,508 @@
+"""A benchmark's folder told to a person: a summary in plain words, tables, figures and the papers' numbers beside ours,
+as one page without outside references, as Markdown and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from windfall.bench import reading, results
+from windfall.bench.disturbance import disturbances
+from windfall.bench.papers import compare, published
+from windfall.bench.reading import ALL, Run
+from windfall.bench.report.parts import DASH, Report, Section, Table
+from windfall.bench.report.run_figures import drawings
+from windfall.bench.results import PLAIN, Estimate, Row
+from windfall.core.files import make_folder, replace_text
+from windfall.core.types import InputError
+
+NOTHING = 0.01  # draft passes per target pass, below which a method decodes plainly
+MANY = 40  # methods, which are counted then and not named
+ROUGH = 10  # prompts, below which an interval over them says little
+
+
+def make(folder: Path) -> Report:
+    """Read a folder and work out what to tell."""
+    loaded = reading.load(folder)
+    run = by_category(loaded)
+    if not run.records:
+        raise InputError(f"'{folder}' holds no finished conversation yet; run the benchmark again to go on with it")
+    rows = results.summary(run)
+    warnings = {each.temperature: each.warning for each in disturbances(run, rows)}
+    return Report(
+        title=f"Benchmark: {folder.resolve().name}",
+        summary=[_setting(run), *_winners(run, rows, warnings), *_caution(run, rows), _sameness(run)],
+        facts=_facts(run, rows, warnings),
+        sections=[*_sections(run, rows, warnings), *(compare.sections([loaded]) or [beside_papers(run, rows)])],
+        trees=[(file.stem, file.read_text("utf-8")) for file in sorted((folder / "trees").glob("*.svg"))],
+        commands=[*commands(run), f"windfall report {shlex.quote(folder.resolve().name)}"],
+        about=provenance_lines(run),
+    )
+
+
+def by_category(run: Run) -> Run:
+    """A run of a single task that has several categories as a run of these."""
+    categories = {record.category for record in run.records}
+    if len(run.tasks) != 1 or len(categories) < 2:
+        return run
+    return replace(run, records=[replace(record, task=record.category or "other") for record in run.records])
+
+
+# ---- in words
+
+
+def _setting(run: Run) -> str:
+    prompts = len({(record.task, record.id) for record in run.records})
+    repeats = len({record.repeat for record in run.records})
+    tokens = sum(record.tokens for record in run.select(PLAIN))
+    heats = _list([f"{each:g}" for each in run.temperatures])
+    more = f", {repeats} times each" if repeats > 1 else ""
+    return (
+        f"The model {_target(run)} answered {prompts} prompts ({_list(run.tasks)}){more}, at temperature {heats}, with "
+        f"{_few(run.methods, 'methods', MANY)}. Plain decoding wrote {tokens:,} tokens of text. {_machine(run)}."
+    )
+
+
+def _target(run: Run) -> str:
+    target = run.provenance.get("target") or run.settings.get("target") or "under test"
+    name = str(target.get("name", "under test") if isinstance(target, dict) else target)
+    kind = f" in {target['dtype']}" if isinstance(target, dict) and target.get("dtype") else ""
+    return (name.rstrip("/").rpartition("/")[2] or name) + kind
+
+
+def _machine(run: Run) -> str:
+    machine = run.provenance.get("machine") or "unknown"
+    if not isinstance(machine, dict):
+        return f"Machine: {machine}"
+    threads = machine.get("threads")
+    threads = f", {threads} thread{'s' if threads != 1 else ''}" if threads else ""
+    return f"Machine: {machine.get('gpu') or str(machine.get('cpu', 'unknown')) + threads}"
+
+
+def _winners(run: Run, rows: list[Row], warnings: Mapping[float, str]) -> list[str]:
+    """Which method was fastest at each temperature, unless the times are wrong."""
+    found = []
+    for heat in run.temperatures:
+        if heat in warnings:
+            found.append(f"At temperature {heat:g} {warnings[heat]}.")
+        elif not run.settings.get("parts"):
+            found += _winner(_ranked(rows, _whole(run), heat), heat)
+    return found
+
+
+def _winner(rows: list[Row], heat: float) -> list[str]:
+    """Who was fastest, by how much, and whether that is certain."""
+    at = f"At temperature {heat:g}"
+    timed = [row for row in rows if row.speedup is not None and row.method != PLAIN]
+    if not timed:
+        best = max((row for row in rows if row.method != PLAIN), key=lambda row: row.tau, default=None)
+        told = f" {best.method} had most tokens per target pass: {best.tau:.2f}." if best else ""
+        return [f"{at} nothing was timed against plain decoding.{told}"]
+    first = timed[0]
+    gain = first.speedup
+    assert gain is not None
+    if gain.value < 1:
+        return [f"{at} no method was faster than plain decoding; {first.method} came closest: {_times(gain)}."]
+    told = f"{at} {first.method} was fastest: {_times(gain)}, with {first.tau:.2f} tokens per target pass."
+    if first.delta < NOTHING:
+        told += " It hardly drafted, so this is plain decoding and the difference is noise."
+    elif gain.low < 1:
+        told += " The interval holds 1, so this may be no gain at all."
+    if len(timed) > 1 and timed[1].speedup is not None:
+        second = timed[1].speedup
+        close = second.high >= gain.low
+        told += f" Next came {timed[1].method}, {_times(second)}{'; their intervals overlap' if close else ''}."
+    return [told]
+
+
+def _caution(run: Run, rows: list[Row]) -> list[str]:
+    few = max(row.prompts for row in rows)
+    told = [f"Only {few} prompts: the intervals are rough, and small differences mean nothing."] if few < ROUGH else []
+    return [APART, *told] if run.settings.get("parts") else told
+
+
+APART = (
+    "Several suites ran at once, and a method answered the tasks of those it is in: figures over all tasks are of "
+    "different tasks, and what can be compared is the rows of one paper's table."
+)
+
+
+def _times(gain: Estimate) -> str:
+    return f"{gain.value:.2f} times plain decoding's speed ({_bounds(gain)})"
+
+
+def _bounds(gain: Estimate) -> str:
+    return f"95% interval {gain.low:.2f} to {gain.high:.2f}"
+
+
+def _sameness(run: Run) -> str:
+    judged, wrong = len(results.compared(run.records)), results.differences(run)
+    alone = sum(record.method != PLAIN for record in run.records) - judged
+    told = f" {alone:,} more have no plain counterpart: the run is unfinished." if alone else ""
+    if not judged:
+        return "No text was compared with plain decoding's." + told
+    if not wrong:
+        same = f"{judged:,} of {judged:,} conversations"
+        return f"Every text was identical to plain decoding's, token for token: {same}." + told
+    names = _list(sorted({each.method for each in wrong}))
+    return (
+        f"{judged - len(wrong):,} of {judged:,} conversations were identical to plain decoding's, token for token; "
+        f"{len(wrong):,} were not ({names}). {_why_not(run)}"
+    ) + told
+
+
+def _why_not(run: Run) -> str:
+    """What another text means depends on how exact the arithmetic is."""
+    target = run.provenance.get("target")
+    kind = target.get("dtype") if isinstance(target, dict) else None
+    if kind in ("bfloat16", "float16"):
+        return f"In {kind} near-ties can flip with the number of rows in a pass."
+    return "In full precision that should not happen."
+
+
+def _facts(run: Run, rows: list[Row], warnings: Mapping[float, str]) -> list[tuple[str, str]]:
+    """The large figures of the page, each with what it is; a speed-up with its interval."""
+    found = []
+    for heat in run.temperatures:
+        if heat in warnings:
+            found.append(("disturbed", f"temperature {heat:g}: {warnings[heat]}"))
+            continue
+        ranked = [row for row in _ranked(rows, _whole(run), heat) if row.method != PLAIN and row.speedup]
+        if ranked and ranked[0].speedup:
+            gain, what = ranked[0].speedup, f"speed-up of {ranked[0].method}, temperature {heat:g}"
+            found.append((f"{gain.value:.2f}×", f"{what} ({_bounds(gain)})"))
+    if judged := len(results.compared(run.records)):
+        same = 1 - len(results.differences(run)) / judged
+        found.append((f"{math.floor(1000 * same) / 10:g}%", "texts identical to plain decoding"))
+    return [*found, (f"{judged:,}", "conversations compared with plain decoding")]
+
+
+# ---- sections
+
+
+def _sections(run: Run, rows: list[Row], warnings: Mapping[float, str]) -> list[Section]:
+    found = []
+    for heat in run.temperatures:
+        ranked = _ranked(rows, _whole(run), heat)
+        name = f"Temperature {heat:g}" + (" (greedy)" if heat == 0 else "")
+        tables = [_overall(ranked, name), *_by_task(run, rows, ranked, heat)]
+        text = f"{_capital(warnings[heat])}.\n\n{_TERMS}" if heat in warnings else _TERMS
+        found.append(Section(name, text, tables, drawings(run, rows, ranked, heat)))
+    return found
+
+
+_TERMS = (
+    "tau: tokens per pass of the target. delta: draft passes per target pass. Rows: what a target pass verifies, the "
+    "root included. Speed-up: tokens per second over plain decoding's on the same prompts, with a 95% bootstrap "
+    "interval over the prompts."
+)
+
+
+def _whole(run: Run) -> str:
+    return ALL if len(run.tasks) > 1 else run.tasks[0]
+
+
+def _ranked(rows: Sequence[Row], task: str, heat: float) -> list[Row]:
+    """The fastest first; without times, the most tokens per pass."""
+    own = [row for row in rows if row.task == task and row.temperature == heat]
+    return sorted(own, key=lambda row: (-(row.speedup.value if row.speedup else 0.0), -row.tau))
+
+
+def _overall(rows: list[Row], name: str) -> Table:
+    columns = ("method", "speed-up", "tokens/s", "tau", "delta", "rows", "draft", "verify", "policy", "other", "same")
+    cells = [
+        [
+            row.method,
+            interval(row.speedup),
+            number(row.tokens_per_second, 1),
+            number(row.tau),
+            number(row.delta),
+            number(row.rows, 1),
+            *_shares(row),
+            DASH if row.method == PLAIN else f"{row.compared - row.different}/{row.compared}",
+        ]
+        for row in rows
+    ]
+    note = "Draft, verify, policy, other: shares of the time, the rest is the prompt. Same: texts equal to plain ones."
+    return Table(f"All tasks, {name.lower()}", columns, cells, note, frozenset(_best(rows)))
+
+
+def _best(rows: list[Row]) -> list[tuple[int, int]]:
+    places = {1: [row.speedup.value if row.speedup else 0.0 for row in rows], 3: [row.tau for row in rows]}
+    return [(values.index(max(values)), column) for column, values in places.items() if rows and max(values) > 0]
+
+
+def _shares(row: Row) -> list[str]:
+    parts = ("draft", "verify", "policy", "other")
+    return [DASH] * len(parts) if row.split is None else [f"{100 * row.split[part]:.0f}%" for part in parts]
+
+
+def _by_task(run: Run, rows: list[Row], ranked: list[Row], heat: float) -> list[Table]:
+    if len(run.tasks) < 2:
+        return []
+    found = {(row.method, row.task): row for row in rows if row.temperature == heat}
+    methods, columns = [row.method for row in ranked], ("method", *run.tasks)
+
+    def cells(tell: Callable[[Row], str]) -> list[list[str]]:
+        return [
+            [method, *(tell(found[method, task]) if (method, task) in found else DASH for task in run.tasks)]
+            for method in methods
+        ]
+
+    tables = [Table("tau by task", columns, cells(lambda row: number(row.tau)), folded=True)]
+    if any(row.speedup for row in ranked):
+        tables.insert(0, Table("Speed-up by task", columns, cells(lambda row: interval(row.speedup))))
+    return tables
+
+
+# ---- beside the papers
+
+
+def beside_papers(run: Run, rows: list[Row]) -> Section:
+    """Our figures beside the papers' for the same method, and what differs."""
+    found = [line for row in rows if row.task == _whole(run) for line in _published(row, run.tasks)]
+    columns = ("method", "T", "speed-up here", "tau here", "published as", "models", "tasks", "speed-up", "tau")
+    theirs = dict.fromkeys(paper for paper, _ in found)
+    text = (
+        "The same kinds of trees as the papers measured them. Ranges run over a paper's models and tasks: the tasks "
+        "that were measured here too, or all of its own where none is shared. Models, drafters, settings, hardware and "
+        "baselines differ, so this tells what to expect elsewhere, not who is right."
+    )
+    differing = [f"Here: {_here(run)}", *(f"{paper}: {published.difference(paper)}" for paper in theirs)]
+    tables = [Table("Ours and theirs", columns, [line for _, line in found])] if found else []
+    return Section("Beside the papers", "\n\n".join([text, *differing]) if found else NO_PAPER, tables)
+
+
+NO_PAPER = "None of these methods is in the papers' tables at these temperatures."
+
+
+def _here(run: Run) -> str:
+    drafters = sorted({record.drafter for record in run.records} - {PLAIN})
+    told = f", drafted by {_list(drafters)}" if drafters else ""
+    coupled = any(record.coupled and record.temperature > 0 for record in run.records)
+    dice = " At temperature above 0 the drafter sees the noise of the draws here, and in no paper." if coupled else ""
+    return f"{_target(run)}{told}; the baseline is plain decoding by the same code. {_machine(run)}.{dice}"
+
+
+def _published(row: Row, tasks: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """(paper, line) for every table in which this method is."""
+    ours = {published.task_name(task) for task in tasks}
+    found: dict[tuple[str, str, str], list[published.Published]] = {}
+    for cell in published.of_policy(row.policy, row.temperature):
+        if cell.speedup is not None and cell.task != published.MEAN and "," not in cell.table:
+            found.setdefault((cell.paper, cell.table, cell.method), []).append(cell)
+    lines: list[tuple[str, list[str]]] = []
+    for (paper, table, method), cells in found.items():
+        shared = [cell for cell in cells if cell.task in ours] or cells
+        names, models = (list(dict.fromkeys(getattr(cell, part) for cell in shared)) for part in ("task", "model"))
+        here = [row.method, f"{row.temperature:g}", interval(row.speedup), number(row.tau)] if not lines else [""] * 4
+        there = [f"{method} ({paper}, {table})", _few(models, "models"), _few(names, "tasks")]
+        ranges = [_range([cell.speedup for cell in shared]), _range([cell.tau for cell in shared])]
+        lines.append((paper, [*here, *there, *ranges]))
+    return lines
+
+
+def _few(names: list[str], what: str, many: int = 3) -> str:
+    return _list(names) if len(names) < many else f"{len(names)} {what}"
+
+
+def _range(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return DASH
+    low, high = min(known), max(known)
+    return f"{low:.2f}" if low == high else f"{low:.2f}–{high:.2f}"
+
+
+# ---- the rest of the page
+
+
+def provenance_lines(run: Run, short: bool = False) -> list[tuple[str, str]]:
+    """Settings and provenance as lines of name and text; what the tables or the command say too can be left out."""
+    settings = {name: value for name, value in run.settings.items() if name != "parts"}
+    told = {name: value for name, value in run.provenance.items() if not (short and name == "command")}
+    if short:
+        settings.pop("methods", None)
+    return [*_flat(settings), *_flat(told)]
+
+
+def commands(run: Run) -> list[str]:
+    """What repeats the run."""
+    found = run.provenance.get("command") or []
+    return [found] if isinstance(found, str) else list(found)
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Nested settings as lines of name and text."""
+    lines = []
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            lines += _flat(value, f"{prefix}{key}.")
+        elif value not in (None, "", [], {}):
+            lines.append((f"{prefix}{key}", ", ".join(map(str, value)) if isinstance(value, list) else str(value)))
+    return lines
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return DASH if value is None or math.isnan(value) else f"{value:.{digits}f}"
+
+
+def interval(value: Estimate | None) -> str:
+    if value is None:
+        return DASH
+    exact = value.low == value.value == value.high  # plain decoding, or a single prompt
+    return f"{value.value:.2f}" + ("" if exact else f" [{value.low:.2f}, {value.high:.2f}]")
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names[:-1]) + f" and {names[-1]}" if len(names) > 1 else "".join(names)
+
+
+# ---- Markdown and CSV
+
+
+def markdown(report: Report, figures: str | None = None, level: int = 1) -> str:
+    """The report as Markdown; `figures` is the folder of the drawings, as seen from the file."""
+    head = "#" * level
+    parts = [f"{head} {report.title}", *report.summary]
+    for section in report.sections:
+        parts += [f"{head}# {section.title}", *([section.text] if section.text else [])]
+        for table in section.tables:
+            parts += [f"**{table.title}**", _pipes(table), *([table.note] if table.note else [])]
+        if figures is not None:
+            parts += [
+                f"![{drawing.title}]({figures}/{drawing.name}.svg)\n\n*{drawing.title}. {drawing.caption}*"
+                for drawing in section.drawings
+            ]
+    told = "\n".join(report.commands)
+    about = "\n".join(f"| {name} | {_escape(value)} |" for name, value in report.about)
+    parts += [f"{head}# Commands", f"```\n{told}\n```", f"{head}# Settings and provenance"]
+    return "\n\n".join([*parts, f"| | |\n|---|---|\n{about}"]) + "\n"
+
+
+def _pipes(table: Table) -> str:
+    lines = [table.columns, ["---"] * len(table.columns), *(_marked(row, n, table) for n, row in enumerate(table.rows))]
+    return "\n".join("| " + " | ".join(map(_escape, line)) + " |" for line in lines)
+
+
+def _marked(row: list[str], place: int, table: Table) -> list[str]:
+    """With the cells in bold that are to stand out."""
+    return [f"**{cell}**" if (place, column) in table.best else cell for column, cell in enumerate(row)]
+
+
+def _escape(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """A line for each method, task and temperature, with every figure."""
+    return lines_as_csv([columns(row) for row in rows])
+
+
+def lines_as_csv(lines: Sequence[dict[str, Any]]) -> str:
+    """With every column that any line has."""
+    names = list(dict.fromkeys(name for line in lines for name in line))
+    held = io.StringIO()
+    writer = csv.DictWriter(held, names, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return held.getvalue()
+
+
+def columns(row: Row) -> dict[str, Any]:
+    """Nested figures get a column for each part."""
+    flat: dict[str, Any] = {}
+    for name, value in row.as_dict().items():
+        if isinstance(value, dict):
+            flat.update({name if part == "value" else f"{name}_{part}": each for part, each in value.items()})
+        else:
+            flat[name] = value
+    return flat
+
+
+# ---- files
+
+
+def write(folder: Path, out: Path | None = None, tell: Callable[[float], None] = lambda share: None) -> list[Path]:
+    """The page, report.md, report.csv and the figures; what was written, the page first."""
+    from windfall.bench.report import html
+    from windfall.render import plots
+
+    out = folder / "report.html" if out is None else out
+    report = make(folder)
+    plots.check(folder / "figure.svg")
+    drawn = draw(report, folder / "figures", tell)
+    texts = {
+        out: html.page(report, drawn),
+        folder / "report.md": markdown(report, "figures"),
+        folder / "report.csv": as_csv(results.summary(by_category(reading.load(folder)))),
+    }
+    for file, text in texts.items():
+        make_folder(file.parent)
+        replace_text(file, text)
+    return list(texts)
+
+
+def draw(report: Report, folder: Path, tell: Callable[[float], None] = lambda share: None) -> dict[str, str]:
+    """Every figure as SVG for the page; the same as files in a folder."""
+    from windfall.bench.report import figures
+
+    drawings = [drawing for section in report.sections for drawing in section.drawings]
+    found = {}
+    for done, drawing in enumerate(drawings, 1):
+        (file,) = figures.save(drawing.draw(), folder, drawing.name, picture=False)
+        found[drawing.name] = figures.as_element(file.read_text("utf-8"), drawing.name)
+        tell(done / len(drawings))
+    return found
+
+
+def draw_trees(
+    engine: Any,
+    drafter: str,
+    run: Run,
+    folder: Path,
+    prompt: Any,
+    sampling: dict[str, Any],
+    tell: Callable[[float], None],
+) -> list[Path]:
+    """An example for each method that this drafter served: the cycle of one text that accepted most, as verified."""
+    from windfall import registry
+    from windfall.bench.provenance import weights_hash
+    from windfall.engine.loading import attach_costs
+    from windfall.render import tree_drawing
+
+    known = run.provenance.get("target")
+    if isinstance(known, dict) and known.get("weights") != weights_hash(engine.target.model.named_parameters()):
+        raise InputError(
+            f"'{folder}' was run with {known.get('name')}, not {engine.target.name}; give that as --target"
+        )
+    own = [record for record in run.records if record.method != PLAIN and record.drafter == drafter]
+    if not own:
+        served = sorted({record.drafter for record in run.records if record.method != PLAIN})
+        raise InputError(f"no method of '{folder}' drafted with {drafter}; give --drafter, one of {', '.join(served)}")
+    firsts = {record.method: record for record in reversed(own)}
+    make_folder(folder / "trees")
+    files = []
+    for method, record in firsts.items():
+        engine.policy = registry.policy(record.policy, **record.settings)
+        attach_costs(engine, engine.policy)
+        steps = engine.generate(prompt, **sampling).steps
+        chosen = max(steps, key=lambda step: step.accepted)
+        files.append(folder / "trees" / f"{_file_name(method)}.svg")
+        replace_text(files[-1], tree_drawing.svg(chosen, engine.target.tokenizer, most=1))
+        tell(len(files) / len(firsts))
+    return files
+
+
+def _file_name(method: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "-.=" else "_" for letter in method)

@@ -1,0 +1,1 @@
+"""`windfall bench speed`: passes and methods against plain decoding and transformers."""

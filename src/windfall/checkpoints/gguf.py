@@ -1,0 +1,353 @@
+"""GGUF files, converted once into an ordinary model folder in the user's cache: all of it or nothing."""
+
+from __future__ import annotations
+
+import functools
+import glob
+import hashlib
+import importlib
+import json
+import math
+import os
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors import SafetensorError
+
+from windfall.checkpoints.model_dir import check_report
+from windfall.checkpoints.quiet_libs import announced, first_line, quiet
+from windfall.core.files import replace_text
+from windfall.core.types import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+CACHE_FORMAT = 1  # raise it when the conversion changes: older conversions are then left alone
+CACHE_MARKER = "windfall.json"  # written last: the files of a finished conversion and their sizes
+STALE_SECONDS = 24 * 3600.0
+HASHED_WHOLE = 256 * 2**20  # bytes; larger GGUF files are known by path, size and time
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")  # that we read ourselves; transformers' slow reader has the others
+QUANTISATIONS = (
+    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+)
+HEAD_COUNTS = {"q": "head_count", "k": "head_count_kv"}
+PASSED_OVER = ("rope_freqs.weight",)  # tensors that transformers does without
+DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+
+
+def cache_dir() -> Path:
+    """Where converted models are kept."""
+    if own := os.environ.get("WINDFALL_CACHE"):
+        return Path(own).expanduser()
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared).expanduser() / "windfall"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "windfall"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "windfall"
+    return Path.home() / ".cache" / "windfall"
+
+
+def converted(file: Path, name: str, convert: Callable[[Path, Path], None] | None = None) -> Path:
+    """The cached conversion of a GGUF file, made now if there is none or it is damaged."""
+    _check_gguf(file)
+    cache = cache_dir()
+    source = _version(file)
+    folder = _converted_before(cache, name, source) or cache / f"{name}-{_fingerprint(file)}"
+    if is_complete(folder):
+        _mark_source(folder, source)
+        return folder
+    temporary = cache / f".{folder.name}.{uuid.uuid4().hex[:12]}.tmp"
+    try:
+        temporary.mkdir(parents=True)
+        _sweep(cache)
+        _discard(folder)
+        with announced(f"Preparing {name} (first run only)…"), quiet():
+            (convert or _convert_gguf)(file, temporary)
+        _mark_complete(temporary, source)
+        _publish(temporary, folder)
+    except (OSError, SafetensorError) as error:
+        raise InputError(
+            f"cannot convert '{file}' in the cache folder '{cache}': {first_line(error)} "
+            "(WINDFALL_CACHE can name another folder)"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def _check_gguf(file: Path) -> None:
+    try:
+        with file.open("rb") as opened:
+            magic = opened.read(4)
+    except OSError as error:
+        raise InputError(f"cannot read '{file}': {error.strerror}") from error
+    if not magic:
+        raise InputError(f"'{file}' is empty")
+    if magic != b"GGUF":
+        raise InputError(f"'{file}' is not a GGUF file; pass a GGUF file or the folder of a model")
+
+
+def _version(file: Path) -> str:
+    """The path, size and time of a file."""
+    about = file.stat()
+    return f"{file.resolve()} {about.st_size} {about.st_mtime_ns}"
+
+
+def _fingerprint(file: Path) -> str:
+    """A hash of the file's content, or of its path, size and time where hashing the content would take seconds."""
+    small = file.stat().st_size <= HASHED_WHOLE
+    digest = hashlib.sha256(f"format {CACHE_FORMAT}".encode())
+    digest.update(file.read_bytes() if small else _version(file).encode())
+    return digest.hexdigest()[:12]
+
+
+def _converted_before(cache: Path, name: str, source: str) -> Path | None:
+    """The conversion of this very version of a file, found without reading the file."""
+    for marker in cache.glob(f"{glob.escape(name)}-*/{CACHE_MARKER}"):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            if json.loads(marker.read_text("utf-8"))["source"] == source:
+                return marker.parent
+    return None
+
+
+def _mark_complete(folder: Path, source: str) -> None:
+    sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
+    marks = {"format": CACHE_FORMAT, "source": source, "files": sizes}
+    (folder / CACHE_MARKER).write_text(json.dumps(marks, indent=2), "utf-8")
+
+
+def _mark_source(folder: Path, source: str) -> None:
+    """Note that a file of another path or time has the same content."""
+    marker = folder / CACHE_MARKER
+    with suppress(OSError, InputError):  # a cache that cannot be written to only costs time
+        marks = json.loads(marker.read_text("utf-8"))
+        if marks.get("source") != source:
+            replace_text(marker, json.dumps({**marks, "source": source}, indent=2))
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether every file of a conversion is there in full."""
+    try:
+        sizes = json.loads((folder / CACHE_MARKER).read_text("utf-8"))["files"]
+        return bool(sizes) and all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _publish(temporary: Path, folder: Path) -> None:
+    """Move a finished conversion into place in one act; where another process was faster, its result stands."""
+    try:
+        temporary.rename(folder)
+    except OSError:
+        if not is_complete(folder):
+            raise
+
+
+def _discard(folder: Path) -> None:
+    """Take a damaged conversion away, by a rename first so that nobody sees it half deleted."""
+    with suppress(FileNotFoundError):
+        doomed = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:12]}.tmp")
+        folder.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _sweep(cache: Path) -> None:
+    """Remove what processes that were killed in the middle of a conversion left behind."""
+    for folder in cache.glob(".*.tmp"):
+        with suppress(OSError):
+            if time.time() - folder.stat().st_mtime > STALE_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _convert_gguf(file: Path, folder: Path) -> None:
+    """Write a GGUF file's model, dequantised to float32, and its tokenizer as an ordinary model folder."""
+    file = file.resolve()
+    header = _read_header(file)
+    metadata = _single_values(header)
+    try:
+        with _read_once(header, file):
+            tokenizer = _gguf_tokenizer(file, metadata) if "tokenizer.ggml.model" in metadata else None
+            model, report = _read_directly(file, header, metadata) or _read_by_transformers(file)
+    except Exception as error:
+        raise InputError(f"cannot read '{file}': {first_line(error)}") from error
+    check_report(model, report, str(file))
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _read_header(file: Path) -> Any:
+    """A GGUF file's values and where its tensors are; reading it also proves that every tensor is there in full."""
+    from gguf import GGUFReader
+
+    class Reader(GGUFReader):  # type: ignore[misc]
+        """gguf's, over a plain array: it takes a million slices, and those of a memory map are slow."""
+
+        @property
+        def data(self) -> np.ndarray:
+            return self.array
+
+        @data.setter
+        def data(self, mapped: np.ndarray) -> None:
+            self.array = np.asarray(mapped)
+
+    try:
+        return Reader(str(file))
+    except Exception as error:
+        raise InputError(f"'{file}' is damaged or incomplete: {first_line(error)}") from error
+
+
+def _single_values(header: Any) -> dict[str, Any]:
+    """The values in a GGUF file's header that are no arrays."""
+    from gguf import GGUFValueType
+
+    metadata: dict[str, Any] = {}
+    for key, field in header.fields.items():
+        if field.types == [GGUFValueType.STRING]:
+            metadata[key] = bytes(field.parts[-1]).decode("utf-8", "replace")
+        elif field.types and field.types[0] != GGUFValueType.ARRAY:
+            metadata[key] = field.parts[-1][0].item()
+    return metadata
+
+
+def _read_directly(file: Path, header: Any, metadata: dict[str, Any]) -> tuple[PreTrainedModel, Any] | None:
+    """The model of a GGUF file, or None where its header names anything that we do not know."""
+    architecture = metadata.get("general.architecture")
+    heads = {f"attn_{part}": metadata.get(f"{architecture}.attention.{key}") for part, key in HEAD_COUNTS.items()}
+    kinds = {tensor.tensor_type.name for tensor in header.tensors}
+    if architecture not in ARCHITECTURES or None in heads.values() or not kinds.issubset(QUANTISATIONS):
+        return None
+    config = transformers.AutoConfig.from_pretrained(str(file.parent), gguf_file=str(file))
+    with torch.device("meta"):
+        empty = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    found = _counterparts(empty, header)
+    if found is None:
+        return None
+    paired = heads if architecture == "llama" else {}
+    weights = {name: torch.from_numpy(_values(tensor, paired)) for name, tensor in found.items()}
+    return type(empty).from_pretrained(  # type: ignore[no-any-return]
+        None, config=config, state_dict=weights, dtype=torch.float32, output_loading_info=True
+    )
+
+
+def _counterparts(model: PreTrainedModel, header: Any) -> dict[str, Any] | None:
+    """The GGUF tensor for each of a model's own; None unless they are one to one and of the same shapes."""
+    import gguf
+
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    if (kind := kinds.get(model.config.model_type)) is None:
+        return None
+    names = gguf.get_tensor_name_map(kind, model.config.num_hidden_layers)
+    tensors = {tensor.name: tensor for tensor in header.tensors if tensor.name not in PASSED_OVER}
+    tied = getattr(model, "all_tied_weights_keys", None) or ()
+    wanted = {name: weight for name, weight in model.state_dict().items() if name not in tied}
+    found = {name: tensors.pop(names.get_name(name, (".weight", ".bias")), None) for name in wanted}
+    same = all(tensor is not None and _shape(tensor) == wanted[name].shape for name, tensor in found.items())
+    return found if same and not tensors else None
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    return tuple(reversed(tensor.shape.tolist()))
+
+
+def _values(tensor: Any, paired: dict[str, Any]) -> np.ndarray:
+    """A GGUF tensor's values as transformers has them; `paired` are the head counts of those with rows in pairs.
+
+    llama.cpp rotates neighbouring rows of a head, transformers those of its halves: all even rows, then all odd.
+    """
+    values = _dequantised(tensor)
+    heads = paired.get(tensor.name.split(".")[-2])
+    if heads is None:
+        return values
+    pairs = values.reshape(heads, -1, 2, *values.shape[1:])
+    return np.reshape(pairs.swapaxes(1, 2), values.shape)
+
+
+def _dequantised(tensor: Any) -> np.ndarray:
+    """A GGUF tensor's values in float32, in memory of their own."""
+    from gguf import dequantize
+
+    rows = math.prod(tensor.data.shape[:-1])
+    merged = math.gcd(rows, 16)  # gguf works on sixteen rows at a time: of a small model's, so few are slow
+    values = dequantize(tensor.data.reshape(rows // merged, -1), tensor.tensor_type).reshape(_shape(tensor))
+    return values if values.flags.writeable else values.copy()  # type: ignore[no-any-return]
+
+
+def _read_by_transformers(file: Path) -> tuple[PreTrainedModel, Any]:
+    """The model of a GGUF file of any kind that transformers knows, which takes many times as long."""
+    with _without_gguf_bar():
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            str(file.parent),
+            gguf_file=str(file),
+            dtype=torch.float32,
+            quantization_config=transformers.GgufConfig(dequantize=True),
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    _forget_quantisation(model)
+    return model, report
+
+
+def _gguf_tokenizer(file: Path, metadata: dict[str, Any]) -> PreTrainedTokenizerBase:
+    """The tokenizer in a GGUF file, with what transformers leaves out or (in older versions) gets wrong put right."""
+    from tokenizers import pre_tokenizers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(file.parent), gguf_file=str(file))
+    tokenizer.clean_up_tokenization_spaces = False
+    for role, key in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
+        token = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if token is not None and token < len(tokenizer):
+            setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(token))
+    if metadata["tokenizer.ggml.model"] == "gpt2" and metadata.get("tokenizer.ggml.pre") in DIGITS_APART:
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    return tokenizer
+
+
+def _forget_quantisation(model: PreTrainedModel) -> None:
+    """Make a dequantised model an ordinary one, which transformers agrees to save."""
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.hf_quantizer = None
+    model.is_quantized = False
+
+
+@contextmanager
+def _read_once(header: Any, file: Path) -> Iterator[None]:
+    """Give transformers, which reads a GGUF file's header again for each of its files, the one that is read already."""
+    import gguf
+
+    reader = gguf.GGUFReader
+    gguf.GGUFReader = lambda path, *rest, **more: header if path == str(file) else reader(path, *rest, **more)
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = reader
+
+
+@contextmanager
+def _without_gguf_bar() -> Iterator[None]:
+    """Hold back the progress bar of transformers' GGUF reader, which heeds no setting."""
+    try:
+        reader: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+        bar = reader.tqdm
+    except (ImportError, AttributeError):  # it has gone
+        yield
+        return
+    reader.tqdm = functools.partial(bar, disable=True)
+    try:
+        yield
+    finally:
+        reader.tqdm = bar

@@ -1,0 +1,1 @@
+"""Values and pure functions that everything else is made of."""

@@ -1,0 +1,70 @@
+"""Files: read as text or refused in a line, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from windfall.core.errors import InputError
+
+WEIGHTS = Path(__file__).parent.parent / "weights"  # what the package carries
+
+
+def read_text(file: Path) -> str:
+    try:
+        return file.read_text("utf-8-sig")
+    except OSError as error:
+        raise InputError(f"cannot read '{file}': {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"'{file}' is not UTF-8 text (byte {error.start})") from error
+
+
+def is_unicode(text: str) -> bool:
+    """Whether it can be written as UTF-8: half of a pair of surrogates cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def parse_json(text: str) -> Any:
+    """As `json.loads`; what is nested too deeply is a ValueError like all that is no JSON."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def replace_file(file: Path, write: Callable[[Path], Any], mode: int = 0o666) -> None:
+    """Let `write` fill a file beside this one, which then takes its place, with these permissions less the umask."""
+    temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex[:12]}.tmp")
+    try:
+        temporary.touch(mode)
+        made = temporary.stat().st_mode
+        write(temporary)
+        temporary.chmod(made)  # some writers make private files
+        os.replace(temporary, file)
+    except (OSError, RuntimeError, SafetensorError) as error:  # of the last two when a disk is full
+        raise InputError(f"cannot write '{file}': {getattr(error, 'strerror', None) or error}") from error
+    finally:
+        with suppress(OSError):  # where there is no folder, there is nothing to remove
+            temporary.unlink(missing_ok=True)
+
+
+def replace_text(file: Path, text: str, mode: int = 0o666) -> None:
+    replace_file(file, lambda temporary: temporary.write_text(text, "utf-8"), mode)
+
+
+def make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make the folder '{folder}': {error.strerror or error}") from error

@@ -1,0 +1,173 @@
+"""Options declared once, as dataclass fields: from them come the constructor, the `--set` flags and the docs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+import os
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from windfall.core.errors import InputError
+
+T = TypeVar("T")
+PLAIN = {bool, int, float, str, type(None)}  # types of options that can be checked
+_HINTS: dict[type, dict[str, Any]] = {}
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """A dataclass field that is also a user's option."""
+    metadata = {"help": help, "low": low, "high": high, "choices": choices}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def options_of(cls: type) -> dict[str, dataclasses.Field[Any]]:
+    """The fields of a policy or drafter that a person may set."""
+    return {f.name: f for f in dataclasses.fields(cls) if f.init and "help" in f.metadata}
+
+
+def build(cls: type[T], settings: Mapping[str, Any], name: str) -> T:
+    """Make a policy or drafter from typed or textual settings; what is unknown or out of range is refused."""
+    known = options_of(cls)
+    hints = _hints(cls)
+    values = {}
+    for key, value in settings.items():
+        if key not in known:
+            raise InputError(f"{name} has no option '{key}'; it has: {', '.join(known) or 'none'}")
+        values[key] = parse_value(value, hints[key], f"{name}: {key}") if isinstance(value, str) else value
+    return cls(**values)
+
+
+def checked(given: Any, label: str) -> dict[str, Any]:
+    """Options by name, as somebody gave them; None is none."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise InputError(f"{label} takes options by name, for example {{'depth': 4}}, not {given!r}")
+    return dict(given)
+
+
+def refuse_settings(settings: Mapping[str, Any], kind: str, name: str) -> None:
+    """A policy or drafter that is made already takes no more options."""
+    if settings:
+        raise InputError(f"this {kind} is a ready {name}; give its options where it is made, or its name instead")
+
+
+def require_flag(name: str, value: Any) -> bool:
+    """A value that must be true or false."""
+    if not isinstance(value, bool):
+        raise InputError(f"{name} must be True or False, not {value!r}")
+    return value
+
+
+def brief(instance: Any) -> str:
+    """A policy or drafter with its options, in one line: `Beam(depth=6, k=10)`."""
+    shown = (f"{name}={_brief(getattr(instance, name))}" for name in options_of(type(instance)))
+    return f"{type(instance).__name__}({', '.join(shown)})"
+
+
+def _brief(value: Any) -> str:
+    return repr(value) if isinstance(value, str | numbers.Number | None) else f"<{type(value).__name__}>"
+
+
+def check(instance: Any) -> None:
+    """Hold every option of a freshly made policy or drafter to its declared type and range."""
+    hints = _hints(type(instance))
+    for key, f in options_of(type(instance)).items():
+        value, low, high = getattr(instance, key), f.metadata["low"], f.metadata["high"]
+        if f.metadata["choices"] and value not in f.metadata["choices"]:
+            raise InputError(f"{key} must be one of {', '.join(f.metadata['choices'])}, not {value!r}")
+        kinds = typing.get_args(hints[key]) or (hints[key],)
+        if not _is_one(value, kinds):
+            raise InputError(f"{key} takes {_type_name(hints[key])}, not {value!r}")
+        if isinstance(value, float) and math.isnan(value):
+            raise InputError(f"{key} must be a number, not nan")
+        if value is None or (low is None and high is None):
+            continue
+        wanted = " and ".join(
+            part for part in (low is not None and f"at least {low}", high is not None and f"at most {high}") if part
+        )
+        if (low is not None and value < low) or (high is not None and value > high):
+            raise InputError(f"{key} must be {wanted}, not {value}")
+
+
+def is_number(value: Any, whole: bool = False) -> bool:
+    """Whether this is a number; true and false are none."""
+    return isinstance(value, numbers.Integral if whole else numbers.Real) and not isinstance(value, bool)
+
+
+def _is_one(value: Any, kinds: tuple[Any, ...]) -> bool:
+    """Whether a value is of one of these kinds; other kinds than plain ones are not looked at."""
+    if not {*kinds} <= PLAIN:
+        return True
+    if isinstance(value, bool | str | os.PathLike | None):
+        return (str if isinstance(value, os.PathLike) else type(value)) in kinds
+    return (float in kinds and is_number(value)) or (int in kinds and is_number(value, whole=True))
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    """The types of its fields, read once: policies are made anew for every text."""
+    if cls not in _HINTS:
+        _HINTS[cls] = typing.get_type_hints(cls)
+    return _HINTS[cls]
+
+
+def describe(cls: type) -> list[dict[str, Any]]:
+    """The options as plain data, for tables, `--json` and docs."""
+    hints = _hints(cls)
+    return [
+        {
+            "name": key,
+            "type": " | ".join(f.metadata["choices"]) or _type_name(hints[key]),
+            "default": f.default,
+            "help": f.metadata["help"],
+        }
+        for key, f in options_of(cls).items()
+    ]
+
+
+def split_settings(items: list[str]) -> dict[str, str]:
+    """`["depth=6", "k=4"]`, as given on a command line, as a mapping."""
+    settings = {}
+    for item in items:
+        key, equals, value = item.partition("=")
+        if not (key and equals):
+            raise InputError(f"write settings as name=value, not '{item}'")
+        settings[key.strip()] = value.strip()
+    return settings
+
+
+def parse_value(text: str, wanted: Any, label: str) -> Any:
+    """The text as a value of this type; `label` names the option in the error."""
+    if wanted is Any:
+        return text
+    kinds = typing.get_args(wanted) or (wanted,)
+    if type(None) in kinds and text.lower() in ("none", ""):
+        return None
+    for kind in kinds:
+        if kind is bool and text.lower() in ("true", "yes", "on", "1", "false", "no", "off", "0"):
+            return text.lower() in ("true", "yes", "on", "1")
+        if kind in (int, float):
+            try:
+                return kind(text)
+            except ValueError:
+                continue
+        if kind is str:
+            return text
+    raise InputError(f"{label} takes {_type_name(wanted)}, not '{text}'")
+
+
+def _type_name(wanted: Any) -> str:
+    if wanted is Any:
+        return "text"
+    kinds = typing.get_args(wanted) or (wanted,)
+    return " or ".join("none" if kind is type(None) else getattr(kind, "__name__", str(kind)) for kind in kinds)

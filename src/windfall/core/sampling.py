@@ -1,0 +1,168 @@
+"""Logits → tokens. The noise of a draw belongs to (seed, position, token) alone, so the same seed gives the same text
+whatever was drafted, batched or run on another device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from windfall.core.tree import DraftTree
+from windfall.core.types import SamplingParams
+
+
+def signed(value: int) -> int:
+    """A 64-bit pattern as the int64 that torch stores it in."""
+    value &= 2**64 - 1
+    return value - 2**64 if value >= 2**63 else value
+
+
+GOLDEN = signed(0x9E3779B97F4A7C15)  # splitmix64: Steele, Lea & Flood 2014
+EULER = 0.5772156649  # the mean of the noise
+FIRST, SECOND = signed(0xBF58476D1CE4E5B9), signed(0x94D049BB133111EB)
+
+
+def shift(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits).bitwise_and_(2 ** (64 - bits) - 1)  # int64 shifts keep the sign; this one does not
+
+
+def mix(x: Tensor) -> Tensor:
+    x = (x ^ shift(x, 30)).mul_(FIRST)
+    x = x.bitwise_xor_(shift(x, 27)).mul_(SECOND)
+    return x.bitwise_xor_(shift(x, 31))
+
+
+def noise_bits(seed: int, positions: Tensor, tokens: Tensor) -> Tensor:
+    """64 hashed bits for each (position, token): positions [n], tokens [V] or [n, V] → [n, V] int64, on any device."""
+    start = mix(torch.tensor(signed(seed), device=positions.device))
+    key = mix(start + (positions + 1) * GOLDEN)
+    return mix(key[:, None] + (tokens + 1) * GOLDEN)
+
+
+def gumbel(seed: int, positions: Tensor, tokens: Tensor) -> Tensor:
+    """Standard Gumbel noise [n, V] fp32; computed in fp64, so that devices agree after rounding."""
+    if positions.device.type == "mps":  # has no fp64
+        return gumbel(seed, positions.cpu(), tokens.cpu()).to(positions.device)
+    uniform = (shift(noise_bits(seed, positions, tokens), 12).double() + 0.5) * 2.0**-52  # inside (0, 1)
+    return uniform.log_().neg_().log_().neg_().float()
+
+
+def process(logits: Tensor, prefix: Tensor | None, prompt_length: int, params: SamplingParams) -> Tensor:
+    """Everything that shapes a distribution: bias, penalties, processors, temperature, top-k, top-p, min-p.
+
+    logits [n, V]; prefix [n, L] holds the tokens before each row (needed only if `params.reads_prefix`).
+    Returns new logits, -inf where a token is excluded; at temperature 0 only their order matters.
+    """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if params.logit_bias:
+        logits = logits.clone()
+        ids = torch.tensor(list(params.logit_bias), device=logits.device)
+        logits[:, ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device, dtype=logits.dtype)
+    if params.reads_prefix:
+        assert prefix is not None
+        logits = _penalise(logits, prefix, prompt_length, params)
+        for processor in params.processors:
+            logits = processor(prefix, logits)
+    if params.greedy:
+        return logits
+    temperature = logits.new_full((1,), params.temperature)  # a tensor: CUDA multiplies by a number's reciprocal
+    return warp(logits / temperature, params)
+
+
+def _penalise(logits: Tensor, prefix: Tensor, prompt_length: int, params: SamplingParams) -> Tensor:
+    if params.repetition_penalty != 1:
+        seen = logits.gather(1, prefix)
+        seen = torch.where(seen < 0, seen * params.repetition_penalty, seen / params.repetition_penalty)
+        logits = logits.scatter(1, prefix, seen)
+    if params.presence_penalty or params.frequency_penalty:
+        output = prefix[:, prompt_length:]
+        counts = torch.zeros_like(logits).scatter_add_(1, output, torch.ones_like(output, dtype=logits.dtype))
+        logits = logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+    return logits
+
+
+def warp(logits: Tensor, params: SamplingParams) -> Tensor:
+    if 0 < params.top_k < logits.shape[-1]:
+        lowest = logits.topk(params.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < lowest, -torch.inf)
+    if params.top_p < 1:
+        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+        probs = ordered.softmax(-1)
+        outside = probs.cumsum(-1) - probs >= params.top_p
+        outside[:, 0] = False  # the likeliest token always stays
+        logits = logits.masked_fill(outside.scatter(1, order, outside), -torch.inf)
+    if params.min_p > 0:
+        probs = logits.softmax(-1)
+        logits = logits.masked_fill(probs < params.min_p * probs.amax(-1, keepdim=True), -torch.inf)
+    return logits
+
+
+class Dice:
+    """The noise of a sequence's coming draws, known in advance: shown to the drafter, it guesses the draw itself.
+
+    After Daliri, Musco & Suresh 2024 (drafter-invariant decoding), here for trees. The target's walk judges as before,
+    so the text cannot change; only more of what was drafted is right.
+    """
+
+    def __init__(self, params: SamplingParams, committed: list[int]):
+        self.params = params
+        self.committed = committed  # the sequence's own list, growing
+        self.kappa = 1.0  # above 1: the drafter's distribution is trusted less
+
+    def couple(self, logq: Tensor, depths: Tensor, tokens: Tensor | None) -> Tensor:
+        """Draft log-probabilities [n, M] after nodes of these depths → log-probabilities that each token is drawn."""
+        positions = (len(self.committed) + depths).to(logq.device)
+        if tokens is None or tokens.dim() == 1:
+            scores = warp(logq / self.params.temperature, self.params)
+            noise = gumbel(self.params.noise_seed, positions, _vocabulary(logq) if tokens is None else tokens)
+            return torch.log_softmax((scores.log_softmax(-1) + noise) / self.kappa, -1)
+        rest = (1 - logq.exp().sum(-1, keepdim=True)).clamp(min=1e-6).log()  # of all tokens that were not named
+        known = torch.cat([logq, rest], -1).div(self.params.temperature).log_softmax(-1)
+        noise = gumbel(self.params.noise_seed, positions, tokens)
+        noise = torch.cat([noise, torch.full_like(rest, EULER)], -1)  # the others' best is as lucky as the mean
+        return torch.log_softmax((known + noise) / self.kappa, -1)[:, :-1]
+
+
+class Sampler:
+    """Draws one sequence's tokens: `draws` gives the target's choice at any node of a verified tree."""
+
+    def __init__(self, params: SamplingParams, prompt_length: int):
+        self.params = params
+        self.prompt_length = prompt_length
+
+    def draws(self, tree: DraftTree, logits: Tensor, committed: list[int]) -> Callable[[int], int]:
+        """A function node → token. Where a row is cheap to read, or somebody's processor looks at it, it works node by
+        node, so that only visited nodes are touched, in order; on a GPU otherwise all at once."""
+        if logits.device.type == "cpu" or self.params.processors:
+            return lambda node: int(self._draw(tree, logits, committed, torch.tensor([node])))
+        if not self.params.reads_prefix:
+            return self._draw(tree, logits, committed, torch.arange(len(tree))).tolist().__getitem__
+        drawn = torch.empty(len(tree), dtype=torch.long, device=logits.device)
+        for depth in range(int(tree.depth.max()) + 1):  # nodes of one depth have prefixes of one length
+            nodes = torch.nonzero(tree.depth == depth).flatten()
+            drawn[nodes.to(drawn.device)] = self._draw(tree, logits, committed, nodes)
+        return drawn.tolist().__getitem__
+
+    def _draw(self, tree: DraftTree, logits: Tensor, committed: list[int], nodes: Tensor) -> Tensor:
+        """The tokens that follow these nodes [n] (of one depth, if the logits depend on the prefix)."""
+        rows = logits if len(nodes) == len(tree) else logits[nodes.to(logits.device)]
+        prefix = self._prefixes(tree, committed, nodes, logits.device) if self.params.reads_prefix else None
+        rows = process(rows, prefix, self.prompt_length, self.params)
+        return self.pick(rows, len(committed) + tree.depth[nodes])
+
+    def pick(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Draw a token from each row of processed logits [n, V], for these positions of the text [n]."""
+        if not self.params.greedy:
+            rows = rows + gumbel(self.params.noise_seed, positions.to(rows.device), _vocabulary(rows))
+        return rows.argmax(-1)
+
+    @staticmethod
+    def _prefixes(tree: DraftTree, committed: list[int], nodes: Tensor, device: torch.device) -> Tensor:
+        tokens = tree.tokens.tolist()
+        paths = [committed + [tokens[i] for i in tree.path(node)[1:]] for node in nodes.tolist()]
+        return torch.tensor(paths, device=device)
+
+
+def _vocabulary(rows: Tensor) -> Tensor:
+    return torch.arange(rows.shape[-1], device=rows.device)

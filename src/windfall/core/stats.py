@@ -1,0 +1,96 @@
+"""Folds over Steps: what a generation cost and what speculation gained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from windfall.core.types import Split, Step
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Figures of one generation. The prefill is counted in the times, not in the passes.
+
+    Texts that are decoded together share their prefill and their cycles: each has the seconds of all.
+    """
+
+    tokens: int  # generated
+    cycles: int  # each has one pass of the target
+    draft_passes: int
+    rows: int  # verified, roots included
+    seconds: float  # from the start to the last token
+    ttft: float  # seconds from the start to the first token
+    prefill: float  # seconds in which target and drafter read the prompt
+    split: Split  # where the seconds of the cycles went
+    prompt_tokens: int = 0
+    seed: int | None = None  # of the draws; None: greedy, and none was given
+
+    @classmethod
+    def of(
+        cls,
+        steps: Sequence[Step],
+        seconds: float,
+        ttft: float,
+        prefill: float,
+        prompt_tokens: int = 0,
+        seed: int | None = None,
+    ) -> Stats:
+        return cls(
+            tokens=sum(len(step.tokens) for step in steps),
+            cycles=len(steps),
+            draft_passes=sum(step.draft_passes for step in steps),
+            rows=sum(len(step.tree) for step in steps),
+            seconds=seconds,
+            ttft=ttft,
+            prefill=prefill,
+            split=Split(*(sum(part) for part in zip(*(step.seconds for step in steps), strict=True))),
+            prompt_tokens=prompt_tokens,
+            seed=seed,
+        )
+
+    @property
+    def target_passes(self) -> int:
+        return self.cycles
+
+    @property
+    def tau(self) -> float:
+        """Tokens per target pass, the target's own token included."""
+        return self.tokens / self.cycles if self.cycles else 0.0
+
+    @property
+    def delta(self) -> float:
+        """Draft passes per target pass."""
+        return self.draft_passes / self.cycles if self.cycles else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def prompt_tokens_per_second(self) -> float:
+        """Speed of the prefill."""
+        return self.prompt_tokens / self.prefill if self.prefill else 0.0
+
+    @property
+    def tpot(self) -> float:
+        """Seconds per token after the first."""
+        return (self.seconds - self.ttft) / (self.tokens - 1) if self.tokens > 1 else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        times = asdict(self)
+        return {
+            **{key: times[key] for key in ("prompt_tokens", "tokens", "cycles")},
+            "target_passes": self.target_passes,
+            **{key: times[key] for key in ("draft_passes", "rows")},
+            "tau": self.tau,
+            "delta": self.delta,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "prompt_tokens_per_second": self.prompt_tokens_per_second,
+            "ttft": self.ttft,
+            "tpot": self.tpot,
+            "time": {"prefill": self.prefill, **self.split._asdict()},
+            "seed": self.seed,
+        }

@@ -1,0 +1,197 @@
+"""The small immutable values that travel between the parts: what was asked, what was grown, what was accepted."""
+
+from __future__ import annotations
+
+import copy
+import math
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from windfall.core.errors import InputError as InputError
+from windfall.core.options import is_number, require_flag
+from windfall.core.tree import DraftTree
+
+COLD = 1e-6  # temperature; logits divided by less may no longer be numbers
+LARGEST = 1e30  # a number that sampling multiplies or adds, in fp32
+WHOLE = ("max_new_tokens", "top_k")
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+def fresh_seed() -> int:
+    """A random seed from the operating system, short enough to be typed again."""
+    return secrets.randbits(32)
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise InputError(message)
+
+
+def _copied(callback: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy with state of its own, which shares models with the original."""
+    models = {id(part): part for part in getattr(callback, "__dict__", {}).values() if isinstance(part, nn.Module)}
+    try:
+        return copy.deepcopy(callback, models)
+    except Exception as error:
+        raise InputError(
+            f"{type(callback).__name__} cannot be copied for each prompt of a batch ({error}); generate one at a time"
+        ) from error
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn from the target's logits, and when to stop. Temperature 0, or next to it, is greedy."""
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output, as in transformers
+    presence_penalty: float = 0.0  # over the output alone, as in OpenAI's API
+    frequency_penalty: float = 0.0  # over the output alone
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()  # the text ends before the first of these
+    eos: tuple[int, ...] | None = None  # None: the model's own end-of-text ids; (): never stop at one
+    seed: int | None = None  # of the draws; None: a fresh one for each text
+    processors: tuple[Callable[[Tensor, Tensor], Tensor], ...] = ()  # transformers LogitsProcessors, before temperature
+    criteria: tuple[Callable[..., Any], ...] = ()  # transformers StoppingCriteria, asked after every token
+
+    def __post_init__(self) -> None:
+        _require(isinstance(self.stop or (), Iterable), "stop takes strings")
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
+        object.__setattr__(self, "logit_bias", self.logit_bias or {})
+        if isinstance(self.eos, int):
+            object.__setattr__(self, "eos", (self.eos,))
+        for name in WHOLE:
+            _require(is_number(getattr(self, name), whole=True), f"{name} must be a whole number")
+        _require(self.seed is None or is_number(self.seed, whole=True), "seed must be a whole number, or None")
+        for name in NUMBERS:
+            _require(is_number(getattr(self, name)), f"{name} must be a number, not {getattr(self, name)!r}")
+        _require(all(isinstance(each, str) for each in self.stop), "stop takes strings")
+        _require(all(isinstance(each, int) for each in self.eos or ()), "eos takes token ids")
+        known = isinstance(self.logit_bias, Mapping) and all(isinstance(token, int) for token in self.logit_bias)
+        _require(known, "logit_bias takes {token id: what is added to its logit}")
+        _require(self.max_new_tokens >= 1, f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+        _require(self.temperature >= 0, f"temperature must be 0 (greedy) or more, not {self.temperature}")
+        _require(self.top_k >= 0, f"top_k must be 0 (off) or more, not {self.top_k}")
+        _require(0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, not {self.top_p}")
+        _require(0 <= self.min_p <= 1, f"min_p must be between 0 and 1, not {self.min_p}")
+        _require(self.repetition_penalty > 0, f"repetition_penalty must be above 0, not {self.repetition_penalty}")
+        _require(all(self.stop), "a stop string must not be empty")
+        for name in ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            _require(abs(getattr(self, name)) <= LARGEST, f"{name} must lie between {-LARGEST:g} and {LARGEST:g}")
+        biases = self.logit_bias.values()
+        _require(
+            all(is_number(bias) and (abs(bias) <= LARGEST or bias == -math.inf) for bias in biases),
+            f"logit_bias values must be numbers between {-LARGEST:g} and {LARGEST:g}, or -inf, which excludes a token",
+        )
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < COLD
+
+    def seeded(self) -> SamplingParams:
+        """These parameters with a seed: a fresh one if none is set and tokens are drawn at random."""
+        return replace(self, seed=fresh_seed()) if self.seed is None and not self.greedy else self
+
+    def with_own_state(self) -> SamplingParams:
+        """These parameters with copies of the processors and criteria: each text of a batch needs its own state."""
+        if not (self.processors or self.criteria):
+            return self
+        return replace(
+            self, processors=tuple(map(_copied, self.processors)), criteria=tuple(map(_copied, self.criteria))
+        )
+
+    @property
+    def noise_seed(self) -> int:
+        """The seed of the noise. Greedy decoding has no noise: there it may be unset, and is 0."""
+        if self.seed is None and not self.greedy:
+            raise ValueError("these sampling parameters have no seed yet; `seeded` gives them one")
+        return self.seed or 0
+
+    @property
+    def filters(self) -> bool:
+        """Whether unlikely tokens are excluded."""
+        return bool(self.top_k or self.top_p < 1 or self.min_p)
+
+    @property
+    def reads_prefix(self) -> bool:
+        """Whether a row's logits depend on the tokens before it (and not on the model alone)."""
+        return bool(self.processors or self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+
+
+@dataclass(frozen=True)
+class GpuOptions:
+    """How the passes of single texts run on a GPU."""
+
+    graphs: bool | None = None  # recorded as CUDA graphs; None: where there is a GPU
+    compiled: bool = False  # torch.compile makes the forward, where it is not fused by hand
+    exact: bool = False  # a row depends on its own text alone: in half precision, too, it is plain decoding's
+    plans: bool = True  # policies that can be are followed on the device; else all decide on the host
+
+    def __post_init__(self) -> None:
+        _require(isinstance(self.graphs, bool | None), f"graphs must be True, False or None, not {self.graphs!r}")
+        for name in ("compiled", "exact", "plans"):
+            require_flag(name.removesuffix("d"), getattr(self, name))
+
+
+class Grow(NamedTuple):
+    """A policy's wish: one drafting pass that gives each of these unexpanded nodes its best `k` children."""
+
+    nodes: Tensor  # [n] long, indices into the tree, any depths
+    k: int
+    entropy: bool = False  # whether the drafter's uncertainty after these nodes is wanted too
+
+
+class Verdict(NamedTuple):
+    """What the target accepted: nodes from the root down, and its own next token."""
+
+    path: Tensor  # [a] long, path[0] == 0
+    bonus: int
+
+
+class Scores(NamedTuple):
+    """The target's view of a tree, one row a node."""
+
+    logits: Tensor  # [N, V]
+    hidden: Tensor | None  # [N, taps * H], where a drafter asked for hidden states
+    draws: list[int] | None = None  # [N] the target's next token after each node, where it was drawn with the pass
+
+
+class Split(NamedTuple):
+    """Where a cycle's seconds went."""
+
+    draft: float = 0.0
+    verify: float = 0.0
+    policy: float = 0.0
+    other: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One cycle of one sequence: the tree that was verified and what became of it."""
+
+    tokens: tuple[int, ...]  # emitted by this cycle, cut at the first stop
+    text: str  # what these tokens add to the text, as far as it is certain
+    tree: DraftTree  # the verified nodes
+    path: Tensor  # accepted nodes of `tree`, root first
+    drafted: DraftTree  # the nodes it was chosen from
+    kept: Tensor  # which nodes of `drafted` were verified
+    draft_passes: int
+    seconds: Split
+    finish: str | None = None  # None: goes on; "stop" or "length"
+    recorded: bool = False  # whether passes of a new size were recorded in it: its seconds are not those of later ones
+
+    @property
+    def accepted(self) -> int:
+        """Drafted tokens that the target agreed with."""
+        return len(self.path) - 1

@@ -1,0 +1,197 @@
+"""Llama's skeleton, layer by layer: products with merged weights, and few kernels between them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from windfall.engine.gpu.forward import Pass, Unsupported, refuse
+from windfall.engine.gpu.model_guard import foreign
+from windfall.engine.gpu.rope import Angles, Turn, halves, steady
+from windfall.kernels.attention import path_attention, tree_attention
+from windfall.kernels.norm import add_norm, rotate_and_store
+from windfall.kernels.product import linear, norm_gate, norm_rotate
+from windfall.kernels.rows import embed
+from windfall.model.hidden_states import boundary
+
+FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+class Layer(NamedTuple):
+    """One layer's weights; `qkv` and `gate_up` are products merged along their outputs."""
+
+    norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    post_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class FusedLlama:
+    """The forward of a model with Llama's skeleton. The model's own modules go on working: they share the weights."""
+
+    bucketed = False
+
+    def __init__(self, model: Any):
+        config = model.config.get_text_config()
+        if type(model).__name__ not in FAMILIES:
+            raise Unsupported(f"{type(model).__name__} has not Llama's skeleton")
+        refuse(model)
+        if any(map(_altered, model.modules())):
+            raise Unsupported("somebody's code takes part in its forward")
+        if getattr(config, "hidden_act", "") != "silu" or getattr(config, "mlp_bias", False):
+            raise Unsupported("its feed-forward part is not Llama's")
+        body = model.model
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.d = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.eps = config.rms_norm_eps
+        self.split: int | None = None  # keys that attention takes in one go; None: as suits the cache
+        self.scale = float(body.layers[0].self_attn.scaling)
+        self.shape = (len(body.layers), self.kv_heads, self.d)
+        self.layers = [_layer(layer) for layer in body.layers]
+        self.embedding, self.norm = body.embed_tokens.weight, body.norm.weight
+        require_plain(model.lm_head)
+        if type(body.embed_tokens) is not nn.Embedding:
+            raise Unsupported(f"its embedding is not plain but {type(body.embed_tokens).__name__}")
+        self.vocabulary, self.vocabulary_bias = model.lm_head.weight, model.lm_head.bias
+        self._turn = body.rotary_emb
+        self._angles: Angles | None = None
+        self._steady = steady(config)
+
+    @torch.no_grad()
+    def __call__(self, rows: Pass, kv: Tensor, taps: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor | None]:
+        total, turn = self._enter(rows, kv.shape[3])
+        states: dict[int, Tensor] = {}
+        fed: Tensor | None = None
+        for place, layer in enumerate(self.layers):
+            queries, total = self._look(layer, fed, total, turn, rows, kv[:, place])
+            states[place] = total
+            attended = self._attend(layer, queries, rows, kv[:, place])
+            gates, total = norm_gate(attended, total, layer.post_norm, self.eps, layer.gate_up)
+            fed = linear(gates, layer.down)
+        assert fed is not None, "a model without layers"
+        normed, total = add_norm(fed, total, self.norm, self.eps)
+        count = len(self.layers)
+        states |= {count: total, -1: normed}
+        tapped = torch.cat([states[boundary(tap, count)] for tap in taps], -1) if taps else None
+        return F.linear(normed, self.vocabulary, self.vocabulary_bias), tapped
+
+    def _enter(self, rows: Pass, capacity: int) -> tuple[Tensor, Turn]:
+        """The residual stream [n, H]; cos and sin, [n, d]."""
+        if not self._steady:
+            total = F.embedding(rows.tokens, self.embedding)
+            cos, sin = self._turn(total[None], rows.positions[None])
+            return total, (cos[0], sin[0])
+        if self._angles is None or len(self._angles.table) < capacity:
+            self._angles = Angles(self._turn, self.embedding, capacity)
+        total, turns = embed(rows.tokens, self.embedding, rows.positions, self._angles.table)
+        return total, halves(turns)
+
+    def _look(
+        self,
+        layer: Layer,
+        fed: Tensor | None,
+        total: Tensor,
+        turn: Turn,
+        rows: Pass,
+        kv: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Add what the layer before gave to the stream; queries [n, heads, d], and the stream. Keys and values are
+        stored."""
+        x, residual = (total, None) if fed is None else (fed, total)
+        if layer.q_norm is None or layer.k_norm is None:
+            return norm_rotate(
+                x, residual, layer.norm, self.eps, layer.qkv, layer.qkv_bias, *turn, kv[0], kv[1], rows.slots
+            )
+        normed, total = add_norm(x, residual, layer.norm, self.eps)
+        split = F.linear(normed, layer.qkv, layer.qkv_bias).view(len(normed), -1, self.d)  # [n, heads + 2 kv_heads, d]
+        q, k, v = split[:, : self.heads], split[:, self.heads : -self.kv_heads], split[:, -self.kv_heads :]
+        q, k = (
+            add_norm(part.reshape(-1, self.d), None, norm, self.eps)[0].view_as(part)
+            for part, norm in ((q, layer.q_norm), (k, layer.k_norm))
+        )
+        qkv = torch.cat([q, k, v], 1).flatten(1)
+        return rotate_and_store(qkv, *turn, kv[0], kv[1], rows.slots), total
+
+    def _attend(self, layer: Layer, queries: Tensor, rows: Pass, kv: Tensor) -> Tensor:
+        """queries [n, heads, d] → [n, H]"""
+        if rows.paths is None:
+            out = tree_attention(queries, kv[0], kv[1], rows.length, rows.mask, self.scale, split=self.split)
+        else:
+            out = path_attention(queries, kv[0], kv[1], rows.length, *rows.paths, self.scale)
+        return linear(out.flatten(1), layer.o, layer.o_bias)
+
+
+def _layer(layer: Any) -> Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    require_plain(attention.o_proj, mlp.down_proj)
+    qkv, bias = merge(attention.q_proj, attention.k_proj, attention.v_proj)
+    gate_up, _ = merge(mlp.gate_proj, mlp.up_proj)
+    normed = getattr(attention, "q_norm", None) is not None
+    return Layer(
+        layer.input_layernorm.weight,
+        qkv,
+        bias,
+        attention.q_norm.weight if normed else None,
+        attention.k_norm.weight if normed else None,
+        attention.o_proj.weight,
+        attention.o_proj.bias,
+        layer.post_attention_layernorm.weight,
+        gate_up,
+        mlp.down_proj.weight,
+    )
+
+
+def _altered(module: nn.Module) -> bool:
+    """Whether its forward is not its class's own: it has hooks, transformers' own aside, or was replaced."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(map(foreign, hooks)) or "forward" in vars(module)
+
+
+def require_plain(*modules: Any) -> None:
+    """Nothing but a product with its weight: not quantised, no adapter."""
+    for module in modules:
+        if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
+            raise Unsupported(f"its products are not plain linear layers but {type(module).__name__}")
+
+
+def merge(*modules: Any) -> tuple[Tensor, Tensor | None]:
+    """One weight for several products of the same input, and one bias; the modules' own become views of them, so that
+    nothing is kept twice, and whatever is loaded into these or learnt is seen."""
+    require_plain(*modules)
+    biases = [module.bias for module in modules]
+    return _merged([module.weight for module in modules]), None if biases[0] is None else _merged(biases)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _merged(parts: list[Tensor]) -> Tensor:
+    """What these parameters are consecutive views of, or become."""
+    whole = _beside(parts)
+    if whole is None:
+        whole = torch.cat([part.detach() for part in parts])
+        at = 0
+        for part in parts:
+            part.data, at = whole[at : at + len(part)], at + len(part)
+    return whole
+
+
+def _beside(parts: list[Tensor]) -> Tensor | None:
+    """What these are consecutive views of already."""
+    first = parts[0]
+    at, storage = first.storage_offset(), first.untyped_storage().data_ptr()
+    for part in parts:
+        beside = part.untyped_storage().data_ptr() == storage and part.storage_offset() == at
+        if not beside or not part.is_contiguous():
+            return None
+        at += part.numel()
+    size = (sum(map(len, parts)), *first.shape[1:])
+    return first.detach().as_strided(size, first.stride(), first.storage_offset())

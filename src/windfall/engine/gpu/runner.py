@@ -1,0 +1,154 @@
+"""Single texts that stay on the device: what holds their buffers, and the loop over their cycles."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from windfall.core.tree import MOST_NODES
+from windfall.core.types import GpuOptions, Step
+from windfall.costs.acceptance import Calibrator
+from windfall.costs.online import OnlineCosts
+from windfall.drafters.base import Drafter
+from windfall.drafters.lm import LMDrafter
+from windfall.engine.gpu.cycle import Cycle, draft_of, on_host
+from windfall.engine.gpu.drafters import Sprouting
+from windfall.engine.gpu.forward import Unsupported
+from windfall.engine.gpu.graphs import GraphCache
+from windfall.engine.gpu.host_policy import PENDING, STAGED, WIDTHS, GraphDrafter, GraphTarget
+from windfall.engine.gpu.model_guard import ModelGuard
+from windfall.engine.gpu.pipeline import Pipeline
+from windfall.engine.gpu.plans import plan_of
+from windfall.engine.gpu.plans.base import Plan
+from windfall.engine.gpu.target import GpuTarget
+from windfall.engine.sequence import Sequence
+from windfall.model.target import Target
+from windfall.policies.context import Context
+
+AWAY = 2e-5  # seconds in which whoever takes a step may have found other work for the device
+
+
+class Host(Protocol):
+    """What a text needs of the engine that asks for it."""
+
+    coupled: bool
+    ledger: OnlineCosts
+    calibrators: defaultdict[str, Calibrator]
+    prefill_seconds: float  # of the text, told with its first Step
+
+
+class GpuRunner:
+    """Generates one sequence at a time on the device, for the policies, drafters and ways of sampling it knows."""
+
+    def __init__(self, target: Target, drafter: Drafter, launch: GpuOptions):
+        self.target, self.drafter, self.plans = target, drafter, launch.plans
+        self.judge = GpuTarget(target.model, drafter.taps, GraphCache(target.device), launch)
+        self.drafts_on_host = on_host(drafter, target.device)  # why the drafter cannot work on the device
+        self.cycles: dict[tuple[object, ...], Cycle] = {}  # by the plan's key
+        self._seats: tuple[GraphTarget, Drafter] | None = None
+        self._made_for = self.judge.resized  # the buffers that these belong to
+        self._seal = ModelGuard(target.model)
+
+    @classmethod
+    def of(cls, target: Target, drafter: Drafter, launch: GpuOptions) -> tuple[GpuRunner | None, str]:
+        """One for this pair, or why there is none."""
+        try:
+            return cls(target, drafter, launch), ""
+        except Unsupported as reason:
+            return None, str(reason)
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the target is no longer what this was made of."""
+        return self._seal.broken
+
+    def refuses(self, sequence: Sequence, ctx: Context) -> str:
+        """Why this text cannot be generated here; nothing if it can."""
+        plan, params = plan_of(sequence.policy), sequence.params
+        if plan is None or not self.plans:
+            return "its policy decides on the host"
+        if plan.capacity > MOST_NODES:
+            return f"its trees have more than {MOST_NODES} nodes"
+        if not plan.suits(ctx):
+            return "its policy weighs every row, on the host"
+        if plan.passes and self.drafts_on_host:
+            return self.drafts_on_host
+        if params.reads_prefix or params.logit_bias:
+            return "its sampling looks at the text so far"
+        return ""
+
+    def seats(self, sequence: Sequence) -> tuple[GraphTarget, Drafter]:
+        """Target and drafter on fixed buffers for the engine's own cycle, where a policy decides on the host."""
+        judge, drafter = self.judge, self.drafter
+        self._reserve(sequence, STAGED + WIDTHS[-1])
+        if self._seats is None:
+            seated: Drafter = drafter
+            if not self.drafts_on_host:
+                longest = None
+                if isinstance(drafter, LMDrafter):
+                    longest = drafter.decoder.context
+                seated = GraphDrafter(draft_of(drafter, judge, PENDING, STAGED + WIDTHS[-1]), longest)
+            self._seats = (GraphTarget(judge), seated)
+        target, seated = self._seats
+        target.params = sequence.params
+        if isinstance(seated, GraphDrafter):
+            seated.params = sequence.params
+        return target, seated
+
+    def _reserve(self, sequence: Sequence, more: int) -> None:
+        """Room for this text and more rows behind it; what was made for other buffers goes."""
+        self.judge.reserve(min(sequence.end, len(sequence.tokens) + sequence.params.max_new_tokens) + more)
+        if self._made_for != self.judge.resized:
+            self.cycles, self._seats, self._made_for = {}, None, self.judge.resized
+
+    @torch.inference_mode()
+    def run(self, host: Host, sequence: Sequence) -> Iterator[Step]:
+        """The Steps of this text."""
+        plan = plan_of(sequence.policy)
+        assert plan is not None
+        cycle = self._cycle(plan, sequence)
+        params, dials = sequence.params, self.judge.dials
+        flight = Pipeline(cycle, Sprouting(params, host.coupled, dials, cycle.noise(params)), sequence)
+        context = sequence.context(host.ledger.costs, host.calibrators[sequence.regime])
+        flight.prepare(context)
+        flight.start()
+        flight.launch(context)
+        while True:
+            flight.launch(context)
+            if plan.foresees:
+                flight.begin(context)
+            step, landed = flight.land(), time.perf_counter()
+            host.prefill_seconds = flight.prefill_seconds
+            try:
+                yield step
+            finally:  # nobody waits for what is learnt from it
+                flight.away = time.perf_counter() - landed > AWAY
+                sequence.policy.observe(step)
+                host.calibrators[sequence.regime].observe(step)
+                book(host.ledger, step, plan.width, context.length)
+            if step.finish:
+                return
+            context = sequence.context(host.ledger.costs, host.calibrators[sequence.regime])
+
+    def _cycle(self, plan: Plan, sequence: Sequence) -> Cycle:
+        """The plan's buffers, with room for this text."""
+        judge = self.judge
+        self._reserve(sequence, 3 * (plan.passes + 2) + plan.width * plan.passes)
+        judge.sample(sequence.params)
+        if plan.key not in self.cycles:
+            self.cycles[plan.key] = Cycle(plan, self.drafter, judge)
+        cycle = self.cycles[plan.key]
+        cycle.plan = plan
+        return cycle
+
+
+def book(ledger: OnlineCosts, step: Step, width: int, length: int) -> None:
+    """Learn from a cycle what its passes take; but not from one in which some were recorded."""
+    if ledger.learns and not step.recorded:
+        if step.draft_passes:
+            ledger.drafted([0, *[width] * (step.draft_passes - 1)], step.seconds.draft)
+        ledger.verified(len(step.tree), length, step.seconds.verify)

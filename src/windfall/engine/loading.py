@@ -1,0 +1,229 @@
+"""From names, paths, hub ids or ready objects to an Engine."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from windfall import __version__, registry
+from windfall.checkpoints.find import Loaded, cache_dir, load_model, pick_device, pick_dtype
+from windfall.checkpoints.hub import cached
+from windfall.core.files import make_folder, replace_text
+from windfall.core.options import checked, refuse_settings, require_flag
+from windfall.core.types import GpuOptions, InputError
+from windfall.drafters.base import Drafter
+from windfall.drafters.lm import LMDrafter
+from windfall.engine.engine import Engine
+from windfall.heads.files import find, trained
+from windfall.heads.kinds import KINDS, kind_of, recognise
+from windfall.model.target import Target, refuse_offloaded, uncompiled
+from windfall.policies.base import TreePolicy
+
+DEFAULT_POLICY = "auto"
+
+
+def load(
+    target: Any = None,
+    drafter: Any = None,
+    policy: Any = None,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    trust_remote_code: bool = False,
+    coupled: bool = True,
+    launch: GpuOptions | None = None,
+    *,
+    drafter_options: Mapping[str, Any] | None = None,
+    policy_options: Mapping[str, Any] | None = None,
+    preset: str | None = None,
+    graphs: bool | None = None,
+    compile: bool = False,
+    exact: bool = False,
+    host_policies: bool = False,
+) -> Engine:
+    """An engine that generates exactly what the target alone would.
+
+    target: a folder, a GGUF file or a hub id, a transformers model, or a pair (model, tokenizer). None: the embedded
+        model.
+    drafter: a name from `windfall policies`, a Drafter, a draft head (folder, hub id or loaded), or what `target`
+        takes, for a smaller model of the same tokenizer. None: the embedded model's own head, n-grams for any other.
+    policy: a name from `windfall policies` or a TreePolicy. None: `auto`. A drafter or policy of your own is
+        `FILE.py:CLASS` or `MODULE:CLASS`.
+    device, dtype: None: the best device there is, and the dtype that suits it; a loaded model stays as it is.
+    trust_remote_code: run Python code that comes with the model.
+    coupled: at temperature above 0, show the drafter the noise of the coming draws.
+    drafter_options, policy_options: options by name, as `windfall policies` lists them.
+    preset: the policy and options of a published method, or a JSON file that `windfall tune` wrote, instead of
+        `policy`; `policy_options` override its options.
+    graphs: on a GPU, run passes as CUDA graphs. None: where there is a GPU.
+    compile: on a GPU, compile models without a fused forward with torch.compile.
+    exact: on a GPU, round every row as plain decoding does, in half precision too; slower.
+    host_policies: on a GPU, let every policy decide on the host.
+    launch: the last four as one record, instead of them.
+    """
+    how = as_launch(launch, graphs=graphs, compile=compile, exact=exact, host_policies=host_policies)
+    for name, value in (("coupled", coupled), ("trust_remote_code", trust_remote_code)):
+        require_flag(name, value)
+    chosen = default_drafter(target) if drafter is None else drafter
+    proposer = as_drafter(chosen, **checked(drafter_options, "drafter_options"))
+    shaper = choose_policy(policy, policy_options, preset)  # before the target: a wrong name costs no loading
+    if trust_remote_code and isinstance(proposer, LMDrafter):
+        proposer.trust_remote_code = True
+    judge = as_target(target, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    return make_engine(judge, proposer, shaper, coupled, how)
+
+
+def as_launch(
+    launch: GpuOptions | None, *, graphs: bool | None, compile: bool, exact: bool, host_policies: bool
+) -> GpuOptions:
+    """How passes run on a GPU, from the words of `load` and of the command line."""
+    named = GpuOptions(graphs, compile, exact, not require_flag("host_policies", host_policies))
+    if launch is None:
+        return named
+    if not isinstance(launch, GpuOptions):
+        raise InputError(f"launch takes a windfall.GpuOptions, not {launch!r}")
+    if named != GpuOptions():
+        raise InputError("give launch, or graphs, compile, exact and host_policies, not both")
+    return launch
+
+
+def choose_policy(
+    policy: Any = None, policy_options: Mapping[str, Any] | None = None, preset: str | None = None
+) -> TreePolicy:
+    """The policy of these words; a preset stands for a policy and its options."""
+    settings = checked(policy_options, "policy_options")
+    if preset is None:
+        return as_policy(policy, **settings)
+    if policy is not None:
+        raise InputError("a preset names a policy and its options; give a preset or a policy, not both")
+    if not isinstance(preset, str | os.PathLike):
+        raise InputError(f"a preset is a name or a JSON file, not {preset!r}")
+    chosen: TreePolicy = registry.preset(os.fspath(preset), **settings)
+    return chosen
+
+
+def make_engine(
+    target: Target,
+    drafter: Drafter,
+    policy: TreePolicy,
+    coupled: bool = True,
+    launch: GpuOptions | None = None,
+) -> Engine:
+    """An engine that knows what passes cost here, if its policy asks for it."""
+    engine = Engine(target, drafter, policy, coupled, launch)
+    attach_costs(engine, policy)
+    return engine
+
+
+def attach_costs(engine: Engine, *policies: TreePolicy) -> None:
+    """Tell the engine what passes cost here, if one of these policies asks for it."""
+    if any(policy.uses_costs for policy in policies):
+        from windfall.engine.profiling import attach
+
+        attach(engine)
+
+
+def default_drafter(target: Any) -> str:
+    """The embedded model has a head of its own; for any other, n-grams of the text cost nothing to try."""
+    return "head" if target is None else "ngram"
+
+
+def as_target(target: Any, **how: Any) -> Target:
+    if isinstance(target, Target):
+        return target
+    if isinstance(target, tuple) or hasattr(target, "forward"):
+        model, tokenizer = target if isinstance(target, tuple) else (target, None)
+        return Target(_moved(model, how.get("device"), how.get("dtype")).eval(), tokenizer)
+    if not isinstance(target, str | os.PathLike | None):
+        raise InputError(f"a target is a folder, a GGUF file, a hub id or a loaded model, not {target!r}")
+    return _checked(load_model(target, **how))
+
+
+def _checked(loaded: Loaded) -> Target:
+    """A target that passed the trial of a tree, now or earlier: the result for its kind is kept in the cache folder."""
+    kept = cache_dir() / "checked" / f"{_kind_of_model(loaded.model)}.txt"
+    own_code = not type(loaded.model).__module__.startswith("transformers.")  # it may have changed since
+    target = Target(loaded.model, loaded.tokenizer, loaded.name, check=own_code or not kept.is_file())
+    if not own_code and not kept.is_file():
+        with suppress(OSError, InputError):  # a cache that cannot be written to only costs time
+            make_folder(kept.parent)
+            replace_text(kept, loaded.name)
+    return target
+
+
+def _kind_of_model(model: Any) -> str:
+    """A hash of all that decides whether a model scores trees rightly: class, configuration, precision, versions."""
+    config = model.config
+    versions = [torch.__version__, transformers.__version__, __version__]
+    about = [type(model).__name__, str(model.dtype), model.device.type, config._attn_implementation, *versions]
+    about += [config.to_json_string(use_diff=False)]
+    return hashlib.sha256(" ".join(about).encode()).hexdigest()[:16]
+
+
+def as_drafter(drafter: Any, **settings: Any) -> Drafter:
+    """A drafter by name and settings; a head or a model, loaded or by path or hub id, drafts by its own kind."""
+    if isinstance(drafter, Drafter):
+        refuse_settings(settings, "drafter", type(drafter).__name__)
+        return drafter
+    named = isinstance(drafter, str) and registry.is_drafter(drafter)
+    if not named and "model" in settings:
+        raise InputError("a drafter that is a model takes no option 'model'; give the model once")
+    if settings.get("model") is not None:
+        _require_model(settings["model"])
+    if not named and isinstance(drafter, str | os.PathLike) and os.path.isdir(drafter):
+        drafter = os.fspath(trained(Path(drafter)))
+    made: Drafter = (
+        registry.drafter(drafter, **settings)
+        if named
+        else registry.drafter(_kind_of_drafter(drafter), model=drafter, **settings)
+    )
+    return made
+
+
+def _kind_of_drafter(model: Any) -> str:
+    """The drafter that serves this model: a head's own, by what its files say, or `lm`."""
+    if isinstance(model, str | os.PathLike):
+        if str(model).isidentifier() and not os.path.exists(model) and cached(str(model)) is None:
+            names = ", ".join(registry.drafters())
+            raise InputError(
+                f"there is no drafter '{model}'; there are {names}; or give a folder or hub id (owner/name)"
+            )
+        folder = find(os.fspath(model))
+        kind = None if folder is None else recognise(folder, os.fspath(model))
+    else:
+        kind = kind_of(model)
+        if kind is None:
+            _require_model(model)
+    return KINDS[kind].drafter if kind else "lm"
+
+
+def _require_model(model: Any) -> None:
+    """A drafter's model: a path, a hub id, a loaded model or head, or a pair of a model and its tokenizer."""
+    if not (isinstance(model, str | os.PathLike | tuple) or hasattr(model, "forward")):
+        raise InputError(f"a drafter is a name, a folder, a hub id or a loaded head or model, not {model!r}")
+
+
+def as_policy(policy: Any, **settings: Any) -> TreePolicy:
+    """A policy by name and settings."""
+    if isinstance(policy, TreePolicy):
+        refuse_settings(settings, "policy", type(policy).__name__)
+        return policy
+    if not isinstance(policy, str | None):
+        raise InputError(f"a policy is a name or a TreePolicy, not {policy!r}")
+    made: TreePolicy = registry.policy(DEFAULT_POLICY if policy is None else policy, **settings)
+    return made
+
+
+def _moved(model: Any, device: str | torch.device | None, dtype: str | torch.dtype | None) -> Any:
+    """A ready model, elsewhere or in another dtype if somebody says so."""
+    model = uncompiled(model)
+    refuse_offloaded(model)
+    place = model.device if device is None else pick_device(device)
+    kind = model.dtype if dtype is None else pick_dtype(dtype, place)
+    return model if (place, kind) == (model.device, model.dtype) else model.to(device=place, dtype=kind)

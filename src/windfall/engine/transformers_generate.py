@@ -1,0 +1,292 @@
+"""windfall inside `model.generate`: the loop is ours; inputs, processors, criteria and streamers stay transformers'."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from typing import Any
+
+import torch
+import transformers.generation.logits_process as hf_processors
+from torch import Tensor
+from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StopStringCriteria,
+)
+
+from windfall.core.types import InputError, SamplingParams
+from windfall.drafters.base import Drafter
+from windfall.engine.engine import Engine
+from windfall.engine.loading import load
+from windfall.engine.lockstep import Lockstep
+from windfall.engine.transformers_options import refuse_inputs, refuse_options
+from windfall.model.kv_cache import KVCache
+from windfall.model.target import Target
+
+KEPT = 4  # engines of a model
+
+# transformers' processors that keep no state and treat each row by itself; the others must see the whole batch.
+ROW_BY_ROW = tuple(
+    getattr(hf_processors, name)
+    for name in [
+        "MinLengthLogitsProcessor",
+        "MinNewTokensLengthLogitsProcessor",
+        "TemperatureLogitsWarper",
+        "RepetitionPenaltyLogitsProcessor",
+        "TopPLogitsWarper",
+        "TopKLogitsWarper",
+        "TopHLogitsWarper",
+        "MinPLogitsWarper",
+        "TypicalLogitsWarper",
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "NoRepeatNGramLogitsProcessor",
+        "SequenceBiasLogitsProcessor",
+        "NoBadWordsLogitsProcessor",
+        "ForcedBOSTokenLogitsProcessor",
+        "ForcedEOSTokenLogitsProcessor",
+        "InfNanRemoveLogitsProcessor",
+        "ExponentialDecayLengthPenalty",
+        "LogitNormalization",
+        "SuppressTokensAtBeginLogitsProcessor",
+        "SuppressTokensLogitsProcessor",
+    ]
+    if hasattr(hf_processors, name)
+)
+
+
+def custom_generate(
+    drafter: Any = None,
+    policy: Any = None,
+    *,
+    drafter_options: Mapping[str, Any] | None = None,
+    policy_options: Mapping[str, Any] | None = None,
+    preset: str | None = None,
+    coupled: bool = True,
+    graphs: bool | None = None,
+    compile: bool = False,
+    exact: bool = False,
+    host_policies: bool = False,
+) -> Callable[..., Any]:
+    """A decoding loop for `model.generate(..., custom_generate=windfall.custom_generate(...))`.
+
+    The arguments are those of `windfall.load`. Greedy and sampling, one prompt or a left-padded batch. Options of
+    `generate` that the loop does not support are refused by name (docs/transformers.md lists them).
+    """
+    words = {
+        "drafter_options": drafter_options,
+        "policy_options": policy_options,
+        "preset": preset,
+        "coupled": coupled,
+        "graphs": graphs,
+        "compile": compile,
+        "exact": exact,
+        "host_policies": host_policies,
+    }
+
+    def decode(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        generation_config: Any = None,
+        streamer: Any = None,
+        synced_gpus: bool = False,
+        **model_kwargs: Any,
+    ) -> Any:
+        arguments = _arguments_of_generate()
+        arguments["synced_gpus"] = synced_gpus or arguments["synced_gpus"]
+        refuse_options(generation_config, arguments, model_kwargs)
+        engine = _engine_of(model, drafter, policy, words)
+        request = Request(
+            input_ids,
+            LogitsProcessorList(logits_processor or ()),
+            StoppingCriteriaList(stopping_criteria or ()),
+            generation_config,
+            model_kwargs,
+        )
+        refuse_inputs(input_ids, model_kwargs, request.longest, engine.target.context)
+        return request.run(engine, streamer or arguments.get("streamer"))
+
+    return decode
+
+
+class Engines(dict[Any, tuple[Engine, Any, Any, Any]]):
+    """Of one model, with what they were asked for. They go with it, but neither into its files nor into its copies."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Engines, ()
+
+
+def _key(asked: Any) -> Any:
+    """What tells one wish from another: names and numbers by their value, objects by who they are."""
+    if isinstance(asked, Mapping):
+        return tuple((name, _key(value)) for name, value in asked.items())
+    return asked if isinstance(asked, str | int | float | None) else id(asked)
+
+
+def _engine_of(model: Any, drafter: Any, policy: Any, words: Mapping[str, Any]) -> Engine:
+    """The engine for these words of `load`; those used last are kept, since making one takes a while."""
+    engines: Engines = model.__dict__.setdefault("_windfall_engines", Engines())
+    key = _key(drafter), _key(policy), _key(words)
+    kept = engines.pop(key, None)
+    if kept is None:
+        own = copy.copy(drafter) if isinstance(drafter, Drafter) else drafter
+        kept = load(Target(model), own, policy, **words), drafter, policy, words
+    engines[key] = kept
+    while len(engines) > KEPT:
+        del engines[next(iter(engines))]
+    return kept[0]
+
+
+def _arguments_of_generate() -> dict[str, Any]:
+    """The arguments of the `generate` call that called the loop.
+
+    transformers (5.17 to 5.22) does not hand `streamer`, `assistant_model` and `synced_gpus` to a callable; they can
+    only be read from the frame of `generate`.
+    """
+    caller = sys._getframe(2)
+    known = caller.f_locals if caller.f_code.co_name == "generate" else {}
+    return {name: known.get(name) for name in ("streamer", "assistant_model", "synced_gpus")}
+
+
+class Request:
+    """One call of `generate`: prompts [B, L] with what transformers prepared for them."""
+
+    def __init__(
+        self,
+        ids: Tensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: Any,
+        model_kwargs: dict[str, Any],
+    ):
+        self.ids, self.processors, self.criteria, self.config = ids, processors, criteria, config
+        self.mask: Tensor | None = model_kwargs.get("attention_mask")
+        self.past: Any = model_kwargs.get("past_key_values")
+        self.longest: int = config.max_length if criteria.max_length is None else criteria.max_length
+        self.pads = any(hasattr(each, "eos_token_id") for each in criteria)  # as transformers decides it
+        self.pad = self._pad_token()
+
+    def _pad_token(self) -> int:
+        """What follows the end of a row, if other rows go on: transformers takes an end-of-text id if there is none."""
+        pad = getattr(self.config, "_pad_token_tensor", None)
+        pad = self.config.pad_token_id if pad is None else pad
+        if pad is None and self.pads and len(self.ids) > 1:
+            raise InputError("a criterion has an eos_token_id, so rows of a batch are padded: give a pad_token_id")
+        return 0 if pad is None else int(pad)
+
+    def run(self, engine: Engine, streamer: Any) -> Any:
+        """What `generate` returns: the padded texts, or an object with them and the cache."""
+        starts = [0] * len(self.ids) if self.mask is None else [int(row.int().argmax()) for row in self.mask]
+        before = engine.target.decoder.cache
+        new = self._decode(engine, starts, streamer)
+        width = max(map(len, new))
+        tail = [row + [self.pad] * (width - len(row)) for row in new]
+        sequences = torch.cat([self.ids, torch.tensor(tail, device=self.ids.device)], 1)
+        if self.past is not None and (self.config.return_dict_in_generate or _is_the_callers(self.past)):
+            rows = engine.target.decoder.cache  # of this text, unless it was decoded in the buffers of a GPU
+            whole = rows is not before and not any(starts) and all(len(row) == width for row in new)
+            self._fill_past(engine.target, sequences, rows if whole else None)
+        if not self.config.return_dict_in_generate:
+            return sequences
+        return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=self.past)
+
+    def _decode(self, engine: Engine, starts: list[int], streamer: Any) -> list[list[int]]:
+        """The new tokens of each row. The streamer gets the tokens of all rows, step by step."""
+        prompts = [ids[start:].tolist() for ids, start in zip(self.ids, starts, strict=True)]
+        lockstep = self._lockstep()
+        params = [self._params(row, start, lockstep is not None) for row, start in enumerate(starts)]
+        new: list[list[int]] = [[] for _ in prompts]
+        live, sent = set(range(len(prompts))), 0
+        with closing(engine.run(prompts, params, lockstep)) as cycles:
+            for steps in cycles:
+                for row, step in steps.items():
+                    new[row].extend(step.tokens)
+                live -= {row for row, step in steps.items() if step.finish}
+                ready = min((len(new[row]) for row in live), default=max(map(len, new)))
+                for place in range(sent, ready) if streamer is not None else ():
+                    streamer.put(torch.tensor([row[place] if place < len(row) else self.pad for row in new]))
+                sent = ready
+        if streamer is not None:
+            streamer.end()
+        return new
+
+    def _lockstep(self) -> Lockstep | None:
+        """How rows go together, where processors or criteria must see the whole batch at every step."""
+        known = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria, StopStringCriteria)[: 4 if self.pads else 1]
+        alone = all(type(each) in ROW_BY_ROW for each in self.processors)
+        if len(self.ids) == 1 or (alone and all(type(each) in known for each in self.criteria)):
+            return None
+        return Lockstep(self.ids, _outside_inference(self.processors), self._ends, self.pad if self.pads else None)
+
+    def _ends(self, ids: Tensor) -> Tensor:
+        """Which rows end here. All criteria are asked."""
+        ended: Tensor = _outside_inference(self.criteria)(ids, None)
+        return ended
+
+    def _params(self, row: int, start: int, together: bool) -> SamplingParams:
+        """One row's sampling. Its processors and criteria see its padding, as in transformers' own loop."""
+        padding = self.ids[row : row + 1, :start]
+
+        def padded(ask: Callable[..., Any]) -> Callable[..., Any]:
+            ask = _outside_inference(ask)
+            return lambda ids, scores: ask(torch.cat([padding, ids.to(padding.device)], 1), scores)
+
+        simple = all(type(each) in (MaxLengthCriteria, EosTokenCriteria) for each in self.criteria)
+        ends = [each.eos_token_id.tolist() for each in self.criteria if type(each) is EosTokenCriteria]
+        return SamplingParams(
+            max_new_tokens=max(self.longest - self.ids.shape[1], 1),
+            temperature=1.0 if self.config.do_sample else 0.0,  # the warpers are among the processors
+            eos=tuple(token for tokens in ends for token in tokens) if simple and not together else (),
+            seed=int(torch.randint(2**62, ())) + row if self.config.do_sample else 0,
+            processors=(padded(self.processors),) if self.processors and not together else (),
+            criteria=() if simple or together else (padded(self.criteria),),
+        )
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _fill_past(self, target: Target, sequences: Tensor, rows: KVCache | None) -> None:
+        """Put the keys and values of all tokens but the last into the cache that `generate` made or was given.
+
+        They are taken from the engine's `rows`; without these, the model reads the text once more.
+        """
+        length = sequences.shape[1] - 1
+        if rows is not None and len(rows.lengths) == len(sequences) and min(rows.lengths) >= length:
+            for index, layer in enumerate(rows.layers):
+                if layer.is_initialized:
+                    self.past.update(layer.keys[:, :, :length].clone(), layer.values[:, :, :length].clone(), index)
+            return
+        ids = sequences[:, :length].to(target.device)
+        mask = torch.ones_like(ids)
+        if self.mask is not None:
+            mask[:, : self.mask.shape[1]] = self.mask.to(mask)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        target.model.base_model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=self.past,
+            use_cache=True,
+        )
+
+
+def _is_the_callers(cache: Any) -> bool:
+    """Whether a cache is one that the caller of `generate` gave, who will find it filled."""
+    return bool(getattr(cache, "_is_user_defined", False))
+
+
+def _outside_inference(ask: Callable[..., Any]) -> Callable[..., Any]:
+    """Call processors or criteria as `generate` does: without gradients, on ordinary tensors, where the ids are."""
+
+    def call(ids: Tensor, scores: Tensor | None) -> Any:
+        with torch.inference_mode(False), torch.no_grad():
+            return ask(ids.clone(), None if scores is None else scores.to(ids.device, torch.float32, copy=True))
+
+    return call

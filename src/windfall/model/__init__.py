@@ -1,0 +1,1 @@
+"""Runs a transformers model over the rows of a draft tree."""

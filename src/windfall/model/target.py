@@ -1,0 +1,219 @@
+"""The model that has the last word: it scores whole trees in one forward and keeps the rows of the accepted paths."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windfall.core.tree import MOST_ROWS, DraftTree
+from windfall.core.types import InputError, Scores
+from windfall.model.batch import Rows
+from windfall.model.decoder import WINDOWS, Decoder, plain_places, tree_attention
+
+ORDINARY = {"full_attention", "attention", "global", *WINDOWS, "mlp", "moe"}  # kinds of layers that trees can pass
+SHORT = 3  # tokens of a window while a model is checked
+ALIBI = "has ALiBi attention, whose biases go by places in the cache, where a tree's rows lie otherwise"
+UNTREED = {  # architectures that look ordinary from outside
+    "gpt_neo": "masks by places in the cache, where the rows of a tree lie otherwise than those of a text",
+    "blt": "reads bytes in patches of varying length, so that its caches have no row for each token",
+    "bloom": ALIBI,
+    "mpt": ALIBI,
+}
+
+
+class Target:
+    """A Hugging Face causal language model. Its cache holds every committed token but the last, which is the root."""
+
+    recordings = 0  # passes that were recorded so far: see resident/
+
+    def __init__(self, model: Any, tokenizer: Any = None, name: str | None = None, check: bool = True):
+        """`check=False` leaves out the trial of a tree, for a model of a kind that has passed it; windows need it."""
+        model = uncompiled(model)
+        self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
+        if (where := torch.get_default_device()).type != "cpu":  # what the host keeps would be made there
+            raise InputError(f"torch makes tensors on {where} by default; call torch.set_default_device('cpu')")
+        refuse_unsupported(model, self.name)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.turn = threading.RLock()  # held while a whole text is generated
+        self.texts = 0  # begun so far: it has one cache, for whichever engine is the last
+        try:
+            self.decoder = Decoder(model)
+            if not (check or self.decoder.windows or self.decoder.reach):
+                return
+            with tree_attention(model):
+                ahead, gap = looks_ahead(model), self._tree_gap()
+                if not self._follows_windows():  # exact as long as a window hides nothing
+                    self.decoder.limit_to_windows()
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            raise InputError(f"{self.name}: {type(model).__name__} cannot score a tree: {reason}") from error
+        if ahead:
+            raise InputError(f"{self.name}: {type(model).__name__} reads ahead; load it with is_decoder=True")
+        if not gap <= self._rounding:
+            raise InputError(
+                f"{self.name}: {type(model).__name__} does not score a tree as it scores the tree's paths "
+                f"(logits differ by {gap:.1%}), so its output could change; windfall refuses it"
+            )
+
+    @property
+    def device(self) -> torch.device:
+        return self.decoder.device
+
+    @property
+    def vocab_size(self) -> int:
+        return self.decoder.vocab_size
+
+    @property
+    def context(self) -> int | None:
+        return self.decoder.context
+
+    @property
+    def eos(self) -> tuple[int, ...]:
+        """Every token id that ends a text."""
+        ids: set[int] = set()
+        for holder in (self.model.generation_config, self.decoder.config, self.tokenizer):
+            found = getattr(holder, "eos_token_id", None)
+            ids.update([found] if isinstance(found, int) else found or [])
+        return tuple(sorted(ids))
+
+    def prefill(self, prompts: list[list[int]], taps: tuple[int, ...] = ()) -> list[Tensor] | None:
+        """Start new sequences, whose states at `taps` are handed out; returns those of all tokens but the last."""
+        self.decoder.taps = taps
+        self.decoder.reset(len(prompts))
+        return self.decoder.extend([prompt[:-1] for prompt in prompts])
+
+    def score(self, trees: list[DraftTree]) -> list[Scores]:
+        """ONE forward for all trees: a row sees the prefix and its ancestors, at position prefix + depth."""
+        if (most := max(map(len, trees))) > MOST_ROWS:
+            raise InputError(f"a verify pass takes {MOST_ROWS} rows at the most, not {most}")
+        places = plain_places(self.decoder.config)
+        if places and self.decoder.cache.top + most > places:
+            raise InputError(f"{self.name} takes {places - self.decoder.cache.top} rows in this pass, not {most}")
+        rows = [
+            Rows(tree.tokens, length + tree.depth, tree.mask())
+            for tree, length in zip(trees, self.decoder.lengths, strict=True)
+        ]
+        logits, hidden = self.decoder.feed(rows)
+        return [Scores(row, None if hidden is None else hidden[b]) for b, row in enumerate(logits)]
+
+    def commit(self, paths: list[Tensor]) -> None:
+        """Keep the rows of these nodes of the trees last scored."""
+        self.decoder.commit([path.tolist() for path in paths])
+
+    def states(self, hidden: Tensor, path: Tensor) -> Tensor:
+        """Of a score's hidden states [N, taps * H], those of a committed path."""
+        return hidden[path]
+
+    def retain(self, keep: list[int]) -> None:
+        """Go on with these sequences only."""
+        self.decoder.retain(keep)
+
+    @torch.inference_mode()
+    def _tree_gap(self) -> float:
+        """By how much a small tree's logits differ from those of its paths, relative to the largest logit.
+
+        The paths are read by the model alone, without our cache and masks.
+        """
+        tokens = torch.arange(6) % self.vocab_size
+        tree = DraftTree.root(int(tokens[3]))
+        for parent, token in ((0, tokens[4]), (0, tokens[5]), (1, tokens[2])):
+            tree = tree.extend(torch.tensor([parent]), token[None], torch.zeros(1), torch.zeros(1, dtype=torch.long))
+        prompt = tokens[:4].tolist()
+        self.prefill([prompt])
+        in_tree = self.score([tree])[0].logits.float()
+        gap = 0.0
+        for leaf in (2, 3):
+            path = tree.path(leaf)
+            text = torch.tensor([prompt[:-1] + tree.tokens[path].tolist()], device=self.device)
+            positions = torch.arange(text.shape[1], device=self.device)[None]  # as `generate` gives them
+            outputs = self.model(input_ids=text, position_ids=positions, use_cache=False)
+            alone = outputs.logits[0, -len(path) :].float()
+            gap = max(gap, float((alone - in_tree[path]).abs().max()))
+        self.decoder.reset(0)
+        return gap / max(float(in_tree.abs().max()), 1e-3)
+
+    @property
+    def _rounding(self) -> float:
+        """By how much logits of two passes may differ, relative to the largest logit."""
+        return 0.01 if self.decoder.dtype in (torch.float32, torch.float64) else 0.05
+
+    def _follows_windows(self) -> bool:
+        """Whether the model's windows, if it has any, are those that our masks apply."""
+        if not self.decoder.windows:
+            return True
+        with self._short_windows():
+            return self._tree_gap() <= self._rounding
+
+    @contextmanager
+    def _short_windows(self) -> Iterator[None]:
+        """Windows of a few tokens within this block, so that a short text is longer than they are."""
+        config, usual = self.decoder.config, self.decoder.windows
+        kept = {name: getattr(config, name) for name in WINDOWS.values() if getattr(config, name, None)}
+        try:
+            for name in kept:
+                setattr(config, name, SHORT)
+            self.decoder.windows = {kind: size and SHORT for kind, size in usual.items()}
+            yield
+        finally:
+            for name, size in kept.items():
+                setattr(config, name, size)
+            self.decoder.windows = usual
+
+
+@torch.inference_mode()
+def looks_ahead(model: Any) -> bool:
+    """Whether tokens see those behind them, as in models that are encoders unless they are told otherwise."""
+    if getattr(model.config.get_text_config(), "is_decoder", True):
+        return False
+    device = model.get_input_embeddings().weight.device
+    one, other = (model(input_ids=torch.tensor([[2, 3, last]], device=device)).logits[0, :2] for last in (4, 5))
+    return bool((one - other).abs().max() > 1e-4 * one.abs().max())
+
+
+def uncompiled(model: Any) -> Any:
+    """The model that `torch.compile` wrapped: trees differ in shape from pass to pass, for which it would recompile."""
+    return getattr(model, "_orig_mod", model)
+
+
+def refuse_offloaded(model: Any) -> None:
+    """Refuse a model whose weights are not there."""
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return
+    name = type(model).__name__
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise InputError(
+            f"{name} has offloaded weights (accelerate), which windfall cannot use; load it without offloading"
+        )
+    raise InputError(f"{name} has weights on the meta device, where they have no values; load them first")
+
+
+def refuse_unsupported(model: Any, name: str) -> None:
+    """Say by name why a model cannot be verified in trees, before anything goes wrong."""
+    refuse_offloaded(model)
+    config, kind = model.config.get_text_config(), type(model).__name__
+    kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or []
+    odd = sorted(set(kinds) - ORDINARY)
+    forward = inspect.signature(model.forward).parameters
+    reason = ""
+    if getattr(model.config, "is_encoder_decoder", False):
+        reason = "is an encoder–decoder; windfall speeds up decoder-only models"
+    elif config.model_type in UNTREED:
+        reason = UNTREED[config.model_type]
+    elif odd or (getattr(model, "_is_stateful", False) and not kinds):
+        names = ", ".join(odd) or "recurrent"
+        reason = f"has {names} layers, whose state windfall cannot undo when it rejects tokens"
+    elif getattr(config, "alibi", False):
+        reason = ALIBI
+    elif missing := [given for given in ("past_key_values", "position_ids") if given not in forward]:
+        reason = f"takes no {' and no '.join(missing)}, which a tree pass needs"
+    elif getattr(config, "attention_type", None) == "block_sparse":
+        reason = "attends to sparse blocks of long texts; load it with attention_type='original_full'"
+    if reason:
+        raise InputError(f"{name}: {kind} {reason}")

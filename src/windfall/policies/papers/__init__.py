@@ -1,0 +1,1 @@
+"""Policies from the literature, one file each."""

@@ -1,0 +1,32 @@
+"""Dynamic depth decoding (Brown et al. 2024), with the settings that LTD compares itself with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from windfall.core.options import option
+from windfall.core.tree import DraftTree
+from windfall.core.types import Grow, InputError
+from windfall.policies.beam import Beam
+from windfall.policies.context import Context
+
+
+@dataclass
+class DDD(Beam):
+    """A beam that ends, at a few levels only, when the path probabilities of its nodes sum to too little."""
+
+    depth: int = option(12, "draft passes at the most (LTD: 12, which as a loop count would be 13)", low=1)
+    checks: str = option("5,7,9", "levels after which the beam may end, with commas between")
+    threshold: float = option(-0.3, "end when the log of the summed path probabilities is below this")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not all(level.strip().isdecimal() for level in self.checks.split(",")):
+            raise InputError(f"checks must be levels with commas between, e.g. 5,7,9, not {self.checks!r}")
+        self.levels = {int(level) for level in self.checks.split(",")}
+
+    def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
+        wish = super().grow(tree, ctx)
+        if wish is None or int(tree.depth[-1]) not in self.levels:
+            return wish
+        return wish if float(tree.score[wish.nodes].logsumexp(0)) >= self.threshold else None

@@ -1,0 +1,1 @@
+"""Sample prompts, and files of prompts."""

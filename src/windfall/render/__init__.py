@@ -1,0 +1,1 @@
+"""What commands show: text, tables, drawings of trees, plots."""

@@ -1,0 +1,76 @@
+"""Plots, with matplotlib where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from windfall.core.types import InputError
+from windfall.costs.acceptance import expected_calibration_error
+
+if TYPE_CHECKING:
+    from windfall.costs.acceptance import Reliability
+    from windfall.engine.profiling import Profile
+
+FORMATS = (".png", ".svg", ".pdf")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe & Ito: safe for all eyes
+
+
+def check(file: Path) -> None:
+    """Refuse before the work what could not be plotted after it."""
+    if file.suffix.lower() not in FORMATS:
+        raise InputError(f"a plot is a {', '.join(FORMATS)} file, not '{file}'")
+    if not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
+        raise InputError(f"cannot write '{file}': its folder is not there or cannot be written to")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError("plots need matplotlib; run: pip install windfall[plot]")
+
+
+def plot_costs(profile: Profile, file: Path) -> None:
+    """Draft passes by width and verify passes by rows, a line for each context length."""
+    figure, (drafts, verifies) = _figure(2)
+    costs, target = profile.costs, profile.about["target"]
+    drafts.plot(costs.drafts.sizes, _milliseconds(costs.drafts.seconds), "o-", color=COLOURS[0])
+    for place, (length, curve) in enumerate(costs.verifies):
+        colour = COLOURS[place % len(COLOURS)]
+        verifies.plot(curve.sizes, _milliseconds(curve.seconds), "o-", color=colour, label=f"context {length}")
+    drafts.set(title=f"Draft pass, {profile.about['drafter']['class'].rpartition('.')[2]}", xlabel="nodes expanded")
+    verifies.set(title=f"Verify pass, {target['name']}", xlabel="rows")
+    verifies.legend(frameon=False)
+    for axes in (drafts, verifies):
+        axes.set_ylabel("milliseconds")
+        axes.set_ylim(bottom=0)
+    place = profile.about["machine"]["gpu"] or profile.about["machine"]["cpu"]
+    figure.suptitle(f"{place}, {target['dtype'].removeprefix('torch.')} · c = {costs.ratio:.3f}", fontsize=9)
+    figure.savefig(file, dpi=150)
+
+
+def plot_reliability(found: Reliability, file: Path) -> None:
+    """How often nodes were accepted against how likely they were said to be, before and after calibration."""
+    figure, axes = _figure(2)
+    for place, (title, chances) in enumerate({"the drafter's word": found.said, "calibrated": found.made}.items()):
+        confidence, frequency, _ = zip(*found.bins(chances), strict=True)
+        axes[place].plot([0, 1], [0, 1], "--", color="#999999")
+        axes[place].plot(confidence, frequency, "o-", color=COLOURS[place])
+        error = expected_calibration_error(chances, found.came)
+        axes[place].set(title=f"{title}, ECE {error:.3f}", xlabel="confidence", ylabel="accepted", ylim=(0, 1))
+    figure.savefig(file, dpi=150)
+
+
+def _figure(columns: int) -> tuple[Any, Any]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.8 * columns, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)  # no window, whatever the user's settings
+    axes = figure.subplots(1, columns)
+    for each in axes:
+        each.spines[["top", "right"]].set_visible(False)
+        each.grid(alpha=0.25)
+    return figure, axes
+
+
+def _milliseconds(seconds: tuple[float, ...]) -> list[float]:
+    return [1000 * each for each in seconds]

@@ -1,0 +1,525 @@
+"""`windfall chat` with an engine that repeats what it hears: commands, saved conversations, a real terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from helpers.fake_engine import WAIT, FakeEngine
+from windfall.cli import app, chat_input, conversations
+from windfall.cli.chat import COMMANDS, Chat, completions, split_command
+from windfall.cli.chat_settings import changed, restored, setting, shown
+from windfall.cli.conversations import Autosave, Conversation, from_json, read, to_json, write
+from windfall.cli.options import SamplingOptions
+from windfall.cli.session import Session
+from windfall.core.errors import InputError
+
+TALK = Conversation("fake", None, "be kind").plus("user", "a\n\tb\n").plus("assistant", "“c”")
+NAMES = {"drafter": "ngram", "policy": "none"}
+
+
+@pytest.fixture(autouse=True)
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("WINDFALL_DATA", str(tmp_path / "data"))
+    return tmp_path / "data"
+
+
+def new_chat(context: int | None = None, autosave: bool = False, **sampling: object) -> Chat:
+    options = SamplingOptions(**sampling)
+    keeper = None
+    if autosave:
+        conversations.prepare()
+        keeper = Autosave()
+    return Chat(Session(FakeEngine(context), NAMES, options.keywords()), options, autosave=keeper)
+
+
+def contents(talk: Chat) -> list[str]:
+    return [message["content"] for message in talk.conversation.messages]
+
+
+# ---- what is typed
+
+
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        ("/help", ("help", "")),
+        ("/SET  temperature 0.7 ", ("set", "temperature 0.7")),
+        ("/system two\nlines", ("system", "two\nlines")),
+        ("/nonsense at all", ("nonsense", "at all")),
+        ("/usr/bin is a folder", None),
+        ("/* a comment */", None),
+        (" /help", None),
+        ("a /help", None),
+        ("/", None),
+    ],
+)
+def test_commands_are_told_from_messages(text: str, command: tuple[str, str] | None) -> None:
+    assert split_command(text) == command
+
+
+def test_commands_and_options_are_completed() -> None:
+    assert completions("/s") == ["/set ", "/system ", "/save ", "/stats"]
+    assert len(completions("/")) == len(COMMANDS)
+    assert completions("/set top") == ["top-k ", "top-p "]
+    assert "temperature " in completions("/set ")
+    assert completions("") == completions("see /s") == completions("/set top-k 5") == []
+
+
+def test_lines_of_quotes_make_one_message_of_several_lines() -> None:
+    lines = [" one ", '"""', "two", "", '  """three"""', '"""', "four"]
+    assert list(chat_input.joined(lines)) == ["one", 'two\n\n  """three"""', "four"]
+    with pytest.raises(InputError, match='the message that begins with """ has no line """ at its end'):
+        list(chat_input.joined(['"""', "two"]))
+
+
+def test_without_prompt_toolkit_lines_are_read_plainly(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = iter(["hello", KeyboardInterrupt(), '"""', "a", "b", '"""', EOFError()])
+
+    def answer(_: str) -> str:
+        item = next(typed)
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("builtins.input", answer)
+    assert list(chat_input.messages(None, completions)) == ["hello", "a\nb"]
+    assert "/exit or Ctrl-D leaves" in capsys.readouterr().err
+
+
+# ---- /set
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("temperature 0.7", "temperature", 0.7),
+        ("--top-p=0.9", "top_p", 0.9),
+        ("top_k = 5", "top_k", 5),
+        ("ignore-eos on", "ignore_eos", True),
+        ('stop "two words" END', "stop", ["two words", "END"]),
+        ("logit-bias 42=-100 7=1", "logit_bias", ["42=-100", "7=1"]),
+        ("seed 3", "seed", 3),
+    ],
+)
+def test_any_sampling_option_can_be_set_and_reset(text: str, name: str, value: object) -> None:
+    options = changed(SamplingOptions(), text)
+    assert asdict(options) == {**asdict(SamplingOptions()), name: value}
+    assert changed(options, f"{name} default") == SamplingOptions()
+    assert restored(json.loads(json.dumps(asdict(options)))) == options
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("temperature hot", "temperature takes float, not 'hot'"),
+        ("temperature -1", "temperature must be 0 .* or more, not -1"),
+        ("temperature nan", "temperature must be"),
+        ("top-p 7", "top_p must be above 0 and at most 1, not 7"),
+        ("colour red", "there is no sampling option 'colour'; there are max-new-tokens, temperature"),
+        ("logit-bias x", "write --logit-bias as ID=VALUE"),
+        ('stop "open', "no closing quotation"),
+        ("ignore-eos maybe", "ignore-eos takes bool, not 'maybe'"),
+    ],
+)
+def test_wrong_settings_are_refused_and_change_nothing(
+    text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk = new_chat(temperature=0.5)
+    before = talk.sampling, talk.session, talk.conversation
+    assert talk.take(f"/set {text}")
+    assert re.fullmatch(rf"windfall: .*{message}.*\n", capsys.readouterr().err)
+    assert (talk.sampling, talk.session, talk.conversation) == before
+
+
+def test_settings_are_shown_by_the_names_of_the_command_line() -> None:
+    lines = shown(SamplingOptions(top_k=7, stop=["a b"])).split("\n")
+    assert len(lines) == len(asdict(SamplingOptions()))
+    assert any(re.match(r"top-k +7 +Draw from the k likeliest", line) for line in lines)
+    assert any(re.match(r"stop +'a b' ", line) for line in lines)
+    assert setting(SamplingOptions(), "min_p") == "min-p 0.0"
+
+
+@pytest.mark.parametrize("saved", [{"colour": 1}, {"top_k": True}, {"stop": "abc"}, {"temperature": "1"}, {"top_p": 7}])
+def test_wrong_saved_settings_are_refused(saved: dict[str, object]) -> None:
+    with pytest.raises(InputError, match=next(iter(saved))):
+        restored(saved)
+
+
+# ---- the file format and the folder
+
+
+def test_a_conversation_survives_its_file(tmp_path: Path) -> None:
+    talk = replace(TALK, sampling=asdict(SamplingOptions(temperature=0.7)), target="/some/folder")
+    write(tmp_path / "talk.json", talk)
+    assert read(tmp_path / "talk.json") == talk
+    found = json.loads((tmp_path / "talk.json").read_text())
+    assert list(found) == ["format", "version", "model", "target", "system", "messages", "sampling"]
+    assert "“c”" in (tmp_path / "talk.json").read_text()
+    assert stat.S_IMODE((tmp_path / "talk.json").stat().st_mode) == 0o600
+    assert [message["role"] for message in talk.prompt()] == ["system", "user", "assistant"]
+    assert talk.unanswered().messages == talk.messages[:1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "other"}, 'it has no "format": "windfall conversation"'),
+        ({"version": 2}, "it has format version 2; this windfall reads version 1"),
+        ({"model": 5}, "its 'model' is not text"),
+        ({"system": 5}, "its 'system' is neither text nor null"),
+        ({"messages": {}}, "its 'messages' is not a list"),
+        ({"messages": [{"role": "user", "content": "a"}, "b"]}, "its message 2 is not a text with the role"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "its message 1 is not a text with the role"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "its message 1 is not a text with the role"),
+        ({"sampling": []}, "its 'sampling' is not an object"),
+    ],
+)
+def test_damaged_conversations_are_refused_in_a_line(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    file = tmp_path / "talk.json"
+    file.write_text(json.dumps({**json.loads(to_json(TALK)), **changes}))
+    with pytest.raises(InputError, match=f"^'{file}' is not a saved conversation: {message}"):
+        read(file)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", to_json(TALK)[:-20], "[" * 100_000])
+def test_text_that_is_no_conversation_is_refused_in_a_line(text: str) -> None:
+    with pytest.raises(InputError, match=r"it is not JSON|it has no .format"):
+        from_json(text)
+
+
+def test_the_data_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "shared"))
+    assert conversations.data_dir() == tmp_path / "data"
+    monkeypatch.delenv("WINDFALL_DATA")
+    assert conversations.data_dir() == tmp_path / "shared" / "windfall"
+    monkeypatch.delenv("XDG_DATA_HOME")
+    monkeypatch.setattr("sys.platform", "linux")
+    assert conversations.data_dir() == Path.home() / ".local" / "share" / "windfall"
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    with pytest.raises(InputError, match="the home folder is unknown"):
+        conversations.data_dir()
+
+
+def test_two_chats_that_continue_one_conversation_lose_nothing() -> None:
+    conversations.prepare()
+    first = Autosave()
+    first.save(TALK)
+    second = Autosave()
+    second.follow(first.file)
+    second.save(TALK.plus("user", "from the second"))
+    first.save(TALK.plus("user", "from the first"))
+    assert first.file != second.file
+    assert read(second.file).messages[-1]["content"] == "from the second"
+    assert read(first.file).messages[-1]["content"] == "from the first"
+
+
+# ---- commands
+
+
+def test_answers_are_kept_as_they_come_and_clear_begins_a_new_file(data: Path) -> None:
+    talk = new_chat(autosave=True)
+    talk.take("one")
+    first = conversations.last()
+    assert [message["content"] for message in read(first).messages] == ["one", "heard 'one'"]
+    talk.take("two")
+    assert len(read(first).messages) == 4
+    talk.take("/clear")
+    talk.take("three")
+    files = sorted((data / "conversations").iterdir())
+    assert len(files) == 2 and len(read(first).messages) == 4
+    assert {stat.S_IMODE(file.stat().st_mode) for file in [*files, data / "history"]} == {0o600}
+    assert {stat.S_IMODE(folder.stat().st_mode) for folder in (data, data / "conversations")} == {0o700}
+
+
+def test_retry_answers_the_last_message_anew(capsys: pytest.CaptureFixture[str]) -> None:
+    talk = new_chat(seed=5)
+    talk.take("/retry")
+    assert capsys.readouterr().err == "windfall: there is no message to answer yet\n"
+    talk.take("one")
+    talk.take("/retry")
+    assert "the same answer, since temperature 0 is deterministic" in capsys.readouterr().err
+    talk.take("/set temperature 1")
+    talk.take("/retry")
+    engine = talk.session.engine
+    assert contents(talk) == ["one", "heard 'one'"]
+    assert engine.prompts == [[{"role": "user", "content": "one"}]] * 3
+    assert engine.seeds == [5, 5, None], "None lets the engine draw a fresh one, which the figures line tells"
+    talk.take("two")
+    assert engine.seeds[3] == 5
+
+
+def test_a_long_prompt_is_announced_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    @contextmanager
+    def waiting(message: str) -> Iterator[None]:
+        told.append(message)
+        yield
+
+    monkeypatch.setattr("windfall.render.console.waiting", waiting)
+    talk = new_chat()
+    talk.take("short")
+    assert told == []
+    talk.take("x" * 600)
+    assert len(told) == 1 and told[0].startswith("Reading 6")
+    assert contents(talk)[-1] == f"heard {'x' * 600!r}"[:256]
+
+
+def test_the_system_message_can_be_changed_and_removed(capsys: pytest.CaptureFixture[str]) -> None:
+    talk = new_chat()
+    talk.take("one")
+    talk.take("/system be\nkind :smile:")
+    talk.take("two")
+    assert talk.session.engine.prompts[1][0] == {"role": "system", "content": "be\nkind :smile:"}
+    assert [message["role"] for message in talk.session.engine.prompts[1][1:]] == ["user", "assistant", "user"]
+    capsys.readouterr()
+    talk.take("/system")
+    assert capsys.readouterr().out == "be\nkind :smile:\n"
+    talk.take('/system ""')
+    talk.take("three")
+    assert talk.session.engine.prompts[2][0]["role"] == "user"
+
+
+def test_save_and_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    talk, file = new_chat(autosave=True, temperature=0.5), tmp_path / "with space.json"
+    talk.take("/system be kind")
+    talk.take("one\n")
+    talk.take(f"/save {file}")
+    text = file.read_text()
+    other = new_chat(autosave=True)
+    other.take(f"/load {file}")
+    assert other.conversation == talk.conversation
+    assert other.session.sampling["temperature"] == 0.5
+    assert "(2 messages)\n> one\n\nheard 'one\\n'" in capsys.readouterr().err
+    other.take("two")
+    assert file.read_text() == text
+    assert len(read(conversations.last()).messages) == 4
+
+
+def test_nothing_is_lost_to_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    talk = new_chat()
+    talk.take("one")
+    capsys.readouterr()
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "hot.json").write_text(to_json(replace(TALK, sampling={"temperature": -1})))
+    for command, message in {
+        f"/save {tmp_path}/notes.txt": "notes.txt' exists and is not a saved conversation; choose another name",
+        f"/save {tmp_path}/none/talk.json": "No such file or directory",
+        "/save": "/save takes a file name: /save FILE",
+        f"/load {tmp_path}/notes.txt": "notes.txt' is not a saved conversation: it is not JSON",
+        f"/load {tmp_path}/hot.json": "hot.json': temperature must be 0",
+        f"/load {tmp_path}/none.json": "No such file or directory",
+        "/clear now": "/clear takes nothing after it",
+        "/exit now": "/exit takes nothing after it",
+        "/what": f"there is no /what; there are {', '.join(f'/{name}' for name in COMMANDS)}",
+    }.items():
+        assert talk.take(command)
+        assert re.fullmatch(rf"windfall: .*{re.escape(message)}.*\n", capsys.readouterr().err), command
+    assert contents(talk) == ["one", "heard 'one'"]
+    assert talk.sampling == SamplingOptions()
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_what_ends_an_answer_early_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    talk = new_chat(context=40, max_new_tokens=20)
+    talk.take("a" * 22)
+    assert "the context is full; /clear starts anew" in capsys.readouterr().err
+    talk.take("more")
+    told = capsys.readouterr().err
+    assert told == "windfall: the conversation would have 44 tokens; fake takes 39 at most (/clear starts anew)\n"
+    assert len(contents(talk)) == 2
+    talk.take("/clear")
+    talk.take("/set max-new-tokens 3")
+    talk.take("again")
+    assert "cut at max-new-tokens 3; /set max-new-tokens N allows more" in capsys.readouterr().err
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    new_chat().take("/help")
+    told = capsys.readouterr().out
+    assert all(re.search(rf"^/{name}\b.*{re.escape(each.help)}$", told, re.M) for name, each in COMMANDS.items())
+    assert '"""' in told and "Alt-Enter" in told
+
+
+# ---- the command, in a pipe
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    made = FakeEngine()
+    monkeypatch.setattr("windfall.engine.loading.load", lambda *_, **__: made)
+    monkeypatch.setattr("windfall.engine.loading.default_drafter", lambda target: "ngram")
+    monkeypatch.setattr(chat_input, "editor", lambda *_: pytest.fail("a pipe needs no editor"))
+    return made
+
+
+def piped(text: str, *arguments: object) -> Result:
+    return CliRunner().invoke(app, ["chat", *map(str, arguments)], input=text, catch_exceptions=False)
+
+
+def refused(*arguments: object) -> str:
+    result = piped("hello\n", *arguments)
+    assert result.exit_code == 2 and result.stdout == ""
+    assert re.fullmatch(r"windfall: [^\n]+\n", result.stderr)
+    return result.stderr.removeprefix("windfall: ").rstrip()
+
+
+def test_a_pipe_is_read_line_by_line(engine: FakeEngine) -> None:
+    result = piped('one\n\n"""\ntwo\n lines\n"""\n/exit\nnever\n')
+    assert result.stdout == "heard 'one'\nheard 'two\\n lines'\n"
+    assert "Enter sends" not in result.stderr
+
+
+def test_the_last_conversation_is_continued(engine: FakeEngine, data: Path) -> None:
+    piped("one\n", "--temperature", "0.5", "--top-k", "7", "--system", "be kind", "--target", "some/model")
+    result = piped("two\n", "-c", "--top-k", "9")
+    assert [message["content"] for message in engine.prompts[1]] == ["be kind", "one", "heard 'one'", "two"]
+    assert "(2 messages)\n> one\nheard 'one'\n" in result.stderr
+    (file,) = (data / "conversations").iterdir()
+    saved = read(file)
+    assert len(saved.messages) == 4
+    assert (saved.sampling["temperature"], saved.sampling["top_k"], saved.target) == (0.5, 9, "some/model")
+    piped("three\n", "--continue", "--system", "be brief", "--temperature", "0")
+    assert engine.prompts[2][0]["content"] == "be brief"
+    assert read(file).sampling["temperature"] == 0
+    piped("four\n", "--load", file, "--no-save")
+    assert len(engine.prompts[3]) == 8
+    assert len(read(file).messages) == 6
+
+
+def test_continuing_loads_the_model_of_the_conversation(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = []
+    monkeypatch.setattr("windfall.engine.loading.load", lambda target, *_, **__: targets.append(target) or engine)
+    piped("one\n", "--target", "some/model")
+    piped("two\n", "-c")
+    piped("three\n", "-c", "--target", "other/model")
+    assert targets == ["some/model", "some/model", "other/model"]
+
+
+def test_nothing_is_kept_with_no_save(engine: FakeEngine, data: Path) -> None:
+    assert piped("one\n", "--no-save").exit_code == 0
+    assert not data.exists()
+
+
+def test_without_a_data_folder_the_chat_goes_on(engine: FakeEngine, data: Path) -> None:
+    data.write_text("a file")
+    result = piped("one\n")
+    assert result.stdout == "heard 'one'\n"
+    assert "this conversation is not kept: cannot write to" in result.stderr
+
+
+def test_conversations_that_cannot_be_continued_are_refused(engine: FakeEngine, data: Path, tmp_path: Path) -> None:
+    assert refused("-c") == (
+        f"there is no conversation to continue in '{data}/conversations'; `windfall chat` starts one"
+    )
+    assert refused("-c", "--load", "a.json").startswith("--continue takes the last conversation, --load the one in")
+    piped("one\n")
+    (file,) = (data / "conversations").iterdir()
+    whole = file.read_text()
+    file.write_text(whole[:100])
+    assert refused("-c").startswith(f"'{file}' is not a saved conversation: it is not JSON")
+    file.write_text(whole.replace('"top_k": 0', '"top_k": -1'))
+    assert refused("--load", file) == f"'{file}': top_k must be 0 (off) or more, not -1"
+
+
+# ---- the command, at a terminal
+
+
+PROGRAM = """
+import fcntl, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # Ctrl-C at this terminal is for us
+from helpers.fake_engine import FakeEngine
+from windfall.engine import loading
+loading.load = lambda *_, **__: FakeEngine()
+loading.default_drafter = lambda target: "ngram"
+from windfall.cli import app
+app()
+"""
+READY = "\x1b[?2004h"  # the prompt asks the terminal to mark pasted text
+PASTE = "\x1b[200~{}\x1b[201~"
+UP, CONTROL_C, CONTROL_D = "\x1b[A", "\x03", "\x04"
+PATIENCE = 120.0  # seconds; only a broken chat takes as long
+
+
+class Terminal:
+    """A program at a pseudo-terminal."""
+
+    def __init__(self, *arguments: str) -> None:
+        pty = pytest.importorskip("pty")
+        self.master, slave = pty.openpty()
+        source = [str(Path(conversations.__file__).parents[2]), str(Path(__file__).parents[1])]
+        environment = {**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "PYTHONPATH": ":".join(source)}
+        command = [sys.executable, "-c", PROGRAM, *arguments]
+        streams = {"stdin": slave, "stdout": slave, "stderr": slave}
+        self.process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
+        os.close(slave)
+        self.seen = ""
+
+    def expect(self, *texts: str) -> None:
+        """Wait until these texts have come, one after the other."""
+        deadline = time.monotonic() + PATIENCE
+        for text in texts:
+            while text not in self.seen:
+                ready, _, _ = select.select([self.master], [], [], max(deadline - time.monotonic(), 0))
+                assert ready, f"no {text!r} in {self.seen!r}"
+                self.seen += os.read(self.master, 65536).decode()
+            self.seen = self.seen.partition(text)[2]
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+
+
+def test_a_terminal_with_pasted_code_history_and_control_c(data: Path) -> None:
+    code = "def f(x):\n\treturn x\n\n\n    # end\n"
+    terminal = Terminal("chat", "--policy", "none")
+    try:
+        terminal.expect("fake · drafter ngram · policy none", "/help lists the commands", READY)
+        terminal.type(PASTE.format(code.replace("\n", "\r")) + "\r")
+        terminal.expect(f"heard {code!r}", READY)
+        terminal.type("one\x1b\rtwo\r")
+        terminal.expect("heard 'one\\ntwo'", READY)
+        terminal.type(f"{UP}\r")
+        terminal.expect("heard 'one\\ntwo'", READY)
+        terminal.type('"""\rthree\r\r' + PASTE.format("four\r") + '"""\r')
+        terminal.expect("heard 'three\\n\\nfour'", READY)
+        terminal.type(PASTE.format('"""\rA module.\r"""') + "\r")
+        terminal.expect('heard \'"""\\nA module.\\n"""\'', READY)
+        terminal.type(f"gone{CONTROL_C}here\r")
+        terminal.expect("heard 'here'", READY)
+        terminal.type(f"{WAIT}\r")
+        terminal.expect("working")
+        terminal.type(CONTROL_C)
+        terminal.expect("interrupted", READY)
+        terminal.type("/sta\t\r")
+        terminal.expect("answer 7", READY)
+        terminal.type(CONTROL_D)
+        assert terminal.process.wait(PATIENCE) == 0
+    finally:
+        terminal.close()
+    saved = [message["content"] for message in read(conversations.last()).messages]
+    assert saved[0] == code
+    assert saved[-2:] == [WAIT, "working"]
+    assert "def f(x)" in (data / "history").read_text()

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from windfall.core.detokenizer import Detokenizer
+
+
+class ByteTokenizer:
+    """One token a byte, so that characters arrive in pieces."""
+
+    def __init__(self) -> None:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        self.inner = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+        self.inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self.inner.decoder = decoders.ByteLevel()
+
+    def decode(self, ids: list[int], **_: bool) -> str:
+        return self.inner.decode(ids)
+
+
+TOKENIZER = ByteTokenizer()
+
+
+def feed(text: str, stop: tuple[str, ...] = ()) -> tuple[list[str], bool]:
+    stream, pieces, stopped = Detokenizer(TOKENIZER, stop), [], False
+    for token in TOKENIZER.inner.encode(text).ids:
+        stopped = stream.push(token)
+        pieces.append(stream.take(final=stopped))
+        if stopped:
+            return pieces, True
+    pieces.append(stream.take(final=True))
+    return pieces, stopped
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=20))
+@settings(max_examples=60, deadline=None)
+def test_pieces_make_the_text_and_no_broken_characters(text: str) -> None:
+    pieces, _ = feed(text)
+    assert "".join(pieces) == TOKENIZER.decode(TOKENIZER.inner.encode(text).ids)
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "wanted"),
+    [
+        ("one two three", ("two",), "one "),
+        ("one two three", ("xyz", "o t"), "one tw"),
+        ("aaab", ("aab",), "a"),
+        ("grün ünd", ("ü",), "gr"),
+        ("never", ("zzz",), "never"),
+        ("half a sto", ("stop",), "half a sto"),
+    ],
+)
+def test_text_ends_before_the_first_stop_string(text: str, stop: tuple[str, ...], wanted: str) -> None:
+    pieces, stopped = feed(text, stop)
+    assert "".join(pieces) == wanted
+    assert stopped == (wanted != text)
+
+
+def test_nothing_is_shown_that_a_stop_string_takes_back() -> None:
+    stream = Detokenizer(TOKENIZER, ("STOP",))
+    shown = ""
+    for token in TOKENIZER.inner.encode("a STO STOP").ids:
+        ended = stream.push(token)
+        shown += stream.take(final=ended)
+        assert "a STO ".startswith(shown)
+    assert shown == "a STO "
+
+
+@given(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
+    st.lists(st.integers(1, 5), min_size=40, max_size=99),
+)
+@settings(max_examples=60, deadline=None)
+def test_several_tokens_at_once_show_as_much_as_one_by_one(text: str, sizes: list[int]) -> None:
+    ids, one, other = TOKENIZER.inner.encode(text).ids, Detokenizer(TOKENIZER), Detokenizer(TOKENIZER)
+    shown = taken = ""
+    for size in sizes:
+        chunk, ids = ids[:size], ids[size:]
+        for token in chunk:
+            one.push(token)
+            other.push(token)
+            shown += one.take(final=False)
+        taken += other.take()
+        assert taken == shown
+    assert taken + other.take(final=True) == shown + one.take(final=True)
+
+
+def test_what_never_becomes_text_is_not_tried_again_and_again() -> None:
+    class Counting(ByteTokenizer):
+        decoded = 0
+
+        def decode(self, ids: list[int], **_: bool) -> str:
+            self.decoded += 1
+            return super().decode(ids)
+
+    tokenizer = Counting()
+    stream, lead = Detokenizer(tokenizer), tokenizer.inner.encode("€").ids[0]
+    for _ in range(50):
+        for _ in range(4):
+            stream.push(lead)
+        assert stream.take() == ""
+    assert tokenizer.decoded <= 2 * 200 + 10

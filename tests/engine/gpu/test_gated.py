@@ -1,0 +1,169 @@
+"""Trees of likely nodes that grow on the device by bounds it has: those of `dynatree` and `fixed-tree`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from helpers.gpu import LENGTH, PRECISE, SAMPLINGS, drafter, paths
+from helpers.tiny import prompt, tiny
+from helpers.watching import PAIRS, both
+from windfall import registry
+from windfall.core.types import GpuOptions
+from windfall.costs.acceptance import Calibrator
+from windfall.engine.engine import Engine, Generation
+from windfall.engine.gpu.cycle import Cycle, Habit
+from windfall.engine.gpu.drafters import Sprouting
+from windfall.engine.gpu.plans import plan_of
+from windfall.engine.gpu.plans.gated import DynaTreePlan
+from windfall.engine.gpu.target import MOST
+from windfall.engine.gpu.transfer import PackedBuffer
+from windfall.kernels.gate import Bounds
+from windfall.kernels.top import MOST as MOST_CHILDREN
+from windfall.model.target import Target
+from windfall.policies.context import Context
+from windfall.policies.papers.dynatree import DynaTree
+from windfall.policies.papers.fixed_tree import FixedTree
+
+MIXED = {"history": "none", "base_depth": 2, "max_depth": 4, "sure": 0.5, "unsure": 0.2}  # all breadths happen
+DYNATREES: dict[str, dict[str, Any]] = {
+    "as it comes": {"history": "none"},
+    "mixed": {**MIXED, "rho_deep": 0.1},
+    "root": {**MIXED, "root_branching": True},
+    "wide": {**MIXED, "narrow": 2, "middle": 4, "wide": 3, "tau": 0.04, "rho_stop": 0.03, "rho_deep": 0.06},
+    "deep": {**MIXED, "root_branching": True, "base_depth": 4, "max_depth": 6, "rho_stop": 0.05, "unsure": 0.6},
+}
+FIXED_TREES: dict[str, dict[str, Any]] = {
+    "as it comes": {},
+    "shallow": {"depth": 0},
+    "narrow": {"depth": 5, "breadth": 1, "tau": 0.01},
+    "broad": {"depth": 3, "breadth": 4, "tau": 0.04},
+    "whole": {"depth": 3, "breadth": 3, "tau": 0.0},  # so few levels that no floor is needed
+}
+SETTINGS = [("dynatree", own) for own in DYNATREES.values()] + [("fixed-tree", own) for own in FIXED_TREES.values()]
+
+
+def verify_the_same(wanted: Generation, found: Generation, deepest: int) -> list[Any]:
+    """Cycle by cycle, but for the last ones; returns those of the device. What the host drafts and does not verify,
+    the device leaves out."""
+    said, compared = 0, []
+    for one, other in zip(wanted.steps, found.steps, strict=False):
+        if LENGTH - said <= deepest:  # the device does not know how much room is left
+            break
+        assert paths(one.tree) == paths(other.tree) == paths(other.drafted)
+        assert one.draft_passes == other.draft_passes
+        said += len(one.tokens)
+        compared.append(other)
+    assert len(compared) > 1
+    return compared
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "early"),
+    [
+        *((*each, True) for each in SETTINGS),
+        ("dynatree", DYNATREES["root"], False),
+        ("fixed-tree", FIXED_TREES["broad"], False),
+    ],
+)
+def test_the_device_verifies_the_same(
+    name: str, settings: dict[str, Any], early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether or not, one pair of models after the other, passes are launched before the plan is asked."""
+    passes: set[int] = set()
+    breadths: set[int] = set()
+    for turn, (family, kind) in enumerate(PAIRS):
+        at_once = early == (turn % 2 == 0)
+        monkeypatch.setattr(Habit, "likely", lambda self, level, at_once=at_once: at_once)
+        own = registry.policy(name, **settings)
+        plan = plan_of(own)
+        assert plan is not None
+        for step in verify_the_same(*both(family, kind, own), plan.passes):
+            passes.add(step.draft_passes)
+            breadths.update(count for node, count in Counter(step.tree.parents.tolist()).items() if node > 0)
+    if isinstance(own, DynaTree):
+        assert len(passes) > 2 and breadths >= {own.narrow, own.wide}
+        assert own.middle in breadths or own.unsure > own.sure
+    else:
+        assert isinstance(own, FixedTree)
+        assert breadths == ({own.breadth} if own.depth else set())
+        assert len(passes) > 2 or min(own.depth, own.tau) == 0
+
+
+@pytest.mark.parametrize(("sampling", "coupled"), [("warm", True), ("warm", False), ("nucleus", True)])
+@pytest.mark.parametrize(("name", "settings"), [("dynatree", DYNATREES["root"]), ("fixed-tree", FIXED_TREES["broad"])])
+def test_sampling(
+    name: str, settings: dict[str, Any], sampling: str, coupled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Calibrator, "_fit_kappa", lambda self, *given: None)  # the device hears of it a cycle later
+    own = registry.policy(name, **settings)
+    verify_the_same(*both("llama", "lm", own, coupled, **SAMPLINGS[sampling]), deepest=4)
+
+
+def test_the_device_hears_of_the_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every change, and of nothing else."""
+    heard: list[Bounds] = []
+    meant: list[Bounds] = []
+    begin, brief = Cycle.open, DynaTreePlan.brief
+
+    def opened(self: Cycle, sprouting: Sprouting) -> None:
+        assert self.bounds is not None
+        heard.append(Bounds(*self.bounds.tolist()))
+        begin(self, sprouting)
+
+    def briefed(self: DynaTreePlan, terms: PackedBuffer, ctx: Context) -> None:
+        meant.append(self.bounds)
+        brief(self, terms, ctx)
+
+    sent, send = [], PackedBuffer.send
+    monkeypatch.setattr(Cycle, "open", opened)
+    monkeypatch.setattr(DynaTreePlan, "brief", briefed)
+    monkeypatch.setattr(PackedBuffer, "send", lambda self: (sent.append("bounds" in self.host), send(self)))
+    for history in ("paper", "none"):
+        meant.clear(), heard.clear(), sent.clear()
+        both("llama", "lm", registry.policy("dynatree", history=history))
+        assert len(meant) == len(heard) > 3
+        assert all(one == pytest.approx(other) for one, other in zip(meant, heard, strict=True))
+        assert sum(sent) == sum(one != other for one, other in zip(meant, [None, *meant], strict=False))
+        assert (len(set(meant)) > 3) == (history == "paper")
+
+
+def test_texts_of_one_engine_share_a_history() -> None:
+    """Where the policy says so: the second text begins with what the first one taught."""
+    own = registry.policy("dynatree", history="release")
+    assert isinstance(own, DynaTree)
+    made = Engine(Target(tiny(dtype=PRECISE)), drafter("lm"), own, launch=GpuOptions(True))
+    for seed in range(6):
+        made.generate(prompt(seed=seed), max_new_tokens=6, eos=())
+    assert made.fallback == "" and own.steering.depth < own.base_depth and len(own.steering.recent) == 6
+
+
+def test_what_has_a_plan() -> None:
+    wide = {"depth": 4, "nodes": MOST - 1}
+    for name, settings, rows, width in (
+        ("dynatree", {}, 161, 10),
+        ("dynatree", {"root_branching": True}, 190, 10),
+        ("dynatree", {"nodes": 160}, 161, 10),
+        ("fixed-tree", {}, 191, 10),
+        ("fixed-tree", {"nodes": 190}, 191, 10),
+        ("fixed-tree", {"tau": 0.0, "depth": 4}, 122, 27),
+    ):
+        plan = plan_of(registry.policy(name, **settings))
+        assert plan is not None and (plan.rows, plan.width) == (rows, width)
+        assert max(plan.sizes()) == rows and len(list(plan.sizes())) < 13
+        for drafted in range(1, rows):
+            plan._drafted = drafted  # type: ignore[attr-defined]
+            size, _ = plan.verified(1)
+            assert size in plan.sizes() and drafted < size <= max(2 * drafted, 4)
+    for name, settings in (
+        ("dynatree", {"nodes": 159}),  # the largest tree could be cut off
+        ("dynatree", {"tau": 0.0, "rho_stop": 0.0}),
+        ("fixed-tree", {"nodes": 189}),
+        ("fixed-tree", {"tau": 0.0}),
+        ("fixed-tree", {"breadth": MOST_CHILDREN + 1, "depth": 1}),
+        ("fixed-tree", {**wide, "breadth": 2, "depth": 7, "tau": 0.03}),  # 33 nodes in a pass
+    ):
+        assert plan_of(registry.policy(name, **settings)) is None, settings
+    assert plan_of(registry.policy("fixed-tree", **{**wide, "breadth": 2, "depth": 6, "tau": 0.03})) is not None

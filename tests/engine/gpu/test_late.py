@@ -1,0 +1,120 @@
+"""A device may begin its work long after the host has asked for it. Here it does so as late as it can: whatever the
+host reads before it has waited, or writes before it was copied, shows. (Elsewhere it works at once: the other extreme.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.gpu import LEARNING, ON_DEVICE, engine, paths
+from helpers.tiny import prompt
+from helpers.watching import policy as watching
+from windfall import registry
+from windfall.costs.acceptance import Calibrator
+from windfall.engine.engine import Generation
+from windfall.engine.gpu.cycle import Cycle, Habit
+from windfall.engine.gpu.graphs import GraphCache
+from windfall.engine.gpu.mailbox import Mailbox
+from windfall.engine.gpu.pipeline import Mark
+from windfall.engine.gpu.transfer import PackedBuffer
+
+SHAPED: dict[str, dict[str, Any]] = {"static": {}, "sequoia": {"nodes": 16, "depth": 4}}
+
+
+class Device:
+    """Does what it was asked for, in order: at once or, where it is late, when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.asked: list[Callable[[], None]] = []
+        self.done = 0
+        self.late, self.at_once = False, True
+        self.waits = 0
+
+    def do(self, work: Callable[[], None]) -> None:
+        work() if self.at_once else self.asked.append(work)
+
+    def until(self, moment: int) -> None:
+        self.waits += self.done < moment
+        before, self.at_once = self.at_once, True
+        while self.done < moment:
+            self.asked[self.done]()
+            self.done += 1
+        self.at_once = before
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """It is under parcels, which have memory of their own on either side, recorded work and marks; prompts it reads at
+    once."""
+    device = Device()
+
+    def asked(owner: type, name: str) -> None:
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda self, *given: device.do(lambda: real(self, *given)))
+
+    for owner, name in ((PackedBuffer, "send"), (PackedBuffer, "tell"), (Cycle, "limit")):
+        asked(owner, name)
+    lay, start = PackedBuffer._lay, Cycle.start
+
+    def apart(self: PackedBuffer, there: torch.Tensor, *given: Any) -> None:
+        lay(self, there, *given)
+        self._here = torch.zeros_like(there)
+        self.host = self.read(self._here)
+
+    def begin(self: Cycle, text: list[int]) -> None:
+        device.until(len(device.asked))
+        device.at_once = True
+        start(self, text)
+        device.at_once = not device.late
+
+    def note(self: Mark, stream: Any) -> Mark:
+        self.moment = len(device.asked)  # type: ignore[attr-defined]
+        return self
+
+    monkeypatch.setattr(PackedBuffer, "_lay", apart)
+    monkeypatch.setattr(Cycle, "start", begin)
+    monkeypatch.setattr(Mark, "set", note)
+    monkeypatch.setattr(Mark, "wait", lambda self: device.until(self.moment))
+    monkeypatch.setattr(Mark, "passed", lambda self: self.moment <= device.done)
+    monkeypatch.setattr(Mailbox, "_give_way", lambda self, *given: device.until(device.done + 1))
+    monkeypatch.setattr(GraphCache, "run", lambda self, key, work: device.do(work))
+    return device
+
+
+def texts(name: str, folder: Path) -> list[Generation]:
+    """Three of one engine, the second of which is left unfinished."""
+    made = engine("llama", "eagle3", "beam", graphs=True, coupled=False)
+    known = {**ON_DEVICE, **LEARNING, **SHAPED}
+    made.policy = registry.policy(name, **known[name]) if name in known else watching(name, folder)
+    ways: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 2}]
+    first = made.generate(prompt(), max_new_tokens=16, eos=(), **ways[0])
+    next(made.stream(prompt(7, seed=1), max_new_tokens=16, eos=(), **ways[1]))
+    assert made.fallback == ""
+    return [first, made.generate(prompt(9, seed=2), max_new_tokens=16, eos=(), **ways[1])]
+
+
+@pytest.mark.parametrize(
+    ("name", "early"),
+    [
+        *((name, False) for name in (*ON_DEVICE, *LEARNING, *SHAPED, "svip", "c2t", "ltd-entropies")),
+        *((name, True) for name in ("ddd", "gt", "svip", "dynatree", "ltd-entropies")),
+    ],
+)
+def test_nothing_is_touched_before_its_time(
+    name: str, early: bool, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Habit, "likely", lambda self, level: early)
+    monkeypatch.setattr(Calibrator, "pace", lambda self, *given: None)  # which goes by the clock
+    wanted = texts(name, tmp_path)
+    device.late = True
+    found = texts(name, tmp_path)
+    assert device.waits > 8 and device.done < len(device.asked), "it was late, and is"
+    for one, other in zip(wanted, found, strict=True):
+        assert one.token_ids == other.token_ids
+        assert [paths(step.drafted) for step in one.steps] == [paths(step.drafted) for step in other.steps]
+        assert [paths(step.tree) for step in one.steps] == [paths(step.tree) for step in other.steps]

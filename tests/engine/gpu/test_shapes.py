@@ -1,0 +1,88 @@
+"""Trees of known form on fixed buffers: the same texts, passes and rows as where the host lays them out."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from helpers.cli import character_tokenizer
+from helpers.gpu import LENGTH, PRECISE, drafter, paths
+from helpers.tiny import prompt, tiny
+from windfall import registry
+from windfall.core.types import GpuOptions
+from windfall.engine.engine import Engine, Generation
+from windfall.engine.gpu.plans import plan_of
+from windfall.engine.gpu.plans.shapes import APART
+from windfall.model.target import Target
+from windfall.policies.static import SHAPES, Static
+from windfall.policies.static_trees import Shape
+
+POLICIES: list[tuple[str, dict[str, Any]]] = [
+    ("static", {}),
+    ("static", {"shape": "medusa"}),
+    ("static", {"shape": "[[0],[3],[0,0],[3,1],[3,1,2]]"}),
+    ("specinfer", {"widths": "1,3,2,1"}),
+    ("sequoia", {"nodes": 16, "depth": 4}),
+    ("sequoia", {"nodes": 20, "depth": 5, "sizing": "largest"}),
+    ("gt-static", {"c": 0.05, "cap": 5}),
+]
+
+
+def generate(policy: Any, kind: str, graphs: bool, **sampling: Any) -> tuple[Generation, Engine]:
+    target = Target(tiny("llama", dtype=PRECISE), character_tokenizer())
+    engine = Engine(target, drafter(kind), policy, True, launch=GpuOptions(graphs))
+    return engine.generate(prompt(), max_new_tokens=LENGTH, eos=(), **sampling), engine
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "lm"])
+@pytest.mark.parametrize(("name", "settings"), POLICIES)
+def test_the_device_has_the_same_trees(name: str, settings: dict[str, Any], kind: str) -> None:
+    wanted, _ = generate(registry.policy(name, **settings), kind, False)
+    found, engine = generate(registry.policy(name, **settings), kind, True)
+    assert engine.fallback == "" and found.token_ids == wanted.token_ids
+    said = compared = 0
+    for one, other in zip(wanted.steps, found.steps, strict=False):
+        if LENGTH - said <= 8:  # the device does not know how much room is left
+            break
+        assert paths(one.tree) == paths(other.tree) and one.draft_passes == other.draft_passes
+        said, compared = said + len(one.tokens), compared + 1
+    assert compared > 2
+
+
+def test_noise_changes_no_text() -> None:
+    wanted, _ = generate(Static(), "eagle3", False, temperature=1.0, seed=3)
+    found, engine = generate(Static(), "eagle3", True, temperature=1.0, seed=3)
+    assert engine.fallback == "" and found.token_ids == wanted.token_ids
+
+
+class Moody(Static):
+    """Another tree for every cycle."""
+
+    def layout(self, ctx: Any) -> Shape:
+        self.turn = getattr(self, "turn", 0) + 1
+        return (SHAPES["eagle-1"], SHAPES["medusa"])[self.turn % 2]
+
+    @property
+    def most(self) -> tuple[int, int, int]:
+        return 5, 10, 64
+
+
+def test_a_form_may_change_but_not_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from windfall.engine.gpu import plans
+
+    monkeypatch.setitem(plans.PLANS, Moody, plans.ShapePlan)
+    wanted, _ = generate(Static(), "eagle3", False)
+    found, engine = generate(Moody(), "eagle3", True)
+    assert engine.fallback == "" and found.token_ids == wanted.token_ids
+    sizes = [len(step.tree) for step in found.steps]
+    changes = [turn for turn, (one, two) in enumerate(pairwise(sizes)) if one != two]
+    assert set(sizes) == {26, 64} and all(b - a > APART for a, b in pairwise(changes))
+
+
+def test_wide_forms_stay_with_the_host() -> None:
+    assert plan_of(registry.policy("static", shape=str([[i] for i in range(20)]))) is None  # the kernel takes 16
+    wanted, _ = generate(registry.policy("specinfer", widths="5,5,2"), "eagle3", False)
+    found, engine = generate(registry.policy("specinfer", widths="5,5,2"), "eagle3", True)
+    assert engine.fallback and found.token_ids == wanted.token_ids

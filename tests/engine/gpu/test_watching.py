@@ -1,0 +1,179 @@
+"""Plans that watch the tree grow decide what their policies decide: same trees, same texts, on fixed buffers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.gpu import LENGTH, ON_DEVICE, PRECISE, SAMPLINGS, Replayed, drafter, paths, same_trees
+from helpers.ltd import random_pair
+from helpers.tiny import prompt, tiny
+from helpers.watching import MISSING, NETWORKS, PAIRS, both, policy
+from windfall import registry
+from windfall.core.types import GpuOptions
+from windfall.costs.acceptance import Calibrator
+from windfall.engine.engine import Engine
+from windfall.engine.gpu.cycle import Cycle, Habit
+from windfall.engine.gpu.drafters import Sprouting
+from windfall.engine.gpu.graphs import GraphCache
+from windfall.engine.gpu.plans import plan_of
+from windfall.engine.gpu.plans.ltd import LTDPlan
+from windfall.engine.gpu.target import MOST
+from windfall.model.target import Target
+from windfall.policies.papers import ltd
+from windfall.policies.papers.ltd import LTD, Pair, View
+
+WATCHING = ["svip", "disco", "specdecpp", "c2t", "c2t-entropy", *NETWORKS]
+
+
+@pytest.mark.parametrize("name", WATCHING)
+def test_plans_decide_as_their_policies(name: str, tmp_path: Path) -> None:
+    depths: set[int] = set()
+    for family, kind in PAIRS if name not in MISSING else PAIRS[:1]:
+        wanted, found = both(family, kind, policy(name, tmp_path))
+        same_trees(wanted, found, deepest=6)
+        depths |= {step.draft_passes for step in found.steps}
+    assert len(depths) > 1 or name in MISSING, "decisions that are all the same show little"
+
+
+@pytest.mark.parametrize(("sampling", "coupled"), [("warm", True), ("warm", False), ("nucleus", True)])
+@pytest.mark.parametrize("name", ["svip", "disco", "specdecpp", "c2t", "c2t-entropy", "ltd", "ltd-release"])
+def test_sampling(name: str, sampling: str, coupled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How sharp the drafter is taken to be stays as it is: the device hears of it a cycle later than the host."""
+    monkeypatch.setattr(Calibrator, "_fit_kappa", lambda self, *given: None)
+    wanted, found = both("llama", "lm", policy(name, tmp_path), coupled, **SAMPLINGS[sampling])
+    same_trees(wanted, found, deepest=6)
+
+
+@pytest.mark.parametrize(("seconds", "wanted"), [(0.1, False), (1e-3, False), (6e-5, True)])
+def test_a_pass_is_launched_unasked_where_waiting_costs_more(seconds: float, wanted: bool) -> None:
+    """Two of three cycles went on: enough for a pass that takes no longer than a wait for it, not for a long one."""
+    habit = Habit()
+    habit.weigh(seconds)
+    for cycle in range(300):
+        habit.note(3, cycle % 3 > 0)
+    assert habit.likely(3) == wanted and not habit.likely(4)
+    for _ in range(100):
+        habit.note(3, True)
+    assert habit.likely(3)
+
+
+@pytest.mark.parametrize("name", ["ddd", "gt", "svip", "c2t", "ltd-padded"])
+def test_passes_that_did_not_wait_leave_no_trace(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a pass is launched before the plan is asked changes no tree."""
+    launched = {True: 0, False: 0}
+    expand = Cycle.expand
+    for early in launched:
+
+        def counted(self: Cycle, sprouting: Sprouting, early: bool = early) -> None:
+            launched[early] += 1
+            expand(self, sprouting)
+
+        monkeypatch.setattr(Cycle, "expand", counted)
+        monkeypatch.setattr(Habit, "likely", lambda self, level, early=early: early)
+        own = registry.policy(name, **ON_DEVICE[name]) if name in ON_DEVICE else policy(name, tmp_path)
+        wanted, found = both(*(("qwen3", "eagle") if name == "ltd-padded" else ("llama", "eagle3")), own)
+        same_trees(wanted, found, deepest=6)
+    assert launched[True] > launched[False]
+
+
+@pytest.mark.parametrize("name", [*WATCHING, "ddd", "salf"])
+def test_no_cycle_waits_for_a_recording(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is recorded beforehand has room: also where the plan is asked after its last pass, or the one before."""
+    monkeypatch.setattr(GraphCache, "_record", lambda self, key, work: self.graphs.update({key: Replayed(work)}))
+    short = {"ddd": {"depth": 5, "k": 4, "nodes": 12, "checks": "4,5"}, "salf": {"k": 4, "width": 4, "cap": 3}}
+    own = registry.policy(name, **short[name]) if name in short else policy(name, tmp_path)
+    target = Target(tiny("llama", dtype=PRECISE))
+    made = [Engine(target, drafter("eagle3"), own, launch=GpuOptions(graphs)) for graphs in (False, True)]
+    assert made[1].resident is not None
+    made[1].resident.judge.recorder.enabled = True
+    found = [each.generate(prompt(), max_new_tokens=LENGTH, eos=()) for each in made]
+    assert made[1].fallback == "" and found[0].token_ids == found[1].token_ids
+    assert not any(step.recorded for step in found[1].steps)
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("settings", [{}, {"th": 0.2, "nodes": 12}, {"th": 0.0, "nodes": 9, "width": 3, "cap": 5}])
+def test_salf_verifies_the_same(settings: dict[str, Any], early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device drafts children that cannot matter, too; passes and what is verified are the policy's."""
+    monkeypatch.setattr(Habit, "likely", lambda self, level: early)
+    passes: set[int] = set()
+    for family, kind in PAIRS:
+        wanted, found = both(family, kind, registry.policy("salf", **{"k": 4, "width": 4, "cap": 6, **settings}))
+        said = compared = 0
+        for one, other in zip(wanted.steps, found.steps, strict=False):
+            if LENGTH - said <= 6:  # the device does not know how much room is left
+                break
+            assert paths(one.tree) == paths(other.tree) and one.draft_passes == other.draft_passes
+            assert set(paths(one.drafted)) <= set(paths(other.drafted))
+            said, compared = said + len(one.tokens), compared + 1
+            passes.add(one.draft_passes)
+        assert compared > 3
+    assert len(passes) > 1
+
+
+@pytest.mark.parametrize("name", ["ltd", "ltd-padded", "ltd-release", "ltd-entropies"])
+def test_ltd_sees_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only decides the same: scores in the order that the networks know, the text's true length, entropies."""
+    views: list[View] = []
+    for asked in ("stops", "nodes"):
+
+        def noted(self: Pair, view: View, known: Any = getattr(Pair, asked)) -> Any:
+            views.append(view._replace(scores=view.scores.copy(), entropy=view.entropy.copy()))
+            return known(self, view)
+
+        monkeypatch.setattr(Pair, asked, noted)
+    for family, kind in (("llama", "eagle3-pruned"), ("gpt-neox", "itself")):
+        own, views[:] = policy(name, tmp_path), []
+        assert isinstance(own, LTD)
+        target, seen = Target(tiny(family, dtype=PRECISE)), []
+        for graphs in (False, True):
+            made = Engine(target, drafter(kind), own, launch=GpuOptions(graphs))
+            made.generate(prompt(), max_new_tokens=LENGTH, eos=())
+            rules = own.pair.rules
+            seen.append([view for view in views if view.length < LENGTH and rules.asks(view.depth)])
+            views.clear()
+        assert len(seen[0]) > 5 and len({view.length for view in seen[0]}) > 2
+        for one, other in zip(*seen, strict=False):
+            assert one[1:3] == other[1:3]
+            scores = [np.sort(view.scores) if rules.layout == "ranked" else view.scores for view in (one, other)]
+            assert scores[0] == pytest.approx(scores[1][-len(scores[0]) :], abs=1e-5)
+            assert one.entropy == pytest.approx(other.entropy, abs=1e-5)
+
+
+def test_the_shipped_policies_have_plans() -> None:
+    for name in ("ltd", "svip", "disco", "specdecpp", "c2t", "salf", "dynatree", "fixed-tree"):
+        assert plan_of(registry.policy(name)) is not None
+    keys = {plan.key for beta in (0.1, 0.2) if (plan := plan_of(registry.policy("c2t", beta=beta)))}
+    assert len(keys) == 2, "recorded work has its threshold inside"
+    plan = plan_of(registry.policy("ltd"))
+    assert isinstance(plan, LTDPlan) and plan.rows <= MOST
+    assert plan_of(registry.policy("beam", nodes=MOST + 1)) is None
+
+
+def test_a_large_tree_is_verified_on_fixed_buffers(tmp_path: Path) -> None:
+    """LTD's sizes go to 240 nodes."""
+    ltd.save(random_pair(5, k=10, forced=4, max_depth=5), tmp_path, {})
+    own = registry.policy("ltd", path=str(tmp_path))
+    wanted, found = both("llama", "lm", own)
+    same_trees(wanted, found, deepest=5)
+    assert max(len(step.tree) for step in found.steps) > 128
+
+
+def test_policies_can_be_made_to_decide_on_the_host(tmp_path: Path) -> None:
+    for name in ("beam", "svip", "ltd"):
+        own = registry.policy(name, **ON_DEVICE[name]) if name in ON_DEVICE else policy(name, tmp_path)
+        target = Target(tiny(dtype=PRECISE))
+        made = [Engine(target, drafter("lm"), own, launch=GpuOptions(True, plans=plans)) for plans in (True, False)]
+        texts = [each.generate(prompt(), max_new_tokens=LENGTH, eos=()).token_ids for each in made]
+        assert texts[0] == texts[1]
+        assert [each.fallback for each in made] == ["", "its policy decides on the host"]
+
+
+def test_steps_tell_what_decisions_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Habit, "likely", lambda self, level: False)
+    _, found = both("llama", "lm", policy("ltd", tmp_path))
+    assert all(step.seconds.policy > 0 and step.seconds.draft > 0 for step in found.steps)

@@ -1,0 +1,80 @@
+"""The embedded 135M model, as a user meets it. Few tests: each pass takes its tenth of a second."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import windfall
+from windfall import registry
+from windfall.checkpoints import bundled
+from windfall.cli import app
+from windfall.engine.engine import Engine
+from windfall.heads.formats import AUX
+from windfall.heads.loading import find_head
+from windfall.heads.probe import HeadWarning
+from windfall.model.target import Target
+
+pytestmark = pytest.mark.slow
+LIMERICK = "Write a limerick about trees."
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    torch.set_num_threads(2)
+    return windfall.load(policy="none").target
+
+
+def test_greedy_is_transformers_own(target: Target) -> None:
+    engine = Engine(target, registry.drafter("ngram"), registry.policy("beam"))
+    ids = engine.encode(LIMERICK)
+    inputs = torch.tensor([ids])
+    wanted = target.model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=24)[
+        0, len(ids) :
+    ]
+    assert engine.generate(LIMERICK, max_new_tokens=24).token_ids == wanted.tolist()
+
+
+def test_sampled_text_does_not_depend_on_the_draft(target: Target) -> None:
+    texts = set()
+    for drafter, policy in (("ngram", "none"), ("ngram", "beam"), ("self", "fixed-tree"), ("lm", "chain")):
+        engine = Engine(target, registry.drafter(drafter), registry.policy(policy))
+        generation = engine.generate(LIMERICK, max_new_tokens=16, temperature=0.8, top_p=0.95, seed=11)
+        texts.add(tuple(generation.token_ids))
+    assert len(texts) == 1
+    assert generation.stats.tau > 1.2  # the small model that comes along
+
+
+def test_stop_string(target: Target) -> None:
+    engine = Engine(target, registry.drafter("ngram"), registry.policy("beam"))
+    whole = engine.generate(LIMERICK, max_new_tokens=20)
+    stop = whole.text.split()[6]
+    cut = engine.generate(LIMERICK, max_new_tokens=20, stop=(stop,))
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert cut.finish_reason == "stop"
+    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+
+
+def test_a_head_that_names_the_wrong_layers_is_still_read_right(target: Target, tmp_path: Path) -> None:
+    """Its guesses are right often enough with the layers before them too: 33% instead of 42%."""
+    folder = shutil.copytree(bundled.FOLDER / "smollm2-135m-instruct", tmp_path / "head")
+    config = json.loads((folder / "config.json").read_text())
+    taps = config[AUX]
+    del config["eagle_config"], config["norm_output"]
+    (folder / "config.json").write_text(json.dumps({**config, AUX: [tap - 1 for tap in taps]}))
+    with pytest.warns(HeadWarning, match="something else than it says; chosen: taps 2/15/27, which agrees"):
+        head = find_head(folder, target)
+    assert list(head.config.taps) == taps and not head.config.flag("norm_output")
+
+
+def test_the_command_line_compares() -> None:
+    run = CliRunner().invoke(app, ["generate", LIMERICK, "--compare", "--json", "--max-new-tokens", "12"])
+    assert run.exit_code == 0, run.output
+    result = json.loads(run.stdout)
+    assert result["equal"] is True
+    assert result["token_ids"] == result["plain"]["token_ids"]

@@ -1,0 +1,67 @@
+"""Exact passes: in half precision, too, a row of a tree is rounded as plain decoding rounds it.
+
+Matrix products are the libraries' own, and off a GPU their rounding may depend on a row's place. So here they are
+replaced by sums whose order nothing changes; tests/gpu holds the same with the GPU's products.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from helpers.exact import POLICIES, check_rows, check_texts
+from helpers.random_heads import random_head
+from helpers.tiny import prompt, tiny
+from windfall import registry
+from windfall.core.types import GpuOptions, InputError
+from windfall.drafters.feature_head import FeatureHeadDrafter
+from windfall.drafters.lm import LMDrafter
+from windfall.engine.engine import Engine
+from windfall.model.target import Target
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    made = (x[:, None].float() * weight.float()).sum(-1).to(x.dtype)
+    return made if bias is None else made + bias
+
+
+@pytest.fixture(autouse=True)
+def steady_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windfall.engine.gpu.llama.F", SimpleNamespace(linear=product, embedding=F.embedding))
+
+
+def model(dtype: torch.dtype = torch.bfloat16) -> Any:
+    """One that looks at all of its text alike, so that every sum is one of many terms."""
+    made = tiny(dtype=dtype, max_position_embeddings=1024)
+    with torch.no_grad():
+        for layer in made.model.layers:
+            layer.self_attn.q_proj.weight.div_(30)
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])  # fp32 shows every rounding
+@pytest.mark.parametrize(("length", "size"), [(9, 12), (62, 64), (255, 20), (254, 100)])
+def test_rows_of_a_tree_are_those_of_plain_decoding(length: int, size: int, dtype: torch.dtype) -> None:
+    check_rows(model(dtype), length, size)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_texts_are_those_of_plain_decoding(policy: str) -> None:
+    assert check_texts(model(), policy, None, (60, 250), 24) > 1.5
+
+
+def test_texts_behind_a_head_and_sampled() -> None:
+    head = FeatureHeadDrafter(random_head().to(torch.bfloat16))
+    check_texts(model(), "beam", head, (60,), 16, temperature=1.0, top_p=0.9, seed=5)
+
+
+def test_only_what_can_be_exact() -> None:
+    made = Engine(Target(tiny("gpt-neox")), LMDrafter(), registry.policy("beam"), launch=GpuOptions(True, exact=True))
+    for _ in range(2):  # it does not give in the second time
+        with pytest.raises(InputError, match="exact passes are for models with Llama's skeleton"):
+            made.generate(prompt(), max_new_tokens=4)

@@ -1,0 +1,69 @@
+"""Checks of texts and rows in the exact mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from helpers.kernels import random_tree
+from helpers.tiny import VOCABULARY, prompt
+from windfall import registry
+from windfall.core.tree import DraftTree
+from windfall.core.types import GpuOptions
+from windfall.drafters.base import Drafter
+from windfall.drafters.lm import LMDrafter
+from windfall.engine.engine import Engine
+from windfall.engine.gpu.graphs import GraphCache
+from windfall.engine.gpu.host_policy import GraphTarget
+from windfall.engine.gpu.target import GpuTarget
+from windfall.model.target import Target
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "beam": {"depth": 4, "k": 4, "nodes": 12},
+    "auto": {},
+    "opt-tree": {"nodes": 16, "depth": 5},
+    "large": {"depth": 5, "k": 8, "nodes": 100},  # more rows than one pass has
+}
+
+
+def engine(target: Any, policy: str, drafter: Drafter | None = None, exact: bool = True) -> Engine:
+    name = "beam" if policy == "large" else policy
+    chosen = registry.policy(name, **POLICIES.get(policy, {}))
+    return Engine(Target(target), drafter or LMDrafter(), chosen, launch=GpuOptions(True, exact=exact))
+
+
+def seat(target: Any) -> GraphTarget:
+    device = next(target.parameters()).device
+    return GraphTarget(GpuTarget(target, (), GraphCache(device), GpuOptions(True, exact=True)))
+
+
+@torch.inference_mode()
+def check_rows(target: Any, length: int, size: int) -> None:
+    """All rows on the way to the deepest node of a tree give the logits of plain decoding, to the bit."""
+    tree = random_tree(size, seed=size, width=VOCABULARY)
+    text = prompt(length, seed=length)
+    seated, plain = seat(target), seat(target)
+    for each in (seated, plain):
+        each.prefill([text])
+    (found,) = seated.score([tree])
+    path = tree.mask()[tree.depth.argmax()].nonzero()[:, 0]
+    assert len(path) > 3
+    for row in path.tolist():
+        (alone,) = plain.score([DraftTree.root(int(tree.tokens[row]))])
+        assert torch.equal(alone.logits[0], found.logits[row]), int(tree.depth[row])
+        plain.commit([torch.tensor([0])])
+
+
+def check_texts(
+    target: Any, policy: str, drafter: Drafter | None, lengths: tuple[int, ...], new: int, **sampling: Any
+) -> float:
+    """The same texts as plain decoding's; returns how many tokens a cycle gave."""
+    asked = {"max_new_tokens": new, "eos": (), **sampling}
+    plain, made = engine(target, "none", drafter), engine(target, policy, drafter)
+    tau = 0.0
+    for length in lengths:
+        wanted, found = (each.generate(prompt(length, seed=length), **asked) for each in (plain, made))
+        assert found.token_ids == wanted.token_ids
+        tau += found.stats.tau / len(lengths)
+    return tau

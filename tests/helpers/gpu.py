@@ -1,0 +1,97 @@
+"""The GPU engine on a CPU: engines, settings and comparisons of its trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from helpers.cli import character_tokenizer
+from helpers.random_heads import random_head
+from helpers.tiny import tiny
+from windfall import registry
+from windfall.core.tree import DraftTree
+from windfall.core.types import GpuOptions
+from windfall.drafters.base import Drafter
+from windfall.drafters.feature_head import FeatureHeadDrafter
+from windfall.drafters.lm import LMDrafter
+from windfall.engine.engine import Engine, Generation
+from windfall.model.target import Target
+
+LENGTH = 20
+
+
+PRECISE = torch.float64  # random heads magnify rounding so far that float32 trees differ deep down
+
+
+ON_DEVICE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "beam": {"depth": 4, "k": 4, "nodes": 12},
+    "ddd": {"depth": 6, "k": 4, "nodes": 20, "checks": "2,3", "threshold": -0.5},
+    "gt": {"k": 4, "nodes": 20, "c": 0.1, "cap": 6},
+    "chain": {"depth": 4},
+}
+
+
+WARY = {"depth": 4, "confidence": 1e-6}  # of a chain that decides on the host
+
+
+LEARNING: dict[str, dict[str, Any]] = {"gammatune": {"depth": 5, "k": 4, "nodes": 20}, "auto": {}, "dynatree": {}}
+
+
+WATCHING: dict[str, dict[str, Any]] = {"svip": {"depth": 5, "k": 4, "nodes": 20}}  # more in test_resident_watching.py
+
+
+ON_HOST: dict[str, dict[str, Any]] = {
+    "salf": {"k": None},
+    "talon": {"nodes": 20},
+    "fixed-tree": {"nodes": 20},
+    "wary": WARY,
+    "opt-tree": {"nodes": 16, "depth": 5},
+    "optimal": {"nodes": 150, "width": 8, "steps": 6},  # expands more than STEP nodes
+}
+
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "warm": {"temperature": 1.0, "seed": 3},
+    "nucleus": {"temperature": 0.8, "seed": 4, "top_p": 0.9},
+    "penalty": {"temperature": 1.0, "seed": 5, "repetition_penalty": 1.2},
+}
+
+
+def drafter(kind: str) -> Drafter:
+    if kind == "lm":
+        return LMDrafter(tiny("llama", seed=1, dtype=PRECISE, num_hidden_layers=2))
+    return LMDrafter() if kind == "itself" else FeatureHeadDrafter(random_head(kind))
+
+
+def engine(family: str, kind: str, policy: str, graphs: bool, coupled: bool = True, **changes: Any) -> Engine:
+    known = {**ON_DEVICE, **LEARNING, **WATCHING, **ON_HOST}
+    name, settings = ("chain", WARY) if policy == "wary" else (policy, known[policy])
+    target = Target(tiny(family, dtype=PRECISE, **changes), character_tokenizer())
+    return Engine(target, drafter(kind), registry.policy(name, **settings), coupled, launch=GpuOptions(graphs))
+
+
+def paths(tree: DraftTree) -> list[tuple[int, ...]]:
+    return sorted(tuple(tree.tokens[torch.tensor(tree.path(node))].tolist()) for node in range(len(tree)))
+
+
+def same_trees(wanted: Generation, found: Generation, deepest: int) -> None:
+    """Cycle by cycle, but for the last ones: the device does not know how much room is left."""
+    said = compared = 0
+    for one, other in zip(wanted.steps, found.steps, strict=False):
+        if LENGTH - said <= deepest:
+            break
+        assert paths(one.drafted) == paths(other.drafted)
+        assert paths(one.tree) == paths(other.tree)
+        assert one.draft_passes == other.draft_passes
+        said, compared = said + len(one.tokens), compared + 1
+    assert compared > 3
+
+
+class Replayed:
+    """A graph as far as a CPU can have one."""
+
+    def __init__(self, work: Callable[[], None]):
+        self.replay = work

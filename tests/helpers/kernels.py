@@ -1,0 +1,382 @@
+"""Checks that a kernel agrees with its reference."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import (
+    LlamaConfig,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from helpers.interpreter import HALF, INTERPRETED
+from windfall.core.sampling import Dice, gumbel, signed
+from windfall.core.tree import DraftTree
+from windfall.core.types import Grow, SamplingParams
+from windfall.drafters.base import sprout
+from windfall.kernels import add_norm, draw, path_attention, rotate_and_store, silu_mul, top_children, tree_attention
+from windfall.kernels.attention import lineage
+from windfall.kernels.backend import on_triton
+from windfall.kernels.draw import roll
+from windfall.kernels.keep import Keep
+from windfall.kernels.norm import add_norm_reference, rotate_and_store_reference, silu_mul_reference
+from windfall.kernels.product import form_of, linear, norm_gate, norm_rotate
+from windfall.kernels.top import Words
+
+SEED = 2**63 + 12345  # its int64 is negative
+
+
+both = pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
+
+
+def random_tree(size: int, seed: int, width: int = 50) -> DraftTree:
+    """Random parents; siblings differ."""
+    chance = torch.Generator().manual_seed(seed)
+    tree = DraftTree.root(0)
+    for node in range(1, size):
+        parent = torch.randint(node, (1,), generator=chance)
+        taken = (tree.parents == parent).sum()
+        tree = tree.extend(parent, taken.reshape(1) % width, torch.zeros(1), taken.reshape(1))
+    return tree
+
+
+def make_cache(
+    shared: int, capacity: int, width: int, used: int, dtype: torch.dtype, device: str
+) -> tuple[Tensor, Tensor]:
+    """Keys and values as slices of something larger; what must not be read is NaN."""
+    buffer = torch.randn(3, 2, shared, capacity + 7, width, device=device).to(dtype)
+    buffer[:, :, :, used:] = torch.nan
+    return buffer[1, 0, :, :capacity], buffer[1, 1, :, :capacity]
+
+
+def check_attention(
+    n: int, heads: int, shared: int, width: int, length: int, capacity: int, dtype: torch.dtype, device: str = "cpu"
+) -> None:
+    torch.manual_seed(n + length)
+    fused = torch.randn(n, (heads + 2 * shared) * width, device=device).to(dtype)
+    queries = fused[:, : heads * width].unflatten(1, (heads, width))
+    keys, values = make_cache(shared, capacity, width, length + n, dtype, device)
+    mask = random_tree(n, seed=n).mask().to(device)
+    seen = torch.cat([torch.ones(n, length, dtype=torch.bool, device=device), mask], 1)
+    repeated = (x[:, : length + n].double().repeat_interleave(heads // shared, 0) for x in (keys, values))
+    wanted = F.scaled_dot_product_attention(queries.double().transpose(0, 1), *repeated, seen).transpose(0, 1)
+    given = torch.tensor([length], device=device)
+    made = unrounded(queries, keys, values, given, mask)
+    close = 2e-6 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(made.double(), wanted, atol=close, rtol=close)
+    rounded = tree_attention(queries, keys, values, given, mask)
+    torch.testing.assert_close(rounded, made.to(dtype), atol=close, rtol=close)
+    # a row is the same, to the bit, whatever is beside it
+    for row in {0, n // 2, n - 1} if device == "cuda" else {n // 2}:
+        alone = unrounded(queries[row : row + 1], keys, values, given, mask[row : row + 1])
+        assert_same(alone[0], made[row], close)
+
+
+def unrounded(queries: Tensor, keys: Tensor, values: Tensor, length: Tensor, mask: Tensor) -> Tensor:
+    """Attention into fp32, where bits do not agree by rounding."""
+    return tree_attention(queries, keys, values, length, mask, out=torch.empty_like(queries, dtype=torch.float32))
+
+
+def assert_same(one: Tensor, other: Tensor, close: float) -> None:
+    """To the bit on Triton; torch's own kernels may choose another order of sums."""
+    if one.is_cuda or INTERPRETED:
+        assert torch.equal(one, other)
+    else:
+        torch.testing.assert_close(one, other, atol=close, rtol=close)
+
+
+def check_chain(n: int, width: int, length: int, capacity: int, dtype: torch.dtype, device: str = "cpu") -> None:
+    """A chain verified in one pass is what decoding its tokens one by one gives: blocks of keys have fixed places."""
+    torch.manual_seed(n)
+    keys, values = make_cache(2, capacity, width, length + n, dtype, device)
+    queries, chain = torch.randn(n, 6, width, device=device).to(dtype), torch.ones(n, n, device=device).tril() > 0
+    made = unrounded(queries, keys, values, torch.tensor([length], device=device), chain)
+    for row in range(n):
+        behind = torch.tensor([length + row], device=device)
+        alone = unrounded(queries[row : row + 1], keys, values, behind, chain[:1, :1])
+        assert_same(alone[0], made[row], 2e-6 if dtype == torch.float32 else 1e-2)
+
+
+def check_paths(
+    n: int, heads: int, shared: int, width: int, length: int, capacity: int, dtype: torch.dtype, device: str = "cpu"
+) -> None:
+    """Rows of a tree give what attention gives, and to the bit what they give where their path is a text of its own:
+    in a larger cache, with their ancestors committed or staged elsewhere, beside other rows, alone."""
+    torch.manual_seed(n + length)
+    queries = torch.randn(n, heads, width, device=device).to(dtype)
+    keys, values = make_cache(shared, capacity, width, length + n, dtype, device)
+    tree = random_tree(n, seed=n)
+    mask, depth = tree.mask().to(device), tree.depth.to(device)
+    given = torch.tensor([length], device=device)
+    made = path_attention(queries, keys, values, given, length + depth + 1, lineage(mask, depth))
+    close = 2e-6 if dtype == torch.float32 else 1e-2
+    wanted = tree_attention(queries.double(), keys.double(), values.double(), given, mask)
+    torch.testing.assert_close(made.double(), wanted, atol=close, rtol=close)
+    assert depth.max() >= 3
+    for row in {0, n // 2, n - 1, int(depth.argmax())} if device == "cuda" else {int(depth.argmax())}:
+        path = tree.mask()[row].nonzero()[:, 0].to(device)
+        text = torch.cat([torch.arange(length, device=device), length + path])
+        for staged, above, beside, room in ((1, 0, 0, 0), (1, 3, 2, 256), (min(3, len(path)), 2, 1, 1024)):
+            own = alone(queries[row], keys, values, text, staged, above, beside, capacity + room)
+            assert torch.equal(own, made[row]), (row, staged, above, beside)
+
+
+def alone(
+    query: Tensor, keys: Tensor, values: Tensor, text: Tensor, staged: int, above: int, beside: int, capacity: int
+) -> Tensor:
+    """The last row of a text whose last `staged` rows are a chain that lies, backwards, `above` rows behind the
+    committed ones; so many rows are `beside` it."""
+    shared, width, length = keys.shape[0], keys.shape[2], len(text) - staged
+    moved = make_cache(shared, capacity, width, length + above + staged, keys.dtype, str(keys.device))
+    slots = above + torch.arange(staged, device=keys.device).flip(0)  # of the chain, by depth
+    for goal, source in zip(moved, (keys, values), strict=True):
+        goal[:, :length], goal[:, length + slots] = source[:, text[:length]], source[:, text[length:]]
+    queries = torch.randn(beside + 1, *query.shape, device=query.device).to(query.dtype)
+    queries[beside] = query
+    reach = torch.randint(length + 1, (beside + 1,), device=keys.device)
+    reach[beside] = len(text)
+    lines = slots.int().expand(beside + 1, -1)
+    return path_attention(queries, *moved, torch.tensor([length], device=keys.device), reach, lines)[beside]
+
+
+def check_window(
+    n: int, length: int, capacity: int, window: int, dtype: torch.dtype, device: str = "cpu", width: int = 16
+) -> None:
+    """Rows of a tree see the positions that are less than `window` before their own."""
+    torch.manual_seed(n + length)
+    queries = torch.randn(n, 6, width, device=device).to(dtype)
+    keys, values = make_cache(2, capacity, width, length + n, dtype, device)
+    tree = random_tree(n, seed=n)
+    mask, depth = tree.mask().to(device), tree.depth.to(device)
+    seen = torch.cat([torch.ones(n, length, dtype=torch.bool, device=device), mask], 1)
+    columns = torch.cat([torch.arange(length, device=device), length + depth])
+    seen &= length + depth[:, None] - columns < window
+    repeated = (x[:, : length + n].double().repeat_interleave(3, 0) for x in (keys, values))
+    wanted = F.scaled_dot_product_attention(queries.double().transpose(0, 1), *repeated, seen).transpose(0, 1)
+    given = torch.tensor([length], device=device)
+
+    def attend(rows: slice) -> Tensor:
+        out = torch.empty_like(queries[rows], dtype=torch.float32)
+        how = {"positions": length + depth[rows], "window": window, "out": out}
+        return tree_attention(queries[rows], keys, values, given, mask[rows], **how)
+
+    close = 2e-6 if dtype == torch.float32 else 1e-2
+    made = attend(slice(None))
+    torch.testing.assert_close(made.double(), wanted, atol=close, rtol=close)
+    assert_same(attend(slice(n // 2, n // 2 + 1))[0], made[n // 2], close)
+
+
+def rolled(positions: Tensor, width: int, device: str) -> Tensor:
+    """The noise of these positions."""
+    count = int(positions.max() - positions.min()) + 1
+    noise, seed = torch.full((count, width), math.nan, device=device), torch.tensor([signed(SEED)], device=device)
+    roll(noise, positions.min().reshape(1), torch.tensor([count], device=device), seed)
+    return noise
+
+
+def check_roll(count: int, width: int, device: str = "cpu") -> None:
+    """A window that moves on; only what comes into it is made."""
+    noise, seed = torch.zeros(count, width, device=device), torch.tensor([signed(SEED)], device=device)
+    length = torch.tensor([5], device=device)
+    for step in (320, 1, count - 1, count, 2):
+        entered, before = torch.tensor([step], device=device), noise.clone()
+        length += step
+        roll(noise, length, entered, seed)
+        positions = length + torch.arange(count, device=device)
+        wanted = gumbel(SEED, positions, torch.arange(width, device=device))
+        assert torch.equal(noise[positions % count], wanted)
+        old = positions[: count - min(step, count)] % count
+        assert torch.equal(noise[old], before[old])
+
+
+def check_draw(n: int, vocabulary: int, dtype: torch.dtype, temperature: float, device: str = "cpu") -> None:
+    torch.manual_seed(n)
+    logits = (torch.randn(n, vocabulary + 8, device=device) * 3).to(dtype)[:, :vocabulary]
+    positions = torch.arange(n, device=device) * 37
+    seed = torch.tensor([signed(SEED)], device=device)
+    heat = torch.tensor([temperature], device=device)
+    wanted = logits.float()
+    if temperature:
+        wanted = wanted / heat + gumbel(SEED, positions, torch.arange(vocabulary, device=device))
+    assert torch.equal(draw(logits, positions, seed, heat), wanted.argmax(-1))
+    assert torch.equal(draw(logits, positions - 2, seed, heat, offset=2), wanted.argmax(-1))
+    found = draw(logits, positions - 2, seed, heat, offset=2, noise=rolled(positions, vocabulary + 3, device))
+    assert torch.equal(found, wanted.argmax(-1))
+    first = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)  # bf16 has ties
+    assert torch.equal(draw(logits, positions, seed, heat, greedy=True), first)
+
+
+def check_top(w: int, k: int, columns: int, dtype: torch.dtype, dice: bool, named: bool, device: str = "cpu") -> None:
+    """Against what `sprout` makes of the same scores."""
+    torch.manual_seed(w + k)
+    logits = (torch.randn(w, columns, device=device) * 3).to(dtype)
+    tokens = torch.randperm(3 * columns, device=device)[:columns].sort().values if named else None
+    tree = random_tree(w, seed=3)
+    params = SamplingParams(temperature=0.8, seed=SEED)
+    dealt = Dice(params, committed=[0] * 11)
+    dealt.kappa = 1.25
+    scores, more = logits.float().log_softmax(-1), k + 1  # one more, to know whether the last was clear
+    grown = sprout(tree, Grow(torch.arange(w), more), scores, dealt if dice else None, tokens)
+    wanted, told = (x[w:].reshape(w, more) for x in (grown.logq, grown.tokens))
+    given = (torch.tensor([x], device=device) for x in (signed(SEED), params.temperature, dealt.kappa))
+    rest = ((11 + tree.depth).to(device), *given) if dice else ()
+    values, names = top_children(logits, k, *rest, tokens=tokens)
+    if dice:
+        later = top_children(logits, k, rest[0] - 3, *rest[1:], tokens=tokens, offset=3)
+        assert torch.equal(later[0], values) and torch.equal(later[1], names)
+        known = top_children(logits, k, *rest, tokens=tokens, noise=rolled(rest[0], 3 * columns, device))
+        torch.testing.assert_close(known[0], values, atol=1e-6, rtol=1e-6)
+        assert torch.equal(known[1], names)
+    torch.testing.assert_close(values.cpu(), wanted[:, :k], atol=1e-5, rtol=0)
+    assert values.dtype == torch.float32 and names.dtype == torch.long
+    gaps = wanted.diff(dim=1).abs() > 1e-5  # [w, k]
+    clear = gaps & F.pad(gaps, (1, -1), value=True)
+    assert clear.any() and torch.equal(names.cpu()[clear], told[:, :k][clear])
+
+
+def check_words(w: int, k: int, columns: int, width: int, dice: bool, bias: bool, device: str = "cpu") -> None:
+    """Against the product of torch and what is found in it."""
+    torch.manual_seed(w)
+    dtype = torch.bfloat16 if device == "cuda" else HALF
+    states, vocabulary = torch.randn(w, width, device=device).to(dtype), torch.randn(columns, width, device=device)
+    words = Words(states, vocabulary.to(dtype), torch.randn(columns, device=device).to(dtype) if bias else None)
+    tokens = torch.randperm(2 * columns, device=device)[:columns].sort().values
+    given = (torch.tensor([x], device=device) for x in (signed(SEED), 0.8, 1.25))
+    rest: Any = (torch.arange(w, device=device) + 7, *given) if dice else (None,) * 4
+    wanted, told = top_children(words.logits, k + 1, *rest, tokens, 2)
+    noise = rolled(rest[0] + 2, 2 * columns, device) if dice else None
+    if on_triton(states):
+        from windfall.kernels.triton.top import fits, top_words
+
+        assert fits(states, words.vocabulary)
+        values, names = top_words(*words, k, rest[0], *rest[2:], tokens, 2, noise)
+    else:
+        values, names = top_children(words, k, *rest, tokens, 2, noise)
+    off = 0.02 * float(words.logits.abs().max())  # both products are rounded to half precision
+    torch.testing.assert_close(values, wanted[:, :k], atol=off, rtol=0)
+    gaps = wanted.diff(dim=1).abs() > off
+    clear = gaps & F.pad(gaps, (1, -1), value=True)
+    assert torch.equal(names[clear], told[:, :k][clear]) and (names.sort(1).values.diff(dim=1) > 0).all()
+
+
+def check_norm(n: int, width: int, dtype: torch.dtype, device: str = "cpu") -> None:
+    torch.manual_seed(n)
+    norm = LlamaRMSNorm(width, eps=1e-5).to(device, dtype)
+    torch.nn.init.normal_(norm.weight)
+    x, residual = torch.randn(2, n, width, device=device).to(dtype)
+    ulp = 3e-6 if dtype == torch.float32 else 2**-7
+    with torch.no_grad():
+        for other in (residual, None):
+            summed = x if other is None else other + x
+            normed, total = add_norm(x, other, norm.weight, 1e-5)
+            assert torch.equal(total, summed)
+            torch.testing.assert_close(normed, norm(summed), atol=1e-6, rtol=ulp)
+            check_picked(x, other, norm.weight.data, normed, summed)
+    parts = torch.stack([norm.weight.data, 2 * norm.weight.data, -norm.weight.data])
+    several = torch.cat([x, residual, x])[: 3 * n].contiguous()
+    factors = torch.tensor([1.0, 2.0, -1.0], device=device).repeat(n)[:, None].to(dtype)
+    plain = add_norm(several, None, norm.weight.data, 1e-5)[0]
+    torch.testing.assert_close(add_norm(several, None, parts, 1e-5)[0], factors * plain, atol=1e-6, rtol=ulp)
+    gate_up = torch.randn(n, 2 * width, device=device).to(dtype) * 3
+    wanted = F.silu(gate_up[:, :width]) * gate_up[:, width:]
+    torch.testing.assert_close(silu_mul(gate_up), wanted, atol=1e-6, rtol=ulp)
+
+
+def check_picked(x: Tensor, residual: Tensor | None, weight: Tensor, normed: Tensor, summed: Tensor) -> None:
+    """Some rows of a norm, which also go elsewhere, as they are or before it."""
+    n, width = x.shape
+    for pick in (None, torch.tensor([n - 1], device=x.device)):
+        chosen = slice(None) if pick is None else pick
+        at = torch.randperm(n + 3, device=x.device)[: len(normed[chosen])]
+        for before in (False, True):
+            rows = torch.zeros(n + 3, width, dtype=x.dtype, device=x.device)
+            made, total = add_norm(x, residual, weight, 1e-5, pick, Keep(rows, at, not before))
+            assert torch.equal(made, normed[chosen]) and torch.equal(total, summed[chosen])
+            wanted = torch.zeros_like(rows)
+            wanted[at] = total if before else made
+            assert torch.equal(rows, wanted)
+
+
+def check_rotation(n: int, heads: int, shared: int, width: int, dtype: torch.dtype, device: str = "cpu") -> None:
+    torch.manual_seed(n)
+    config = LlamaConfig(hidden_size=heads * width, num_attention_heads=heads, head_dim=width)
+    positions = torch.arange(n, device=device)[None] + 90
+    qkv = torch.randn(n, (heads + 2 * shared) * width, device=device).to(dtype)
+    cos, sin = LlamaRotaryEmbedding(config).to(device)(qkv, positions)  # [1, n, d]
+    rows = qkv.unflatten(1, (-1, width)).transpose(0, 1)[None]  # [1, heads, n, d]
+    queries, turned = apply_rotary_pos_emb(rows[:, :heads], rows[:, heads : heads + shared], cos, sin)
+    keys, values = make_cache(shared, n + 20, width, n + 20, dtype, device)
+    slots = torch.randperm(n + 20, device=device)[:n]
+    wanted = [keys.clone(), values.clone()]
+    wanted[0][:, slots], wanted[1][:, slots] = turned[0], rows[0, heads + shared :]
+    order = torch.randperm(n, device=device)
+    tables = torch.cat([cos[0], sin[0]], -1)[order].chunk(2, -1)  # in another order, to be looked up
+    for turn in ((cos[0], sin[0], None), (*tables, order.argsort())):
+        given = [keys.clone(), values.clone()]
+        made = rotate_and_store(qkv, *turn[:2], *given, slots, turn[2])
+        assert torch.equal(made, queries[0].transpose(0, 1))
+        assert torch.equal(given[0], wanted[0]) and torch.equal(given[1], wanted[1])
+    ends = [rotate_and_store(qkv, *tables, keys, values, slots, order * 0 + n - 1 + more) for more in (0, 50)]
+    assert torch.equal(*ends)  # past the tables
+
+
+def check_enter(n: int, width: int, inner: int, heads: int, shared: int, d: int, device: str = "cpu") -> None:
+    """Both ways into a layer's half against separate torch operations; rows alone are the same to the bit."""
+    chance = torch.Generator().manual_seed(n)
+
+    def numbers(*size: int, scale: float = 1.0) -> Tensor:
+        return (scale * torch.randn(*size, generator=chance)).to(HALF).to(device)
+
+    x, weight = numbers(n, width), numbers(width, scale=0.1) + 1
+    slots, capacity = torch.randperm(2 * n, generator=chance)[:n].to(device), 2 * n
+    for residual in (None, numbers(n, width)):
+        normed, stream = add_norm_reference(x, residual, weight, 1e-5)
+        given = (x, residual, weight, 1e-5)
+        one_row = (x[:1], None if residual is None else residual[:1], weight, 1e-5)
+
+        plain, more = numbers(48, width, scale=width**-0.5), numbers(48)
+        for bias in (None, more):
+            made = multiply(x, plain, bias)
+            torch.testing.assert_close(made, F.linear(x, plain, bias), atol=0.02, rtol=0.02)
+            assert not on_triton(x) or torch.equal(multiply(x[:1], plain, bias), made[:1])
+
+        gate_up = numbers(2 * inner, width, scale=width**-0.5)
+        gated, total = norm_gate(*given, gate_up)
+        assert (form_of(x, gate_up) is not None) == on_triton(x)
+        assert torch.equal(total, stream)
+        torch.testing.assert_close(gated, silu_mul_reference(F.linear(normed, gate_up)), atol=0.02, rtol=0.02)
+        if on_triton(x):
+            assert torch.equal(norm_gate(*one_row, gate_up)[0], gated[:1])
+
+        qkv, bias = numbers((heads + 2 * shared) * d, width, scale=width**-0.5), numbers((heads + 2 * shared) * d)
+        cos, sin = numbers(n, 2 * d).chunk(2, -1)
+        cache = numbers(2, shared, capacity, d)
+        other, alone = cache.clone(), cache.clone()
+        for more in (None, bias):
+            queries, total = norm_rotate(*given, qkv, more, cos, sin, cache[0], cache[1], slots)
+            wanted = rotate_and_store_reference(F.linear(normed, qkv, more), cos, sin, other[0], other[1], slots)
+            assert torch.equal(total, stream)
+            torch.testing.assert_close(queries, wanted, atol=0.04, rtol=0.02)
+            torch.testing.assert_close(cache, other, atol=0.04, rtol=0.02)
+            if on_triton(x):
+                made, _ = norm_rotate(*one_row, qkv, more, cos[:1], sin[:1], alone[0], alone[1], slots[:1])
+                assert torch.equal(made, queries[:1])
+                assert torch.equal(alone[:, :, slots[0]], cache[:, :, slots[0]])
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """By the kernel, where there is Triton, be they chained or not."""
+    if not on_triton(x):
+        return linear(x, weight, bias)
+    from windfall.kernels.triton.product import linear as run
+
+    form = form_of(x, weight)
+    assert form is not None
+    return run(x, weight, bias, form)

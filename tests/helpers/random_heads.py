@@ -1,0 +1,76 @@
+"""Random draft heads for tiny targets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import LlamaConfig
+
+from helpers.tiny import SHAPE, VOCABULARY
+from windfall.heads.base import FeatureHead, HeadConfig
+from windfall.heads.eagle import Eagle
+from windfall.heads.eagle3 import Eagle3
+from windfall.heads.griffin import Griffin
+
+WIDTH = SHAPE["hidden_size"]
+KINDS: dict[str, tuple[type[FeatureHead], dict[str, Any]]] = {
+    "eagle": (Eagle, {"taps": (-1,), "flags": {"fc_bias": True}}),
+    "eagle-pruned": (Eagle, {"taps": (-1,), "draft_vocab_size": 30}),
+    "eagle3": (Eagle3, {}),
+    "eagle3-normed": (Eagle3, {"flags": {"fc_norm": True, "norm_output": True, "norm_before_residual": True}}),
+    "eagle3-before-fc": (Eagle3, {"flags": {"norm_before_fc": True, "own_vocabulary": True, "own_embedding": True}}),
+    "eagle3-pruned": (Eagle3, {"draft_vocab_size": 30}),
+    "eagle3-deep": (Eagle3, {"layers": 2}),
+    "eagle3-final": (Eagle3, {"taps": (-1,), "flags": {"final_state": True}}),
+    "eagle3-partial": (Eagle3, {"rope": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+    "griffin": (Griffin, {"taps": (-1,)}),
+}
+
+
+WINDOWED: dict[str, tuple[type[FeatureHead], dict[str, Any]]] = {  # layers that see a few positions only
+    "eagle3-window": (Eagle3, {"windows": (5,)}),
+    "eagle3-windows": (Eagle3, {"layers": 3, "windows": (4, None, 3)}),
+    "eagle-window": (Eagle, {"taps": (-1,), "windows": (2,)}),
+    "griffin-window": (Griffin, {"taps": (-1,), "windows": (5,)}),
+}
+
+
+class Chain:
+    """A memory for the rows of one text in their order: each sees those before it, within its layer's window."""
+
+    def __init__(self, head: FeatureHead) -> None:
+        self._rows: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._windows = head.config.windows or (None,) * head.config.layer.num_hidden_layers
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        rows = self._rows.setdefault(layer, [])
+        rows.append((keys, values))
+        keys, values = (torch.cat(parts, 2) for parts in zip(*rows, strict=True))
+        places = torch.arange(keys.shape[2])
+        own = places[-queries.shape[2] :, None]
+        seen = (places <= own) & (places > own - (self._windows[layer] or len(places)))
+        return F.scaled_dot_product_attention(queries, keys, values, seen, enable_gqa=True)
+
+
+def random_head(name: str = "eagle3", seed: int = 0, **changes: Any) -> FeatureHead:
+    kind, given = {**KINDS, **WINDOWED}[name]
+    given = {"taps": (1, 2, 4), **given, **changes}
+    layer = LlamaConfig(
+        hidden_size=WIDTH, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCABULARY,
+        num_hidden_layers=given.pop("layers", 1), max_position_embeddings=given.pop("positions", 256),
+        rope_parameters=given.pop("rope", None),
+    )  # fmt: skip
+    config = HeadConfig(kind=name.split("-")[0], layer=layer, target_hidden=WIDTH, vocab_size=VOCABULARY, **given)
+    torch.manual_seed(seed)
+    head = kind(config)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() > 1 else 0.2))
+            if parameter.dim() == 1:
+                parameter.add_(1)
+    if config.draft_vocab_size:
+        head.draft_tokens = torch.randperm(VOCABULARY)[: config.draft_vocab_size].sort().values
+    return head.eval()

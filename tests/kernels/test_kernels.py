@@ -1,0 +1,175 @@
+"""The kernels against plain definitions: here as torch computes them, in a second process under Triton's interpreter,
+and from tests/gpu at full size on a CUDA device."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.interpreter import INTERPRETED, outside, passes_under_the_interpreter
+from helpers.kernels import (
+    both,
+    check_attention,
+    check_chain,
+    check_draw,
+    check_enter,
+    check_norm,
+    check_paths,
+    check_roll,
+    check_rotation,
+    check_top,
+    check_window,
+    check_words,
+    make_cache,
+)
+from windfall.kernels import path_attention, top_children, tree_attention
+
+if INTERPRETED and find_spec("triton"):
+    from triton.runtime import interpreter
+
+    plain = interpreter._patch_lang_tensor
+
+    def patched(tensor: type, scope: Any) -> None:
+        """Triton before 3.9 takes int() of an array of one element as a loop's bound; numpy no longer allows it."""
+        plain(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
+
+
+@outside
+def test_under_the_interpreter() -> None:
+    passes_under_the_interpreter(__file__)
+
+
+@both
+@pytest.mark.parametrize(
+    ("n", "heads", "shared", "width", "length", "capacity"),
+    [(12, 6, 2, 24, 0, 96), (7, 3, 1, 16, 61, 130)]
+    + [(7, 3, 1, 16, length, 520) for length in (252, 253, 254, 255, 256, 257, 509)],
+)
+def test_paths(n: int, heads: int, shared: int, width: int, length: int, capacity: int, dtype: torch.dtype) -> None:
+    check_paths(n, heads, shared, width, length, capacity, dtype)
+
+
+def test_a_row_that_sees_nothing_gives_zeros() -> None:
+    keys, values = make_cache(2, 600, 16, 0, torch.float32, "cpu")
+    none, queries = torch.zeros(3, dtype=torch.long), torch.randn(3, 4, 16)
+    made = path_attention(queries, keys, values, torch.tensor([500]), none, torch.zeros(3, 3, dtype=torch.int32))
+    assert torch.equal(made, torch.zeros(3, 4, 16))
+
+
+@both
+@pytest.mark.parametrize(
+    ("n", "heads", "shared", "width", "length", "capacity"),
+    [(1, 3, 1, 16, 5, 64), (12, 6, 2, 32, 0, 96), (7, 6, 2, 24, 130, 200), (9, 3, 1, 16, 511, 700)],
+)
+def test_attention(n: int, heads: int, shared: int, width: int, length: int, capacity: int, dtype: torch.dtype) -> None:
+    check_attention(n, heads, shared, width, length, capacity, dtype)
+
+
+@both
+@pytest.mark.parametrize(
+    ("n", "length", "capacity", "window"),
+    [(7, 40, 64, 3), (12, 0, 96, 1), (12, 130, 200, 64), (9, 511, 700, 130), (9, 511, 700, 600), (5, 20, 700, 700)],
+)
+def test_attention_in_a_window(n: int, length: int, capacity: int, window: int, dtype: torch.dtype) -> None:
+    check_window(n, length, capacity, window, dtype)
+
+
+@both
+def test_a_chain_is_decoding_step_by_step(dtype: torch.dtype) -> None:
+    check_chain(3, 16, 127, 520, dtype)
+
+
+def test_attention_takes_scale_and_out_and_padding() -> None:
+    keys, values = make_cache(1, 40, 16, 13, torch.float32, "cpu")
+    queries, out = torch.randn(3, 2, 16), torch.full((3, 4, 16), 7.0)
+    mask = torch.tensor([[True, False, False], [True, True, False], [False, False, False]])  # the last row is padding
+    length = torch.tensor([10], dtype=torch.int32)
+    made = tree_attention(queries, keys, values, length, mask, scale=0.5, out=out[:, ::2])
+    scores = queries.transpose(0, 1) @ keys[:, :13].transpose(1, 2) * 0.5
+    seen = torch.cat([torch.ones(3, 10, dtype=torch.bool), mask], 1)
+    wanted = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values[:, :13]
+    torch.testing.assert_close(made, wanted.transpose(0, 1), atol=1e-6, rtol=1e-6)
+    assert out[:, 0].data_ptr() == made.data_ptr() and (out[:, 1::2] == 7).all()
+
+
+@pytest.mark.parametrize(("count", "width"), [(4, 700), (9, 30), (2, 1500)])
+def test_the_noise_of_the_positions_ahead(count: int, width: int) -> None:
+    check_roll(count, width)
+
+
+@both
+@pytest.mark.parametrize(("n", "vocabulary", "temperature"), [(1, 5, 1.0), (3, 2500, 0.7), (2, 1024, 0.0)])
+def test_draw(n: int, vocabulary: int, temperature: float, dtype: torch.dtype) -> None:
+    check_draw(n, vocabulary, dtype, temperature)
+
+
+@both
+@pytest.mark.parametrize(
+    ("w", "k", "columns", "dice", "named"),
+    [(3, 4, 700, False, False), (2, 16, 1100, True, True), (1, 1, 5, True, False), (2, 5, 515, False, True)],
+)
+def test_top_children(w: int, k: int, columns: int, dice: bool, named: bool, dtype: torch.dtype) -> None:
+    check_top(w, k, columns, dtype, dice, named)
+
+
+@pytest.mark.parametrize(
+    ("w", "k", "columns", "width", "dice", "bias"),
+    [(3, 4, 512, 64, False, False), (16, 10, 256, 128, True, True), (1, 1, 128, 64, True, False)],
+)
+def test_words(w: int, k: int, columns: int, width: int, dice: bool, bias: bool) -> None:
+    check_words(w, k, columns, width, dice, bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ties_go_to_the_lower_column(dtype: torch.dtype) -> None:
+    logits = torch.tensor([1.0, 0.0, -0.0, 2.0, -1.0, -torch.inf, 2.0, 0.0], dtype=dtype).repeat(100)[None]
+    values, names = top_children(logits, 16)
+    assert names[0].tolist() == sorted(names[0].tolist()) and (logits[0, names[0]] == 2).all()
+    values, names = top_children(torch.tensor([[0.0, -0.0, -torch.inf, 0.0, -5.0]], dtype=dtype), 5)
+    assert names[0].tolist() == [0, 1, 3, 4, 2] and values[0, 4] == -torch.inf
+    below = -torch.rand(2, 300, generator=torch.Generator().manual_seed(0)).to(dtype)
+    wanted, order = below.float().log_softmax(-1).sort(descending=True, stable=True)
+    values, names = top_children(below, 9)
+    assert torch.equal(names, order[:, :9])
+    torch.testing.assert_close(values, wanted[:, :9])
+
+
+@both
+@pytest.mark.parametrize(("n", "width"), [(1, 64), (3, 576), (2, 700)])
+def test_norm_and_gate(n: int, width: int, dtype: torch.dtype) -> None:
+    check_norm(n, width, dtype)
+
+
+@both
+@pytest.mark.parametrize(("n", "heads", "shared", "width"), [(1, 3, 1, 16), (5, 4, 2, 24)])
+def test_rotate_and_store(n: int, heads: int, shared: int, width: int, dtype: torch.dtype) -> None:
+    check_rotation(n, heads, shared, width, dtype)
+
+
+@pytest.mark.parametrize(
+    ("n", "width", "inner", "heads", "shared", "d"),
+    [(1, 64, 48, 2, 1, 32), (5, 100, 64, 3, 1, 16), (35, 80, 32, 2, 2, 16)],
+)
+def test_into_a_layer(n: int, width: int, inner: int, heads: int, shared: int, d: int) -> None:
+    check_enter(n, width, inner, heads, shared, d)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_small_products_fit() -> None:
+    from windfall.kernels.triton.product import MOST, PROGRAMS, ROWS, form
+
+    for rows in (1, 16, 17, 64):
+        for columns, k in ((3072, 576), (960, 576), (5120, 960), (1600, 960), (48, 64)):
+            chosen = form(rows, columns, k, 232_448)
+            if chosen is not None:
+                assert columns // chosen.outputs * -(-rows // ROWS) <= PROGRAMS and columns % chosen.outputs == 0
+                assert chosen.first <= k <= chosen.first + chosen.rest
+    assert form(MOST, 3072, 576, 232_448) is not None and form(MOST, 3072, 576, 101_376) is None  # a smaller GPU
+    assert form(MOST, 960, 2560, 232_448) is None and form(1, 576, 3584, 232_448) is None  # with their rows
+    assert form(MOST + 1, 3072, 576, 232_448) is None and form(1, 28_672, 4096, 232_448) is None

@@ -1,0 +1,119 @@
+"""The most used architectures against transformers, on tiny random models; `python tests/sweep.py` takes all."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from helpers.architectures import build, class_name, names
+from sweep import PAGE, TREES, Difference, Result, check, compare, isolated, main, page
+from windfall import registry
+from windfall.engine.engine import Engine
+from windfall.model.target import Target
+
+COMMON = {
+    "deepseek_v3": "equal",
+    "falcon": "equal",
+    "gemma": "equal",
+    "gemma2": "equal",
+    "gemma3_text": "equal",
+    "glm4": "equal",
+    "gpt2": "equal",
+    "gpt_bigcode": "equal",
+    "gpt_neox": "equal",
+    "gpt_oss": "equal",
+    "gptj": "equal",
+    "granite": "equal",
+    "granitemoehybrid, attention only": "equal",
+    "llama": "equal",
+    "llama4_text": "equal",
+    "mistral": "equal",
+    "mixtral": "equal",
+    "olmo2": "equal",
+    "opt": "equal",
+    "phi3": "equal",
+    "qwen2": "equal",
+    "qwen3": "equal",
+    "qwen3_moe": "equal",
+    "qwen3_next": "refused",
+    "smollm3": "equal",
+    "starcoder2": "equal",
+}
+
+
+@pytest.mark.parametrize("name", COMMON)
+def test_common_architectures_are_exact(name: str) -> None:
+    torch.manual_seed(0)
+    assert check(name).kind == COMMON[name]
+
+
+def test_a_wrong_mask_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("mistral")
+    monkeypatch.setattr(
+        "windfall.model.decoder.within", lambda kind, size, rows, columns: rows[:, :, None] >= columns[:, None]
+    )
+    monkeypatch.setattr("windfall.model.target.Target._follows_windows", lambda self: True)
+    with pytest.raises(Difference, match="none: logits of token 0 are off by"):
+        compare(model)
+
+
+@pytest.mark.parametrize(
+    ("failure", "why"),
+    [
+        (lambda name: os._exit(3), "the process ended with exit code 3"),
+        (lambda name: time.sleep(60), "no result within"),
+    ],
+)
+def test_a_crash_and_a_halt_are_findings(monkeypatch: pytest.MonkeyPatch, failure: Any, why: str) -> None:
+    monkeypatch.setattr("sweep.check", failure)
+    result = isolated("llama", seconds=1 if "within" in why else 60)
+    assert result.kind == "finding"
+    assert why in result.why
+
+
+def test_a_sweep_goes_on_where_it_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+
+    def answer(name: str) -> Result:
+        asked.append(name)
+        return Result(name, "finding" if name == "opt" else "equal")
+
+    monkeypatch.setattr("sweep.check", lambda name: None)
+    monkeypatch.setattr("sweep.isolated", answer)
+    state = ["--state", str(tmp_path / "state.json")]
+    assert main(["llama", *state]) == 0
+    assert main(["llama", "opt", "gpt2", *state]) == 1
+    assert asked == ["llama", "opt", "gpt2"]
+    with pytest.raises(SystemExit):
+        main(["no-such-type"])
+
+
+def test_trees_of_the_sweep_have_accepted_and_rejected_nodes() -> None:
+    target = Target(build("llama"))
+    for drafter, (policy, settings) in list(TREES.items())[:2]:
+        engine = Engine(target, registry.drafter(drafter), registry.policy(policy, **settings))
+        steps = engine.generate(list(range(1, 19)), max_new_tokens=16).steps
+        assert any(step.accepted for step in steps)
+        assert any(len(step.tree) > step.accepted + 1 for step in steps)
+
+
+def test_the_page_has_every_architecture() -> None:
+    text = PAGE.read_text("utf-8")
+    if f"transformers\n{transformers.__version__}," in text:
+        assert set(names()) == set(re.findall(r"^\| (.+?) \| \w+ \|", text, re.M)) - {"model type"}
+    assert "## Finding" not in text
+
+
+def test_a_page_tells_what_was_found() -> None:
+    results = [Result("llama", "equal"), Result("bart", "refused", "takes no position_ids")]
+    text = page(results)
+    assert f"| llama | {class_name('llama')} |  |" in text
+    assert "| bart | BartForCausalLM | takes no position_ids |" in text
+    assert "**refused** (1)" in text

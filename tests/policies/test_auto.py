@@ -1,0 +1,196 @@
+"""`auto` against exhaustive searches, on table models under cost curves."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.auto import CURVES, pair
+from helpers.simulation import Simulation
+from windfall import registry
+from windfall.core.tree import DraftTree
+from windfall.core.types import Split, Step
+from windfall.costs.acceptance import Calibrator
+from windfall.costs.curves import Costs, Curve
+from windfall.engine.engine import Growth
+from windfall.policies import cheap_rows
+from windfall.policies.auto import best_profit, marginal
+from windfall.policies.context import Context
+
+WORTHLESS = Costs.simple(0.05, (1, 2, 64), (1.0, 10.0, 20.0))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_selection_is_the_best_of_all_subtrees(seed: int) -> None:
+    """Against every parent-closed subset of a random tree, under a random cost curve."""
+    generator = np.random.default_rng(seed)
+    tree = DraftTree.root(0)
+    for node in range(1, 10):
+        parent = int(generator.integers(0, node))
+        rank = int((tree.parents == parent).sum())
+        logq = torch.tensor([float(np.log(generator.uniform(0.05, 0.9) * 0.5**rank))])
+        tree = tree.extend(torch.tensor([parent]), torch.tensor([node]), logq, torch.tensor([rank]))
+    rows = [1, 2, 4, 8, 16]
+    costs = Costs.simple(0.1, rows, np.cumsum(generator.uniform(0.05, 1.0, len(rows))) + 0.5, 0.1)
+    trusted = Calibrator()
+    trusted.observed = 1000
+    context = Context(32, 64, 0.0, costs, trusted)
+    policy = registry.policy("auto", nodes=16)
+    keep = policy.select(tree, context)
+    chance = Calibrator().accept(tree)
+    sums = np.zeros(len(tree))
+    np.add.at(sums, tree.parents[1:].numpy(), chance)
+    reach = np.ones(len(tree))
+    for node in range(1, len(tree)):
+        parent = int(tree.parents[node])
+        reach[node] = reach[parent] * chance[node - 1] / max(1.0, sums[parent])
+
+    def profit(nodes: tuple[int, ...]) -> float:
+        pace = 1.0 / (costs.verify(1, 32) + costs.overhead)
+        return float(reach[list(nodes)].sum()) - pace * (costs.verify(len(nodes), 32) + costs.overhead)
+
+    closed = [
+        (0, *nodes)
+        for size in range(len(tree))
+        for nodes in itertools.combinations(range(1, len(tree)), size)
+        if all(int(tree.parents[n]) in (0, *nodes) for n in nodes)
+    ]
+    assert profit(tuple(keep.tolist())) == pytest.approx(max(map(profit, closed)), abs=1e-9)
+
+
+@pytest.mark.parametrize("sharpness", [1.5, 3.0])
+@pytest.mark.parametrize("curve", CURVES)
+def test_as_fast_as_the_best_fixed_tree(curve: str, sharpness: float) -> None:
+    """Within 4% of the best depth, width and size that a search finds for this drafter and this machine."""
+    costs, (target, draft) = CURVES[curve], pair(sharpness)
+    found = 0.0
+    for depth, k in ((1, 1), (1, 4), (1, 8), (2, 1), (2, 8), (3, 4), (4, 2), (4, 8), (6, 8)):
+        for nodes in sorted({2, 6, 16, min(64, 1 + k * k * depth)}):
+            fixed = registry.policy("beam", depth=depth, k=k, nodes=nodes)
+            found = max(found, Simulation(target, draft, costs).throughput(fixed, 60))
+    plain = 1 / (costs.verify(1, 32) + costs.overhead)
+    ours = Simulation(target, draft, costs).throughput(registry.policy("auto"), 300, warm_up=150)
+    assert ours > 0.98 * max(plain, found * 0.98)  # the search keeps its luckiest run of 60 cycles
+
+
+def test_a_useless_drafter_costs_next_to_nothing() -> None:
+    """Rows are cheap, but nothing that is drafted is ever accepted."""
+    target = torch.zeros(24, 24).scatter_(1, (torch.arange(24)[:, None] + 1) % 24, 1.0)
+    draft = torch.full((24, 24), 1 / 23).scatter_(1, (torch.arange(24)[:, None] + 1) % 24, 0.0)
+    costs = CURVES["flat, cheap head"]
+    ours = Simulation(target, draft, costs).throughput(registry.policy("auto"), 400, warm_up=400)
+    assert ours > 0.97 / (costs.verify(1, 32) + costs.overhead)
+
+
+@pytest.mark.parametrize("gain", [1.0, 12.0])
+def test_what_a_fast_text_makes_time_worth_does_not_end_drafting(gain: float) -> None:
+    """At a high pace a draft pass costs more than the first one alone earns, and it is drafting that made the pace."""
+    context = Context(32, 64, 0.0, CURVES["flat, cheap head"], Calibrator())
+    context.calibrator.gain = gain
+    assert cheap_rows.suits(context)
+
+
+STAIRS = (1.0, 1.03, 1.09, 1.12, 1.26, 1.3, 1.41, 1.42)  # of passes up to 64 rows, as graphs of a small model take
+
+
+@pytest.mark.parametrize(("last", "most"), [(1.45, 96), (1.98, 64), (3.5, 64)])
+def test_rows_behind_a_high_stair_are_left_alone(last: float, most: int) -> None:
+    curve = Curve(cheap_rows.ROWS, (*STAIRS, last), stepped=True)
+    context = Context(32, 64, 0.0, Costs(Curve((1,), (0.1,)), ((0, curve),)), Calibrator())
+    assert cheap_rows.suits(context) and cheap_rows.sizes(context)[-1] == most
+    secant = ((last if most == 96 else 1.42) - 1) / (most - 1)
+    assert cheap_rows.prices(context)[1] == pytest.approx(secant * context.calibrator.gain)
+    assert cheap_rows.rows(500, 4, cheap_rows.sizes(context)) == most
+    smooth = Costs(Curve((1,), (0.1,)), ((0, Curve(cheap_rows.ROWS, (*STAIRS, last))),))
+    assert cheap_rows.is_flat(smooth, 32) == (last < 2)
+
+
+def test_sizes_that_cost_as_much_as_the_next_are_not_used() -> None:
+    curve = Curve(cheap_rows.ROWS, (*STAIRS, 3.5), stepped=True)
+    context = Context(32, 64, 0.0, Costs(Curve((1,), (0.1,)), ((0, curve),)), Calibrator())
+    assert cheap_rows.sizes(context) == (1, 4, 8, 16, 24, 32, 64)
+    assert cheap_rows.rows(40, 9, cheap_rows.sizes(context)) == 64
+    even = Context(32, 64, 0.0, Costs(Curve((1,), (0.1,)), ((0, Curve((1,), (1.0,))),)), Calibrator())
+    assert cheap_rows.sizes(even) == (cheap_rows.ROWS[-1],) and cheap_rows.rows(0, 1, cheap_rows.sizes(even)) == 1
+
+
+def test_worthless_speculation_ends() -> None:
+    """Where a second row costs ten, one row is verified from then on, and little time goes into drafting."""
+    simulation, policy = Simulation(*pair(3.0), WORTHLESS), registry.policy("auto")
+    steps = [simulation.cycle(policy)[2] for _ in range(200)]
+    assert all(len(step.tree) == 1 for step in steps)
+    drafting = sum(step.draft_passes for step in steps[50:]) * WORTHLESS.draft(1)
+    assert drafting < 0.02 * 150
+
+
+def test_speculation_comes_back_when_it_pays_again() -> None:
+    simulation, policy = Simulation(*pair(3.0), CURVES["steps"]), registry.policy("auto")
+    good = simulation.target
+    simulation.target = torch.roll(good, 7, 1)  # the drafter is wrong about everything
+    for _ in range(150):
+        simulation.cycle(policy)
+    rows = [len(simulation.cycle(policy)[2].tree) for _ in range(50)]
+    assert sum(rows) / len(rows) < 1.5
+    simulation.target = good
+    for _ in range(400):
+        simulation.cycle(policy)
+    rows = [len(simulation.cycle(policy)[2].tree) for _ in range(50)]
+    assert sum(rows) / len(rows) > 3
+
+
+def test_profit_and_margin_by_hand() -> None:
+    values, prices = np.array([0.9, 0.5, 0.1]), np.array([1.0, 1.2, 1.4, 2.4])
+    assert best_profit(values, prices) == (pytest.approx(0.0), 2)
+    assert best_profit(values, np.array([1.0, 3.0, 4.0, 5.0])) == (pytest.approx(-1.0), 0)
+    assert marginal(np.array([1.0, 3.0, 3.1]), 0) == pytest.approx(1.05)
+    assert marginal(prices, 3) == float("inf")
+
+
+def children(tree: DraftTree, parent: int, *chances: float) -> DraftTree:
+    count = len(chances)
+    return tree.extend(
+        torch.full((count,), parent), torch.arange(count), torch.tensor(chances).log(), torch.arange(count)
+    )
+
+
+def test_near_the_end_the_only_pass_is_not_in_vain() -> None:
+    """Decisions look a pass back, but where there is room for a single one, what it brought is verified."""
+    policy, context = registry.policy("auto"), Context(32, 2, 0.0, CURVES["flat, cheap head"], Calibrator())
+    growth, tree = Growth(policy, context), DraftTree.root(0)
+    assert growth.next(tree) is not None
+    tree = children(tree, 0, 0.6, 0.2, 0.1)
+    assert growth.next(tree) is None and growth.passes == 1
+    assert policy.select(tree, context).tolist() == [0, 1, 2, 3]
+
+
+def test_a_text_of_few_cycles_teaches_too() -> None:
+    context, root = Context(32, 64, 0.0, CURVES["flat, cheap head"], Calibrator()), DraftTree.root(0)
+    lessons, path = cheap_rows.Lessons(), torch.zeros(1, dtype=torch.long)
+    for finish in (None, "stop"):
+        assert context.calibrator.gain == 1
+        lessons.learn(Step((1, 2, 3, 4), "", root, path, root, path, 1, Split(verify=1.5), finish), context)
+    assert context.calibrator.gain > 1
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_cycle_in_which_passes_were_recorded_says_nothing_about_the_pace(recorded: bool) -> None:
+    context, root = Context(32, 64, 0.0, CURVES["flat, cheap head"], Calibrator()), DraftTree.root(0)
+    lessons, path, tokens = cheap_rows.Lessons(), torch.zeros(1, dtype=torch.long), (1, 2, 3, 4)
+    context.calibrator.gain = 2.0
+    lessons.learn(Step(tokens, "", root, path, root, path, 1, Split(verify=90.0), None, recorded), context)
+    lessons.learn(Step(tokens, "", root, path, root, path, 1, Split(verify=1.5), "stop"), context)
+    assert (context.calibrator.gain > 2) == recorded
+
+
+def test_children_are_foreseen_of_the_chance_that_is_looked_up() -> None:
+    """One sibling at the most is accepted: two that are said to be likely are not."""
+    calibrator, tree = Calibrator(), children(children(DraftTree.root(0), 0, 0.9, 0.9), 1, 0.9)
+    before = [calibrator.outlook(1, chance) for chance in (0.5, 0.9)]
+    cheap_rows.foresee(tree, calibrator, 0)
+    assert [calibrator.outlook(1, chance) == own for chance, own in zip((0.5, 0.9), before, strict=True)] == [
+        False,
+        True,
+    ]

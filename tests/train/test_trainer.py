@@ -1,0 +1,251 @@
+"""The training loop: it learns, it resumes to the same losses, it keeps the best."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.random_heads import random_head
+from helpers.texts import write_texts
+from helpers.tiny import prompt, tiny
+from windfall.checkpoints.bundled import TARGET, made_for
+from windfall.core.errors import InputError
+from windfall.drafters.feature_head import FeatureHeadDrafter
+from windfall.engine.engine import Engine
+from windfall.engine.loading import as_drafter
+from windfall.heads.files import locate
+from windfall.heads.loading import find_head
+from windfall.heads.probe import HeadWarning
+from windfall.model.target import Target
+from windfall.registry import drafter, policy
+from windfall.train.objectives import objective
+from windfall.train.optimizers import Optimizers
+from windfall.train.recipe import Recipe
+from windfall.train.runs import BEST, HeadJob, commonest, starting_head, train_head
+from windfall.train.shards import Finished, Text, TokenData, write_about, write_shard
+from windfall.train.teacher import Teacher
+from windfall.train.trainer import Event, Trainer
+
+RECIPE: dict[str, Any] = {"steps": 40, "batch_tokens": 240, "rate": 1e-2, "validate_every": 10, "save_minutes": 0}
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny())
+
+
+@pytest.fixture(scope="module")
+def texts(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_texts(tmp_path_factory.mktemp("texts"), target.model)
+
+
+def train(
+    out: Path, texts: Path, target: Target, resume: bool = False, light: bool = False, **changes: Any
+) -> list[Event]:
+    job = HeadJob(texts, out, settings=["steps=3"], resume=resume, light=light, shape={"vocabulary": 50})
+    job.check()
+    return list(train_head(job, Recipe(**{**RECIPE, **changes}), target))
+
+
+def figures(events: list[Event]) -> list[tuple[Any, ...]]:
+    return [(event.step, event.loss, event.hits, event.held_out) for event in events]
+
+
+def test_a_head_learns_and_then_drafts(tmp_path: Path, texts: Path, target: Target) -> None:
+    events = train(tmp_path, texts, target, steps=140, batch_tokens=720)
+    assert events[-1].step == 140 and events[-1].progress == 1
+    assert events[-1].loss < events[0].loss and min(events[-1].hits) > 0.75 > 0.3 > max(events[0].hits)
+    engine = Engine(target, FeatureHeadDrafter(model=str(tmp_path / BEST)), policy("chain", depth=3))
+    plain = Engine(target, drafter("ngram"), policy("none")).generate(prompt(6, seed=11), max_new_tokens=24)
+    drafted = engine.generate(prompt(6, seed=11), max_new_tokens=24)
+    assert drafted.token_ids == plain.token_ids and drafted.stats.tau > 2
+
+
+def test_a_killed_training_resumes_to_the_same_losses(tmp_path: Path, texts: Path, target: Target) -> None:
+    whole = figures(train(tmp_path / "whole", texts, target))
+    job = HeadJob(texts, tmp_path / "cut", settings=["steps=3"], shape={"vocabulary": 50})
+    events = train_head(job, Recipe(**RECIPE), target)
+    before = [next(events) for _ in range(2)]
+    events.close()  # as if killed after step 20
+    after = train(tmp_path / "cut", texts, target, resume=True)
+    assert figures(before + after) == whole
+    with pytest.raises(InputError, match="rate was "):
+        train(tmp_path / "cut", texts, target, resume=True, rate=1e-3)
+
+
+def test_accumulating_passes_is_one_step(tmp_path: Path, texts: Path, target: Target) -> None:
+    [*_, last] = train(tmp_path, texts, target, steps=10, accumulate=3)
+    assert last.step == 10 and last.tokens > 20 * 240 * 0.5
+
+
+def test_muon_learns_too(tmp_path: Path, texts: Path, target: Target) -> None:
+    events = train(tmp_path, texts, target, optimizer="muon")
+    assert events[-1].loss < 0.9 * events[0].loss
+
+
+def test_a_training_by_the_clock_ends(tmp_path: Path, texts: Path, target: Target) -> None:
+    [*_, last] = train(tmp_path, texts, target, steps=None, minutes=0.02)
+    assert last.progress == 1 and last.held_out
+
+
+def test_what_cannot_work_is_refused(tmp_path: Path, texts: Path, target: Target) -> None:
+    with pytest.raises(InputError, match="either steps or minutes"):
+        Recipe(steps=1, minutes=1.0)
+    with pytest.raises(InputError, match="no checkpoint"):
+        HeadJob(texts, tmp_path, resume=True).check()
+    with pytest.raises(InputError, match="no training method 'magic'"):
+        HeadJob(texts, tmp_path, method="magic").check()
+    with pytest.raises(InputError, match="windfall train data"):
+        HeadJob(tmp_path, tmp_path / "out").check()
+    train(tmp_path / "done", texts, target, steps=2)
+    with pytest.raises(InputError, match="--resume"):
+        HeadJob(texts, tmp_path / "done").check()
+    (tmp_path / "done" / "checkpoint.pt").write_bytes(b"damaged")
+    with pytest.raises(InputError, match="damaged"):
+        train(tmp_path / "done", texts, target, resume=True)
+
+
+def test_texts_that_do_not_fit_are_refused(tmp_path: Path, texts: Path, target: Target) -> None:
+    text = Text([1, 2, 3, 4], [False, False, True, True])
+    write_about(tmp_path, {"target": {"vocab_size": target.vocab_size}})
+    write_shard(tmp_path, 0, [Finished(1, False, [text])])
+    with pytest.raises(InputError, match="no held-out texts"):
+        HeadJob(tmp_path, tmp_path / "out").check()
+    for words, message in (("[]", "does not say who"), ("{}", "does not say who"), ("{", "cannot read")):
+        (tmp_path / "damaged").mkdir(exist_ok=True)
+        (tmp_path / "damaged" / "data.json").write_text(words)
+        with pytest.raises(InputError, match=message):
+            HeadJob(tmp_path / "damaged", tmp_path / "out").check()
+    write_shard(tmp_path, 1, [Finished(2, True, [Text([1] * 9 + [2], [False] * 9 + [True])])])
+    HeadJob(tmp_path, tmp_path / "out").check()
+    with pytest.raises(InputError, match="no held-out text has an answer within its first 8 tokens"):
+        train(tmp_path / "out", tmp_path, target, max_length=8)
+    with pytest.raises(InputError, match=r"61 tokens; .* has 40"):
+        train(tmp_path / "out", texts, Target(tiny(vocab_size=40)))
+
+
+def test_a_training_is_resumed_as_it_was_begun(tmp_path: Path, texts: Path, target: Target) -> None:
+    train(tmp_path, texts, target, steps=2)
+    for changes, word in (
+        ({"method": "hass"}, "method ttt"),
+        ({"settings": ["steps=2"]}, "settings"),
+        ({"shape": {"vocabulary": 40}}, "shape"),
+        ({"init": "x", "shape": {}}, "init None"),
+    ):
+        given = {"settings": ["steps=3"], "shape": {"vocabulary": 50}} | changes
+        with pytest.raises(InputError, match=f"was trained with {word}"):
+            HeadJob(texts, tmp_path, resume=True, **given).check()
+    with pytest.raises(InputError, match="was trained with target"):
+        train(tmp_path, texts, Target(tiny(seed=1)), resume=True, steps=2)
+    with pytest.raises(InputError, match="leave out --intermediate"):
+        HeadJob(texts, tmp_path / "new", init="x", shape={"intermediate": 50, "layers": 1}).check()
+
+
+def test_a_given_head_must_suit_the_method(tmp_path: Path, texts: Path, target: Target) -> None:
+    train(tmp_path / "first", texts, target, steps=2)
+    best = str(tmp_path / "first" / BEST)
+    [*_, last] = train_head(HeadJob(texts, tmp_path / "on", init=best), Recipe(**RECIPE | {"steps": 2}), target)
+    assert last.step == 2
+    with pytest.raises(InputError, match="is a eagle3 head, which the drafter head takes, not medusa"):
+        next(train_head(HeadJob(texts, tmp_path / "m", "medusa", init=best), Recipe(**RECIPE), target))
+
+
+def test_a_given_head_can_learn_to_draft_other_tokens(tmp_path: Path, texts: Path, target: Target) -> None:
+    train(tmp_path / "first", texts, target, steps=2, light=True)
+    best, recipe = str(tmp_path / "first" / BEST), Recipe(**RECIPE | {"steps": 2})
+    for _ in train_head(
+        HeadJob(texts, tmp_path / "on", init=best, light=True, shape={"vocabulary": 60}), recipe, target
+    ):
+        pass
+    first, on = (find_head(str(tmp_path / name / BEST), target) for name in ("first", "on"))
+    assert len(first.draft_tokens) == first.config.draft_vocab_size == 50
+    assert len(on.draft_tokens) == on.config.draft_vocab_size == 60
+    assert set(first.draft_tokens.tolist()) < set(on.draft_tokens.tolist())
+    torch.testing.assert_close(on.vocabulary, target.model.get_output_embeddings().weight[on.draft_tokens])
+
+
+def test_copies_of_the_targets_matrices_do_not_learn(tmp_path: Path, texts: Path, target: Target) -> None:
+    train(tmp_path, texts, target, steps=2)
+    job, method = HeadJob(texts, tmp_path / "x", init=str(tmp_path / BEST)), objective("ttt")
+    head = starting_head(job, method, target, TokenData.open(texts))
+    assert not head.embed_tokens.weight.requires_grad and not head.lm_head.weight.requires_grad
+    assert head.fc.weight.requires_grad
+
+
+def test_what_cannot_be_learnt_from_ends_at_once(tmp_path: Path, texts: Path, target: Target) -> None:
+    with pytest.raises(InputError, match="the loss is no number any more at step 10; take a lower --rate"):
+        train(tmp_path / "hot", texts, target, rate=1e30, clip=0)
+    for dtype in (torch.float16, torch.float64):
+        with pytest.raises(InputError, match="--dtype bfloat16 or float32"):
+            train(tmp_path / "half", texts, Target(tiny(dtype=dtype)))
+
+
+def test_muon_is_for_matrices_inside_layers() -> None:
+    parts = Optimizers(random_head("eagle3-before-fc"), Recipe(steps=1, optimizer="muon")).parts
+    sizes = [{tuple(p.shape) for group in part.param_groups for p in group["params"]} for part in parts]
+    assert (61, 32) in sizes[1] and (61, 32) not in sizes[0] and (32, 96) in sizes[0]
+
+
+def test_an_objective_sees_the_lengths_of_texts(tmp_path: Path, texts: Path, target: Target) -> None:
+    seen = []
+
+    class Curious(type(objective("ttt"))):  # type: ignore[misc]
+        def report(self, head: Any, lesson: Any, teacher: Any, progress: float) -> Any:
+            seen.append(lesson.batch.lengths)
+            return super().report(head, lesson, teacher, progress)
+
+    head = objective("ttt").new_head(target, {})
+    trainer = Trainer(head, Curious(steps=1), Teacher(target.model, head.config.taps), Recipe(steps=1), tmp_path)
+    data = TokenData.open(texts)
+    list(trainer.run(data, data, lambda _: None))
+    assert all(lengths.tolist() == [30] * 12 for lengths in seen) and seen
+
+
+def test_the_draft_vocabulary_is_what_the_target_writes_most(target: Target) -> None:
+    counts = torch.zeros(target.vocab_size, dtype=torch.long)
+    counts[[7, 3, 50]] = torch.tensor([5, 9, 1])
+    assert commonest(counts, 2, target).tolist() == [3, 7]
+    with pytest.raises(InputError, match="--vocabulary"):
+        commonest(counts, 0, target)
+
+
+def test_the_targets_layers_are_compiled_on_request(
+    tmp_path: Path, texts: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: compiled.append(type(self).__name__))
+    train(tmp_path, texts, target, steps=1, compile=True)
+    assert compiled == ["LlamaDecoderLayer"] * target.model.config.num_hidden_layers
+    compiled.clear()
+    monkeypatch.setattr(target.model, "_no_split_modules", None)
+    Teacher(target.model, ()).compile()
+    assert compiled == [type(target.model.base_model).__name__]
+
+
+def test_the_output_folder_of_a_training_is_a_drafter(tmp_path: Path, texts: Path, target: Target) -> None:
+    train(tmp_path / "out", texts, target, steps=2)
+    made = as_drafter(str(tmp_path / "out"))
+    assert (made.model, as_drafter(tmp_path / "out" / BEST).model) == (str(tmp_path / "out" / BEST),) * 2
+    assert locate(tmp_path / "out") == tmp_path / "out" / BEST
+
+
+def test_a_head_that_learnt_too_little_is_told_from_one_of_another_model(
+    tmp_path: Path, texts: Path, target: Target
+) -> None:
+    train(tmp_path / "out", texts, target, steps=1)
+    with pytest.warns(HeadWarning, match="it was made for this very model, but trained too little"):
+        find_head(str(tmp_path / "out"), target)
+    with pytest.warns(HeadWarning, match="only: it was made for another model, and will hardly"):
+        find_head(str(tmp_path / "out"), Target(tiny(seed=5)))
+    said = tmp_path / "out" / BEST / "config.json"
+    config = json.loads(said.read_text())
+    del config[TARGET]
+    said.write_text(json.dumps(config))
+    assert made_for(tmp_path / "out" / BEST, target), "the job of the training says so, too"
+    (tmp_path / "out" / "job.json").unlink()
+    with pytest.warns(HeadWarning, match="it was made for another model, or trained too little"):
+        find_head(str(tmp_path / "out"), target)
