@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from helpers.tree_kernels import (
+    SELECTIVE,
     check_announcing,
     check_growth,
     check_moving,
     check_pair,
     check_pruning,
     check_rows,
+    check_selection,
     check_settling,
     check_shape,
     check_telling,
@@ -24,7 +26,7 @@ from helpers.tree_kernels import (
 )
 from windfall.costs.acceptance import Calibrator
 from windfall.kernels.backend import installed
-from windfall.kernels.grow import grow
+from windfall.kernels.grow import RULES, grow
 from windfall.kernels.publish import NUMBER, announce, tell
 from windfall.kernels.settle import plant
 from windfall.kernels.trees import Ahead, TreeArrays
@@ -91,6 +93,14 @@ def test_pair_norm(n: int, width: int, normed: bool, dtype: torch.dtype) -> None
     check_pair(n, width, dtype, normed, "cuda")
 
 
+@pytest.mark.parametrize("name", SELECTIVE)
+@pytest.mark.parametrize(("width", "k"), [(3, 4), (10, 10), (60, 16)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_selection(name: str, width: int, k: int, tied: bool) -> None:
+    for seed in range(3):
+        check_selection(name, width, k, seed, tied, "cuda")
+
+
 @rules
 def test_a_graph_serves_every_pass(rule: str) -> None:
     """Captured once, replayed pass after pass over the same buffers."""
@@ -108,10 +118,10 @@ def test_a_graph_serves_every_pass(rule: str) -> None:
         ahead.nodes[0] = 0
 
     begin(tree, ahead)
-    grow(tree, ahead.nodes, tokens, logq, ahead, rule, terms)
+    grow(tree, ahead.nodes, tokens, logq, ahead, RULES[rule], terms)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        grow(tree, ahead.nodes, tokens, logq, ahead, rule, terms)
+        grow(tree, ahead.nodes, tokens, logq, ahead, RULES[rule], terms)
     twin, other = empty_tree(400, passes, "cuda"), empty_rows(width, width * passes, "cuda")
     begin(tree, ahead)
     begin(twin, other)
@@ -120,7 +130,7 @@ def test_a_graph_serves_every_pass(rule: str) -> None:
         tokens.copy_(drawn[0])
         logq.copy_(drawn[1])
         graph.replay()
-        grow(twin, other.nodes, tokens, logq, other, rule, terms)
+        grow(twin, other.nodes, tokens, logq, other, RULES[rule], terms)
         same(tree, twin, 1 + (turn + 1) * width * k)
         same(ahead, other, 0)
 

@@ -13,11 +13,17 @@ from helpers.tiny import tiny
 from windfall import registry
 from windfall.core.tree import DraftTree
 from windfall.core.types import GpuOptions
+from windfall.costs.acceptance import Calibrator
+from windfall.costs.curves import ASSUMED
 from windfall.drafters.base import Drafter
 from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.drafters.lm import LMDrafter
 from windfall.engine.engine import Engine, Generation
+from windfall.engine.gpu.cycle import unsupported
 from windfall.model.target import Target
+from windfall.policies.base import TreePolicy
+from windfall.policies.context import Context
+from windfall.policies.plan import Plan
 
 LENGTH = 20
 
@@ -34,9 +40,6 @@ ON_DEVICE: dict[str, dict[str, Any]] = {
 }
 
 
-WARY = {"depth": 4, "confidence": 1e-6}  # of a chain that decides on the host
-
-
 LEARNING: dict[str, dict[str, Any]] = {"gammatune": {"depth": 5, "k": 4, "nodes": 20}, "auto": {}, "dynatree": {}}
 
 
@@ -44,12 +47,10 @@ WATCHING: dict[str, dict[str, Any]] = {"svip": {"depth": 5, "k": 4, "nodes": 20}
 
 
 ON_HOST: dict[str, dict[str, Any]] = {
-    "salf": {"k": None},
-    "talon": {"nodes": 20},
+    "salf": {"fill": False},
     "fixed-tree": {"nodes": 20},
-    "wary": WARY,
-    "opt-tree": {"nodes": 16, "depth": 5},
-    "optimal": {"nodes": 150, "width": 8, "steps": 6},  # expands more than STEP nodes
+    "bandit": {"arms": "beam:depth=4:k=4:nodes=12"},
+    "optimal": {"nodes": 150, "beams": 150, "width": 8, "steps": 6},  # expands more than STEP nodes
 }
 
 
@@ -60,6 +61,12 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 
 
+def plan_of(policy: TreePolicy) -> Plan | None:
+    """The policy's plan, if it runs in fixed buffers."""
+    plan, ctx = policy.plan(), Context(10, 64, 0.0, ASSUMED, Calibrator())
+    return None if plan is None or unsupported(plan, ctx) else plan
+
+
 def drafter(kind: str) -> Drafter:
     if kind == "lm":
         return LMDrafter(tiny("llama", seed=1, dtype=PRECISE, num_hidden_layers=2))
@@ -68,9 +75,8 @@ def drafter(kind: str) -> Drafter:
 
 def engine(family: str, kind: str, policy: str, graphs: bool, coupled: bool = True, **changes: Any) -> Engine:
     known = {**ON_DEVICE, **LEARNING, **WATCHING, **ON_HOST}
-    name, settings = ("chain", WARY) if policy == "wary" else (policy, known[policy])
     target = Target(tiny(family, dtype=PRECISE, **changes), character_tokenizer())
-    return Engine(target, drafter(kind), registry.policy(name, **settings), coupled, launch=GpuOptions(graphs))
+    return Engine(target, drafter(kind), registry.policy(policy, **known[policy]), coupled, launch=GpuOptions(graphs))
 
 
 def paths(tree: DraftTree) -> list[tuple[int, ...]]:

@@ -13,14 +13,13 @@ from helpers.interpreter import INTERPRETED
 from windfall.core import verify
 from windfall.core.tree import DraftTree
 from windfall.costs.acceptance import Calibrator
-from windfall.engine.gpu.plans.shapes import numbered
 from windfall.kernels import choose as choosing
 from windfall.kernels import gate as gating
 from windfall.kernels import grow as growing
 from windfall.kernels import settle as settling
 from windfall.kernels.choose import choose
 from windfall.kernels.gate import Bounds, prune
-from windfall.kernels.grow import grow
+from windfall.kernels.grow import RULES, Rule, grow
 from windfall.kernels.move import move
 from windfall.kernels.pair import pair_norm
 from windfall.kernels.publish import NUMBER, announce, tell
@@ -29,9 +28,9 @@ from windfall.kernels.settle import plant, settle
 from windfall.kernels.trees import Ahead, Terms, TreeArrays
 from windfall.policies.base import best
 from windfall.policies.beam import Beam
-from windfall.policies.static_trees import Shape
+from windfall.policies.shape import Shape
 
-rules = pytest.mark.parametrize("rule", growing.RULES[:3])
+rules = pytest.mark.parametrize("rule", ["beam", "best", "calibrated"])
 
 
 LENGTH = 37  # committed columns of the drafter
@@ -54,7 +53,7 @@ def empty_rows(width: int, room: int, device: str) -> Ahead:
     mask = torch.ones(width, room + 3, dtype=torch.bool, device=device)[:, :room]
     one = torch.zeros(1, dtype=torch.long, device=device)
     expanded = torch.full((room,), -1, device=device)
-    return Ahead(*long, mask, expanded, one, one + LENGTH, torch.full((4,), math.nan, device=device))
+    return Ahead(*long, mask, expanded, one, one + LENGTH, torch.zeros(16, 6, device=device))
 
 
 def some_terms(calibrator: Calibrator, device: str) -> Terms:
@@ -147,8 +146,8 @@ def check_growth(
         twin, rows_twin = TreeArrays(*(x.clone() for x in tree)), Ahead(*(x.clone() for x in ahead))
         host.extend(nodes.tolist(), tokens, logq, calibrator)
         fresh = host.used - given * k
-        growing.reference(twin, nodes.clone(), tokens.to(device), logq.to(device), rows_twin, rule != "beam", terms)
-        grow(tree, nodes, tokens.to(device), logq.to(device), ahead, rule, terms)
+        growing.reference(twin, nodes.clone(), tokens.to(device), logq.to(device), rows_twin, RULES[rule], terms)
+        grow(tree, nodes, tokens.to(device), logq.to(device), ahead, RULES[rule], terms)
         same(tree, twin, host.used)
         same(ahead, rows_twin, 0)
         check_tree(tree, host)
@@ -156,7 +155,7 @@ def check_growth(
         if rule == "beam" and turn + 1 < deepest and not tied:
             wanted = Beam(deepest, width, rows).grow(host.tree, None)  # type: ignore[arg-type]
             assert wanted is not None and sorted(frontier) == [host.places[node] for node in wanted.nodes]
-        check_promise(ahead, tree, host, terms)
+        check_summary(ahead, turn + 1, tree, host, terms)
         fits = len(staged) + width <= room
         staged += frontier + [-1] * (width - len(frontier)) if fits else []
         nodes = ahead.nodes  # the kernel writes where it reads
@@ -164,11 +163,38 @@ def check_growth(
     check_choice(tree, host, rows, 1 + k * sum(widths[:-1]), device)
 
 
+SELECTIVE = {
+    "talon": Rule(budget=30, share=math.log(0.05), first=6, levels=1),
+    "talon, gate at once": Rule(budget=14, share=math.log(0.3), first=3, levels=0),
+    "opt-tree": Rule(top=13),
+    "optimal": Rule(whole=True, top=20, decay=math.log(0.9)),
+    "salf": Rule(whole=True, top=12, include_last=True),
+}
+
+
+def check_selection(name: str, width: int, k: int, seed: int, tied: bool, device: str = "cpu") -> None:
+    """Rules that keep some of the children: the kernel does what the reference does, pass by pass."""
+    rule, passes = SELECTIVE[name], 6
+    capacity = 1 + k * (1 + width * passes)
+    tree, ahead = empty_tree(capacity, passes + 1, device), empty_rows(width, width * passes, device)
+    plant(tree, torch.tensor([3], device=device))
+    tree.slot[0] = 0
+    nodes = torch.zeros(1, dtype=torch.long, device=device)
+    for turn in range(passes):
+        tokens, logq = (x.to(device) for x in sprouts(len(nodes), k, 100 * seed + turn, tied))
+        twin, rows_twin = TreeArrays(*(x.clone() for x in tree)), Ahead(*(x.clone() for x in ahead))
+        growing.reference(twin, nodes.clone(), tokens, logq, rows_twin, rule)
+        grow(tree, nodes, tokens, logq, ahead, rule)
+        same(tree, twin, int(tree.count))
+        same(ahead, rows_twin, 0)
+        nodes = ahead.nodes
+
+
 def check_shape(shape: Shape, width: int, seed: int, device: str = "cpu") -> None:
     """A tree of known form, level by level; what is verified is that form, whatever the scores."""
     passes, k, rows = shape.extent
     table = torch.full((rows, k + 2), -1, device=device)
-    for (parent, rank), child in numbered(shape).items():
+    for (parent, rank), child in shape.numbered().items():
         table[parent, rank] = child
     tree = empty_tree(1 + k * (1 + width * passes), passes + 1, device)
     ahead = empty_rows(width, width * passes, device)
@@ -178,8 +204,8 @@ def check_shape(shape: Shape, width: int, seed: int, device: str = "cpu") -> Non
     for turn in range(passes):
         tokens, logq = (x.to(device) for x in sprouts(len(nodes), k, 100 * seed + turn, False))
         twin, rows_twin = TreeArrays(*(x.clone() for x in tree)), Ahead(*(x.clone() for x in ahead))
-        growing.reference(twin, nodes.clone(), tokens, logq, rows_twin, False, None, table)
-        grow(tree, nodes, tokens, logq, ahead, "shape", shape=table)
+        growing.reference(twin, nodes.clone(), tokens, logq, rows_twin, RULES["shape"], None, table)
+        grow(tree, nodes, tokens, logq, ahead, RULES["shape"], shape=table)
         same(tree, twin, int(tree.count))
         same(ahead, rows_twin, 0)
         nodes = ahead.nodes
@@ -240,10 +266,11 @@ def check_frontier(tree: TreeArrays, ahead: Ahead, host: Host, first: int, stage
     return wanted
 
 
-def check_promise(ahead: Ahead, tree: TreeArrays, host: Host, terms: Terms | None) -> None:
+def check_summary(ahead: Ahead, level: int, tree: TreeArrays, host: Host, terms: Terms | None) -> None:
     chosen = [node for node in ahead.nodes.tolist() if node >= 0]
     keys = tree.key.cpu()[chosen].double()
-    expected = [float(keys.max()) if chosen else -math.inf, float(keys.logsumexp(0)) if chosen else -math.inf, 0.0, 0.0]
+    expected = [float(keys.max()), float(keys.logsumexp(0))] if chosen else [-math.inf] * 2
+    expected += [0.0, 0.0, float(len(host.tree)), 0.0]
     if terms is not None:
         fee, price = terms.prices.tolist()
         expected[2] = -fee
@@ -252,7 +279,7 @@ def check_promise(ahead: Ahead, tree: TreeArrays, host: Host, terms: Terms | Non
             for hope in terms.outlook[depth, (own > 0.35) + (own > 0.75)].tolist():
                 expected[2] += max(0.0, math.exp(key) * hope - price)
         expected[3] = float(sum(math.exp(tree.key[place]) > price for place in host.places[1:]))
-    torch.testing.assert_close(ahead.promise.cpu(), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ahead.summary[level].cpu(), torch.tensor(expected), rtol=1e-4, atol=1e-5)
 
 
 def check_choice(tree: TreeArrays, host: Host, rows: int, limit: int | None, device: str) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from helpers.interpreter import HALF, INTERPRETED, outside, passes_under_the_interpreter
 from helpers.tree_kernels import (
+    SELECTIVE,
     Host,
     a_calibrator,
     check_announcing,
@@ -19,6 +20,7 @@ from helpers.tree_kernels import (
     check_pair,
     check_pruning,
     check_rows,
+    check_selection,
     check_settling,
     check_shape,
     check_telling,
@@ -33,8 +35,8 @@ from windfall.kernels import choose as choosing
 from windfall.kernels import grow as growing
 from windfall.kernels.grow import grow
 from windfall.kernels.settle import plant
+from windfall.policies.shape import Shape
 from windfall.policies.static import SHAPES
-from windfall.policies.static_trees import Shape
 
 
 @outside
@@ -66,6 +68,12 @@ def test_shapes(shape: Shape, width: int) -> None:
 def test_growth(rule: str, widths: tuple[int, ...], k: int, deepest: int, rows: int, tied: bool) -> None:
     for seed in range(1 if INTERPRETED else 3):
         check_growth(rule, widths, k, seed, deepest, rows, tied)
+
+
+@pytest.mark.parametrize("name", SELECTIVE)
+@pytest.mark.parametrize(("width", "k", "tied"), [(3, 4, False), (12, 5, False), (4, 4, True)])
+def test_selection(name: str, width: int, k: int, tied: bool) -> None:
+    check_selection(name, width, k, 0, tied)
 
 
 def test_the_choice_from_a_large_tree() -> None:

@@ -45,11 +45,11 @@ def tree_by_hand() -> DraftTree:
 
 def test_inputs_by_hand() -> None:
     tree = tree_by_hand()
-    shown = classifiers.disco_inputs(tree, 2)
+    shown = classifiers.disco_inputs(classifiers.BeamView(tree), 2)
     assert shown == pytest.approx([0.42, 0.15, 0.12, 0.12, *[0] * 6, entropy(0.2, 0.7, 0.1), 0.2], abs=1e-5)
-    shown = classifiers.disco_inputs(tree, 1)
+    shown = classifiers.disco_inputs(classifiers.BeamView(tree), 1)
     assert shown == pytest.approx([0.6, 0.3, 0.1, *[0] * 7, entropy(0.6, 0.3, 0.1), 0.1], abs=1e-5)
-    shown = classifiers.specdecpp_inputs(tree, 2)
+    shown = classifiers.specdecpp_inputs(classifiers.BeamView(tree), 2)
     assert shown == pytest.approx([0.7, 0.2, *[0] * 8, entropy(0.2, 0.7, 0.1), 0.6, 0.2], abs=1e-5)
     nodes = torch.tensor([1, 4])
     assert classifiers.c2t_inputs(tree, nodes, False).tolist() == [

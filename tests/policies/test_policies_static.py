@@ -19,8 +19,9 @@ from windfall.core.types import Grow, InputError, Split, Step
 from windfall.costs.curves import ASSUMED, Costs
 from windfall.drafters.base import sprout
 from windfall.policies.papers.sequoia import largest, quickest
+from windfall.policies.shape import Path, Shape
 from windfall.policies.static import SHAPES
-from windfall.policies.static_trees import Path, Plan, Shape, grow_by_product
+from windfall.policies.static_trees import BestTrees, grow_by_product
 
 HAND = [  # q(next | last); 0 is the root's token
     [0.0, 0.6, 0.3, 0.1],
@@ -187,7 +188,7 @@ def expected_tokens(tree: list[Path], acceptance: tuple[float, ...]) -> float:
 
 @pytest.mark.parametrize("acceptance", [(0.6, 0.2, 0.1), (0.9, 0.05, 0.04), (0.34, 0.33, 0.33), (0.1, 0.5, 0.0)])
 def test_sequoia_is_the_best_of_all_trees(acceptance: tuple[float, ...]) -> None:
-    plan = Plan(acceptance, 7, 4)
+    plan = BestTrees(acceptance, 7, 4)
     for nodes, depth in itertools.product(range(1, 8), range(1, 5)):
         values = [expected_tokens(tree, acceptance) for tree in ordered_trees(nodes, 3, depth)]
         if not values:
@@ -210,7 +211,7 @@ def test_sequoia_by_hand() -> None:
 def test_sequoia_takes_the_quickest_size() -> None:
     """Brute force over sizes and depths; nothing at all where verifying more than one row is dear."""
     acceptance, costs = (0.6, 0.2, 0.1), Costs.simple(0.1, (1, 16), (1.0, 1.5))
-    plan = Plan(acceptance, 16, 5)
+    plan = BestTrees(acceptance, 16, 5)
     found = min(
         (passes * 0.1 + costs.verify(rows, 0)) / plan.best[passes][rows]
         for rows, passes in itertools.product(range(1, 17), range(6))

@@ -39,7 +39,7 @@ class Ahead(NamedTuple):
     expanded: Tensor  # [S] long: the node of each staged row, NOBODY behind them
     staged: Tensor  # [1] long
     length: Tensor  # [1] long: the drafter's committed columns, only read
-    promise: Tensor  # [4] fp32: best key, logsumexp of keys, what another pass should bring, nodes worth their row
+    summary: Tensor  # [passes + 1, 6] fp32: policies.plan.Summary after each pass; the first number counts the passes
 
 
 class Terms(NamedTuple):

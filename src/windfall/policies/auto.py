@@ -12,12 +12,13 @@ from torch import Tensor
 from windfall.core.options import option
 from windfall.core.tree import MOST_ROWS, DraftTree
 from windfall.core.types import Grow, Step
-from windfall.costs.acceptance import CHILDREN, Calibrator
+from windfall.costs.acceptance import CHILDREN, MOST_SETTLED, Calibrator
 from windfall.costs.curves import Costs
 from windfall.costs.online import OnlineCosts
 from windfall.policies import cheap_rows
 from windfall.policies.base import TreePolicy
 from windfall.policies.context import Context
+from windfall.policies.plan import Decision, Opening, Plan, TreeView
 
 AHEAD = 4  # further passes looked ahead
 WIDEST = 32  # nodes expanded in one pass at the most
@@ -49,18 +50,48 @@ class Auto(TreePolicy):
         self._cycle: Cycle | None = None
         self._curves: dict[int, list[float]] = {}
         self._costs: Costs | None = None  # that these are of
-        self._rule: cheap_rows.Rule | None = None  # where rows are cheap
+        self._flat = False  # whether this cycle follows the plan, because rows are cheap
         self._ctx: Context | None = None
         self._lessons = cheap_rows.Lessons()
 
+    def plan(self) -> Plan:
+        """The tree where rows are cheap; elsewhere `grow` and `select` weigh every row."""
+        return Plan(
+            passes=cheap_rows.PASSES,
+            width=cheap_rows.WIDTH,
+            k=CHILDREN,
+            rows=min(self.nodes, cheap_rows.ROWS[-1]),
+            order="best",
+            calibrated=True,
+            prices=cheap_rows.prices,
+            suits=cheap_rows.suits,
+            watches=("summary",),
+            decide=self.decide,
+            opening=self._opening,
+            openings=range(1, MOST_SETTLED + 1),
+            lookahead=True,
+            sizes={min(size, self.nodes) for size in cheap_rows.ROWS},
+        )
+
+    def _opening(self, ctx: Context) -> Opening:
+        return Opening(ctx.calibrator.least, self.nodes)
+
+    def decide(self, level: int, view: TreeView, ctx: Context) -> Decision:
+        """Whether the pass after the next is worth its price, and how many rows are worth theirs."""
+        (fee, price), found = cheap_rows.prices(ctx), view.summary(level)
+        before = view.summary(level - 1).gain + fee if level > 1 else cheap_rows.first(ctx.calibrator, price)
+        worth = cheap_rows.rows(int(found.worth), level + 1, cheap_rows.sizes(ctx))
+        pays = cheap_rows.pays(found.gain + fee, before, fee)
+        return Decision(level + 1 < cheap_rows.PASSES and pays, min(worth, self.nodes))
+
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
         if len(tree) == 1:
-            self._rule = self._ctx = None
+            self._ctx, self._flat = None, False
             if self._looks_at_plain(ctx):
                 return None
-            self._rule = cheap_rows.Rule(ctx) if cheap_rows.suits(ctx) else None
-        if self._rule is not None:
-            return self._grow_flat(self._rule, tree, ctx)
+            self._flat = cheap_rows.suits(ctx)
+        if self._flat:
+            return super().grow(tree, ctx)
         cycle = self._now(ctx)
         if ctx.room < 2:
             return None
@@ -74,25 +105,7 @@ class Auto(TreePolicy):
         cycle.expand(chosen)
         return Grow(torch.tensor(chosen), k=CHILDREN)
 
-    def _grow_flat(self, rule: cheap_rows.Rule, tree: DraftTree, ctx: Context) -> Grow | None:
-        """The next pass where rows are cheap."""
-        self.follow(ctx)
-        rule.learn(tree)
-        nodes = rule.frontier(tree) if rule.earnings else [0]
-        rule.look(tree, nodes)
-        if not nodes or not rule.goes_on():
-            return None
-        rule.taken.update(nodes)
-        return Grow(torch.tensor(nodes), k=CHILDREN)
-
-    def _select_flat(self, rule: cheap_rows.Rule, tree: DraftTree) -> Tensor:
-        """The rows that are worth their price."""
-        count = min(cheap_rows.rows(rule.worth, rule.passes, rule.sizes), self.nodes)
-        order = sorted(range(len(rule.reach)), key=lambda node: (-rule.reach[node], node))
-        return torch.tensor(sorted(order[:count]))
-
-    def follow(self, ctx: Context) -> None:
-        """This cycle's tree is grown where rows are cheap, here or on a device; `observe` learns from it."""
+    def start_cycle(self, ctx: Context) -> None:
         self._ctx = ctx
 
     def observe(self, step: Step) -> None:
@@ -131,8 +144,8 @@ class Auto(TreePolicy):
         return ledger.affords(cycle.seconds(1))
 
     def select(self, tree: DraftTree, ctx: Context) -> Tensor:
-        if self._rule is not None:
-            return self._select_flat(self._rule, tree)
+        if self._flat:
+            return super().select(tree, ctx)
         cycle, self._cycle = self._now(ctx), None
         cycle.learn(tree, ctx.calibrator)
         seconds, values = self._seconds(ctx), cycle.values

@@ -15,6 +15,8 @@ from windfall.core import options
 from windfall.core.tree import DraftTree, Floats, Integers
 from windfall.core.types import Grow, Step
 from windfall.policies.context import Context
+from windfall.policies.interpreter import PlannedTree
+from windfall.policies.plan import Plan
 
 P = TypeVar("P", bound="TreePolicy")
 NEVER = 1e-30  # a probability that no path falls below
@@ -38,16 +40,41 @@ class TreePolicy:
         return dataclasses.replace(self)
 
     def rehearsal(self: P) -> P:
-        """A copy of which nothing stays: what it learns it keeps to itself."""
-        return copy.deepcopy(self)
+        """A copy that shares no state: what it learns does not reach this policy."""
+        made = copy.deepcopy(self)
+        made.__dict__.pop("_plan", None)  # its callbacks may belong to this policy
+        return made
+
+    def plan(self) -> Plan | None:
+        """The description of its trees that the host and the GPU follow; None: it writes `grow` and `select`."""
+        return None
+
+    @property
+    def cached_plan(self) -> Plan | None:
+        """`plan()`, made once."""
+        if "_plan" not in self.__dict__:
+            self.__dict__["_plan"] = self.plan()
+        found: Plan | None = self.__dict__["_plan"]
+        return found
 
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
         """The next draft pass, or None to stop drafting."""
-        raise NotImplementedError
+        if len(tree) == 1:
+            plan = self.cached_plan
+            if plan is None:
+                raise NotImplementedError(f"{type(self).__name__} has neither a plan nor its own `grow`")
+            self.start_cycle(ctx)
+            self._planned = PlannedTree(plan, ctx)
+        return self._planned.grow(tree)
 
     def select(self, tree: DraftTree, ctx: Context) -> Tensor:
         """The nodes to verify, ascending, parents of kept nodes kept; node 0 alone is plain decoding."""
-        return torch.from_numpy(np.arange(len(tree)))
+        if len(tree) == 1 or self.cached_plan is None:
+            return torch.arange(len(tree))
+        return self._planned.select(tree)
+
+    def start_cycle(self, ctx: Context) -> None:
+        """Note what `observe` will need about this cycle. Called once a cycle, before drafting."""
 
     def observe(self, step: Step) -> None:
         """Learn from what was accepted."""

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from windfall.core.options import option
-from windfall.core.tree import DraftTree
-from windfall.core.types import Grow
-from windfall.policies.base import TreePolicy, best, best_of
-from windfall.policies.context import Context
+from windfall.policies.base import TreePolicy
+from windfall.policies.plan import Plan
 
 
 @dataclass
@@ -24,11 +19,5 @@ class Beam(TreePolicy):
     k: int = option(10, "beam width, and children of a node", low=1)
     nodes: int = option(60, "rows of the verify pass, the root counted", low=1)
 
-    def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
-        depth = tree.arrays.depth
-        level = int(depth[-1])
-        (frontier,) = (depth == level).nonzero()
-        return Grow(torch.from_numpy(best_of(tree, frontier, self.k)), k=self.k) if level < self.depth else None
-
-    def select(self, tree: DraftTree, ctx: Context) -> Tensor:
-        return best(tree, torch.arange(len(tree)), self.nodes)
+    def plan(self) -> Plan:
+        return Plan(passes=self.depth, width=self.k, k=self.k, rows=self.nodes)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-
-import numpy as np
-import torch
+from dataclasses import dataclass, replace
 
 from windfall.core.options import option
-from windfall.core.tree import DraftTree
-from windfall.core.types import Grow, Step
+from windfall.core.types import Step
 from windfall.policies.base import TreePolicy
 from windfall.policies.context import Context
+from windfall.policies.plan import Decision, Opening, Plan, TreeView
+
+MAX_SCHEDULED = 32  # tokens that the heuristic schedule may grow to
 
 
 @dataclass
@@ -32,15 +31,26 @@ class Chain(TreePolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._length = self.depth
-        self._least = math.log(self.confidence) if self.confidence else -math.inf
 
-    def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
-        depth, logq = tree.arrays.depth, tree.arrays.logq
-        if depth[-1] >= self._length or logq[-1] < self._least:
-            return None
-        return Grow(torch.from_numpy(np.array([len(tree) - 1])), k=1)
+    def plan(self) -> Plan:
+        passes = self.depth if self.schedule == "fixed" else max(self.depth, MAX_SCHEDULED)
+        line = Plan(passes=passes, width=1, k=1, rows=passes + 1, sizes=range(2, passes + 2))
+        if self.confidence:
+            return replace(line, watches=("logq",), decide=self.decide)
+        if self.schedule == "fixed":
+            return replace(line, sizes=())
+        return replace(line, opening=self._opening, openings=range(1, passes + 1))
+
+    def _opening(self, ctx: Context) -> Opening:
+        return Opening(self._length, self._length + 1)
+
+    def decide(self, level: int, view: TreeView, ctx: Context) -> Decision:
+        """Go on while the newest token is probable enough."""
+        sure = float(view.logq(level)[0]) >= math.log(self.confidence)
+        return Decision(sure and level < self._length, level + 1)
 
     def observe(self, step: Step) -> None:
         drafted = len(step.tree) - 1
         if self.schedule == "heuristic" and drafted:
-            self._length = self._length + 2 if step.accepted == drafted else max(self._length - 1, 1)
+            longer = min(self._length + 2, max(self.depth, MAX_SCHEDULED))
+            self._length = longer if step.accepted == drafted else max(self._length - 1, 1)

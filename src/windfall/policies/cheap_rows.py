@@ -119,58 +119,6 @@ def first(calibrator: Calibrator, price: float) -> float:
     return earned(calibrator, 0, 1.0, 1.0, price)
 
 
-class Rule:
-    """The plain form: what the device does, on the host, for a tree of this cycle."""
-
-    def __init__(self, ctx: Context):
-        (self.fee, self.price), self.sizes = prices(ctx), sizes(ctx)
-        self.calibrator, self.least = ctx.calibrator, ctx.calibrator.least
-        self.chance, self.reach = [1.0], [1.0]
-        self.taken = {0}
-        self.earnings: list[float] = []  # expected of the pass that follows, after 0, 1, … passes
-        self.worths: list[int] = []  # how many nodes were worth a row, likewise
-
-    @property
-    def passes(self) -> int:
-        return max(len(self.earnings) - 1, 0)
-
-    def learn(self, tree: DraftTree) -> None:
-        """Take in the nodes drafted last."""
-        known = len(self.reach)
-        chances, parents = self.calibrator.accept(tree, known), tree.parents[known:].tolist()
-        families: dict[int, float] = {}
-        for parent, chance in zip(parents, chances, strict=True):
-            families[parent] = families.get(parent, 0.0) + chance
-        for parent, chance in zip(parents, chances, strict=True):
-            self.chance.append(chance / max(families[parent], 1.0))
-            self.reach.append(self.reach[parent] * self.chance[-1])
-
-    def frontier(self, tree: DraftTree) -> list[int]:
-        """The nodes of the next pass, the likeliest first."""
-        depth = tree.depth.tolist()
-        nodes = [n for n in range(len(self.reach)) if n not in self.taken and depth[n] < PASSES and self.reach[n] > 0]
-        return sorted(nodes, key=lambda node: (-self.reach[node], node))[:WIDTH]
-
-    def look(self, tree: DraftTree, nodes: list[int]) -> None:
-        """Note what is to be expected of a pass over these nodes, and how much there is to verify."""
-        depth, price = tree.depth.tolist(), self.price
-        expected = (earned(self.calibrator, depth[n], self.chance[n], self.reach[n], price) for n in nodes)
-        self.earnings.append(sum(expected))
-        self.worths.append(sum(reach > price for reach in self.reach[1:]))
-
-    def goes_on(self) -> bool:
-        """Whether another pass follows, by what was known a pass ago."""
-        seen = self.passes - 1  # passes of which the outcome is known
-        if seen < self.least:
-            return True
-        return seen + 1 < PASSES and pays(self.earnings[seen], self.earnings[seen - 1], self.fee)
-
-    @property
-    def worth(self) -> int:
-        """How many nodes were worth a row a pass ago; where there was no pass but the first, after that."""
-        return self.worths[-2 if self.passes > 1 else -1]
-
-
 class Lessons:
     """What cycles teach, taken in every few of them and at the end: only then is the device told anew."""
 

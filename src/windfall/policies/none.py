@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from windfall.core.tree import DraftTree
-from windfall.core.types import Grow
 from windfall.policies.base import TreePolicy
-from windfall.policies.context import Context
+from windfall.policies.plan import Plan
 
 
 @dataclass
 class NoSpeculation(TreePolicy):
     """Plain decoding: never drafts."""
 
-    def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
-        return None
+    def plan(self) -> Plan:
+        return Plan(passes=0, width=1, k=1, rows=1)

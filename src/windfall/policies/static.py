@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from windfall.core.options import option
 from windfall.core.types import InputError
 from windfall.policies.context import Context
-from windfall.policies.static_trees import Shape, StaticTreePolicy, grow_by_product, parse_paths, parse_table
+from windfall.policies.shape import Shape
+from windfall.policies.static_trees import StaticTreePolicy, grow_by_product, parse_paths, parse_table
 
 PUBLISHED = {  # children of each inner node, named by its ranks from the root
     # mc_sim_7b_63 of EAGLE's model/choices.py: 25 nodes, 4 8 8 3 2 by depth

@@ -3,62 +3,27 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from windfall.core.files import parse_json
-from windfall.core.tree import DraftTree
-from windfall.core.types import Grow, InputError
+from windfall.core.types import InputError
 from windfall.policies.base import TreePolicy
 from windfall.policies.context import Context
+from windfall.policies.plan import Opening, Plan
+from windfall.policies.shape import Path, Shape
 
-Path = tuple[int, ...]  # ranks from the root: (0, 2) is the third-best child of the best child
+MAX_INNER_NODES = 16  # of a level: the nodes that a draft pass expands
 Table = tuple[tuple[float, ...], ...]  # [depth][rank]: how often the child of this rank is the right one
 EXAMPLE = "0.6,0.14,0.07,0.04,0.03,0.02,0.015,0.01"  # an acceptance vector to start from; measure your own
 NEVER = -1e9  # the value of a tree that cannot be built
 
 
-class Shape:
-    """A set of rank paths, each with its parent. Places number them level by level; the root's place is 0."""
-
-    def __init__(self, paths: Iterable[Path]):
-        self.paths = ((), *sorted(set(paths) - {()}, key=lambda path: (len(path), path)))
-        place = {path: i for i, path in enumerate(self.paths)}
-        self.child: dict[tuple[int, int], int] = {}  # (place, rank) → place
-        self.levels: list[dict[int, int]] = []  # depth → {place of an inner node: children to ask for}
-        for path in self.paths[1:]:
-            if path[:-1] not in place:
-                raise InputError(f"the tree has {list(path)} without its parent {list(path[:-1])}")
-            parent = place[path[:-1]]
-            self.child[parent, path[-1]] = place[path]
-            if len(path) > len(self.levels):
-                self.levels.append({})
-            self.levels[-1][parent] = path[-1] + 1  # paths ascend, so the last child of a parent has the highest rank
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    @property
-    def extent(self) -> tuple[int, int, int]:
-        """Levels below the root, children of a node at the most (those of lower ranks counted), and nodes."""
-        return len(self.levels), max((k for level in self.levels for k in level.values()), default=1), len(self)
-
-    def places(self, tree: DraftTree) -> list[int]:
-        """The place of every drafted node, -1 where the shape has none."""
-        places = [0]
-        for parent, rank in zip(tree.arrays.parents[1:].tolist(), tree.arrays.rank[1:].tolist(), strict=True):
-            places.append(self.child.get((places[parent], rank), -1))
-        return places
-
-
 class StaticTreePolicy(TreePolicy):
-    """Drafts a shape level by level: one pass a level, as many children for all as the widest node wants."""
+    """Drafts a shape level by level: one pass for each level, as many children for all as the widest node needs."""
 
     def layout(self, ctx: Context) -> Shape:
         """The tree of this cycle."""
@@ -69,16 +34,21 @@ class StaticTreePolicy(TreePolicy):
         """Passes, children of a node and rows that a layout may have."""
         raise NotImplementedError
 
-    def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
-        shape, level = self.layout(ctx), int(tree.arrays.depth[-1])
-        if level >= len(shape.levels):
-            return None
-        inner = shape.levels[level]
-        found = [(node, inner[place]) for node, place in enumerate(shape.places(tree)) if place in inner]
-        return Grow(torch.tensor([node for node, _ in found]), k=max(k for _, k in found)) if found else None
+    def plan(self) -> Plan:
+        passes, k, rows = self.most
+        return Plan(
+            passes=passes,
+            width=MAX_INNER_NODES,
+            k=k,
+            rows=rows,
+            shape=self.layout,
+            opening=self._opening,
+            openings=range(1, passes + 1),
+        )
 
-    def select(self, tree: DraftTree, ctx: Context) -> Tensor:
-        return torch.tensor([node for node, place in enumerate(self.layout(ctx).places(tree)) if place >= 0])
+    def _opening(self, ctx: Context) -> Opening:
+        shape = self.layout(ctx)
+        return Opening(len(shape.levels), len(shape))
 
 
 def grow_by_product(table: Table, nodes: int, least: float = 0.0) -> Shape:
@@ -97,7 +67,7 @@ def grow_by_product(table: Table, nodes: int, least: float = 0.0) -> Shape:
     return Shape(paths)
 
 
-class Plan:
+class BestTrees:
     """Every optimal tree up to a size and depth: Sequoia's dynamic program over how many nodes each subtree gets."""
 
     def __init__(self, acceptance: tuple[float, ...], nodes: int, depth: int):

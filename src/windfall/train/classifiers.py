@@ -202,13 +202,13 @@ def samples_of(kind: str, cycles: list[Cycle], entropy: bool = False) -> Samples
 
 def _disco(cycle: Cycle) -> Iterator[tuple[Floats, bool]]:
     for level in range(1, int(cycle.tree.depth[-1]) + 1):
-        yield classifiers.disco_inputs(cycle.tree, level), cycle.reached >= level
+        yield classifiers.disco_inputs(classifiers.BeamView(cycle.tree), level), cycle.reached >= level
 
 
 def _specdecpp(cycle: Cycle) -> Iterator[tuple[Floats, bool]]:
     """As far as the accepted path went, and the level that it did not reach."""
     for level in range(1, min(cycle.reached + 1, int(cycle.tree.depth[-1])) + 1):
-        yield classifiers.specdecpp_inputs(cycle.tree, level), cycle.reached >= level
+        yield classifiers.specdecpp_inputs(classifiers.BeamView(cycle.tree), level), cycle.reached >= level
 
 
 def split(cycles: list[Cycle], held_out: float, seed: int) -> tuple[list[Cycle], list[Cycle]]:

@@ -76,7 +76,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         self.moment = len(device.asked)  # type: ignore[attr-defined]
         return self
 
+    def settled(self: PackedBuffer) -> dict[str, Any]:
+        device.until(len(device.asked))
+        return self.host
+
     monkeypatch.setattr(PackedBuffer, "_lay", apart)
+    monkeypatch.setattr(PackedBuffer, "settled", settled)
     monkeypatch.setattr(Cycle, "start", begin)
     monkeypatch.setattr(Mark, "set", note)
     monkeypatch.setattr(Mark, "wait", lambda self: device.until(self.moment))

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from helpers.cli import character_tokenizer
-from helpers.gpu import LENGTH, PRECISE, drafter, paths
+from helpers.gpu import LENGTH, PRECISE, drafter, paths, plan_of
 from helpers.tiny import prompt, tiny
 from windfall import registry
 from windfall.core.types import GpuOptions
 from windfall.engine.engine import Engine, Generation
-from windfall.engine.gpu.plans import plan_of
-from windfall.engine.gpu.plans.shapes import APART
 from windfall.model.target import Target
+from windfall.policies.shape import Shape
 from windfall.policies.static import SHAPES, Static
-from windfall.policies.static_trees import Shape
 
 POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("static", {}),
@@ -61,28 +58,22 @@ class Moody(Static):
     """Another tree for every cycle."""
 
     def layout(self, ctx: Any) -> Shape:
-        self.turn = getattr(self, "turn", 0) + 1
-        return (SHAPES["eagle-1"], SHAPES["medusa"])[self.turn % 2]
+        return (SHAPES["eagle-1"], SHAPES["medusa"])[ctx.length % 2]
 
     @property
     def most(self) -> tuple[int, int, int]:
         return 5, 10, 64
 
 
-def test_a_form_may_change_but_not_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from windfall.engine.gpu import plans
-
-    monkeypatch.setitem(plans.PLANS, Moody, plans.ShapePlan)
+def test_a_shape_may_change_in_every_cycle() -> None:
     wanted, _ = generate(Static(), "eagle3", False)
     found, engine = generate(Moody(), "eagle3", True)
     assert engine.fallback == "" and found.token_ids == wanted.token_ids
     sizes = [len(step.tree) for step in found.steps]
-    changes = [turn for turn, (one, two) in enumerate(pairwise(sizes)) if one != two]
-    assert set(sizes) == {26, 64} and all(b - a > APART for a, b in pairwise(changes))
+    assert set(sizes) == {26, 64}
 
 
 def test_wide_forms_stay_with_the_host() -> None:
-    assert plan_of(registry.policy("static", shape=str([[i] for i in range(20)]))) is None  # the kernel takes 16
     wanted, _ = generate(registry.policy("specinfer", widths="5,5,2"), "eagle3", False)
     found, engine = generate(registry.policy("specinfer", widths="5,5,2"), "eagle3", True)
     assert engine.fallback and found.token_ids == wanted.token_ids

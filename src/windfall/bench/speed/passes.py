@@ -21,10 +21,9 @@ from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.drafters.lm import LMDrafter
 from windfall.engine.gpu.cycle import Cycle
 from windfall.engine.gpu.drafters import Sprouting
-from windfall.engine.gpu.plans.auto import AutoPlan
 from windfall.engine.gpu.rope import steady
 from windfall.engine.gpu.runner import GpuRunner
-from windfall.engine.gpu.target import MOST, GpuTarget
+from windfall.engine.gpu.target import MAX_VERIFY_ROWS, GpuTarget
 from windfall.engine.profiling import some_tree
 from windfall.model.target import Target
 from windfall.policies.auto import Auto
@@ -96,8 +95,8 @@ class Bench:
 
     @classmethod
     def of(cls, resident: GpuRunner, longest: int) -> Bench:
-        resident.judge.reserve(longest + 2 * MOST)
-        cycle = None if resident.drafts_on_host else Cycle(AutoPlan(Auto()), resident.drafter, resident.judge)
+        resident.judge.reserve(longest + 2 * MAX_VERIFY_ROWS)
+        cycle = None if resident.drafts_on_host else Cycle(Auto().plan(), resident.drafter, resident.judge)
         return cls(resident.judge, cycle)
 
     def at(self, length: int) -> None:

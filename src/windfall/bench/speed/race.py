@@ -19,7 +19,7 @@ from windfall.core.clock import now
 from windfall.core.errors import InputError
 from windfall.core.types import GpuOptions, SamplingParams
 from windfall.engine.engine import Generation
-from windfall.engine.gpu.target import MOST, ROWS
+from windfall.engine.gpu.target import MAX_VERIFY_ROWS, ROWS
 from windfall.model.target import Target
 from windfall.prompts.samples import SAMPLES
 
@@ -56,8 +56,8 @@ class Settings:
             SamplingParams(temperature=temperature)
         if not all(length >= 1 for length in self.lengths):
             raise InputError(f"context lengths are at least 1, not {min(self.lengths)}")
-        if not all(1 <= rows <= MOST for rows in self.rows):
-            raise InputError(f"a verify pass has 1 to {MOST} rows")
+        if not all(1 <= rows <= MAX_VERIFY_ROWS for rows in self.rows):
+            raise InputError(f"a verify pass has 1 to {MAX_VERIFY_ROWS} rows")
 
     @property
     def regimes(self) -> list[Regime]:

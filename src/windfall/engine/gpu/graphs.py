@@ -12,7 +12,7 @@ import torch
 
 Key = tuple[object, ...]
 PATIENCE = 3  # failures to record
-MOST = 1024  # graphs kept, those used last
+MAX_GRAPHS = 1024  # graphs kept, those used last
 
 
 @cache
@@ -82,7 +82,7 @@ class GraphCache:
         """Record it; what cannot be recorded (it waits for the device, say) runs as written from now on."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
-        while len(self.graphs) >= MOST:
+        while len(self.graphs) >= MAX_GRAPHS:
             del self.graphs[next(iter(self.graphs))]
         memory = next(iter(self.graphs.values())).pool() if self.graphs else None  # that of no living graph is refused
         stream = torch.cuda.current_stream(self.device)

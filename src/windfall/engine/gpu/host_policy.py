@@ -20,7 +20,7 @@ from windfall.engine.gpu.drafters import GpuDrafter, GpuHeadDrafter, Sprouting, 
 from windfall.engine.gpu.drafters import entropy as entropy_of
 from windfall.engine.gpu.forward import Pass
 from windfall.engine.gpu.graphs import Key
-from windfall.engine.gpu.target import MOST, PIECE, ROWS, GpuTarget, shape_of
+from windfall.engine.gpu.target import MAX_VERIFY_ROWS, PIECE, ROWS, GpuTarget, shape_of
 from windfall.engine.gpu.transfer import PackedBuffer
 from windfall.kernels.top import Words
 
@@ -39,9 +39,11 @@ class GraphTarget:
         self.judge, long = judge, torch.long
         self.name = object()  # in keys of recorded work
         self.params = SamplingParams()  # of the sequence to come
-        self._verdict = PackedBuffer(judge.device, path=(long, (MOST,)), accepted=(long, (1,)))
-        self._drawn = PackedBuffer(judge.device, tokens=(long, (MOST,)))
-        self._states = torch.zeros(MOST, judge.width, dtype=judge.dtype, device=judge.device) if judge.taps else None
+        self._verdict = PackedBuffer(judge.device, path=(long, (MAX_VERIFY_ROWS,)), accepted=(long, (1,)))
+        self._drawn = PackedBuffer(judge.device, tokens=(long, (MAX_VERIFY_ROWS,)))
+        self._states = (
+            torch.zeros(MAX_VERIFY_ROWS, judge.width, dtype=judge.dtype, device=judge.device) if judge.taps else None
+        )
         self._logits: dict[Key, Tensor] = {}  # where each recorded pass leaves them
         self._scored = torch.empty(0)  # the last that Python saw
 

@@ -16,6 +16,7 @@ from windfall.engine.gpu.target import shape_of
 from windfall.engine.gpu.tree import told
 from windfall.engine.sequence import Sequence
 from windfall.policies.context import Context
+from windfall.policies.plan import Decision, Opening
 
 SOMEWHERE = 64  # tokens behind which work is recorded; it is the same behind any number
 
@@ -25,8 +26,7 @@ class Begun(NamedTuple):
 
     start: Mark
     opened: Mark | None  # behind these passes, where others do not follow at once
-    passes: int
-    asks: bool  # whether the plan decides about more
+    opening: Opening
     columns: int  # of draft passes
     recordings: int  # before it
 
@@ -36,6 +36,7 @@ class Underway(NamedTuple):
 
     number: int  # under which it will be told
     passes: int
+    places: int  # of the tree that these passes drafted
     drafting: list[Mark]  # beginnings and ends
     end: Mark
     deciding: float  # seconds that the device waited for decisions
@@ -60,13 +61,15 @@ class Pipeline:
         self._last: Mark | None = None  # and of what landed last
         self.away = False  # whether the stream may have been used for something else since the last launch
         self._deciding = 0.0  # seconds of this cycle
+        self._decision = Decision(False, 1)  # the last one of this cycle
+        self._block = 0  # where the last report lies
         self._drafted = 0  # passes of it, wanted or not
 
     def prepare(self, ctx: Context) -> None:
         """Record all that cycles of such a text can need, before it begins: in its midst each would wait for that."""
         cycle, plan, judge = self.cycle, self.cycle.plan, self.cycle.judge
-        settled = plan.settled(ctx)
-        sizes, openings = frozenset(plan.sizes()), frozenset(plan.openings(settled))
+        opening = plan.begin(ctx)
+        sizes, openings = frozenset(plan.sizes or {opening.rows}), frozenset(plan.openings or {opening.passes})
         kind = (*self._key, sizes, openings)  # plans that share their buffers may differ in these
         if kind in cycle.prepared or not judge.recorder.enabled or judge.forward.bucketed:
             return
@@ -79,8 +82,8 @@ class Pipeline:
         columns = cycle.draft.columns
         for count in openings:
             cycle.rewind(SOMEWHERE)
-            self._open(min(count, plan.passes), settled is None, columns)
-        if settled is None and plan.passes > 1:
+            self._open(min(count, plan.passes), columns)
+        if plan.decide is not None and plan.passes > 1:
             cycle.rewind(SOMEWHERE)  # there is room for the passes of a single cycle
             self._pass(2, columns)
 
@@ -97,8 +100,9 @@ class Pipeline:
     def _begin(self, start: Mark, ctx: Context) -> Begun:
         cycle, plan, draft = self.cycle, self.cycle.plan, self.cycle.draft
         before, columns = cycle.judge.recorder.recordings, 0
-        level, asks = 0, False
+        opening = plan.begin(ctx)
         self._deciding, self._drafted = 0.0, 0
+        self._decision = Decision(False, opening.rows)
         dice = self.sequence.dice
         if dice and dice.kappa != self._kappa:
             cycle.judge.dials.kappa.fill_(dice.kappa)
@@ -106,39 +110,52 @@ class Pipeline:
         if plan.passes:
             assert draft is not None
             columns = draft.columns
-            plan.brief(cycle.terms_sent, ctx)
-            settled = plan.settled(ctx)
-            level, asks = settled or min(plan.least(), plan.passes), settled is None
-            self._open(level, asks, columns)
-        return Begun(start, None, level, asks, columns, before)
+            self.sequence.policy.start_cycle(ctx)
+            cycle.send_terms(ctx)
+            self._open(opening.passes, columns)
+        return Begun(start, None, opening, columns, before)
 
     def launch(self, ctx: Context) -> None:
         """Start another cycle behind those under way, or the rest of one that was begun."""
         cycle, plan, judge = self.cycle, self.cycle.plan, self.cycle.judge
         self._stream = stream_of(judge.device)
         begun, self._begun = self._begun or self._begin(self._behind(), ctx), None
-        start, opened, passes, asks, columns, before = begun
+        start, opened, (passes, _), columns, before = begun
         drafting = [start]
         if opened is not None and (self.away or opened.passed()):
             drafting += [opened, self._mark()]
         elif opened is not None:
             self._spare.append(opened)
-        if asks:
-            passes = (self._draft_ahead if plan.foresees else self._draft_on)(passes, columns, ctx)
+        if plan.decide is not None:
+            passes = (self._draft_ahead if plan.lookahead else self._draft_on)(passes, columns, ctx)
         drafting.append(self._mark() if passes else start)
-        rows, levels = plan.verified(passes)
-        cycle.limit(plan.places(levels) if levels < self._drafted else plan.capacity)
+        _, rows, levels = self._decision
+        cycle.limit(self._places(passes if levels is None else levels))
         judge.known += passes + 1
-        number, self._newest = self._verify(rows), self._mark()
+        number, self._newest = self._verify(self._size(rows)), self._mark()
         self.away, recorded = False, judge.recorder.recordings > before
-        self._under_way.append(Underway(number, passes, drafting, self._newest, self._deciding, recorded))
+        places = self._places(passes)
+        self._under_way.append(Underway(number, passes, places, drafting, self._newest, self._deciding, recorded))
 
-    def _open(self, count: int, ask: bool, columns: int) -> None:
-        """The first draft passes, in one piece; the plan is asked behind them, or not at all."""
-        shown = [] if not ask else [count - 1, count] if self.cycle.plan.foresees and count > 1 else [count]
-        for level in shown:
-            self._expect(level)
-        self._do(("draft", count, ask, columns), lambda: self._passes(count, shown))
+    def _size(self, rows: int) -> int:
+        """Rows of the verify pass: the next of the plan's sizes."""
+        plan = self.cycle.plan
+        return min(min((size for size in plan.sizes if size >= rows), default=rows), plan.rows)
+
+    def _places(self, levels: int) -> int:
+        """Places of the tree that so many passes drafted."""
+        if levels >= self._drafted:
+            return self.cycle.capacity
+        if self.cycle.rule.selective:  # nodes were moved together
+            return int(self.cycle.views[self._block].summary(levels).nodes) if levels else 1
+        return self.cycle.verified_places(levels)
+
+    def _open(self, count: int, columns: int) -> None:
+        """The first draft passes, in one piece; if the plan decides, it does so after them."""
+        asks = self.cycle.plan.decide is not None
+        if asks:
+            self._expect(count)
+        self._do(("draft", count, asks, columns), lambda: self._passes(count, asks))
         self._drafted = count
 
     def _verify(self, rows: int) -> int:
@@ -148,21 +165,18 @@ class Pipeline:
         self._do(("verify", rows, columns), lambda: cycle.verify(rows, columns, params, noise))
         return number
 
-    def _passes(self, count: int, shown: list[int]) -> None:
-        """Draft passes one after the other, without asking."""
+    def _passes(self, count: int, asks: bool) -> None:
+        """Draft passes one after the other, and a report after the last if the plan decides."""
         for level in range(1, count + 1):
             (self.cycle.open if level == 1 else self.cycle.expand)(self.sprouting)
-            if level in shown:
-                self.cycle.show()
+        if asks:
+            self.cycle.show()
 
     def _draft_ahead(self, level: int, columns: int, ctx: Context) -> int:
         """Further passes, each decided on while the one before it runs; returns the number of all."""
-        plan, settled = self.cycle.plan, level - 1
+        plan = self.cycle.plan
         while level < plan.passes:
             self._pass(level + 1, columns)
-            if settled:  # it was not asked, but what it brought is what the next one is measured by
-                self._goes_on(settled, True, ctx)
-                settled = 0
             if not self._goes_on(level, True, ctx):
                 return level + 1
             level += 1
@@ -200,17 +214,18 @@ class Pipeline:
     def _goes_on(self, level: int, early: bool, ctx: Context) -> bool:
         """The plan's decision after this many passes."""
         plan, signals = self.cycle.plan, self.cycle.signals
-        if not plan.asks(level):
-            return level < plan.passes
+        if level not in plan.asked:
+            self._decision = Decision(level < plan.passes, plan.rows)
+            return self._decision.go_on
         assert signals is not None
-        place = signals.wait(self._numbers[level])
+        self._block = signals.wait(self._numbers[level])
         started = time.perf_counter()
-        found = plan.goes_on(level, self.cycle.seen[place], ctx)
+        self._decision = plan.decision(level, self.cycle.views[self._block], ctx)
         if not early:
             self._deciding += time.perf_counter() - started
         if level < plan.passes:
-            self.cycle.habit.note(level, found)
-        return found
+            self.cycle.habit.note(level, self._decision.go_on)
+        return self._decision.go_on
 
     def _do(self, key: Key, work: Callable[[], None]) -> None:
         self.cycle.judge.recorder.run((*key, *self._key), work)
@@ -227,8 +242,8 @@ class Pipeline:
         """Wait for the oldest cycle under way, and make its Step."""
         sequence, cycle, tales = self.sequence, self._under_way.pop(0), self.cycle.tales
         cycle.end.wait()
-        places = self.cycle.plan.places(cycle.passes)
-        drafted, kept, path, bonus = told(tales.arrays[tales.wait(cycle.number)], sequence.tokens[-1], places)
+        told_arrays = tales.arrays[tales.wait(cycle.number)]
+        drafted, kept, path, bonus = told(told_arrays, sequence.tokens[-1], cycle.places)
         split = self._split(cycle)
         tree = drafted.select(kept)
         tokens, text = sequence.accept(tree, Verdict(path, bonus))

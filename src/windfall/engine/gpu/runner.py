@@ -9,25 +9,23 @@ from typing import Protocol
 
 import torch
 
-from windfall.core.tree import MOST_NODES
 from windfall.core.types import GpuOptions, Step
 from windfall.costs.acceptance import Calibrator
 from windfall.costs.online import OnlineCosts
 from windfall.drafters.base import Drafter
 from windfall.drafters.lm import LMDrafter
-from windfall.engine.gpu.cycle import Cycle, draft_of, on_host
+from windfall.engine.gpu.cycle import Cycle, draft_of, on_host, plan_key, staged_rows, unsupported
 from windfall.engine.gpu.drafters import Sprouting
 from windfall.engine.gpu.forward import Unsupported
 from windfall.engine.gpu.graphs import GraphCache
 from windfall.engine.gpu.host_policy import PENDING, STAGED, WIDTHS, GraphDrafter, GraphTarget
 from windfall.engine.gpu.model_guard import ModelGuard
 from windfall.engine.gpu.pipeline import Pipeline
-from windfall.engine.gpu.plans import plan_of
-from windfall.engine.gpu.plans.base import Plan
 from windfall.engine.gpu.target import GpuTarget
 from windfall.engine.sequence import Sequence
 from windfall.model.target import Target
 from windfall.policies.context import Context
+from windfall.policies.plan import Plan
 
 AWAY = 2e-5  # seconds in which whoever takes a step may have found other work for the device
 
@@ -68,13 +66,11 @@ class GpuRunner:
 
     def refuses(self, sequence: Sequence, ctx: Context) -> str:
         """Why this text cannot be generated here; nothing if it can."""
-        plan, params = plan_of(sequence.policy), sequence.params
+        plan, params = sequence.policy.cached_plan, sequence.params
         if plan is None or not self.plans:
             return "its policy decides on the host"
-        if plan.capacity > MOST_NODES:
-            return f"its trees have more than {MOST_NODES} nodes"
-        if not plan.suits(ctx):
-            return "its policy weighs every row, on the host"
+        if reason := unsupported(plan, ctx):
+            return reason
         if plan.passes and self.drafts_on_host:
             return self.drafts_on_host
         if params.reads_prefix or params.logit_bias:
@@ -108,7 +104,7 @@ class GpuRunner:
     @torch.inference_mode()
     def run(self, host: Host, sequence: Sequence) -> Iterator[Step]:
         """The Steps of this text."""
-        plan = plan_of(sequence.policy)
+        plan = sequence.policy.cached_plan
         assert plan is not None
         cycle = self._cycle(plan, sequence)
         params, dials = sequence.params, self.judge.dials
@@ -119,7 +115,7 @@ class GpuRunner:
         flight.launch(context)
         while True:
             flight.launch(context)
-            if plan.foresees:
+            if plan.lookahead:
                 flight.begin(context)
             step, landed = flight.land(), time.perf_counter()
             host.prefill_seconds = flight.prefill_seconds
@@ -137,11 +133,12 @@ class GpuRunner:
     def _cycle(self, plan: Plan, sequence: Sequence) -> Cycle:
         """The plan's buffers, with room for this text."""
         judge = self.judge
-        self._reserve(sequence, 3 * (plan.passes + 2) + plan.width * plan.passes)
+        self._reserve(sequence, 3 * (plan.passes + 2) + staged_rows(plan))
         judge.sample(sequence.params)
-        if plan.key not in self.cycles:
-            self.cycles[plan.key] = Cycle(plan, self.drafter, judge)
-        cycle = self.cycles[plan.key]
+        key = plan_key(plan)
+        if key not in self.cycles:
+            self.cycles[key] = Cycle(plan, self.drafter, judge)
+        cycle = self.cycles[key]
         cycle.plan = plan
         return cycle
 

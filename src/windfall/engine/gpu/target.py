@@ -25,10 +25,10 @@ from windfall.kernels.move import move
 from windfall.kernels.rows import stand
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320)  # sizes of recorded verify passes
-MOST = ROWS[-1]
+MAX_VERIFY_ROWS = ROWS[-1]
 PIECE = 128  # tokens of a text that are read at a time
 EXACT = 64  # rows of every pass where rounding must not depend on them; larger trees take several passes
-CAPACITY = 2048 - MOST  # rows of the cache to begin with, beside those of a pass
+CAPACITY = 2048 - MAX_VERIFY_ROWS  # rows of the cache to begin with, beside those of a pass
 STEP = 1024
 COLUMNS = 256  # step of the bound on columns, for forwards that need one
 
@@ -83,15 +83,15 @@ class GpuTarget:
         long, device = torch.long, self.device
         self.rows = PackedBuffer(
             device,
-            tokens=(long, (MOST,)),
-            parents=(long, (MOST,)),  # as rows of the pass; the root's is 0
-            depth=(long, (MOST,)),
+            tokens=(long, (MAX_VERIFY_ROWS,)),
+            parents=(long, (MAX_VERIFY_ROWS,)),  # as rows of the pass; the root's is 0
+            depth=(long, (MAX_VERIFY_ROWS,)),
             count=(long, (1,)),  # rows that are not padding
-            mask=(torch.bool, (MOST, MOST)),
+            mask=(torch.bool, (MAX_VERIFY_ROWS, MAX_VERIFY_ROWS)),
         )
         self.length = torch.zeros(1, dtype=long, device=device)  # committed rows
         self.width = len(taps) * width  # of the tapped states
-        self.source, self.goal = (torch.zeros(MOST, dtype=long, device=device) for _ in range(2))
+        self.source, self.goal = (torch.zeros(MAX_VERIFY_ROWS, dtype=long, device=device) for _ in range(2))
         self.accepted = torch.zeros(1, dtype=long, device=device)
         self.bonus = torch.zeros(1, dtype=long, device=device)
         self.dials = Dials(
@@ -99,7 +99,7 @@ class GpuTarget:
         )
         self.piece = Piece(device)
         self.taken_in = torch.zeros(PIECE, self.width, dtype=self.dtype, device=device) if taps else None  # its states
-        self._places = torch.arange(MOST, device=device)
+        self._places = torch.arange(MAX_VERIFY_ROWS, device=device)
         self._vocabulary = len(model.get_output_embeddings().weight)
         self._noise: dict[int, Tensor] = {}
         self.known = 0  # the host's bound on `length`
@@ -110,8 +110,8 @@ class GpuTarget:
     @torch.inference_mode()
     def reserve(self, rows: int) -> None:
         """Make room for texts of this length; where the buffer grows, whatever was recorded points at the old one."""
-        if rows + MOST > self.capacity:
-            self.resize(-(-max(rows + MOST, 2 * self.capacity) // STEP) * STEP)
+        if rows + MAX_VERIFY_ROWS > self.capacity:
+            self.resize(-(-max(rows + MAX_VERIFY_ROWS, 2 * self.capacity) // STEP) * STEP)
 
     @torch.inference_mode()
     def resize(self, capacity: int) -> None:
@@ -162,8 +162,8 @@ class GpuTarget:
     def lay(self, tree: DraftTree) -> int:
         """Write a tree's rows on the host's side of `rows`; returns the size of the pass that takes them."""
         count, known, here = len(tree), tree.arrays, self.rows.host
-        if count > MOST:
-            raise InputError(f"a verify pass takes {MOST} rows at the most on a GPU, not {count}")
+        if count > MAX_VERIFY_ROWS:
+            raise InputError(f"a verify pass takes {MAX_VERIFY_ROWS} rows at the most on a GPU, not {count}")
         size = ROWS[bisect_left(ROWS, count)]
         for name, given in (("tokens", known.tokens), ("parents", known.parents), ("depth", known.depth)):
             here[name][:count] = given

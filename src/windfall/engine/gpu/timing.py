@@ -13,8 +13,6 @@ from windfall.core.types import SamplingParams
 from windfall.costs.curves import Costs, Curve, monotone
 from windfall.engine.gpu.cycle import Cycle
 from windfall.engine.gpu.drafters import Sprouting
-from windfall.engine.gpu.plans.auto import AutoPlan
-from windfall.engine.gpu.plans.beams import NonePlan
 from windfall.engine.gpu.runner import GpuRunner
 from windfall.policies import cheap_rows
 from windfall.policies.auto import Auto
@@ -32,7 +30,7 @@ def costs(
     judge, before, context = resident.judge, resident.judge.capacity, resident.target.context
     lengths = [length for length in lengths if context is None or length + 256 <= context] or [64]
     judge.reserve(max(lengths) + 256)
-    plan = NonePlan(NoSpeculation()) if resident.drafts_on_host else AutoPlan(Auto())
+    plan = NoSpeculation().plan() if resident.drafts_on_host else Auto().plan()
     cycle = Cycle(plan, resident.drafter, judge)
     try:
         taken = _measured(cycle, lengths, progress)

@@ -31,6 +31,7 @@ class PackedBuffer:
         self._there = there
         self._here = torch.zeros(len(there), dtype=torch.uint8, pin_memory=True) if pinned else there
         self._arrays, self._places = arrays, places
+        self._sent: Any = None  # the end of the last copy to the device
         self.device = {name: _view(self._there, places[name], *array) for name, array in arrays.items()}
         self.host = self.read(self._here)
 
@@ -45,10 +46,19 @@ class PackedBuffer:
         made._lay(self._there[start:end], within, {name: self._places[name] - start for name in within})
         return made
 
+    def settled(self) -> dict[str, NDArray[Any]]:
+        """The host's arrays, once the last `send` has read them."""
+        if self._sent is not None:
+            self._sent.synchronize()
+        return self.host
+
     def send(self) -> None:
-        """Host to device, in the order of the stream; the host's side must not change until then."""
+        """Copy host to device, in the order of the stream; see `settled` before changing the host's side."""
         if self._here is not self._there:
             self._there.copy_(self._here, non_blocking=True)
+        if self._there.is_cuda:
+            self._sent = self._sent or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._sent.record()
 
     def tell(self) -> None:
         """Device to host, likewise."""

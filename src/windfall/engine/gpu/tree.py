@@ -12,7 +12,7 @@ from torch import Tensor
 
 from windfall.core.tree import Arrays, DraftTree
 from windfall.costs.acceptance import BUCKETS, CHILDREN, DEPTHS, RANKS
-from windfall.engine.gpu.target import MOST as MOST_ROWS
+from windfall.engine.gpu.target import MAX_VERIFY_ROWS
 from windfall.engine.gpu.transfer import PackedBuffer
 from windfall.kernels.gate import Bounds
 from windfall.kernels.trees import NOBODY, Ahead, Terms, TreeArrays
@@ -22,7 +22,9 @@ Array = np.ndarray[Any, Any]
 ARRAYS = ("tokens", "parents", "depth", "rank", "logq", "score")
 
 
-def plant(device: torch.device, capacity: int, deepest: int, staged: int) -> tuple[TreeArrays, PackedBuffer]:
+def plant(
+    device: torch.device, capacity: int, passes: int, deepest: int, staged: int
+) -> tuple[TreeArrays, PackedBuffer]:
     """Arrays for this many nodes of at most this depth, a root in place; and the parcel that tells the host of them,
     what plans watch side by side in it."""
     long, number, wide = torch.long, torch.float32, (capacity,)
@@ -37,9 +39,9 @@ def plant(device: torch.device, capacity: int, deepest: int, staged: int) -> tup
         expanded=(long, (staged,)),  # see Ahead
         entropy=(number, (staged + 1,)),  # nats, after each expanded node, by its slot; only where it is watched
         length=(long, (1,)),  # columns that the drafter has taken in
-        promise=(number, (4,)),  # see Ahead
-        kept=(long, (MOST_ROWS,)),  # the nodes that were verified, ascending; -1 behind them
-        path=(long, (MOST_ROWS,)),  # the accepted ones, as rows of `kept`
+        summary=(number, (passes + 1, 6)),  # see Ahead
+        kept=(long, (MAX_VERIFY_ROWS,)),  # the nodes that were verified, ascending; -1 behind them
+        path=(long, (MAX_VERIFY_ROWS,)),  # the accepted ones, as rows of `kept`
         figures=(long, (4,)),  # nodes, rows, accepted rows, the target's next token
     )
     there = parcel.device
@@ -81,7 +83,7 @@ def ahead(width: int, told: PackedBuffer, length: Tensor) -> Ahead:
         expanded=expanded,
         staged=integers(1),
         length=length,
-        promise=told.device["promise"],
+        summary=told.device["summary"],
     )
 
 
@@ -96,6 +98,7 @@ def terms(device: torch.device, shape: tuple[int, int] | None = None) -> tuple[T
         weights=(number, (1 + DEPTHS + RANKS,)),
         outlook=(number, OUTLOOK),
         prices=(number, (2,)),
+        floor=(number, (1,)),
         bounds=(number, (len(Bounds._fields),)),
     )
     return Terms(*(parcel.device[name] for name in ("weights", "outlook", "prices"))), parcel

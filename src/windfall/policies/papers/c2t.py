@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+import math
+from dataclasses import dataclass, replace
+from typing import Any
 
 from windfall.core.options import option
-from windfall.core.tree import DraftTree
-from windfall.core.types import Grow
-from windfall.policies.base import best
 from windfall.policies.beam import Beam
 from windfall.policies.context import Context
 from windfall.policies.papers import classifiers
+from windfall.policies.plan import Decision, Plan, TreeView
 
 
 @dataclass
@@ -31,26 +28,33 @@ class C2T(Beam):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.classifier = classifiers.load("c2t", self.path)
-        self._kept = torch.zeros(1, dtype=torch.long)  # [n] nodes that stay, ascending
-        self._seen = 1  # nodes that were asked about
 
-    def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
-        layer = self._layer(tree)
-        if not len(layer) or int(tree.depth[-1]) >= self.depth:
-            return None
-        return Grow(best(tree, layer, self.k), k=self.k, entropy=self.classifier.entropy)
+    def plan(self) -> Plan:
+        return replace(super().plan(), keep=NodeClassifier(self), watches=("summary",), decide=self.decide)
 
-    def _layer(self, tree: DraftTree) -> Tensor:
-        """What stays of the newest nodes; in a new cycle, the root."""
-        if len(tree) == 1:
-            self._kept, self._seen = torch.zeros(1, dtype=torch.long), 1
-            return self._kept
-        new, self._seen = torch.arange(self._seen, len(tree)), len(tree)
-        if len(new):
-            inputs = classifiers.c2t_inputs(tree, new, self.classifier.entropy)
-            new = new[torch.from_numpy(self.classifier(inputs) > self.beta)]
-        self._kept = torch.cat([self._kept, new])
-        return new
+    def decide(self, level: int, view: TreeView, ctx: Context) -> Decision:
+        return Decision(view.summary(level).best > -math.inf, self.nodes)
 
-    def select(self, tree: DraftTree, ctx: Context) -> Tensor:
-        return best(tree, self._kept, self.nodes)
+
+class NodeClassifier:
+    """Keeps the nodes that the classifier gives more than beta."""
+
+    def __init__(self, policy: C2T):
+        self.entropy = policy.classifier.entropy
+        self.key = (id(policy.classifier), policy.beta)
+        self._classifier = policy.classifier
+        beta = policy.beta
+        self._least = math.log(beta / (1 - beta)) if 0 < beta < 1 else math.inf if beta else -math.inf  # log-odds
+
+    def weights(self) -> dict[str, Any]:
+        return dict(self._classifier.weights)
+
+    def keeps(self, weights: dict[str, Any], score: Any, depth: Any, entropy: Any) -> Any:
+        """The classifier's network, in operations that numpy and torch share."""
+        inputs = [math.e**score, depth / classifiers.SCALE]
+        if self.entropy:
+            inputs.insert(1, entropy)
+        columns = weights["hidden"].T
+        hidden = sum(value[..., None] * column for value, column in zip(inputs, columns, strict=True))
+        hidden = (hidden + weights["hidden_bias"]).clip(min=0)
+        return hidden @ weights["output"] + weights["output_bias"] > self._least

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from windfall.core.errors import InputError
 from windfall.core.files import WEIGHTS, make_folder, replace_file, replace_text
 from windfall.core.tree import DraftTree
-from windfall.policies.base import best
 
 Floats = NDArray[np.float32]
 
@@ -29,30 +28,53 @@ SCALE = 10.0  # a depth is shown as a share of this
 HALF = np.float32(0.5)
 
 
-# ---- what they are shown
+# ---- inputs
 
 
-def disco_inputs(tree: DraftTree, level: int) -> Floats:
-    """`disco_shown` for a level of this tree."""
-    return disco_shown(tree.score[tree.depth == level].numpy(), _entropy(tree, _leader(tree, level - 1)), level)
+class LevelView(Protocol):
+    """What the classifiers read of a beam, level by level: a TreeView, or a whole tree through BeamView."""
+
+    def scores(self, level: int) -> Floats: ...
+    def parent_score(self, level: int) -> float: ...
+    def logq(self, level: int) -> Floats: ...
+    def entropies(self, level: int) -> Floats: ...
 
 
-def disco_shown(scores: Floats, entropy: float, level: int) -> Floats:
+class BeamView:
+    """The levels of a whole tree that a beam drafted."""
+
+    def __init__(self, tree: DraftTree):
+        self._own = tree.arrays
+
+    def _parent(self, level: int) -> int:
+        """The likeliest node of the level before, which the beam expanded."""
+        nodes = np.flatnonzero(self._own.depth == level - 1)
+        return int(nodes[self._own.score[nodes].argmax()])
+
+    def scores(self, level: int) -> Floats:
+        found: Floats = self._own.score[self._own.depth == level]
+        return found
+
+    def parent_score(self, level: int) -> float:
+        return float(self._own.score[self._parent(level)])
+
+    def logq(self, level: int) -> Floats:
+        found: Floats = self._own.logq[self._own.parents == self._parent(level)]
+        return found
+
+    def entropies(self, level: int) -> Floats:
+        return np.nan_to_num(self._own.entropy[[self._parent(level)]])
+
+
+def disco_inputs(view: LevelView, level: int) -> Floats:
     """[TOP + 2] the path probabilities of a level's likeliest nodes, the drafter's entropy before them, the depth."""
-    return _shown(scores, entropy, level / SCALE)
+    return _inputs(view.scores(level), float(view.entropies(level)[0]), level / SCALE)
 
 
-def specdecpp_inputs(tree: DraftTree, level: int) -> Floats:
-    """`specdecpp_shown` for a level of this tree."""
-    leader = _leader(tree, level - 1)
-    children = tree.logq[tree.parents == leader].numpy()
-    return specdecpp_shown(children, float(tree.score[leader]), _entropy(tree, leader), level)
-
-
-def specdecpp_shown(logq: Floats, score: float, entropy: float, level: int) -> Floats:
+def specdecpp_inputs(view: LevelView, level: int) -> Floats:
     """[TOP + 3] what stands in for the drafter's state before a level: after the likeliest node that was expanded, the
     probabilities of its children and their entropy; that node's own path probability; the depth."""
-    return _shown(logq, entropy, math.exp(score), level / SCALE)
+    return _inputs(view.logq(level), float(view.entropies(level)[0]), math.exp(view.parent_score(level)), level / SCALE)
 
 
 def c2t_inputs(tree: DraftTree, nodes: torch.Tensor, entropy: bool) -> Floats:
@@ -63,23 +85,13 @@ def c2t_inputs(tree: DraftTree, nodes: torch.Tensor, entropy: bool) -> Floats:
     return torch.stack(columns, 1).numpy().astype(np.float32)
 
 
-def _shown(scores: Floats, *more: float) -> Floats:
+def _inputs(scores: Floats, *more: float) -> Floats:
     """[TOP + n] the highest of these as probabilities, from the highest down, and some numbers."""
-    shown = np.zeros(TOP + len(more), dtype=np.float32)
+    found = np.zeros(TOP + len(more), dtype=np.float32)
     highest = np.sort(scores)[: -TOP - 1 : -1]
-    np.exp(highest, out=shown[: len(highest)])
-    shown[TOP:] = more
-    return shown
-
-
-def _leader(tree: DraftTree, level: int) -> int:
-    """The likeliest node of a level, which a beam expands."""
-    return int(best(tree, torch.nonzero(tree.depth == level).flatten(), 1)[0])
-
-
-def _entropy(tree: DraftTree, node: int) -> float:
-    found = float(tree.entropy[node])
-    return found if np.isfinite(found) else 0.0
+    np.exp(highest, out=found[: len(highest)])
+    found[TOP:] = more
+    return found
 
 
 # ---- kinds

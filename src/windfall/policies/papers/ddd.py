@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from windfall.core.options import option
-from windfall.core.tree import DraftTree
-from windfall.core.types import Grow, InputError
+from windfall.core.types import InputError
 from windfall.policies.beam import Beam
 from windfall.policies.context import Context
+from windfall.policies.plan import Decision, Plan, TreeView
 
 
 @dataclass
@@ -23,10 +23,10 @@ class DDD(Beam):
         super().__post_init__()
         if not all(level.strip().isdecimal() for level in self.checks.split(",")):
             raise InputError(f"checks must be levels with commas between, e.g. 5,7,9, not {self.checks!r}")
-        self.levels = {int(level) for level in self.checks.split(",")}
+        self.levels = sorted({int(level) for level in self.checks.split(",")} & set(range(1, self.depth)))
 
-    def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
-        wish = super().grow(tree, ctx)
-        if wish is None or int(tree.depth[-1]) not in self.levels:
-            return wish
-        return wish if float(tree.score[wish.nodes].logsumexp(0)) >= self.threshold else None
+    def plan(self) -> Plan:
+        return replace(super().plan(), watches=("summary",), decide=self.decide, asks=self.levels)
+
+    def decide(self, level: int, view: TreeView, ctx: Context) -> Decision:
+        return Decision(view.summary(level).total >= self.threshold, self.nodes)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from windfall.core.options import option
-from windfall.core.tree import DraftTree
-from windfall.core.types import Grow
 from windfall.policies.beam import Beam
 from windfall.policies.context import Context
 from windfall.policies.papers import classifiers
+from windfall.policies.plan import Decision, Plan, TreeView
 
 
 @dataclass
@@ -29,12 +28,9 @@ class Disco(Beam):
         super().__post_init__()
         self._classifier = classifiers.load("disco", self.path)
 
-    def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
-        wish, level = super().grow(tree, ctx), int(tree.depth[-1])
-        if wish is None or (level and not self.reaches(classifiers.disco_inputs(tree, level))):
-            return None
-        return wish._replace(entropy=True)
+    def plan(self) -> Plan:
+        return replace(super().plan(), watches=("score", "entropy"), decide=self.decide)
 
-    def reaches(self, shown: classifiers.Floats) -> bool:
-        """Whether the accepted path should reach the level that the classifier is shown."""
-        return float(self._classifier(shown)) >= self.threshold
+    def decide(self, level: int, view: TreeView, ctx: Context) -> Decision:
+        inputs = classifiers.disco_inputs(view, level)
+        return Decision(float(self._classifier(inputs)) >= self.threshold, self.nodes)

@@ -6,15 +6,12 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from windfall.core.options import option
-from windfall.core.tree import DraftTree, Flags, Floats, Integers
-from windfall.core.types import Grow, Step
+from windfall.core.types import Step
+from windfall.kernels.gate import Bounds
 from windfall.policies.base import NEVER, TreePolicy
-from windfall.policies.context import Context
+from windfall.policies.papers.bounded import bounded_plan
+from windfall.policies.plan import Plan
 
 
 @dataclass
@@ -59,8 +56,6 @@ class DynaTree(TreePolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.steering = Steering(self.base_depth, self.sure, self.rho_deep, deque(maxlen=self.window))
-        self._kept = np.zeros(1, np.int64)  # [n] nodes of the tree so far, in the order of the queue
-        self._seen = 1  # nodes that were looked at before
         self._committed = self._cycles = 0  # of this text
 
     def fresh(self) -> DynaTree:
@@ -69,55 +64,22 @@ class DynaTree(TreePolicy):
             other.steering = self.steering
         return other
 
-    def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
-        if len(tree) == 1:
-            self._kept, self._seen = np.zeros(1, np.int64), 1
-            return Grow(torch.from_numpy(self._kept), k=self.first)
-        level = self._branches(tree, np.arange(self._seen, len(tree)))
-        self._kept, self._seen = np.concatenate([self._kept, level])[: self.nodes + 1], len(tree)
-        level = level[self.goes_on(tree.arrays.depth[level], tree.arrays.score[level])]
-        if not len(level) or len(self._kept) > self.nodes:
-            return None
-        return Grow(torch.from_numpy(level), k=self.widest)
-
-    def select(self, tree: DraftTree, ctx: Context) -> Tensor:
-        return torch.from_numpy(self._kept)
+    def plan(self) -> Plan:
+        widest = max(self.narrow, self.middle, self.wide)
+        first = widest if self.root_branching else 1
+        return bounded_plan(self._bounds, self.max_depth, first, widest, self._least, self.nodes)
 
     @property
-    def widest(self) -> int:
-        """Children of a node at the most."""
-        return max(self.narrow, self.middle, self.wide)
-
-    @property
-    def first(self) -> int:
-        """The same of the root."""
-        return self.widest if self.root_branching else 1
-
-    @property
-    def least(self) -> float:
+    def _least(self) -> float:
         """Less likely nodes are not expanded."""
         return max(self.tau, self.rho_stop, NEVER)
 
-    @property
-    def deep(self) -> float:
-        """The score above which paths go beyond the ordinary depth."""
-        return math.log(max(self.steering.deep, NEVER))
-
-    def _branches(self, tree: DraftTree, new: Integers) -> Integers:
-        """The newest nodes, without those beyond their parent's breadth."""
-        known = tree.arrays
-        parents, rank = known.parents[new], known.rank[new]
-        first = new[rank == 0]
-        sureness = np.zeros(len(tree), np.float32)  # of the drafter, after each node
-        sureness[known.parents[first]] = np.exp(known.logq[first])
-        confidence = sureness[parents]
-        breadth = np.where(confidence >= self.steering.sure, self.narrow, self.middle)
-        return new[rank < np.where(confidence < self.unsure, self.wide, breadth)]
-
-    def goes_on(self, depth: Integers | int, score: Floats) -> Flags:
-        """Which of these nodes the depth gate lets through."""
-        deep = (depth < int(self.steering.depth)) | (score > self.deep)
-        return deep & (depth < self.max_depth) & (score >= math.log(self.least))
+    def _bounds(self) -> Bounds:
+        now = self.steering
+        deep = math.log(max(now.deep, NEVER))
+        first = max(self.narrow, self.middle, self.wide) if self.root_branching else 1
+        breadths = (self.narrow, self.middle, self.wide, first)
+        return Bounds(math.log(self._least), int(now.depth), deep, now.sure, self.unsure, *breadths)
 
     def observe(self, step: Step) -> None:
         if self.history == "paper" and len(step.tree) > 1:  # a cycle without a draft says nothing

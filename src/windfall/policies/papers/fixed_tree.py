@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from windfall.core.options import option
-from windfall.core.tree import DraftTree, Flags, Floats
-from windfall.core.types import Grow
+from windfall.kernels.gate import Bounds
 from windfall.policies.base import NEVER, TreePolicy
-from windfall.policies.context import Context
+from windfall.policies.papers.bounded import bounded_plan
+from windfall.policies.plan import Plan
 
 
 @dataclass
@@ -27,25 +24,9 @@ class FixedTree(TreePolicy):
     tau: float = option(0.1, "a node is expanded if its path probability is at least this", low=0, high=1)
     nodes: int = option(256, "drafted nodes at the most", low=1)
 
-    def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
-        if len(tree) == 1:
-            return Grow(torch.tensor([0]), k=1)
-        depth = tree.arrays.depth
-        level = int(depth[-1])
-        if len(tree) > self.nodes:
-            return None
-        (frontier,) = ((depth == level) & self.goes_on(level, tree.arrays.score)).nonzero()
-        return Grow(torch.from_numpy(frontier), k=self.breadth) if len(frontier) else None
+    def plan(self) -> Plan:
+        return bounded_plan(self._bounds, self.depth + 1, 1, self.breadth, max(self.tau, NEVER), self.nodes)
 
-    @property
-    def least(self) -> float:
-        """Less likely nodes are not expanded."""
-        return max(self.tau, NEVER)
-
-    def goes_on(self, level: int, score: Floats) -> Flags:
-        """Which nodes of a level are expanded."""
-        likely: Flags = score >= math.log(self.least)
-        return likely & (level <= self.depth)
-
-    def select(self, tree: DraftTree, ctx: Context) -> Tensor:
-        return torch.arange(min(len(tree), self.nodes + 1))  # breadth-first order: cut where the algorithm would stop
+    def _bounds(self) -> Bounds:
+        breadth, least = self.breadth, math.log(max(self.tau, NEVER))
+        return Bounds(least, math.inf, 0.0, 0.0, 0.0, breadth, breadth, breadth, 1)

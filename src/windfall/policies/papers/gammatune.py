@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from windfall.core.options import option
-from windfall.core.tree import DraftTree
-from windfall.core.types import Grow, Step
+from windfall.core.types import Step
 from windfall.policies.beam import Beam
 from windfall.policies.context import Context
+from windfall.policies.plan import Opening, Plan
 
 
 @dataclass
@@ -46,8 +46,12 @@ class GammaTune(Beam):
         """The fewest and the most passes that cycles are tuned to."""
         return min(max(self.start // 2, 1), self.depth), min(self.start * 3 // 2, self.depth)
 
-    def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
-        return super().grow(tree, ctx) if int(tree.depth[-1]) < self.gamma else None
+    def plan(self) -> Plan:
+        least, most = self.bounds
+        return replace(super().plan(), opening=self._opening, openings=range(least, most + 1))
+
+    def _opening(self, ctx: Context) -> Opening:
+        return Opening(self.gamma, self.nodes)
 
     def observe(self, step: Step) -> None:
         gamma, average = self.gamma, self._tuned["average"]

@@ -6,15 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from windfall.core.options import option
-from windfall.core.tree import DraftTree
-from windfall.core.types import Grow, Step
+from windfall.core.types import Step
 from windfall.costs.curves import ASSUMED
-from windfall.policies.base import TreePolicy, best
+from windfall.policies.base import TreePolicy
 from windfall.policies.context import Context
+from windfall.policies.plan import Decision, Plan, TreeView
 
 
 @dataclass
@@ -47,26 +44,32 @@ class GT(TreePolicy):
         self._speedup = 1.0
         self._ctx: Context | None = None
 
-    def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
-        self.follow(ctx)
-        level = int(tree.depth[-1])
-        frontier = torch.nonzero(tree.depth == level).flatten()
-        if level and (level >= self.cap or float(tree.score[frontier].max()) <= self.least(ctx)):
-            return None
-        return Grow(best(tree, frontier, self.k), k=self.k)
+    def plan(self) -> Plan:
+        whole = 1 + self.nodes
+        sizes = (whole,) if self.each else {self._rows(levels) for levels in range(self.cap + 1)}
+        return Plan(
+            passes=self.cap,
+            width=self.k,
+            k=self.k,
+            rows=whole,
+            floor=self.least if self.each else None,
+            watches=("summary",),
+            decide=self.decide,
+            asks=range(1, self.cap + 1),
+            sizes=sizes,
+        )
 
-    def select(self, tree: DraftTree, ctx: Context) -> Tensor:
+    def decide(self, level: int, view: TreeView, ctx: Context) -> Decision:
+        worth = view.summary(level).best > self.least(ctx)
         if self.each:
-            worth = tree.score > self.least(ctx)
-            worth[0] = True
-            return best(tree, torch.nonzero(worth).flatten(), 1 + self.nodes)
-        counted = tree.depth if self.count_last else tree.depth[tree.score > self.least(ctx)]
-        levels = int(counted.max()) if len(counted) else 0
-        pool = torch.nonzero(tree.depth <= levels).flatten()
-        return best(tree, pool, 1 + min(levels * self.k, self.nodes))
+            return Decision(worth, 1 + self.nodes)
+        counted = level if worth or self.count_last else level - 1
+        return Decision(worth, self._rows(counted), counted)
 
-    def follow(self, ctx: Context) -> None:
-        """This cycle's tree is grown here or on a device; `observe` learns from it."""
+    def _rows(self, levels: int) -> int:
+        return 1 + min(levels * self.k, self.nodes)
+
+    def start_cycle(self, ctx: Context) -> None:
         self._ctx = ctx
 
     def observe(self, step: Step) -> None:

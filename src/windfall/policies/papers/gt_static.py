@@ -8,9 +8,9 @@ from typing import ClassVar
 
 from windfall.core.options import option
 from windfall.policies.context import Context
+from windfall.policies.shape import Shape
 from windfall.policies.static_trees import (
     EXAMPLE,
-    Shape,
     StaticTreePolicy,
     Table,
     grow_by_product,

@@ -13,18 +13,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from windfall.core import options
 from windfall.core.errors import InputError
 from windfall.core.files import WEIGHTS, make_folder, replace_file
 from windfall.core.options import option
-from windfall.core.tree import DraftTree
-from windfall.core.types import Grow
 from windfall.policies.base import TreePolicy
 from windfall.policies.context import Context
+from windfall.policies.plan import Decision, Plan, TreeView
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 Layers = list[tuple[Array, Array]]  # weight [out, in] and bias [out] of each
@@ -369,36 +366,36 @@ class LTD(TreePolicy):
         self.width = self.k or trained.rules.k
         self.entropy = "E" in trained.rules.parts
 
-    def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
-        depth = int(tree.depth[-1])
-        if not depth:
-            return Grow(torch.zeros(1, dtype=torch.long), self.width, self.entropy)
-        start = int(np.searchsorted(tree.depth.numpy(), depth))
-        newest: Array = tree.score.numpy()[start:]
-        if self.pair.stops(View(newest, ctx.length, depth, self._entropies(tree, depth - 1))):
-            return None
-        return Grow(torch.from_numpy(start + top(newest, self.width)), self.width, self.entropy)
+    def plan(self) -> Plan:
+        pair, rules, width = self.pair, self.pair.rules, self.width
+        passes = rules.max_depth if pair.depth else min(rules.fixed_depth, rules.max_depth)
+        plain = Plan(passes=passes, width=width, k=width, rows=self._max_rows)
+        if pair.depth is None and pair.size is None:
+            return plain
+        asked = {level for level in range(1, passes) if pair.depth and rules.asks(level)} | {passes}
+        sizes = rules.sizes if pair.size else (rules.fixed_size,)
+        return dataclasses.replace(
+            plain,
+            watches=("score", "length", *(("entropy",) if self.entropy else ())),
+            decide=self.decide,
+            asks=asked,
+            sizes={min(1 + size, self._drafted(level)) for size in sizes for level in asked},
+        )
 
-    def select(self, tree: DraftTree, ctx: Context) -> Tensor:
-        scores: Array = tree.score.numpy()
-        view = View(scores[1:], ctx.length, int(tree.depth[-1]), self._entropies(tree))
-        return torch.from_numpy(top(scores, self.pair.nodes(view) + 1))
+    @property
+    def _max_rows(self) -> int:
+        rules = self.pair.rules
+        return 1 + (rules.sizes[-1] if self.pair.size else rules.fixed_size)
 
-    def _entropies(self, tree: DraftTree, depth: int | None = None) -> Array:
-        """After the nodes of this depth that were expanded, or after all of them."""
-        if not self.entropy:
-            return NOTHING
-        measured = ~tree.entropy.isnan() if depth is None else ~tree.entropy.isnan() & (tree.depth == depth)
-        found: Array = tree.entropy[measured].numpy()
-        return found
+    def _drafted(self, level: int) -> int:
+        """Nodes of the tree after so many passes, the root counted."""
+        return 1 + self.width * (1 + self.width * (level - 1))
 
-
-def top(scores: Array, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The places of the `count` highest scores, ascending; ties go to the earlier, which in a beam is never deeper."""
-    if count >= len(scores):
-        return np.arange(len(scores))
-    last = np.partition(scores, len(scores) - count)[len(scores) - count]
-    above, ties = np.flatnonzero(scores > last), np.flatnonzero(scores == last)
-    if len(above) + len(ties) > count:
-        ties = ties[: count - len(above)]
-    return np.sort(np.concatenate([above, ties]))
+    def decide(self, level: int, view: TreeView, ctx: Context) -> Decision:
+        """Ask the depth network whether to stop, and if so the size network how many nodes to verify."""
+        entropies = [view.entropies(each) for each in range(1, level + 1)] if self.entropy else [NOTHING]
+        newest = View(view.scores(level), view.length, level, entropies[-1])
+        if level < self.pair.rules.max_depth and not self.pair.stops(newest):
+            return Decision(True, self._max_rows)
+        whole = View(view.all_scores(level), view.length, level, np.concatenate(entropies))
+        return Decision(False, min(1 + self.pair.nodes(whole), self._drafted(level)))

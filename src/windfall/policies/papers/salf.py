@@ -5,15 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from windfall.core.options import option
-from windfall.core.tree import DraftTree, Floats, Integers
-from windfall.core.types import Grow
-from windfall.policies.base import TreePolicy, best_of, last_of
+from windfall.policies.base import NEVER, TreePolicy
 from windfall.policies.context import Context
+from windfall.policies.plan import Decision, Plan, TreeView
 
 
 @dataclass
@@ -35,67 +30,24 @@ class Salf(TreePolicy):
     k: int | None = option(10, "children of a node at the most; None: as many as can matter", low=1)
     cap: int = option(16, "draft passes at the most; the paper has no limit", low=1)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.gains: list[float] = []  # S_i of this cycle: what the nodes of each pass sum to, the refused one last
-        self._taken = np.zeros(0, bool)  # [N] out of the queue: expanded, or refused
-        self._left: list[Floats] = []  # the same of a tree on a device: their scores, pass by pass
+    def plan(self) -> Plan:
+        return Plan(
+            passes=self.cap,
+            width=self.width,
+            k=self.nodes if self.k is None else self.k,
+            rows=self.nodes,
+            order="best",
+            top=self.nodes,
+            include_last=True,
+            max_depth=self.max_depth,
+            expanded_only=not self.fill,
+            watches=("summary",),
+            decide=self.decide,
+        )
 
-    def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
-        if len(tree) == 1:
-            self.gains, self._taken = [], np.zeros(0, bool)
-        if len(self.gains) == self.cap:
-            return None
-        score = tree.arrays.score
-        last = self._last(score)
-        front = self._take(tree, min(self.max_depth or ctx.room, ctx.room - 1), last)
-        front = front[score[front] > self._last(score[self._taken])]
-        self.gains.append(float(np.exp(score[front]).sum()))
-        if not len(front) or self.gains[-1] < self.th:
-            return None
-        return Grow(torch.from_numpy(front), self._children(tree, float(score[front].max()), last))
+    def decide(self, level: int, view: TreeView, ctx: Context) -> Decision:
+        return Decision(view.summary(level).total >= self._least, self.nodes)
 
-    def _last(self, scores: Floats) -> float:
-        """What a node must beat to be among the best of these, as many as fit the tree."""
-        return float(last_of(scores, self.nodes)) if len(scores) >= self.nodes else -math.inf
-
-    def _take(self, tree: DraftTree, limit: int, last: float) -> Integers:
-        """The best nodes of the queue; those at the depth limit leave it in their turn, but use no place."""
-        score, leaf = tree.arrays.score, tree.arrays.depth >= limit
-        taken = np.zeros(len(tree), bool)
-        taken[: len(self._taken)] = self._taken
-        front = best_of(tree, (~(taken | leaf) & (score >= last)).nonzero()[0], self.width)
-        lowest = float(score[front].min()) if len(front) else -math.inf
-        taken |= leaf & (score >= lowest)
-        taken[front] = True
-        self._taken = taken
-        return front
-
-    def _children(self, tree: DraftTree, top: float, last: float) -> int:
-        """How many children can matter of a node that scores `top` or less.
-
-        Every node that scores as much comes before them, and the j-th likeliest child has probability 1/j at the most,
-        which must beat the last of the best `nodes` known already.
-        """
-        ahead = int(np.count_nonzero(tree.arrays.score >= top))
-        most = min(self.nodes - ahead, int(1.0001 * math.exp(min(top - last, 20.0))))
-        return max(min(most, self.k or most), 1)
-
-    def select(self, tree: DraftTree, ctx: Context) -> Tensor:
-        score = tree.arrays.score
-        chosen = score >= self._last(score) if self.fill else self._taken
-        return torch.from_numpy(best_of(tree, chosen.nonzero()[0], self.nodes))
-
-    def begin(self) -> None:
-        """A cycle's tree grows on a device."""
-        self._left = [np.zeros(1, np.float32)]
-
-    def promising(self, score: Floats, front: Integers) -> bool:
-        """Whether these nodes, the best of the queue, are worth a pass: `grow` for a tree of which `score` is all that
-        is known. Those that cannot bring anything into the tree may be expanded too; they change nothing."""
-        drafted = score[score > -math.inf]
-        found = score[front]
-        found = found[found >= self._last(drafted)]
-        self._left.append(found)
-        found = found[found > self._last(np.concatenate(self._left))]
-        return len(found) > 0 and float(np.exp(found).sum()) >= self.th
+    @property
+    def _least(self) -> float:
+        return math.log(max(self.th, NEVER))

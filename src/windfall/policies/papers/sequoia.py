@@ -11,23 +11,24 @@ import numpy as np
 from windfall.core.options import option
 from windfall.costs.curves import Costs
 from windfall.policies.context import Context
-from windfall.policies.static_trees import EXAMPLE, Plan, Shape, StaticTreePolicy, parse_vector
+from windfall.policies.shape import Shape
+from windfall.policies.static_trees import EXAMPLE, BestTrees, StaticTreePolicy, parse_vector
 
 SIZING = ("quickest", "largest")
-plan = lru_cache(maxsize=16)(Plan)
+best_trees = lru_cache(maxsize=16)(BestTrees)
 
 
 @lru_cache(maxsize=64)
 def largest(acceptance: tuple[float, ...], nodes: int, depth: int) -> Shape:
     """The tree that commits most, whatever it costs."""
-    known = plan(acceptance, nodes, depth)
+    known = best_trees(acceptance, nodes, depth)
     return Shape(known.paths(int(known.best[depth].argmax()), depth))
 
 
 @lru_cache(maxsize=64)
 def quickest(acceptance: tuple[float, ...], nodes: int, depth: int, costs: Costs, length: int) -> Shape:
     """The tree with the fewest seconds a token: passes * draft + verify(rows), over tokens."""
-    known, verify = plan(acceptance, nodes, depth), np.array([0.0, *costs.verify_curve(nodes, length)])
+    known, verify = best_trees(acceptance, nodes, depth), np.array([0.0, *costs.verify_curve(nodes, length)])
     widths = [[-(-rows // max(passes, 1)) for rows in range(nodes + 1)] for passes in range(depth + 1)]
     drafts = [[passes * costs.draft(max(w, 1)) for w in row] for passes, row in enumerate(widths)]
     drafts[1:] = [[seconds + costs.opening for seconds in row] for row in drafts[1:]]

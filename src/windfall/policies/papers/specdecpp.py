@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from windfall.core.options import option
-from windfall.core.tree import DraftTree
-from windfall.core.types import Grow
 from windfall.policies.beam import Beam
 from windfall.policies.context import Context
 from windfall.policies.papers import classifiers
+from windfall.policies.plan import Decision, Plan, TreeView
 
 
 @dataclass
@@ -32,24 +31,13 @@ class SpecDecPlusPlus(Beam):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._classifier = classifiers.load("specdecpp", self.path)
-        self._chances: dict[int, float] = {}  # by level, of this cycle
 
-    def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
-        wish, level = super().grow(tree, ctx), int(tree.depth[-1])
-        if not level:
-            self.begin()
-        if wish is None or self.risk(level, partial(classifiers.specdecpp_inputs, tree)) > self.threshold:
-            return None
-        return wish._replace(entropy=True)
+    def plan(self) -> Plan:
+        watches = ("logq", "score", "expanded", "entropy")
+        return replace(super().plan(), watches=watches, decide=self.decide, asks=range(self.least, self.depth))
 
-    def begin(self) -> None:
-        """Another cycle."""
-        self._chances = {}
-
-    def risk(self, level: int, shown: Callable[[int], classifiers.Floats]) -> float:
-        """That the accepted path does not reach this level; the first is taken for sure, as in the release. `shown` is
-        what the classifier sees of a level."""
-        for each in range(2, level + 1):
-            if each not in self._chances:
-                self._chances[each] = float(self._classifier(shown(each)))
-        return 1 - math.prod(self._chances.values()) if level >= self.least else 0.0
+    def decide(self, level: int, view: TreeView, ctx: Context) -> Decision:
+        """The path reaches level 1 for sure, as in the release, and each later one with the classifier's chance."""
+        inputs = [classifiers.specdecpp_inputs(view, each) for each in range(2, level + 1)]
+        reached = math.prod(self._classifier(np.stack(inputs)).tolist()) if inputs else 1.0
+        return Decision(1 - reached <= self.threshold, self.nodes)

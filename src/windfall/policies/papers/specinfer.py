@@ -9,7 +9,8 @@ from operator import mul
 from windfall.core.options import option
 from windfall.core.types import InputError
 from windfall.policies.context import Context
-from windfall.policies.static_trees import Shape, StaticTreePolicy
+from windfall.policies.shape import Shape
+from windfall.policies.static_trees import StaticTreePolicy
 
 LARGEST = 1024  # nodes; more is a slip of the finger
 

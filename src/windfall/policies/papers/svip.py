@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-
-import torch
+from dataclasses import dataclass, replace
 
 from windfall.core.options import option
-from windfall.core.tree import DraftTree
-from windfall.core.types import Grow
-from windfall.policies.base import best
 from windfall.policies.beam import Beam
 from windfall.policies.context import Context
+from windfall.policies.plan import Decision, Plan, TreeView
 
 
 @dataclass
@@ -27,15 +23,9 @@ class SVIP(Beam):
     factor: float = option(0.15, "what the entropy (in nats) is multiplied with", low=0)
     threshold: float = option(0.3, "end when the root of that is above this", low=0)
 
-    def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
-        wish = super().grow(tree, ctx)
-        if wish is None or self.unsure(self._entropy(tree)):
-            return None
-        return wish._replace(entropy=True)
+    def plan(self) -> Plan:
+        return replace(super().plan(), watches=("entropy",), decide=self.decide)
 
-    def unsure(self, entropy: float) -> bool:
-        return math.sqrt(self.factor * max(entropy, 0.0)) > self.threshold
-
-    def _entropy(self, tree: DraftTree) -> float:
-        last = torch.nonzero((tree.depth == tree.depth[-1] - 1) & ~tree.entropy.isnan()).flatten()  # the last pass
-        return float(tree.entropy[best(tree, last, 1)]) if len(last) else 0.0
+    def decide(self, level: int, view: TreeView, ctx: Context) -> Decision:
+        entropy = max(float(view.entropies(level)[0]), 0.0)
+        return Decision(math.sqrt(self.factor * entropy) <= self.threshold, self.nodes)

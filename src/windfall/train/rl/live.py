@@ -15,9 +15,9 @@ from torch import Tensor
 
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow, Step
-from windfall.policies.base import TreePolicy
+from windfall.policies.base import TreePolicy, best_of
 from windfall.policies.context import Context
-from windfall.policies.papers.ltd import NOTHING, View, top
+from windfall.policies.papers.ltd import NOTHING, View
 from windfall.train.rl.backend import Outcome
 
 if TYPE_CHECKING:
@@ -59,12 +59,13 @@ class Steered(TreePolicy):
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
         if self._ask(Report("grow", tree, ctx.length)) != DRAFT:
             return None
-        depth = tree.depth.numpy()
-        start = int(np.searchsorted(depth, depth[-1]))
-        return Grow(torch.from_numpy(start + top(tree.score.numpy()[start:], self.k)), self.k, self.entropy)
+        depth = tree.arrays.depth
+        newest = np.arange(np.searchsorted(depth, depth[-1]), len(tree))
+        return Grow(torch.from_numpy(best_of(tree, newest, self.k)), self.k, self.entropy)
 
     def select(self, tree: DraftTree, ctx: Context) -> Tensor:
-        return torch.from_numpy(top(tree.score.numpy(), self._ask(Report("select", tree, ctx.length)) + 1))
+        count = self._ask(Report("select", tree, ctx.length)) + 1
+        return torch.from_numpy(best_of(tree, np.arange(len(tree)), count))
 
     def _ask(self, report: Report) -> int:
         started = time.perf_counter()
