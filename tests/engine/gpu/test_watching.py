@@ -96,7 +96,7 @@ def test_no_cycle_waits_for_a_recording(name: str, tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("settings", [{}, {"th": 0.2, "nodes": 12}, {"th": 0.0, "nodes": 9, "width": 3, "cap": 5}])
 def test_salf_verifies_the_same(settings: dict[str, Any], early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device drafts children that cannot matter, too; passes and what is verified are the policy's."""
+    """Passes and verified nodes are the same; the device keeps only nodes that can still be verified."""
     monkeypatch.setattr(Habit, "likely", lambda self, level: early)
     passes: set[int] = set()
     for family, kind in PAIRS:
@@ -106,7 +106,6 @@ def test_salf_verifies_the_same(settings: dict[str, Any], early: bool, monkeypat
             if LENGTH - said <= 6:  # the device does not know how much room is left
                 break
             assert paths(one.tree) == paths(other.tree) and one.draft_passes == other.draft_passes
-            assert set(paths(one.drafted)) <= set(paths(other.drafted))
             said, compared = said + len(one.tokens), compared + 1
             passes.add(one.draft_passes)
         assert compared > 3
