@@ -230,7 +230,7 @@ def test_a_second_generation_ends_the_first() -> None:
 def test_two_engines_do_not_share_a_cache_unnoticed() -> None:
     target = Target(tiny())
     one, other = (
-        Engine(target, some_drafter("ngram"), registry.policy("none"), launch=GpuOptions(False)) for _ in "ab"
+        Engine(target, some_drafter("ngram"), registry.policy("none"), gpu_options=GpuOptions(False)) for _ in "ab"
     )
     first = one.stream(prompt(), max_new_tokens=30)
     next(first)
@@ -304,7 +304,7 @@ def test_what_means_nothing_may_be_left_open() -> None:
 @pytest.mark.parametrize("graphs", [False, True])
 def test_a_tree_of_too_many_nodes_is_refused(graphs: bool) -> None:
     policy = registry.policy("beam", k=3000)
-    made = Engine(Target(tiny()), some_drafter("lm"), policy, launch=GpuOptions(graphs))
+    made = Engine(Target(tiny()), some_drafter("lm"), policy, gpu_options=GpuOptions(graphs))
     with pytest.raises(InputError, match="262144 nodes at the most; this pass would make 9003"):
         made.generate(prompt(), max_new_tokens=8)
 

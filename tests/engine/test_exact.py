@@ -61,7 +61,9 @@ def test_texts_behind_a_head_and_sampled() -> None:
 
 
 def test_only_what_can_be_exact() -> None:
-    made = Engine(Target(tiny("gpt-neox")), LMDrafter(), registry.policy("beam"), launch=GpuOptions(True, exact=True))
+    made = Engine(
+        Target(tiny("gpt-neox")), LMDrafter(), registry.policy("beam"), gpu_options=GpuOptions(True, exact=True)
+    )
     for _ in range(2):  # it does not give in the second time
         with pytest.raises(InputError, match="exact passes are for models with Llama's skeleton"):
             made.generate(prompt(), max_new_tokens=4)
