@@ -245,7 +245,7 @@ def test_a_kept_profile_that_cycles_proved_wrong_is_soon_forgotten(
         return Profile(COSTS, profiling.describe(engine), False, 3, 1.0, True)
 
     monkeypatch.setattr(profiling, "measure", measure)
-    engine = loading.make_engine(Target(tiny()), registry.drafter("ngram"), registry.policy("auto"))
+    engine = loading.load(Target(tiny()), "ngram", "auto")
     assert engine.online_costs.learns and engine.costs == COSTS
     verify(engine.online_costs, 1, 1.0 if wrong else 9.0, 4)
     profiling.remember(engine)

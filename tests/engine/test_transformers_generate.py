@@ -27,7 +27,7 @@ from transformers import (
 import windfall
 from helpers.tiny import VOCABULARY, prompt, tiny
 from windfall.core.types import InputError
-from windfall.engine.transformers_generate import KEPT
+from windfall.engine.transformers_generate import MAX_ENGINES_PER_MODEL
 from windfall.engine.transformers_options import HARMLESS, HONOURED, REFUSED, REFUSED_ARGUMENTS, refuse_options
 
 PROMPTS = [prompt(4, 1), prompt(9, 2), prompt(7, 3)]
@@ -318,7 +318,7 @@ def test_a_loop_made_anew_each_time_is_the_same_engine() -> None:
     for depth in range(1, 8):
         policy = windfall.registry.policy("chain", depth=depth)
         made.generate(inputs, custom_generate=windfall.custom_generate("ngram", policy), **options)
-    assert len(made._windfall_engines) == KEPT
+    assert len(made._windfall_engines) == MAX_ENGINES_PER_MODEL
     kept = io.BytesIO()
     torch.save(made, kept)  # what is kept, and a copy, have no engines
     kept.seek(0)

@@ -78,7 +78,9 @@ def load(
     if trust_remote_code and isinstance(made_drafter, LMDrafter):
         made_drafter.trust_remote_code = True
     made_target = as_target(target, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    return make_engine(made_target, made_drafter, made_policy, coupled, on_gpu)
+    engine = Engine(made_target, made_drafter, made_policy, coupled, on_gpu)
+    attach_costs(engine, made_policy)
+    return engine
 
 
 def as_gpu_options(
@@ -108,19 +110,6 @@ def choose_policy(
         raise InputError(f"a preset is a name or a JSON file, not {preset!r}")
     chosen: TreePolicy = registry.preset(os.fspath(preset), **settings)
     return chosen
-
-
-def make_engine(
-    target: Target,
-    drafter: Drafter,
-    policy: TreePolicy,
-    coupled: bool = True,
-    gpu_options: GpuOptions | None = None,
-) -> Engine:
-    """An engine with the measured costs of passes on this machine, if its policy uses them."""
-    engine = Engine(target, drafter, policy, coupled, gpu_options)
-    attach_costs(engine, policy)
-    return engine
 
 
 def attach_costs(engine: Engine, *policies: TreePolicy) -> None:
