@@ -63,7 +63,7 @@ class Generation:
 
     @classmethod
     def of(cls, steps: list[Step], times: list[float], prompt_tokens: int = 0, seed: int | None = None) -> Generation:
-        """Fold Steps and the seconds after the start at which each came."""
+        """A Generation from its Steps and the seconds after the start at which each came."""
         last, first = (times[-1], times[0]) if times else (0.0, 0.0)
         return cls(
             text="".join(step.text for step in steps),
@@ -92,8 +92,8 @@ class Stream(Iterator[Step]):
 class Engine:
     """A target, a drafter and a policy. One generation (of one or several texts) at a time.
 
-    `generate`, `generate_batch`, `agenerate` and `astream` wait for each other, in whichever threads or tasks they are
-    called. Between the steps of a `stream` no other generation may begin.
+    `generate`, `generate_batch`, `agenerate` and `astream` wait for each other, in any threads or tasks. Between the
+    steps of a `stream` no other generation may begin.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class Engine:
         return Stream((steps[0] for steps in self.run([ids], [params])), len(ids), params.seed)
 
     def generate_batch(self, prompts: Many[Prompt], *, raw: bool = False, **sampling: Any) -> list[Generation]:
-        """Several texts, decoded together; each is what `generate` would have given."""
+        """Several texts, decoded together; each is the text that `generate` gives."""
         if isinstance(prompts, str | dict):
             raise InputError("generate_batch takes a list of prompts; for a single one there is generate")
         encoded, params = [self.encode(prompt, raw) for prompt in prompts], self.params(**sampling)
@@ -308,7 +308,7 @@ class Engine:
 
     def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """Text, chat messages or token ids → token ids; text becomes a user's message unless `raw`."""
-        ids = self.tokenize(prompt, raw) if _is_worded(prompt) else _as_ids(prompt)
+        ids = self.tokenize(prompt, raw) if _is_text(prompt) else _as_ids(prompt)
         context, vocabulary = self.target.context, self.target.vocab_size
         if not ids:
             raise InputError("the prompt is empty")
@@ -321,7 +321,7 @@ class Engine:
         return ids
 
     def tokenize(self, prompt: Prompt, raw: bool = False) -> list[int]:
-        """Text or chat messages → token ids, however many."""
+        """Text or chat messages → token ids, without the checks of `encode`."""
         tokenizer = self.target.tokenizer
         if tokenizer is None:
             raise InputError("this target has no tokenizer; give the prompt as token ids")
@@ -333,15 +333,15 @@ class Engine:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
             return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
         except TypeError as error:
-            told = "the prompt is not valid Unicode text"
+            reason = "the prompt is not valid Unicode text"
             if not isinstance(prompt, str) and all(is_unicode(str(message.get("content"))) for message in prompt):
-                told = f"a chat message is {{'role': text, 'content': text}}; the template says: {first_line(error)}"
-            raise InputError(told) from None
+                reason = f"a chat message is {{'role': text, 'content': text}}; the template says: {first_line(error)}"
+            raise InputError(reason) from None
         except TemplateError as error:
             raise InputError(f"the chat template of {self.target.name} refuses these messages: {error}") from None
 
     def params(self, **sampling: Any) -> SamplingParams:
-        """SamplingParams from keywords, held to what this target can do."""
+        """SamplingParams from keywords, checked against this target."""
         known = SamplingParams.__dataclass_fields__
         if unknown := [name for name in sampling if name not in known]:
             raise InputError(f"there is no sampling option '{unknown[0]}'; there are {', '.join(known)}")
@@ -353,7 +353,8 @@ class Engine:
         return params
 
 
-def _is_worded(prompt: Prompt) -> bool:
+def _is_text(prompt: Prompt) -> bool:
+    """Whether this is text or chat messages."""
     if isinstance(prompt, str):
         return bool(prompt)
     return isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(m, dict) for m in prompt)
