@@ -67,7 +67,7 @@ def main() -> None:
     forwards = forward_seconds(engine)
     started = time.perf_counter()
     steps = list(engine.stream(ids, max_new_tokens=options.tokens, eos=()))
-    step = (time.perf_counter() - started - engine.prefill_seconds) / len(steps)
+    step = (time.perf_counter() - started - steps[0].prefill_seconds) / len(steps)
     forward = sum(forwards[-len(steps) :]) / len(steps)
     result = {
         "what": "plain decoding, windfall `none` against transformers `generate`",

@@ -23,7 +23,7 @@ from windfall.core.tree import DraftTree
 from windfall.core.types import Grow, Split, Step
 from windfall.costs.acceptance import Calibrator
 from windfall.costs.curves import Costs
-from windfall.engine.engine import Growth
+from windfall.engine.host_loop import Growth
 from windfall.policies.base import TreePolicy
 from windfall.policies.context import Context
 from windfall.train.rl.recording import Recording, Tree

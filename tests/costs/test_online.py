@@ -212,24 +212,24 @@ def test_an_engine_learns_from_its_cycles_and_the_text_stays_the_same(graphs: bo
     """Costs of a GPU's form, a thousand times too high."""
     dear = Costs.simple(10.0, (1, 96), (100.0, 150.0))
     given, learning = tiny_engine(graphs=graphs), tiny_engine(graphs=graphs)
-    given.costs, learning.ledger = dear, OnlineCosts(dear)
+    given.costs, learning.online_costs = dear, OnlineCosts(dear)
     wanted, found = (engine.generate(prompt(), max_new_tokens=40, eos=()) for engine in (given, learning))
     assert given.costs is dear
-    assert learning.costs.verify(1, 0) < 50 and learning.costs.draft(1) < 5 and learning.ledger.too_dear > 2
+    assert learning.costs.verify(1, 0) < 50 and learning.costs.draft(1) < 5 and learning.online_costs.too_dear > 2
     assert found.token_ids == wanted.token_ids
 
 
 def test_policies_on_the_host_teach_nothing_dearer_about_the_device() -> None:
     cheap = Costs.simple(1e-7, (1, 96), (1e-6, 1.5e-6))
     engine = tiny_engine("auto", graphs=True)
-    engine.ledger = OnlineCosts(cheap)
+    engine.online_costs = OnlineCosts(cheap)
     engine.generate(prompt(), max_new_tokens=20, eos=(), repetition_penalty=1.2)
     assert engine.fallback and engine.costs is cheap
 
 
 def test_batches_teach_nothing() -> None:
     engine, dear = tiny_engine(), Costs.simple(10.0, (1, 96), (100.0, 150.0))
-    engine.ledger = OnlineCosts(dear)
+    engine.online_costs = OnlineCosts(dear)
     params = engine.params(max_new_tokens=40, eos=())
     for _ in itertools.islice(engine.run([prompt(), prompt(seed=1)], [params] * 2), 6):  # both go on
         assert engine.costs is dear
@@ -245,9 +245,9 @@ def test_a_kept_profile_that_cycles_proved_wrong_is_soon_forgotten(
         return Profile(COSTS, profiling.describe(engine), False, 3, 1.0, True)
 
     monkeypatch.setattr(profiling, "measure", measure)
-    engine = loading.make_engine(Target(tiny()), registry.drafter("ngram"), registry.policy("auto"))
-    assert engine.ledger.learns and engine.costs == COSTS
-    verify(engine.ledger, 1, 1.0 if wrong else 9.0, 4)
+    engine = loading.load(Target(tiny()), "ngram", "auto")
+    assert engine.online_costs.learns and engine.costs == COSTS
+    verify(engine.online_costs, 1, 1.0 if wrong else 9.0, 4)
     profiling.remember(engine)
     about = profiling.describe(engine)
     kept = profiling.read(profiling.profile_file(about), about)
@@ -256,9 +256,9 @@ def test_a_kept_profile_that_cycles_proved_wrong_is_soon_forgotten(
 
 def test_a_draft_pass_that_brings_nothing_teaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(Target(tiny()), registry.drafter("ngram"), registry.policy("chain", depth=1))
-    engine.ledger = OnlineCosts(COSTS)
+    engine.online_costs = OnlineCosts(COSTS)
     booked: list[object] = []
-    monkeypatch.setattr(engine.ledger, "drafted", lambda widths, *_: booked.append(widths))
+    monkeypatch.setattr(engine.online_costs, "drafted", lambda widths, *_: booked.append(widths))
     steps = engine.generate(prompt(3, 12), max_new_tokens=40).steps
     grown = [step for step in steps if len(step.drafted) > 1]
     assert 0 < len(grown) < len(steps) and len(booked) == len(grown)

@@ -1,4 +1,4 @@
-"""The Python API: the words of `load`, what an engine says of itself, callbacks, streamers and asyncio."""
+"""The Python API: the arguments of `load`, the repr of an engine, callbacks, streamers and asyncio."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def engine() -> Engine:
     return windfall.load((tiny(), character_tokenizer()), "lm", "chain", policy_options={"depth": 2})
 
 
-# ---- the words of load
+# ---- arguments of load
 
 
 def test_options_reach_drafter_policy_and_gpu() -> None:
@@ -48,7 +48,7 @@ def test_options_reach_drafter_policy_and_gpu() -> None:
     )
     assert made.drafter.min_match == 3
     assert isinstance(made.policy, Beam) and (made.policy.depth, made.policy.k) == (4, 3)
-    assert made.launch == GpuOptions(graphs=False, compiled=True, exact=True, plans=False)
+    assert made.gpu_options == GpuOptions(graphs=False, compiled=True, exact=True, plans=False)
     assert not made.coupled
 
 
@@ -57,8 +57,12 @@ def test_a_preset_is_a_policy_whose_options_can_be_overridden() -> None:
     assert made.policy == registry.policy("beam", depth=8, k=10, nodes=20)
 
 
-def test_launch_is_taken_as_before() -> None:
-    assert windfall.load(tiny(), launch=windfall.GpuOptions(exact=True)).launch == GpuOptions(exact=True)
+@pytest.mark.parametrize("name", ["gpu_options", "launch"])
+def test_gpu_options_as_one_record_under_both_names(name: str) -> None:
+    given = {name: windfall.GpuOptions(exact=True)}
+    made = windfall.load(tiny(), **given)
+    assert made.gpu_options == GpuOptions(exact=True)
+    assert Engine(made.target, made.drafter, made.policy, **given).gpu_options == GpuOptions(exact=True)
 
 
 @pytest.mark.parametrize(
@@ -83,19 +87,19 @@ def test_launch_is_taken_as_before() -> None:
         ({"graphs": "no"}, "graphs must be True, False or None, not 'no'"),
         ({"host_policies": None}, "host_policies must be True or False, not None"),
         ({"coupled": 0}, "coupled must be True or False, not 0"),
-        ({"launch": GpuOptions(), "exact": True}, "give launch, or graphs, compile, exact and host_policies, not both"),
-        ({"launch": True}, "launch takes a windfall.GpuOptions, not True"),
+        ({"gpu_options": GpuOptions(), "exact": True}, "give gpu_options, or graphs, compile, exact and host_policies"),
+        ({"launch": True}, "gpu_options takes a windfall.GpuOptions, not True"),
     ],
 )
-def test_wrong_words_are_refused_in_a_line(words: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_are_refused_with_one_line(words: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message) as refusal:
         windfall.load(tiny(), **words)
     assert "\n" not in str(refusal.value)
 
 
-def test_the_command_line_has_the_words_of_load() -> None:
+def test_the_command_line_has_every_parameter_of_load() -> None:
     """Every parameter of `load` is an option of the command line, under its name or the opposite's."""
-    ours = {*inspect.signature(windfall.load).parameters} - {"launch"}
+    ours = {*inspect.signature(windfall.load).parameters} - {"launch", "gpu_options"}
     renamed = {
         "drafter_settings": "drafter_options",
         "settings": "policy_options",
@@ -123,7 +127,7 @@ def test_the_command_line_goes_through_load(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen.items() >= (wanted | {"device": "cpu", "graphs": False, "exact": True, "coupled": True}).items()
 
 
-def test_an_engine_says_what_it_is() -> None:
+def test_the_repr_names_target_drafter_and_policy() -> None:
     made = windfall.load(tiny(), preset="eagle-2", drafter=tiny(seed=1), policy_options={"nodes": 9})
     assert repr(made) == (
         "Engine('LlamaForCausalLM', float32, cpu, drafter=LMDrafter(model=<LlamaForCausalLM>, "
@@ -132,7 +136,7 @@ def test_an_engine_says_what_it_is() -> None:
 
 
 @pytest.mark.parametrize("words", [{}, {"policy": "beam", "policy_options": {"depth": 2}}, {"preset": "eagle-2"}])
-def test_custom_generate_takes_the_words_of_load(words: dict[str, Any]) -> None:
+def test_custom_generate_takes_the_arguments_of_load(words: dict[str, Any]) -> None:
     model, ids = tiny(), torch.tensor([prompt()])
     plain = model.generate(ids, do_sample=False, max_new_tokens=12)
     found = model.generate(
@@ -140,7 +144,7 @@ def test_custom_generate_takes_the_words_of_load(words: dict[str, Any]) -> None:
     )
     assert torch.equal(plain, found)
     [(made, *_)] = model.__dict__["_windfall_engines"].values()
-    assert made.launch.exact
+    assert made.gpu_options.exact
     if words:
         assert made.policy.depth == (2 if "policy" in words else 6)
     model.generate(ids, max_new_tokens=2, custom_generate=windfall.custom_generate(exact=False, **words))
@@ -148,9 +152,9 @@ def test_custom_generate_takes_the_words_of_load(words: dict[str, Any]) -> None:
     assert len(model.__dict__["_windfall_engines"]) == 2
 
 
-def test_custom_generate_has_the_words_of_load() -> None:
+def test_custom_generate_has_the_parameters_of_load() -> None:
     ours, theirs = (inspect.signature(each).parameters for each in (windfall.custom_generate, windfall.load))
-    assert {*theirs} - {*ours} == {"target", "device", "dtype", "trust_remote_code", "launch"}
+    assert {*theirs} - {*ours} == {"target", "device", "dtype", "trust_remote_code", "gpu_options", "launch"}
     assert all(ours[name].default == theirs[name].default for name in ours)
 
 
@@ -250,7 +254,7 @@ def test_the_event_loop_is_free_meanwhile() -> None:
     assert answered.is_set()
 
 
-def test_a_cancelled_call_stops_at_the_next_step_and_one_in_line_never_begins() -> None:
+def test_a_cancelled_call_stops_at_its_next_step_and_a_waiting_one_never_starts() -> None:
     steps: list[Step] = []
     begun, go_on = threading.Event(), threading.Event()
 

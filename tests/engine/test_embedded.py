@@ -1,4 +1,4 @@
-"""The embedded 135M model, as a user meets it. Few tests: each pass takes its tenth of a second."""
+"""The embedded 135M model, as users run it. There are few tests and short texts: a pass takes a tenth of a second."""
 
 from __future__ import annotations
 
@@ -26,42 +26,35 @@ LIMERICK = "Write a limerick about trees."
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    torch.set_num_threads(2)
     return windfall.load(policy="none").target
 
 
-def test_greedy_is_transformers_own(target: Target) -> None:
+def test_greedy_is_transformers_own_and_ends_at_a_stop_string(target: Target) -> None:
     engine = Engine(target, registry.drafter("ngram"), registry.policy("beam"))
     ids = engine.encode(LIMERICK)
     inputs = torch.tensor([ids])
-    wanted = target.model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=24)[
-        0, len(ids) :
-    ]
-    assert engine.generate(LIMERICK, max_new_tokens=24).token_ids == wanted.tolist()
-
-
-def test_sampled_text_does_not_depend_on_the_draft(target: Target) -> None:
-    texts = set()
-    for drafter, policy in (("ngram", "none"), ("ngram", "beam"), ("self", "fixed-tree"), ("lm", "chain")):
-        engine = Engine(target, registry.drafter(drafter), registry.policy(policy))
-        generation = engine.generate(LIMERICK, max_new_tokens=16, temperature=0.8, top_p=0.95, seed=11)
-        texts.add(tuple(generation.token_ids))
-    assert len(texts) == 1
-    assert generation.stats.tau > 1.2  # the small model that comes along
-
-
-def test_stop_string(target: Target) -> None:
-    engine = Engine(target, registry.drafter("ngram"), registry.policy("beam"))
-    whole = engine.generate(LIMERICK, max_new_tokens=20)
+    out = target.model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=14)
+    whole = engine.generate(LIMERICK, max_new_tokens=14)
+    assert whole.token_ids == out[0, len(ids) :].tolist()
     stop = whole.text.split()[6]
-    cut = engine.generate(LIMERICK, max_new_tokens=20, stop=(stop,))
+    cut = engine.generate(LIMERICK, max_new_tokens=14, stop=(stop,))
     assert cut.text == whole.text[: whole.text.index(stop)]
     assert cut.finish_reason == "stop"
     assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
 
 
+def test_sampled_text_does_not_depend_on_the_draft(target: Target) -> None:
+    texts = set()
+    for drafter, policy in (("ngram", "none"), ("self", "chain"), ("lm", "chain")):
+        engine = Engine(target, registry.drafter(drafter), registry.policy(policy))
+        generation = engine.generate(LIMERICK, max_new_tokens=12, temperature=0.8, top_p=0.95, seed=11)
+        texts.add(tuple(generation.token_ids))
+    assert len(texts) == 1
+    assert generation.stats.tau > 1.2  # of the small model that comes with the package
+
+
 def test_a_head_that_names_the_wrong_layers_is_still_read_right(target: Target, tmp_path: Path) -> None:
-    """Its guesses are right often enough with the layers before them too: 33% instead of 42%."""
+    """With the wrong layers it guesses 33% of the tokens instead of 42%."""
     folder = shutil.copytree(bundled.FOLDER / "smollm2-135m-instruct", tmp_path / "head")
     config = json.loads((folder / "config.json").read_text())
     taps = config[AUX]
@@ -73,7 +66,7 @@ def test_a_head_that_names_the_wrong_layers_is_still_read_right(target: Target, 
 
 
 def test_the_command_line_compares() -> None:
-    run = CliRunner().invoke(app, ["generate", LIMERICK, "--compare", "--json", "--max-new-tokens", "12"])
+    run = CliRunner().invoke(app, ["generate", LIMERICK, "--compare", "--json", "--max-new-tokens", "8"])
     assert run.exit_code == 0, run.output
     result = json.loads(run.stdout)
     assert result["equal"] is True

@@ -1,4 +1,4 @@
-"""Same seed, same text: for every policy, every drafter, every temperature and every kind of sampling."""
+"""The engine on the host: the same seed gives the same text, for every policy, drafter and kind of sampling."""
 
 from __future__ import annotations
 
@@ -30,13 +30,16 @@ def target(family: str = "llama") -> Target:
     return Target(tiny(family))
 
 
-def drafter(name: str) -> Any:
-    return some_drafter(name)
-
-
 @cache
-def engine(policy: str, drafter_name: str) -> Engine:
-    return Engine(target(), drafter(drafter_name), registry.policy(policy))
+def engine_of(drafter: str, family: str = "llama") -> Engine:
+    return Engine(target(family), some_drafter(drafter), registry.policy("none"))
+
+
+def engine(policy: str, drafter: str, family: str = "llama") -> Engine:
+    """The engine of this drafter, with this policy."""
+    made = engine_of(drafter, family)
+    made.policy = registry.policy(policy)
+    return made
 
 
 def ids(engine: Engine, seed: int = 0, prompt_seed: int = 0, **sampling: Any) -> list[int]:
@@ -58,13 +61,15 @@ def plain_ids(sampling: str, seed: int) -> list[int]:
 
 
 def crossed() -> list[tuple[str, str, str]]:
-    """Every policy with every drafter, in a rota of samplings; with one drafter in all of them."""
-    found, names = [], list(SAMPLING)
-    for i, policy in enumerate(p for p in registry.policies() if p != "none"):
-        for j, name in enumerate(DRAFTERS):
-            chosen = names if name == "small" else [names[(i + j) % len(names)]]
-            found += [(policy, name, sampling) for sampling in chosen]
-    return found
+    """Every policy with every drafter, and every policy with every sampling."""
+    samplings = list(SAMPLING)
+    assert len(DRAFTERS) >= len(samplings)
+    policies = [name for name in registry.policies() if name != "none"]
+    return [
+        (policy, drafter, samplings[(i + j) % len(samplings)])
+        for i, policy in enumerate(policies)
+        for j, drafter in enumerate(DRAFTERS)
+    ]
 
 
 @pytest.mark.parametrize(("policy", "drafter_name", "sampling"), crossed())
@@ -77,10 +82,9 @@ def test_same_seed_same_text(policy: str, drafter_name: str, sampling: str) -> N
 def test_greedy_is_transformers_own(family: str) -> None:
     """For every family: plain decoding and trees give what `model.generate` gives, past a sliding window too."""
     model, tokens = target(family).model, prompt(9)
-    wanted = hf_greedy(model, tokens, 24)
+    wanted = hf_greedy(model, tokens, 16)
     for policy, name in (("none", "ngram"), ("beam", "self"), ("chain", "lm")):
-        made = Engine(target(family), drafter(name), registry.policy(policy))
-        assert made.generate(tokens, max_new_tokens=24).token_ids == wanted, policy
+        assert engine(policy, name, family).generate(tokens, max_new_tokens=16).token_ids == wanted, policy
 
 
 @pytest.mark.parametrize("policy", ["chain", "beam", "fixed-tree"])
@@ -94,23 +98,22 @@ def test_target_as_its_own_drafter_is_always_right(policy: str) -> None:
 
 
 def test_eos_inside_a_path_ends_the_text() -> None:
-    plain = ids(engine("none", "lm"), max_new_tokens=40)
-    for eos in {plain[3], plain[7], plain[12]}:
-        wanted = plain[: plain.index(eos) + 1]
-        for policy in registry.policies():
-            generation = engine(policy, "lm").generate(prompt(), max_new_tokens=40, eos=(eos, 60))
-            assert generation.token_ids == wanted
-            assert generation.finish_reason == "stop"
+    plain = ids(engine("none", "lm"), max_new_tokens=16)
+    for i, policy in enumerate(registry.policies()):
+        eos = plain[(3, 7, 12)[i % 3]]
+        generation = engine(policy, "lm").generate(prompt(), max_new_tokens=16, eos=(eos, 60))
+        assert generation.token_ids == plain[: plain.index(eos) + 1]
+        assert generation.finish_reason == "stop"
 
 
 def test_never_more_tokens_than_asked() -> None:
     plain = ids(engine("none", "lm"), max_new_tokens=12)
-    for count in (1, 2, 7):
-        for policy in registry.policies():
-            generation = engine(policy, "lm").generate(prompt(), max_new_tokens=count)
-            assert generation.token_ids == plain[:count]
-            assert generation.finish_reason == "length"
-            assert sum(len(step.tokens) for step in generation.steps) == count
+    for i, policy in enumerate(registry.policies()):
+        count = (1, 2, 7)[i % 3]
+        generation = engine(policy, "lm").generate(prompt(), max_new_tokens=count)
+        assert generation.token_ids == plain[:count]
+        assert generation.finish_reason == "length"
+        assert sum(len(step.tokens) for step in generation.steps) == count
 
 
 def test_the_context_is_never_exceeded() -> None:
@@ -121,12 +124,17 @@ def test_the_context_is_never_exceeded() -> None:
         assert generation.finish_reason == "length"
 
 
-def test_batch_mates_change_nothing() -> None:
+def test_a_text_is_the_same_alone_and_in_a_batch() -> None:
     prompts = [prompt(5, 1), prompt(30, 2), prompt(1, 3), prompt(12, 4)]
-    for policy, name in (("beam", "small"), ("chain", "self"), ("fixed-tree", "ngram")):
+    ended = {"eos": tuple(range(0, 61, 9)), "temperature": 0.9, "seed": 0}
+    warm = {"temperature": 1.0, "seed": 3}
+    for policy, name, samplings in (
+        ("beam", "small", [{}, warm, ended]),
+        ("chain", "self", [ended]),
+        ("fixed-tree", "ngram", [warm]),
+    ):
         made = engine(policy, name)
-        ended = {"eos": tuple(range(0, 61, 9)), "temperature": 0.9, "seed": 0}
-        for sampling in ({}, {"temperature": 1.0, "seed": 3}, ended):
+        for sampling in samplings:
             alone = [made.generate(p, max_new_tokens=12, **sampling) for p in prompts]
             together = made.generate_batch(prompts, max_new_tokens=12, **sampling)
             assert [g.token_ids for g in together] == [g.token_ids for g in alone]
@@ -145,7 +153,7 @@ def test_custom_processor_is_exact_inside_a_tree() -> None:
             assert ids(engine(policy, "lm"), temperature=temperature, processors=(no_repeat,)) == plain
 
 
-def test_a_processor_with_a_memory_sees_what_plain_decoding_shows_it() -> None:
+def test_a_stateful_processor_is_called_as_in_plain_decoding() -> None:
     """It is called once for each visited node, in order, with one row."""
 
     def run(policy: str) -> tuple[list[int], list[int]]:
@@ -164,7 +172,7 @@ def test_a_processor_with_a_memory_sees_what_plain_decoding_shows_it() -> None:
     assert tree == plain
 
 
-def test_an_empty_batch_is_no_work() -> None:
+def test_an_empty_batch_gives_an_empty_list() -> None:
     assert engine("none", "lm").generate_batch([]) == []
 
 
@@ -218,6 +226,11 @@ def test_stream_is_generate() -> None:
     assert all(step.finish is None for step in steps[:-1])
 
 
+def test_the_first_step_has_the_prefill_seconds() -> None:
+    first, *later = engine("chain", "lm").stream(prompt(), max_new_tokens=12)
+    assert first.prefill_seconds > 0 and not any(step.prefill_seconds for step in later)
+
+
 def test_a_second_generation_ends_the_first() -> None:
     made = engine("beam", "lm")
     first = made.stream(prompt(), max_new_tokens=30)
@@ -227,10 +240,10 @@ def test_a_second_generation_ends_the_first() -> None:
         next(first)
 
 
-def test_two_engines_do_not_share_a_cache_unnoticed() -> None:
+def test_a_second_engine_on_the_same_target_ends_the_first_generation() -> None:
     target = Target(tiny())
     one, other = (
-        Engine(target, some_drafter("ngram"), registry.policy("none"), launch=GpuOptions(False)) for _ in "ab"
+        Engine(target, some_drafter("ngram"), registry.policy("none"), gpu_options=GpuOptions(False)) for _ in "ab"
     )
     first = one.stream(prompt(), max_new_tokens=30)
     next(first)
@@ -295,16 +308,16 @@ def test_bad_input_is_refused(wrong: dict[str, Any], message: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_what_means_nothing_may_be_left_open() -> None:
+def test_unset_options_have_no_effect() -> None:
     wanted = ids(engine("none", "ngram"))
     assert engine("none", "ngram").params(stop=None, logit_bias=None, eos=5).eos == (5,)
-    assert ids(engine("none", "ngram"), temperature=1e-44) == wanted  # logits over this are no numbers
+    assert ids(engine("none", "ngram"), temperature=1e-44) == wanted  # dividing logits by this overflows
 
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_a_tree_of_too_many_nodes_is_refused(graphs: bool) -> None:
     policy = registry.policy("beam", k=3000)
-    made = Engine(Target(tiny()), some_drafter("lm"), policy, launch=GpuOptions(graphs))
+    made = Engine(Target(tiny()), some_drafter("lm"), policy, gpu_options=GpuOptions(graphs))
     with pytest.raises(InputError, match="262144 nodes at the most; this pass would make 9003"):
         made.generate(prompt(), max_new_tokens=8)
 
@@ -316,7 +329,7 @@ def test_a_pass_of_too_many_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         made.generate(prompt(), max_new_tokens=8)
 
 
-def test_a_text_is_no_batch() -> None:
+def test_generate_batch_refuses_a_single_text() -> None:
     with pytest.raises(InputError, match="a list of prompts"):
         engine("none", "ngram").generate_batch("abc")
 
@@ -334,12 +347,12 @@ def test_a_default_device_is_refused() -> None:
         Target(model)
 
 
-def test_warming_up_leaves_no_trace(tmp_path: Path) -> None:
+def test_warming_up_changes_no_state(tmp_path: Path) -> None:
     file = tmp_path / "state.json"
     made = engine("none", "ngram")
-    made.policy = registry.policy("bandit", arms="chain", state=str(file))
-    list(made.warm_up())
-    assert not file.exists()
+    made.policy, calibrators = registry.policy("bandit", arms="chain", state=str(file)), dict(made.calibrators)
+    assert list(made.warm_up())[-1] == 1.0
+    assert not file.exists() and dict(made.calibrators) == calibrators
     made.generate([1, 2, 3], max_new_tokens=4)
     assert file.exists()
 

@@ -27,7 +27,7 @@ from transformers import (
 import windfall
 from helpers.tiny import VOCABULARY, prompt, tiny
 from windfall.core.types import InputError
-from windfall.engine.transformers_generate import KEPT
+from windfall.engine.transformers_generate import MAX_ENGINES_PER_MODEL
 from windfall.engine.transformers_options import HARMLESS, HONOURED, REFUSED, REFUSED_ARGUMENTS, refuse_options
 
 PROMPTS = [prompt(4, 1), prompt(9, 2), prompt(7, 3)]
@@ -39,6 +39,12 @@ BATCHES = {"one": slice(1, 2), "three": slice(0, 3)}
 @pytest.fixture(scope="module")
 def model() -> Any:
     return tiny(num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def eager() -> Any:
+    """A model that can return its attentions."""
+    return tiny(num_hidden_layers=1, attn_implementation="eager")
 
 
 @pytest.fixture(scope="module")
@@ -71,27 +77,6 @@ def both(
 
 def test_greedy_is_the_same(model: Any) -> None:
     theirs, ours = both(model, torch.tensor([prompt()]), do_sample=False)
-    assert torch.equal(theirs, ours)
-
-
-def test_processors_of_the_config_are_honoured(model: Any) -> None:
-    theirs, ours = both(
-        model,
-        torch.tensor([prompt()]),
-        do_sample=False,
-        repetition_penalty=1.4,
-        no_repeat_ngram_size=2,
-        min_new_tokens=5,
-    )
-    assert torch.equal(theirs, ours)
-
-
-def test_left_padded_batch(model: Any) -> None:
-    prompts = [prompt(4, 1), prompt(9, 2), prompt(7, 3)]
-    inputs = torch.tensor([[0] * (9 - len(p)) + p for p in prompts])
-    mask = torch.tensor([[0] * (9 - len(p)) + [1] * len(p) for p in prompts])
-    eos = int(model.generate(inputs, attention_mask=mask, do_sample=False, max_new_tokens=20)[1, 14])
-    theirs, ours = both(model, inputs, mask, do_sample=False, eos_token_id=eos, pad_token_id=0)
     assert torch.equal(theirs, ours)
 
 
@@ -205,7 +190,7 @@ class StopsAtTurns(StoppingCriteria):
 
 @pytest.mark.parametrize("rows", BATCHES)
 @pytest.mark.parametrize("ends", [False, True])
-@pytest.mark.parametrize("every", [5, 9, 1000])
+@pytest.mark.parametrize("every", [5, 1000])
 def test_stateful_processors_and_criteria_are_called_as_in_transformers_loop(
     model: Any, near: Any, eos: int, rows: str, ends: bool, every: int
 ) -> None:
@@ -297,7 +282,7 @@ def test_a_longer_limit_of_the_caller_is_kept(model: Any, near: Any) -> None:
 
 
 def test_the_engine_goes_with_the_model() -> None:
-    made = tiny()
+    made = tiny(num_hidden_layers=1)
     inputs = torch.tensor([prompt()])
     loop = windfall.custom_generate(drafter="lm", policy="beam")
     made.generate(
@@ -310,7 +295,7 @@ def test_the_engine_goes_with_the_model() -> None:
 
 
 def test_a_loop_made_anew_each_time_is_the_same_engine() -> None:
-    made, inputs = tiny(), torch.tensor([prompt()])
+    made, inputs = tiny(num_hidden_layers=1), torch.tensor([prompt()])
     options = {"attention_mask": torch.ones_like(inputs), "do_sample": False, "max_new_tokens": 3}
     for _ in range(3):
         made.generate(inputs, custom_generate=windfall.custom_generate("ngram", "beam"), **options)
@@ -318,7 +303,7 @@ def test_a_loop_made_anew_each_time_is_the_same_engine() -> None:
     for depth in range(1, 8):
         policy = windfall.registry.policy("chain", depth=depth)
         made.generate(inputs, custom_generate=windfall.custom_generate("ngram", policy), **options)
-    assert len(made._windfall_engines) == KEPT
+    assert len(made._windfall_engines) == MAX_ENGINES_PER_MODEL
     kept = io.BytesIO()
     torch.save(made, kept)  # what is kept, and a copy, have no engines
     kept.seek(0)
@@ -427,7 +412,7 @@ def assert_same_past(theirs: Any, ours: Any) -> None:
     ],
 )
 def test_the_cache_is_returned(eos: int, family: str, rows: slice, more: dict[str, Any]) -> None:
-    made = tiny(family)
+    made = tiny(family, num_hidden_layers=2)
     more = {"eos_token_id": eos} if more.pop("eos", False) else more
     options = {"do_sample": False, "return_dict_in_generate": True, "max_new_tokens": 12, **more}
     theirs, ours = both(made, PADDED[rows], MASK[rows], "ngram", **options)
@@ -496,7 +481,7 @@ def test_a_given_cache_is_filled_if_it_is_empty_and_else_refused(model: Any) -> 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_positions_are_those_of_the_mask_or_refused(family: str) -> None:
-    made = tiny(family)
+    made = tiny(family, num_hidden_layers=1)
     right = (MASK.cumsum(-1) - 1).masked_fill(MASK == 0, 1)  # those of hidden tokens do not matter
     theirs, ours = both(made, PADDED, MASK, "ngram", do_sample=False, position_ids=right)
     assert torch.equal(theirs, ours)
@@ -536,16 +521,15 @@ TRANSFORMERS_FIRST = {"token_healing", "stop_strings", "cache_implementation"}  
 
 
 @pytest.mark.parametrize("name", [*REFUSED, *REFUSED_ARGUMENTS, "inputs_embeds"])
-def test_what_the_loop_cannot_do_is_refused_by_name(name: str) -> None:
-    made = tiny(attn_implementation="eager")  # output_attentions needs it
+def test_what_the_loop_cannot_do_is_refused_by_name(eager: Any, name: str) -> None:
     inputs = torch.tensor([prompt()])
-    asked = {name: made if name == "assistant_model" else ASKS[name], "top_k": 4}
+    asked = {name: eager if name == "assistant_model" else ASKS[name], "top_k": 4}
     if name in TRANSFORMERS_FIRST:
         with pytest.raises(InputError, match=f"{name} is not supported"):
             refuse_options(GenerationConfig(**asked), {}, {})
         return
     with pytest.raises(InputError, match=name):
-        made.generate(
+        eager.generate(
             inputs,
             attention_mask=torch.ones_like(inputs),
             do_sample=False,
@@ -576,7 +560,7 @@ def test_options_of_other_methods_do_not_matter_where_transformers_ignores_them(
 
 @pytest.mark.parametrize("implementation", ["flex_attention", "eager", "sdpa"])
 def test_the_model_keeps_its_attention(implementation: str) -> None:
-    made, inputs = tiny(), torch.tensor([prompt()])
+    made, inputs = tiny(num_hidden_layers=1), torch.tensor([prompt()])
     options = {"attention_mask": torch.ones_like(inputs), "do_sample": False, "max_new_tokens": 8}
     plain = made.generate(inputs, **options)
     made.set_attn_implementation(implementation)

@@ -71,6 +71,6 @@ def test_plain_decoding_is_exact_again_in_a_larger_cache(model: Any) -> None:
     asked: dict[str, Any] = {"max_new_tokens": 96, "eos": ()}
     wanted = engine(model, "none").generate(prompt(100), **asked).token_ids
     assert made.generate(prompt(100), **asked).token_ids == wanted
-    assert made.resident is not None
-    made.resident.judge.reserve(3 * made.resident.judge.capacity)
+    assert made.gpu_runner is not None
+    made.gpu_runner.judge.reserve(3 * made.gpu_runner.judge.capacity)
     assert made.generate(prompt(100), **asked).token_ids == wanted

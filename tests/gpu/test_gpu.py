@@ -60,7 +60,7 @@ def test_recording_goes_on_after_growth_and_measuring(policy: str) -> None:
     """What was dropped with the old buffers leaves nothing behind that a new recording trips over."""
     made = Engine(Target(tiny(max_position_embeddings=8192).cuda()), LMDrafter(), registry.policy(policy))
     wanted = made.generate(prompt(), max_new_tokens=24, eos=()).token_ids
-    resident = made.resident
+    resident = made.gpu_runner
     assert resident is not None
     recorder, before = resident.judge.recorder, resident.judge.capacity
     made.generate(prompt(3000), max_new_tokens=24, eos=())

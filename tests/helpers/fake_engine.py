@@ -24,7 +24,7 @@ class FakeStream:
 
 
 class FakeEngine:
-    graphs, resident, prefill_seconds = False, None, 0.0
+    gpu_unavailable, gpu_runner = "", None
     policy = SimpleNamespace(uses_costs=False)
 
     def __init__(self, context: int | None = None) -> None:
@@ -58,5 +58,12 @@ class FakeEngine:
 
 def step(text: str, finish: str | None) -> Any:
     return SimpleNamespace(
-        tokens=(ord(text),), text=text, tree=[0], accepted=0, draft_passes=0, seconds=Split(), finish=finish
+        tokens=(ord(text),),
+        text=text,
+        tree=[0],
+        accepted=0,
+        draft_passes=0,
+        seconds=Split(),
+        finish=finish,
+        prefill_seconds=0.0,
     )

@@ -73,10 +73,13 @@ def drafter(kind: str) -> Drafter:
     return LMDrafter() if kind == "itself" else FeatureHeadDrafter(random_head(kind))
 
 
-def engine(family: str, kind: str, policy: str, graphs: bool, coupled: bool = True, **changes: Any) -> Engine:
+def engine(
+    family: str, kind: str, policy: str, graphs: bool, coupled: bool = True, plans: bool = True, **changes: Any
+) -> Engine:
     known = {**ON_DEVICE, **LEARNING, **WATCHING, **ON_HOST}
     target = Target(tiny(family, dtype=PRECISE, **changes), character_tokenizer())
-    return Engine(target, drafter(kind), registry.policy(policy, **known[policy]), coupled, launch=GpuOptions(graphs))
+    options = GpuOptions(graphs, plans=plans)
+    return Engine(target, drafter(kind), registry.policy(policy, **known[policy]), coupled, options)
 
 
 def paths(tree: DraftTree) -> list[tuple[int, ...]]:

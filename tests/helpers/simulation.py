@@ -14,7 +14,7 @@ from windfall.core.verify import walk
 from windfall.costs.acceptance import Calibrator
 from windfall.costs.curves import Costs
 from windfall.costs.online import OnlineCosts
-from windfall.engine.engine import Growth
+from windfall.engine.host_loop import Growth
 from windfall.policies.base import TreePolicy
 from windfall.policies.context import Context
 

@@ -40,7 +40,7 @@ def draft(
     calibrator: Calibrator | None = None,
 ) -> tuple[DraftTree, Tensor, int]:
     """One cycle of drafting as the engine does it: the grown tree, what is kept of it, and the passes it took."""
-    from windfall.engine.engine import Growth
+    from windfall.engine.host_loop import Growth
 
     context = Context(length=10, room=room, temperature=0.0, costs=costs, calibrator=calibrator or Calibrator())
     tree, growth = DraftTree.root(root), Growth(policy, context)

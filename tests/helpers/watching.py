@@ -60,6 +60,6 @@ def both(family: str, kind: str, own: TreePolicy, coupled: bool = True, **sampli
     target = Target(tiny(family, dtype=PRECISE))
     made = [Engine(target, drafter(kind), own, coupled, launch=GpuOptions(graphs)) for graphs in (False, True)]
     found = [each.generate(prompt(), max_new_tokens=LENGTH, eos=(), **sampling) for each in made]
-    assert made[1].fallback == "" and made[1].resident is not None
+    assert made[1].fallback == "" and made[1].gpu_runner is not None
     assert found[0].token_ids == found[1].token_ids
     return found

@@ -70,7 +70,7 @@ def generated(head: FeatureHead, launch: GpuOptions) -> Generation:
     policy = registry.policy("beam", depth=4, k=3, nodes=12)
     engine = Engine(target, FeatureHeadDrafter(model=head), policy, launch=launch)
     found = engine.generate(prompt(150), max_new_tokens=16, eos=())
-    assert not launch.graphs or engine.resident is not None
+    assert not launch.graphs or engine.gpu_runner is not None
     return found
 
 

@@ -15,7 +15,7 @@ from windfall.core.tree import DraftTree
 from windfall.core.types import Split, Step
 from windfall.costs.acceptance import Calibrator
 from windfall.costs.curves import Costs, Curve
-from windfall.engine.engine import Growth
+from windfall.engine.host_loop import Growth
 from windfall.policies import cheap_rows
 from windfall.policies.auto import best_profit, marginal
 from windfall.policies.context import Context

@@ -245,13 +245,13 @@ def assemble(
 
 def make_room(engines: Iterable[Engine], target: Target, prompts: Sequence[Prompt], settings: Settings) -> None:
     """Buffers for the longest conversation at once: where they grow, all recorded passes are recorded anew."""
-    residents = [engine.resident for engine in engines if engine.graphs and engine.resident is not None]
-    if residents and prompts:
+    runners = [engine.gpu_runner for engine in engines if engine.gpu_runner is not None]
+    if runners and prompts:
         from windfall.engine.gpu.host_policy import STAGED, WIDTHS
 
         longest = max(_most_tokens(prompt, target, settings) for prompt in prompts)
-        for resident in residents:
-            resident.judge.reserve(longest + STAGED + WIDTHS[-1])
+        for runner in runners:
+            runner.judge.reserve(longest + STAGED + WIDTHS[-1])
 
 
 def _most_tokens(prompt: Prompt, target: Target, settings: Settings) -> int:
@@ -363,7 +363,7 @@ class Bench:
         kept, learnt = self.store.warm_up, {}
         for contender in self.contenders:
             label = contender.method.label
-            if contender.engine.resident is not None:
+            if contender.engine.gpu_runner is not None:
                 contender.reset(State(contender.method.make()))
                 self._read_all_lengths(contender.engine, prompts)
             for temperature in (heat for heat in self.settings.temperatures if self.settings.wants(label, None, heat)):

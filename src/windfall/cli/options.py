@@ -293,8 +293,8 @@ class ModelOptions:
         for each in told:
             if issubclass(each.category, HeadWarning):
                 console.note(str(each.message))
-        if engine.graphs and engine.resident is None:
-            console.note(f"passes are launched kernel by kernel, because {engine.unfit}")
+        if reason := engine.gpu_unavailable:
+            console.note(f"passes are launched kernel by kernel, because {reason}")
         return engine
 
     @property
@@ -305,9 +305,9 @@ class ModelOptions:
 
     @property
     def launch(self) -> GpuOptions:
-        from windfall.engine.loading import as_launch
+        from windfall.engine.loading import as_gpu_options
 
-        return as_launch(None, **self.gpu_words)
+        return as_gpu_options(None, **self.gpu_words)
 
     @property
     def drafter_name(self) -> str:

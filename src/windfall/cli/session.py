@@ -34,7 +34,7 @@ class Session:
 
     def answer(self, prompt: Prompt) -> Generation:
         """Generate and show a text; Ctrl-C ends it early and keeps what is there."""
-        generation = _collect(self.engine, self.engine.stream(prompt, raw=self.raw, **self.sampling), self._show())
+        generation = _collect(self.engine.stream(prompt, raw=self.raw, **self.sampling), self._show())
         if not self.json:
             console.end_text(generation, self.coloured)
         if self.engine.policy.uses_costs:
@@ -65,7 +65,7 @@ def with_seed(sampling: dict[str, Any], tell: bool = False) -> dict[str, Any]:
 
 def record(engine: Engine, sampling: dict[str, Any]) -> None:
     """On a GPU, record the passes before the first text, and show how far that is."""
-    if engine.resident is not None:
+    if engine.gpu_runner is not None:
         with console.progress("Recording passes…") as told:
             for share in engine.warm_up(**sampling):
                 told(share)
@@ -100,7 +100,7 @@ def _announced(stream: Stream) -> Iterator[Step]:
     yield from steps
 
 
-def _collect(engine: Engine, stream: Stream, show: console.Show) -> Generation:
+def _collect(stream: Stream, show: console.Show) -> Generation:
     from windfall.engine.engine import Generation
 
     steps: list[Step] = []
@@ -113,4 +113,4 @@ def _collect(engine: Engine, stream: Stream, show: console.Show) -> Generation:
             show(step)
     except KeyboardInterrupt:
         pass
-    return Generation.of(steps, times, engine.prefill_seconds, stream.prompt_tokens, stream.seed)
+    return Generation.of(steps, times, stream.prompt_tokens, stream.seed)

@@ -33,7 +33,6 @@ class Stats:
         steps: Sequence[Step],
         seconds: float,
         ttft: float,
-        prefill: float,
         prompt_tokens: int = 0,
         seed: int | None = None,
     ) -> Stats:
@@ -44,7 +43,7 @@ class Stats:
             rows=sum(len(step.tree) for step in steps),
             seconds=seconds,
             ttft=ttft,
-            prefill=prefill,
+            prefill=steps[0].prefill_seconds if steps else 0.0,
             split=Split(*(sum(part) for part in zip(*(step.seconds for step in steps), strict=True))),
             prompt_tokens=prompt_tokens,
             seed=seed,

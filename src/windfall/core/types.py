@@ -190,6 +190,7 @@ class Step:
     seconds: Split
     finish: str | None = None  # None: goes on; "stop" or "length"
     recorded: bool = False  # whether passes of a new size were recorded in it: its seconds are not those of later ones
+    prefill_seconds: float = 0.0  # time to read the prompt; only the first Step of a text has it
 
     @property
     def accepted(self) -> int:

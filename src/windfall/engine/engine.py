@@ -1,4 +1,4 @@
-"""The decode loop: it carries trees from drafter to policy to target, and yields what was accepted."""
+"""Engine: generates texts with a target, a drafter and a policy; one or several texts, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -7,39 +7,36 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from collections.abc import Sequence as Many
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jinja2 import TemplateError
 
 from windfall.checkpoints.quiet_libs import first_line
-from windfall.core.clock import Stopwatch, now
 from windfall.core.files import is_unicode
 from windfall.core.options import brief
 from windfall.core.stats import Stats
-from windfall.core.tree import MOST_NODES, DraftTree
-from windfall.core.types import GpuOptions, Grow, InputError, SamplingParams, Step
+from windfall.core.types import GpuOptions, InputError, SamplingParams, Step
 from windfall.core.wording import counted
 from windfall.costs.acceptance import Calibrator
 from windfall.costs.curves import ASSUMED, Costs
 from windfall.costs.online import OnlineCosts
 from windfall.drafters.base import Drafter
-from windfall.engine.background import Background, Stop
+from windfall.engine.background import Background, Check
+from windfall.engine.dispatch import Dispatcher, Route
+from windfall.engine.host_loop import HostLoop
 from windfall.engine.lockstep import Lockstep
 from windfall.engine.sequence import Sequence
 from windfall.model.decoder import tree_attention
 from windfall.model.target import Target
 from windfall.policies.base import TreePolicy
-from windfall.policies.context import Context
 
 if TYPE_CHECKING:
-    from windfall.engine.gpu.host_policy import GraphTarget
     from windfall.engine.gpu.runner import GpuRunner
 
-WARM_UP = 24  # tokens
-USUAL = 16  # tokens that a drafter has to take in at the most, if it drafted in the last cycle
+WARM_UP_TOKENS = 24
 OnStep = Callable[[Step], None]
 Prompt = Any  # text, chat messages ({"role", "content"}), or token ids
 
@@ -65,17 +62,15 @@ class Generation:
         return self.stats.seed
 
     @classmethod
-    def of(
-        cls, steps: list[Step], times: list[float], prefill: float, prompt_tokens: int = 0, seed: int | None = None
-    ) -> Generation:
-        """Fold Steps and the seconds after the start at which each came."""
+    def of(cls, steps: list[Step], times: list[float], prompt_tokens: int = 0, seed: int | None = None) -> Generation:
+        """A Generation from its Steps and the seconds after the start at which each came."""
         last, first = (times[-1], times[0]) if times else (0.0, 0.0)
         return cls(
             text="".join(step.text for step in steps),
             token_ids=[token for step in steps for token in step.tokens],
             finish_reason=(steps and steps[-1].finish) or "interrupted",
             steps=steps,
-            stats=Stats.of(steps, last, first, prefill, prompt_tokens, seed),
+            stats=Stats.of(steps, last, first, prompt_tokens, seed),
         )
 
 
@@ -97,8 +92,8 @@ class Stream(Iterator[Step]):
 class Engine:
     """A target, a drafter and a policy. One generation (of one or several texts) at a time.
 
-    `generate`, `generate_batch`, `agenerate` and `astream` wait for each other, in whichever threads or tasks they are
-    called. Between the steps of a `stream` no other generation may begin.
+    `generate`, `generate_batch`, `agenerate` and `astream` wait for each other, in any threads or tasks. Between the
+    steps of a `stream` no other generation may begin.
     """
 
     def __init__(
@@ -107,17 +102,19 @@ class Engine:
         drafter: Drafter,
         policy: TreePolicy,
         coupled: bool = True,
+        gpu_options: GpuOptions | None = None,
+        *,
         launch: GpuOptions | None = None,
     ):
-        self.target, self.drafter, self.policy = target, drafter, policy
-        self.coupled = coupled  # whether the drafter sees the noise of the draws, where there is any
-        self.launch = launch or GpuOptions()
-        self.ledger = OnlineCosts(ASSUMED, learns=False)
+        """`coupled`: the drafter sees the noise of the draws, where there is any. `launch` is an alias of
+        `gpu_options`."""
+        self.target, self.drafter, self.policy, self.coupled = target, drafter, policy, coupled
+        self.gpu_options = gpu_options or launch or GpuOptions()
+        self.online_costs = OnlineCosts(ASSUMED, learns=False)
         self.calibrators: defaultdict[str, Calibrator] = defaultdict(Calibrator)  # by regime
+        self._dispatcher = Dispatcher(target, drafter, self.gpu_options)
+        self._route = Route(None, "")  # of the last request
         drafter.attach(target)
-        self.prefill_seconds = 0.0
-        self._made: tuple[GpuRunner | None, str] | None = None
-        self.fallback = ""  # why the last text did not stay on the device altogether
 
     def __repr__(self) -> str:
         target, dtype = self.target, str(self.target.decoder.dtype).removeprefix("torch.")
@@ -139,13 +136,20 @@ class Engine:
         prompt and then each token, and its `end` is called when the text has ended.
         """
         ids, params = self.encode(prompt, raw), self.params(**sampling)
-        if streamer is None:
-            return self.decode([ids], [params], _of_single(on_step))[0]
+
+        def on_steps(steps: dict[int, Step]) -> None:
+            if on_step is not None:
+                on_step(steps[0])
+            for token in steps[0].tokens if streamer is not None else ():
+                streamer.put(torch.tensor([token]))
+
         try:
-            streamer.put(torch.tensor([ids]))
-            return self.decode([ids], [params], _of_single(on_step, partial(_put, streamer)))[0]
+            if streamer is not None:
+                streamer.put(torch.tensor([ids]))
+            return self.decode([ids], [params], on_steps)[0]
         finally:
-            streamer.end()
+            if streamer is not None:
+                streamer.end()
 
     async def agenerate(
         self,
@@ -161,15 +165,13 @@ class Engine:
         Several calls are answered one after another. A call that is cancelled stops at its next step.
         """
 
-        def call(stop: Stop) -> Generation:
-            stop.check()
-
-            def heed(step: Step) -> None:
+        def call(check: Check) -> Generation:
+            def checked(step: Step) -> None:
                 if on_step is not None:
                     on_step(step)
-                stop.check()
+                check()
 
-            return self.generate(prompt, raw=raw, on_step=heed, streamer=streamer, **sampling)
+            return self.generate(prompt, raw=raw, on_step=checked, streamer=streamer, **sampling)
 
         return await self._background.run(call)
 
@@ -194,7 +196,7 @@ class Engine:
         return Stream((steps[0] for steps in self.run([ids], [params])), len(ids), params.seed)
 
     def generate_batch(self, prompts: Many[Prompt], *, raw: bool = False, **sampling: Any) -> list[Generation]:
-        """Several texts, decoded together; each is what `generate` would have given."""
+        """Several texts, decoded together; each is the text that `generate` gives."""
         if isinstance(prompts, str | dict):
             raise InputError("generate_batch takes a list of prompts; for a single one there is generate")
         encoded, params = [self.encode(prompt, raw) for prompt in prompts], self.params(**sampling)
@@ -209,224 +211,104 @@ class Engine:
         on_steps: Callable[[dict[int, Step]], None] | None = None,
     ) -> list[Generation]:
         """Decode prompts of token ids together, each with its own sampling; `on_steps` is called after every cycle."""
-        with self.target.turn:
-            return self._decode(prompts, params, on_steps)
-
-    def _decode(
-        self,
-        prompts: list[list[int]],
-        params: list[SamplingParams],
-        on_steps: Callable[[dict[int, Step]], None] | None,
-    ) -> list[Generation]:
         steps: list[list[Step]] = [[] for _ in prompts]
         times: list[list[float]] = [[] for _ in prompts]
         params = [own.seeded() for own in params]
-        started = time.perf_counter()
-        for cycle in self.run(prompts, params):
-            now = time.perf_counter() - started
-            for i, step in cycle.items():
-                steps[i].append(step)
-                times[i].append(now)
-            if on_steps is not None:
-                on_steps(cycle)
+        with self.target.turn:
+            started = time.perf_counter()
+            for cycle in self.run(prompts, params):
+                now = time.perf_counter() - started
+                for i, step in cycle.items():
+                    steps[i].append(step)
+                    times[i].append(now)
+                if on_steps is not None:
+                    on_steps(cycle)
         return [
-            Generation.of(own, at, self.prefill_seconds, len(prompt), drawn.seed)
+            Generation.of(own, at, len(prompt), drawn.seed)
             for own, at, prompt, drawn in zip(steps, times, prompts, params, strict=True)
         ]
 
     def run(
-        self, prompts: list[list[int]], params: list[SamplingParams], lockstep: Lockstep | None = None
+        self,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        lockstep: Lockstep | None = None,
+        trial_policy: TreePolicy | None = None,
     ) -> Generator[dict[int, Step], None, None]:
         """Decode these prompts together: per cycle, the Step of every sequence that has not ended yet.
 
-        With `lockstep`, all sequences take each token at the same time.
+        With `lockstep`, all sequences take each token at the same time. A `trial_policy` takes the place of the
+        engine's policy, and the engine learns nothing about acceptance from its cycles.
         """
+        policy = trial_policy or self.policy
+        calibrators = self.calibrators if trial_policy is None else defaultdict(Calibrator)
         with tree_attention(self.target.model):
-            yield from self._run(prompts, params, lockstep)
+            self.target.texts += 1
+            number = self.target.texts
+            sequences = [
+                Sequence(prompt, own.seeded(), policy.fresh(), self.target, self.coupled, calibrators)
+                for prompt, own in zip(prompts, params, strict=True)
+            ]
+            for steps in self._cycles(sequences, lockstep):
+                self._check_alone(number)
+                yield steps
+                self._check_alone(number)
 
-    def _run(
-        self, prompts: list[list[int]], params: list[SamplingParams], lockstep: Lockstep | None
-    ) -> Iterator[dict[int, Step]]:
-        self.target.texts += 1
-        text, started = self.target.texts, time.perf_counter()
-        sequences = [
-            Sequence(prompt, own.seeded(), self.policy.fresh(), self.target, self.coupled)
-            for prompt, own in zip(prompts, params, strict=True)
-        ]
-        if lockstep is not None:
-            lockstep.sequences = sequences
-        target: Target | GraphTarget = self.target
-        drafter = self.drafter
-        drafter.expect(max(sequence.end for sequence in sequences))
-        if resident := self._resident(sequences):
-            if not self.fallback:
-                for step in resident.run(self, sequences[0]):
-                    yield {0: step}
-                    self._check_alone(text)
-                return
-            target, drafter = resident.seats(sequences[0])
-        hidden = target.prefill(prompts, drafter.taps)
-        drafter.start(prompts, hidden, [sequence.dice for sequence in sequences])
-        self.prefill_seconds = now(self.target.device) - started
-        live = dict(enumerate(sequences))
-        while live:
-            self._check_alone(text)
-            steps = dict(zip(live, self._cycle(list(live.values()), target, drafter, lockstep), strict=True))
-            self._check_alone(text)
-            going = [place for place, sequence in enumerate(live.values()) if not sequence.finish]
-            if 0 < len(going) < len(live):
-                target.retain(going)
-                drafter.retain(going)
-            live = {i: sequence for i, sequence in live.items() if not sequence.finish}
-            yield steps
+    def _cycles(self, sequences: list[Sequence], lockstep: Lockstep | None) -> Iterator[dict[int, Step]]:
+        self.drafter.expect(max(sequence.end for sequence in sequences))
+        self._route = self._dispatcher.route(sequences, self.costs)
+        runner, fallback = self._route
+        if runner is not None and not fallback:
+            return ({0: step} for step in runner.run(sequences[0], self.online_costs))
+        target, drafter = (self.target, self.drafter) if runner is None else runner.seats(sequences[0])
+        costs_are_of_gpu = self.online_costs.learns and self.gpu_runner is not None
+        device = self.target.device
+        return HostLoop(sequences, target, drafter, device, self.online_costs, costs_are_of_gpu, lockstep).run()
 
-    @property
-    def costs(self) -> Costs:
-        """What passes are believed to cost; those that are set are taken as given."""
-        return self.ledger.costs
-
-    @costs.setter
-    def costs(self, given: Costs) -> None:
-        self.ledger = OnlineCosts(given, learns=False)
-
-    @property
-    def graphs(self) -> bool:
-        """Whether single texts are to stay on the device."""
-        asked = self.launch.graphs
-        return self.target.device.type == "cuda" if asked is None else asked
-
-    @property
-    def resident(self) -> GpuRunner | None:
-        """What holds single texts on the device, where that is possible; else `unfit` says why not."""
-        if self._made is None and not self.graphs:
-            self._made = None, "graphs are off"
-        elif self._made is None:
-            from windfall.engine.gpu.runner import GpuRunner
-
-            self._made = GpuRunner.of(self.target, self.drafter, self.launch)
-        return self._made[0]
-
-    @property
-    def unfit(self) -> str:
-        """Why no text can stay on the device; nothing if some can."""
-        return self._made[1] if self.resident is None and self._made is not None else ""
-
-    def _resident(self, sequences: list[Sequence]) -> GpuRunner | None:
-        """The same for these texts; where `fallback` is not empty, policy and sampling at least stay on the host."""
-        if len(sequences) > 1 or len(sequences[0].tokens) < 2:
-            self.fallback = "several texts go together" if len(sequences) > 1 else "its prompt is a single token"
-            return None
-        if self._made is not None and self._made[0] is not None and self._made[0].outdated:
-            self._made = None
-        resident, (sequence,) = self.resident, sequences
-        context = sequence.context(self.costs, self.calibrators[sequence.regime])
-        self.fallback = self.unfit if resident is None else resident.refuses(sequence, context)
-        return resident
-
-    def warm_up(self, **sampling: Any) -> Iterator[float]:
-        """Load and record what generating with this sampling needs, on a text of no matter; yields the finished share.
-
-        Without it the first generation on a GPU does the same, silently.
-        """
-        params = self.params(**{**sampling, "max_new_tokens": WARM_UP, "stop": (), "eos": ()})
-        kept, self.calibrators = self.calibrators, defaultdict(Calibrator)
-        policy, self.policy = self.policy, self.policy.rehearsal()  # some learn over all texts
-        done = 0
-        try:
-            for steps in self.run([[0, 0, 0, 0]], [params]):
-                done += len(steps[0].tokens)
-                yield min(done / WARM_UP, 1.0)
-        finally:
-            self.calibrators, self.policy = kept, policy
-
-    def _check_alone(self, text: int) -> None:
-        if text != self.target.texts:
+    def _check_alone(self, number: int) -> None:
+        if number != self.target.texts:
             raise RuntimeError(
                 "another generation has begun on this engine, or on its Target; load a second engine, which has its own"
             )
 
-    @torch.inference_mode()
-    def _cycle(
-        self,
-        live: list[Sequence],
-        target: Target | GraphTarget,
-        drafter: Drafter,
-        lockstep: Lockstep | None = None,
-    ) -> list[Step]:
-        before = target.recordings
-        ledger = self.ledger if self.ledger.learns and len(live) == 1 else None  # else passes are shared
-        clock = Stopwatch()
-        contexts = [s.context(self.costs, self.calibrators[s.regime], ledger) for s in live]
-        passes: list[tuple[int, float]] = []  # nodes and seconds of those that brought something
-        drafted = drafter.begin([sequence.tokens[-1] for sequence in live])
-        growth = [Growth(sequence.policy, context) for sequence, context in zip(live, contexts, strict=True)]
-        while any(grows := [grower.next(tree) for grower, tree in zip(growth, drafted, strict=True)]):
-            clock.lap("policy")
-            known, drafted = sum(map(len, drafted)), drafter.expand(drafted, grows)
-            taken = clock.lap("draft")
-            if sum(map(len, drafted)) > known:
-                passes.append((sum(len(grow.nodes) for grow in grows if grow), taken))
-        kept = [s.policy.select(tree, ctx) for s, tree, ctx in zip(live, drafted, contexts, strict=True)]
-        trees = [tree.select(keep) for tree, keep in zip(drafted, kept, strict=True)]
-        clock.lap("policy")
+    @property
+    def costs(self) -> Costs:
+        """What passes cost, as far as is known. Costs that are set are not corrected by the times of cycles."""
+        return self.online_costs.costs
 
-        scores = target.score(trees)
-        if lockstep is None:
-            verdicts = [s.judge(tree, score) for s, tree, score in zip(live, trees, scores, strict=True)]
-        else:
-            verdicts = lockstep.judge(live, trees, scores)
-        target.commit([verdict.path for verdict in verdicts])
-        verifying = clock.lap("verify")
+    @costs.setter
+    def costs(self, given: Costs) -> None:
+        self.online_costs = OnlineCosts(given, learns=False)
 
-        paths = [  # as nodes of `drafted`
-            torch.from_numpy(keep.numpy()[verdict.path.numpy()]) for keep, verdict in zip(kept, verdicts, strict=True)
-        ]
-        states = [
-            target.states(score.hidden, verdict.path)
-            for score, verdict in zip(scores, verdicts, strict=True)
-            if score.hidden is not None
-        ]
-        drafter.commit(drafted, paths, [verdict.bonus for verdict in verdicts], states or None)
-        clock.lap("draft")
+    @property
+    def gpu_runner(self) -> GpuRunner | None:
+        """Decodes single texts on the GPU; None where graphs are off or the models do not allow it."""
+        return self._dispatcher.build().runner
 
-        recorded = target.recordings > before
-        emitted = [s.accept(tree, verdict) for s, tree, verdict in zip(live, trees, verdicts, strict=True)]
-        clock.lap("other")
-        steps = [
-            Step(tokens, text, tree, verdict.path, full, keep, grower.passes, clock.split, sequence.finish, recorded)
-            for (tokens, text), tree, verdict, full, keep, grower, sequence in zip(
-                emitted, trees, verdicts, drafted, kept, growth, live, strict=True
-            )
-        ]
-        if ledger is not None and not recorded:
-            self._book(ledger, live[0], contexts[0].length, passes, len(trees[0]), verifying)
-        for sequence, step in zip(live, steps, strict=True):
-            sequence.policy.observe(step)
-            self.calibrators[sequence.regime].observe(step)
-        clock.lap("policy")
-        return [replace(step, seconds=clock.split) for step in steps]
+    @property
+    def gpu_unavailable(self) -> str:
+        """Why there is no GPU runner although graphs are on; empty otherwise."""
+        return self._dispatcher.build().fallback if self._dispatcher.wants_graphs else ""
 
-    def _book(
-        self,
-        ledger: OnlineCosts,
-        sequence: Sequence,
-        length: int,
-        passes: list[tuple[int, float]],
-        rows: int,
-        verifying: float,
-    ) -> None:
-        """Learn from a cycle what its passes take; where passes on the device were measured, these take longer."""
-        slower = self.resident is not None
-        if passes:
-            ledger.drafted([0], passes[0][1], slower or length - sequence.drafted > USUAL)
-            sequence.drafted = length
-        for width, seconds in passes[1:]:
-            ledger.drafted([width], seconds, slower)
-        ledger.verified(rows, length, verifying, slower)
+    @property
+    def fallback(self) -> str:
+        """Why the GPU runner did not decode the last request; empty if it did."""
+        return self._route.fallback
+
+    def warm_up(self, **sampling: Any) -> Iterator[float]:
+        """Load kernels and record graphs for this sampling, on a dummy prompt; yields progress from 0 to 1.
+
+        Without it the first generation on a GPU does the same.
+        """
+        params = self.params(**{**sampling, "max_new_tokens": WARM_UP_TOKENS, "stop": (), "eos": ()})
+        done = 0
+        for steps in self.run([[0, 0, 0, 0]], [params], trial_policy=self.policy.rehearsal()):
+            done += len(steps[0].tokens)
+            yield min(done / WARM_UP_TOKENS, 1.0)
 
     def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """Text, chat messages or token ids → token ids; text becomes a user's message unless `raw`."""
-        ids = self.tokenize(prompt, raw) if _is_worded(prompt) else _as_ids(prompt)
+        ids = self.tokenize(prompt, raw) if _is_text(prompt) else _as_ids(prompt)
         context, vocabulary = self.target.context, self.target.vocab_size
         if not ids:
             raise InputError("the prompt is empty")
@@ -439,7 +321,7 @@ class Engine:
         return ids
 
     def tokenize(self, prompt: Prompt, raw: bool = False) -> list[int]:
-        """Text or chat messages → token ids, however many."""
+        """Text or chat messages → token ids, without the checks of `encode`."""
         tokenizer = self.target.tokenizer
         if tokenizer is None:
             raise InputError("this target has no tokenizer; give the prompt as token ids")
@@ -451,15 +333,15 @@ class Engine:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
             return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
         except TypeError as error:
-            told = "the prompt is not valid Unicode text"
+            reason = "the prompt is not valid Unicode text"
             if not isinstance(prompt, str) and all(is_unicode(str(message.get("content"))) for message in prompt):
-                told = f"a chat message is {{'role': text, 'content': text}}; the template says: {first_line(error)}"
-            raise InputError(told) from None
+                reason = f"a chat message is {{'role': text, 'content': text}}; the template says: {first_line(error)}"
+            raise InputError(reason) from None
         except TemplateError as error:
             raise InputError(f"the chat template of {self.target.name} refuses these messages: {error}") from None
 
     def params(self, **sampling: Any) -> SamplingParams:
-        """SamplingParams from keywords, held to what this target can do."""
+        """SamplingParams from keywords, checked against this target."""
         known = SamplingParams.__dataclass_fields__
         if unknown := [name for name in sampling if name not in known]:
             raise InputError(f"there is no sampling option '{unknown[0]}'; there are {', '.join(known)}")
@@ -471,23 +353,8 @@ class Engine:
         return params
 
 
-def _of_single(*calls: OnStep | None) -> Callable[[dict[int, Step]], None] | None:
-    """These callbacks of a single text, as one for `decode`."""
-    wanted = [call for call in calls if call is not None]
-
-    def tell(steps: dict[int, Step]) -> None:
-        for call in wanted:
-            call(steps[0])
-
-    return tell if wanted else None
-
-
-def _put(streamer: Any, step: Step) -> None:
-    for token in step.tokens:
-        streamer.put(torch.tensor([token]))
-
-
-def _is_worded(prompt: Prompt) -> bool:
+def _is_text(prompt: Prompt) -> bool:
+    """Whether this is text or chat messages."""
     if isinstance(prompt, str):
         return bool(prompt)
     return isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(m, dict) for m in prompt)
@@ -506,33 +373,3 @@ def _as_ids(prompt: Prompt) -> list[int]:
     if not whole or not found:
         raise InputError("a prompt is text, a list of chat messages, or the token ids of one prompt")
     return found
-
-
-class Growth:
-    """Asks a policy for its next draft pass and holds it to what is possible."""
-
-    def __init__(self, policy: TreePolicy, context: Context):
-        self.policy, self.context = policy, context
-        self.passes = 0
-        self._expanded: set[int] = set()
-        self._over = False
-
-    def next(self, tree: DraftTree) -> Grow | None:
-        """The policy's wish, without nodes that were expanded before or lie too deep to be emitted."""
-        grow = None if self._over else self.policy.grow(tree, self.context)
-        nodes = [] if grow is None else self._possible(tree, grow)
-        if grow is None or not nodes:
-            self._over = True
-            return None
-        if (size := len(tree) + len(nodes) * grow.k) > MOST_NODES:
-            raise InputError(
-                f"a draft tree has {MOST_NODES} nodes at the most; this pass would make {size}: choose fewer children"
-            )
-        self._expanded.update(nodes)
-        self.passes += 1
-        return grow if len(nodes) == grow.nodes.numel() else grow._replace(nodes=torch.tensor(nodes))
-
-    def _possible(self, tree: DraftTree, grow: Grow) -> list[int]:
-        deepest = self.context.room - 2  # a child at depth room - 1 and the target's own token fill the room
-        nodes, depths = grow.nodes.tolist(), tree.arrays.depth[grow.nodes.numpy()].tolist()
-        return [n for n, depth in zip(nodes, depths, strict=True) if depth <= deepest and n not in self._expanded]

@@ -37,7 +37,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
     coupled: bool = True,
-    launch: GpuOptions | None = None,
+    gpu_options: GpuOptions | None = None,
     *,
     drafter_options: Mapping[str, Any] | None = None,
     policy_options: Mapping[str, Any] | None = None,
@@ -46,13 +46,14 @@ def load(
     compile: bool = False,
     exact: bool = False,
     host_policies: bool = False,
+    launch: GpuOptions | None = None,
 ) -> Engine:
     """An engine that generates exactly what the target alone would.
 
     target: a folder, a GGUF file or a hub id, a transformers model, or a pair (model, tokenizer). None: the embedded
         model.
-    drafter: a name from `windfall policies`, a Drafter, a draft head (folder, hub id or loaded), or what `target`
-        takes, for a smaller model of the same tokenizer. None: the embedded model's own head, n-grams for any other.
+    drafter: a name from `windfall policies`, a Drafter, a draft head (folder, hub id or loaded), or a smaller model of
+        the same tokenizer, given as `target` is. None: the embedded model's own head, n-grams for any other target.
     policy: a name from `windfall policies` or a TreePolicy. None: `auto`. A drafter or policy of your own is
         `FILE.py:CLASS` or `MODULE:CLASS`.
     device, dtype: None: the best device there is, and the dtype that suits it; a loaded model stays as it is.
@@ -65,38 +66,41 @@ def load(
     compile: on a GPU, compile models without a fused forward with torch.compile.
     exact: on a GPU, round every row as plain decoding does, in half precision too; slower.
     host_policies: on a GPU, let every policy decide on the host.
-    launch: the last four as one record, instead of them.
+    gpu_options: the last four as one record, instead of them; `launch` is its older name.
     """
-    how = as_launch(launch, graphs=graphs, compile=compile, exact=exact, host_policies=host_policies)
+    words = {"graphs": graphs, "compile": compile, "exact": exact, "host_policies": host_policies}
+    on_gpu = as_gpu_options(launch if gpu_options is None else gpu_options, **words)
     for name, value in (("coupled", coupled), ("trust_remote_code", trust_remote_code)):
         require_flag(name, value)
     chosen = default_drafter(target) if drafter is None else drafter
-    proposer = as_drafter(chosen, **checked(drafter_options, "drafter_options"))
-    shaper = choose_policy(policy, policy_options, preset)  # before the target: a wrong name costs no loading
-    if trust_remote_code and isinstance(proposer, LMDrafter):
-        proposer.trust_remote_code = True
-    judge = as_target(target, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    return make_engine(judge, proposer, shaper, coupled, how)
+    made_drafter = as_drafter(chosen, **checked(drafter_options, "drafter_options"))
+    made_policy = choose_policy(policy, policy_options, preset)  # before the target: a wrong name costs no loading
+    if trust_remote_code and isinstance(made_drafter, LMDrafter):
+        made_drafter.trust_remote_code = True
+    made_target = as_target(target, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    engine = Engine(made_target, made_drafter, made_policy, coupled, on_gpu)
+    attach_costs(engine, made_policy)
+    return engine
 
 
-def as_launch(
-    launch: GpuOptions | None, *, graphs: bool | None, compile: bool, exact: bool, host_policies: bool
+def as_gpu_options(
+    given: GpuOptions | None, *, graphs: Any, compile: Any, exact: Any, host_policies: Any
 ) -> GpuOptions:
-    """How passes run on a GPU, from the words of `load` and of the command line."""
+    """How passes run on a GPU: as given, or from the four options by name."""
     named = GpuOptions(graphs, compile, exact, not require_flag("host_policies", host_policies))
-    if launch is None:
+    if given is None:
         return named
-    if not isinstance(launch, GpuOptions):
-        raise InputError(f"launch takes a windfall.GpuOptions, not {launch!r}")
+    if not isinstance(given, GpuOptions):
+        raise InputError(f"gpu_options takes a windfall.GpuOptions, not {given!r}")
     if named != GpuOptions():
-        raise InputError("give launch, or graphs, compile, exact and host_policies, not both")
-    return launch
+        raise InputError("give gpu_options, or graphs, compile, exact and host_policies, not both")
+    return given
 
 
 def choose_policy(
     policy: Any = None, policy_options: Mapping[str, Any] | None = None, preset: str | None = None
 ) -> TreePolicy:
-    """The policy of these words; a preset stands for a policy and its options."""
+    """A policy by name and options, or a preset, which names both."""
     settings = checked(policy_options, "policy_options")
     if preset is None:
         return as_policy(policy, **settings)
@@ -108,21 +112,8 @@ def choose_policy(
     return chosen
 
 
-def make_engine(
-    target: Target,
-    drafter: Drafter,
-    policy: TreePolicy,
-    coupled: bool = True,
-    launch: GpuOptions | None = None,
-) -> Engine:
-    """An engine that knows what passes cost here, if its policy asks for it."""
-    engine = Engine(target, drafter, policy, coupled, launch)
-    attach_costs(engine, policy)
-    return engine
-
-
 def attach_costs(engine: Engine, *policies: TreePolicy) -> None:
-    """Tell the engine what passes cost here, if one of these policies asks for it."""
+    """Give the engine the measured costs of passes on this machine, if one of these policies uses them."""
     if any(policy.uses_costs for policy in policies):
         from windfall.engine.profiling import attach
 
@@ -130,7 +121,7 @@ def attach_costs(engine: Engine, *policies: TreePolicy) -> None:
 
 
 def default_drafter(target: Any) -> str:
-    """The embedded model has a head of its own; for any other, n-grams of the text cost nothing to try."""
+    """The embedded model has its own draft head; for any other target, n-grams of the text need no training."""
     return "head" if target is None else "ngram"
 
 
@@ -146,7 +137,8 @@ def as_target(target: Any, **how: Any) -> Target:
 
 
 def _checked(loaded: Loaded) -> Target:
-    """A target that passed the trial of a tree, now or earlier: the result for its kind is kept in the cache folder."""
+    """A target that scores a small tree correctly. The check runs once for each kind of model: that it passed is noted
+    in the cache folder."""
     kept = cache_dir() / "checked" / f"{_kind_of_model(loaded.model)}.txt"
     own_code = not type(loaded.model).__module__.startswith("transformers.")  # it may have changed since
     target = Target(loaded.model, loaded.tokenizer, loaded.name, check=own_code or not kept.is_file())
@@ -158,7 +150,7 @@ def _checked(loaded: Loaded) -> Target:
 
 
 def _kind_of_model(model: Any) -> str:
-    """A hash of all that decides whether a model scores trees rightly: class, configuration, precision, versions."""
+    """A hash of everything on which the check depends: class, configuration, precision, versions."""
     config = model.config
     versions = [torch.__version__, transformers.__version__, __version__]
     about = [type(model).__name__, str(model.dtype), model.device.type, config._attn_implementation, *versions]
@@ -167,7 +159,7 @@ def _kind_of_model(model: Any) -> str:
 
 
 def as_drafter(drafter: Any, **settings: Any) -> Drafter:
-    """A drafter by name and settings; a head or a model, loaded or by path or hub id, drafts by its own kind."""
+    """A drafter by name and options, or from a draft head or model: loaded, a path or a hub id."""
     if isinstance(drafter, Drafter):
         refuse_settings(settings, "drafter", type(drafter).__name__)
         return drafter
@@ -187,7 +179,7 @@ def as_drafter(drafter: Any, **settings: Any) -> Drafter:
 
 
 def _kind_of_drafter(model: Any) -> str:
-    """The drafter that serves this model: a head's own, by what its files say, or `lm`."""
+    """The name of the drafter for this model: that of the head's kind, or `lm`."""
     if isinstance(model, str | os.PathLike):
         if str(model).isidentifier() and not os.path.exists(model) and cached(str(model)) is None:
             names = ", ".join(registry.drafters())
@@ -204,13 +196,13 @@ def _kind_of_drafter(model: Any) -> str:
 
 
 def _require_model(model: Any) -> None:
-    """A drafter's model: a path, a hub id, a loaded model or head, or a pair of a model and its tokenizer."""
+    """Refuse what is no path, hub id, loaded model or head, or pair of a model and its tokenizer."""
     if not (isinstance(model, str | os.PathLike | tuple) or hasattr(model, "forward")):
         raise InputError(f"a drafter is a name, a folder, a hub id or a loaded head or model, not {model!r}")
 
 
 def as_policy(policy: Any, **settings: Any) -> TreePolicy:
-    """A policy by name and settings."""
+    """A policy by name and options."""
     if isinstance(policy, TreePolicy):
         refuse_settings(settings, "policy", type(policy).__name__)
         return policy
@@ -221,7 +213,7 @@ def as_policy(policy: Any, **settings: Any) -> TreePolicy:
 
 
 def _moved(model: Any, device: str | torch.device | None, dtype: str | torch.dtype | None) -> Any:
-    """A ready model, elsewhere or in another dtype if somebody says so."""
+    """A loaded model, moved to another device or dtype if the caller asks for one."""
     model = uncompiled(model)
     refuse_offloaded(model)
     place = model.device if device is None else pick_device(device)

@@ -6,10 +6,9 @@ in transformers' own loop: once for each step, with all rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,12 +21,10 @@ if TYPE_CHECKING:
 
 
 class Lockstep:
-    """Judges the trees of all sequences together: a step of the walk is one token for each of them.
+    """Walks down the trees of all sequences together: a step of the walk is one token of each of them.
 
     The walk ends as soon as one sequence draws a token that its tree does not contain.
     """
-
-    sequences: list[Sequence]  # all rows, set by the engine; those that have ended leave the walk
 
     def __init__(
         self,
@@ -42,30 +39,31 @@ class Lockstep:
         self.ids, self.process, self.stop, self.pad = ids, process, stop, pad
         self._ended = [False] * len(ids)
 
-    def judge(self, live: list[Sequence], trees: list[DraftTree], scores: list[Scores]) -> list[Verdict]:
-        """The verdict of every live sequence; `Sequence.endings` says where each of them ends."""
-        rows = [self.sequences.index(sequence) for sequence in live]
-        children = [children_of(tree) for tree in trees]
-        paths, bonus = [[0] for _ in live], [0] * len(live)
-        going = list(range(len(live)))
+    def walk_trees(self, live: Mapping[int, Sequence], trees: list[DraftTree], scores: list[Scores]) -> list[Verdict]:
+        """The verdict of every live sequence; `live` has them by their row of the batch."""
+        scored = dict(zip(live, scores, strict=True))
+        children = {row: children_of(tree) for row, tree in zip(live, trees, strict=True)}
+        paths, bonus = {row: [0] for row in live}, dict.fromkeys(live, 0)
+        going = list(live)
         while going:
-            logits = {rows[i]: scores[i].logits[paths[i][-1]] for i in going}
-            depths = {rows[i]: len(paths[i]) - 1 for i in going}
-            tokens = self._step(logits, depths)
-            over = all(self._ended)
-            for i in going:
-                bonus[i] = tokens[rows[i]]
-                leaves = over or (self.pad is not None and self._ended[rows[i]])
-                live[i].endings.append("stop" if leaves else None)
-            going = [i for i in going if live[i].endings[-1] is None]
-            following = [children[i].get((paths[i][-1], bonus[i]), -1) for i in going]
-            if min(following, default=-1) < 0:
+            logits = {row: scored[row].logits[paths[row][-1]] for row in going}
+            positions = {row: len(live[row].tokens) + len(paths[row]) - 1 for row in going}
+            tokens = self._step(live, logits, positions)
+            over, following = all(self._ended), []
+            for row in going:
+                bonus[row] = tokens[row]
+                leaves = over or (self.pad is not None and self._ended[row])
+                live[row].note_ending("stop" if leaves else None)
+                if not leaves:
+                    following.append((row, children[row].get((paths[row][-1], bonus[row]), -1)))
+            if any(node < 0 for _, node in following):
                 break
-            for i, node in zip(going, following, strict=True):
-                paths[i].append(node)
-        return [Verdict(torch.from_numpy(np.array(path)), token) for path, token in zip(paths, bonus, strict=True)]
+            for row, node in following:
+                paths[row].append(node)
+            going = [row for row, _ in following]
+        return [Verdict(torch.tensor(paths[row]), bonus[row]) for row in live]
 
-    def _step(self, logits: dict[int, Tensor], depths: dict[int, int]) -> list[int]:
+    def _step(self, live: Mapping[int, Sequence], logits: dict[int, Tensor], positions: dict[int, int]) -> list[int]:
         """Draw the next token of each row that goes on, and ask which rows end with it."""
         first = next(iter(logits.values()))
         scores = torch.zeros(len(self.ids), len(first), device=self.ids.device)
@@ -73,10 +71,8 @@ class Lockstep:
             scores[row] = own
         scores = self.process(self.ids, scores)
         tokens = [0 if self.pad is None else self.pad] * len(self.ids)
-        for row, depth in depths.items():
-            sequence = self.sequences[row]
-            position = torch.tensor([len(sequence.tokens) + depth])
-            tokens[row] = int(sequence.sampler.pick(scores[row : row + 1], position))
+        for row, position in positions.items():
+            tokens[row] = int(live[row].sampler.pick(scores[row : row + 1], torch.tensor([position])))
         self.ids = torch.cat([self.ids, torch.tensor(tokens, device=self.ids.device)[:, None]], 1)
         stopped = self.stop(self.ids).tolist()
         self._ended = [before or now for before, now in zip(self._ended, stopped, strict=True)]

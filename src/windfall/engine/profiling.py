@@ -1,4 +1,4 @@
-"""Measures what passes cost here, and keeps the result per machine and model pair in the cache folder."""
+"""Measures what passes cost on this machine, and keeps the result for each model pair in the cache folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -38,33 +38,32 @@ from windfall.costs.online import OnlineCosts
 from windfall.drafters.base import Drafter
 from windfall.engine.engine import Engine
 from windfall.model.decoder import attention_of
-from windfall.model.target import Target
 from windfall.policies.none import NoSpeculation
 
 if TYPE_CHECKING:
     from windfall.engine.gpu.runner import GpuRunner
 
-Progress = Callable[[float], None]  # told the finished share, 0 to 1
+Progress = Callable[[float], None]  # called with the finished share, 0 to 1
 
-FORMAT = 2  # raise it when the code of a pass changes what it costs: older profiles are then left alone
-WIDTHS = (1, 2, 4, 8, 16, 32)
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-LENGTHS = (64, 512, 2048, 8192)
-SECONDS = 60.0
-QUICK = {"rows": (1, 2, 4, 8, 16, 32), "lengths": (64, 512), "seconds": 3.0}  # before a first text, which corrects it
-ROUNDS = 9  # at the most
-CHILDREN = 8  # of a node, in draft passes
-OPENING = 0  # stands for the width of a cycle's first draft pass
-CYCLES = 5  # plain ones a round, for the overhead; the first is not counted
-BUSY = 60  # times a second that our threads lose their core, from which on the machine is busy with other work
-UNSTEADY = 1.5  # a point's median over its least, in the middle of all points, from which on the machine is unsteady
-UNSEEN = 4  # more rows are taken to double the cost of a pass, where a busy machine left no time to see
-WRONG = 2.0  # times quicker than measured: the profile was made beside other work
-ROUGH = 600.0  # seconds for which a profile of an unsteady machine is used again
+FORMAT = 2  # part of a profile's key; raise it when the code of a pass changes what it costs
+PROFILE_WIDTHS = (1, 2, 4, 8, 16, 32)  # nodes of a draft pass
+PROFILE_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of a verify pass
+PROFILE_LENGTHS = (64, 512, 2048, 8192)  # tokens of context
+PROFILE_SECONDS = 60.0
+QUICK_PROFILE = {"rows": (1, 2, 4, 8, 16, 32), "lengths": (64, 512), "seconds": 3.0}  # before the first text
+MAX_ROUNDS = 9
+CHILDREN_PER_NODE = 8  # in draft passes
+FIRST_PASS = 0  # stands for the width of a cycle's first draft pass
+OVERHEAD_CYCLES = 5  # plain cycles a round, to measure the overhead; the first is not counted
+BUSY_PREEMPTIONS_PER_SECOND = 60  # from which on other work keeps the machine busy
+UNSTEADY_SPREAD = 1.5  # a pass's median over its minimum, from which on the machine is unsteady
+ROWS_THAT_DOUBLE_COST = 4  # assumed of additional rows, where there was no time to measure them
+WRONG_FACTOR = 2.0  # passes that are this many times faster than measured show that other work disturbed the profile
+UNSTEADY_PROFILE_SECONDS = 600.0  # for which the profile of an unsteady machine is used again
 TEXT = (
     "The rain fills the river, the river fills the sea, the sea fills the sky, and the sky fills the rain. "
     "So the rain fills the sea, the river fills the sky, and the"
-)  # of a kind in which every drafter finds something
+)  # it repeats itself, so that every drafter finds something
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class Profile:
     full: bool  # whether all sizes were measured
     rounds: int
     seconds: float  # that measuring took
-    steady: bool  # whether the machine had nothing else to do; if not, the costs are rough and soon forgotten
+    steady: bool  # whether other work left the machine alone; if not, the profile is used for a short time only
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "costs": self.costs.as_dict(), "c": self.costs.ratio}
@@ -95,46 +94,43 @@ def load_or_measure(
 ) -> Profile:
     """The kept profile of this engine's target and drafter on this machine, or (`again`) a new one.
 
-    Call it between generations: measuring uses the engine. Without `progress` a line on stderr says what goes on.
+    Call it between generations: measuring uses the engine. Without `progress`, a line on stderr says that passes are
+    being measured.
     """
     about = describe(engine)
     file = profile_file(about)
     known = None if again else read(file, about)
     if known is not None and (quick or known.full):
         return known
-    sizes: dict[str, Any] = QUICK if quick else {}
+    sizes: dict[str, Any] = QUICK_PROFILE if quick else {}
     if progress is not None:
         profile = measure(engine, **sizes, progress=progress)
     else:
         with announced("Measuring what passes cost here (first run only)…"):
             profile = measure(engine, **sizes)
     with suppress(InputError):  # a cache that cannot be written to only costs time
-        write(profile, file)
+        _write(file, profile.as_dict())
     return profile
 
 
 def attach(engine: Engine) -> None:
-    """Give an engine this machine's costs, and what was learnt about its drafter before."""
-    engine.ledger = OnlineCosts(load_or_measure(engine).costs)
+    """Give an engine this machine's costs, and what earlier runs learnt about its drafter."""
+    engine.online_costs = OnlineCosts(load_or_measure(engine).costs)
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # nothing was kept, or it is damaged
-        kept = json.loads(calibration_file(engine).read_text("utf-8"))
+        kept = json.loads(_calibration_file(engine).read_text("utf-8"))
         engine.calibrators.update({regime: Calibrator.of_dict(saved) for regime, saved in kept.items()})
 
 
 def remember(engine: Engine) -> None:
-    """Keep what the calibrators have learnt, beside the profile, which is soon forgotten if cycles proved it wrong."""
-    kept = {regime: calibrator.as_dict() for regime, calibrator in engine.calibrators.items()}
+    """Save what the calibrators have learnt. A profile that cycles proved wrong is marked, to be measured again."""
+    learnt = {regime: calibrator.as_dict() for regime, calibrator in engine.calibrators.items()}
     with suppress(InputError):
-        _keep(calibration_file(engine), kept)
-        if engine.ledger.too_dear > WRONG:
+        _write(_calibration_file(engine), learnt)
+        if engine.online_costs.too_dear > WRONG_FACTOR:
             about = describe(engine)
             profile = read(profile_file(about), about)
             if profile is not None and profile.steady:
-                write(replace(profile, steady=False), profile_file(about))
-
-
-def calibration_file(engine: Engine) -> Path:
-    return profile_file(describe(engine)).with_suffix(".calibration.json")
+                _write(profile_file(about), replace(profile, steady=False).as_dict())
 
 
 def profile_file(about: dict[str, Any]) -> Path:
@@ -143,26 +139,26 @@ def profile_file(about: dict[str, Any]) -> Path:
     return cache_dir() / "profiles" / f"{key}.json"
 
 
+def _calibration_file(engine: Engine) -> Path:
+    return profile_file(describe(engine)).with_suffix(".calibration.json")
+
+
 def read(file: Path, about: dict[str, Any]) -> Profile | None:
-    """A kept profile; None if there is none, it is damaged, or it was rough and is old."""
+    """A kept profile; None if there is none, it is damaged, or it is an old one of an unsteady machine."""
     try:
         profile, age = Profile.of_dict(json.loads(file.read_text("utf-8"))), time.time() - file.stat().st_mtime
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return profile if profile.about == about and (profile.steady or age < ROUGH) else None
+    return profile if profile.about == about and (profile.steady or age < UNSTEADY_PROFILE_SECONDS) else None
 
 
-def write(profile: Profile, file: Path) -> None:
-    _keep(file, profile.as_dict())
-
-
-def _keep(file: Path, found: dict[str, Any]) -> None:
+def _write(file: Path, content: dict[str, Any]) -> None:
     make_folder(file.parent)
-    replace_text(file, json.dumps(found, indent=1))
+    replace_text(file, json.dumps(content, indent=1))
 
 
 def describe(engine: Engine) -> dict[str, Any]:
-    """Everything that a pass's time depends on."""
+    """Everything on which the time of a pass depends."""
     target = engine.target
     return {
         "machine": machine(target.device),
@@ -172,8 +168,8 @@ def describe(engine: Engine) -> dict[str, Any]:
             "dtype": str(target.decoder.dtype),
             "device": str(target.device),
             "attention": attention_of(target.model),
-            "graphs": engine.resident is not None,
-            "exact": engine.launch.exact,
+            "graphs": engine.gpu_runner is not None,
+            "exact": engine.gpu_options.exact,
         },
         "drafter": _drafter(engine.drafter),
         "versions": {
@@ -211,7 +207,7 @@ def _shape(model: Any) -> dict[str, Any]:
 def _drafter(drafter: Drafter) -> dict[str, Any]:
     kind, decoder = type(drafter), getattr(drafter, "decoder", None)
     settings = {name: _plain(getattr(drafter, name)) for name in options_of(kind)}
-    found = {} if decoder is None else {"found": _shape(decoder.model)}  # what a path, or none, stands for
+    found = {} if decoder is None else {"found": _shape(decoder.model)}  # the model behind a path
     return {"class": f"{kind.__module__}.{kind.__qualname__}", **settings, **found}
 
 
@@ -232,64 +228,70 @@ def _plain(value: Any) -> Any:
 @torch.inference_mode()
 def measure(
     engine: Engine,
-    widths: Sequence[int] = WIDTHS,
-    rows: Sequence[int] = ROWS,
-    lengths: Sequence[int] = LENGTHS,
-    seconds: float = SECONDS,
+    widths: Sequence[int] = PROFILE_WIDTHS,
+    rows: Sequence[int] = PROFILE_ROWS,
+    lengths: Sequence[int] = PROFILE_LENGTHS,
+    seconds: float = PROFILE_SECONDS,
     progress: Progress = lambda share: None,
-    stepped: bool = False,
 ) -> Profile:
     """Time the passes of this engine's target and drafter for about this many seconds.
 
-    Rounds over all sizes, in another order each time, so that a slow moment hits no size alone; of each size the
-    quickest quarter counts, and costs never fall with size. `stepped`: passes run in graphs of these sizes.
+    Every round times each size once, in a new order, so that a slow moment does not hit one size alone. Of each size
+    the fastest quarter counts, and costs never fall with size.
     """
-    full = tuple(rows) == ROWS
-    clock = Clock(seconds, progress)
-    if engine.resident is not None:
-        return _measure_resident(engine, engine.resident, clock)
+    budget = Budget(seconds, progress)
+    if engine.gpu_runner is not None:
+        return _measure_gpu(engine, engine.gpu_runner, budget)
+    full = tuple(rows) == PROFILE_ROWS
     rows, lengths = _within(engine.target.context, rows, lengths)
-    verifies = VerifyPasses(engine.target, rows, lengths)
+    verifies = VerifyPasses(engine, rows, lengths)
     drafts: dict[int, list[float]] = defaultdict(list)
     overheads: list[float] = []
     text = _text(engine)
-    with _state_kept(engine):
-        while clock.another_round():
-            verifies.round(clock)
-            for width, taken in _draft_passes(engine, text, widths if clock.rounds % 2 else widths[::-1]):
+    try:
+        while budget.another_round():
+            verifies.round(budget)
+            for width, taken in _draft_passes(engine, text, widths if budget.rounds % 2 else widths[::-1]):
                 drafts[width].append(taken)
-                if clock.over:
+                if budget.spent:
                     break
             for taken in _overheads(engine, text):
                 overheads.append(taken)
-                if clock.over:
+                if budget.spent:
                     break
-    first = quickest_quarter(drafts.pop(OPENING))
-    drafted = sorted(drafts) or [1]
-    times = monotone([quickest_quarter(drafts.get(width, [first])) for width in drafted])
-    opening = max(first - times[0], 0.0)
-    costs = Costs(Curve(tuple(drafted), tuple(times), stepped), verifies.curves(stepped), median(overheads), opening)
-    steady = clock.undisturbed and verifies.spread < UNSTEADY
-    return Profile(costs, describe(engine), full, clock.rounds, clock.elapsed, steady)
+    finally:
+        engine.target.decoder.reset(0)
+    curve, opening = _draft_costs(drafts)
+    costs = Costs(curve, verifies.curves(), median(overheads), opening)
+    steady = budget.undisturbed and verifies.spread < UNSTEADY_SPREAD
+    return Profile(costs, describe(engine), full, budget.rounds, budget.elapsed, steady)
 
 
-def _measure_resident(engine: Engine, resident: GpuRunner, clock: Clock) -> Profile:
-    """The same where passes are recorded work on the device."""
+def _measure_gpu(engine: Engine, runner: GpuRunner, budget: Budget) -> Profile:
+    """The same where passes are CUDA graphs."""
     from windfall.engine.gpu.timing import costs
 
-    found = costs(resident, progress=clock.progress)
-    if resident.drafts_on_host:  # its passes run on the host
-        text, taken = _text(engine), defaultdict(list)
-        with _state_kept(engine):
-            for _ in range(ROUNDS // 2):
-                for width, seconds in _draft_passes(engine, text, WIDTHS):
-                    taken[width].append(seconds)
-        first = quickest_quarter(taken.pop(OPENING))
-        widths = tuple(sorted(taken)) or (1,)
-        times = monotone([quickest_quarter(taken.get(width, [first])) for width in widths])
-        found = replace(found, drafts=Curve(widths, tuple(times)), opening=max(first - times[0], 0.0))
-    clock.progress(1.0)
-    return Profile(found, describe(engine), True, 1, clock.elapsed, True)
+    found = costs(runner, progress=budget.progress)
+    if runner.drafts_on_host:
+        text, drafts = _text(engine), defaultdict(list)
+        try:
+            for _ in range(MAX_ROUNDS // 2):
+                for width, seconds in _draft_passes(engine, text, PROFILE_WIDTHS):
+                    drafts[width].append(seconds)
+        finally:
+            engine.target.decoder.reset(0)
+        curve, opening = _draft_costs(drafts)
+        found = replace(found, drafts=curve, opening=opening)
+    budget.progress(1.0)
+    return Profile(found, describe(engine), True, 1, budget.elapsed, True)
+
+
+def _draft_costs(samples: dict[int, list[float]]) -> tuple[Curve, float]:
+    """Seconds of draft passes by width, and what a cycle's first pass takes in addition."""
+    first = quickest_quarter(samples[FIRST_PASS])
+    widths = sorted(set(samples) - {FIRST_PASS}) or [1]
+    seconds = monotone([quickest_quarter(samples.get(width, [first])) for width in widths])
+    return Curve(tuple(widths), tuple(seconds)), max(first - seconds[0], 0.0)
 
 
 def _within(context: int | None, rows: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -311,52 +313,40 @@ def _text(engine: Engine) -> list[int]:
     return ids[-max((target.context or 512) // 2, 2) :]
 
 
-@contextmanager
-def _state_kept(engine: Engine) -> Iterator[None]:
-    """Measure plain cycles on the engine, and leave it as it was, however it ends."""
-    policy, engine.policy = engine.policy, NoSpeculation()
-    engine.target.decoder.taps = engine.drafter.taps
-    try:
-        yield
-    finally:
-        engine.policy = policy
-        engine.target.decoder.reset(0)
-
-
-class Clock:
-    """How much time is left for further rounds, and whether others took some of it."""
+class Budget:
+    """The time that is left for further rounds, and whether other processes took some of it."""
 
     def __init__(self, seconds: float, progress: Progress):
         self.seconds, self.progress = seconds, progress
         self.rounds = 0
-        self._started, self._preempted = time.perf_counter(), preemptions()
+        self._started, self._preempted = time.perf_counter(), _preemptions()
 
     @property
     def elapsed(self) -> float:
         return time.perf_counter() - self._started
 
     @property
-    def over(self) -> bool:
+    def spent(self) -> bool:
         return self.elapsed > self.seconds
 
     @property
     def undisturbed(self) -> bool:
-        return preemptions() - self._preempted < BUSY * self.elapsed
+        return _preemptions() - self._preempted < BUSY_PREEMPTIONS_PER_SECOND * self.elapsed
 
-    def tick(self) -> None:
-        self.progress(min(max(self.elapsed / self.seconds, (self.rounds - 1) / ROUNDS), 1.0))
+    def show_progress(self) -> None:
+        self.progress(min(max(self.elapsed / self.seconds, (self.rounds - 1) / MAX_ROUNDS), 1.0))
 
     def another_round(self) -> bool:
-        """Whether a round more, as long as those before, is in time; the first always is."""
-        if self.rounds and (self.rounds == ROUNDS or self.elapsed * (1 + 1 / self.rounds) > self.seconds):
+        """Begin another round if there is time for one as long as those before; there always is for the first."""
+        if self.rounds and (self.rounds == MAX_ROUNDS or self.elapsed * (1 + 1 / self.rounds) > self.seconds):
             self.progress(1.0)
             return False
         self.rounds += 1
         return True
 
 
-def preemptions() -> int:
-    """How often our threads had to give up their core to someone else; 0 where the system does not say."""
+def _preemptions() -> int:
+    """The number of times that other processes took a core from our threads; 0 where the system does not count."""
     if sys.platform == "win32":
         return 0
     import resource
@@ -365,39 +355,33 @@ def preemptions() -> int:
 
 
 class VerifyPasses:
-    """Times target passes with all that a cycle does to them: mask, forward, draw, walk, commit."""
+    """Times target passes with everything that a cycle does around them: mask, forward, draw, walk, commit."""
 
-    def __init__(self, target: Target, rows: Sequence[int], lengths: Sequence[int]):
-        self.target = target
-        self.trees = {size: some_tree(size, target.vocab_size) for size in rows}
+    def __init__(self, engine: Engine, rows: Sequence[int], lengths: Sequence[int]):
+        self.target, self.taps = engine.target, engine.drafter.taps
+        self.trees = {size: some_tree(size, self.target.vocab_size) for size in rows}
         self.sizes = [(length, size) for length in lengths for size in rows]
         self.samples: dict[tuple[int, int], list[float]] = defaultdict(list)
 
-    def round(self, clock: Clock) -> None:
-        """Every size once; where the first round outlasts the time, the larger ones are left out for good."""
-        first = clock.rounds == 1
-        self._fill()
+    def round(self, budget: Budget) -> None:
+        """Time every size once. Sizes for which the first round leaves no time are not measured at all."""
+        first = budget.rounds == 1
+        self.target.prefill([[0, 0, 0]], self.taps)
+        self.target.decoder.cache.reserve(max(length for length, _ in self.sizes) + max(self.trees))
         if first:
             for size in (self.sizes[0], self.sizes[-1]):
                 self._time(*size)  # warm up
-        sizes = self.sizes if first else random.Random(clock.rounds).sample(self.sizes, len(self.sizes))
+        sizes = self.sizes if first else random.Random(budget.rounds).sample(self.sizes, len(self.sizes))
         for size in sizes:
-            if first and clock.over and self.samples:
+            if first and budget.spent and self.samples:
                 break
             self.samples[size].append(self._time(*size))
-            clock.tick()
+            budget.show_progress()
         self.sizes = [size for size in self.sizes if size in self.samples]
-
-    def _fill(self) -> None:
-        """A cache that reaches as far as the longest context; what its rows hold is all one."""
-        decoder = self.target.decoder
-        decoder.reset(1)
-        decoder.extend([[0, 0]])
-        decoder.cache.reserve(max(length for length, _ in self.sizes) + max(size for _, size in self.sizes))
 
     def _time(self, length: int, size: int) -> float:
         tree, device = self.trees[size], self.target.device
-        self.target.decoder.cache.lengths = [length]
+        self.target.decoder.cache.lengths = [length]  # what the rows of the cache hold does not matter
         started = now(device)
         logits = self.target.score([tree])[0].logits
         verdict = walk(tree, Sampler(SamplingParams(), length).draws(tree, logits, []))
@@ -406,21 +390,19 @@ class VerifyPasses:
 
     @property
     def spread(self) -> float:
-        """How far repeats of the same pass lie apart, as a factor."""
+        """How far the times of equal passes lie apart: their median over their minimum, typically."""
         return median(median(taken) / min(taken) for taken in self.samples.values())
 
-    def curves(self, stepped: bool) -> tuple[tuple[int, Curve], ...]:
-        """Seconds by rows at each length that was measured in full, rising with both."""
+    def curves(self) -> tuple[tuple[int, Curve], ...]:
+        """Seconds by rows at each length that was measured in full; they rise with both."""
         lengths = sorted({length for length, _ in self.sizes})
         rows = [size for length, size in self.sizes if length == lengths[0]]
         lengths = [length for length in lengths if (length, rows[-1]) in self.samples]
         grid = [monotone([quickest_quarter(self.samples[length, size]) for size in rows]) for length in lengths]
         grid = [list(column) for column in zip(*map(monotone, zip(*grid, strict=True)), strict=True)]
-        if len(rows) == 1:  # there was no time for more, which must not make them seem free
-            rows, grid = [rows[0], rows[0] + UNSEEN], [[one, 2 * one] for (one,) in grid]
-        return tuple(
-            (length, Curve(tuple(rows), tuple(seconds), stepped)) for length, seconds in zip(lengths, grid, strict=True)
-        )
+        if len(rows) == 1:
+            rows, grid = [rows[0], rows[0] + ROWS_THAT_DOUBLE_COST], [[one, 2 * one] for (one,) in grid]
+        return tuple((length, Curve(tuple(rows), tuple(own))) for length, own in zip(lengths, grid, strict=True))
 
 
 def some_tree(size: int, vocabulary: int) -> DraftTree:
@@ -433,7 +415,10 @@ def some_tree(size: int, vocabulary: int) -> DraftTree:
 
 
 def _draft_passes(engine: Engine, text: list[int], widths: Sequence[int]) -> Iterator[tuple[int, float]]:
-    """One cycle's drafting: its first pass and one of each width (or of as many nodes as there are), with seconds."""
+    """Width and seconds of the draft passes of one cycle: its first pass, then one of each width.
+
+    A pass has fewer nodes where the tree has fewer.
+    """
     drafter, device = engine.drafter, engine.target.device
     hidden = engine.target.prefill([text], drafter.taps) if drafter.taps else None
     drafter.start([text], hidden, [None])
@@ -444,21 +429,21 @@ def _draft_passes(engine: Engine, text: list[int], widths: Sequence[int]) -> Ite
     trees = drafter.begin([bonus])
     started = now(device)
     trees = drafter.expand(trees, [root])
-    yield OPENING, now(device) - started
+    yield FIRST_PASS, now(device) - started
     for width in widths:
         nodes = torch.arange(expanded + 1, len(trees[0]))[:width]
         if not len(nodes):
             break
         expanded += len(nodes)
         started = now(device)
-        trees = drafter.expand(trees, [Grow(nodes, k=CHILDREN)])
+        trees = drafter.expand(trees, [Grow(nodes, k=CHILDREN_PER_NODE)])
         yield len(nodes), now(device) - started
 
 
 def _overheads(engine: Engine, text: list[int]) -> Iterator[float]:
-    """What a plain cycle takes besides its target pass: the loop, the drafter's commit, the text."""
-    last = None
-    for steps in engine.run([text[-8:]], [SamplingParams(max_new_tokens=CYCLES, eos=())]):
+    """Seconds of plain cycles besides their target pass: the loop, the drafter's commit, the text."""
+    last, params = None, SamplingParams(max_new_tokens=OVERHEAD_CYCLES, eos=())
+    for steps in engine.run([text[-8:]], [params], trial_policy=NoSpeculation()):
         taken = time.perf_counter()
         if last is not None:
             yield max(taken - last - steps[0].seconds.verify, 0.0)

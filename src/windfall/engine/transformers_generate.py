@@ -1,4 +1,4 @@
-"""windfall inside `model.generate`: the loop is ours; inputs, processors, criteria and streamers stay transformers'."""
+"""windfall as the decoding loop of `model.generate`. transformers prepares inputs, processors, criteria, streamers."""
 
 from __future__ import annotations
 
@@ -29,36 +29,19 @@ from windfall.engine.transformers_options import refuse_inputs, refuse_options
 from windfall.model.kv_cache import KVCache
 from windfall.model.target import Target
 
-KEPT = 4  # engines of a model
+MAX_ENGINES_PER_MODEL = 4
 
 # transformers' processors that keep no state and treat each row by itself; the others must see the whole batch.
-ROW_BY_ROW = tuple(
-    getattr(hf_processors, name)
-    for name in [
-        "MinLengthLogitsProcessor",
-        "MinNewTokensLengthLogitsProcessor",
-        "TemperatureLogitsWarper",
-        "RepetitionPenaltyLogitsProcessor",
-        "TopPLogitsWarper",
-        "TopKLogitsWarper",
-        "TopHLogitsWarper",
-        "MinPLogitsWarper",
-        "TypicalLogitsWarper",
-        "EpsilonLogitsWarper",
-        "EtaLogitsWarper",
-        "NoRepeatNGramLogitsProcessor",
-        "SequenceBiasLogitsProcessor",
-        "NoBadWordsLogitsProcessor",
-        "ForcedBOSTokenLogitsProcessor",
-        "ForcedEOSTokenLogitsProcessor",
-        "InfNanRemoveLogitsProcessor",
-        "ExponentialDecayLengthPenalty",
-        "LogitNormalization",
-        "SuppressTokensAtBeginLogitsProcessor",
-        "SuppressTokensLogitsProcessor",
-    ]
-    if hasattr(hf_processors, name)
-)
+NAMES_ROW_BY_ROW = [
+    "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor", "ExponentialDecayLengthPenalty", "TemperatureLogitsWarper", "TopPLogitsWarper",
+    "TopKLogitsWarper", "TopHLogitsWarper", "MinPLogitsWarper", "TypicalLogitsWarper", "EpsilonLogitsWarper",
+    "EtaLogitsWarper",
+    "RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor", "SequenceBiasLogitsProcessor",
+    "NoBadWordsLogitsProcessor", "SuppressTokensLogitsProcessor", "SuppressTokensAtBeginLogitsProcessor",
+    "InfNanRemoveLogitsProcessor", "LogitNormalization",
+]  # fmt: skip
+ROW_BY_ROW = tuple(getattr(hf_processors, name) for name in NAMES_ROW_BY_ROW if hasattr(hf_processors, name))
 
 
 def custom_generate(
@@ -118,21 +101,24 @@ def custom_generate(
 
 
 class Engines(dict[Any, tuple[Engine, Any, Any, Any]]):
-    """Of one model, with what they were asked for. They go with it, but neither into its files nor into its copies."""
+    """The engines of one model, which owns them, with the arguments that they were made of.
+
+    Saved and copied models have none.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Engines, ()
 
 
 def _key(asked: Any) -> Any:
-    """What tells one wish from another: names and numbers by their value, objects by who they are."""
+    """A key for arguments: names and numbers by value, other objects by identity."""
     if isinstance(asked, Mapping):
         return tuple((name, _key(value)) for name, value in asked.items())
     return asked if isinstance(asked, str | int | float | None) else id(asked)
 
 
 def _engine_of(model: Any, drafter: Any, policy: Any, words: Mapping[str, Any]) -> Engine:
-    """The engine for these words of `load`; those used last are kept, since making one takes a while."""
+    """The engine for these arguments of `load`. The engines used last are kept, since making one takes a while."""
     engines: Engines = model.__dict__.setdefault("_windfall_engines", Engines())
     key = _key(drafter), _key(policy), _key(words)
     kept = engines.pop(key, None)
@@ -140,16 +126,16 @@ def _engine_of(model: Any, drafter: Any, policy: Any, words: Mapping[str, Any]) 
         own = copy.copy(drafter) if isinstance(drafter, Drafter) else drafter
         kept = load(Target(model), own, policy, **words), drafter, policy, words
     engines[key] = kept
-    while len(engines) > KEPT:
+    while len(engines) > MAX_ENGINES_PER_MODEL:
         del engines[next(iter(engines))]
     return kept[0]
 
 
 def _arguments_of_generate() -> dict[str, Any]:
-    """The arguments of the `generate` call that called the loop.
+    """The arguments of the `generate` call that called the loop, read from its frame.
 
-    transformers (5.17 to 5.22) does not hand `streamer`, `assistant_model` and `synced_gpus` to a callable; they can
-    only be read from the frame of `generate`.
+    There is no other way: transformers (5.17 to 5.22) passes neither `streamer` nor `assistant_model` nor `synced_gpus`
+    to a callable (`GenerationMixin._extract_generation_mode_kwargs` drops them).
     """
     caller = sys._getframe(2)
     known = caller.f_locals if caller.f_code.co_name == "generate" else {}
@@ -157,7 +143,7 @@ def _arguments_of_generate() -> dict[str, Any]:
 
 
 class Request:
-    """One call of `generate`: prompts [B, L] with what transformers prepared for them."""
+    """One call of `generate`: prompts [B, L], and what transformers prepared for them."""
 
     def __init__(
         self,
@@ -175,7 +161,7 @@ class Request:
         self.pad = self._pad_token()
 
     def _pad_token(self) -> int:
-        """What follows the end of a row, if other rows go on: transformers takes an end-of-text id if there is none."""
+        """The token that fills a row after its end; transformers takes an end-of-text id if there is no pad token."""
         pad = getattr(self.config, "_pad_token_tensor", None)
         pad = self.config.pad_token_id if pad is None else pad
         if pad is None and self.pads and len(self.ids) > 1:
@@ -183,7 +169,7 @@ class Request:
         return 0 if pad is None else int(pad)
 
     def run(self, engine: Engine, streamer: Any) -> Any:
-        """What `generate` returns: the padded texts, or an object with them and the cache."""
+        """The result of `generate`: the padded texts, or an object with them and the cache."""
         starts = [0] * len(self.ids) if self.mask is None else [int(row.int().argmax()) for row in self.mask]
         before = engine.target.decoder.cache
         new = self._decode(engine, starts, streamer)
@@ -191,7 +177,7 @@ class Request:
         tail = [row + [self.pad] * (width - len(row)) for row in new]
         sequences = torch.cat([self.ids, torch.tensor(tail, device=self.ids.device)], 1)
         if self.past is not None and (self.config.return_dict_in_generate or _is_the_callers(self.past)):
-            rows = engine.target.decoder.cache  # of this text, unless it was decoded in the buffers of a GPU
+            rows = engine.target.decoder.cache  # a new one, unless the GPU runner decoded the text
             whole = rows is not before and not any(starts) and all(len(row) == width for row in new)
             self._fill_past(engine.target, sequences, rows if whole else None)
         if not self.config.return_dict_in_generate:
@@ -219,7 +205,7 @@ class Request:
         return new
 
     def _lockstep(self) -> Lockstep | None:
-        """How rows go together, where processors or criteria must see the whole batch at every step."""
+        """A Lockstep if processors or criteria must see the whole batch at every step."""
         known = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria, StopStringCriteria)[: 4 if self.pads else 1]
         alone = all(type(each) in ROW_BY_ROW for each in self.processors)
         if len(self.ids) == 1 or (alone and all(type(each) in known for each in self.criteria)):
@@ -227,7 +213,7 @@ class Request:
         return Lockstep(self.ids, _outside_inference(self.processors), self._ends, self.pad if self.pads else None)
 
     def _ends(self, ids: Tensor) -> Tensor:
-        """Which rows end here. All criteria are asked."""
+        """Which rows end here. All criteria are called."""
         ended: Tensor = _outside_inference(self.criteria)(ids, None)
         return ended
 
@@ -255,7 +241,7 @@ class Request:
     def _fill_past(self, target: Target, sequences: Tensor, rows: KVCache | None) -> None:
         """Put the keys and values of all tokens but the last into the cache that `generate` made or was given.
 
-        They are taken from the engine's `rows`; without these, the model reads the text once more.
+        They are copied from the engine's cache `rows`. Without it, the model reads the text again.
         """
         length = sequences.shape[1] - 1
         if rows is not None and len(rows.lengths) == len(sequences) and min(rows.lengths) >= length:
@@ -278,7 +264,7 @@ class Request:
 
 
 def _is_the_callers(cache: Any) -> bool:
-    """Whether a cache is one that the caller of `generate` gave, who will find it filled."""
+    """Whether the caller of `generate` gave this cache, and so expects to find it filled."""
     return bool(getattr(cache, "_is_user_defined", False))
 
 

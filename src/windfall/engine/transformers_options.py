@@ -1,4 +1,4 @@
-"""Every option of `model.generate`: what windfall's loop does with it. docs/transformers.md shows the same lists."""
+"""What windfall's loop does with each option of `model.generate`. docs/transformers.md has the same lists."""
 
 from __future__ import annotations
 
@@ -10,78 +10,36 @@ from torch import Tensor
 
 from windfall.core.types import InputError
 
-# Done by transformers before the loop begins, or by the processors and criteria that it hands over.
-HONOURED = frozenset(
-    [
-        "max_length",
-        "max_new_tokens",
-        "min_length",
-        "min_new_tokens",
-        "max_time",
-        "do_sample",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "top_h",
-        "typical_p",
-        "epsilon_cutoff",
-        "eta_cutoff",
-        "repetition_penalty",
-        "encoder_repetition_penalty",
-        "no_repeat_ngram_size",
-        "encoder_no_repeat_ngram_size",
-        "bad_words_ids",
-        "renormalize_logits",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "remove_invalid_values",
-        "exponential_decay_length_penalty",
-        "suppress_tokens",
-        "begin_suppress_tokens",
-        "sequence_bias",
-        "guidance_scale",
-        "watermarking_config",
-        "num_return_sequences",
-        "return_dict_in_generate",
-        "pad_token_id",
-        "bos_token_id",
-        "eos_token_id",
-        "use_cache",
-    ]
-)
+# Done by transformers before the loop begins, or by the processors and criteria that it passes to the loop.
+HONOURED = frozenset([
+    "max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "num_return_sequences",
+    "return_dict_in_generate",
+    "do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff",
+    "renormalize_logits",
+    "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
+    "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id",
+    "forced_eos_token_id",
+    "exponential_decay_length_penalty", "remove_invalid_values", "guidance_scale", "watermarking_config",
+    "pad_token_id", "bos_token_id", "eos_token_id", "use_cache",
+])  # fmt: skip
 
 # Without effect on the text: they concern memory and compilation, or methods that are refused below.
-HARMLESS = frozenset(
-    [
-        "early_stopping",
-        "length_penalty",
-        "diversity_penalty",
-        "low_memory",
-        "decoder_start_token_id",
-        "max_cache_len",
-        "cache_config",
-        "prefill_chunk_size",
-        "compile_config",
-        "disable_compile",
-        "num_assistant_tokens",
-        "num_assistant_tokens_schedule",
-        "assistant_confidence_threshold",
-        "max_matching_ngram_size",
-        "assistant_lookbehind",
-        "target_lookbehind",
-        "assistant_ensemble_weight",
-        "continuous_batching_config",
-        "transformers_version",
-    ]
-)
+HARMLESS = frozenset([
+    "early_stopping", "length_penalty", "diversity_penalty", "low_memory", "decoder_start_token_id",
+    "transformers_version",
+    "max_cache_len", "cache_config", "prefill_chunk_size", "compile_config", "disable_compile",
+    "continuous_batching_config",
+    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
+    "max_matching_ngram_size",
+    "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight",
+])  # fmt: skip
 
 BEAMS = "windfall decodes greedily or by sampling"
 DRAFTS = "windfall drafts by itself"
-NO_TOKENIZER = "transformers hands no tokenizer to loops that are not its own"
-KEEPS = "windfall's loop does not keep what it asks for"
+NO_TOKENIZER = "transformers passes no tokenizer to a custom loop"
+NOT_KEPT = "windfall's loop does not keep what it asks for; leave it out"
 
-# Option → when it asks for something that the loop does not do, and why that is so.
+# Option → a test of (its value, the config) for what the loop does not do, and the reason that is shown.
 REFUSED: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
     "num_beams": (lambda value, _: (value or 1) > 1, f"{BEAMS}; it must be 1"),
     "num_beam_groups": (lambda value, _: (value or 1) > 1, f"{BEAMS}; it must be 1"),
@@ -106,33 +64,26 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
         lambda value, _: value == "quantized",
         "windfall keeps its KV cache in full precision; leave 'quantized' out",
     ),
-    "output_scores": (lambda value, _: bool(value), f"{KEEPS}; leave it out"),
-    "output_logits": (lambda value, _: bool(value), f"{KEEPS}; leave it out"),
-    "output_attentions": (lambda value, _: bool(value), f"{KEEPS}; leave it out"),
-    "output_hidden_states": (lambda value, _: bool(value), f"{KEEPS}; leave it out"),
+    "output_scores": (lambda value, _: bool(value), NOT_KEPT),
+    "output_logits": (lambda value, _: bool(value), NOT_KEPT),
+    "output_attentions": (lambda value, _: bool(value), NOT_KEPT),
+    "output_hidden_states": (lambda value, _: bool(value), NOT_KEPT),
 }
 
-# Arguments of `generate` that transformers does not hand to a loop that is not its own.
+# Arguments of `generate` that transformers does not pass to a custom loop.
 REFUSED_ARGUMENTS = {
     "assistant_model": "windfall drafts by itself: custom_generate(drafter=the assistant)",
     "synced_gpus": "windfall's loop does not wait for other GPUs",
 }
 
-MODEL_INPUTS = frozenset(
-    [
-        "attention_mask",
-        "position_ids",
-        "past_key_values",
-        "use_cache",
-        "logits_to_keep",
-        "output_attentions",
-        "output_hidden_states",
-    ]
-)
+MODEL_INPUTS = frozenset([
+    "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "output_attentions",
+    "output_hidden_states",
+])  # fmt: skip
 
 
 def refuse_options(config: Any, arguments: dict[str, Any], inputs: dict[str, Any]) -> None:
-    """Say by name what this loop does not do; `arguments` are those of `generate`, `inputs` the model's."""
+    """Refuse what this loop does not support; `arguments` are those of `generate`, `inputs` those of the model."""
     for name, (asked, reason) in REFUSED.items():
         if asked(getattr(config, name, None), config):
             raise InputError(f"{name} is not supported: {reason}")
@@ -144,14 +95,14 @@ def refuse_options(config: Any, arguments: dict[str, Any], inputs: dict[str, Any
 
 
 def refuse_inputs(ids: Tensor, inputs: dict[str, Any], longest: int, context: int | None) -> None:
-    """Say what is wrong with the prompts, their mask, positions or cache; `longest` counts prompt and answer."""
+    """Refuse prompts, masks, positions and caches that the loop cannot use; `longest` counts prompt and answer."""
     mask, positions, cache = (inputs.get(name) for name in ("attention_mask", "position_ids", "past_key_values"))
     if not ids.numel():
         raise InputError("windfall's loop needs input_ids")
     if context is not None and longest > context:
         raise InputError(f"the model takes {context} tokens, and max_length (prompt and answer) is {longest}")
     if cache is not None and cache.get_seq_length():
-        raise InputError("past_key_values must be empty: windfall's loop reads the whole text, and fills it")
+        raise InputError("past_key_values must be empty: windfall's loop reads the whole prompt, and fills the cache")
     if mask is not None:
         seen = mask.int()
         if mask.shape != ids.shape or bool((seen.diff(dim=1) < 0).any()) or not bool(seen[:, -1].all()):

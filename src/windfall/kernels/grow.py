@@ -90,8 +90,8 @@ def reference(
     """The same with torch."""
     before = tree.count.clone()
     if rule.selective:
-        extra = [x.new_zeros(tokens.numel(), *x.shape[1:]) for x in tree[:-1]]
-        wide = TreeArrays(*map(torch.cat, zip(tree[:-1], extra, strict=True)), tree.count)
+        wider = [torch.cat([x, x.new_zeros(tokens.numel(), *x.shape[1:])]) for x in tree[:-1]]
+        wide = TreeArrays._make([*wider, tree.count])
         append(wide, nodes, tokens, logq, terms, shape, rule.decay, floor)
         chosen = _select(wide, int(before), int(tree.count), len(ahead.nodes), rule)
         for own, made in zip(tree[:-1], wide, strict=False):

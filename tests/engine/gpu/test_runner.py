@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -62,7 +61,7 @@ def both(family: str, kind: str, policy: str, **sampling: Any) -> tuple[Generati
 @pytest.mark.parametrize(("family", "kind"), PAIRS)
 def test_the_device_drafts_the_same_trees(family: str, kind: str, policy: str) -> None:
     wanted, found, device = both(family, kind, policy)
-    assert device.fallback == "" and device.resident is not None
+    assert device.fallback == "" and device.gpu_runner is not None
     assert found.token_ids == wanted.token_ids
     same_trees(wanted, found, ON_DEVICE[policy].get("cap", ON_DEVICE[policy].get("depth", 0)))
 
@@ -100,7 +99,7 @@ def test_auto_follows_the_plain_rule(kind: str, least: int, monkeypatch: pytest.
 )
 def test_policies_on_the_host_have_seats(family: str, kind: str, policy: str) -> None:
     wanted, found, device = both(family, kind, policy)
-    assert device.fallback and device.resident is not None
+    assert device.fallback and device.gpu_runner is not None
     assert found.token_ids == wanted.token_ids
     for one, other in zip(wanted.steps, found.steps, strict=True):
         assert paths(one.drafted) == paths(other.drafted) and paths(one.tree) == paths(other.tree)
@@ -141,14 +140,14 @@ def test_the_buffers_grow(policy: str) -> None:
     changes = {"max_position_embeddings": 8192}
     host, device = (engine("llama", "eagle3", policy, graphs, **changes) for graphs in (False, True))
     before = device.generate(prompt(), max_new_tokens=8, eos=())
-    assert device.resident is not None
-    capacity = device.resident.judge.capacity
+    assert device.gpu_runner is not None
+    capacity = device.gpu_runner.judge.capacity
     wanted = host.generate(prompt(), max_new_tokens=LENGTH, eos=())
     last = next(
         place for place, token in enumerate(wanted.token_ids) if place > 9 and token not in wanted.token_ids[:place]
     )
     longer = device.generate(prompt(), max_new_tokens=4000, eos=(wanted.token_ids[last],))
-    assert device.resident.judge.capacity > capacity
+    assert device.gpu_runner.judge.capacity > capacity
     assert longer.token_ids == wanted.token_ids[: last + 1] and longer.finish_reason == "stop"
     assert before.token_ids == wanted.token_ids[:8]
 
@@ -179,12 +178,12 @@ def test_exact_passes_have_one_size(policy: str, monkeypatch: pytest.MonkeyPatch
     made = Engine(
         Target(tiny()), FeatureHeadDrafter(random_head()), registry.policy(policy), launch=GpuOptions(True, exact=True)
     )
-    assert made.resident is not None
-    forward = made.resident.judge.forward
+    assert made.gpu_runner is not None
+    forward = made.gpu_runner.judge.forward
     monkeypatch.setattr(
-        made.resident.judge, "forward", lambda rows, *rest: (sizes.add(len(rows.tokens)), forward(rows, *rest))[1]
+        made.gpu_runner.judge, "forward", lambda rows, *rest: (sizes.add(len(rows.tokens)), forward(rows, *rest))[1]
     )
-    monkeypatch.setattr(made.resident.judge.forward, "bucketed", False, raising=False)  # of the stand-in
+    monkeypatch.setattr(made.gpu_runner.judge.forward, "bucketed", False, raising=False)  # of the stand-in
     found = made.generate(prompt(60), max_new_tokens=LENGTH, eos=())
     assert found.token_ids == plain.generate(prompt(60), max_new_tokens=LENGTH, eos=()).token_ids
     assert sizes == {64}
@@ -237,9 +236,9 @@ def test_a_batch_goes_over_the_host() -> None:
 def test_what_does_not_fit_says_why_and_runs_all_the_same() -> None:
     host, device = (engine("mistral-window", "lm", "beam", graphs) for graphs in (False, True))
     wanted, found = (each.generate(prompt(), max_new_tokens=LENGTH, eos=()) for each in (host, device))
-    assert device.resident is None and device.fallback == "its attention has sliding windows"
+    assert device.gpu_runner is None and device.fallback == "its attention has sliding windows"
     assert found.token_ids == wanted.token_ids
-    assert engine("llama", "lm", "beam", graphs=False).resident is None
+    assert engine("llama", "lm", "beam", graphs=False).gpu_runner is None
 
 
 class Operations(TorchDispatchMode):
@@ -312,7 +311,7 @@ def test_a_model_that_somebody_changed_runs_as_it_is(change: Callable[[Any], Non
     found = Engine(Target(model), LMDrafter(), registry.policy("beam"), launch=GpuOptions(True))
     after = wanted.generate(prompt(), max_new_tokens=LENGTH, eos=()).token_ids
     assert found.generate(prompt(), max_new_tokens=LENGTH, eos=()).token_ids == after != before
-    assert found.fallback == "" and found.resident is not None
+    assert found.fallback == "" and found.gpu_runner is not None
 
 
 def test_a_cache_that_the_configuration_does_not_tell_of() -> None:
@@ -331,7 +330,7 @@ def test_a_cache_that_the_configuration_does_not_tell_of() -> None:
 def test_angles_that_follow_the_length_do_not_fit() -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     device = engine("llama", "lm", "beam", graphs=True, rope_parameters=rope)
-    assert device.resident is None and "rotary" in device.unfit
+    assert device.gpu_runner is None and "rotary" in device.gpu_unavailable
 
 
 @pytest.mark.parametrize("policy", ["beam", "bandit"])
@@ -347,7 +346,7 @@ def test_a_drafter_that_does_not_fit_drafts_on_the_host(policy: str) -> None:
         texts.append(made.generate(prompt(30), max_new_tokens=LENGTH, eos=(), temperature=1.0, seed=6).token_ids)
     reasons = {"beam": "its drafter works on the host: its attention has sliding windows"}
     assert made.fallback == reasons.get(policy, "its policy decides on the host")
-    assert texts[0] == texts[1] and made.resident is not None
+    assert texts[0] == texts[1] and made.gpu_runner is not None
 
 
 def test_merged_weights_are_kept_once_and_can_be_trained() -> None:
@@ -357,7 +356,7 @@ def test_merged_weights_are_kept_once_and_can_be_trained() -> None:
     ]
     for each in made:
         each.generate(prompt(), max_new_tokens=4, eos=())
-    one, other = (each.resident.judge.forward.layers[0] for each in made)  # type: ignore[union-attr]
+    one, other = (each.gpu_runner.judge.forward.layers[0] for each in made)  # type: ignore[union-attr]
     assert one.qkv.data_ptr() == other.qkv.data_ptr() and one.gate_up.data_ptr() == other.gate_up.data_ptr()
     attention = target.model.model.layers[0].self_attn
     assert torch.equal(one.qkv, torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]))
@@ -409,15 +408,15 @@ def test_a_model_that_changes_between_texts(change: Callable[[Any], None]) -> No
     made = Engine(Target(model), LMDrafter(), registry.policy("chain", depth=2), launch=GpuOptions(True))
     text = {"max_new_tokens": LENGTH, "eos": ()}
     before = made.generate(prompt(), **text).token_ids
-    first = made.resident
+    first = made.gpu_runner
     assert before == as_transformers(model) and made.generate(prompt(), **text).token_ids == before
-    assert made.resident is first  # nothing was made anew
+    assert made.gpu_runner is first  # nothing was made anew
     assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))  # optimisers know them
     change(model)
     after = made.generate(prompt(), **text).token_ids
     assert after == as_transformers(model)
     assert (after == before) is (change is moved_and_back)
-    assert (made.resident is first) is (change is other_weights)  # in their place
+    assert (made.gpu_runner is first) is (change is other_weights)  # in their place
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt-neox"])
@@ -426,11 +425,11 @@ def test_what_transformers_does_to_a_model_is_no_change(family: str) -> None:
     made = engine(family, "eagle3", "beam", graphs=True)
     text = {"max_new_tokens": 4, "eos": ()}
     made.generate(prompt(), **text)
-    first = made.resident
+    first = made.gpu_runner
     made.target.model(torch.tensor([prompt()]), output_hidden_states=True)
     made.generate_batch([prompt(), prompt(5)], **text)
     made.generate(prompt(), **text)
-    assert made.resident is first is not None
+    assert made.gpu_runner is first is not None
 
 
 def test_a_drafter_on_another_device_stays_on_the_host() -> None:
@@ -451,10 +450,10 @@ def test_measuring_leaves_no_trace(policy: str) -> None:
     """Neither in the size of the buffers nor in texts before and after it."""
     device = engine("llama", "lm", policy, graphs=True, max_position_embeddings=4096)
     before = device.generate(prompt(), max_new_tokens=LENGTH, eos=())
-    assert device.resident is not None
-    capacity = device.resident.judge.capacity
-    found = costs(device.resident, lengths=(2048,))
-    assert device.resident.judge.capacity == capacity and found.verify(1, 2048) > 0
+    assert device.gpu_runner is not None
+    capacity = device.gpu_runner.judge.capacity
+    found = costs(device.gpu_runner, lengths=(2048,))
+    assert device.gpu_runner.judge.capacity == capacity and found.verify(1, 2048) > 0
     after = device.generate(prompt(), max_new_tokens=LENGTH, eos=())
     assert after.token_ids == before.token_ids
     assert [paths(step.drafted) for step in after.steps] == [paths(step.drafted) for step in before.steps]
@@ -474,8 +473,8 @@ def test_no_cycle_waits_for_a_recording(
     """All that the cycles of a text may need is recorded before it begins."""
     monkeypatch.setattr(GraphCache, "_record", lambda self, key, work: self.graphs.update({key: Replayed(work)}))
     device = engine("llama", kind, policy, graphs=True)
-    assert device.resident is not None
-    device.resident.judge.recorder.enabled = True
+    assert device.gpu_runner is not None
+    device.gpu_runner.judge.recorder.enabled = True
     made = {"max_new_tokens": LENGTH, "eos": (), "temperature": temperature, "seed": 0}
     wanted = engine("llama", kind, policy, graphs=False).generate(prompt(), **made)
     for _ in range(2):
@@ -496,10 +495,9 @@ def test_recording_is_not_taken_for_slowness(plans: bool, monkeypatch: pytest.Mo
     monkeypatch.setattr(GraphCache, "_record", record)
     monkeypatch.setattr(Pipeline, "prepare", lambda self, ctx: None)
     monkeypatch.setattr(Calibrator, "pace", lambda self, tokens, seconds, plain: paced.append(seconds))
-    device = engine("llama", "lm", "auto", graphs=True)
-    device.launch = replace(device.launch, plans=plans)
-    assert device.resident is not None
-    device.resident.judge.recorder.enabled = True
+    device = engine("llama", "lm", "auto", graphs=True, plans=plans)
+    assert device.gpu_runner is not None
+    device.gpu_runner.judge.recorder.enabled = True
     wanted = engine("llama", "lm", "auto", graphs=False).generate(prompt(), max_new_tokens=LENGTH, eos=())
     paced.clear()
     found = device.generate(prompt(), max_new_tokens=LENGTH, eos=())
@@ -567,7 +565,7 @@ def test_plans_and_seats_share_the_drafter_s_cache(kind: str, monkeypatch: pytes
     for name in ("beam", "chain", "bandit"):
         device.policy = registry.policy(name)
         device.generate(prompt(), max_new_tokens=4, eos=())
-    resident = device.resident
+    resident = device.gpu_runner
     assert resident is not None and len(resident.cycles) == 2
     caches = {cycle.draft.kv.data_ptr() for cycle in resident.cycles.values() if cycle.draft is not None}
     assert caches == {resident._seats[1].draft.kv.data_ptr()}  # type: ignore[index,attr-defined]
@@ -577,16 +575,16 @@ def test_plans_and_seats_share_the_drafter_s_cache(kind: str, monkeypatch: pytes
 
 def test_measuring_may_be_interrupted() -> None:
     device = engine("llama", "lm", "beam", graphs=True, max_position_embeddings=4096)
-    assert device.resident is not None
-    capacity = device.resident.judge.capacity
+    assert device.gpu_runner is not None
+    capacity = device.gpu_runner.judge.capacity
 
     def interrupt(share: float) -> None:
         if share > 0:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        costs(device.resident, lengths=(2048,), progress=interrupt)
-    assert device.resident.judge.capacity == capacity
+        costs(device.gpu_runner, lengths=(2048,), progress=interrupt)
+    assert device.gpu_runner.judge.capacity == capacity
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])

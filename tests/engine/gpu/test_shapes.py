@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from helpers.cli import character_tokenizer
-from helpers.gpu import LENGTH, PRECISE, drafter, paths, plan_of
+from helpers.gpu import LENGTH, PRECISE, drafter, paths
 from helpers.tiny import prompt, tiny
 from windfall import registry
 from windfall.core.types import GpuOptions

@@ -86,8 +86,8 @@ def test_no_cycle_waits_for_a_recording(name: str, tmp_path: Path, monkeypatch: 
     own = registry.policy(name, **short[name]) if name in short else policy(name, tmp_path)
     target = Target(tiny("llama", dtype=PRECISE))
     made = [Engine(target, drafter("eagle3"), own, launch=GpuOptions(graphs)) for graphs in (False, True)]
-    assert made[1].resident is not None
-    made[1].resident.judge.recorder.enabled = True
+    assert made[1].gpu_runner is not None
+    made[1].gpu_runner.judge.recorder.enabled = True
     found = [each.generate(prompt(), max_new_tokens=LENGTH, eos=()) for each in made]
     assert made[1].fallback == "" and found[0].token_ids == found[1].token_ids
     assert not any(step.recorded for step in found[1].steps)

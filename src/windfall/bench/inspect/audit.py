@@ -118,7 +118,7 @@ class Audit:
         self.engine, self.batch = engine, batch
         target = engine.target
         self.reference = Target(target.model, target.tokenizer, target.name)  # has its own cache
-        self.plain = Engine(self.reference, NoDrafter(), NoSpeculation(), launch=engine.launch)
+        self.plain = Engine(self.reference, NoDrafter(), NoSpeculation(), gpu_options=engine.gpu_options)
         self.speculative = Comparison(f"{name} vs plain")
         self.batched = Comparison(f"HF batch of {batch} vs single")
         self.others = Comparison("plain vs HF single")

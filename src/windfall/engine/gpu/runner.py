@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Iterator
-from typing import Protocol
+from dataclasses import replace
 
 import torch
 
 from windfall.core.types import GpuOptions, Step
-from windfall.costs.acceptance import Calibrator
 from windfall.costs.online import OnlineCosts
 from windfall.drafters.base import Drafter
 from windfall.drafters.lm import LMDrafter
@@ -28,15 +26,6 @@ from windfall.policies.context import Context
 from windfall.policies.plan import Plan
 
 AWAY = 2e-5  # seconds in which whoever takes a step may have found other work for the device
-
-
-class Host(Protocol):
-    """What a text needs of the engine that asks for it."""
-
-    coupled: bool
-    ledger: OnlineCosts
-    calibrators: defaultdict[str, Calibrator]
-    prefill_seconds: float  # of the text, told with its first Step
 
 
 class GpuRunner:
@@ -102,33 +91,34 @@ class GpuRunner:
             self.cycles, self._seats, self._made_for = {}, None, self.judge.resized
 
     @torch.inference_mode()
-    def run(self, host: Host, sequence: Sequence) -> Iterator[Step]:
-        """The Steps of this text."""
+    def run(self, sequence: Sequence, online_costs: OnlineCosts) -> Iterator[Step]:
+        """The Steps of this text; the first has the seconds of the prefill."""
         plan = sequence.policy.cached_plan
         assert plan is not None
         cycle = self._cycle(plan, sequence)
         params, dials = sequence.params, self.judge.dials
-        flight = Pipeline(cycle, Sprouting(params, host.coupled, dials, cycle.noise(params)), sequence)
-        context = sequence.context(host.ledger.costs, host.calibrators[sequence.regime])
+        flight = Pipeline(cycle, Sprouting(params, sequence.dice is not None, dials, cycle.noise(params)), sequence)
+        context = sequence.begin_cycle(online_costs.costs)
         flight.prepare(context)
         flight.start()
         flight.launch(context)
+        first = True
         while True:
             flight.launch(context)
             if plan.lookahead:
                 flight.begin(context)
             step, landed = flight.land(), time.perf_counter()
-            host.prefill_seconds = flight.prefill_seconds
+            if first:
+                step, first = replace(step, prefill_seconds=flight.prefill_seconds), False
             try:
                 yield step
             finally:  # nobody waits for what is learnt from it
                 flight.away = time.perf_counter() - landed > AWAY
-                sequence.policy.observe(step)
-                host.calibrators[sequence.regime].observe(step)
-                book(host.ledger, step, plan.width, context.length)
+                sequence.observe(step)
+                book(online_costs, step, plan.width, context.length)
             if step.finish:
                 return
-            context = sequence.context(host.ledger.costs, host.calibrators[sequence.regime])
+            context = sequence.begin_cycle(online_costs.costs)
 
     def _cycle(self, plan: Plan, sequence: Sequence) -> Cycle:
         """The plan's buffers, with room for this text."""
