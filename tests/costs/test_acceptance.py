@@ -79,24 +79,25 @@ def test_kappa_is_moved_by_every_family_of_which_a_child_was_drawn() -> None:
 
 def test_as_many_passes_need_no_decision_as_four_of_five_cycles_exceed() -> None:
     calibrator, numbers = Calibrator(), np.random.default_rng(0)
-    assert calibrator.least == 1
+    assert calibrator.min_draft_passes == 1
     wanted = numbers.integers(3, 13, 4000)
     levels = []
     for each in wanted:
-        levels.append(calibrator.least)
-        calibrator.drafted(max(int(each), calibrator.least + 1))  # fewer than that nobody can ask for
+        levels.append(calibrator.min_draft_passes)
+        fewest = calibrator.min_draft_passes + 1  # a decision after the unasked passes comes too late for fewer
+        calibrator.record_draft_passes(max(int(each), fewest))
     ended = np.mean([each <= least + 1 for each, least in zip(wanted[200:], levels[200:], strict=True)])
     assert 0.17 < ended < 0.23 and 3 <= np.mean(levels[200:]) <= 5
-    assert Calibrator.of_dict(calibrator.as_dict()).least == calibrator.least
+    assert Calibrator.of_dict(calibrator.as_dict()).min_draft_passes == calibrator.min_draft_passes
     for _ in range(40):
-        calibrator.drafted(2)
-    assert calibrator.least == 1
+        calibrator.record_draft_passes(2)
+    assert calibrator.min_draft_passes == 1
 
 
 def test_it_relaxes_to_the_prior() -> None:
     calibrator, *_ = overconfident(50)
     for _ in range(20_000):
-        calibrator.relax()
+        calibrator.drift_to_prior()
     assert calibrator.weights == pytest.approx(Calibrator().weights, abs=1e-3)
 
 

@@ -112,7 +112,7 @@ class Engine:
         self.target, self.drafter, self.policy = target, drafter, policy
         self.coupled = coupled  # whether the drafter sees the noise of the draws, where there is any
         self.launch = launch or GpuOptions()
-        self.ledger = OnlineCosts(ASSUMED, learns=False)
+        self.online_costs = OnlineCosts(ASSUMED, learns=False)
         self.calibrators: defaultdict[str, Calibrator] = defaultdict(Calibrator)  # by regime
         drafter.attach(target)
         self.prefill_seconds = 0.0
@@ -283,11 +283,11 @@ class Engine:
     @property
     def costs(self) -> Costs:
         """What passes are believed to cost; those that are set are taken as given."""
-        return self.ledger.costs
+        return self.online_costs.costs
 
     @costs.setter
     def costs(self, given: Costs) -> None:
-        self.ledger = OnlineCosts(given, learns=False)
+        self.online_costs = OnlineCosts(given, learns=False)
 
     @property
     def graphs(self) -> bool:
@@ -354,9 +354,10 @@ class Engine:
         lockstep: Lockstep | None = None,
     ) -> list[Step]:
         before = target.recordings
-        ledger = self.ledger if self.ledger.learns and len(live) == 1 else None  # else passes are shared
+        alone = self.online_costs.learns and len(live) == 1  # else sequences share the passes
+        online_costs = self.online_costs if alone else None
         clock = Stopwatch()
-        contexts = [s.context(self.costs, self.calibrators[s.regime], ledger) for s in live]
+        contexts = [s.context(self.costs, self.calibrators[s.regime], online_costs) for s in live]
         passes: list[tuple[int, float]] = []  # nodes and seconds of those that brought something
         drafted = drafter.begin([sequence.tokens[-1] for sequence in live])
         growth = [Growth(sequence.policy, context) for sequence, context in zip(live, contexts, strict=True)]
@@ -398,8 +399,8 @@ class Engine:
                 emitted, trees, verdicts, drafted, kept, growth, live, strict=True
             )
         ]
-        if ledger is not None and not recorded:
-            self._book(ledger, live[0], contexts[0].length, passes, len(trees[0]), verifying)
+        if online_costs is not None and not recorded:
+            self._book(online_costs, live[0], contexts[0].length, passes, len(trees[0]), verifying)
         for sequence, step in zip(live, steps, strict=True):
             sequence.policy.observe(step)
             self.calibrators[sequence.regime].observe(step)
@@ -408,7 +409,7 @@ class Engine:
 
     def _book(
         self,
-        ledger: OnlineCosts,
+        online_costs: OnlineCosts,
         sequence: Sequence,
         length: int,
         passes: list[tuple[int, float]],
@@ -418,11 +419,11 @@ class Engine:
         """Learn from a cycle what its passes take; where passes on the device were measured, these take longer."""
         slower = self.resident is not None
         if passes:
-            ledger.drafted([0], passes[0][1], slower or length - sequence.drafted > USUAL)
+            online_costs.record_drafts([0], passes[0][1], slower or length - sequence.drafted > USUAL)
             sequence.drafted = length
         for width, seconds in passes[1:]:
-            ledger.drafted([width], seconds, slower)
-        ledger.verified(rows, length, verifying, slower)
+            online_costs.record_drafts([width], seconds, slower)
+        online_costs.record_verify(rows, length, verifying, slower)
 
     def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """Text, chat messages or token ids → token ids; text becomes a user's message unless `raw`."""

@@ -115,7 +115,7 @@ def load_or_measure(
 
 def attach(engine: Engine) -> None:
     """Give an engine this machine's costs, and what was learnt about its drafter before."""
-    engine.ledger = OnlineCosts(load_or_measure(engine).costs)
+    engine.online_costs = OnlineCosts(load_or_measure(engine).costs)
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # nothing was kept, or it is damaged
         kept = json.loads(calibration_file(engine).read_text("utf-8"))
         engine.calibrators.update({regime: Calibrator.of_dict(saved) for regime, saved in kept.items()})
@@ -126,7 +126,7 @@ def remember(engine: Engine) -> None:
     kept = {regime: calibrator.as_dict() for regime, calibrator in engine.calibrators.items()}
     with suppress(InputError):
         _keep(calibration_file(engine), kept)
-        if engine.ledger.too_dear > WRONG:
+        if engine.online_costs.overestimate > WRONG:
             about = describe(engine)
             profile = read(profile_file(about), about)
             if profile is not None and profile.steady:

@@ -42,11 +42,11 @@ class Sequence:
         """What draft confidence means depends on how tokens are drawn."""
         return "greedy" if self.params.greedy else "coupled" if self.dice else "sampled"
 
-    def context(self, costs: Costs, calibrator: Calibrator, ledger: OnlineCosts | None = None) -> Context:
+    def context(self, costs: Costs, calibrator: Calibrator, online_costs: OnlineCosts | None = None) -> Context:
         if self.dice:
             self.dice.kappa = calibrator.kappa
         room = self.end - len(self.tokens)
-        return Context(len(self.tokens), room, self.params.temperature, costs, calibrator, ledger)
+        return Context(len(self.tokens), room, self.params.temperature, costs, calibrator, online_costs)
 
     def draws(self, tree: DraftTree, scores: Scores) -> Callable[[int], int]:
         """A function: node → the target's own token after it."""

@@ -36,7 +36,7 @@ class Host(Protocol):
     """What a text needs of the engine that asks for it."""
 
     coupled: bool
-    ledger: OnlineCosts
+    online_costs: OnlineCosts
     calibrators: defaultdict[str, Calibrator]
     prefill_seconds: float  # of the text, told with its first Step
 
@@ -113,7 +113,7 @@ class GpuRunner:
         cycle = self._cycle(plan, sequence)
         params, dials = sequence.params, self.judge.dials
         flight = Pipeline(cycle, Sprouting(params, host.coupled, dials, cycle.noise(params)), sequence)
-        context = sequence.context(host.ledger.costs, host.calibrators[sequence.regime])
+        context = sequence.context(host.online_costs.costs, host.calibrators[sequence.regime])
         flight.prepare(context)
         flight.start()
         flight.launch(context)
@@ -129,10 +129,10 @@ class GpuRunner:
                 flight.away = time.perf_counter() - landed > AWAY
                 sequence.policy.observe(step)
                 host.calibrators[sequence.regime].observe(step)
-                book(host.ledger, step, plan.width, context.length)
+                book(host.online_costs, step, plan.width, context.length)
             if step.finish:
                 return
-            context = sequence.context(host.ledger.costs, host.calibrators[sequence.regime])
+            context = sequence.context(host.online_costs.costs, host.calibrators[sequence.regime])
 
     def _cycle(self, plan: Plan, sequence: Sequence) -> Cycle:
         """The plan's buffers, with room for this text."""
@@ -146,9 +146,9 @@ class GpuRunner:
         return cycle
 
 
-def book(ledger: OnlineCosts, step: Step, width: int, length: int) -> None:
+def book(online_costs: OnlineCosts, step: Step, width: int, length: int) -> None:
     """Learn from a cycle what its passes take; but not from one in which some were recorded."""
-    if ledger.learns and not step.recorded:
+    if online_costs.learns and not step.recorded:
         if step.draft_passes:
-            ledger.drafted([0, *[width] * (step.draft_passes - 1)], step.seconds.draft)
-        ledger.verified(len(step.tree), length, step.seconds.verify)
+            online_costs.record_drafts([0, *[width] * (step.draft_passes - 1)], step.seconds.draft)
+        online_costs.record_verify(len(step.tree), length, step.seconds.verify)

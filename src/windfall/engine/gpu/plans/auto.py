@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from windfall.costs.acceptance import CHILDREN, MOST_SETTLED
+from windfall.costs.acceptance import FORECAST_CHILDREN, MAX_UNASKED_PASSES
 from windfall.engine.gpu.plans.base import Plan
 from windfall.engine.gpu.transfer import PackedBuffer
 from windfall.engine.gpu.view import TreeView
@@ -23,7 +23,9 @@ class AutoPlan(Plan):
     policy: Auto
 
     def __init__(self, policy: Auto):
-        super().__init__(policy, cheap_rows.PASSES, cheap_rows.WIDTH, CHILDREN, min(policy.nodes, cheap_rows.ROWS[-1]))
+        super().__init__(
+            policy, cheap_rows.PASSES, cheap_rows.WIDTH, FORECAST_CHILDREN, min(policy.nodes, cheap_rows.ROWS[-1])
+        )
         self._worth, self._fee, self._first, self._before = 0, 0.0, 0.0, 0.0
         self._least, self._sizes = 1, cheap_rows.ROWS
         self._told: object = None  # what the device goes by
@@ -36,11 +38,11 @@ class AutoPlan(Plan):
         calibrator, (fee, price) = ctx.calibrator, cheap_rows.prices(ctx)
         told = (calibrator, calibrator.version, fee, price)
         if told != self._told:
-            host, means = terms.host, calibrator.means()  # the last copy is through: a pass behind it was waited for
-            host["weights"][:], host["outlook"][:], host["prices"][:] = calibrator.weights, means, (fee, price)
+            host, means = terms.host, calibrator.mean_forecasts()  # the last copy is done: a later pass was awaited
+            host["weights"][:], host["forecast"][:], host["prices"][:] = calibrator.weights, means, (fee, price)
             terms.send()
             self._told, self._fee, self._first = told, fee, cheap_rows.first(calibrator, price)
-        self._before, self._least, self._sizes = self._first, calibrator.least, cheap_rows.sizes(ctx)
+        self._before, self._least, self._sizes = self._first, calibrator.min_draft_passes, cheap_rows.sizes(ctx)
 
     def settled(self, ctx: Context) -> int | None:
         return None
@@ -58,7 +60,7 @@ class AutoPlan(Plan):
         return min(cheap_rows.rows(self._worth, level, self._sizes), self.rows), level
 
     def openings(self, settled: int | None) -> Iterable[int]:
-        return range(1, MOST_SETTLED + 1)
+        return range(1, MAX_UNASKED_PASSES + 1)
 
     def sizes(self) -> Iterable[int]:
         return {min(size, self.rows) for size in cheap_rows.ROWS}
