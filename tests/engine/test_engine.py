@@ -305,13 +305,13 @@ def test_what_means_nothing_may_be_left_open() -> None:
 def test_a_tree_of_too_many_nodes_is_refused(graphs: bool) -> None:
     policy = registry.policy("beam", k=3000)
     made = Engine(Target(tiny()), some_drafter("lm"), policy, launch=GpuOptions(graphs))
-    with pytest.raises(InputError, match="262144 nodes at the most; this pass would make 9003"):
+    with pytest.raises(InputError, match="262144 nodes at most; this pass would make 9003"):
         made.generate(prompt(), max_new_tokens=8)
 
 
 def test_a_pass_of_too_many_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     made = engine("beam", "lm")
-    monkeypatch.setattr("windfall.model.target.MOST_ROWS", 8)
+    monkeypatch.setattr("windfall.model.target.MAX_VERIFY_ROWS", 8)
     with pytest.raises(InputError, match="8 rows at the most, not "):
         made.generate(prompt(), max_new_tokens=8)
 

@@ -12,7 +12,7 @@ from helpers.tiny import prompt, tiny
 from windfall import registry
 from windfall.core.errors import InputError
 from windfall.core.types import GpuOptions
-from windfall.drafters.base import BLOCK, likeliest
+from windfall.drafters.base import BLOCK, most_likely
 from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.engine.engine import Engine
 from windfall.heads import rounded
@@ -151,7 +151,7 @@ def test_full_where_there_is_no_such_product(monkeypatch: pytest.MonkeyPatch, me
 def test_likeliest_is_topk(size: int) -> None:
     logq = torch.randn(3, size, generator=torch.Generator().manual_seed(4))
     logq[1, 4:] = -torch.inf
-    values, places = likeliest(logq, min(8, size))
+    values, places = most_likely(logq, min(8, size))
     assert torch.equal(values, logq.topk(min(8, size)).values)
     assert torch.equal(logq.gather(1, places), values)
     assert all(len(set(row.tolist())) == len(row) for row in places), "siblings are different"

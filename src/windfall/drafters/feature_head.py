@@ -19,7 +19,7 @@ from windfall.core.options import option
 from windfall.core.sampling import Dice
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow, InputError
-from windfall.drafters.base import Drafter, sprout
+from windfall.drafters.base import Drafter, add_children
 from windfall.heads.base import FeatureHead, Guess
 from windfall.heads.layers import masked_attention, within
 from windfall.model.batch import Packed, Rows, pack
@@ -102,7 +102,7 @@ class FeatureHeadDrafter(Drafter):
         hidden = [self._hidden(b, tree, grow) for b, (tree, grow) in enumerate(zip(trees, grows, strict=True))]
         guess = self._feed(rows, hidden)
         return [
-            tree if grow is None else self._sprout(b, tree, grow, guess, len(rows[b].tokens), first)
+            tree if grow is None else self._add_children(b, tree, grow, guess, len(rows[b].tokens), first)
             for b, (tree, grow) in enumerate(zip(trees, grows, strict=True))
         ]
 
@@ -172,14 +172,14 @@ class FeatureHeadDrafter(Drafter):
         places = [slots[parent] - slots[0] for parent in tree.parents[grow.nodes].tolist()]
         return torch.cat(self._recycled[b])[torch.tensor(places, device=self.head.device)]
 
-    def _sprout(self, b: int, tree: DraftTree, grow: Grow, guess: Guess, size: int, first: int) -> DraftTree:
+    def _add_children(self, b: int, tree: DraftTree, grow: Grow, guess: Guess, size: int, first: int) -> DraftTree:
         fresh = len(grow.nodes)
         slots = range(first + size - fresh, first + size)
         self._slots[b].update(zip(grow.nodes.tolist(), slots, strict=True))
         width = guess.recycled.shape[1]
         self._recycled[b].append(guess.recycled[b, size - fresh : width])
         logq = torch.log_softmax(self.head.logits(guess.state[b, size - fresh : size]).float(), -1)
-        return sprout(tree, grow, logq, self._dice[b], self.head.draft_tokens)
+        return add_children(tree, grow, logq, self._dice[b], self.head.draft_tokens)
 
     def _feed(self, rows: list[Rows], hidden: list[Tensor]) -> Guess:
         """One pass over these rows, staged behind what is there."""

@@ -17,7 +17,7 @@ from windfall.core.options import option
 from windfall.core.sampling import Dice
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow
-from windfall.drafters.base import Drafter, sprout
+from windfall.drafters.base import Drafter, add_children
 from windfall.drafters.feature_head import CHUNK, HeadMemory, Reach
 from windfall.drafters.medusa import find_heads
 from windfall.model.batch import Rows, pack
@@ -65,7 +65,7 @@ class HydraDrafter(Drafter):
             if grow is not None and len(nodes[b]):
                 rows = torch.stack([logq[b, node] for node in nodes[b].tolist()])  # [n, Vd]
                 wish, names = grow._replace(nodes=nodes[b]), self._heads.draft_tokens
-                grown[b] = sprout(trees[b], wish, rows, self._dice[b], names)
+                grown[b] = add_children(trees[b], wish, rows, self._dice[b], names)
         return grown
 
     def commit(

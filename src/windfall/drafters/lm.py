@@ -17,7 +17,7 @@ from windfall.core.options import option
 from windfall.core.sampling import Dice
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow
-from windfall.drafters.base import Drafter, sprout
+from windfall.drafters.base import Drafter, add_children
 from windfall.model.batch import Rows
 from windfall.model.decoder import Decoder
 from windfall.model.target import Target, refuse_unsupported, uncompiled
@@ -89,7 +89,7 @@ class LMDrafter(Drafter):
             size, fresh = len(rows[b].tokens), len(grow.nodes)
             self._slots[b].update(zip(grow.nodes.tolist(), range(first + size - fresh, first + size), strict=True))
             logq = torch.log_softmax(logits[b][size - fresh :, : self.vocabulary].float(), -1)
-            grown.append(sprout(tree, grow, logq, self._dice[b]))
+            grown.append(add_children(tree, grow, logq, self._dice[b]))
         return grown
 
     def commit(

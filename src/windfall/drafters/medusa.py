@@ -13,7 +13,7 @@ from windfall.core.options import option
 from windfall.core.sampling import Dice
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow, InputError
-from windfall.drafters.base import Drafter, sprout
+from windfall.drafters.base import Drafter, add_children
 
 if TYPE_CHECKING:
     from windfall.heads.medusa import Heads, Medusa
@@ -107,7 +107,7 @@ class Levels:
                     torch.tensor([place]), torch.zeros(1).long(), torch.zeros(1), torch.zeros(1).long()
                 )
             wish = grow._replace(nodes=torch.arange(len(chain)), k=self._asked[0], entropy=self._asked[1])
-            self._made = sprout(chain, wish, self.logq, self.dice, self.names)
+            self._made = add_children(chain, wish, self.logq, self.dice, self.names)
         return self._made
 
 

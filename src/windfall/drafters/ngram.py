@@ -17,7 +17,7 @@ from windfall.core.options import option
 from windfall.core.sampling import Dice
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow, InputError
-from windfall.drafters.base import Drafter, sprout
+from windfall.drafters.base import Drafter, add_children
 
 CANDIDATES = 64  # continuations of one node, at the most
 DOUBT = 3.0  # new continuations expected for each different one known; PPM-C has 1, but 3 fits what models write
@@ -237,4 +237,4 @@ class NGramDrafter(Drafter):
         padded = [row + [(0, 0.0)] * (width - len(row)) for row in rows]
         tokens = torch.tensor([[token for token, _ in row] for row in padded])  # [n, M]
         mass = torch.tensor([[chance for _, chance in row] for row in padded], dtype=torch.float64)  # [n, M]
-        return sprout(tree, grow, mass.log(), history.dice, tokens)
+        return add_children(tree, grow, mass.log(), history.dice, tokens)

@@ -19,7 +19,7 @@ from windfall.core.clock import Stopwatch, now
 from windfall.core.files import is_unicode
 from windfall.core.options import brief
 from windfall.core.stats import Stats
-from windfall.core.tree import MOST_NODES, DraftTree
+from windfall.core.tree import MAX_TREE_NODES, DraftTree
 from windfall.core.types import GpuOptions, Grow, InputError, SamplingParams, Step
 from windfall.core.wording import counted
 from windfall.costs.acceptance import Calibrator
@@ -525,9 +525,9 @@ class Growth:
         if grow is None or not nodes:
             self._over = True
             return None
-        if (size := len(tree) + len(nodes) * grow.k) > MOST_NODES:
+        if (size := len(tree) + len(nodes) * grow.k) > MAX_TREE_NODES:
             raise InputError(
-                f"a draft tree has {MOST_NODES} nodes at the most; this pass would make {size}: choose fewer children"
+                f"a draft tree has {MAX_TREE_NODES} nodes at most; this pass would make {size}: use fewer children"
             )
         self._expanded.update(nodes)
         self.passes += 1

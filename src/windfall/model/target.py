@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windfall.core.tree import MOST_ROWS, DraftTree
+from windfall.core.tree import MAX_VERIFY_ROWS, DraftTree
 from windfall.core.types import InputError, Scores
 from windfall.model.batch import Rows
 from windfall.model.decoder import WINDOWS, Decoder, plain_places, tree_attention
@@ -91,8 +91,8 @@ class Target:
 
     def score(self, trees: list[DraftTree]) -> list[Scores]:
         """ONE forward for all trees: a row sees the prefix and its ancestors, at position prefix + depth."""
-        if (most := max(map(len, trees))) > MOST_ROWS:
-            raise InputError(f"a verify pass takes {MOST_ROWS} rows at the most, not {most}")
+        if (most := max(map(len, trees))) > MAX_VERIFY_ROWS:
+            raise InputError(f"a verify pass takes {MAX_VERIFY_ROWS} rows at most, not {most}")
         places = plain_places(self.decoder.config)
         if places and self.decoder.cache.top + most > places:
             raise InputError(f"{self.name} takes {places - self.decoder.cache.top} rows in this pass, not {most}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from windfall.core.options import option
-from windfall.core.tree import MOST_ROWS, DraftTree
+from windfall.core.tree import MAX_VERIFY_ROWS, DraftTree
 from windfall.core.types import Grow, Step
 from windfall.costs.acceptance import FORECAST_CHILDREN, Calibrator
 from windfall.costs.curves import Costs
@@ -39,7 +39,10 @@ class Auto(TreePolicy):
     uses_costs: ClassVar[bool] = True
 
     nodes: int = option(
-        96, "rows of a verify pass at the most, the root counted: memory's limit, not taste's", low=1, high=MOST_ROWS
+        96,
+        "rows of a verify pass at the most, the root counted: memory's limit, not taste's",
+        low=1,
+        high=MAX_VERIFY_ROWS,
     )
 
     def __post_init__(self) -> None:

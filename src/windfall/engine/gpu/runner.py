@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from windfall.core.tree import MOST_NODES
+from windfall.core.tree import MAX_TREE_NODES
 from windfall.core.types import GpuOptions, Step
 from windfall.costs.acceptance import Calibrator
 from windfall.costs.online import OnlineCosts
@@ -71,8 +71,8 @@ class GpuRunner:
         plan, params = plan_of(sequence.policy), sequence.params
         if plan is None or not self.plans:
             return "its policy decides on the host"
-        if plan.capacity > MOST_NODES:
-            return f"its trees have more than {MOST_NODES} nodes"
+        if plan.capacity > MAX_TREE_NODES:
+            return f"its trees have more than {MAX_TREE_NODES} nodes"
         if not plan.suits(ctx):
             return "its policy weighs every row, on the host"
         if plan.passes and self.drafts_on_host:
