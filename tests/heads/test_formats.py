@@ -28,7 +28,8 @@ from windfall.engine.engine import Engine
 from windfall.heads import probe
 from windfall.heads.base import FeatureHead
 from windfall.heads.fitting import fit
-from windfall.heads.formats import AUX, FORMATS, Shape, read, read_checkpoint, write
+from windfall.heads.formats import FORMATS, Shape, read, read_checkpoint, write
+from windfall.heads.formats.eagle3 import AUX
 from windfall.heads.kinds import recognise
 from windfall.heads.layers import Unrolled
 from windfall.heads.loading import find_head
@@ -443,8 +444,8 @@ def test_a_missing_theta_is_ten_thousand_or_the_targets(tmp_path: Path, monkeypa
     change(tmp_path, {"rope_theta": ...})
     judge = Target(tiny(num_hidden_layers=LAYERS, rope_theta=5e5))
     found = read_checkpoint(tmp_path, "x", Shape.of(judge.decoder.config))
-    assert [reading.choices["rope_theta"] for reading in found.told] == [10000.0, 5e5]
-    assert len(read_checkpoint(tmp_path, "x", Shape(LAYERS, 10000.0)).told) == 1
+    assert [reading.choices["rope_theta"] for reading in found.stated] == [10000.0, 5e5]
+    assert len(read_checkpoint(tmp_path, "x", Shape(LAYERS, 10000.0)).stated) == 1
 
     def score(head: FeatureHead, *rest: Any) -> probe.Score:
         return made_up_score(0.5, -1.0 if head.config.layer.rope_parameters["rope_theta"] == 5e5 else -2.0)

@@ -30,9 +30,11 @@ from windfall.engine import loading, profiling
 from windfall.engine.engine import Engine
 from windfall.heads import formats
 from windfall.heads.files import locate
-from windfall.heads.hydra import Hydra, new_hydra, read_hydra, write_hydra
+from windfall.heads.formats.hydra import read_hydra, write_hydra
+from windfall.heads.formats.medusa import read_medusa, write_medusa
+from windfall.heads.hydra import Hydra, new_hydra
 from windfall.heads.layers import Unrolled
-from windfall.heads.medusa import Heads, Medusa, new_medusa, read_medusa, write_medusa
+from windfall.heads.medusa import Heads, Medusa, new_medusa
 from windfall.model.target import Target
 
 MODEL = tiny()

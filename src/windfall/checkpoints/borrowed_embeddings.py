@@ -14,8 +14,8 @@ from torch import Tensor
 
 from windfall.checkpoints.bundled import BORROWS, TARGET
 from windfall.checkpoints.model_dir import readable
+from windfall.checkpoints.tensors import read_tensors
 from windfall.core.types import InputError
-from windfall.heads.files import read_tensors
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "olmo2")  # whose embeddings and vocabulary head are plain matrices
 EMBEDDINGS = "embeddings"  # what is borrowed: the embedding and the vocabulary head

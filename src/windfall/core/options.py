@@ -96,9 +96,9 @@ def check(instance: Any) -> None:
             raise InputError(f"{key} must be a number, not nan")
         if value is None or (low is None and high is None):
             continue
-        bounds = (low is not None and f"at least {low}", high is not None and f"at most {high}")
+        bounds = [f"{word} {limit}" for word, limit in (("at least", low), ("at most", high)) if limit is not None]
         if (low is not None and value < low) or (high is not None and value > high):
-            raise InputError(f"{key} must be {' and '.join(filter(None, bounds))}, not {value}")
+            raise InputError(f"{key} must be {' and '.join(bounds)}, not {value}")
 
 
 def is_number(value: Any, whole: bool = False) -> bool:

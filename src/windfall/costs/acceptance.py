@@ -97,7 +97,7 @@ class Calibrator:
     def mean_forecasts(self) -> list[list[list[float]]]:
         """The mean of every forecast: by the parent's depth, the bucket of its chance, the child's rank."""
         return [
-            [Forecast(*cases, share).mean for cases, share in zip(buckets, shares, strict=True)]
+            [Forecast(bad, good, share).mean for (bad, good), share in zip(buckets, shares, strict=True)]
             for buckets, shares in zip(self._forecast, self._good_share, strict=True)
         ]
 

@@ -45,7 +45,7 @@ def _hydra(config: Config, names: Names) -> bool:
 
 
 def _own(kind: str) -> tuple[str, str, str]:
-    return f"windfall.heads.{kind}:read_{kind}", f"windfall.heads.{kind}:write_{kind}", kind
+    return f"windfall.heads.formats.{kind}:read_{kind}", f"windfall.heads.formats.{kind}:write_{kind}", kind
 
 
 _FEATURES = ("windfall.heads.formats:read", "windfall.heads.formats:write", "head")
@@ -63,7 +63,8 @@ def recognise(folder: Path, label: str | None = None) -> str | None:
 
     A head of a known kind that windfall does not read is refused. `label` is what the folder is called in that line.
     """
-    from windfall.heads.files import CONFIG, tensor_names
+    from windfall.checkpoints.tensors import tensor_names
+    from windfall.heads.files import CONFIG
 
     try:
         config = json.loads((folder / CONFIG).read_text("utf-8"))

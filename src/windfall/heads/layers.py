@@ -113,6 +113,23 @@ class MLP(nn.Module):
         return out
 
 
+class DecoderLayer(nn.Module):
+    """An ordinary decoder layer; EAGLE's first one has no norm before its attention."""
+
+    def __init__(self, config: Any, place: int, input_norm: bool = True):
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps) if input_norm else nn.Identity()
+        self.self_attn = Attention(config, place, size)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.mlp = MLP(config)
+
+    def forward(self, hidden: Tensor, turn: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), turn, memory)
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
+
+
 class Rotary(nn.Module):
     """Angles of any rope type that transformers knows, made where and when they are first needed.
 

@@ -75,13 +75,13 @@ def choose(checkpoint: Checkpoint, target: Target) -> FeatureHead:
     other projects that differ from it in one respect, which must be better by more than chance. Where even the best
     hardly agrees, all of them are tried on a text that the target writes.
     """
-    fit(checkpoint.build(checkpoint.told[0]), target)  # refuses another target's head before anything is computed
+    fit(checkpoint.build(checkpoint.stated[0]), target)  # refuses another target's head before anything is computed
     checkpoint.to(target.device, target.decoder.dtype)
     trial = Trial(checkpoint, target, *sample(target))
-    best = trial.climb(trial.best(checkpoint.told))
+    best = trial.climb(trial.best(checkpoint.stated))
     if trial.score(best).first < ENOUGH:
         trial = Trial(checkpoint, target, *continued(target))
-        best, other = trial.best(checkpoint.told), trial.best(checkpoint.readings)
+        best, other = trial.best(checkpoint.stated), trial.best(checkpoint.readings)
         best = other if trial.score(other).first >= ENOUGH else best
     head = fit(checkpoint.build(best), target)
     head.agreement = trial.score(best).first
@@ -132,13 +132,15 @@ def _differences(one: Reading, other: Reading) -> int:
 
 def _tell(checkpoint: Checkpoint, target: Target, trial: Trial, chosen: Reading) -> None:
     found = trial.score(chosen)
-    if len(checkpoint.told) > 1 or chosen not in checkpoint.told:
+    if len(checkpoint.stated) > 1 or chosen not in checkpoint.stated:
         differs = {
             axis: value
             for axis, value in chosen.choices.items()
-            if any(reading.choices[axis] != value for reading in [*checkpoint.told, chosen])
+            if any(reading.choices[axis] != value for reading in [*checkpoint.stated, chosen])
         }
-        unsure = "allows several readings" if chosen in checkpoint.told else "seems to mean something else than it says"
+        unsure = (
+            "allows several readings" if chosen in checkpoint.stated else "seems to mean something else than it says"
+        )
         _warn(
             f"'{checkpoint.label}' {unsure}; chosen: {_worded(differs)}, which agrees with {target.name} "
             f"on {found.agreement:.0%} of the tokens (the next best on {trial.next_best(differs):.0%})"
