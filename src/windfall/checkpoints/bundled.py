@@ -20,12 +20,12 @@ FOLDER = WEIGHTS  # a folder for each
 STRIDE = 64  # numbers of each matrix that are looked at
 
 
-def shipped_head(target: Target) -> Path | None:
+def bundled_head(target: Target) -> Path | None:
     """The folder of the draft head that was made for this very model."""
     return _find(target, small=False)
 
 
-def shipped_lm(target: Target) -> Path | None:
+def bundled_lm(target: Target) -> Path | None:
     """The folder of the small language model that was made for this very model."""
     return _find(target, small=True)
 

@@ -52,12 +52,12 @@ class FeatureHeadDrafter(Drafter):
     )
 
     def attach(self, target: Target) -> None:
-        from windfall.heads.fitting import drafting
+        from windfall.heads.fitting import with_vocabulary
         from windfall.heads.loading import find_head
 
         self._reach = Reach(find_head(self.model, target, "head"), self.window, target.context, HINT)
         head = self._reach.head
-        self.head: FeatureHead = self._rounded(drafting(head, target, None) if self.whole else head)
+        self.head: FeatureHead = self._rounded(with_vocabulary(head, target, None) if self.whole else head)
 
     @property
     def longest(self) -> int | None:
@@ -69,10 +69,10 @@ class FeatureHeadDrafter(Drafter):
 
     def _rounded(self, head: FeatureHead) -> FeatureHead:
         """With the vocabulary in the precision that was asked for. A draft is only a guess: the text stays the same."""
-        from windfall.heads.fitting import rounding
+        from windfall.heads.fitting import with_int8_vocabulary
 
         wanted = self.vocabulary_precision
-        quick = None if wanted == "full" else rounding(head, anyway=wanted == "int8")
+        quick = None if wanted == "full" else with_int8_vocabulary(head, force=wanted == "int8")
         if quick is None and wanted == "int8":
             raise InputError("int8 needs a CPU and a torch with oneDNN; leave vocabulary_precision out or set it full")
         return quick or head
@@ -198,11 +198,11 @@ class Reach:
     """A head in texts longer than it was made for: it sees a window of the last positions, and a warning says so."""
 
     def __init__(self, head: Any, window: int | None, context: int | None, hint: str = ""):
-        from windfall.heads.fitting import end_of_positions, sighted
+        from windfall.heads.fitting import max_positions, with_window
 
         self._hint = hint  # what the warning ends with
-        self.head: Any = sighted(head, window, context)
-        self.longest = end_of_positions(head, context)
+        self.head: Any = with_window(head, window, context)
+        self.longest = max_positions(head, context)
         self._shortened = window is None and self.head.config.windows != head.config.windows
         self._warned = False
 

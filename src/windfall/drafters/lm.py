@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windfall.checkpoints.bundled import shipped_lm
+from windfall.checkpoints.bundled import bundled_lm
 from windfall.checkpoints.find import check_vocabulary, load_model
 from windfall.core.errors import HeadWarning
 from windfall.core.options import option
@@ -44,7 +44,7 @@ class LMDrafter(Drafter):
 
     def _find(self, target: Target) -> tuple[Any, Any]:
         """The model and, where there is one, its tokenizer."""
-        model = shipped_lm(target) if self.model is None else self.model
+        model = bundled_lm(target) if self.model is None else self.model
         if model is None:
             return target.model, target.tokenizer
         if isinstance(model, tuple):

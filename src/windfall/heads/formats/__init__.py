@@ -27,7 +27,7 @@ from windfall.heads.formats.config import vocabulary_size
 from windfall.heads.formats.eagle import EagleReader, GriffinReader, eagle_config, griffin_config
 from windfall.heads.formats.eagle3 import Eagle3Reader, eagle3_config, eagle3_name
 from windfall.heads.formats.speculators import SpeculatorsReader, speculators_config
-from windfall.heads.kinds import KINDS, load, match, plain, recognise, refuse_unread
+from windfall.heads.kinds import KINDS, load, match, plain, recognise, refuse_unsupported_head
 
 if TYPE_CHECKING:
     from windfall.model.target import Target
@@ -65,7 +65,7 @@ def read_checkpoint(folder: Path, label: str, shape: Shape | None) -> Checkpoint
     """The files of a feature head, with all their readings."""
     config, tensors = read_config(folder, label), _plainly_named(read_tensors(folder, label), label)
     kind = match(config, set(tensors))
-    refuse_unread(kind, config, set(tensors), label)
+    refuse_unsupported_head(kind, config, set(tensors), label)
     if kind is None or KINDS[kind].drafter != "head":
         known = [name for name, entry in KINDS.items() if entry.drafter == "head"]
         other = "no draft head" if kind is None else f"a {kind} head, which drafter {KINDS[kind].drafter} takes"

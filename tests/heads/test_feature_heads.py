@@ -116,5 +116,5 @@ def test_a_reduced_head_may_draft_from_the_whole_vocabulary() -> None:
         sizes.append(len(engine.drafter.head.vocabulary))
     assert texts[0] == texts[1] and sizes == [30, VOCABULARY]
     assert head.draft_tokens is not None, "the head that was given stays as it is"
-    with pytest.raises(InputError, match="vocabulary of its own"):
+    with pytest.raises(InputError, match="its own vocabulary"):
         FeatureHeadDrafter(random_head("eagle3-before-fc"), whole=True).attach(target)
