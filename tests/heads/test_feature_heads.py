@@ -10,7 +10,7 @@ from helpers.random_heads import KINDS, WINDOWED, random_head
 from helpers.tiny import FAMILIES, VOCABULARY, prompt, tiny
 from windfall import registry
 from windfall.core.types import Grow, InputError
-from windfall.drafters.feature_head import CATCH_UP, FeatureHeadDrafter
+from windfall.drafters.feature_head import MAX_PENDING, FeatureHeadDrafter
 from windfall.engine.engine import Engine
 from windfall.model.target import Target
 
@@ -29,7 +29,7 @@ def test_nodes_of_any_depth_in_one_pass(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "eagle3-deep"])
 def test_true_features_replace_drafted_ones(kind: str) -> None:
     """Over several cycles, some without any drafting, and after more tokens than ride along."""
-    head, model, committed = random_head(kind), tiny(), prompt(CATCH_UP + 9)
+    head, model, committed = random_head(kind), tiny(), prompt(MAX_PENDING + 9)
     target = Target(model)
     drafter = started(head, target, [committed])
     for cycle, expansions in enumerate(([[0], [1, 2]], [], [], [[0]], [[0], [2], [5]])):
@@ -48,7 +48,7 @@ def test_true_features_replace_drafted_ones(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["eagle3", "eagle3-windows"])
 def test_a_batch_drafts_what_each_sequence_drafts_alone(kind: str) -> None:
     head, target = random_head(kind), Target(tiny())
-    prompts = [prompt(5), prompt(CATCH_UP + 20, seed=1), prompt(2, seed=2), prompt(1, seed=3)]
+    prompts = [prompt(5), prompt(MAX_PENDING + 20, seed=1), prompt(2, seed=2), prompt(1, seed=3)]
     plain = Engine(target, registry.drafter("ngram"), registry.policy("none"))
     engine = Engine(target, FeatureHeadDrafter(model=head), registry.policy("beam", depth=3, k=3, nodes=10))
     alone = [engine.generate(own, max_new_tokens=17) for own in prompts]

@@ -134,9 +134,7 @@ UNSUPPORTED = (  # the first match counts, so special kinds come before general 
     Unsupported(
         "Medusa-2", _is_medusa2, "it holds its target too; give the heads in a folder of their own as --drafter"
     ),
-    Unsupported(
-        "SpecExit", _is_specexit, "its exit signals end texts early, so that they would not be the target's"
-    ),
+    Unsupported("SpecExit", _is_specexit, "its exit signals end texts early, so that they would not be the target's"),
 )
 
 
