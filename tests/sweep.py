@@ -31,7 +31,7 @@ from windfall import registry
 from windfall.core.types import InputError
 from windfall.engine.engine import Engine
 from windfall.model import decoder
-from windfall.model.target import SHORT, Target
+from windfall.model.target import TEST_WINDOW, Target
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 SECONDS = 300  # for an architecture
@@ -156,10 +156,10 @@ def _drafter(name: str, target: Target) -> Any:
 
 class _short_chunks:
     def __enter__(self) -> None:
-        self.usual, decoder.CHUNK = decoder.CHUNK, 6
+        self.usual, decoder.MAX_PREFILL_ROWS = decoder.MAX_PREFILL_ROWS, 6
 
     def __exit__(self, *_: object) -> None:
-        decoder.CHUNK = self.usual
+        decoder.MAX_PREFILL_ROWS = self.usual
 
 
 def _line(error: BaseException) -> str:
@@ -268,7 +268,7 @@ def page(results: list[Result]) -> str:
     """The results as Markdown."""
     kinds = {kind: [r for r in results if r.kind == kind] for kind in KINDS}
     counts = {kind.replace(" ", "_"): len(found) for kind, found in kinds.items()}
-    parts = [INTRODUCTION.format(version=transformers.__version__, short=SHORT, **counts)]
+    parts = [INTRODUCTION.format(version=transformers.__version__, short=TEST_WINDOW, **counts)]
     for kind, found in kinds.items():
         if found:
             rows = [f"| {r.name} | {class_name(r.name)} | {r.why} |" for r in found]

@@ -24,7 +24,7 @@ from windfall.core.tree import DraftTree
 from windfall.core.types import Grow, InputError, SamplingParams
 from windfall.costs.curves import Costs
 from windfall.drafters.base import Drafter
-from windfall.drafters.hydra import CHUNK, HydraDrafter
+from windfall.drafters.hydra import MAX_CHUNK, HydraDrafter
 from windfall.drafters.medusa import MedusaDrafter
 from windfall.engine import loading, profiling
 from windfall.engine.engine import Engine
@@ -164,8 +164,8 @@ def test_the_noise_of_a_depth_is_shown_to_all_its_nodes() -> None:
 
 
 def test_a_prefix_layer_catches_up_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windfall.drafters.hydra.CHUNK", 7)
-    assert CHUNK > 7
+    monkeypatch.setattr("windfall.drafters.hydra.MAX_CHUNK", 7)
+    assert MAX_CHUNK > 7
     heads, prompts = random_heads("hydra++"), [prompt(30), prompt(4, seed=1)]
     drafter = started(heads, Target(MODEL), prompts)
     root = Grow(torch.tensor([0]), 2)
