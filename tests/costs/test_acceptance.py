@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import copy
 import json
+from functools import cache
 
 import numpy as np
 import pytest
@@ -14,7 +16,8 @@ from windfall.costs.acceptance import Calibrator, expected_calibration_error
 from windfall.costs.curves import ASSUMED
 
 
-def overconfident(cycles: int) -> tuple[Calibrator, np.ndarray, np.ndarray, np.ndarray]:
+@cache
+def overconfident(cycles: int = 400) -> tuple[Calibrator, np.ndarray, np.ndarray, np.ndarray]:
     """A drafter twice as sure as it should be: what it said, what we made of it beforehand, and what came."""
     target = random_table(20, 3, 1.2)
     simulation = Simulation(target, torch.softmax(2.5 * target.log(), -1), ASSUMED)
@@ -33,7 +36,7 @@ def overconfident(cycles: int) -> tuple[Calibrator, np.ndarray, np.ndarray, np.n
 
 
 def test_many_nodes_at_once_have_the_same_chances() -> None:
-    calibrator, *_ = overconfident(40)
+    calibrator, *_ = overconfident()
     step = Simulation(random_table(20, 3, 1.2), random_table(20, 4, 1.2), ASSUMED).cycle(
         registry.policy("beam", depth=8, k=4, nodes=60)
     )[2]
@@ -49,7 +52,7 @@ def test_it_starts_at_the_drafters_own_word() -> None:
 
 
 def test_overconfidence_is_corrected_as_it_goes() -> None:
-    calibrator, said, made, came = overconfident(400)
+    calibrator, said, made, came = overconfident()
     late = slice(len(said) // 2, None)
     before, after = (expected_calibration_error(x[late], came[late]) for x in (said, made))
     assert before > 0.06
@@ -59,7 +62,7 @@ def test_overconfidence_is_corrected_as_it_goes() -> None:
 
 
 def test_kappa_grows_for_an_overconfident_drafter() -> None:
-    calibrator, *_ = overconfident(200)
+    calibrator, *_ = overconfident()
     assert calibrator.kappa > 1.2
 
 
@@ -95,14 +98,14 @@ def test_as_many_passes_need_no_decision_as_four_of_five_cycles_exceed() -> None
 
 
 def test_it_relaxes_to_the_prior() -> None:
-    calibrator, *_ = overconfident(50)
+    calibrator = copy.deepcopy(overconfident()[0])
     for _ in range(20_000):
         calibrator.drift_to_prior()
     assert calibrator.weights == pytest.approx(Calibrator().weights, abs=1e-3)
 
 
 def test_it_survives_saving() -> None:
-    calibrator, *_ = overconfident(30)
+    calibrator, *_ = overconfident()
     again = Calibrator.of_dict(json.loads(json.dumps(calibrator.as_dict())))
     assert again.as_dict() == calibrator.as_dict()
     with pytest.raises(ValueError, match="weights is damaged"):

@@ -194,7 +194,7 @@ def test_a_wrong_profile_costs_a_tenth_of_a_text_at_the_most(curve: str, wrong: 
 @pytest.mark.parametrize("curve", ["flat, dear drafter", "steps"])
 def test_noise_costs_next_to_nothing(curve: str) -> None:
     """Looks at what was not seen included."""
-    seeds = range(3)
+    seeds = range(2)
     found = sum(pace(curve, OnlineCosts(CURVES[curve]), True, seed) for seed in seeds)
     assert found > 0.98 * sum(best_pace(curve, seed) for seed in seeds)
 
