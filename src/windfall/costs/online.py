@@ -20,7 +20,7 @@ SIZES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)  # rows or nodes; 0 is
 ONE = SIZES.index(1)
 RECENT_PASSES = 24  # passes of any size that count
 RECENT_PASSES_PER_SIZE = 12
-MIN_PASSES = 3  # so many passes are not all disturbed
+MIN_PASSES = 3  # at least one of this many passes is undisturbed
 DISTINCT_FACTOR = 1.5  # a smaller difference between sizes, or between draft and verify passes, is taken for noise
 CHANGE_FACTOR = 1.1  # a smaller change does not update the costs
 RECOVERY_FACTOR = 1.5  # a verify pass this much faster than before means that other work on the machine has ended
@@ -31,7 +31,7 @@ WARM_UP_CYCLES = 3  # of slower passes, which only count where they are faster t
 INITIAL_PROBE_STEPS = 4.0  # plain steps' time that may be spent on probes at the start
 PROBE_SHARE = 0.01  # of the decoding time that may be spent on probes later
 MAX_CACHED_SIZES = 4096  # pairs of rows and length whose measured seconds are cached
-STALE_CYCLES = 512  # after so many cycles without a pass of a size, the size is worth a probe
+STALE_CYCLES = 512  # a size without a pass in this many cycles is worth a probe
 
 
 class OnlineCosts:
