@@ -312,7 +312,7 @@ def test_a_tree_of_too_many_nodes_is_refused(graphs: bool) -> None:
 def test_a_pass_of_too_many_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     made = engine("beam", "lm")
     monkeypatch.setattr("windfall.model.target.MAX_VERIFY_ROWS", 8)
-    with pytest.raises(InputError, match="8 rows at the most, not "):
+    with pytest.raises(InputError, match="8 rows at most, not "):
         made.generate(prompt(), max_new_tokens=8)
 
 
