@@ -21,12 +21,12 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from helpers import peers, unread_heads  # noqa: E402
+from helpers import peers, unsupported_heads  # noqa: E402
 from windfall.checkpoints.quiet_libs import quiet  # noqa: E402
 from windfall.core.types import InputError  # noqa: E402
 from windfall.heads.formats import read, write  # noqa: E402
 from windfall.heads.kinds import recognise  # noqa: E402
-from windfall.heads.unread import UNREAD, refuse_quantised  # noqa: E402
+from windfall.heads.unsupported import UNSUPPORTED, refuse_quantised  # noqa: E402
 
 PAGE = ROOT / "docs" / "heads.md"
 BEGIN, END = "<!-- made by benchmarks/heads_table.py -->", "<!-- end of what benchmarks/heads_table.py makes -->"
@@ -66,10 +66,10 @@ def _against_speculators(variant: str) -> str:
 
 def refusals() -> Iterator[tuple[str, str]]:
     """Kind, and the line that refuses it."""
-    cases = {case.name: case for case in reversed(unread_heads.FILES)}
-    for kind in UNREAD:
+    cases = {case.name: case for case in reversed(unsupported_heads.FILES)}
+    for kind in UNSUPPORTED:
         with tempfile.TemporaryDirectory() as folder:
-            peers.put(Path(folder), *unread_heads.layout(cases[kind.name]))
+            peers.put(Path(folder), *unsupported_heads.layout(cases[kind.name]))
             try:
                 recognise(Path(folder), "HEAD")
             except InputError as refused:

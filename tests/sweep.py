@@ -1,12 +1,12 @@
-"""Whether windfall writes exactly what transformers writes, for every causal-LM architecture that transformers has.
+"""Check that windfall generates exactly what transformers does, for every causal-LM architecture of transformers.
 
-    python tests/sweep.py                    all architectures; those that --state FILE has already are left out
+    python tests/sweep.py                    all architectures except those in --state FILE
     python tests/sweep.py llama gemma3_text  these
     python tests/sweep.py --write            all of them, and the result as docs/models.md
 
-Each architecture is a tiny random model (see architectures.py) in a process of its own. It is `equal` where plain
-decoding and trees of several drafters and policies give the tokens and logits of `model.generate`, `refused` where
-windfall refuses the model in one line, and a `finding` where anything differs or fails. Findings are the exit code 1.
+Each architecture is a tiny random model (see helpers/architectures.py) in its own process. It is `equal` if plain
+decoding and trees of several drafters and policies give the tokens and logits of `model.generate`, `refused` if
+windfall refuses the model in one line, and a `finding` if anything differs or fails. Findings set the exit code to 1.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from windfall import registry
 from windfall.core.types import InputError
 from windfall.engine.engine import Engine
 from windfall.model import decoder
-from windfall.model.target import SHORT, Target
+from windfall.model.target import TEST_WINDOW, Target
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 SECONDS = 300  # for an architecture
-NEW = 16  # tokens to generate
+NEW = 12  # tokens to generate
 PROMPTS = (18, 14)  # lengths; both longer than the windows
 KINDS = ("equal", "refused", "not built", "finding")
 FEWEST = PROMPTS[0] + NEW + 8  # tokens that a model has to take
@@ -65,10 +65,11 @@ def check(name: str) -> Result:
     except Exception as error:
         return Result(name, "not built", _line(error))
     try:
-        if (reach := Target(model).context) and reach < FEWEST:
+        target = Target(model)
+        if target.context and target.context < FEWEST:
             compare(build(name, window=2 * FEWEST))
             return Result(name, "equal", "up to its window: longer texts are refused")
-        compare(model)
+        compare(model, target)
     except InputError as refusal:
         return Result(name, "refused", str(refusal).rpartition(f"{type(model).__name__} ")[2])
     except Difference as difference:
@@ -78,9 +79,9 @@ def check(name: str) -> Result:
     return Result(name, "equal")
 
 
-def compare(model: Any) -> None:
+def compare(model: Any, target: Target | None = None) -> None:
     """Raise a Difference where windfall's texts are not those of `model.generate`, or not the same for all trees."""
-    target = Target(model)
+    target = target or Target(model)
     texts = [torch.randint(1, VOCABULARY, (length,)).tolist() for length in PROMPTS]
     wanted = [reference(model, text) for text in texts]
     engines = {"none": Engine(target, registry.drafter("ngram"), registry.policy("none"))}
@@ -156,10 +157,10 @@ def _drafter(name: str, target: Target) -> Any:
 
 class _short_chunks:
     def __enter__(self) -> None:
-        self.usual, decoder.CHUNK = decoder.CHUNK, 6
+        self.usual, decoder.MAX_PREFILL_ROWS = decoder.MAX_PREFILL_ROWS, 6
 
     def __exit__(self, *_: object) -> None:
-        decoder.CHUNK = self.usual
+        decoder.MAX_PREFILL_ROWS = self.usual
 
 
 def _line(error: BaseException) -> str:
@@ -268,7 +269,7 @@ def page(results: list[Result]) -> str:
     """The results as Markdown."""
     kinds = {kind: [r for r in results if r.kind == kind] for kind in KINDS}
     counts = {kind.replace(" ", "_"): len(found) for kind, found in kinds.items()}
-    parts = [INTRODUCTION.format(version=transformers.__version__, short=SHORT, **counts)]
+    parts = [INTRODUCTION.format(version=transformers.__version__, short=TEST_WINDOW, **counts)]
     for kind, found in kinds.items():
         if found:
             rows = [f"| {r.name} | {class_name(r.name)} | {r.why} |" for r in found]

@@ -138,7 +138,7 @@ def test_an_answer_that_must_be_the_same_at_any_speed_learns_nothing_from_the_cl
     race = Race(made.target, [entry], [], Settings())
     race._states["auto", entry.regime] = State(method.make(), {"greedy": Calibrator()})
     race._generate(entry, Case(PROMPTS[0], prompt(), SamplingParams(max_new_tokens=24, eos=())), timed)
-    gains = [each.gain for each in made.calibrators.values()]
+    gains = [each.speedup for each in made.calibrators.values()]
     assert made.fallback == "" and (gains == [1.0]) is not timed
 
 

@@ -342,7 +342,7 @@ def test_unknown_hub_id_is_answered_soon() -> None:
 
 
 def test_hub_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "SECONDS", 0.1)
+    monkeypatch.setattr(hub, "HUB_TIMEOUT_SECONDS", 0.1)
     hub_answers(monkeypatch, Mock(side_effect=lambda name: time.sleep(5)))
     assert refused("some/model") == (
         "cannot reach the Hugging Face hub for 'some/model': no answer within 0.1 seconds; "

@@ -84,10 +84,10 @@ def test_gumbel_moments() -> None:
 def test_draws_follow_the_distribution() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -torch.inf])
     tree, wanted, counts = DraftTree.root(0), torch.softmax(logits / 0.8, -1), torch.zeros(5)
-    for seed in range(4000):
+    for seed in range(1600):
         sampler = Sampler(SamplingParams(temperature=0.8, seed=seed), 1)
         counts[sampler.draws(tree, logits[None], [0])(0)] += 1
-    assert float((counts / 4000 - wanted).abs().max()) < 0.03
+    assert float((counts / 1600 - wanted).abs().max()) < 0.04
     assert counts[4] == 0
 
 

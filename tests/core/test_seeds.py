@@ -1,4 +1,4 @@
-"""Without a seed each text is drawn anew, and its seed is reported; with one everything is as it always was."""
+"""Without a seed each text gets a fresh one, which is reported; with a seed the text is always the same."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def engine() -> Engine:
 
 
 def test_texts_without_a_seed_differ_and_can_be_repeated() -> None:
-    made = [engine().generate(prompt(), **HOT) for _ in range(4)]
+    made = [engine().generate(prompt(), **HOT) for _ in range(2)]
     assert len({tuple(each.token_ids) for each in made}) > 1
-    assert len({each.seed for each in made}) == 4
+    assert len({each.seed for each in made}) == 2
     for each in made:
         assert each.seed is not None and each.stats.seed == each.seed == each.stats.as_dict()["seed"]
         assert engine().generate(prompt(), seed=each.seed, **HOT).token_ids == each.token_ids
@@ -78,8 +78,8 @@ def test_generate_reports_a_seed_that_repeats_the_text(folder: Path) -> None:  #
     first = windfall("generate", "abc", *options)
     [seed] = re.findall(r"; seed (\d+)\n", first.stderr)
     assert windfall("generate", "abc", *options, "--seed", seed).stdout == first.stdout
-    told = [json.loads(windfall("generate", "abc", "--json", *options).stdout) for _ in range(4)]
-    assert len({each["seed"] for each in told}) == 4
+    told = [json.loads(windfall("generate", "abc", "--json", *options).stdout) for _ in range(2)]
+    assert len({each["seed"] for each in told}) == 2
     assert len({each["text"] for each in told}) > 1
     assert "seed" not in windfall("generate", "abc", "--target", folder, "--policy", "chain", *SHORT).stderr
 

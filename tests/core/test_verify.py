@@ -1,4 +1,4 @@
-"""Exactness of the verification rules, by enumerating every outcome of every die on a toy of three tokens."""
+"""Verification emits the target's distribution: every outcome of every draw is enumerated over three tokens."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torch import Tensor
 
 from windfall.core.tree import DraftTree
 from windfall.core.types import Verdict
-from windfall.core.verify import Choose, block, rejection, traversal, walk
+from windfall.core.verify import walk
 
 V = 3
 SEEDS = range(3)
 T = TypeVar("T")
 Tokens = tuple[int, ...]
 Table = dict[Tokens, Tensor]  # emitted tokens → distribution [V] of the next
-Rule = Callable[[DraftTree, Tensor, Tensor, Choose], Verdict]
+Choose = Callable[[Tensor], int]  # probabilities [m], float64 → an index drawn from them
 
 
 def outcomes(experiment: Callable[[Choose], T]) -> Iterator[tuple[float, T]]:
-    """Every way the dice of an experiment can fall, with its probability."""
+    """Every possible outcome of an experiment's random choices, with its probability."""
     unexplored: list[list[int]] = [[]]
     while unexplored:
         fixed = unexplored.pop()
@@ -57,12 +57,6 @@ def random_table(seed: int, sharpness: float = 1.5) -> Table:
     return dict(zip(contexts, rows.softmax(1), strict=True))
 
 
-def sparse(table: Table) -> Table:
-    """The same with the least likely token of every context ruled out."""
-    kept = {tokens: row * (row > row.min()) for tokens, row in table.items()}
-    return {tokens: row / row.sum() for tokens, row in kept.items()}
-
-
 def texts(tree: DraftTree) -> list[Tokens]:
     """The drafted tokens that lead to each node."""
     found: list[Tokens] = [()]
@@ -84,22 +78,6 @@ def hang(tree: DraftTree, parent: int, tokens: list[int]) -> DraftTree:
 def top_tree(table: Table, widths: tuple[int, ...]) -> DraftTree:
     """Each node's likeliest children: a fixed function of the context."""
     return grown(widths, lambda text, width: table[text].argsort(descending=True)[:width].tolist())
-
-
-def sampled_tree(table: Table, widths: tuple[int, ...], choose: Choose, replacement: bool) -> DraftTree:
-    def draw(text: Tokens, width: int) -> list[int]:
-        q, drawn = table[text], []
-        for _ in range(width):
-            if not q.any():
-                break
-            drawn.append(choose(q))
-            if not replacement:
-                q = q.clone()
-                q[drawn[-1]] = 0
-                q = q / q.sum() if q.any() else q
-        return drawn
-
-    return grown(widths, draw)
 
 
 def grown(widths: tuple[int, ...], propose: Callable[[Tokens, int], list[int]]) -> DraftTree:
@@ -136,33 +114,13 @@ def emissions(experiment: Callable[[Choose], Tokens]) -> dict[Tokens, float]:
     return share
 
 
-def sampled_emissions(
-    rule: Rule, p: Table, q: Table, widths: tuple[int, ...], replacement: bool = False
-) -> dict[Tokens, float]:
-    """What a rule emits over all drafts and all verdicts."""
-
-    def experiment(choose: Choose) -> Tokens:
-        tree = sampled_tree(q, widths, choose, replacement)
-        return emitted(tree, rule(tree, rows(p, tree), rows(q, tree), choose))
-
-    return emissions(experiment)
-
-
 def accepted(share: dict[Tokens, float]) -> float:
     """The mean number of accepted drafted tokens."""
     return sum(weight * (len(tokens) - 1) for tokens, weight in share.items())
 
 
-def walk_rule(tree: DraftTree, target: Tensor, draft: Tensor, choose: Choose) -> Verdict:
+def walk_rule(tree: DraftTree, target: Tensor, choose: Choose) -> Verdict:
     return walk(tree, lambda node: choose(target[node]))
-
-
-def independent(tree: DraftTree, target: Tensor, draft: Tensor, choose: Choose) -> Verdict:
-    return rejection(tree, target, draft, choose, replacement=True)
-
-
-def without_replacement(tree: DraftTree, target: Tensor, draft: Tensor, choose: Choose) -> Verdict:
-    return rejection(tree, target, draft, choose, replacement=False)
 
 
 def wrong(tree: DraftTree, target: Tensor, draft: Tensor, choose: Choose) -> Verdict:
@@ -187,7 +145,7 @@ def wrong(tree: DraftTree, target: Tensor, draft: Tensor, choose: Choose) -> Ver
 def test_walk_is_exact_on_fixed_trees(seed: int, widths: tuple[int, ...]) -> None:
     p, q = random_table(seed), random_table(seed + 100)
     tree = top_tree(q, widths)
-    share = emissions(lambda choose: emitted(tree, walk_rule(tree, rows(p, tree), rows(q, tree), choose)))
+    share = emissions(lambda choose: emitted(tree, walk_rule(tree, rows(p, tree), choose)))
     assert distance(p, share) < 1e-12
     on_tree = sum(_path_probability(p, text) for text in texts(tree)[1:])
     assert accepted(share) == pytest.approx(on_tree, abs=1e-12)
@@ -195,56 +153,6 @@ def test_walk_is_exact_on_fixed_trees(seed: int, widths: tuple[int, ...]) -> Non
 
 def _path_probability(p: Table, text: Tokens) -> float:
     return float(torch.stack([p[text[:place]][token] for place, token in enumerate(text)]).prod())
-
-
-@pytest.mark.parametrize("thin", [False, True], ids=["dense", "zeros"])
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("widths", [(1, 1), (2, 1), (1, 2), (3,)])
-@pytest.mark.parametrize(
-    ("rule", "replacement"), [(independent, True), (without_replacement, False), (traversal, False)]
-)
-def test_sampled_trees_are_exact(rule: Rule, replacement: bool, widths: tuple[int, ...], seed: int, thin: bool) -> None:
-    p, q = random_table(seed), random_table(seed + 100)
-    if thin:
-        p, q = sparse(p), sparse(q)
-    assert distance(p, sampled_emissions(rule, p, q, widths, replacement)) < 1e-12
-
-
-@pytest.mark.parametrize("thin", [False, True], ids=["dense", "zeros"])
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("widths", [(), (1,), (1, 1)])
-def test_block_is_exact_on_sampled_chains(widths: tuple[int, ...], seed: int, thin: bool) -> None:
-    p, q = random_table(seed), random_table(seed + 100)
-    if thin:
-        p, q = sparse(p), sparse(q)
-    assert distance(p, sampled_emissions(block, p, q, widths)) < 1e-12
-
-
-@pytest.mark.parametrize(
-    ("rule", "replacement"), [(independent, True), (without_replacement, False), (traversal, False)]
-)
-def test_two_full_levels_are_exact(rule: Rule, replacement: bool) -> None:
-    p, q = random_table(7), random_table(8)
-    assert distance(p, sampled_emissions(rule, p, q, (2, 2), replacement)) < 1e-12
-
-
-def test_drafts_that_match_the_target_are_always_accepted() -> None:
-    p = random_table(3)
-    for rule, replacement in [(independent, True), (without_replacement, False), (traversal, False), (block, False)]:
-        share = sampled_emissions(rule, p, p, (1, 1), replacement)
-        assert accepted(share) == pytest.approx(2)
-        assert distance(p, share) < 1e-12
-
-
-def test_probabilities_in_single_precision_are_normalised() -> None:
-    p, q = random_table(0), random_table(1)
-    p32, q32 = ({text: row.float() for text, row in table.items()} for table in (p, q))
-    for rule in (without_replacement, traversal, block):
-        assert distance(p, sampled_emissions(_single(rule, p32, q32), p, q, (1, 1))) < 1e-6
-
-
-def _single(rule: Rule, p: Table, q: Table) -> Rule:
-    return lambda tree, target, draft, choose: rule(tree, rows(p, tree), rows(q, tree), choose)
 
 
 def test_the_wrong_rule_is_caught() -> None:
@@ -259,35 +167,18 @@ def test_a_fixed_child_is_accepted_with_its_target_probability(order: tuple[int,
     p = random_table(5)
     tree = hang(DraftTree.root(0), 0, list(order))
     share: dict[int, float] = defaultdict(float)
-    for weight, verdict in outcomes(lambda choose: walk_rule(tree, rows(p, tree), rows(p, tree), choose)):
+    for weight, verdict in outcomes(lambda choose: walk_rule(tree, rows(p, tree), choose)):
         share[int(verdict.path[-1])] += weight
     for child, token in enumerate(order, start=1):
         assert share[child] == pytest.approx(float(p[()][token]), abs=1e-15)
 
 
-def test_block_and_traversal_agree_on_chains_and_beat_single_steps() -> None:
-    p, q = random_table(1), random_table(101)
-    chains = {rule: accepted(sampled_emissions(rule, p, q, (1, 1))) for rule in (without_replacement, block, traversal)}
-    assert chains[block] == pytest.approx(chains[traversal], abs=1e-12)
-    assert chains[block] > chains[without_replacement] + 1e-6
-
-
-def test_mean_accepted_rises_from_independent_to_traversal() -> None:
-    p, q = random_table(1), random_table(101)
-    lengths = [
-        accepted(sampled_emissions(rule, p, q, (2, 1), replacement))
-        for rule, replacement in [(independent, True), (without_replacement, False), (traversal, False)]
-    ]
-    assert lengths[0] < lengths[1] < lengths[2]
-
-
 def test_an_empty_tree_is_plain_decoding() -> None:
     tree = DraftTree.root(2)
     p = torch.tensor([[0.2, 0.3, 0.5]])
-    for rule in (walk_rule, independent, without_replacement, block, traversal):
-        verdict = rule(tree, p, p, lambda probabilities: 1)
-        assert verdict.path.tolist() == [0]
-        assert verdict.bonus == 1
+    verdict = walk_rule(tree, p, lambda probabilities: 1)
+    assert verdict.path.tolist() == [0]
+    assert verdict.bonus == 1
 
 
 def test_walk_asks_only_the_visited_nodes_in_order() -> None:
@@ -301,13 +192,6 @@ def test_walk_asks_only_the_visited_nodes_in_order() -> None:
     verdict = walk(tree, draw)
     assert asked == verdict.path.tolist() == [0, 2, 4]
     assert verdict.bonus == 9
-
-
-def test_block_refuses_a_branching_tree() -> None:
-    tree = hang(DraftTree.root(0), 0, [1, 2])
-    p = torch.full((3, V), 1 / V)
-    with pytest.raises(AssertionError, match="chain"):
-        block(tree, p, p, lambda probabilities: 0)
 
 
 @st.composite

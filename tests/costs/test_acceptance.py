@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import copy
 import json
+from functools import cache
 
 import numpy as np
 import pytest
@@ -14,7 +16,8 @@ from windfall.costs.acceptance import Calibrator, expected_calibration_error
 from windfall.costs.curves import ASSUMED
 
 
-def overconfident(cycles: int) -> tuple[Calibrator, np.ndarray, np.ndarray, np.ndarray]:
+@cache
+def overconfident(cycles: int = 400) -> tuple[Calibrator, np.ndarray, np.ndarray, np.ndarray]:
     """A drafter twice as sure as it should be: what it said, what we made of it beforehand, and what came."""
     target = random_table(20, 3, 1.2)
     simulation = Simulation(target, torch.softmax(2.5 * target.log(), -1), ASSUMED)
@@ -33,7 +36,7 @@ def overconfident(cycles: int) -> tuple[Calibrator, np.ndarray, np.ndarray, np.n
 
 
 def test_many_nodes_at_once_have_the_same_chances() -> None:
-    calibrator, *_ = overconfident(40)
+    calibrator, *_ = overconfident()
     step = Simulation(random_table(20, 3, 1.2), random_table(20, 4, 1.2), ASSUMED).cycle(
         registry.policy("beam", depth=8, k=4, nodes=60)
     )[2]
@@ -49,7 +52,7 @@ def test_it_starts_at_the_drafters_own_word() -> None:
 
 
 def test_overconfidence_is_corrected_as_it_goes() -> None:
-    calibrator, said, made, came = overconfident(400)
+    calibrator, said, made, came = overconfident()
     late = slice(len(said) // 2, None)
     before, after = (expected_calibration_error(x[late], came[late]) for x in (said, made))
     assert before > 0.06
@@ -59,7 +62,7 @@ def test_overconfidence_is_corrected_as_it_goes() -> None:
 
 
 def test_kappa_grows_for_an_overconfident_drafter() -> None:
-    calibrator, *_ = overconfident(200)
+    calibrator, *_ = overconfident()
     assert calibrator.kappa > 1.2
 
 
@@ -79,29 +82,30 @@ def test_kappa_is_moved_by_every_family_of_which_a_child_was_drawn() -> None:
 
 def test_as_many_passes_need_no_decision_as_four_of_five_cycles_exceed() -> None:
     calibrator, numbers = Calibrator(), np.random.default_rng(0)
-    assert calibrator.least == 1
+    assert calibrator.min_draft_passes == 1
     wanted = numbers.integers(3, 13, 4000)
     levels = []
     for each in wanted:
-        levels.append(calibrator.least)
-        calibrator.drafted(max(int(each), calibrator.least + 1))  # fewer than that nobody can ask for
+        levels.append(calibrator.min_draft_passes)
+        fewest = calibrator.min_draft_passes + 1  # a decision after the unasked passes comes too late for fewer
+        calibrator.record_draft_passes(max(int(each), fewest))
     ended = np.mean([each <= least + 1 for each, least in zip(wanted[200:], levels[200:], strict=True)])
     assert 0.17 < ended < 0.23 and 3 <= np.mean(levels[200:]) <= 5
-    assert Calibrator.of_dict(calibrator.as_dict()).least == calibrator.least
+    assert Calibrator.of_dict(calibrator.as_dict()).min_draft_passes == calibrator.min_draft_passes
     for _ in range(40):
-        calibrator.drafted(2)
-    assert calibrator.least == 1
+        calibrator.record_draft_passes(2)
+    assert calibrator.min_draft_passes == 1
 
 
 def test_it_relaxes_to_the_prior() -> None:
-    calibrator, *_ = overconfident(50)
+    calibrator = copy.deepcopy(overconfident()[0])
     for _ in range(20_000):
-        calibrator.relax()
+        calibrator.drift_to_prior()
     assert calibrator.weights == pytest.approx(Calibrator().weights, abs=1e-3)
 
 
 def test_it_survives_saving() -> None:
-    calibrator, *_ = overconfident(30)
+    calibrator, *_ = overconfident()
     again = Calibrator.of_dict(json.loads(json.dumps(calibrator.as_dict())))
     assert again.as_dict() == calibrator.as_dict()
     with pytest.raises(ValueError, match="weights is damaged"):

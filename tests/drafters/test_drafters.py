@@ -12,7 +12,7 @@ from helpers.tiny import VOCABULARY, prompt, tiny
 from windfall import registry
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow, InputError
-from windfall.drafters.lm import CATCH_UP, LMDrafter
+from windfall.drafters.lm import MAX_PENDING, LMDrafter
 from windfall.drafters.self_skip import SelfDrafter, parse_layers, without_layers
 from windfall.engine.engine import Engine
 from windfall.model.target import Target
@@ -66,7 +66,7 @@ def test_committing_keeps_the_cache_right() -> None:
 
 
 def test_a_long_silence_is_caught_up_with() -> None:
-    model, committed = tiny(seed=1), prompt(3 * CATCH_UP)
+    model, committed = tiny(seed=1), prompt(3 * MAX_PENDING)
     other = prompt(4, seed=2)
     drafter = attached(LMDrafter(model=model), Target(tiny()), [committed, other])
     trees = drafter.begin([committed[-1], other[-1]])

@@ -15,7 +15,7 @@ from windfall import registry
 from windfall.checkpoints import bundled
 from windfall.cli import app
 from windfall.engine.engine import Engine
-from windfall.heads.formats import AUX
+from windfall.heads.formats.eagle3 import AUX
 from windfall.heads.loading import find_head
 from windfall.heads.probe import HeadWarning
 from windfall.model.target import Target

@@ -318,14 +318,14 @@ def test_unset_options_have_no_effect() -> None:
 def test_a_tree_of_too_many_nodes_is_refused(graphs: bool) -> None:
     policy = registry.policy("beam", k=3000)
     made = Engine(Target(tiny()), some_drafter("lm"), policy, gpu_options=GpuOptions(graphs))
-    with pytest.raises(InputError, match="262144 nodes at the most; this pass would make 9003"):
+    with pytest.raises(InputError, match="262144 nodes at most; this pass would make 9003"):
         made.generate(prompt(), max_new_tokens=8)
 
 
 def test_a_pass_of_too_many_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     made = engine("beam", "lm")
-    monkeypatch.setattr("windfall.model.target.MOST_ROWS", 8)
-    with pytest.raises(InputError, match="8 rows at the most, not "):
+    monkeypatch.setattr("windfall.model.target.MAX_VERIFY_ROWS", 8)
+    with pytest.raises(InputError, match="8 rows at most, not "):
         made.generate(prompt(), max_new_tokens=8)
 
 

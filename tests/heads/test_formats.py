@@ -28,7 +28,8 @@ from windfall.engine.engine import Engine
 from windfall.heads import probe
 from windfall.heads.base import FeatureHead
 from windfall.heads.fitting import fit
-from windfall.heads.formats import AUX, FORMATS, Shape, read, read_checkpoint, write
+from windfall.heads.formats import FORMATS, Shape, read, read_checkpoint, write
+from windfall.heads.formats.eagle3 import AUX
 from windfall.heads.kinds import recognise
 from windfall.heads.layers import Unrolled
 from windfall.heads.loading import find_head
@@ -83,16 +84,18 @@ def same(one: FeatureHead, other: FeatureHead) -> bool:
     return names[0] == names[1] and torch.equal(logits(one), logits(other))
 
 
+@cache
+def plain_text(temperature: float) -> list[int]:
+    engine = Engine(target(), registry.drafter("ngram"), registry.policy("none"))
+    return engine.generate(prompt(), max_new_tokens=12, temperature=temperature, seed=5).token_ids
+
+
 def generates_the_same_text(drafter: Any) -> None:
-    plain = Engine(target(), registry.drafter("ngram"), registry.policy("none"))
-    engine = Engine(target(), loading.as_drafter(drafter), registry.policy("none"))
-    for sampling in ({}, {"temperature": 1.0, "seed": 5}):
-        wanted = plain.generate(prompt(), max_new_tokens=16, **sampling).token_ids
-        for policy in ("chain", "beam", "salf"):
-            engine.policy = registry.policy(policy)
-            found = engine.generate(prompt(), max_new_tokens=16, **sampling)
-            assert found.token_ids == wanted
-            assert any(len(step.drafted) > 1 for step in found.steps)
+    engine = Engine(target(), loading.as_drafter(drafter), registry.policy("beam"))
+    for temperature in (0.0, 1.0):
+        found = engine.generate(prompt(), max_new_tokens=12, temperature=temperature, seed=5)
+        assert found.token_ids == plain_text(temperature)
+        assert any(len(step.drafted) > 1 for step in found.steps)
 
 
 # ---- round trips
@@ -443,8 +446,8 @@ def test_a_missing_theta_is_ten_thousand_or_the_targets(tmp_path: Path, monkeypa
     change(tmp_path, {"rope_theta": ...})
     judge = Target(tiny(num_hidden_layers=LAYERS, rope_theta=5e5))
     found = read_checkpoint(tmp_path, "x", Shape.of(judge.decoder.config))
-    assert [reading.choices["rope_theta"] for reading in found.told] == [10000.0, 5e5]
-    assert len(read_checkpoint(tmp_path, "x", Shape(LAYERS, 10000.0)).told) == 1
+    assert [reading.choices["rope_theta"] for reading in found.stated] == [10000.0, 5e5]
+    assert len(read_checkpoint(tmp_path, "x", Shape(LAYERS, 10000.0)).stated) == 1
 
     def score(head: FeatureHead, *rest: Any) -> probe.Score:
         return made_up_score(0.5, -1.0 if head.config.layer.rope_parameters["rope_theta"] == 5e5 else -2.0)
@@ -661,7 +664,7 @@ def test_models_still_draft_as_models(tmp_path: Path) -> None:
 # ---- the head that comes along
 
 
-def test_the_shipped_head_is_for_one_model_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bundled_head_is_for_one_model_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bundled, "FOLDER", tmp_path)
     with pytest.raises(InputError, match=r"there is no head for .*; train one with `windfall train head` or give"):
         FeatureHeadDrafter().attach(target())
@@ -670,17 +673,17 @@ def test_the_shipped_head_is_for_one_model_only(tmp_path: Path, monkeypatch: pyt
     assert same(find_head(None, target()), random_head("eagle3-pruned"))
     generates_the_same_text("head")
     for dtype in (torch.bfloat16, torch.float16):
-        FeatureHeadDrafter().attach(Target(tiny(num_hidden_layers=LAYERS, dtype=dtype)))
+        FeatureHeadDrafter().attach(Target(tiny(num_hidden_layers=LAYERS, dtype=dtype), check=False))
     for different in (tiny(num_hidden_layers=LAYERS, seed=1), tiny(num_hidden_layers=LAYERS, vocab_size=62)):
         with pytest.raises(InputError, match="there is no head for"):
-            FeatureHeadDrafter().attach(Target(different))
+            FeatureHeadDrafter().attach(Target(different, check=False))
 
 
 def test_a_few_changed_weights_are_another_model() -> None:
     model = tiny(num_hidden_layers=LAYERS)
-    before = bundled.fingerprint(Target(model))
+    before = bundled.fingerprint(Target(model, check=False))
     with torch.no_grad():
         model.model.layers[3].mlp.up_proj.weight.add_(0.05 * torch.randn(48, 32, generator=torch.Generator()))
-    after = bundled.fingerprint(Target(model))
+    after = bundled.fingerprint(Target(model, check=False))
     assert before["weights"] != after["weights"]
     assert {**before, "weights": ""} == {**after, "weights": ""}

@@ -53,4 +53,4 @@ def test_speculators_own_heads(variant: str, tmp_path: Path, place: Path) -> Non
 @needs_speculators
 def test_a_speculators_file_leaves_nothing_open(tmp_path: Path, place: Path) -> None:
     peers.make_speculator("qwen3", place).save_pretrained(tmp_path)
-    assert len(read_checkpoint(tmp_path, "x", Shape.of(peers.target().decoder.config)).told) == 1
+    assert len(read_checkpoint(tmp_path, "x", Shape.of(peers.target().decoder.config)).stated) == 1

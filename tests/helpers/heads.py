@@ -17,9 +17,9 @@ from windfall.model.target import Target
 
 
 @torch.no_grad()
-def wanted_logq(head: FeatureHead, model: Any, committed: list[int], path: list[int]) -> Tensor:
-    """One row at a time, everything from the beginning: true features up to the root, the head's own after it."""
-    hidden = head.fuse(features_of(model, committed[:-1], head.config.taps))
+def wanted_logq(head: FeatureHead, features: Tensor, committed: list[int], path: list[int]) -> Tensor:
+    """Log-probabilities after a path, computed without a cache: true features up to the root, the head's own later."""
+    hidden = head.fuse(features)
     memory, columns = Chain(head), len(committed) - 1
     guess = head(torch.tensor([committed[1:]]), hidden, torch.arange(columns)[None], memory)
     for step, token in enumerate(path):
@@ -28,8 +28,10 @@ def wanted_logq(head: FeatureHead, model: Any, committed: list[int], path: list[
 
 
 def check_children(head: FeatureHead, model: Any, committed: list[int], tree: DraftTree) -> None:
+    """Every drafted node has the log-probability and the rank that the head gives it after its path."""
+    features = features_of(model, committed[:-1], head.config.taps)
     for node in range(1, len(tree)):
-        logq = wanted_logq(head, model, committed, tree.tokens[tree.path(node)[1:-1]].tolist())
+        logq = wanted_logq(head, features, committed, tree.tokens[tree.path(node)[1:-1]].tolist())
         names = torch.arange(len(logq)) if head.draft_tokens is None else head.draft_tokens
         place = int((names == tree.tokens[node]).nonzero())
         assert float(tree.logq[node]) == pytest.approx(float(logq[place]), rel=1e-4, abs=1e-4)

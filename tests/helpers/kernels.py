@@ -20,7 +20,7 @@ from helpers.interpreter import HALF, INTERPRETED
 from windfall.core.sampling import Dice, gumbel, signed
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow, SamplingParams
-from windfall.drafters.base import sprout
+from windfall.drafters.base import add_children
 from windfall.kernels import add_norm, draw, path_attention, rotate_and_store, silu_mul, top_children, tree_attention
 from windfall.kernels.attention import lineage
 from windfall.kernels.backend import on_triton
@@ -214,7 +214,7 @@ def check_draw(n: int, vocabulary: int, dtype: torch.dtype, temperature: float, 
 
 
 def check_top(w: int, k: int, columns: int, dtype: torch.dtype, dice: bool, named: bool, device: str = "cpu") -> None:
-    """Against what `sprout` makes of the same scores."""
+    """Against what `add_children` makes of the same scores."""
     torch.manual_seed(w + k)
     logits = (torch.randn(w, columns, device=device) * 3).to(dtype)
     tokens = torch.randperm(3 * columns, device=device)[:columns].sort().values if named else None
@@ -223,7 +223,7 @@ def check_top(w: int, k: int, columns: int, dtype: torch.dtype, dice: bool, name
     dealt = Dice(params, committed=[0] * 11)
     dealt.kappa = 1.25
     scores, more = logits.float().log_softmax(-1), k + 1  # one more, to know whether the last was clear
-    grown = sprout(tree, Grow(torch.arange(w), more), scores, dealt if dice else None, tokens)
+    grown = add_children(tree, Grow(torch.arange(w), more), scores, dealt if dice else None, tokens)
     wanted, told = (x[w:].reshape(w, more) for x in (grown.logq, grown.tokens))
     given = (torch.tensor([x], device=device) for x in (signed(SEED), params.temperature, dealt.kappa))
     rest = ((11 + tree.depth).to(device), *given) if dice else ()

@@ -28,11 +28,11 @@ class Simulation:
         draft: Tensor,
         costs: Costs,
         seed: int = 0,
-        ledger: OnlineCosts | None = None,
+        online_costs: OnlineCosts | None = None,
         noisy: bool = False,
     ):
         self.target, self.drafter, self.costs = target, TableDrafter(draft), costs
-        self.ledger, self.noisy = ledger, noisy  # what is believed about the costs; whether times vary
+        self.online_costs, self.noisy = online_costs, noisy  # what is believed about the costs; whether times vary
         self.generator = torch.Generator().manual_seed(seed)
         self._random = random.Random(seed)
         self.calibrator = Calibrator()
@@ -40,20 +40,20 @@ class Simulation:
 
     def cycle(self, policy: TreePolicy) -> tuple[float, float, Step]:
         """Expected tokens and seconds of one cycle; what the policy learns from is drawn."""
-        costs, ledger = self.costs, self.ledger
-        context = Context(32, 64, 1.0, ledger.costs if ledger else costs, self.calibrator, ledger)
+        costs, online_costs = self.costs, self.online_costs
+        context = Context(32, 64, 1.0, online_costs.costs if online_costs else costs, self.calibrator, online_costs)
         tree, growth, seconds = DraftTree.root(self.root), Growth(policy, context), costs.overhead
         while (grow := growth.next(tree)) is not None:
             taken = costs.draft(len(grow.nodes))
-            if ledger:
-                ledger.drafted([len(grow.nodes) if len(tree) > 1 else 0], taken * self._disturbance())
+            if online_costs:
+                online_costs.record_drafts([len(grow.nodes) if len(tree) > 1 else 0], taken * self._disturbance())
             tree = self.drafter.expand(tree, grow)
             seconds += taken
         keep = policy.select(tree, context)
         kept = tree.select(keep)
         taken = costs.verify(len(kept), context.length)
-        if ledger:
-            ledger.verified(len(kept), context.length, taken * self._disturbance())
+        if online_costs:
+            online_costs.record_verify(len(kept), context.length, taken * self._disturbance())
         seconds += taken
         tokens = self.expected(kept)
         verdict = walk(kept, lambda node: self.draw(int(kept.tokens[node])))

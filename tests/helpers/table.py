@@ -11,7 +11,7 @@ from windfall.core.tree import DraftTree
 from windfall.core.types import Grow
 from windfall.costs.acceptance import Calibrator
 from windfall.costs.curves import ASSUMED, Costs
-from windfall.drafters.base import sprout
+from windfall.drafters.base import add_children
 from windfall.policies.base import TreePolicy
 from windfall.policies.context import Context
 
@@ -23,7 +23,7 @@ class TableDrafter:
         self.logq = torch.as_tensor(table, dtype=torch.float32).log()
 
     def expand(self, tree: DraftTree, grow: Grow) -> DraftTree:
-        return sprout(tree, grow, self.logq[tree.tokens[grow.nodes]], None)
+        return add_children(tree, grow, self.logq[tree.tokens[grow.nodes]], None)
 
 
 def random_table(vocabulary: int, seed: int, sharpness: float = 1.5) -> Tensor:

@@ -57,8 +57,8 @@ def empty_rows(width: int, room: int, device: str) -> Ahead:
 
 
 def some_terms(calibrator: Calibrator, device: str) -> Terms:
-    outlook = [[calibrator.outlook(depth, chance).mean for chance in (0.3, 0.5, 0.9)] for depth in range(6)]
-    given = (calibrator.weights.tolist(), outlook, [0.05, 0.02])
+    forecast = [[calibrator.forecast(depth, chance).mean for chance in (0.3, 0.5, 0.9)] for depth in range(6)]
+    given = (calibrator.weights.tolist(), forecast, [0.05, 0.02])
     return Terms(*(torch.tensor(x, dtype=torch.float32, device=device) for x in given))
 
 
@@ -276,7 +276,7 @@ def check_summary(ahead: Ahead, level: int, tree: TreeArrays, host: Host, terms:
         expected[2] = -fee
         for node, key in zip(chosen, keys.tolist(), strict=True):
             own, depth = float(tree.chance[node]), min(int(tree.depth[node]), 5)
-            for hope in terms.outlook[depth, (own > 0.35) + (own > 0.75)].tolist():
+            for hope in terms.forecast[depth, (own > 0.35) + (own > 0.75)].tolist():
                 expected[2] += max(0.0, math.exp(key) * hope - price)
         expected[3] = float(sum(math.exp(tree.key[place]) > price for place in host.places[1:]))
     torch.testing.assert_close(ahead.summary[level].cpu(), torch.tensor(expected), rtol=1e-4, atol=1e-5)

@@ -16,8 +16,8 @@ from windfall.core.types import InputError
 from windfall.drafters.ngram import NGramDrafter
 from windfall.engine.engine import Engine
 from windfall.engine.loading import as_target
-from windfall.model.decoder import TREE_ROOM
-from windfall.model.kv_cache import STEP
+from windfall.model.decoder import RESERVED_TREE_ROWS
+from windfall.model.kv_cache import GROWTH_ROWS
 from windfall.model.target import Target
 
 
@@ -97,16 +97,16 @@ def test_several_trees_in_one_forward() -> None:
 
 
 def test_rows_grow_in_steps() -> None:
-    target = Target(tiny(max_position_embeddings=4 * STEP))
-    tokens = prompt(STEP - 3)
+    target = Target(tiny(max_position_embeddings=4 * GROWTH_ROWS))
+    tokens = prompt(GROWTH_ROWS - 3)
     target.prefill([tokens])
-    assert target.decoder.cache.capacity == STEP
+    assert target.decoder.cache.capacity == GROWTH_ROWS
     target.score([some_tree(tokens[-1])])
-    assert target.decoder.cache.capacity > STEP
-    assert target.decoder.cache.capacity % STEP == 0
+    assert target.decoder.cache.capacity > GROWTH_ROWS
+    assert target.decoder.cache.capacity % GROWTH_ROWS == 0
     target.commit([torch.tensor([0, 2])])
     target.decoder.cache.check()
-    assert target.decoder.lengths == [STEP - 4 + 2]
+    assert target.decoder.lengths == [GROWTH_ROWS - 4 + 2]
 
 
 def test_truncate_forgets_rows() -> None:
@@ -120,7 +120,7 @@ def test_truncate_forgets_rows() -> None:
 
 
 def test_a_long_prompt_goes_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windfall.model.decoder.CHUNK", 7)
+    monkeypatch.setattr("windfall.model.decoder.MAX_PREFILL_ROWS", 7)
     target, prompts = Target(tiny(dtype=torch.float64)), [prompt(40, 1), prompt(12, 2)]
     target.prefill(prompts)
     scores = target.score([DraftTree.root(p[-1]) for p in prompts])
@@ -248,7 +248,7 @@ def test_a_window_that_masks_follow_limits_nothing(family: str) -> None:
 def test_queries_scaled_by_places_in_the_cache_limit_text_and_tree() -> None:
     """A tree's rows lie further back in the cache than their positions say."""
     target = Target(build("llama4_text", floor_scale=600))
-    assert target.context == 599 - TREE_ROOM
+    assert target.context == 599 - RESERVED_TREE_ROWS
     tree = DraftTree.root(3).extend(
         torch.zeros(590, dtype=torch.long), torch.arange(590) % 61, torch.zeros(590), torch.arange(590)
     )

@@ -89,7 +89,7 @@ def test_a_useless_drafter_costs_next_to_nothing() -> None:
 def test_what_a_fast_text_makes_time_worth_does_not_end_drafting(gain: float) -> None:
     """At a high pace a draft pass costs more than the first one alone earns, and it is drafting that made the pace."""
     context = Context(32, 64, 0.0, CURVES["flat, cheap head"], Calibrator())
-    context.calibrator.gain = gain
+    context.calibrator.speedup = gain
     assert cheap_rows.suits(context)
 
 
@@ -102,7 +102,7 @@ def test_rows_behind_a_high_stair_are_left_alone(last: float, most: int) -> None
     context = Context(32, 64, 0.0, Costs(Curve((1,), (0.1,)), ((0, curve),)), Calibrator())
     assert cheap_rows.suits(context) and cheap_rows.sizes(context)[-1] == most
     secant = ((last if most == 96 else 1.42) - 1) / (most - 1)
-    assert cheap_rows.prices(context)[1] == pytest.approx(secant * context.calibrator.gain)
+    assert cheap_rows.prices(context)[1] == pytest.approx(secant * context.calibrator.speedup)
     assert cheap_rows.rows(500, 4, cheap_rows.sizes(context)) == most
     smooth = Costs(Curve((1,), (0.1,)), ((0, Curve(cheap_rows.ROWS, (*STAIRS, last))),))
     assert cheap_rows.is_flat(smooth, 32) == (last < 2)
@@ -170,27 +170,27 @@ def test_a_text_of_few_cycles_teaches_too() -> None:
     context, root = Context(32, 64, 0.0, CURVES["flat, cheap head"], Calibrator()), DraftTree.root(0)
     lessons, path = cheap_rows.Lessons(), torch.zeros(1, dtype=torch.long)
     for finish in (None, "stop"):
-        assert context.calibrator.gain == 1
+        assert context.calibrator.speedup == 1
         lessons.learn(Step((1, 2, 3, 4), "", root, path, root, path, 1, Split(verify=1.5), finish), context)
-    assert context.calibrator.gain > 1
+    assert context.calibrator.speedup > 1
 
 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_a_cycle_in_which_passes_were_recorded_says_nothing_about_the_pace(recorded: bool) -> None:
     context, root = Context(32, 64, 0.0, CURVES["flat, cheap head"], Calibrator()), DraftTree.root(0)
     lessons, path, tokens = cheap_rows.Lessons(), torch.zeros(1, dtype=torch.long), (1, 2, 3, 4)
-    context.calibrator.gain = 2.0
+    context.calibrator.speedup = 2.0
     lessons.learn(Step(tokens, "", root, path, root, path, 1, Split(verify=90.0), None, recorded), context)
     lessons.learn(Step(tokens, "", root, path, root, path, 1, Split(verify=1.5), "stop"), context)
-    assert (context.calibrator.gain > 2) == recorded
+    assert (context.calibrator.speedup > 2) == recorded
 
 
 def test_children_are_foreseen_of_the_chance_that_is_looked_up() -> None:
     """One sibling at the most is accepted: two that are said to be likely are not."""
     calibrator, tree = Calibrator(), children(children(DraftTree.root(0), 0, 0.9, 0.9), 1, 0.9)
-    before = [calibrator.outlook(1, chance) for chance in (0.5, 0.9)]
-    cheap_rows.foresee(tree, calibrator, 0)
-    assert [calibrator.outlook(1, chance) == own for chance, own in zip((0.5, 0.9), before, strict=True)] == [
+    before = [calibrator.forecast(1, chance) for chance in (0.5, 0.9)]
+    cheap_rows.update_forecasts(tree, calibrator, 0)
+    assert [calibrator.forecast(1, chance) == own for chance, own in zip((0.5, 0.9), before, strict=True)] == [
         False,
         True,
     ]

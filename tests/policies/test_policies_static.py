@@ -17,7 +17,7 @@ from windfall import registry
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow, InputError, Split, Step
 from windfall.costs.curves import ASSUMED, Costs
-from windfall.drafters.base import sprout
+from windfall.drafters.base import add_children
 from windfall.policies.papers.sequoia import largest, quickest
 from windfall.policies.shape import Path, Shape
 from windfall.policies.static import SHAPES
@@ -36,7 +36,7 @@ class LevelDrafter(TableDrafter):
     """Medusa-like: what follows a node depends on its depth alone; table [D, V]."""
 
     def expand(self, tree: DraftTree, grow: Grow) -> DraftTree:
-        return sprout(tree, grow, self.logq[tree.depth[grow.nodes]], None)
+        return add_children(tree, grow, self.logq[tree.depth[grow.nodes]], None)
 
 
 def paths(tree: DraftTree, keep: Tensor) -> set[Path]:

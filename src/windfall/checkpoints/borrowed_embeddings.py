@@ -1,6 +1,7 @@
-"""Light folders: a small model without embeddings and vocabulary head, which it borrows from the target it drafts for.
+"""Small models that borrow embeddings and vocabulary head from the target that they draft for (light folders).
 
-Otherwise they are what transformers writes: config.json, with a mark, and model.safetensors."""
+Otherwise such a folder is what transformers writes: config.json, with a mark, and model.safetensors.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +15,22 @@ from torch import Tensor
 
 from windfall.checkpoints.bundled import BORROWS, TARGET
 from windfall.checkpoints.model_dir import readable
+from windfall.checkpoints.tensors import read_tensors
 from windfall.core.types import InputError
-from windfall.heads.files import read_tensors
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "olmo2")  # whose embeddings and vocabulary head are plain matrices
-EMBEDDINGS = "embeddings"  # what is borrowed: the embedding and the vocabulary head
+EMBEDDINGS = "embeddings"  # value of BORROWS: the embedding and the vocabulary head
 
 
 def borrows(folder: Path) -> bool:
     """Whether the model in this folder needs a target's embeddings."""
     try:
         return BORROWS in json.loads((folder / "config.json").read_text("utf-8"))
-    except (OSError, ValueError, TypeError):  # whoever reads the model will say what is wrong
+    except (OSError, ValueError, TypeError):  # reading the model reports what is wrong
         return False
 
 
-def read_light(folder: Path, label: str, lender: Any, dtype: torch.dtype) -> Any:
+def read_borrower(folder: Path, label: str, lender: Any, dtype: torch.dtype) -> Any:
     """The model in a light folder, with the embeddings of `lender`, a transformers model: shared, not copied."""
     with readable(f"cannot read the config.json of '{label}'", label):
         config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
@@ -41,7 +42,7 @@ def read_light(folder: Path, label: str, lender: Any, dtype: torch.dtype) -> Any
     _check_sizes(config, label, tuple(vocabulary.weight.shape))
     tensors = {name: tensor.to(dtype) for name, tensor in read_tensors(folder, label).items()}
     with readable(f"cannot load '{label}'", label):
-        model = fill(hollow(config), tensors).to(embedding.weight.device).requires_grad_(False)
+        model = fill(without_embeddings(config), tensors).to(embedding.weight.device).requires_grad_(False)
     model.base_model.embed_tokens, model.lm_head = embedding, vocabulary
     return model
 
@@ -55,21 +56,23 @@ def _check_sizes(config: Any, label: str, found: tuple[int, int]) -> None:
 
 
 def _lender(config: Any) -> str:
-    told = getattr(config, TARGET, {})
-    return str(told.get("name", "another model") if isinstance(told, dict) else told)  # older folders have the name
+    lender = getattr(config, TARGET, {})
+    return str(
+        lender.get("name", "another model") if isinstance(lender, dict) else lender
+    )  # older folders have the name
 
 
-def hollow(config: Any) -> Any:
-    """A causal language model whose weights are still to come, without embeddings and vocabulary head."""
+def without_embeddings(config: Any) -> Any:
+    """A causal language model on the meta device, without embeddings and vocabulary head."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     body = model.base_model
     body.embed_tokens = model.lm_head = None
-    body.rotary_emb = type(body.rotary_emb)(config=config)  # has no weights, but numbers
+    body.rotary_emb = type(body.rotary_emb)(config=config)  # it has buffers, which need real memory
     return model
 
 
 def fill(model: Any, tensors: dict[str, Tensor]) -> Any:
-    """Give a hollow model exactly the weights that it lacks."""
+    """Load exactly the weights that a model without embeddings has."""
     model.load_state_dict(tensors, assign=True)
     return model

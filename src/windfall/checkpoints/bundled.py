@@ -1,4 +1,4 @@
-"""Drafters that come with the package, each for one model and no other."""
+"""The drafters bundled with the package, each made for one target model."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from windfall.model.target import Target
 
 TARGET = "windfall_target"  # key of a drafter's config.json: the name, sizes and fingerprint of its target
-BORROWS = "windfall_borrows"  # likewise, of a small language model: what it takes from its target
-FOLDER = WEIGHTS  # a folder for each
-STRIDE = 64  # numbers of each matrix that are looked at
+BORROWS = "windfall_borrows"  # key of a small language model's config.json: what it borrows from its target
+FOLDER = WEIGHTS  # it has a folder for each drafter
+HASHED_NUMBERS = 64  # of each matrix
 
 
-def shipped_head(target: Target) -> Path | None:
-    """The folder of the draft head that was made for this very model."""
+def bundled_head(target: Target) -> Path | None:
+    """The folder of the draft head made for this model, if there is one."""
     return _find(target, small=False)
 
 
-def shipped_lm(target: Target) -> Path | None:
-    """The folder of the small language model that was made for this very model."""
+def bundled_lm(target: Target) -> Path | None:
+    """The folder of the small language model made for this model, if there is one."""
     return _find(target, small=True)
 
 
@@ -44,9 +44,9 @@ def _find(target: Target, small: bool) -> Path | None:
 
 
 def made_for(folder: Path, target: Target) -> bool | None:
-    """Whether the drafter in a folder was made for this very model; None: its files do not say.
+    """Whether the drafter in a folder was made for this model; None if its files do not say.
 
-    A trained drafter says so in its config.json; the job.json of its training, in the folder above, does too.
+    The config.json of a trained drafter names its target, and so does job.json in the folder above.
     """
     said = _target_in(folder / "config.json", TARGET) or _target_in(folder.parent / "job.json", "target")
     if said is None:
@@ -72,17 +72,17 @@ def shape(target: Target) -> dict[str, int]:
 
 @torch.no_grad()
 def fingerprint(target: Target) -> dict[str, Any]:
-    """A model's sizes and a hash of its weights, the same in every precision."""
+    """A model's sizes and a hash of its weights, which is the same in every precision."""
     return {**shape(target), "weights": hash_of(target.model.parameters())}
 
 
 def hash_of(parameters: Any) -> str:
-    """Of the signs of some numbers of each matrix, which rounding to another precision leaves alone."""
+    """A hash of the signs of some numbers of each matrix, which do not change with the precision."""
     digest = hashlib.sha256()
     for parameter in parameters:
         if parameter.dim() < 2:
             continue
         flat = parameter.detach().reshape(-1)
-        places = torch.arange(STRIDE, device=flat.device) * (flat.numel() // STRIDE + 1) % flat.numel()
+        places = torch.arange(HASHED_NUMBERS, device=flat.device) * (flat.numel() // HASHED_NUMBERS + 1) % flat.numel()
         digest.update(bytes(torch.signbit(flat[places]).cpu().tolist()))
     return digest.hexdigest()[:16]

@@ -1,6 +1,6 @@
-"""Finding and loading models: the embedded default, local folders, GGUF files (converted once, cached) and hub ids.
+"""Find and load models: the embedded default, local folders, GGUF files (converted once, cached) and hub ids.
 
-Whatever cannot be loaded is answered with an `InputError` of one line; code from a model's folder never runs unasked.
+A model that cannot be loaded is an `InputError` of one line. Code from a model's folder runs only on request.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from windfall.checkpoints.borrowed_embeddings import borrows, read_light
+from windfall.checkpoints.borrowed_embeddings import borrows, read_borrower
 from windfall.checkpoints.gguf import cache_dir, converted
 from windfall.checkpoints.hub import HUB_ID, fetch
 from windfall.checkpoints.model_dir import read_model, read_tokenizer, readable
@@ -49,7 +49,7 @@ class Loaded(NamedTuple):
 
 
 def import_classes() -> None:
-    """Import what transformers loads only when it is first used; every model needs it."""
+    """Import the transformers classes that every model needs; transformers loads them lazily."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
 
@@ -61,10 +61,10 @@ def load_model(
     trust_remote_code: bool = False,
     lender: Any = None,
 ) -> Loaded:
-    """The model in a folder or GGUF file, on the hub, or (None) the embedded one: frozen, on its device, in its dtype.
+    """Load a folder, a GGUF file, a hub model or (None) the embedded model, frozen, on this device and in this dtype.
 
-    A hub model in the local cache is taken from there without asking the hub. `lender` is the model whose embeddings a
-    light folder borrows.
+    A hub model in the local cache is loaded without contacting the hub. `lender` is the model whose embeddings a light
+    folder borrows.
     """
     place = pick_device(device)
     kind = pick_dtype(dtype, place)
@@ -72,7 +72,11 @@ def load_model(
     label = name if source is None else os.fspath(source)
     with quiet():
         if borrows(folder):
-            model = _read_borrower(folder, label, lender, kind)
+            if lender is None:
+                raise InputError(
+                    f"'{label}' has no embeddings of its own: it can only draft, for the model it was made from"
+                )
+            model = read_borrower(folder, label, lender, kind)
         else:
             model = read_model(folder, label, kind, trust_remote_code).requires_grad_(False)
         tokenizer = read_tokenizer(folder, label, trust_remote_code)
@@ -81,17 +85,11 @@ def load_model(
     return Loaded(model.eval(), tokenizer, name)
 
 
-def _read_borrower(folder: Path, label: str, lender: Any, dtype: torch.dtype) -> Any:
-    if lender is None:
-        raise InputError(f"'{label}' has no embeddings of its own: it can only draft, for the model it was made from")
-    return read_light(folder, label, lender, dtype)
-
-
 def pick_device(device: str | torch.device | None) -> torch.device:
-    """The asked device if this machine has it; None takes the best there is."""
+    """The requested device if this machine has it; None picks the best one."""
     if device is None:
         if torch.cuda.is_available():
-            mine = os.environ.get("LOCAL_RANK")  # of several training processes
+            mine = os.environ.get("LOCAL_RANK")  # in a training of several processes
             return torch.device("cuda" if mine is None else f"cuda:{mine}")
         return torch.device("mps" if _has_mps() else "cpu")
     try:
@@ -110,7 +108,7 @@ def pick_device(device: str | torch.device | None) -> torch.device:
 
 
 def pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
-    """The asked floating-point type; None takes bfloat16 on CUDA and float32 elsewhere."""
+    """The requested floating-point type; None picks bfloat16 on CUDA and float32 elsewhere."""
     if dtype is None:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     picked = dtype if isinstance(dtype, torch.dtype) else DTYPES.get(str(dtype).lower().removeprefix("torch."))
@@ -128,7 +126,7 @@ def check_vocabulary(
     drafter_size: int,
     name: str,
 ) -> None:
-    """Refuse a drafter whose token ids mean something else; logits may still be padded to different sizes."""
+    """Raise an InputError if the drafter's token ids mean something else; padding of the logits may differ."""
     if target_tokenizer is not None and drafter_tokenizer is not None:
         same = target_tokenizer.get_vocab() == drafter_tokenizer.get_vocab()
     else:
@@ -165,7 +163,7 @@ def _looks_like_path(text: str) -> bool:
 
 
 def _embedded_file() -> Path:
-    """The embedded model's file; its package is located but never imported, as that would need its dependencies."""
+    """The embedded model's file; its package is located but not imported, because its dependencies may be missing."""
     spec = importlib.util.find_spec(EMBEDDED_PACKAGE)
     for folder in (spec and spec.submodule_search_locations) or ():
         file = Path(folder) / EMBEDDED_FILE

@@ -1,4 +1,4 @@
-"""GGUF files, converted once into an ordinary model folder in the user's cache: all of it or nothing."""
+"""Convert GGUF files, once and atomically, into ordinary model folders in the user's cache."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from windfall.core.types import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-CACHE_FORMAT = 1  # raise it when the conversion changes: older conversions are then left alone
+CACHE_FORMAT = 1  # increase it when the conversion changes; older conversions are then ignored
 CACHE_MARKER = "windfall.json"  # written last: the files of a finished conversion and their sizes
 STALE_SECONDS = 24 * 3600.0
-HASHED_WHOLE = 256 * 2**20  # bytes; larger GGUF files are known by path, size and time
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")  # that we read ourselves; transformers' slow reader has the others
+MAX_HASHED_BYTES = 256 * 2**20  # larger GGUF files are identified by path, size and time
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")  # read by windfall; transformers' slow reader reads the others
 QUANTISATIONS = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
     *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
 )
 HEAD_COUNTS = {"q": "head_count", "k": "head_count_kv"}
-PASSED_OVER = ("rope_freqs.weight",)  # tensors that transformers does without
-DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+UNUSED_TENSORS = ("rope_freqs.weight",)  # transformers does not need them
+SINGLE_DIGIT_TOKENIZERS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 
 
 def cache_dir() -> Path:
-    """Where converted models are kept."""
+    """The folder of converted models."""
     if own := os.environ.get("WINDFALL_CACHE"):
         return Path(own).expanduser()
     if shared := os.environ.get("XDG_CACHE_HOME"):
@@ -59,7 +59,7 @@ def cache_dir() -> Path:
 
 
 def converted(file: Path, name: str, convert: Callable[[Path, Path], None] | None = None) -> Path:
-    """The cached conversion of a GGUF file, made now if there is none or it is damaged."""
+    """The cached conversion of a GGUF file; made now if it is missing or damaged."""
     _check_gguf(file)
     cache = cache_dir()
     source = _version(file)
@@ -106,14 +106,14 @@ def _version(file: Path) -> str:
 
 def _fingerprint(file: Path) -> str:
     """A hash of the file's content, or of its path, size and time where hashing the content would take seconds."""
-    small = file.stat().st_size <= HASHED_WHOLE
+    small = file.stat().st_size <= MAX_HASHED_BYTES
     digest = hashlib.sha256(f"format {CACHE_FORMAT}".encode())
     digest.update(file.read_bytes() if small else _version(file).encode())
     return digest.hexdigest()[:12]
 
 
 def _converted_before(cache: Path, name: str, source: str) -> Path | None:
-    """The conversion of this very version of a file, found without reading the file."""
+    """The conversion of this version of a file, found without reading the file."""
     for marker in cache.glob(f"{glob.escape(name)}-*/{CACHE_MARKER}"):
         with suppress(OSError, ValueError, KeyError, TypeError):
             if json.loads(marker.read_text("utf-8"))["source"] == source:
@@ -128,16 +128,16 @@ def _mark_complete(folder: Path, source: str) -> None:
 
 
 def _mark_source(folder: Path, source: str) -> None:
-    """Note that a file of another path or time has the same content."""
+    """Record that a file of another path or time has the same content."""
     marker = folder / CACHE_MARKER
-    with suppress(OSError, InputError):  # a cache that cannot be written to only costs time
+    with suppress(OSError, InputError):  # a read-only cache only costs time
         marks = json.loads(marker.read_text("utf-8"))
         if marks.get("source") != source:
             replace_text(marker, json.dumps({**marks, "source": source}, indent=2))
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether every file of a conversion is there in full."""
+    """Whether every file of a conversion is complete."""
     try:
         sizes = json.loads((folder / CACHE_MARKER).read_text("utf-8"))["files"]
         return bool(sizes) and all((folder / name).stat().st_size == size for name, size in sizes.items())
@@ -146,7 +146,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def _publish(temporary: Path, folder: Path) -> None:
-    """Move a finished conversion into place in one act; where another process was faster, its result stands."""
+    """Move a finished conversion into place atomically; if another process was faster, its result stays."""
     try:
         temporary.rename(folder)
     except OSError:
@@ -155,7 +155,7 @@ def _publish(temporary: Path, folder: Path) -> None:
 
 
 def _discard(folder: Path) -> None:
-    """Take a damaged conversion away, by a rename first so that nobody sees it half deleted."""
+    """Delete a damaged conversion; it is renamed first, so that no process sees it half deleted."""
     with suppress(FileNotFoundError):
         doomed = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:12]}.tmp")
         folder.rename(doomed)
@@ -163,7 +163,7 @@ def _discard(folder: Path) -> None:
 
 
 def _sweep(cache: Path) -> None:
-    """Remove what processes that were killed in the middle of a conversion left behind."""
+    """Delete what processes left that were killed during a conversion."""
     for folder in cache.glob(".*.tmp"):
         with suppress(OSError):
             if time.time() - folder.stat().st_mtime > STALE_SECONDS:
@@ -188,11 +188,11 @@ def _convert_gguf(file: Path, folder: Path) -> None:
 
 
 def _read_header(file: Path) -> Any:
-    """A GGUF file's values and where its tensors are; reading it also proves that every tensor is there in full."""
+    """The header of a GGUF file; reading it also checks that every tensor is complete."""
     from gguf import GGUFReader
 
     class Reader(GGUFReader):  # type: ignore[misc]
-        """gguf's, over a plain array: it takes a million slices, and those of a memory map are slow."""
+        """gguf's reader over a plain array: it takes a million slices, which are slow on a memory map."""
 
         @property
         def data(self) -> np.ndarray:
@@ -209,7 +209,7 @@ def _read_header(file: Path) -> Any:
 
 
 def _single_values(header: Any) -> dict[str, Any]:
-    """The values in a GGUF file's header that are no arrays."""
+    """The values in a GGUF file's header except arrays."""
     from gguf import GGUFValueType
 
     metadata: dict[str, Any] = {}
@@ -222,7 +222,7 @@ def _single_values(header: Any) -> dict[str, Any]:
 
 
 def _read_directly(file: Path, header: Any, metadata: dict[str, Any]) -> tuple[PreTrainedModel, Any] | None:
-    """The model of a GGUF file, or None where its header names anything that we do not know."""
+    """The model of a GGUF file, or None if its header has anything unknown."""
     architecture = metadata.get("general.architecture")
     heads = {f"attn_{part}": metadata.get(f"{architecture}.attention.{key}") for part, key in HEAD_COUNTS.items()}
     kinds = {tensor.tensor_type.name for tensor in header.tensors}
@@ -242,14 +242,14 @@ def _read_directly(file: Path, header: Any, metadata: dict[str, Any]) -> tuple[P
 
 
 def _counterparts(model: PreTrainedModel, header: Any) -> dict[str, Any] | None:
-    """The GGUF tensor for each of a model's own; None unless they are one to one and of the same shapes."""
+    """The GGUF tensor for each of the model's; None unless they correspond one to one with the same shapes."""
     import gguf
 
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     if (kind := kinds.get(model.config.model_type)) is None:
         return None
     names = gguf.get_tensor_name_map(kind, model.config.num_hidden_layers)
-    tensors = {tensor.name: tensor for tensor in header.tensors if tensor.name not in PASSED_OVER}
+    tensors = {tensor.name: tensor for tensor in header.tensors if tensor.name not in UNUSED_TENSORS}
     tied = getattr(model, "all_tied_weights_keys", None) or ()
     wanted = {name: weight for name, weight in model.state_dict().items() if name not in tied}
     found = {name: tensors.pop(names.get_name(name, (".weight", ".bias")), None) for name in wanted}
@@ -262,9 +262,9 @@ def _shape(tensor: Any) -> tuple[int, ...]:
 
 
 def _values(tensor: Any, paired: dict[str, Any]) -> np.ndarray:
-    """A GGUF tensor's values as transformers has them; `paired` are the head counts of those with rows in pairs.
+    """A GGUF tensor's values in transformers' order; `paired` are the head counts of tensors with paired rows.
 
-    llama.cpp rotates neighbouring rows of a head, transformers those of its halves: all even rows, then all odd.
+    llama.cpp rotates neighbouring rows of a head, transformers rows of its halves: all even rows, then all odd ones.
     """
     values = _dequantised(tensor)
     heads = paired.get(tensor.name.split(".")[-2])
@@ -275,17 +275,17 @@ def _values(tensor: Any, paired: dict[str, Any]) -> np.ndarray:
 
 
 def _dequantised(tensor: Any) -> np.ndarray:
-    """A GGUF tensor's values in float32, in memory of their own."""
+    """A GGUF tensor's values in float32, copied if necessary."""
     from gguf import dequantize
 
     rows = math.prod(tensor.data.shape[:-1])
-    merged = math.gcd(rows, 16)  # gguf works on sixteen rows at a time: of a small model's, so few are slow
+    merged = math.gcd(rows, 16)  # gguf works on sixteen rows at a time, which is slow for short rows
     values = dequantize(tensor.data.reshape(rows // merged, -1), tensor.tensor_type).reshape(_shape(tensor))
     return values if values.flags.writeable else values.copy()  # type: ignore[no-any-return]
 
 
 def _read_by_transformers(file: Path) -> tuple[PreTrainedModel, Any]:
-    """The model of a GGUF file of any kind that transformers knows, which takes many times as long."""
+    """The model of a GGUF file of any kind that transformers knows; many times slower than `_read_directly`."""
     with _without_gguf_bar():
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             str(file.parent),
@@ -300,7 +300,7 @@ def _read_by_transformers(file: Path) -> tuple[PreTrainedModel, Any]:
 
 
 def _gguf_tokenizer(file: Path, metadata: dict[str, Any]) -> PreTrainedTokenizerBase:
-    """The tokenizer in a GGUF file, with what transformers leaves out or (in older versions) gets wrong put right."""
+    """The tokenizer in a GGUF file, corrected where transformers leaves something out or (older versions) is wrong."""
     from tokenizers import pre_tokenizers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(file.parent), gguf_file=str(file))
@@ -309,7 +309,7 @@ def _gguf_tokenizer(file: Path, metadata: dict[str, Any]) -> PreTrainedTokenizer
         token = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if token is not None and token < len(tokenizer):
             setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(token))
-    if metadata["tokenizer.ggml.model"] == "gpt2" and metadata.get("tokenizer.ggml.pre") in DIGITS_APART:
+    if metadata["tokenizer.ggml.model"] == "gpt2" and metadata.get("tokenizer.ggml.pre") in SINGLE_DIGIT_TOKENIZERS:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
@@ -317,7 +317,7 @@ def _gguf_tokenizer(file: Path, metadata: dict[str, Any]) -> PreTrainedTokenizer
 
 
 def _forget_quantisation(model: PreTrainedModel) -> None:
-    """Make a dequantised model an ordinary one, which transformers agrees to save."""
+    """Make a dequantised model an ordinary one, which transformers can save."""
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.hf_quantizer = None
@@ -326,7 +326,7 @@ def _forget_quantisation(model: PreTrainedModel) -> None:
 
 @contextmanager
 def _read_once(header: Any, file: Path) -> Iterator[None]:
-    """Give transformers, which reads a GGUF file's header again for each of its files, the one that is read already."""
+    """Give transformers the header that is read already; otherwise it reads it again several times."""
     import gguf
 
     reader = gguf.GGUFReader
@@ -339,11 +339,11 @@ def _read_once(header: Any, file: Path) -> Iterator[None]:
 
 @contextmanager
 def _without_gguf_bar() -> Iterator[None]:
-    """Hold back the progress bar of transformers' GGUF reader, which heeds no setting."""
+    """Suppress the progress bar of transformers' GGUF reader, which no setting turns off."""
     try:
         reader: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
         bar = reader.tqdm
-    except (ImportError, AttributeError):  # it has gone
+    except (ImportError, AttributeError):  # this version has none
         yield
         return
     reader.tqdm = functools.partial(bar, disable=True)

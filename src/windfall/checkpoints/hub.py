@@ -1,4 +1,4 @@
-"""Models on the Hugging Face hub: from the local cache where possible, a clear word where the hub is out of reach."""
+"""Models on the Hugging Face hub: from the local cache if possible, with a clear error if the hub is unreachable."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 SAFE_WEIGHTS = re.compile(r"(model(-\d+-of-\d+)?|(medusa|hydra)_lm_head)\.safetensors(\.index\.json)?")
 OTHER_WEIGHTS = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?|(medusa|hydra)_lm_head\.pt")
 OTHER_FILES = re.compile(r".*(?<!\.index)\.(json|jinja|txt|model|tiktoken)")
-SECONDS = 8.0  # how long the hub may take to say that it is there
+HUB_TIMEOUT_SECONDS = 8.0  # for the first answer
 
 
 def fetch(name: str, code: bool) -> Path:
-    """The local snapshot of a hub repository, downloaded if it is not there in full."""
+    """The local snapshot of a hub repository, downloaded if it is incomplete."""
     known = cached(name)
     if known and has_tokenizer(known) and not (code and lacks_code(known)):
         return known
     try:
-        files = _within(SECONDS, lambda: _hub_files(name))
+        files = _within(HUB_TIMEOUT_SECONDS, lambda: _hub_files(name))
         return Path(snapshot_download(name, allow_patterns=_wanted(files, code)))
     except GatedRepoError:
         raise InputError(f"'{name}' is gated: accept its terms on the hub and log in with `hf auth login`") from None
@@ -53,13 +53,13 @@ def cached(name: str) -> Path | None:
     try:
         config = try_to_load_from_cache(name, "config.json")
         weights = weight_files(Path(config).parent) if isinstance(config, str) else []
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):  # no hub id, or a damaged index
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):  # not a hub id, or a damaged index
         return None
     return weights[0].parent if weights and all(file.is_file() for file in weights) else None
 
 
 def lacks_code(folder: Path) -> bool:
-    """Whether modules that the model's files name are not there: it was downloaded when they were not trusted."""
+    """Whether Python modules that the model's files name are missing, because it was downloaded without them."""
     named: list[Any] = []
     for file in ("config.json", "tokenizer_config.json"):
         with suppress(OSError, ValueError, AttributeError):
@@ -74,14 +74,14 @@ def _hub_files(name: str) -> list[str]:
 
 
 def _wanted(files: list[str], code: bool) -> list[str]:
-    """What loading needs of a repository: one kind of weights, no subfolders, code only where it is trusted."""
+    """The files that loading needs: one kind of weights, no subfolders, code only if it is trusted."""
     weights = [f for f in files if SAFE_WEIGHTS.fullmatch(f)] or [f for f in files if OTHER_WEIGHTS.fullmatch(f)]
     others = [f for f in files if OTHER_FILES.fullmatch(f) or (code and f.endswith(".py"))]
     return weights + [f for f in others if "/" not in f]
 
 
 def _within(seconds: float, work: Callable[[], list[str]]) -> list[str]:
-    """The result of `work`, or TimeoutError: looking up a host name can take longer than any network timeout."""
+    """The result of `work`, or a TimeoutError; a DNS lookup can take longer than network timeouts."""
     answers: queue.SimpleQueue[list[str] | Exception] = queue.SimpleQueue()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""A model's folder: its config, weights and tokenizer, read strictly, every defect named in one line."""
+"""Read a model's folder (config, weights, tokenizer) strictly, with one-line errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # as one file, or in shards with an index
-HEADS = tuple(f"{kind}_lm_head.{end}" for kind in ("medusa", "hydra") for end in ("safetensors", "pt"))  # instead
+HEADS = tuple(
+    f"{kind}_lm_head.{end}" for kind in ("medusa", "hydra") for end in ("safetensors", "pt")
+)  # used if there are no others
 TOKENIZERS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -44,7 +46,7 @@ def read_model(folder: Path, label: str, dtype: torch.dtype, code: bool) -> PreT
 
 
 def _trust(code: bool) -> dict[str, bool]:
-    """Everything is in the folder by now, save for trusted code that refers to another repository."""
+    """Use local files only, unless code is trusted, which may refer to another repository."""
     return {"trust_remote_code": code, "local_files_only": not code}
 
 
@@ -56,7 +58,7 @@ def _read_config(folder: Path, label: str, code: bool) -> Any:
 
 
 def _check_causal(config: Any, label: str, code: bool) -> None:
-    """Refuse encoders, encoder-decoders and everything else that does not continue a text."""
+    """Raise an InputError for encoders, encoder-decoders and other models that are not causal."""
     kind = type(config)
     own_class = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     known = kind in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
@@ -69,7 +71,7 @@ def _check_causal(config: Any, label: str, code: bool) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold a folder's weights, existing or not; none if the folder has no weights at all."""
+    """The files of a folder's weights, even if some are missing; empty if the folder has no weights."""
     for single in (*WEIGHTS, *HEADS):
         index = folder / f"{single}.index.json"
         if (folder / single).is_file():
@@ -81,7 +83,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_weight_files(folder: Path, label: str) -> None:
-    """Find missing, empty and truncated weights before anything is loaded, to name the file at fault."""
+    """Find missing, empty and truncated files before loading, so that the error names the file."""
     try:
         files = weight_files(folder)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
@@ -106,12 +108,12 @@ def _check_safetensors(file: Path) -> None:
 
 
 def _read_weights(folder: Path, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model with the attention that takes our masks fastest, and transformers' account of its weights."""
+    """The model, with sdpa attention if it has it, and transformers' report on its weights."""
     read = functools.partial(
         transformers.AutoModelForCausalLM.from_pretrained,
         str(folder),
         weights_only=True,
-        ignore_mismatched_sizes=True,  # reported, and then refused by us
+        ignore_mismatched_sizes=True,  # `check_report` refuses them
         output_loading_info=True,
         **options,
     )
@@ -124,7 +126,7 @@ def _read_weights(folder: Path, **options: Any) -> tuple[PreTrainedModel, dict[s
 
 
 def check_report(model: PreTrainedModel, report: dict[str, Any], label: str) -> None:
-    """Refuse weights that do not fill the model; one that is tied to another need not be there."""
+    """Raise an InputError if weights are missing or have another shape; tied weights may be missing."""
     missing = sorted(set(report["missing_keys"]) - set(getattr(model, "all_tied_weights_keys", None) or ()))
     if missing:
         more = ", ..." if len(missing) > 3 else ""
@@ -146,7 +148,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 @contextmanager
 def readable(failure: str, label: str) -> Iterator[None]:
-    """Say whatever goes wrong inside in one line."""
+    """Turn every exception in this block into an InputError of one line."""
     try:
         yield
     except InputError:

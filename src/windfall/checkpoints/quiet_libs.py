@@ -1,4 +1,4 @@
-"""Keeping other libraries quiet while models load, and saying what takes long or goes wrong in one line."""
+"""Keep other libraries quiet while models load; one-line messages for long waits and errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progr
 from rich.console import Console
 from rich.text import Text
 
-_SETTINGS = threading.RLock()  # of the libraries: global, so one thread at a time changes them
+_SETTINGS = threading.RLock()  # the libraries' settings are global: one thread at a time changes them
 
 
 def first_line(error: BaseException) -> str:
@@ -22,7 +22,7 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def announced(text: str) -> Iterator[None]:
-    """One line on stderr while something takes its time; on a terminal it goes away afterwards."""
+    """Show one line on stderr during this block; on a terminal it is removed afterwards."""
     console = Console(stderr=True)
     if console.is_terminal:
         with console.status(Text(text)):
@@ -34,7 +34,7 @@ def announced(text: str) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hold back the libraries' progress bars, log lines and warnings, and put their settings back afterwards."""
+    """Suppress the libraries' progress bars, log lines and warnings during this block."""
     logging = transformers.utils.logging
     with _SETTINGS, warnings.catch_warnings():
         verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

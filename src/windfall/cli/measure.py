@@ -71,7 +71,7 @@ def calibrate(
             steps += engine.generate(text, **keywords).steps
             progress(done / len(texts))
     found = Reliability.of(steps, Calibrator())
-    if not len(found.came):
+    if not len(found.accepted):
         raise InputError("nothing was drafted, so there is nothing to judge; give longer prompts or another drafter")
     if plot is not None:
         plots.plot_reliability(found, plot)

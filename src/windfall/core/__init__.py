@@ -1,1 +1,1 @@
-"""Values and pure functions that everything else is made of."""
+"""Values and pure functions that all other packages use."""

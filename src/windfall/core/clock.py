@@ -1,4 +1,4 @@
-"""Time: of the device, and by part of a cycle."""
+"""Clocks: time on a device, and the seconds of each part of a cycle."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from windfall.core.types import Split
 
 
 def now(device: torch.device) -> float:
-    """The time at which everything asked of the device is done."""
+    """The time in seconds, after all work queued on the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -19,14 +19,14 @@ def now(device: torch.device) -> float:
 
 
 class Stopwatch:
-    """Seconds by part of the cycle."""
+    """Measures the seconds that each part of a cycle takes."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
         self._parts = dict.fromkeys(Split._fields, 0.0)
 
     def lap(self, part: str) -> float:
-        """Count the time since the last lap for this part."""
+        """Add the time since the last lap to this part."""
         before, self._last = self._last, time.perf_counter()
         taken = self._last - before
         self._parts[part] += taken

@@ -1,4 +1,4 @@
-"""Token ids → text while they arrive: no broken characters, and nothing shown that a stop string may take back."""
+"""Decode token ids to text as they arrive, without broken characters and without text that a stop string may remove."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ REPLACEMENT = "\ufffd"  # what an unfinished character decodes to
 
 
 class Detokenizer:
-    """The text of one sequence. `push` tokens, then `take` what is certain."""
+    """The text of one sequence: `push` adds tokens, `take` returns text that can no longer change."""
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()):
         self.tokenizer = tokenizer
@@ -17,8 +17,8 @@ class Detokenizer:
         self._taken = 0
         self._ids: list[int] = []
         self._settled = 0  # ids whose text is in `text`
-        self._context = 0  # where decoding starts, a little earlier: tokenizers look at neighbours
-        self._tried = 0  # ids up to which nothing more can be settled
+        self._context = 0  # where decoding starts: a little earlier, because tokenizers look at neighbours
+        self._tried = 0  # ids that were tried and did not settle more
 
     def push(self, token: int) -> bool:
         """Add a token; True if its text completes a stop string (the text then ends before it)."""
@@ -28,7 +28,7 @@ class Detokenizer:
         return bool(self.stop) and self._settle(len(self._ids))
 
     def take(self, final: bool = False) -> str:
-        """The text that became certain since the last call; at the end, all the rest."""
+        """The text that became certain since the last call; with `final`, all the rest."""
         if self.tokenizer is not None and self._settled < len(self._ids):
             self._catch_up(final)
         held = 0 if final else self._held()
@@ -36,21 +36,23 @@ class Detokenizer:
         return self.text[start : self._taken]
 
     def _catch_up(self, final: bool) -> None:
-        """Without stop strings nobody looks at every token: all are decoded at once, or, where the last of them is a
-        part of a character, as many as can be."""
-        last, behind = len(self._ids), self._settled
+        """Without stop strings, decode all new tokens at once; if the last one ends within a character, as many as
+        possible."""
+        last, before = len(self._ids), self._settled
         self._settle(last, final)
-        if self._settled == behind and not self.stop:
-            for end in range(max(behind, self._tried) + 1, last):
+        if self._settled == before and not self.stop:
+            for end in range(max(before, self._tried) + 1, last):
                 self._settle(end)
         self._tried = last
 
-    def _settle(self, end: int, anyhow: bool = False) -> bool:
-        """Take in the text of the ids up to here, unless it ends within a character; True if it completes a stop
-        string."""
+    def _settle(self, end: int, final: bool = False) -> bool:
+        """Add the text of the ids up to `end`, unless it ends within a character (with `final`, even then).
+
+        Returns True if the text completes a stop string.
+        """
         known = self._decode(self._ids[self._context : self._settled])
         whole = self._decode(self._ids[self._context : end])
-        if not anyhow and (len(whole) <= len(known) or whole.endswith(REPLACEMENT)):
+        if not final and (len(whole) <= len(known) or whole.endswith(REPLACEMENT)):
             return False
         self._context, self._settled = self._settled, end
         before = len(self.text)

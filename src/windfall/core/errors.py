@@ -1,9 +1,9 @@
-"""What a person did wrong, in a line."""
+"""Errors and warnings for the user, each in one line."""
 
 
 class InputError(ValueError):
-    """Something a person gave us cannot be used; the message is one line that says what would be right."""
+    """The user's input cannot be used; the message is one line that says what is wrong or what to do."""
 
 
 class HeadWarning(UserWarning):
-    """Something about a draft head or another drafter that its user should know; commands print it as a note."""
+    """A warning about a draft head or another drafter; the command line prints it as a note."""

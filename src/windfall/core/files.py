@@ -1,4 +1,4 @@
-"""Files: read as text or refused in a line, written whole or not at all."""
+"""Read text files with one-line errors; write files atomically."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from windfall.core.errors import InputError
 
-WEIGHTS = Path(__file__).parent.parent / "weights"  # what the package carries
+WEIGHTS = Path(__file__).parent.parent / "weights"  # bundled with the package
 
 
 def read_text(file: Path) -> str:
@@ -27,7 +27,7 @@ def read_text(file: Path) -> str:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether it can be written as UTF-8: half of a pair of surrogates cannot."""
+    """Whether the text can be written as UTF-8; a lone surrogate cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -36,7 +36,7 @@ def is_unicode(text: str) -> bool:
 
 
 def parse_json(text: str) -> Any:
-    """As `json.loads`; what is nested too deeply is a ValueError like all that is no JSON."""
+    """`json.loads`, with a ValueError instead of a RecursionError if the text is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -44,18 +44,18 @@ def parse_json(text: str) -> Any:
 
 
 def replace_file(file: Path, write: Callable[[Path], Any], mode: int = 0o666) -> None:
-    """Let `write` fill a file beside this one, which then takes its place, with these permissions less the umask."""
+    """Let `write` fill a temporary file in the same folder and rename it; `mode` are its permissions before umask."""
     temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
         temporary.touch(mode)
         made = temporary.stat().st_mode
         write(temporary)
-        temporary.chmod(made)  # some writers make private files
+        temporary.chmod(made)  # safetensors makes private files
         os.replace(temporary, file)
-    except (OSError, RuntimeError, SafetensorError) as error:  # of the last two when a disk is full
+    except (OSError, RuntimeError, SafetensorError) as error:  # the last two if the disk is full
         raise InputError(f"cannot write '{file}': {getattr(error, 'strerror', None) or error}") from error
     finally:
-        with suppress(OSError):  # where there is no folder, there is nothing to remove
+        with suppress(OSError):  # the folder may not exist
             temporary.unlink(missing_ok=True)
 
 

@@ -1,4 +1,7 @@
-"""Options declared once, as dataclass fields: from them come the constructor, the `--set` flags and the docs."""
+"""Options of policies and drafters, declared as dataclass fields.
+
+The constructor, the `--set` flags and the documentation are made from the fields.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from typing import Any, TypeVar
 from windfall.core.errors import InputError
 
 T = TypeVar("T")
-PLAIN = {bool, int, float, str, type(None)}  # types of options that can be checked
+PLAIN = {bool, int, float, str, type(None)}  # types that `check` can check
 _HINTS: dict[type, dict[str, Any]] = {}
 
 
@@ -25,18 +28,18 @@ def option(
     high: float | None = None,
     choices: tuple[str, ...] = (),
 ) -> Any:
-    """A dataclass field that is also a user's option."""
+    """A dataclass field that users can set."""
     metadata = {"help": help, "low": low, "high": high, "choices": choices}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def options_of(cls: type) -> dict[str, dataclasses.Field[Any]]:
-    """The fields of a policy or drafter that a person may set."""
+    """The fields of a policy or drafter that users can set."""
     return {f.name: f for f in dataclasses.fields(cls) if f.init and "help" in f.metadata}
 
 
 def build(cls: type[T], settings: Mapping[str, Any], name: str) -> T:
-    """Make a policy or drafter from typed or textual settings; what is unknown or out of range is refused."""
+    """Make a policy or drafter from typed or textual settings; unknown or invalid ones are an InputError."""
     known = options_of(cls)
     hints = _hints(cls)
     values = {}
@@ -48,7 +51,7 @@ def build(cls: type[T], settings: Mapping[str, Any], name: str) -> T:
 
 
 def checked(given: Any, label: str) -> dict[str, Any]:
-    """Options by name, as somebody gave them; None is none."""
+    """Options given by name, as a dict; None gives an empty one."""
     if given is None:
         return {}
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
@@ -57,13 +60,13 @@ def checked(given: Any, label: str) -> dict[str, Any]:
 
 
 def refuse_settings(settings: Mapping[str, Any], kind: str, name: str) -> None:
-    """A policy or drafter that is made already takes no more options."""
+    """Raise an InputError if options are given for a policy or drafter that is made already."""
     if settings:
         raise InputError(f"this {kind} is a ready {name}; give its options where it is made, or its name instead")
 
 
 def require_flag(name: str, value: Any) -> bool:
-    """A value that must be true or false."""
+    """The value, which must be True or False."""
     if not isinstance(value, bool):
         raise InputError(f"{name} must be True or False, not {value!r}")
     return value
@@ -71,16 +74,16 @@ def require_flag(name: str, value: Any) -> bool:
 
 def brief(instance: Any) -> str:
     """A policy or drafter with its options, in one line: `Beam(depth=6, k=10)`."""
-    shown = (f"{name}={_brief(getattr(instance, name))}" for name in options_of(type(instance)))
-    return f"{type(instance).__name__}({', '.join(shown)})"
-
-
-def _brief(value: Any) -> str:
-    return repr(value) if isinstance(value, str | numbers.Number | None) else f"<{type(value).__name__}>"
+    values = {name: getattr(instance, name) for name in options_of(type(instance))}
+    words = (
+        f"{name}={value!r}" if isinstance(value, str | numbers.Number | None) else f"{name}=<{type(value).__name__}>"
+        for name, value in values.items()
+    )
+    return f"{type(instance).__name__}({', '.join(words)})"
 
 
 def check(instance: Any) -> None:
-    """Hold every option of a freshly made policy or drafter to its declared type and range."""
+    """Check every option of a new policy or drafter against its declared type and range."""
     hints = _hints(type(instance))
     for key, f in options_of(type(instance)).items():
         value, low, high = getattr(instance, key), f.metadata["low"], f.metadata["high"]
@@ -93,20 +96,18 @@ def check(instance: Any) -> None:
             raise InputError(f"{key} must be a number, not nan")
         if value is None or (low is None and high is None):
             continue
-        wanted = " and ".join(
-            part for part in (low is not None and f"at least {low}", high is not None and f"at most {high}") if part
-        )
+        bounds = [f"{word} {limit}" for word, limit in (("at least", low), ("at most", high)) if limit is not None]
         if (low is not None and value < low) or (high is not None and value > high):
-            raise InputError(f"{key} must be {wanted}, not {value}")
+            raise InputError(f"{key} must be {' and '.join(bounds)}, not {value}")
 
 
 def is_number(value: Any, whole: bool = False) -> bool:
-    """Whether this is a number; true and false are none."""
+    """Whether this is a number; True and False are not."""
     return isinstance(value, numbers.Integral if whole else numbers.Real) and not isinstance(value, bool)
 
 
 def _is_one(value: Any, kinds: tuple[Any, ...]) -> bool:
-    """Whether a value is of one of these kinds; other kinds than plain ones are not looked at."""
+    """Whether a value is of one of these types; always true if one of them is not in PLAIN."""
     if not {*kinds} <= PLAIN:
         return True
     if isinstance(value, bool | str | os.PathLike | None):
@@ -115,14 +116,14 @@ def _is_one(value: Any, kinds: tuple[Any, ...]) -> bool:
 
 
 def _hints(cls: type) -> dict[str, Any]:
-    """The types of its fields, read once: policies are made anew for every text."""
+    """The types of a class's fields, cached: policies are made for every text."""
     if cls not in _HINTS:
         _HINTS[cls] = typing.get_type_hints(cls)
     return _HINTS[cls]
 
 
 def describe(cls: type) -> list[dict[str, Any]]:
-    """The options as plain data, for tables, `--json` and docs."""
+    """The options as plain data, for tables, `--json` and the documentation."""
     hints = _hints(cls)
     return [
         {
@@ -136,7 +137,7 @@ def describe(cls: type) -> list[dict[str, Any]]:
 
 
 def split_settings(items: list[str]) -> dict[str, str]:
-    """`["depth=6", "k=4"]`, as given on a command line, as a mapping."""
+    """Command-line settings such as `["depth=6", "k=4"]` as a dict."""
     settings = {}
     for item in items:
         key, equals, value = item.partition("=")
@@ -147,7 +148,7 @@ def split_settings(items: list[str]) -> dict[str, str]:
 
 
 def parse_value(text: str, wanted: Any, label: str) -> Any:
-    """The text as a value of this type; `label` names the option in the error."""
+    """Convert text to a value of this type; `label` names the option in the error message."""
     if wanted is Any:
         return text
     kinds = typing.get_args(wanted) or (wanted,)

@@ -1,5 +1,8 @@
-"""Logits → tokens. The noise of a draw belongs to (seed, position, token) alone, so the same seed gives the same text
-whatever was drafted, batched or run on another device."""
+"""Sampling: from logits to tokens.
+
+The noise of a draw depends on (seed, position, token) only. So the same seed gives the same text, independent of the
+drafts, the batch and the device.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,19 @@ def signed(value: int) -> int:
 
 
 GOLDEN = signed(0x9E3779B97F4A7C15)  # splitmix64: Steele, Lea & Flood 2014
-EULER = 0.5772156649  # the mean of the noise
-FIRST, SECOND = signed(0xBF58476D1CE4E5B9), signed(0x94D049BB133111EB)
+EULER = 0.5772156649  # the mean of Gumbel noise
+MIX_FACTORS = signed(0xBF58476D1CE4E5B9), signed(0x94D049BB133111EB)
 
 
 def shift(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits).bitwise_and_(2 ** (64 - bits) - 1)  # int64 shifts keep the sign; this one does not
+    """A logical right shift; `>>` on int64 keeps the sign."""
+    return (x >> bits).bitwise_and_(2 ** (64 - bits) - 1)
 
 
 def mix(x: Tensor) -> Tensor:
-    x = (x ^ shift(x, 30)).mul_(FIRST)
-    x = x.bitwise_xor_(shift(x, 27)).mul_(SECOND)
+    """The finalizer of splitmix64."""
+    x = (x ^ shift(x, 30)).mul_(MIX_FACTORS[0])
+    x = x.bitwise_xor_(shift(x, 27)).mul_(MIX_FACTORS[1])
     return x.bitwise_xor_(shift(x, 31))
 
 
@@ -49,7 +54,7 @@ def gumbel(seed: int, positions: Tensor, tokens: Tensor) -> Tensor:
 
 
 def process(logits: Tensor, prefix: Tensor | None, prompt_length: int, params: SamplingParams) -> Tensor:
-    """Everything that shapes a distribution: bias, penalties, processors, temperature, top-k, top-p, min-p.
+    """Apply bias, penalties, processors, temperature, top-k, top-p and min-p.
 
     logits [n, V]; prefix [n, L] holds the tokens before each row (needed only if `params.reads_prefix`).
     Returns new logits, -inf where a token is excluded; at temperature 0 only their order matters.
@@ -66,7 +71,7 @@ def process(logits: Tensor, prefix: Tensor | None, prompt_length: int, params: S
             logits = processor(prefix, logits)
     if params.greedy:
         return logits
-    temperature = logits.new_full((1,), params.temperature)  # a tensor: CUDA multiplies by a number's reciprocal
+    temperature = logits.new_full((1,), params.temperature)  # a tensor, because CUDA divides by a number inexactly
     return warp(logits / temperature, params)
 
 
@@ -83,6 +88,7 @@ def _penalise(logits: Tensor, prefix: Tensor, prompt_length: int, params: Sampli
 
 
 def warp(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Exclude tokens (-inf) by top-k, top-p and min-p."""
     if 0 < params.top_k < logits.shape[-1]:
         lowest = logits.topk(params.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < lowest, -torch.inf)
@@ -90,7 +96,7 @@ def warp(logits: Tensor, params: SamplingParams) -> Tensor:
         ordered, order = logits.sort(dim=-1, descending=True, stable=True)
         probs = ordered.softmax(-1)
         outside = probs.cumsum(-1) - probs >= params.top_p
-        outside[:, 0] = False  # the likeliest token always stays
+        outside[:, 0] = False  # the most likely token always stays
         logits = logits.masked_fill(outside.scatter(1, order, outside), -torch.inf)
     if params.min_p > 0:
         probs = logits.softmax(-1)
@@ -99,16 +105,16 @@ def warp(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 class Dice:
-    """The noise of a sequence's coming draws, known in advance: shown to the drafter, it guesses the draw itself.
+    """The noise of a sequence's future draws, which lets the drafter guess the draw itself (coupled drafting).
 
-    After Daliri, Musco & Suresh 2024 (drafter-invariant decoding), here for trees. The target's walk judges as before,
-    so the text cannot change; only more of what was drafted is right.
+    After Daliri, Musco & Suresh 2024 (drafter-invariant decoding), here for trees. Verification is the same, so the
+    text cannot change; more of the drafted tokens are accepted.
     """
 
     def __init__(self, params: SamplingParams, committed: list[int]):
         self.params = params
-        self.committed = committed  # the sequence's own list, growing
-        self.kappa = 1.0  # above 1: the drafter's distribution is trusted less
+        self.committed = committed  # the sequence's own list, which grows
+        self.kappa = 1.0  # above 1: the drafter's distribution counts less
 
     def couple(self, logq: Tensor, depths: Tensor, tokens: Tensor | None) -> Tensor:
         """Draft log-probabilities [n, M] after nodes of these depths → log-probabilities that each token is drawn."""
@@ -117,23 +123,26 @@ class Dice:
             scores = warp(logq / self.params.temperature, self.params)
             noise = gumbel(self.params.noise_seed, positions, _vocabulary(logq) if tokens is None else tokens)
             return torch.log_softmax((scores.log_softmax(-1) + noise) / self.kappa, -1)
-        rest = (1 - logq.exp().sum(-1, keepdim=True)).clamp(min=1e-6).log()  # of all tokens that were not named
+        rest = (1 - logq.exp().sum(-1, keepdim=True)).clamp(min=1e-6).log()  # of all other tokens
         known = torch.cat([logq, rest], -1).div(self.params.temperature).log_softmax(-1)
         noise = gumbel(self.params.noise_seed, positions, tokens)
-        noise = torch.cat([noise, torch.full_like(rest, EULER)], -1)  # the others' best is as lucky as the mean
+        noise = torch.cat([noise, torch.full_like(rest, EULER)], -1)  # the best of the others gets the mean noise
         return torch.log_softmax((known + noise) / self.kappa, -1)[:, :-1]
 
 
 class Sampler:
-    """Draws one sequence's tokens: `draws` gives the target's choice at any node of a verified tree."""
+    """Draws the tokens of one sequence."""
 
     def __init__(self, params: SamplingParams, prompt_length: int):
         self.params = params
         self.prompt_length = prompt_length
 
     def draws(self, tree: DraftTree, logits: Tensor, committed: list[int]) -> Callable[[int], int]:
-        """A function node → token. Where a row is cheap to read, or somebody's processor looks at it, it works node by
-        node, so that only visited nodes are touched, in order; on a GPU otherwise all at once."""
+        """A function from node to the target's token after that node.
+
+        On a CPU, or with processors, it draws on demand, so that only visited nodes are processed, in order. On a GPU
+        all nodes are drawn at once.
+        """
         if logits.device.type == "cpu" or self.params.processors:
             return lambda node: int(self._draw(tree, logits, committed, torch.tensor([node])))
         if not self.params.reads_prefix:

@@ -1,4 +1,4 @@
-"""Folds over Steps: what a generation cost and what speculation gained."""
+"""Statistics of a generation, computed from its steps."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from windfall.core.types import Split, Step
 
 @dataclass(frozen=True)
 class Stats:
-    """Figures of one generation. The prefill is counted in the times, not in the passes.
+    """Statistics of one generation. The prefill counts in the times, not in the passes.
 
-    Texts that are decoded together share their prefill and their cycles: each has the seconds of all.
+    Texts that are decoded in one batch share prefill and cycles: each has the seconds of the whole batch.
     """
 
     tokens: int  # generated
     cycles: int  # each has one pass of the target
     draft_passes: int
-    rows: int  # verified, roots included
+    rows: int  # verified nodes, roots included
     seconds: float  # from the start to the last token
     ttft: float  # seconds from the start to the first token
-    prefill: float  # seconds in which target and drafter read the prompt
-    split: Split  # where the seconds of the cycles went
+    prefill: float  # seconds of the prefill
+    split: Split  # seconds by part of the cycles
     prompt_tokens: int = 0
     seed: int | None = None  # of the draws; None: greedy, and none was given
 

@@ -1,4 +1,4 @@
-"""A draft tree as flat arrays: inert data that drafters extend, policies shape and the target judges."""
+"""The draft tree, as flat arrays: drafters extend it, policies prune it, the target verifies it."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-MOST_NODES = 2**18  # of a draft tree
-MOST_ROWS = 8192  # of a verify pass: who sees whom is a table of all by all
+MAX_TREE_NODES = 2**18  # nodes
+MAX_VERIFY_ROWS = 8192  # the attention mask of a verify pass has rows x rows entries
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Flags = NDArray[np.bool_]
 
 
 class Arrays(NamedTuple):
-    """What a tree is made of."""
+    """The arrays of a tree."""
 
     tokens: Integers  # [N]
     parents: Integers  # [N], parents[0] == -1
     logq: Floats  # [N], draft log-probability given the parent
     score: Floats  # [N], the sum of logq from the root
     depth: Integers  # [N], root 0
-    rank: Integers  # [N], place among its siblings, 0 the likeliest
-    entropy: Floats  # [N], nats, of the drafter's distribution after this node; NaN where nobody asked for it
+    rank: Integers  # [N], place among its siblings, 0 is the most likely
+    entropy: Floats  # [N], nats, of the drafter's distribution after this node; NaN where it was not requested
 
 
 class View:
-    """One of a tree's arrays as a tensor, made when it is first asked for."""
+    """One of a tree's arrays as a tensor, made on first access."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._place = Arrays._fields.index(name)
@@ -42,10 +42,10 @@ class View:
 
 
 class DraftTree:
-    """Node 0 is the last committed token; parents come before their children. Lives on the host and never changes.
+    """An immutable tree on the host. Node 0 is the last committed token; parents come before their children.
 
-    Inside it is numpy, whose operations on a few nodes take a fraction of torch's time; `arrays` is for those who count
-    microseconds.
+    The data is in numpy (`arrays`), which is several times faster than torch on a few nodes. The attributes are
+    tensors over the same memory.
     """
 
     __slots__ = ("arrays", "views")
@@ -74,7 +74,7 @@ class DraftTree:
         return len(self.arrays[0])
 
     def extend(self, parents: Tensor, tokens: Tensor, logq: Tensor, rank: Tensor) -> DraftTree:
-        """Append children of nodes already here; `rank` is each child's place among its siblings."""
+        """Append children of existing nodes; `rank` is each child's place among its siblings."""
         return self.append(parents.numpy(), tokens.numpy(), logq.float().numpy(), rank.numpy())
 
     def append(self, parents: Integers, tokens: Integers, logq: Floats, rank: Integers) -> DraftTree:
@@ -93,7 +93,7 @@ class DraftTree:
         )
 
     def measure(self, nodes: Tensor, entropy: Tensor) -> DraftTree:
-        """The same tree with the drafter's uncertainty after these nodes noted."""
+        """The same tree with the drafter's entropy after these nodes."""
         noted = self.arrays.entropy.copy()
         noted[nodes.numpy()] = entropy.numpy()
         return DraftTree.of(self.arrays._replace(entropy=noted))

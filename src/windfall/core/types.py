@@ -1,4 +1,4 @@
-"""The small immutable values that travel between the parts: what was asked, what was grown, what was accepted."""
+"""The immutable values that the parts exchange: sampling parameters, draft requests, verdicts, steps."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from windfall.core.errors import InputError as InputError
 from windfall.core.options import is_number, require_flag
 from windfall.core.tree import DraftTree
 
-COLD = 1e-6  # temperature; logits divided by less may no longer be numbers
-LARGEST = 1e30  # a number that sampling multiplies or adds, in fp32
-WHOLE = ("max_new_tokens", "top_k")
-NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+MIN_TEMPERATURE = 1e-6  # below it decoding is greedy: dividing logits by less can overflow
+MAX_NUMBER = 1e30  # of penalties, biases and the temperature, which fp32 logits are combined with
+INTEGER_FIELDS = ("max_new_tokens", "top_k")
+NUMBER_FIELDS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 def fresh_seed() -> int:
-    """A random seed from the operating system, short enough to be typed again."""
+    """A random seed from the operating system, short enough to be typed."""
     return secrets.randbits(32)
 
 
@@ -32,7 +32,7 @@ def _require(ok: bool, message: str) -> None:
 
 
 def _copied(callback: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy with state of its own, which shares models with the original."""
+    """A copy with its own state; models are shared with the original."""
     models = {id(part): part for part in getattr(callback, "__dict__", {}).values() if isinstance(part, nn.Module)}
     try:
         return copy.deepcopy(callback, models)
@@ -67,15 +67,15 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", self.logit_bias or {})
         if isinstance(self.eos, int):
             object.__setattr__(self, "eos", (self.eos,))
-        for name in WHOLE:
+        for name in INTEGER_FIELDS:
             _require(is_number(getattr(self, name), whole=True), f"{name} must be a whole number")
         _require(self.seed is None or is_number(self.seed, whole=True), "seed must be a whole number, or None")
-        for name in NUMBERS:
+        for name in NUMBER_FIELDS:
             _require(is_number(getattr(self, name)), f"{name} must be a number, not {getattr(self, name)!r}")
         _require(all(isinstance(each, str) for each in self.stop), "stop takes strings")
         _require(all(isinstance(each, int) for each in self.eos or ()), "eos takes token ids")
         known = isinstance(self.logit_bias, Mapping) and all(isinstance(token, int) for token in self.logit_bias)
-        _require(known, "logit_bias takes {token id: what is added to its logit}")
+        _require(known, "logit_bias takes {token id: number added to its logit}")
         _require(self.max_new_tokens >= 1, f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
         _require(self.temperature >= 0, f"temperature must be 0 (greedy) or more, not {self.temperature}")
         _require(self.top_k >= 0, f"top_k must be 0 (off) or more, not {self.top_k}")
@@ -84,23 +84,26 @@ class SamplingParams:
         _require(self.repetition_penalty > 0, f"repetition_penalty must be above 0, not {self.repetition_penalty}")
         _require(all(self.stop), "a stop string must not be empty")
         for name in ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-            _require(abs(getattr(self, name)) <= LARGEST, f"{name} must lie between {-LARGEST:g} and {LARGEST:g}")
+            _require(
+                abs(getattr(self, name)) <= MAX_NUMBER,
+                f"{name} must lie between {-MAX_NUMBER:g} and {MAX_NUMBER:g}",
+            )
         biases = self.logit_bias.values()
         _require(
-            all(is_number(bias) and (abs(bias) <= LARGEST or bias == -math.inf) for bias in biases),
-            f"logit_bias values must be numbers between {-LARGEST:g} and {LARGEST:g}, or -inf, which excludes a token",
+            all(is_number(bias) and (abs(bias) <= MAX_NUMBER or bias == -math.inf) for bias in biases),
+            f"logit_bias values must be numbers between {-MAX_NUMBER:g} and {MAX_NUMBER:g}, or -inf to exclude a token",
         )
 
     @property
     def greedy(self) -> bool:
-        return self.temperature < COLD
+        return self.temperature < MIN_TEMPERATURE
 
     def seeded(self) -> SamplingParams:
         """These parameters with a seed: a fresh one if none is set and tokens are drawn at random."""
         return replace(self, seed=fresh_seed()) if self.seed is None and not self.greedy else self
 
     def with_own_state(self) -> SamplingParams:
-        """These parameters with copies of the processors and criteria: each text of a batch needs its own state."""
+        """These parameters with copies of the processors and criteria, whose state belongs to one text of a batch."""
         if not (self.processors or self.criteria):
             return self
         return replace(
@@ -109,7 +112,7 @@ class SamplingParams:
 
     @property
     def noise_seed(self) -> int:
-        """The seed of the noise. Greedy decoding has no noise: there it may be unset, and is 0."""
+        """The seed of the noise; 0 if it is unset in greedy decoding, which has no noise."""
         if self.seed is None and not self.greedy:
             raise ValueError("these sampling parameters have no seed yet; `seeded` gives them one")
         return self.seed or 0
@@ -127,12 +130,12 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GpuOptions:
-    """How the passes of single texts run on a GPU."""
+    """Options of decoding single texts on a GPU."""
 
-    graphs: bool | None = None  # recorded as CUDA graphs; None: where there is a GPU
-    compiled: bool = False  # torch.compile makes the forward, where it is not fused by hand
-    exact: bool = False  # a row depends on its own text alone: in half precision, too, it is plain decoding's
-    plans: bool = True  # policies that can be are followed on the device; else all decide on the host
+    graphs: bool | None = None  # run passes as CUDA graphs; None: if there is a GPU
+    compiled: bool = False  # use torch.compile for models without a fused forward
+    exact: bool = False  # rows do not influence each other: plain decoding's text in half precision, too
+    plans: bool = True  # run policies that have a plan on the GPU; False: all decide on the host
 
     def __post_init__(self) -> None:
         _require(isinstance(self.graphs, bool | None), f"graphs must be True, False or None, not {self.graphs!r}")
@@ -141,30 +144,30 @@ class GpuOptions:
 
 
 class Grow(NamedTuple):
-    """A policy's wish: one drafting pass that gives each of these unexpanded nodes its best `k` children."""
+    """A policy's request for one draft pass: give each of these unexpanded nodes its `k` most likely children."""
 
     nodes: Tensor  # [n] long, indices into the tree, any depths
     k: int
-    entropy: bool = False  # whether the drafter's uncertainty after these nodes is wanted too
+    entropy: bool = False  # also compute the drafter's entropy after these nodes
 
 
 class Verdict(NamedTuple):
-    """What the target accepted: nodes from the root down, and its own next token."""
+    """The accepted nodes, from the root down, and the target's own next token."""
 
     path: Tensor  # [a] long, path[0] == 0
     bonus: int
 
 
 class Scores(NamedTuple):
-    """The target's view of a tree, one row a node."""
+    """The target's outputs for a tree, one row per node."""
 
     logits: Tensor  # [N, V]
-    hidden: Tensor | None  # [N, taps * H], where a drafter asked for hidden states
-    draws: list[int] | None = None  # [N] the target's next token after each node, where it was drawn with the pass
+    hidden: Tensor | None  # [N, taps * H], if the drafter reads hidden states
+    draws: list[int] | None = None  # [N] the target's next token after each node, if the pass drew it
 
 
 class Split(NamedTuple):
-    """Where a cycle's seconds went."""
+    """Seconds of the parts of a cycle."""
 
     draft: float = 0.0
     verify: float = 0.0
@@ -178,18 +181,18 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """One cycle of one sequence: the tree that was verified and what became of it."""
+    """One cycle of one sequence: the verified tree and the result."""
 
     tokens: tuple[int, ...]  # emitted by this cycle, cut at the first stop
-    text: str  # what these tokens add to the text, as far as it is certain
+    text: str  # what these tokens add to the text, as far as it can no longer change
     tree: DraftTree  # the verified nodes
     path: Tensor  # accepted nodes of `tree`, root first
-    drafted: DraftTree  # the nodes it was chosen from
-    kept: Tensor  # which nodes of `drafted` were verified
+    drafted: DraftTree  # the draft tree that `tree` was selected from
+    kept: Tensor  # the nodes of `drafted` that were verified
     draft_passes: int
     seconds: Split
-    finish: str | None = None  # None: goes on; "stop" or "length"
-    recorded: bool = False  # whether passes of a new size were recorded in it: its seconds are not those of later ones
+    finish: str | None = None  # None: not finished; else "stop" or "length"
+    recorded: bool = False  # CUDA graphs were captured in this cycle, so its seconds are not typical
     prefill_seconds: float = 0.0  # time to read the prompt; only the first Step of a text has it
 
     @property

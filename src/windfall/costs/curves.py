@@ -1,4 +1,4 @@
-"""What passes cost on this machine, in seconds: the other half of every decision about a tree."""
+"""The cost of draft and verify passes on this machine, in seconds."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds by size, sizes ascending; between them a line, or (`stepped`) the next size up, as on graphs."""
+    """Seconds by size, in ascending order. Values between sizes are interpolated, or (`stepped`, for CUDA graphs, which
+    run in a few sizes) those of the next size up."""
 
     sizes: tuple[int, ...]
     seconds: tuple[float, ...]
     stepped: bool = False
 
     def at(self, size: float) -> float:
-        """Seconds for this size; past the last one, the line over the upper half goes on."""
+        """Seconds for this size; past the last one, extrapolated from the upper half of the sizes."""
         place, last = bisect_left(self.sizes, size), len(self.sizes) - 1
         if place <= last and (self.stepped or self.sizes[place] == size):
             return self.seconds[place]
@@ -25,13 +26,14 @@ class Curve:
             return self.seconds[0]
         left, right = place - 1, min(place, last)
         if place > last:
-            left = max(bisect_right(self.sizes, self.sizes[last] / 2) - 1, 0)  # a short last stretch would be all noise
+            # the slope between the last two sizes alone would be noisy
+            left = max(bisect_right(self.sizes, self.sizes[last] / 2) - 1, 0)
         slope = (self.seconds[right] - self.seconds[left]) / (self.sizes[right] - self.sizes[left])
         return self.seconds[right] + max(slope, 0.0) * (size - self.sizes[right])
 
     @classmethod
     def of_dict(cls, given: Mapping[str, Any]) -> Curve:
-        """From plain data; a ValueError says that it is no curve."""
+        """From plain data; a ValueError if it is not a curve."""
         sizes, seconds = tuple(map(int, given["sizes"])), tuple(map(float, given["seconds"]))
         sound = (
             0 < len(sizes) == len(seconds) and list(sizes) == sorted(set(sizes)) and all(0 <= s < 1e9 for s in seconds)
@@ -43,11 +45,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Costs:
-    """A draft pass by width, a verify pass by rows and context length, and what a cycle costs besides.
+    """The cost of a draft pass by width, of a verify pass by rows and context length, and of the rest of a cycle.
 
-    Some drafters do in a cycle's first draft pass what serves all of them: that is `opening`, on top of its width.
-
-    In a batch the nodes and rows of all sequences count together, as they share the pass.
+    `opening` is what the first draft pass of a cycle costs in addition, in drafters that prepare later passes there.
+    In a batch, width and rows are those of all sequences together, because they share the pass.
     """
 
     drafts: Curve
@@ -60,17 +61,17 @@ class Costs:
         return self.drafts.at(width)
 
     def verify(self, rows: int, length: int) -> float:
-        """One target pass over this many rows behind a context of this length."""
+        """One target pass over this many rows after a context of this length."""
         lengths = [known for known, _ in self.verifies]
         return Curve(tuple(lengths), tuple(curve.at(rows) for _, curve in self.verifies)).at(length)
 
-    def verify_curve(self, most: int, length: int) -> list[float]:
-        """`verify` for 1 to `most` rows."""
-        return [self.verify(rows, length) for rows in range(1, most + 1)]
+    def verify_curve(self, max_rows: int, length: int) -> list[float]:
+        """`verify` for 1 to `max_rows` rows."""
+        return [self.verify(rows, length) for rows in range(1, max_rows + 1)]
 
     @property
     def ratio(self) -> float:
-        """c = one draft pass over one plain step of the target."""
+        """c: the cost of one draft pass over that of one plain step of the target."""
         return self.draft(1) / self.verify(1, self.verifies[0][0])
 
     def as_dict(self) -> dict[str, Any]:
@@ -95,18 +96,18 @@ class Costs:
         return cls(Curve((1,), (draft,)), ((0, Curve(tuple(rows), tuple(seconds))),), overhead)
 
 
-ASSUMED = Costs.simple(0.1, (1, 64), (1.0, 1.5))  # until something was measured: the shape of a GPU, in plain steps
+ASSUMED = Costs.simple(0.1, (1, 64), (1.0, 1.5))  # before anything is measured: typical of a GPU, in plain steps
 
 
 def quickest_quarter(taken: Iterable[float]) -> float:
-    """What a pass takes: whatever disturbs it only adds, and hits some sizes more than others."""
+    """The time of a pass, from several runs: disturbances only add to it, so the fast runs are the true ones."""
     ordered = sorted(taken)
     return ordered[(len(ordered) - 1) // 4]
 
 
 def monotone(values: Sequence[float]) -> list[float]:
-    """The nearest list (least squares) that never falls: neighbours in the wrong order share their mean."""
-    pools: list[tuple[float, int]] = []  # (mean, how many); pool-adjacent-violators
+    """Isotonic regression: the nearest list (least squares) that never falls, by pool-adjacent-violators."""
+    pools: list[tuple[float, int]] = []  # mean and size
     for value in values:
         mean, count = value, 1
         while pools and pools[-1][0] > mean:

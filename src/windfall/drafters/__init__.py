@@ -1,1 +1,1 @@
-"""Drafters: where the proposed tokens come from."""
+"""Drafters, which propose tokens."""

@@ -1,4 +1,4 @@
-"""The contract of a drafter: it serves all live sequences in one pass, and never judges."""
+"""The interface of a drafter, and how scores become children of a tree."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from windfall.core.types import Grow
 if TYPE_CHECKING:
     from windfall.model.target import Target
 
-BLOCK = 64  # of candidates
+BLOCK = 64  # candidates that `most_likely` looks at together
 
 
 @dataclass
 class Drafter:
     """Proposes continuations. Lists have one entry per live sequence, always in the same order.
 
-    Subclasses are dataclasses whose fields (made with `option`) are what a user can set; they become usable with
-    `attach`. What is drafted must be a deterministic function of the tokens (and, at temperature above 0, of the
-    noise that belongs to their positions): that is what makes the engine's walk exact.
+    Subclasses are dataclasses; their fields made with `option` are what a user can set. A drafter is usable after
+    `attach`. What it drafts must be a deterministic function of the tokens (and, with coupled sampling, of the noise
+    of their positions): this makes verification exact.
     """
 
     def __post_init__(self) -> None:
@@ -39,15 +39,15 @@ class Drafter:
         return ()
 
     def attach(self, target: Target) -> None:
-        """Meet the target; refuse it (InputError) if the two do not fit."""
+        """Prepare to draft for this target; raises an InputError if the two do not fit."""
 
     def expect(self, length: int) -> None:
-        """A text of up to `length` tokens is about to start; warn (HeadWarning), once, if that is too long."""
+        """A text of up to `length` tokens is about to start; warn (HeadWarning) once if that is too long."""
 
     def start(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
-        """Take new sequences, dropping all earlier ones.
+        """Start new sequences and drop all earlier ones.
 
-        `hidden` covers every prompt token but the last; `dice` is what `sprout` wants, one for each sequence.
+        `hidden` are the target states of every prompt token but the last; `dice` is passed to `add_children`.
         """
         raise NotImplementedError
 
@@ -66,52 +66,48 @@ class Drafter:
         raise NotImplementedError
 
     def retain(self, keep: list[int]) -> None:
-        """Go on with these sequences only."""
+        """Keep these sequences only."""
         raise NotImplementedError
 
 
-def sprout(tree: DraftTree, grow: Grow, logq: Tensor, dice: Dice | None, tokens: Tensor | None = None) -> DraftTree:
-    """Hang the k likeliest children under each of grow.nodes; logq [n, M] are the drafter's log-probabilities.
+def add_children(
+    tree: DraftTree, grow: Grow, logq: Tensor, dice: Dice | None, tokens: Tensor | None = None
+) -> DraftTree:
+    """Add the k most likely children of each of grow.nodes; logq [n, M] are the drafter's log-probabilities.
 
-    `tokens` names the candidates where they are not the whole vocabulary: [M] the same for all nodes, or [n, M]; -inf
-    marks an empty place, and ties keep the order given. With `dice` the children are ranked by what the target is going
-    to draw. Every drafter turns scores into children here and nowhere else, so that coupling, ties and precision are
-    the same for all.
+    `tokens` are the candidates where they are not the whole vocabulary: [M], the same for all nodes, or [n, M]; -inf
+    marks an unused candidate. With `dice` the children are ranked by what the target is going to draw. All drafters
+    use this function, so that coupling, ties and precision are the same for all.
     """
     logq = logq.float()
     if grow.entropy:
         chances = logq.exp()
-        rest = (1 - chances.sum(-1)).clamp(min=0)  # of candidates that were not named
+        rest = (1 - chances.sum(-1)).clamp(min=0)  # of tokens that are not candidates
         tree = tree.measure(grow.nodes, (torch.special.entr(chances).sum(-1) + torch.special.entr(rest)).cpu())
     if dice is not None:
         logq = dice.couple(logq, tree.depth[grow.nodes], tokens)
     if tokens is None or tokens.dim() == 1:
-        values, order = likeliest(logq, min(grow.k, logq.shape[-1]))
+        values, order = most_likely(logq, min(grow.k, logq.shape[-1]))
         picked = (order if tokens is None else tokens[order]).cpu()
     else:
-        values, order = logq.sort(dim=-1, descending=True, stable=True)
+        values, order = logq.sort(dim=-1, descending=True, stable=True)  # ties keep the order given
         values, picked = values[:, : grow.k], tokens.gather(1, order[:, : grow.k]).cpu()
-    return hang(tree, grow.nodes, picked, values.cpu())
+    return add_child_arrays(tree, grow.nodes.numpy(), picked.numpy(), values.cpu().numpy())
 
 
-def likeliest(logq: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def most_likely(logq: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of each row [n, M] and their places; on a CPU first the best blocks, then the best within them."""
     rows, size = logq.shape
     if logq.device.type != "cpu" or size % BLOCK or size < 2 * k * BLOCK:
         found = logq.topk(k, dim=-1)
         return found.values, found.indices
     blocks = logq.view(rows, -1, BLOCK)
-    best = blocks.amax(-1).topk(k, dim=-1, sorted=False).indices  # [n, k]: nothing elsewhere is among the k largest
+    best = blocks.amax(-1).topk(k, dim=-1, sorted=False).indices  # [n, k]: the k largest are within these blocks
     values, place = blocks.gather(1, best[..., None].expand(-1, -1, BLOCK)).flatten(1).topk(k, dim=-1)
     return values, best.gather(1, place // BLOCK) * BLOCK + place % BLOCK
 
 
-def hang(tree: DraftTree, nodes: Tensor, tokens: Tensor, logq: Tensor) -> DraftTree:
-    """Hang children [n, k] under these nodes, the likeliest first; -inf marks an empty place."""
-    return hang_arrays(tree, nodes.numpy(), tokens.numpy(), logq.float().numpy())
-
-
-def hang_arrays(tree: DraftTree, nodes: Integers, tokens: Integers, logq: Floats) -> DraftTree:
-    """`hang` in numpy."""
+def add_child_arrays(tree: DraftTree, nodes: Integers, tokens: Integers, logq: Floats) -> DraftTree:
+    """Add children [n, k] to these nodes, the most likely first; -inf marks an unused place."""
     rows, rank = np.isfinite(logq).nonzero()
     return tree.append(nodes[rows], tokens[rows, rank], logq[rows, rank], rank)

@@ -1,7 +1,8 @@
-"""A head on the target's hidden states drafts: EAGLE-1/2, EAGLE-3, Griffin, whatever loss they were trained with.
+"""Draft with a feature head: EAGLE-1/2, EAGLE-3 or GRIFFIN.
 
-Committed tokens carry the target's true features, drafted ones the head's own; the rows of drafted tokens are therefore
-dropped after each cycle and computed anew from true features when the next one begins."""
+Committed tokens have the target's true features, drafted ones the head's own. Therefore the KV rows of drafted tokens
+are dropped after each cycle and computed again from true features in the next one.
+"""
 
 from __future__ import annotations
 
@@ -19,63 +20,63 @@ from windfall.core.options import option
 from windfall.core.sampling import Dice
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow, InputError
-from windfall.drafters.base import Drafter, sprout
+from windfall.drafters.base import Drafter, add_children
 from windfall.heads.base import FeatureHead, Guess
 from windfall.heads.layers import masked_attention, within
 from windfall.model.batch import Packed, Rows, pack
 from windfall.model.kv_cache import KVCache
 from windfall.model.target import Target
 
-CHUNK = 1024  # columns that one catching-up pass takes at the most
-HINT = " (drafter option window=N: the last N, in every text)"
-CATCH_UP = 32  # pending columns up to which they ride along with the first draft pass
+MAX_CHUNK = 1024  # columns of one catch-up pass
+WINDOW_HINT = " (drafter option window=N: the last N, in every text)"
+MAX_PENDING = 32  # pending columns that run with the first draft pass; more run before it
 
 
 @dataclass
 class FeatureHeadDrafter(Drafter):
-    """A draft head: a folder, a hub id or a loaded FeatureHead; none: the one that comes with the embedded model."""
+    """A draft head: a folder, a hub id or a loaded FeatureHead; by default the bundled head of the embedded model."""
 
-    model: Any = option(None, "folder or hub id of a head, or a loaded one; none: the one made for the embedded model")
+    model: Any = option(
+        None, "folder or hub id of a head, or a loaded one; none: the bundled head of the embedded model"
+    )
 
     whole: bool = option(
-        False, "draft from the target's whole vocabulary where the head only borrows it: dearer passes, longer paths"
+        False, "draft from the target's whole vocabulary if the head borrows it: slower passes, longer accepted paths"
     )
 
     vocabulary_precision: str = option(
         "auto",
-        "of the product with the draft vocabulary; auto: int8 on a CPU where that is faster, full elsewhere",
+        "precision of the vocabulary head; auto: int8 on a CPU if that is faster, else full",
         choices=("auto", "int8", "full"),
     )
 
-    window: int | None = option(
-        None, "positions that the head sees, counted from the last; none: as many as it was made for", low=1
-    )
+    window: int | None = option(None, "the last positions that the head sees; none: as many as it was made for", low=1)
 
     def attach(self, target: Target) -> None:
-        from windfall.heads.fitting import drafting
+        from windfall.heads.fitting import with_vocabulary
         from windfall.heads.loading import find_head
 
-        self._reach = Reach(find_head(self.model, target, "head"), self.window, target.context, HINT)
+        self._reach = Reach(find_head(self.model, target, "head"), self.window, target.context, WINDOW_HINT)
         head = self._reach.head
-        self.head: FeatureHead = self._rounded(drafting(head, target, None) if self.whole else head)
+        self.head: FeatureHead = self._in_precision(with_vocabulary(head, target, None) if self.whole else head)
 
     @property
     def longest(self) -> int | None:
-        """Positions past which nothing can be drafted, if there are any."""
+        """The number of positions after which nothing can be drafted; None: no limit."""
         return self._reach.longest
 
     def expect(self, length: int) -> None:
         self._reach.expect(length)
 
-    def _rounded(self, head: FeatureHead) -> FeatureHead:
-        """With the vocabulary in the precision that was asked for. A draft is only a guess: the text stays the same."""
-        from windfall.heads.fitting import rounding
+    def _in_precision(self, head: FeatureHead) -> FeatureHead:
+        """The head with its vocabulary in the wanted precision, which changes drafts but never the text."""
+        from windfall.heads.fitting import with_int8_vocabulary
 
         wanted = self.vocabulary_precision
-        quick = None if wanted == "full" else rounding(head, anyway=wanted == "int8")
-        if quick is None and wanted == "int8":
+        fast = None if wanted == "full" else with_int8_vocabulary(head, force=wanted == "int8")
+        if fast is None and wanted == "int8":
             raise InputError("int8 needs a CPU and a torch with oneDNN; leave vocabulary_precision out or set it full")
-        return quick or head
+        return fast or head
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -86,7 +87,7 @@ class FeatureHeadDrafter(Drafter):
         self._dice = list(dice)
         config = self.head.config
         self._memory = HeadMemory(config.layer.num_hidden_layers, len(prompts), config.windows)
-        self._tokens = [prompt[1:] for prompt in prompts]  # pending columns: committed, but not in memory
+        self._tokens = [prompt[1:] for prompt in prompts]  # pending columns: committed, but not in the KV cache
         self._features = list(hidden)  # of the position before each pending token
         self._slots: list[dict[int, int]] = [{} for _ in prompts]  # expanded node → its staged row
         self._recycled: list[list[Tensor]] = [[] for _ in prompts]  # per staged row, [rows of a pass, H]
@@ -102,7 +103,7 @@ class FeatureHeadDrafter(Drafter):
         hidden = [self._hidden(b, tree, grow) for b, (tree, grow) in enumerate(zip(trees, grows, strict=True))]
         guess = self._feed(rows, hidden)
         return [
-            tree if grow is None else self._sprout(b, tree, grow, guess, len(rows[b].tokens), first)
+            tree if grow is None else self._add_children(b, tree, grow, guess, len(rows[b].tokens), first)
             for b, (tree, grow) in enumerate(zip(trees, grows, strict=True))
         ]
 
@@ -128,7 +129,7 @@ class FeatureHeadDrafter(Drafter):
         self._dice = [self._dice[b] for b in keep]
 
     def _fitting(self, b: int, tree: DraftTree, grow: Grow | None) -> Grow | None:
-        """None where there is nothing to start from, or the head's positions have no room for all of these nodes."""
+        """None if there is no feature to start from, or if the head has too few positions for all of these nodes."""
         used = self._memory.cache.lengths[b] + len(self._tokens[b])
         if not grow or not used:
             return None
@@ -136,11 +137,11 @@ class FeatureHeadDrafter(Drafter):
         return grow if self.longest is None or used + deepest <= self.longest else None
 
     def _catch_up(self, grows: Sequence[Grow | None]) -> None:
-        """Take in all pending columns but the root's before the first pass of a cycle, if they are many."""
+        """Before the first pass of a cycle, run all pending columns but the root's if there are many."""
         if self._memory.cache.staged:
             return
-        while any(grow and len(own) > CATCH_UP for own, grow in zip(self._tokens, grows, strict=True)):
-            takes = [min(len(own) - 1, CHUNK) if grow else 0 for own, grow in zip(self._tokens, grows, strict=True)]
+        while any(grow and len(own) > MAX_PENDING for own, grow in zip(self._tokens, grows, strict=True)):
+            takes = [min(len(own) - 1, MAX_CHUNK) if grow else 0 for own, grow in zip(self._tokens, grows, strict=True)]
             lengths = self._memory.cache.lengths
             rows = [Rows.chain(own[:n], at) for own, n, at in zip(self._tokens, takes, lengths, strict=True)]
             features = [self.head.fuse(own[:n]) for own, n in zip(self._features, takes, strict=True)]
@@ -150,7 +151,7 @@ class FeatureHeadDrafter(Drafter):
             self._features = [own[n:] for own, n in zip(self._features, takes, strict=True)]
 
     def _rows(self, b: int, tree: DraftTree, grow: Grow | None) -> Rows:
-        """The pending columns if the root is to be expanded, else the nodes themselves."""
+        """The pending columns if the root is expanded, else the nodes."""
         staged, length, pending = self._memory.cache.staged, self._memory.cache.lengths[b], len(self._tokens[b])
         if grow is None:
             return Rows.chain([], 0, staged)
@@ -163,7 +164,7 @@ class FeatureHeadDrafter(Drafter):
         )
 
     def _hidden(self, b: int, tree: DraftTree, grow: Grow | None) -> Tensor:
-        """[n, H]: the target's features of the pending columns, or the head's own of the nodes' parents."""
+        """[n, H]: the target's features of the pending columns, or the head's own features of the nodes' parents."""
         if grow is None:
             return self._features[b].new_zeros(0, self.head.config.layer.hidden_size)
         slots = self._slots[b]
@@ -172,43 +173,43 @@ class FeatureHeadDrafter(Drafter):
         places = [slots[parent] - slots[0] for parent in tree.parents[grow.nodes].tolist()]
         return torch.cat(self._recycled[b])[torch.tensor(places, device=self.head.device)]
 
-    def _sprout(self, b: int, tree: DraftTree, grow: Grow, guess: Guess, size: int, first: int) -> DraftTree:
+    def _add_children(self, b: int, tree: DraftTree, grow: Grow, guess: Guess, size: int, first: int) -> DraftTree:
         fresh = len(grow.nodes)
         slots = range(first + size - fresh, first + size)
         self._slots[b].update(zip(grow.nodes.tolist(), slots, strict=True))
         width = guess.recycled.shape[1]
         self._recycled[b].append(guess.recycled[b, size - fresh : width])
         logq = torch.log_softmax(self.head.logits(guess.state[b, size - fresh : size]).float(), -1)
-        return sprout(tree, grow, logq, self._dice[b], self.head.draft_tokens)
+        return add_children(tree, grow, logq, self._dice[b], self.head.draft_tokens)
 
     def _feed(self, rows: list[Rows], hidden: list[Tensor]) -> Guess:
-        """One pass over these rows, staged behind what is there."""
+        """One pass over these rows, which are staged after the existing ones."""
         cache, device = self._memory.cache, self.head.device
         packed = pack(rows, cache.lengths, cache.staged, device)
         width = packed.tokens.shape[1]
         padded = torch.stack([torch.cat([own, own.new_zeros(width - len(own), own.shape[1])]) for own in hidden])
         cache.reserve(width)
-        self._memory.look(packed)
+        self._memory.prepare(packed)
         guess: Guess = self.head(packed.tokens, padded, packed.positions, self._memory)
         cache.staged += width
         return guess
 
 
 class Reach:
-    """A head in texts longer than it was made for: it sees a window of the last positions, and a warning says so."""
+    """Limits a head in texts longer than it was made for to a window of the last positions, and warns once."""
 
     def __init__(self, head: Any, window: int | None, context: int | None, hint: str = ""):
-        from windfall.heads.fitting import end_of_positions, sighted
+        from windfall.heads.fitting import max_positions, with_window
 
-        self._hint = hint  # what the warning ends with
-        self.head: Any = sighted(head, window, context)
-        self.longest = end_of_positions(head, context)
+        self._hint = hint  # the end of the warning
+        self.head: Any = with_window(head, window, context)
+        self.longest = max_positions(head, context)
         self._shortened = window is None and self.head.config.windows != head.config.windows
         self._warned = False
 
     def expect(self, length: int) -> None:
         made_for = self.longest or self.head.config.layer.max_position_embeddings
-        positions = length - 1  # the last token is only guessed
+        positions = length - 1  # the last token is only predicted
         if self._warned or positions <= made_for or not (self.longest or self._shortened):
             return
         then = "in longer texts it stops drafting there"
@@ -219,17 +220,17 @@ class Reach:
 
 
 class HeadMemory:
-    """The head's keys and values, committed and staged, under the mask of the present pass."""
+    """The head's KV cache, committed and staged, and the mask of the current pass."""
 
     def __init__(self, layers: int, batch: int, windows: tuple[int | None, ...] = ()):
         self.cache = KVCache(layers, batch)
         self.mask: Tensor | None = None  # [B, n, columns] bool
         self._windows = windows  # of each layer
         self._narrowed: dict[int | None, Tensor] = {}  # the mask within each window
-        self._staged: Tensor | None = None  # [B, staged] positions, kept where there are windows
+        self._staged: Tensor | None = None  # [B, staged] positions, if there are windows
 
-    def look(self, packed: Packed) -> None:
-        """The rows of the next pass, whose column in the cache is their position once they are committed."""
+    def prepare(self, packed: Packed) -> None:
+        """Set the masks for the rows of the next pass; a committed row's column in the cache is its position."""
         self.mask, cache = packed.mask, self.cache
         if not self._windows:
             return
@@ -247,6 +248,6 @@ class HeadMemory:
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         keys, values = self.cache.layers[layer].update(keys, values)
         mask = self._narrowed.get(self._windows[layer], self.mask) if self._narrowed else self.mask
-        if queries.device.type == "cpu" and mask is not None:  # needs no copies of shared keys there
+        if queries.device.type == "cpu" and mask is not None:  # needs no copies of shared keys
             return F.scaled_dot_product_attention(queries, keys, values, mask[:, None], enable_gqa=True)
         return masked_attention(queries, keys, values, mask)

@@ -1,7 +1,8 @@
-"""Hydra heads draft (Ankner et al. 2024): each reads the target's last state and the tokens on the path to its node.
+"""Draft with Hydra heads (Ankner et al. 2024), which read the target's last state and the tokens on a node's path.
 
-With a prefix layer (Hydra++) they read its view of everything committed instead, which it keeps in a memory; only true
-features ever enter it, so nothing in it is taken back."""
+With a prefix layer (Hydra++) they read the layer's output instead. The layer has a KV cache of all committed tokens;
+only true features enter it, so no row is ever dropped.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from windfall.core.options import option
 from windfall.core.sampling import Dice
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow
-from windfall.drafters.base import Drafter, sprout
-from windfall.drafters.feature_head import CHUNK, HeadMemory, Reach
+from windfall.drafters.base import Drafter, add_children
+from windfall.drafters.feature_head import MAX_CHUNK, HeadMemory, Reach
 from windfall.drafters.medusa import find_heads
 from windfall.model.batch import Rows, pack
 
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class HydraDrafter(Drafter):
-    """Hydra or Hydra++ heads: one small pass a level, and no node lies deeper than there are heads."""
+    """Hydra or Hydra++ heads: one small pass per level; the tree is at most as deep as there are heads."""
 
-    model: Any = option(None, "folder or hub id of Hydra heads, or loaded ones; there are none by default")
+    model: Any = option(None, "folder or hub id of Hydra heads, or loaded ones; there is no default")
 
     def attach(self, target: Target) -> None:
         from windfall.heads.hydra import Hydra
@@ -53,7 +54,7 @@ class HydraDrafter(Drafter):
         self._dice = list(dice)
         self._memory = HeadMemory(1, len(prompts), self._heads.config.windows)
         self._unseen = [self._needed(own) for own in hidden]  # [n, H] features that the prefix layer has not seen
-        self._contexts: list[Tensor | None] = [None] * len(prompts)  # [H] what the heads read in this cycle
+        self._contexts: list[Tensor | None] = [None] * len(prompts)  # [H] the input of the heads in this cycle
 
     @torch.inference_mode()
     def expand(self, trees: list[DraftTree], grows: Sequence[Grow | None]) -> list[DraftTree]:
@@ -64,8 +65,8 @@ class HydraDrafter(Drafter):
         for b, grow in enumerate(grows):
             if grow is not None and len(nodes[b]):
                 rows = torch.stack([logq[b, node] for node in nodes[b].tolist()])  # [n, Vd]
-                wish, names = grow._replace(nodes=nodes[b]), self._heads.draft_tokens
-                grown[b] = sprout(trees[b], wish, rows, self._dice[b], names)
+                fitting, names = grow._replace(nodes=nodes[b]), self._heads.draft_tokens
+                grown[b] = add_children(trees[b], fitting, rows, self._dice[b], names)
         return grown
 
     def commit(
@@ -82,11 +83,11 @@ class HydraDrafter(Drafter):
         self._dice = [self._dice[b] for b in keep]
 
     def _needed(self, features: Tensor) -> Tensor:
-        """All that a prefix layer wants to see; without one the last feature is enough."""
+        """The features to keep: all for a prefix layer, else the last."""
         return features if self._heads.prefix is not None else features[-1:].clone()
 
     def _possible(self, b: int, tree: DraftTree, grow: Grow | None) -> Tensor:
-        """The nodes that have a head, if there is a feature to start from and the prefix layer has room for it."""
+        """The nodes that have a head, if there is a feature to start from and the prefix layer has positions left."""
         limit = None if self._reach is None else self._reach.longest
         seen = self._memory.cache.lengths[b] + len(self._unseen[b])
         if grow is None or not seen or (limit is not None and seen > limit):
@@ -94,25 +95,25 @@ class HydraDrafter(Drafter):
         return grow.nodes[tree.depth[grow.nodes] < self._heads.config.heads]
 
     def _read(self, places: list[int]) -> None:
-        """Find out what the heads of these sequences read, from all features that came since the last time."""
+        """Compute the input of the heads of these sequences from all features since the last time."""
         if self._heads.prefix is None:
             for b in places:
                 self._contexts[b] = self._unseen[b][-1]
             return
         while any(len(self._unseen[b]) for b in places):
-            taken = [own[: CHUNK if b in places else 0] for b, own in enumerate(self._unseen)]
-            seen = self._see(taken)
+            taken = [own[: MAX_CHUNK if b in places else 0] for b, own in enumerate(self._unseen)]
+            seen = self._run_prefix(taken)
             for b in places:
                 if size := len(taken[b]):
                     self._contexts[b], self._unseen[b] = seen[b, size - 1], self._unseen[b][size:]
 
-    def _see(self, features: list[Tensor]) -> Tensor:
-        """Commit features to the prefix layer's memory; returns its view of them, [B, n, H]."""
+    def _run_prefix(self, features: list[Tensor]) -> Tensor:
+        """Commit features to the prefix layer's KV cache; returns its outputs for them, [B, n, H]."""
         cache = self._memory.cache
         rows = [Rows.chain([0] * len(own), at) for own, at in zip(features, cache.lengths, strict=True)]
         packed = pack(rows, cache.lengths, 0, self._heads.device)
         cache.reserve(packed.positions.shape[1])
-        self._memory.look(packed)
+        self._memory.prepare(packed)
         padded = torch.nn.utils.rnn.pad_sequence(features, batch_first=True)
         seen = self._heads.contexts(padded, packed.positions, self._memory)
         cache.staged += packed.positions.shape[1]
@@ -120,7 +121,7 @@ class HydraDrafter(Drafter):
         return seen
 
     def _guess(self, trees: list[DraftTree], nodes: list[Tensor]) -> dict[tuple[int, int], Tensor]:
-        """Log-probabilities [Vd] after each node of each sequence; nodes of one depth go together."""
+        """Log-probabilities [Vd] after each node of each sequence; nodes of one depth run together."""
         depths: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for b, own in enumerate(nodes):
             for node, depth in zip(own.tolist(), trees[b].depth[own].tolist(), strict=True):

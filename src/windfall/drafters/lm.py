@@ -1,4 +1,4 @@
-"""A smaller language model with the target's tokenizer drafts; its cache grows by one row per expanded node."""
+"""Draft with a smaller language model that has the target's tokenizer."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windfall.checkpoints.bundled import shipped_lm
+from windfall.checkpoints.bundled import bundled_lm
 from windfall.checkpoints.find import check_vocabulary, load_model
 from windfall.core.errors import HeadWarning
 from windfall.core.options import option
 from windfall.core.sampling import Dice
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow
-from windfall.drafters.base import Drafter, sprout
+from windfall.drafters.base import Drafter, add_children
 from windfall.model.batch import Rows
 from windfall.model.decoder import Decoder
 from windfall.model.target import Target, refuse_unsupported, uncompiled
 
-CATCH_UP = 32  # pending tokens up to which they ride along with the first draft pass
+MAX_PENDING = 32  # pending tokens that run with the first draft pass; more run before it
 
 
 @dataclass
 class LMDrafter(Drafter):
     """A language model of the same vocabulary: a folder, GGUF file, hub id or loaded model.
 
-    Without one it is the small model that comes with the package for this target. Where there is none, the target
-    drafts for itself, every guess right and nothing gained: a check, not a use.
+    Without one it is the bundled model for this target. If there is none, the target drafts for itself: every draft is
+    right and nothing is gained, which is useful for tests only.
     """
 
-    model: Any = option(None, "folder, GGUF file, hub id or loaded model; none: the one shipped, or the target itself")
-    trust_remote_code: bool = option(False, "run Python code that comes with the model")
+    model: Any = option(None, "folder, GGUF file, hub id or loaded model; none: the bundled one, or the target itself")
+    trust_remote_code: bool = option(False, "run Python code from the model's folder")
 
     def attach(self, target: Target) -> None:
         model, tokenizer = self._find(target)
@@ -44,7 +44,7 @@ class LMDrafter(Drafter):
 
     def _find(self, target: Target) -> tuple[Any, Any]:
         """The model and, where there is one, its tokenizer."""
-        model = shipped_lm(target) if self.model is None else self.model
+        model = bundled_lm(target) if self.model is None else self.model
         if model is None:
             return target.model, target.tokenizer
         if isinstance(model, tuple):
@@ -70,7 +70,7 @@ class LMDrafter(Drafter):
     def start(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
         self._dice = list(dice)
         self.decoder.reset(len(prompts))
-        self._pending = [list(prompt) for prompt in prompts]  # committed but not in the cache, the root last
+        self._pending = [list(prompt) for prompt in prompts]  # committed but not in the KV cache, the root last
         self._slots: list[dict[int, int]] = [{} for _ in prompts]  # expanded node → its staged row
 
     def expand(self, trees: list[DraftTree], grows: Sequence[Grow | None]) -> list[DraftTree]:
@@ -89,7 +89,7 @@ class LMDrafter(Drafter):
             size, fresh = len(rows[b].tokens), len(grow.nodes)
             self._slots[b].update(zip(grow.nodes.tolist(), range(first + size - fresh, first + size), strict=True))
             logq = torch.log_softmax(logits[b][size - fresh :, : self.vocabulary].float(), -1)
-            grown.append(sprout(tree, grow, logq, self._dice[b]))
+            grown.append(add_children(tree, grow, logq, self._dice[b]))
         return grown
 
     def commit(
@@ -100,7 +100,7 @@ class LMDrafter(Drafter):
             slots, nodes = self._slots[b], path.tolist()
             known = [slots[node] for node in nodes if node in slots]  # a node is expanded only after its parent
             left = tree.tokens[path[len(known) :]].tolist()
-            if known:  # the root was expanded, and all that was pending with it
+            if known:  # the root was expanded together with all pending tokens
                 keep.append([*range(slots[0] - len(self._pending[b]) + 1, slots[0]), *known])
                 self._pending[b] = [*left, bonus[b]]
             else:
@@ -119,25 +119,25 @@ class LMDrafter(Drafter):
         limit = self.decoder.context
         if self._warned or limit is None or length <= limit:
             return
-        told = f"the drafter was made for texts of {limit} tokens: in longer ones it is of little use past them"
-        warnings.warn(told, HeadWarning, stacklevel=2)
+        message = f"the drafter was made for texts of {limit} tokens; it does not draft after that"
+        warnings.warn(message, HeadWarning, stacklevel=2)
         self._warned = True
 
     def _fitting(self, b: int, tree: DraftTree, grow: Grow | None) -> Grow | None:
-        """None where the drafter's own context has no room for all of these nodes."""
+        """None if the drafter's own context does not suffice for all of these nodes."""
         limit = self.decoder.context
         used = self.decoder.lengths[b] + len(self._pending[b])
         return grow if grow and (limit is None or used + int(tree.depth[grow.nodes].max()) <= limit) else None
 
     def _catch_up(self, grows: Sequence[Grow | None]) -> None:
-        """Bring the cache close to the root before the first pass of a cycle, if much was committed meanwhile."""
-        if self.decoder.staged or all(len(p) <= CATCH_UP for p in self._pending):
+        """Before the first pass of a cycle, run all pending tokens but the root if there are many."""
+        if self.decoder.staged or all(len(p) <= MAX_PENDING for p in self._pending):
             return
         self.decoder.extend([p[:-1] if grow else [] for p, grow in zip(self._pending, grows, strict=True)])
         self._pending = [p[-1:] if grow else p for p, grow in zip(self._pending, grows, strict=True)]
 
     def _rows(self, b: int, tree: DraftTree, grow: Grow | None) -> Rows:
-        """The pending tokens if the root is to be expanded, else the nodes themselves."""
+        """The pending tokens if the root is expanded, else the nodes."""
         staged, length = self.decoder.staged, self.decoder.lengths[b]
         if grow is None:
             return Rows.chain([], 0, staged)

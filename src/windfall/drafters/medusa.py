@@ -1,4 +1,4 @@
-"""Medusa heads draft (Cai et al. 2024): all of them from the target's last state, all in the first pass of a cycle."""
+"""Draft with Medusa heads (Cai et al. 2024), which all run in the first pass of a cycle, on the target's last state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from windfall.core.options import option
 from windfall.core.sampling import Dice
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow, InputError
-from windfall.drafters.base import Drafter, sprout
+from windfall.drafters.base import Drafter, add_children
 
 if TYPE_CHECKING:
     from windfall.heads.medusa import Heads, Medusa
@@ -24,12 +24,12 @@ H = TypeVar("H", bound="Heads")
 
 @dataclass
 class MedusaDrafter(Drafter):
-    """Medusa heads: nodes of one depth have the same children, and none lies deeper than there are heads.
+    """Medusa heads: nodes of one depth have the same children; the tree is at most as deep as there are heads.
 
-    A fixed tree should end there too: give `static` and `gt-static` a row of accuracies for each head.
+    A fixed tree should not be deeper: give `static` and `gt-static` a row of accuracies for each head.
     """
 
-    model: Any = option(None, "folder or hub id of Medusa heads, or loaded ones; there are none by default")
+    model: Any = option(None, "folder or hub id of Medusa heads, or loaded ones; there is no default")
 
     def attach(self, target: Target) -> None:
         from windfall.heads.medusa import Medusa
@@ -79,14 +79,14 @@ class MedusaDrafter(Drafter):
 
 
 class Levels:
-    """One sequence's guesses of a cycle: the children that every node of a depth gets."""
+    """The drafts of one sequence in a cycle: the children of every node of a depth."""
 
     def __init__(self, logq: Tensor, dice: Dice | None, names: Tensor | None):
-        self.logq, self.dice, self.names = logq, dice, names  # [heads, Vd]; what they are called in the target
-        self._asked = (0, False)  # the most children so far, and whether with entropies
+        self.logq, self.dice, self.names = logq, dice, names  # [heads, Vd]; target ids of the Vd tokens
+        self._asked = (0, False)  # the largest k so far, and whether with entropies
 
     def expand(self, tree: DraftTree, grow: Grow) -> DraftTree:
-        """Hang each node's children under it, as many as asked for."""
+        """Add the requested number of children to each node."""
         stem, depth = self._stem(grow), len(self.logq)
         nodes = grow.nodes[tree.depth[grow.nodes] < depth]
         if grow.entropy:
@@ -97,7 +97,7 @@ class Levels:
         return tree.extend(nodes[row], stem.tokens[child], stem.logq[child], stem.rank[child])
 
     def _stem(self, grow: Grow) -> DraftTree:
-        """A chain with a node for each depth, and every node's children behind it: made once, for all nodes."""
+        """A chain with a node for each depth, followed by every node's children; made once for all nodes."""
         k, measured = self._asked
         if grow.k > k or (grow.entropy and not measured):
             self._asked = (max(k, grow.k), measured or grow.entropy)
@@ -106,13 +106,13 @@ class Levels:
                 chain = chain.extend(
                     torch.tensor([place]), torch.zeros(1).long(), torch.zeros(1), torch.zeros(1).long()
                 )
-            wish = grow._replace(nodes=torch.arange(len(chain)), k=self._asked[0], entropy=self._asked[1])
-            self._made = sprout(chain, wish, self.logq, self.dice, self.names)
+            request = grow._replace(nodes=torch.arange(len(chain)), k=self._asked[0], entropy=self._asked[1])
+            self._made = add_children(chain, request, self.logq, self.dice, self.names)
         return self._made
 
 
 def find_heads(model: Any, wanted: type[H], target: Target) -> H:
-    """Heads of the wanted kind that fit the target; an InputError says what else was found, or how to get some."""
+    """Heads of the wanted kind that fit the target; an InputError if there are none."""
     from windfall.heads.loading import find_head
 
     kind = wanted.__name__.lower()

@@ -1,7 +1,7 @@
-"""Drafts from the text itself: what followed the last tokens where they occurred before. Needs no model.
+"""Draft from the text itself, without a model: what followed the last tokens where they occurred before.
 
-The methods are prompt lookup (Saxena 2023) and suffix matching (SAM decoding, Hu et al. 2024), with several
-continuations kept as a tree and probabilities blended over context lengths (PPM-C, Moffat 1990).
+The methods are prompt lookup (Saxena 2023) and suffix matching (SAM decoding, Hu et al. 2024). Several continuations
+form a tree; their probabilities are blended over context lengths (PPM-C, Moffat 1990).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from windfall.core.options import option
 from windfall.core.sampling import Dice
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow, InputError
-from windfall.drafters.base import Drafter, sprout
+from windfall.drafters.base import Drafter, add_children
 
-CANDIDATES = 64  # continuations of one node, at the most
-DOUBT = 3.0  # new continuations expected for each different one known; PPM-C has 1, but 3 fits what models write
+MAX_CANDIDATES = 64  # continuations of one node
+DOUBT = 3.0  # new continuations expected per distinct known one; PPM-C has 1, but 3 fits the text of models
 
 
 class Cursor(NamedTuple):
-    """A place in the automaton: the longest tail of a text, up to the limit, that occurs in the automaton's text."""
+    """A place in the automaton: the longest suffix of a text, up to the limit, that occurs in the automaton's text."""
 
     state: int
     length: int
@@ -35,21 +35,21 @@ Candidates = list[tuple[int, float]]  # tokens and their probabilities, best fir
 
 
 class SuffixAutomaton:
-    """Every substring of a growing text, with how often and how recently it was seen. Linear in the text.
+    """Every substring of a growing text, with its count and its last position. Linear in the length of the text.
 
     A state stands for the substrings that end at the same places; its transitions are the tokens that followed them.
-    Only what follows tails of at most `limit` tokens is asked for, so `extend` counts along the suffix links from the
-    longest repeated tail of at most `limit + 1`: few steps on any text, and exact counts for all that is asked.
+    Only suffixes of at most `limit` tokens are looked up. So `extend` counts along the suffix links from the longest
+    repeated suffix of at most `limit + 1` tokens: few steps on any text, and exact counts for every lookup.
     """
 
     def __init__(self, limit: int, tokens: Sequence[int] = ()) -> None:
         self.limit = limit
         self.follow: list[dict[int, int]] = [{}]  # transitions: token → state
-        self.link: list[int] = [-1]  # the state of the longest shorter tail that ends at more places
+        self.link: list[int] = [-1]  # suffix link: the state of the longest shorter suffix that ends at more places
         self.length: list[int] = [0]  # the longest substring of the state
-        self.count: list[int] = [0]  # how often its substrings were seen
-        self.latest: list[int] = [0]  # where they were last seen to end
-        self.tail = START  # the longest tail of the text that was seen before, up to the limit
+        self.count: list[int] = [0]  # occurrences of its substrings
+        self.latest: list[int] = [0]  # where they last ended
+        self.tail = START  # the longest suffix of the text that occurred before, up to the limit
         self._repeated = START  # the same, up to one token more
         self._end = 0  # the state of the whole text
         for token in tokens:
@@ -68,7 +68,7 @@ class SuffixAutomaton:
             state = self.link[state]
 
     def step(self, cursor: Cursor, token: int) -> Cursor:
-        """The cursor after one more token, which the automaton itself does not take in."""
+        """The cursor after one more token, which is not added to the text."""
         return self._advance(cursor, token, self.limit)
 
     def _advance(self, cursor: Cursor, token: int, limit: int) -> Cursor:
@@ -82,7 +82,7 @@ class SuffixAutomaton:
         return self._settle(follow[state][token], min(length + 1, limit))
 
     def _settle(self, state: int, length: int) -> Cursor:
-        """The tail of this length among the state's substrings and their tails, at the state that stands for it."""
+        """The cursor of the suffix of this length, at the state that stands for it."""
         while state > 0 and length <= self.length[self.link[state]]:
             state = self.link[state]
         return Cursor(state, length)
@@ -98,7 +98,7 @@ class SuffixAutomaton:
         self._end = new
 
     def _exact(self, state: int, token: int) -> int:
-        """The state of exactly this state's longest substring and the token, split off its old one if need be."""
+        """The state of exactly this state's longest substring and the token, split off its old one if necessary."""
         old, length = self.follow[state][token], self.length[state] + 1
         if self.length[old] == length:
             return old
@@ -119,10 +119,10 @@ class SuffixAutomaton:
 
 
 def blend(text: SuffixAutomaton, cursor: Cursor, shortest: int) -> Candidates:
-    """What followed this tail and its own tails down to `shortest` tokens, one PPM-C mixture over all their lengths.
+    """What followed this suffix and its own suffixes down to `shortest` tokens, as a PPM-C mixture over all lengths.
 
-    Each length, the longest first, shares out seen / (seen + doubt) of the probability and passes the rest on: `seen`
-    counts its continuations, `doubt` grows with how many are different. What the shortest leaves goes to no token.
+    Each length, the longest first, distributes seen / (seen + doubt) of the probability and passes the rest on: `seen`
+    counts its continuations, `doubt` grows with the number of distinct ones. The last rest goes to no token.
     """
     state, length = cursor
     weight = 1.0
@@ -134,7 +134,7 @@ def blend(text: SuffixAutomaton, cursor: Cursor, shortest: int) -> Candidates:
         if follow:
             counts = [text.count[after] for after in follow.values()]
             seen = sum(counts)
-            lengths = length - max(text.length[below], shortest - 1)  # a state answers for several lengths at once
+            lengths = length - max(text.length[below], shortest - 1)  # a state stands for several lengths
             doubt = DOUBT * len(follow)
             passed = weight * (doubt / (seen + doubt)) ** lengths
             share = (weight - passed) / seen
@@ -144,13 +144,13 @@ def blend(text: SuffixAutomaton, cursor: Cursor, shortest: int) -> Candidates:
             weight = passed
         state, length = below, text.length[below]
     order = sorted(mass, key=lambda token: (-mass[token], -latest[token], token))
-    return [(token, mass[token]) for token in order[:CANDIDATES]]
+    return [(token, mass[token]) for token in order[:MAX_CANDIDATES]]
 
 
 def look_up(text: SuffixAutomaton, cursor: Cursor, shortest: int) -> Candidates:
-    """What followed the longest tail that has continuations, the latest first, each twice as likely as the next.
+    """What followed the longest suffix that has continuations, the latest first, each twice as likely as the next.
 
-    The longer the tail, the more probability they share.
+    The longer the suffix, the more probability they share.
     """
     state, length = cursor
     while length >= shortest and not text.follow[state]:
@@ -159,7 +159,7 @@ def look_up(text: SuffixAutomaton, cursor: Cursor, shortest: int) -> Candidates:
     if length < shortest:
         return []
     follow = text.follow[state]
-    order = sorted(follow, key=lambda token: (-text.latest[follow[token]], token))[:CANDIDATES]
+    order = sorted(follow, key=lambda token: (-text.latest[follow[token]], token))[:MAX_CANDIDATES]
     known = 1 - (DOUBT / (1 + DOUBT)) ** length
     first = known / (2 - 0.5 ** (len(order) - 1))
     return [(token, first * 0.5**place) for place, token in enumerate(order)]
@@ -169,7 +169,7 @@ METHODS: dict[str, Callable[[SuffixAutomaton, Cursor, int], Candidates]] = {"suf
 
 
 class History:
-    """One sequence: its committed tokens, and where the nodes of its current tree stand in them."""
+    """One sequence: its committed tokens, and the cursors of the nodes of its current tree."""
 
     def __init__(self, limit: int, tokens: list[int], dice: Dice | None = None) -> None:
         self.dice = dice
@@ -177,10 +177,10 @@ class History:
         self.begin()
 
     def begin(self) -> None:
-        self.cursors = {0: self.text.tail}  # node → where its context stands
+        self.cursors = {0: self.text.tail}  # by node
 
     def locate(self, tree: DraftTree, nodes: list[int]) -> list[Cursor]:
-        """Where these nodes' contexts stand: one step from their parents."""
+        """The cursors of these nodes: one step from their parents'."""
         tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
 
         def find(node: int) -> Cursor:
@@ -193,11 +193,13 @@ class History:
 
 @dataclass
 class NGramDrafter(Drafter):
-    """What followed the last tokens earlier in this text; where they are new, nothing is drafted."""
+    """What followed the last tokens earlier in this text; nothing is drafted if they are new."""
 
-    method: str = option("suffix", "blend all matching lengths, or look up the longest", choices=tuple(METHODS))
-    min_match: int = option(2, "tokens of context that must have occurred before", low=1)
-    max_match: int = option(16, "tokens of context that count", low=1)
+    method: str = option(
+        "suffix", "suffix: blend all matching lengths; lookup: use the longest match", choices=tuple(METHODS)
+    )
+    min_match: int = option(2, "smallest number of context tokens that must match", low=1)
+    max_match: int = option(16, "largest number of context tokens that are matched", low=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -237,4 +239,4 @@ class NGramDrafter(Drafter):
         padded = [row + [(0, 0.0)] * (width - len(row)) for row in rows]
         tokens = torch.tensor([[token for token, _ in row] for row in padded])  # [n, M]
         mass = torch.tensor([[chance for _, chance in row] for row in padded], dtype=torch.float64)  # [n, M]
-        return sprout(tree, grow, mass.log(), history.dice, tokens)
+        return add_children(tree, grow, mass.log(), history.dice, tokens)

@@ -1,5 +1,8 @@
-"""The target drafts for itself with some of its layers left out (Draft & Verify, Zhang et al. 2023; LayerSkip, Elhoushi
-et al. 2024). The weights are shared: no extra memory but a small cache."""
+"""Draft with the target itself, without some of its layers.
+
+After Draft & Verify (Zhang et al. 2023) and LayerSkip (Elhoushi et al. 2024). The weights are shared; only a KV cache
+is added.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ class SelfDrafter(LMDrafter):
 
     model: Any = None
     trust_remote_code: bool = False
-    skip: str = option("middle", "layers to leave out: 'middle' (the sixth past the middle), or e.g. '3,5,10-20'")
+    skip: str = option(
+        "middle", "layers to skip: 'middle' (a sixth of them, after the middle), or numbers such as '3,5,10-20'"
+    )
 
     def attach(self, target: Target) -> None:
         count = target.decoder.config.num_hidden_layers
@@ -30,7 +35,7 @@ class SelfDrafter(LMDrafter):
 
 def parse_layers(text: str, count: int) -> list[int]:
     """'middle' or '3,5,10-20' → layer numbers below `count`."""
-    if text == "middle":  # where a model without early-exit training misses its layers least
+    if text == "middle":  # where skipping hurts a model without early-exit training least
         return list(range(count // 2, count // 2 + max(1, count // 6)))
     layers: set[int] = set()
     try:
@@ -47,7 +52,7 @@ def parse_layers(text: str, count: int) -> list[int]:
 
 
 def without_layers(model: Any, skip: list[int]) -> Any:
-    """A view of the model that runs the other layers: modules are shared, only the list of layers is new."""
+    """The model with the other layers only: modules are shared, the list of layers is new."""
     config = model.config.get_text_config()
     if getattr(config, "cross_attention_layers", None):
         raise InputError(
@@ -62,13 +67,13 @@ def without_layers(model: Any, skip: list[int]) -> Any:
 
 
 def _replace(module: Any, path: list[str], kept: list[int]) -> Any:
-    """Copy the modules on the way to the list of layers, and nothing else."""
+    """Copy only the modules on the path to the list of layers."""
     if not path:
         return nn.ModuleList(module[i] for i in kept)
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
     twin._modules[path[0]] = _replace(module._modules[path[0]], path[1:], kept)
-    if getattr(twin.config, "layer_types", None):  # models that look their layers' kinds up by place
+    if getattr(twin.config, "layer_types", None):  # models that look up the kinds of layers by index
         twin.config = copy.copy(twin.config)
         twin.config.layer_types = [module.config.layer_types[i] for i in kept]
     return twin

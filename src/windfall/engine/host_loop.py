@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from windfall.core.clock import Stopwatch, now
-from windfall.core.tree import MOST_NODES, DraftTree
+from windfall.core.tree import MAX_TREE_NODES, DraftTree
 from windfall.core.types import Grow, InputError, Step
 from windfall.costs.online import OnlineCosts
 from windfall.drafters.base import Drafter
@@ -163,9 +163,9 @@ class Growth:
         if grow is None or not nodes:
             self._over = True
             return None
-        if (size := len(tree) + len(nodes) * grow.k) > MOST_NODES:
+        if (size := len(tree) + len(nodes) * grow.k) > MAX_TREE_NODES:
             raise InputError(
-                f"a draft tree has {MOST_NODES} nodes at the most; this pass would make {size}: choose fewer children"
+                f"a draft tree has {MAX_TREE_NODES} nodes at most; this pass would make {size}: use fewer children"
             )
         self._expanded.update(nodes)
         self.passes += 1

@@ -126,7 +126,7 @@ def remember(engine: Engine) -> None:
     learnt = {regime: calibrator.as_dict() for regime, calibrator in engine.calibrators.items()}
     with suppress(InputError):
         _write(_calibration_file(engine), learnt)
-        if engine.online_costs.too_dear > WRONG_FACTOR:
+        if engine.online_costs.overestimate > WRONG_FACTOR:
             about = describe(engine)
             profile = read(profile_file(about), about)
             if profile is not None and profile.steady:

@@ -1,1 +1,1 @@
-"""Draft heads: small modules that guess on from the target's hidden states, and the files they live in."""
+"""Draft heads, which predict tokens from the target's hidden states, and their file formats."""

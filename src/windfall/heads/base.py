@@ -1,4 +1,4 @@
-"""The contract of a feature head: the target's states in, guesses and its own next state out."""
+"""The interface of a feature head: it predicts tokens from the target's hidden states and its own."""
 
 from __future__ import annotations
 
@@ -9,25 +9,23 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
+from windfall.heads.int8_vocabulary import Int8Vocabulary
 from windfall.heads.layers import Memory, Rotary
-from windfall.heads.rounded import Rounded
 
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """What a head is, whatever file it came from."""
+    """The description of a head, independent of its file format."""
 
     kind: str  # eagle, eagle3 or griffin
     layer: LlamaConfig  # widths, heads, rope, activation; qk_norm and o_bias as extra attributes
     target_hidden: int  # width of one of the target's states
-    taps: tuple[
-        int, ...
-    ]  # which states it reads: after k layers, n before the final norm, -1 after it (windfall.model.hidden_states)
+    taps: tuple[int, ...]  # the target states that it reads, see windfall.model.hidden_states
     vocab_size: int  # of the target
-    draft_vocab_size: int | None = None  # where it is smaller
-    flags: dict[str, bool] = field(default_factory=dict)  # the variants of a kind, see the kinds' own files
-    windows: tuple[int | None, ...] = ()  # positions that each layer's attention sees, its own included; None: all
-    logit_scale: float = 1.0  # factor of the logits of a borrowed vocabulary; a file's own one includes it
+    draft_vocab_size: int | None = None  # if it is smaller
+    flags: dict[str, bool] = field(default_factory=dict)  # the variants of a kind, see the classes
+    windows: tuple[int | None, ...] = ()  # positions that each layer's attention sees, with its own; None: all
+    logit_scale: float = 1.0  # factor of the logits of a borrowed vocabulary; the head's own one includes it
 
     def flag(self, name: str) -> bool:
         return self.flags.get(name, False)
@@ -37,17 +35,18 @@ class HeadConfig:
 
 
 class Guess(NamedTuple):
-    """What a head makes of some rows."""
+    """A head's outputs for some rows."""
 
     state: Tensor  # [B, n, H], for `FeatureHead.logits`
-    recycled: Tensor  # [B, n, H], in place of the target's feature when the next token is drafted
+    recycled: Tensor  # [B, n, H], used instead of the target's feature to draft the next token
 
 
 class FeatureHead(nn.Module):
-    """Column t holds token x[t+1] and the feature of position t, and guesses x[t+2].
+    """Column t reads token x[t+1] and the feature of position t, and predicts x[t+2].
 
-    The feature is the target's own, through `fuse`, for committed tokens, and `Guess.recycled` for drafted ones.
-    `embedding` and `vocabulary` are the target's unless the file brings its own; frozen, and not part of the module.
+    The feature of a committed token is the target's, through `fuse`; that of a drafted one is `Guess.recycled`.
+    `embedding` and `vocabulary` are the target's unless the file has its own; they are frozen and not part of the
+    module.
     """
 
     def __init__(self, config: HeadConfig):
@@ -55,16 +54,16 @@ class FeatureHead(nn.Module):
         self.config = config
         self.rotary = Rotary(config.layer)
         self.draft_tokens: Tensor | None = None  # [Vd] target id of each draft id; None: the target's vocabulary
-        self.agreement: float | None = None  # share of first guesses that were the target's, where measured
+        self.agreement: float | None = None  # share of first predictions that equal the target's, if measured
         self._shared: dict[str, Any] = {}
-        self.rounded: Rounded | None = None  # in place of the vocabulary, see `fitting.rounding`
+        self.int8_vocabulary: Int8Vocabulary | None = None  # used instead of `vocabulary`
         width = config.layer.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.flag("own_embedding") else None
         drafted = config.draft_vocab_size or config.vocab_size
         self.lm_head = nn.Linear(width, drafted, bias=False) if config.flag("own_vocabulary") else None
 
     def borrow(self, embedding: Tensor, vocabulary: Tensor, bias: Tensor | None = None) -> None:
-        """Take the target's embedding [V, H] and vocabulary head [V, H]; keep only the rows that are drafted."""
+        """Use the target's embedding [V, H] and the drafted rows of its vocabulary head [V, H]."""
         if self.draft_tokens is not None:
             self.draft_tokens = self.draft_tokens.to(vocabulary.device)
             vocabulary = vocabulary.detach()[self.draft_tokens].contiguous()
@@ -105,12 +104,12 @@ class FeatureHead(nn.Module):
 
     def logits(self, state: Tensor) -> Tensor:
         """[.., H] → [.., Vd]"""
-        if self.rounded is not None:
-            return self.rounded(self.normed(state))
+        if self.int8_vocabulary is not None:
+            return self.int8_vocabulary(self.normed(state))
         return nn.functional.linear(self.normed(state), self.vocabulary, self.vocabulary_bias)
 
     def normed(self, state: Tensor) -> Tensor:
-        """What the vocabulary head reads."""
+        """The input of the vocabulary head."""
         return state
 
     @property

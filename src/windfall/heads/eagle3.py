@@ -1,21 +1,22 @@
-"""EAGLE-3 (Li et al. 2025): several of the target's layers fused, one layer over embedding and feature side by side,
-its own norm, often its own vocabulary."""
+"""EAGLE-3 (Li et al. 2025).
+
+`fc` fuses several of the target's hidden states; one decoder layer reads the concatenated embedding and feature. The
+head has its own norm and often its own vocabulary.
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from windfall.heads.base import FeatureHead, Guess, HeadConfig
-from windfall.heads.layers import MLP, Attention, Memory, RMSNorm
+from windfall.heads.layers import MLP, Attention, DecoderLayer, Memory, RMSNorm
 
 
 class Eagle3(FeatureHead):
-    """Flags: fc_norm (each tap normalised before `fc`), norm_before_fc (all taps together), norm_output (the recycled
-    feature is the normed one), norm_before_residual (so is the residual), final_state (reads the target's final state
-    alone, without `fc`), fc_bias, own_vocabulary, own_embedding."""
+    """Flags: fc_norm (each tap is normed before `fc`), norm_before_fc (all taps together), norm_output (the recycled
+    feature is the normed one), norm_before_residual (the residual is the normed one), final_state (the head reads only
+    the target's final state, without `fc`), fc_bias, own_vocabulary, own_embedding."""
 
     def __init__(self, config: HeadConfig):
         super().__init__(config)
@@ -27,7 +28,9 @@ class Eagle3(FeatureHead):
             self.input_norm = RMSNorm(taps * config.target_hidden, eps)
         if not config.flag("final_state"):
             self.fc = nn.Linear(taps * config.target_hidden, width, config.flag("fc_bias"))
-        self.layers = nn.ModuleList([SideBySide(config), *(Plain(layer, i) for i in range(1, layer.num_hidden_layers))])
+        self.layers = nn.ModuleList(
+            [ConcatLayer(config), *(DecoderLayer(layer, i) for i in range(1, layer.num_hidden_layers))]
+        )
         self.norm = RMSNorm(width, eps)
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -53,8 +56,8 @@ class Eagle3(FeatureHead):
         return normed
 
 
-class SideBySide(nn.Module):
-    """A decoder layer whose attention reads the embedding and the feature side by side."""
+class ConcatLayer(nn.Module):
+    """A decoder layer whose attention reads the concatenated embedding and feature."""
 
     def __init__(self, config: HeadConfig):
         super().__init__()
@@ -71,21 +74,5 @@ class SideBySide(nn.Module):
         hidden = normed if self.normed_residual else hidden
         both = torch.cat([self.input_layernorm(embedded), normed], -1)
         hidden = hidden + self.self_attn(both, turn, memory)
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return out
-
-
-class Plain(nn.Module):
-    """An ordinary decoder layer, for heads with more than one."""
-
-    def __init__(self, layer: Any, place: int):
-        super().__init__()
-        self.input_layernorm = RMSNorm(layer.hidden_size, layer.rms_norm_eps)
-        self.self_attn = Attention(layer, place, layer.hidden_size)
-        self.post_attention_layernorm = RMSNorm(layer.hidden_size, layer.rms_norm_eps)
-        self.mlp = MLP(layer)
-
-    def forward(self, hidden: Tensor, turn: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), turn, memory)
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out

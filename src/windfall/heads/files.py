@@ -1,4 +1,4 @@
-"""The files of a draft head: found, read strictly, written as a whole. Every defect is named in one line."""
+"""Find the folder of a draft head, read its config.json, and write a head's folder."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from windfall.checkpoints.hub import HUB_ID, cached, fetch
-from windfall.checkpoints.model_dir import check_weight_files, readable, weight_files
+from windfall.checkpoints.model_dir import readable
 from windfall.core.files import make_folder, replace_file, replace_text
 from windfall.core.types import InputError
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-BEST = "best"  # where `windfall train head` and `train lm` keep the best drafter, in their output folder
+BEST = "best"  # folder of the best drafter, in the output folder of `windfall train head` and `train lm`
 
 
 def locate(source: str | os.PathLike[str]) -> Path:
@@ -32,7 +30,7 @@ def locate(source: str | os.PathLike[str]) -> Path:
 
 
 def find(text: str) -> Path | None:
-    """The folder of this path or hub id, downloaded if need be; None where it can be neither."""
+    """The folder of this path or hub id, downloaded if necessary; None if it is neither."""
     path = Path(os.path.expanduser(text))
     if path.is_dir():
         return trained(path)
@@ -49,6 +47,7 @@ def trained(folder: Path) -> Path:
 
 
 def read_config(folder: Path, label: str) -> dict[str, Any]:
+    """The config.json of a head, as a dict."""
     if not (folder / CONFIG).is_file():
         raise InputError(f"'{label}' has no config.json: it is not the folder of a head")
     with readable(f"cannot read the config.json of '{label}'", label):
@@ -58,52 +57,11 @@ def read_config(folder: Path, label: str) -> dict[str, Any]:
     return found
 
 
-def read_tensors(folder: Path, label: str) -> dict[str, Tensor]:
-    """All tensors of a folder under the names they have there; pickled code never runs."""
-    check_weight_files(folder, label)
-    tensors: dict[str, Tensor] = {}
-    for file in weight_files(folder):
-        with readable(f"cannot read '{file}'", label):
-            tensors |= load_file(file) if file.suffix == ".safetensors" else _unpickle(file, "cpu")
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise InputError(f"'{label}' holds something else than tensors: {name} is a {type(tensor).__name__}")
-    return tensors
-
-
-def tensor_names(folder: Path) -> set[str]:
-    """The names of a folder's tensors, without reading them; none if they cannot be read."""
-    names: set[str] = set()
-    try:
-        for file in weight_files(folder):
-            if file.suffix == ".safetensors":
-                with safe_open(str(file), framework="pt") as opened:
-                    names.update(opened.keys())
-            else:
-                names.update(_unpickle(file, "meta"))
-    except Exception:  # whoever reads the weights themselves will say what is wrong
-        return set()
-    return names
-
-
-def _unpickle(file: Path, device: str) -> dict[str, Tensor]:
-    with open(file, "rb") as opened:
-        zipped = opened.read(2) == b"PK"  # older files cannot be mapped
-    found = torch.load(file, map_location=device, weights_only=True, mmap=zipped)
-    if not isinstance(found, dict):
-        raise InputError(f"'{file}' is not a table of tensors")
-    return found
-
-
 def write_folder(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor], weights: str = WEIGHTS) -> None:
-    """Each file as a whole, the config last: a folder without one is no head, so that no two are ever mixed."""
+    """Write each file atomically, the config last: if writing fails, the folder is not taken for a head."""
     make_folder(folder)
-    text = json.dumps(config, indent=2) + "\n"
-    if not _holds(folder / CONFIG, text):
-        (folder / CONFIG).unlink(missing_ok=True)
-    replace_file(folder / weights, lambda file: save_file(tensors, file, metadata={"format": "pt"}))
-    replace_text(folder / CONFIG, text)
-
-
-def _holds(file: Path, text: str) -> bool:
-    return file.is_file() and file.read_bytes() == text.encode()
+    file, text = folder / CONFIG, json.dumps(config, indent=2) + "\n"
+    if not (file.is_file() and file.read_bytes() == text.encode()):
+        file.unlink(missing_ok=True)
+    replace_file(folder / weights, lambda temporary: save_file(tensors, temporary, metadata={"format": "pt"}))
+    replace_text(file, text)

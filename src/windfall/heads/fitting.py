@@ -1,4 +1,4 @@
-"""A head and its target brought together, or kept apart."""
+"""Fit a head to its target, and make variants of a head with another vocabulary or window."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from windfall.core.errors import InputError
 from windfall.heads.base import FeatureHead
+from windfall.heads.int8_vocabulary import pays, quantise_vocabulary
 from windfall.heads.layers import follows_length, rope_kind
-from windfall.heads.rounded import pays, rounded
 from windfall.model.hidden_states import last_residual
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def fit(head: FeatureHead, target: Target) -> FeatureHead:
-    """Move a head to its target, and let it borrow embedding and vocabulary; refuse what cannot go together."""
+    """Move a head to its target's device and let it borrow from the target; an InputError if the two do not fit."""
     check_fit(head, target)
     output = target.model.get_output_embeddings()
     head = head.to(device=target.device, dtype=target.decoder.dtype).eval()
@@ -28,12 +28,10 @@ def fit(head: FeatureHead, target: Target) -> FeatureHead:
     return head
 
 
-def drafting(head: FeatureHead, target: Target, tokens: Tensor | None) -> FeatureHead:
-    """The same head, drafting from these tokens [Vd] of the target's; None: from all of them."""
+def with_vocabulary(head: FeatureHead, target: Target, tokens: Tensor | None) -> FeatureHead:
+    """The same head, drafting from these tokens [Vd] of the target; None: from all of them."""
     if head.lm_head is not None:
-        raise InputError(
-            "this head brings a vocabulary of its own and drafts from that; leave out whole and --vocabulary"
-        )
+        raise InputError("this head has its own vocabulary and drafts from that; leave out whole and --vocabulary")
     twin = copy.copy(head)  # shares all weights
     twin.draft_tokens = tokens
     twin.config = dataclasses.replace(head.config, draft_vocab_size=None if tokens is None else len(tokens))
@@ -42,11 +40,11 @@ def drafting(head: FeatureHead, target: Target, tokens: Tensor | None) -> Featur
     return twin
 
 
-def sighted(head: FeatureHead, window: int | None, context: int | None) -> FeatureHead:
-    """The same head, whose attention sees the last `window` positions; None: as many as the head has positions.
+def with_window(head: FeatureHead, window: int | None, context: int | None) -> FeatureHead:
+    """The same head, whose attention sees the last `window` positions; None: as many as the head was made for.
 
-    Positions go on counting in longer texts: rotary attention depends on their differences alone, which stay smaller
-    than the window. `context` is the length of the longest text; where the window covers it, nothing changes.
+    This works in longer texts because rotary attention depends on differences of positions only, which stay below the
+    window. `context` is the length of the longest text; if the window covers it, the head is returned unchanged.
     """
     reach = window or head.config.layer.max_position_embeddings
     if context is not None and context <= reach:
@@ -57,10 +55,10 @@ def sighted(head: FeatureHead, window: int | None, context: int | None) -> Featu
     return twin
 
 
-def end_of_positions(head: FeatureHead, context: int | None) -> int | None:
-    """How many positions the head can draft at, where its rotary angles would change with longer texts.
+def max_positions(head: FeatureHead, context: int | None) -> int | None:
+    """The number of positions that the head can draft at, if its rotary angles change with the length of the text.
 
-    None: any number, or all that texts of `context` tokens have.
+    None: no limit, or none below `context` tokens.
     """
     layer = head.config.layer
     if not follows_length(layer):
@@ -70,17 +68,17 @@ def end_of_positions(head: FeatureHead, context: int | None) -> int | None:
     return None if context is not None and context <= longest else longest
 
 
-def rounding(head: FeatureHead, anyway: bool) -> FeatureHead | None:
-    """The same head with its vocabulary in int8 instead of the full one. None where this machine has no such product,
-    or (unless `anyway`) where it saves no time."""
+def with_int8_vocabulary(head: FeatureHead, force: bool) -> FeatureHead | None:
+    """The same head with its vocabulary in int8. None if this machine has no such product or (unless `force`) if it
+    saves no time."""
     full = head.vocabulary
-    product = rounded(full, head.vocabulary_bias, not anyway) if anyway or pays(full) else None
+    product = quantise_vocabulary(full, head.vocabulary_bias, not force) if force or pays(full) else None
     if product is None:
         return None
-    twin = copy.copy(head)  # shares all weights but those of the vocabulary, which may go with the head
+    twin = copy.copy(head)  # shares all weights but the vocabulary's, whose memory can be freed
     twin._modules = {name: module for name, module in head._modules.items() if name != "lm_head"}
     twin._shared = {name: tensor for name, tensor in head._shared.items() if name == "embedding"}
-    twin.lm_head, twin.rounded = None, product
+    twin.lm_head, twin.int8_vocabulary = None, product
     return twin
 
 

@@ -1,5 +1,7 @@
-"""GRIFFIN (Hu et al. 2025): EAGLE's layer with two outputs, one for the vocabulary head and one to go on from, behind a
-fusion block in which the token guides the feature."""
+"""GRIFFIN (Hu et al. 2025): a fusion block in which the token guides the feature, then EAGLE's layer with two outputs.
+
+One output is for the vocabulary head, the other is the feature of the next step.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from windfall.heads.layers import MLP, Attention, Memory, RMSNorm
 
 
 class Griffin(FeatureHead):
-    """Flags: own_embedding, own_vocabulary. One layer; names of tensors as in the release."""
+    """Flags: own_embedding, own_vocabulary. One layer; tensors have the names of the release."""
 
     def __init__(self, config: HeadConfig):
         super().__init__(config)
@@ -29,7 +31,7 @@ class Griffin(FeatureHead):
 
 
 class Fusion(nn.Module):
-    """`fc` over embedding and feature, and a second look at the embedding on top."""
+    """`fc` over embedding and feature, plus a feed-forward block that reads the embedding again."""
 
     def __init__(self, config: HeadConfig):
         super().__init__()
@@ -45,7 +47,7 @@ class Fusion(nn.Module):
 
 
 class Guided(nn.Module):
-    """Feed-forward, not gated, over a feature and an embedding under one norm."""
+    """An ungated feed-forward block over a feature and an embedding, which share a norm."""
 
     def __init__(self, config: HeadConfig):
         super().__init__()
@@ -62,7 +64,7 @@ class Guided(nn.Module):
 
 
 class TwoOutputs(nn.Module):
-    """A decoder layer without a norm before its attention, whose feed-forward part is twice as wide on the way out."""
+    """A decoder layer without a norm before its attention, whose feed-forward block has two outputs."""
 
     def __init__(self, config: HeadConfig):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The kinds of draft heads: how a folder is known to hold one, what reads it, and which drafter it serves."""
+"""The kinds of draft heads: how each is recognised, what reads and writes it, and which drafter uses it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from windfall.heads.unread import Config, Names, is_model, quantised, refuse, refuse_quantised, unread
+from windfall.heads.unsupported import Config, Names, find_unsupported, is_model, quantised, refuse, refuse_quantised
 
 
 class Kind(NamedTuple):
-    """Everything is named, not imported, so that looking at a folder costs nothing."""
+    """One kind. Classes and functions are named, not imported, so that recognising a folder is fast."""
 
-    matches: Callable[[Config, Names], bool]  # config.json and the tensors' plain names; either may be empty
+    matches: Callable[[Config, Names], bool]  # from config.json and the tensors' plain names; either may be empty
     head: str  # module:class
     reader: str  # module:function, (folder, the target's transformers config or None) → head
     writer: str  # module:function, (head, folder, ...)
-    drafter: str  # its name in the registry
+    drafter: str  # registry name
 
 
 def _griffin(config: Config, names: Names) -> bool:
@@ -45,7 +45,7 @@ def _hydra(config: Config, names: Names) -> bool:
 
 
 def _own(kind: str) -> tuple[str, str, str]:
-    return f"windfall.heads.{kind}:read_{kind}", f"windfall.heads.{kind}:write_{kind}", kind
+    return f"windfall.heads.formats.{kind}:read_{kind}", f"windfall.heads.formats.{kind}:write_{kind}", kind
 
 
 _FEATURES = ("windfall.heads.formats:read", "windfall.heads.formats:write", "head")
@@ -59,11 +59,12 @@ KINDS: dict[str, Kind] = {  # the first that matches
 
 
 def recognise(folder: Path, label: str | None = None) -> str | None:
-    """The kind of head that a folder holds; None: no head, as far as its files can be read.
+    """The kind of head that a folder holds; None if it holds none, as far as its files can be read.
 
-    A head of a known kind that windfall does not read is refused. `label` is what the folder is called in that line.
+    A known kind that windfall cannot read is an InputError. `label` is the folder's name in the message.
     """
-    from windfall.heads.files import CONFIG, tensor_names
+    from windfall.checkpoints.tensors import tensor_names
+    from windfall.heads.files import CONFIG
 
     try:
         config = json.loads((folder / CONFIG).read_text("utf-8"))
@@ -72,16 +73,18 @@ def recognise(folder: Path, label: str | None = None) -> str | None:
     config = config if isinstance(config, dict) else {}
     names = {plain(name) for name in tensor_names(folder)}
     kind = match(config, names)
-    refuse_unread(kind, config, names, str(folder) if label is None else label, kind is None and is_model(names))
+    refuse_unsupported_head(
+        kind, config, names, str(folder) if label is None else label, kind is None and is_model(names)
+    )
     return kind
 
 
-def refuse_unread(kind: str | None, config: Config, names: Names, label: str, whole: bool = False) -> None:
-    """Raise an InputError if these files are of a known kind that windfall does not read, or quantised.
+def refuse_unsupported_head(kind: str | None, config: Config, names: Names, label: str, whole: bool = False) -> None:
+    """Raise an InputError if these files are quantised or of a known kind that windfall does not read.
 
-    `whole` says that they are a language model, which drafts as one even if it has other layers too.
+    `whole`: the files are a complete language model, which can draft even if it also has MTP layers.
     """
-    other = unread(config, names)
+    other = find_unsupported(config, names)
     if other is not None and not (whole and other.inside):
         raise refuse(other, label)
     if kind is not None and quantised(names):
@@ -93,19 +96,19 @@ def match(config: Config, names: Names) -> str | None:
 
 
 def kind_of(head: Any) -> str | None:
-    """The kind of a loaded head; None: something else."""
+    """The kind of a loaded head; None if it is something else."""
     made = f"{type(head).__module__}:{type(head).__qualname__}"
     return next((kind for kind, entry in KINDS.items() if entry.head == made), None)
 
 
 def load(name: str) -> Any:
-    """What `module:attribute` names."""
+    """The object that `module:attribute` names."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def plain(name: str) -> str:
-    """A tensor's name as most projects write it."""
+    """A tensor's name as most projects write it, without a model prefix."""
     name = name.removeprefix("model.")
     name = re.sub(r"^midlayer\.", "layers.0.", name)
     places = {"low": 0, "mid": 1, "high": 2}
@@ -113,6 +116,6 @@ def plain(name: str) -> str:
 
 
 def _architecture(config: Config) -> str:
-    """The first of the classes that a config names, or nothing."""
+    """The first of the config's architectures, or an empty string."""
     named = config.get("architectures")
     return str(named[0]) if isinstance(named, list) and named else ""

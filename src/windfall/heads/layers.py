@@ -1,5 +1,8 @@
-"""The parts that feature heads are made of. Where keys and values are kept, and which rows see which, is the caller's
-matter: one forward serves cached drafting and every way of training."""
+"""The layers of feature heads.
+
+The caller passes a `Memory`, which stores keys and values and knows which rows see which. So one forward serves
+drafting with a KV cache and all training methods.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 
 class Memory(Protocol):
-    """Keeps the keys and values of earlier rows; knows which of them the present rows may see."""
+    """Stores the keys and values of earlier rows; knows which of them the current rows see."""
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Queries [B, heads, n, d], keys and values [B, kv_heads, n, d] of the present rows → [B, heads, n, d]."""
+        """Queries [B, heads, n, d], keys and values [B, kv_heads, n, d] of the current rows → [B, heads, n, d]."""
         ...
 
 
@@ -30,13 +33,13 @@ def masked_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor
 
 
 def within(mask: Tensor, age: Tensor, window: int | None) -> Tensor:
-    """A mask [B, n, columns] limited to columns whose position is less than `window` before the row's; `age`, of the
-    same shape, is the difference."""
+    """The mask [B, n, columns], limited to columns less than `window` positions before the row; `age` has the same
+    shape and holds the differences."""
     return mask if window is None else mask & (age < window)
 
 
 class Unrolled:
-    """The memory of training: rows of earlier passes, differentiable, under explicit masks."""
+    """The memory for training: differentiable rows of earlier passes, with explicit masks."""
 
     def __init__(self, windows: tuple[int | None, ...] = ()) -> None:
         self._rows: dict[int, list[tuple[Tensor, Tensor]]] = {}
@@ -62,7 +65,7 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda and torch.is_autocast_enabled("cuda"):  # in training: one kernel instead of six
+        if x.is_cuda and torch.is_autocast_enabled("cuda"):  # training: one kernel instead of six
             return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
@@ -98,7 +101,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Gated feed-forward; `out` is the width of its output."""
+    """A gated feed-forward block; `out` is the width of its output."""
 
     def __init__(self, config: Any, out: int | None = None):
         super().__init__()
@@ -113,11 +116,28 @@ class MLP(nn.Module):
         return out
 
 
-class Rotary(nn.Module):
-    """Angles of any rope type that transformers knows, made where and when they are first needed.
+class DecoderLayer(nn.Module):
+    """An ordinary decoder layer; EAGLE's first one has no norm before its attention."""
 
-    Positions must stay below what the configuration scales for: nothing is re-estimated while decoding. With
-    `partial_rotary_factor` only that share of a head's channels is rotated, and there are angles for those alone.
+    def __init__(self, config: Any, place: int, input_norm: bool = True):
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps) if input_norm else nn.Identity()
+        self.self_attn = Attention(config, place, size)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.mlp = MLP(config)
+
+    def forward(self, hidden: Tensor, turn: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), turn, memory)
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
+
+
+class Rotary(nn.Module):
+    """Rotary angles of any rope type that transformers knows.
+
+    They do not change while decoding, so positions must stay below the config's limit. With `partial_rotary_factor`
+    only that share of a head's channels is rotated, and only those have angles.
     """
 
     def __init__(self, config: Any):
@@ -145,7 +165,7 @@ class Rotary(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary positions to [B, heads, n, d], halves paired as transformers does; channels past the angles stay."""
+    """Apply rotary positions to [B, heads, n, d], paired in halves as in transformers; channels without angles stay."""
     if (rotated := cos.shape[-1]) < x.shape[-1]:
         return torch.cat([rotate(x[..., :rotated], cos, sin), x[..., rotated:]], -1)
     left, right = x.chunk(2, -1)
@@ -153,7 +173,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rope_kind(config: Any) -> str:
-    """The type of its rotary positions, by transformers' name."""
+    """The rope type, by transformers' name."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     return str(rope.get("rope_type", "default"))
 

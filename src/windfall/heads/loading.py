@@ -1,4 +1,4 @@
-"""From a path, a hub id or a ready module to a head that fits its target."""
+"""Load a head from a path, hub id or module, and fit it to its target."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 
 def find_head(head: Any, target: Target, drafter: str | None = None) -> FeatureHead:
-    """The head, on the target's device and in its precision, with what it borrows from the target.
+    """The head on the target's device and in its precision, with what it borrows from the target.
 
-    A folder or hub id is read in the way that agrees best with the target; None is the head that ships for it.
-    `drafter` is the one that it is wanted for, if that matters.
+    A folder or hub id is taken in the reading that agrees best with the target; None gives the bundled head. `drafter`
+    is the registry name of the drafter that needs it, if that matters.
     """
-    from windfall.checkpoints.bundled import shipped_head
+    from windfall.checkpoints.bundled import bundled_head
     from windfall.heads import formats, probe
     from windfall.heads.files import locate
 
     if head is None:
-        shipped = shipped_head(target)
-        if shipped is None:
+        bundled = bundled_head(target)
+        if bundled is None:
             wanted = "train one with `windfall train head` or give --drafter PATH"
             raise InputError(f"there is no head for {target.name}; {wanted}")
-        return fit(formats.read(shipped, target.decoder.config), target)
+        return fit(formats.read(bundled, target.decoder.config), target)
     if isinstance(head, FeatureHead):
         _check_kind(head.config.kind, drafter, type(head).__name__)
         return fit(head, target)

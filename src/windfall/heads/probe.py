@@ -1,5 +1,4 @@
-"""Which of several readings of a head's file is right: the one whose guesses, over a few drafted steps, are the
-target's most often."""
+"""Choose between several readings of a head's file: the one that agrees best with the target wins."""
 
 from __future__ import annotations
 
@@ -24,11 +23,11 @@ if TYPE_CHECKING:
     from windfall.heads.formats import Checkpoint, Reading
     from windfall.model.target import Target
 
-TOKENS = 128  # of the known text
-OWN_TOKENS = 64  # of the target's own text, which takes a pass for each
-STEPS = 3  # drafted tokens after each token of the text; from the second on a head reads its own state
-ENOUGH = 0.3  # share of agreeing first guesses below which something is wrong
-SURE = 2.0  # standard errors by which a reading that the file does not mean must be more likely than what it means
+TOKENS = 128  # of the fixed text
+OWN_TOKENS = 64  # of the target's own text; each takes a pass
+STEPS = 3  # drafted tokens after each token of the text; from the second on, a head reads its own state
+MIN_AGREEMENT = 0.3  # share of correct first predictions; below it something is wrong
+MIN_STANDARD_ERRORS = 2.0  # by which a reading that the file does not state must be better than the stated one
 QUESTION = SAMPLES[-1]
 ANSWER = (
     "Weather is what happens in the air at a certain place and time: rain, sunshine, wind, and how warm or cold it is. "
@@ -40,57 +39,57 @@ ANSWER = (
 
 
 class Text(NamedTuple):
-    """Tokens that the target has scored."""
+    """A text and the target's outputs for it."""
 
     tokens: Tensor  # [n]
     states: dict[int, Tensor]  # [n, H] by tap
-    wanted: Tensor  # [n], the target's likeliest next token
+    wanted: Tensor  # [n], the target's most likely next token
     start: int  # where the answer begins
 
 
 class Score(NamedTuple):
-    """How a reading's guesses compare with the target's tokens, over all steps unless it says otherwise."""
+    """Agreement of a reading's predictions with the target's tokens, over all steps."""
 
-    agreement: float  # share of guesses that were the target's
+    agreement: float  # share of correct predictions
     likelihood: float  # mean log-probability of the target's token
     first: float  # agreement of the first step alone
     each: Tensor  # [n] log-probabilities whose mean is `likelihood`
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Nearly equal agreements are told apart by likelihood."""
+        """Equal agreements are ordered by likelihood."""
         return self.agreement, self.likelihood
 
     def surely_above(self, other: Score) -> bool:
-        """Whether this one is better by more than chance explains, the guesses being for the same tokens."""
+        """Whether this one is significantly better, by a paired test over the same tokens."""
         gain = (self.each - other.each).double()
         error = float(gain.std()) / len(gain) ** 0.5 if len(gain) > 1 else 0.0
-        return self.rank > other.rank and float(gain.mean()) > SURE * error
+        return self.rank > other.rank and float(gain.mean()) > MIN_STANDARD_ERRORS * error
 
 
 def choose(checkpoint: Checkpoint, target: Target) -> FeatureHead:
-    """The head in the reading that agrees best; a HeadWarning tells what had to be guessed.
+    """The head in the reading that agrees best; a HeadWarning says what was chosen if the file is ambiguous.
 
-    One pass of the target over a known text. The best of the readings that the file allows is compared with those of
-    other projects that differ from it in one respect, which must be better by more than chance. Where even the best
-    hardly agrees, all of them are tried on a text that the target writes.
+    The target runs once over a fixed text. The best of the stated readings is compared with readings of other projects
+    that differ in one axis; those must be significantly better. If even the best hardly agrees, all readings are tried
+    on a text that the target writes.
     """
-    fit(checkpoint.build(checkpoint.told[0]), target)  # refuses another target's head before anything is computed
+    fit(checkpoint.build(checkpoint.stated[0]), target)  # refuses a head of another target early
     checkpoint.to(target.device, target.decoder.dtype)
     trial = Trial(checkpoint, target, *sample(target))
-    best = trial.climb(trial.best(checkpoint.told))
-    if trial.score(best).first < ENOUGH:
+    best = trial.climb(trial.best(checkpoint.stated))
+    if trial.score(best).first < MIN_AGREEMENT:
         trial = Trial(checkpoint, target, *continued(target))
-        best, other = trial.best(checkpoint.told), trial.best(checkpoint.readings)
-        best = other if trial.score(other).first >= ENOUGH else best
+        best, other = trial.best(checkpoint.stated), trial.best(checkpoint.readings)
+        best = other if trial.score(other).first >= MIN_AGREEMENT else best
     head = fit(checkpoint.build(best), target)
     head.agreement = trial.score(best).first
-    _tell(checkpoint, target, trial, best)
+    _warn_about(checkpoint, target, trial, best)
     return head
 
 
 class Trial:
-    """The readings of a checkpoint compared on one text; a reading is scored when it is first asked about."""
+    """Compares the readings of a checkpoint on one text; scores are cached."""
 
     def __init__(self, checkpoint: Checkpoint, target: Target, tokens: list[int], start: int):
         self._checkpoint, self._target = checkpoint, target
@@ -110,7 +109,7 @@ class Trial:
         return max(readings, key=lambda reading: self.score(reading).rank)
 
     def climb(self, best: Reading) -> Reading:
-        """From this reading to surely better ones, each different in one respect, as far as there are any."""
+        """Move to significantly better readings that differ in one axis, as long as there are any."""
         while True:
             near = [other for other in self._checkpoint.others if _differences(best, other) == 1]
             better = [other for other in near if self.score(other).surely_above(self.score(best))]
@@ -119,7 +118,7 @@ class Trial:
             best = self.best(better)
 
     def next_best(self, choices: dict[str, Any]) -> float:
-        """The best agreement that was found with other choices than these."""
+        """The best agreement with other choices than these."""
         others = [
             found for tried, found in self._scores if any(tried.choices[axis] != choices[axis] for axis in choices)
         ]
@@ -130,20 +129,22 @@ def _differences(one: Reading, other: Reading) -> int:
     return sum(value != other.choices[axis] for axis, value in one.choices.items())
 
 
-def _tell(checkpoint: Checkpoint, target: Target, trial: Trial, chosen: Reading) -> None:
+def _warn_about(checkpoint: Checkpoint, target: Target, trial: Trial, chosen: Reading) -> None:
     found = trial.score(chosen)
-    if len(checkpoint.told) > 1 or chosen not in checkpoint.told:
+    if len(checkpoint.stated) > 1 or chosen not in checkpoint.stated:
         differs = {
             axis: value
             for axis, value in chosen.choices.items()
-            if any(reading.choices[axis] != value for reading in [*checkpoint.told, chosen])
+            if any(reading.choices[axis] != value for reading in [*checkpoint.stated, chosen])
         }
-        unsure = "allows several readings" if chosen in checkpoint.told else "seems to mean something else than it says"
+        unsure = (
+            "allows several readings" if chosen in checkpoint.stated else "seems to mean something else than it says"
+        )
         _warn(
             f"'{checkpoint.label}' {unsure}; chosen: {_worded(differs)}, which agrees with {target.name} "
             f"on {found.agreement:.0%} of the tokens (the next best on {trial.next_best(differs):.0%})"
         )
-    if found.first < ENOUGH:
+    if found.first < MIN_AGREEMENT:
         _warn(
             f"'{checkpoint.label}' agrees with {target.name} on {found.first:.0%} of the tokens only: "
             f"{_reason(checkpoint.label, target)}, and will hardly speed up this one"
@@ -151,7 +152,7 @@ def _tell(checkpoint: Checkpoint, target: Target, trial: Trial, chosen: Reading)
 
 
 def _reason(label: str, target: Target) -> str:
-    """Why a head hardly agrees with its target, as far as its files tell."""
+    """Why a head hardly agrees with its target, as far as its files say."""
     folder = find(label)
     known = None if folder is None else made_for(folder, target)
     if known is None:
@@ -170,9 +171,9 @@ def _warn(message: str) -> None:
 
 @torch.inference_mode()
 def score(head: FeatureHead, text: Text, label: str) -> Score:
-    """How the head's guesses compare with the target's, when it drafts after each token of the answer."""
+    """Compare the head's predictions with the target's when it drafts after each token of the answer."""
     features = torch.cat([text.states[tap] for tap in head.config.taps], -1)[:-1]
-    columns, first = len(features), max(text.start - 2, 0)  # column t guesses what follows token t + 1
+    columns, first = len(features), max(text.start - 2, 0)  # column t predicts the successor of token t + 1
     right: list[Tensor] = []
     likely: list[Tensor] = []
     for step, guess in enumerate(rollout(head, features, text.tokens, min(STEPS, columns - first))):
@@ -190,7 +191,7 @@ def score(head: FeatureHead, text: Text, label: str) -> Score:
 def rollout(head: FeatureHead, features: Tensor, tokens: Tensor, steps: int) -> Iterator[Guess]:
     """Draft this many steps after every token of a text [n] at once, from the states [n - 1, taps * H] before them.
 
-    The drafted tokens are the text's own, so that the last `step` rows of a step mean nothing. A row of a later step
+    The drafted tokens are taken from the text, so the last `step` rows of a step are meaningless. A row of a later step
     sees the text's rows up to its own and the earlier rows of its own chain.
     """
     columns = len(features)
@@ -207,7 +208,8 @@ def rollout(head: FeatureHead, features: Tensor, tokens: Tensor, steps: int) -> 
 
 
 def _compared(logq: Tensor, wanted: Tensor, draft_tokens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Which likeliest tokens of logq [n, Vd] are the wanted ones, and the log-probabilities of those it can draft."""
+    """Whether the most likely tokens of logq [n, Vd] are the wanted ones, and the log-probabilities of those wanted
+    tokens that it can draft."""
     best = logq.argmax(-1)
     if draft_tokens is None:
         return (best == wanted).float(), logq.gather(1, wanted[:, None])[:, 0]
@@ -232,7 +234,7 @@ def scored(target: Target, tokens: list[int], start: int, taps: list[int]) -> Te
 
 
 def sample(target: Target) -> tuple[list[int], int]:
-    """A question and its answer, and where that begins; any tokens where there is no tokenizer."""
+    """A question and its answer, and where the answer begins; random tokens if there is no tokenizer."""
     tokenizer, room = target.tokenizer, min(512, target.context or 512)
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)
@@ -247,14 +249,14 @@ def _question(tokenizer: Any) -> list[int]:
         try:
             asked = [{"role": "user", "content": QUESTION}]
             return list(tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False))
-        except Exception:  # a template may refuse anything
+        except Exception:  # a template may raise anything
             pass
     return list(tokenizer(f"{QUESTION}\n\n").input_ids)
 
 
 @torch.inference_mode()
 def continued(target: Target) -> tuple[list[int], int]:
-    """The question, and what the target itself says to it, greedily."""
+    """The question and the target's own greedy answer."""
     tokens, start = sample(target)
     tokens, decoder = tokens[: max(start, 2)], target.decoder
     start, before = len(tokens), decoder.taps

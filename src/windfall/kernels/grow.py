@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from windfall.costs.acceptance import BUCKETS, DEPTHS, RANKS, SURE
+from windfall.costs.acceptance import CHANCE_BUCKETS, DEPTHS, MAX_LOG_ODDS, RANKS
 from windfall.kernels.backend import on_triton
 from windfall.kernels.trees import NOBODY, Ahead, Terms, TreeArrays
 
@@ -119,8 +119,8 @@ def _summarize(
     if terms is not None:
         fee, price = terms.prices
         real = chosen.clamp(min=0)
-        bucket = sum((tree.chance[real] > edge).long() for edge in BUCKETS)
-        hopes = terms.outlook[tree.depth[real].clamp(max=DEPTHS - 1), bucket]  # [W, children]
+        bucket = sum((tree.chance[real] > edge).long() for edge in CHANCE_BUCKETS)
+        hopes = terms.forecast[tree.depth[real].clamp(max=DEPTHS - 1), bucket]  # [W, children]
         gain = (keys.exp()[:, None] * hopes - price).clamp(min=0).sum() - fee
         worth = (alive & (places > 0) & (tree.key.exp() > price)).sum()
     found = torch.stack([keys.amax(), keys.logsumexp(0), gain, worth.float(), alive.sum().float(), mass])
@@ -242,7 +242,7 @@ def append(
 def believed(logq: Tensor, depth: Tensor, rank: Tensor, weights: Tensor) -> Tensor:
     """Calibrator.accept, in fp64."""
     wide, weights = logq.double(), weights.double()
-    odds = (wide - (-wide.clamp(max=-1e-6).expm1()).log()).clamp(-SURE, SURE)
+    odds = (wide - (-wide.clamp(max=-1e-6).expm1()).log()).clamp(-MAX_LOG_ODDS, MAX_LOG_ODDS)
     score = weights[0] * odds + weights[depth.clamp(max=DEPTHS)] + weights[1 + DEPTHS + rank.clamp(max=RANKS - 1)]
     return score.clamp(-30, 30).sigmoid()
 

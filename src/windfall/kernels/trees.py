@@ -46,5 +46,5 @@ class Terms(NamedTuple):
     """What the calibrated rule believes, and what things cost."""
 
     weights: Tensor  # [1 + DEPTHS + RANKS] fp32: see Calibrator.accept
-    outlook: Tensor  # [DEPTHS, 3, children] fp32: mean chances of the children to come, see Calibrator.outlook
+    forecast: Tensor  # [DEPTHS, 3, children] fp32: mean chances of the children to come, see Calibrator.forecast
     prices: Tensor  # [2] fp32: of a pass and of a row, in tokens

@@ -1,4 +1,4 @@
-"""The only place that knows how many sequences go together: rows of several sequences ↔ one padded forward."""
+"""Pack the rows of several sequences into one padded forward pass, and unpack its outputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from windfall.core.tree import DraftTree
 
 
 class Rows(NamedTuple):
-    """What one sequence adds to a pass. Staged rows of earlier passes of this cycle come first in `visible`."""
+    """The rows of one sequence in a pass. Staged rows of earlier passes of this cycle come first in `visible`."""
 
     tokens: Tensor  # [n] long
     positions: Tensor  # [n] long
@@ -20,14 +20,14 @@ class Rows(NamedTuple):
 
     @classmethod
     def chain(cls, tokens: list[int], start: int, staged: int = 0) -> Rows:
-        """Consecutive tokens from position `start` on, each seeing the ones before it."""
+        """Consecutive tokens from position `start` on; each sees the ones before it."""
         size = len(tokens)
         visible = torch.cat([torch.zeros(size, staged, dtype=torch.bool), torch.ones(size, size).tril().bool()], 1)
         return cls(torch.tensor(tokens, dtype=torch.long), start + torch.arange(size), visible)
 
     @classmethod
     def branch(cls, tree: DraftTree, nodes: Tensor, slots: dict[int, int], stem: range, root: int, staged: int) -> Rows:
-        """Unexpanded nodes of a tree whose expanded nodes lie in staged rows (`slots`); each sees its ancestors.
+        """Unexpanded nodes of a tree whose expanded nodes are in staged rows (`slots`); each sees its ancestors.
 
         `stem` are the staged rows before the root's, `root` is the root's position.
         """
@@ -38,7 +38,7 @@ class Rows(NamedTuple):
         places, parents = np.full(len(tree), -1), tree.arrays.parents
         places[list(slots)] = list(slots.values())
         rows, above = np.arange(size), parents[nodes.numpy()]
-        while len(rows := rows[above >= 0]):  # level by level towards the root: a table of all nodes would be large
+        while len(rows := rows[above >= 0]):  # level by level towards the root: a mask of all nodes would be large
             above = above[above >= 0]
             visible[rows, places[above]] |= places[above] >= 0
             above = parents[above]
@@ -54,7 +54,7 @@ class Packed(NamedTuple):
 
 
 def pack(rows: list[Rows], lengths: list[int], staged: int, device: torch.device) -> Packed:
-    """Pad to the longest; a padding row sees the prefix and itself, and no real row sees it."""
+    """Pad to the longest sequence; a padding row sees the prefix and itself, and no real row sees it."""
     if len(rows) == 1:
         return _alone(rows[0], lengths[0], device)
     batch, width, top = len(rows), max(len(r.tokens) for r in rows), max(lengths)
@@ -73,7 +73,7 @@ def pack(rows: list[Rows], lengths: list[int], staged: int, device: torch.device
 
 
 def _alone(row: Rows, length: int, device: torch.device) -> Packed:
-    """`pack` for one sequence, which needs no padding."""
+    """`pack` for one sequence, without padding."""
     committed = torch.ones(len(row.tokens), length, dtype=torch.bool, device=device)
     mask = torch.cat([committed, row.visible.to(device)], 1)
     return Packed(row.tokens[None].to(device), row.positions[None].to(device), mask[None])

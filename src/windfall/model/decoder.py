@@ -1,4 +1,4 @@
-"""A transformers model with our cache: feed it rows of any tree shape, then say which rows to keep."""
+"""Run a transformers model with windfall's KV cache: feed rows of any tree shape, then choose the rows to keep."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from windfall.model.batch import Packed, Rows, pack, unpack
 from windfall.model.hidden_states import with_states
 from windfall.model.kv_cache import KVCache
 
-CHUNK = 1024  # rows a prefill pass takes at the most
-TAKES_MASKS = ("sdpa", "eager")  # attention implementations; flash and flex kernels take no tree's mask
-WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}  # kind of layer: size
-TREE_ROOM = 512  # rows that the cache keeps free for a tree where its size is limited
-UNMASKED = (  # names of windows that our masks do not apply
+MAX_PREFILL_ROWS = 1024  # of one pass
+MASKED_ATTENTION = ("sdpa", "eager")  # implementations that take a tree's mask; flash and flex do not
+WINDOWS = {
+    "sliding_attention": "sliding_window",
+    "chunked_attention": "attention_chunk_size",
+}  # kind of layer: config key of its size
+RESERVED_TREE_ROWS = 512  # rows kept free for a tree in a cache of limited size
+UNKNOWN_WINDOWS = (  # config keys of windows that the masks here do not apply
     "keep_window_size",
     "attention_window_size",
     "attn_window_size",
@@ -28,14 +31,14 @@ UNMASKED = (  # names of windows that our masks do not apply
 
 
 class Decoder:
-    """Feeds rows and keeps some: the one way in which targets and language-model drafters run their models."""
+    """Runs the model of a target or of a language-model drafter."""
 
     def __init__(self, model: Any, taps: tuple[int, ...] = ()):
         self.model = model
-        self.taps = taps  # which states to hand out, side by side: see windfall.model.hidden_states
+        self.taps = taps  # hidden states to return, concatenated: see windfall.model.hidden_states
         self.config = model.config.get_text_config()
         self.windows = attention_windows(self.config)
-        self.reach = exact_reach(self.config)
+        self.max_length = max_exact_length(self.config)
         self.reset(0)
 
     @property
@@ -54,11 +57,11 @@ class Decoder:
 
     @property
     def context(self) -> int | None:
-        """The longest sequence the model takes, or None if its configuration names none.
+        """The longest sequence that the model takes, or None if its config names none.
 
-        Where the rotary factors depend on the length of a pass (LongRoPE), only as far as they stay the same.
+        If the rotary factors depend on the length of a pass (LongRoPE), the length up to which they stay the same.
         """
-        limits = getattr(self.config, "max_position_embeddings", None), self.reach
+        limits = getattr(self.config, "max_position_embeddings", None), self.max_length
         limit: int | None = min(filter(None, limits), default=None)
         rope = getattr(self.config, "rope_parameters", None) or getattr(self.config, "rope_scaling", None) or {}
         if rope.get("rope_type") == "longrope":
@@ -68,11 +71,11 @@ class Decoder:
         return limit
 
     def limit_to_windows(self) -> None:
-        """Take no texts longer than the smallest window, up to which windows hide nothing."""
-        self.reach = min(filter(None, (*self.windows.values(), self.reach)), default=None)
+        """Limit texts to the smallest window; up to this length windows hide nothing."""
+        self.max_length = min(filter(None, (*self.windows.values(), self.max_length)), default=None)
 
     def reset(self, batch: int) -> None:
-        """Drop everything and make place for this many sequences."""
+        """Drop all sequences and start this many empty ones."""
         self.cache = KVCache(self.config.num_hidden_layers, batch)
         self._staged_positions = torch.zeros(batch, 0, dtype=torch.long, device=self.device)
 
@@ -88,7 +91,7 @@ class Decoder:
     def feed(
         self, rows: list[Rows], logits: bool = True, causal: bool = False
     ) -> tuple[list[Tensor], list[Tensor] | None]:
-        """One forward over these rows, staged behind what is there: logits [n, V] (or none) and tapped states [n, H].
+        """One forward over these rows, staged after the existing ones: logits [n, V] (or none), tapped states [n, H].
 
         `causal` says that the rows of each sequence are a chain.
         """
@@ -112,10 +115,10 @@ class Decoder:
         return (unpack(outputs.logits, rows) if logits else []), hidden
 
     def extend(self, tokens: list[list[int]]) -> list[Tensor] | None:
-        """Commit these known tokens to each sequence, without logits; returns their tapped states."""
+        """Commit these tokens to each sequence, without logits; returns their tapped states."""
         states: list[list[Tensor]] = [[] for _ in tokens]
-        for start in range(0, max(map(len, tokens)), CHUNK):
-            parts = [part[start : start + CHUNK] for part in tokens]
+        for start in range(0, max(map(len, tokens)), MAX_PREFILL_ROWS):
+            parts = [part[start : start + MAX_PREFILL_ROWS] for part in tokens]
             rows = [Rows.chain(part, at) for part, at in zip(parts, self.lengths, strict=True)]
             _, hidden = self.feed(rows, logits=False, causal=True)
             self.commit([list(range(len(p))) for p in parts])
@@ -134,19 +137,19 @@ class Decoder:
 
     @torch.inference_mode()
     def retain(self, keep: list[int]) -> None:
-        """Go on with these sequences only."""
+        """Keep these sequences only."""
         self.cache.retain(keep)
         self._staged_positions = self._staged_positions[keep]
 
     def _sees_all(self, rows: list[Rows]) -> bool:
-        """Whether this pass is a single row that sees every staged row: then it is the end of a chain."""
+        """Whether this pass is a single row that sees every staged row: the end of a chain."""
         return len(rows) == 1 and len(rows[0].tokens) == 1 and bool(rows[0].visible.all())
 
     def _mask(self, packed: Packed, causal: bool) -> Any:
-        """What transformers wants as `attention_mask`: a 4-D mask, one for each kind of layer, or None for its own.
+        """transformers' `attention_mask`: a 4-D mask, a dict with one for each kind of layer, or None.
 
-        None spares the kernels a mask where transformers' causal one is the same: for a single row that sees
-        everything, and for chains in an empty cache.
+        None, which is faster, means a causal mask; it is the same for a single row that sees everything and for chains
+        in an empty cache.
         """
         if causal and not self.windows and (packed.mask.shape[:2] == (1, 1) or self.cache.end == 0):
             return None
@@ -165,15 +168,15 @@ class Decoder:
 
 
 def attention_of(model: Any) -> str:
-    """The attention implementation of passes over trees: the model's own, if that takes any mask, else sdpa."""
+    """The attention implementation of passes over trees: the model's own if it takes any mask, else sdpa."""
     own: str = model.config._attn_implementation
-    return own if own in TAKES_MASKS else "sdpa"
+    return own if own in MASKED_ATTENTION else "sdpa"
 
 
 @contextmanager
 def tree_attention(model: Any) -> Iterator[None]:
-    """Let a model use an attention implementation that takes a tree's mask, then give it back its own."""
-    if model.config._attn_implementation in TAKES_MASKS:
+    """In this block the model uses an attention implementation that takes a tree's mask."""
+    if model.config._attn_implementation in MASKED_ATTENTION:
         yield
         return
     configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}.values()
@@ -187,7 +190,7 @@ def tree_attention(model: Any) -> Iterator[None]:
 
 
 def as_given(mask: Tensor, model: Any) -> Tensor:
-    """As the model takes it: boolean for sdpa; eager attention adds its mask to the scores."""
+    """The mask in the model's form: boolean for sdpa; eager attention adds it to the scores."""
     if model.config._attn_implementation == "sdpa":
         return mask
     lowest = torch.finfo(model.dtype).min
@@ -195,27 +198,27 @@ def as_given(mask: Tensor, model: Any) -> Tensor:
 
 
 def within(kind: str, size: int, positions: Tensor, columns: Tensor) -> Tensor:
-    """Which columns [B, m] lie in the window of rows at these positions [B, n]: the last ones, or the same chunk's."""
+    """Whether columns [B, m] are in the window (or chunk) of rows at these positions [B, n]."""
     rows, columns = positions[:, :, None], columns[:, None]
     return rows // size == columns // size if kind == "chunked_attention" else rows - columns < size
 
 
-def exact_reach(config: Any) -> int | None:
-    """How long a text may be until something hides or scales tokens that our masks and positions do not rule."""
-    names = UNMASKED if getattr(config, "layer_types", None) else (*UNMASKED, "attention_chunk_size")
+def max_exact_length(config: Any) -> int | None:
+    """The length of text up to which masks and positions alone decide what a row sees; None: no limit."""
+    names = UNKNOWN_WINDOWS if getattr(config, "layer_types", None) else (*UNKNOWN_WINDOWS, "attention_chunk_size")
     sizes = [getattr(config, name, None) for name in names]
-    if places := plain_places(config):
-        sizes.append(max(places - TREE_ROOM, 1))
+    if rows := max_plain_rows(config):
+        sizes.append(max(rows - RESERVED_TREE_ROWS, 1))
     return min((size for size in sizes if isinstance(size, int) and size > 0), default=None)
 
 
-def plain_places(config: Any) -> int | None:
-    """Rows that the cache may have until Llama 4 scales queries by their places there, which a tree's rows have not."""
+def max_plain_rows(config: Any) -> int | None:
+    """Rows of the cache before Llama 4 scales queries by their cache index, which differs in a tree; None: no limit."""
     return config.floor_scale - 1 if getattr(config, "attn_temperature_tuning", False) else None
 
 
 def attention_windows(config: Any) -> dict[str, int | None]:
-    """The window of each kind of layer, None for a kind that sees everything; {} if there is no window."""
+    """The window of each kind of layer; None for a kind without one; {} if no layer has a window."""
     sizes = {kind: getattr(config, name, None) for kind, name in WINDOWS.items()}
     if getattr(config, "use_sliding_window", True) is False:
         sizes["sliding_attention"] = None

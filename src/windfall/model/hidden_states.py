@@ -2,7 +2,7 @@
 
 Tap k >= 0 is the residual stream after k layers: with n layers, tap n is the input of the final norm. Tap -1 is the
 output of that norm, which the vocabulary head reads; -2 is the same state as n - 1, and so on. transformers returns all
-of these states except tap n: its `hidden_states` hold the output of the final norm there. A hook keeps that one state.
+of these states except tap n: its `hidden_states` hold the output of the final norm there. A hook captures that state.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def layer_count(model: Any) -> int:
 
 
 def boundary(tap: int, layers: int) -> int:
-    """-1 for what the vocabulary head reads, else the number of layers before the state."""
+    """-1 for the input of the vocabulary head, else the number of layers before the state."""
     return tap if tap >= -1 else layers + 1 + tap
 
 
 def with_states(call: Any, model: Any, taps: tuple[int, ...], **inputs: Any) -> tuple[Any, Tensor | None]:
-    """Call `call` (the model, a compiled form or its base model): its outputs, and the states at `taps` side by side,
+    """Call `call` (the model, a compiled form or its base model): its outputs, and the states at `taps`, concatenated,
     [B, n, taps * H]."""
     if not taps:
         return call(**inputs), None
@@ -42,9 +42,9 @@ def with_states(call: Any, model: Any, taps: tuple[int, ...], **inputs: Any) -> 
 
 
 class Residual:
-    """A hook that keeps the residual stream after the last layer while it is asked to.
+    """A hook that captures the residual stream after the last layer during `during`.
 
-    It is registered once and stays: compiled models are traced with it.
+    It is registered once and stays, because compiled models are traced with it.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Residual:
             self.state = given[0]
 
     def after(self, module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
-        """Hook on the last layer, where no module reads its output directly."""
+        """Hook on the last layer, if no module reads its output directly."""
         if self.active:
             self.state = _first(output)
 
@@ -77,11 +77,11 @@ _found: WeakKeyDictionary[nn.Module, Residual] = WeakKeyDictionary()
 
 
 def last_residual(model: Any) -> Residual:
-    """The hook that keeps this model's input of the final norm; refuses (InputError) a model that hides it."""
+    """The hook that captures this model's input of the final norm; an InputError if it cannot be found."""
     if model not in _found:
         layer, reader = _locate(model)
         found = Residual()
-        if reader is not None:  # layers may be compiled one by one, what follows them is not
+        if reader is not None:  # layers may be compiled one by one, the module after them is not
             reader.register_forward_pre_hook(found.before)
         else:
             layer.register_forward_hook(found.after)
@@ -91,7 +91,7 @@ def last_residual(model: Any) -> Residual:
 
 @torch.no_grad()
 def _locate(model: Any) -> tuple[nn.Module, nn.Module | None]:
-    """The last layer, and the module that reads its output, seen in a pass over two tokens."""
+    """The last layer and the module that reads its output, found by a pass over two tokens."""
     base, count = model.base_model, layer_count(model)
     lasts = {
         stack[-1]: None for stack in base.modules() if isinstance(stack, nn.ModuleList) and len(stack) == count > 0

@@ -1,4 +1,4 @@
-"""Key-value rows of all live sequences: preallocated, appended to while a tree is judged, kept by gathering."""
+"""The KV cache of all live sequences: preallocated; a tree's rows are staged, and accepted ones are committed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-STEP = 256  # rows by which the buffers grow
+GROWTH_ROWS = 256  # the capacity is a multiple of this
 
 
 class Rows(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's keys and values, [B, heads, capacity, head_dim]; made when the layer first runs."""
+    """One layer's keys and values, [B, heads, capacity, head_dim]; allocated when the layer first runs."""
 
     is_sliding = False
 
@@ -64,17 +64,17 @@ class Rows(CacheLayerMixin):  # type: ignore[misc]
 
 
 class KVCache(Cache):  # type: ignore[misc]
-    """Committed rows [0, lengths[b]) of each sequence, then from `top` on the staged rows of the tree being judged."""
+    """Committed rows [0, lengths[b]) of each sequence; from `top` on, the staged rows of the current tree."""
 
     def __init__(self, layers: int, batch: int):
         super().__init__(layers=[Rows(self) for _ in range(layers)])
-        self.capacity = STEP
+        self.capacity = GROWTH_ROWS
         self.lengths = [0] * batch
         self.staged = 0
 
     @property
     def top(self) -> int:
-        """Where staged rows begin: past the longest sequence."""
+        """Where staged rows begin: after the longest sequence."""
         return max(self.lengths, default=0)
 
     @property
@@ -89,12 +89,12 @@ class KVCache(Cache):  # type: ignore[misc]
         """Make room for this many more staged rows."""
         if self.end + rows > self.capacity:
             wanted = max(self.end + rows, self.capacity + self.capacity // 2)
-            self.capacity = -(-wanted // STEP) * STEP
+            self.capacity = -(-wanted // GROWTH_ROWS) * GROWTH_ROWS
             for layer in self.live:
                 layer.resize()
 
     def commit(self, keep: list[list[int]]) -> None:
-        """Keep these staged rows of each sequence, in order, and drop the other staged rows."""
+        """Commit these staged rows of each sequence, in order, and drop the other staged rows."""
         top = self.top
         moves = [
             (b, top + row, self.lengths[b] + place)
@@ -111,12 +111,12 @@ class KVCache(Cache):  # type: ignore[misc]
         self.staged = 0
 
     def truncate(self, lengths: list[int]) -> None:
-        """Forget committed rows past these lengths."""
+        """Drop committed rows after these lengths."""
         assert self.staged == 0 and all(new <= old for new, old in zip(lengths, self.lengths, strict=True))
         self.lengths = list(lengths)
 
     def retain(self, keep: list[int]) -> None:
-        """Go on with these sequences only."""
+        """Keep these sequences only."""
         assert self.staged == 0
         for layer in self.live:
             layer.retain(torch.tensor(keep, device=layer.device))

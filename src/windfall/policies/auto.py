@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from windfall.core.options import option
-from windfall.core.tree import MOST_ROWS, DraftTree
+from windfall.core.tree import MAX_VERIFY_ROWS, DraftTree
 from windfall.core.types import Grow, Step
-from windfall.costs.acceptance import CHILDREN, MOST_SETTLED, Calibrator
+from windfall.costs.acceptance import FORECAST_CHILDREN, MAX_UNASKED_PASSES, Calibrator
 from windfall.costs.curves import Costs
 from windfall.costs.online import OnlineCosts
 from windfall.policies import cheap_rows
@@ -40,7 +40,10 @@ class Auto(TreePolicy):
     uses_costs: ClassVar[bool] = True
 
     nodes: int = option(
-        96, "rows of a verify pass at the most, the root counted: memory's limit, not taste's", low=1, high=MOST_ROWS
+        96,
+        "rows of a verify pass at the most, the root counted: memory's limit, not taste's",
+        low=1,
+        high=MAX_VERIFY_ROWS,
     )
 
     def __post_init__(self) -> None:
@@ -59,7 +62,7 @@ class Auto(TreePolicy):
         return Plan(
             passes=cheap_rows.PASSES,
             width=cheap_rows.WIDTH,
-            k=CHILDREN,
+            k=FORECAST_CHILDREN,
             rows=min(self.nodes, cheap_rows.ROWS[-1]),
             order="best",
             calibrated=True,
@@ -68,13 +71,13 @@ class Auto(TreePolicy):
             watches=("summary",),
             decide=self.decide,
             opening=self._opening,
-            openings=range(1, MOST_SETTLED + 1),
+            openings=range(1, MAX_UNASKED_PASSES + 1),
             lookahead=True,
             sizes={min(size, self.nodes) for size in cheap_rows.ROWS},
         )
 
     def _opening(self, ctx: Context) -> Opening:
-        return Opening(ctx.calibrator.least, self.nodes)
+        return Opening(ctx.calibrator.min_draft_passes, self.nodes)
 
     def decide(self, level: int, view: TreeView, ctx: Context) -> Decision:
         """Whether the pass after the next is worth its price, and how many rows are worth theirs."""
@@ -103,7 +106,7 @@ class Auto(TreePolicy):
         if chosen is None:
             return None
         cycle.expand(chosen)
-        return Grow(torch.tensor(chosen), k=CHILDREN)
+        return Grow(torch.tensor(chosen), k=FORECAST_CHILDREN)
 
     def start_cycle(self, ctx: Context) -> None:
         self._ctx = ctx
@@ -129,19 +132,19 @@ class Auto(TreePolicy):
         if chosen and self._plain_seconds * CURIOSITY >= cycle.seconds(1):
             self._plain_seconds = 0.0  # just curious
             return chosen
-        return [0] if self._doubts(cycle, ctx.ledger) else None
+        return [0] if self._doubts(cycle, ctx.online_costs) else None
 
     def _looks_at_plain(self, ctx: Context) -> bool:
         """Whether to decode plainly, because all is measured by that and no cycle has lately shown what it takes."""
-        if ctx.ledger is None or ctx.ledger.unseen(0) != 1:
+        if ctx.online_costs is None or ctx.online_costs.next_stale_size(0) != 1:
             return False
-        return ctx.ledger.affords((ctx.calibrator.gain - 1) * self._seconds(ctx)[0])
+        return ctx.online_costs.try_spend((ctx.calibrator.speedup - 1) * self._seconds(ctx)[0])
 
-    def _doubts(self, cycle: Cycle, ledger: OnlineCosts | None) -> bool:
+    def _doubts(self, cycle: Cycle, online_costs: OnlineCosts | None) -> bool:
         """Whether to draft because no cycle has shown yet that it does not pay."""
-        if ledger is None or (ledger.drafting_is_known and ledger.unseen(1) != 2):
+        if online_costs is None or (online_costs.knows_draft_costs and online_costs.next_stale_size(1) != 2):
             return False
-        return ledger.affords(cycle.seconds(1))
+        return online_costs.try_spend(cycle.seconds(1))
 
     def select(self, tree: DraftTree, ctx: Context) -> Tensor:
         if self._flat:
@@ -150,11 +153,11 @@ class Auto(TreePolicy):
         cycle.learn(tree, ctx.calibrator)
         seconds, values = self._seconds(ctx), cycle.values
         rows = best_profit(values, cycle.prices)[1] if len(tree) > 1 else 0
-        ctx.calibrator.pace(1 + sum(values[:rows]), seconds[rows] + cycle.spent, seconds[0])
-        if ctx.ledger is not None:
-            rows = more_rows(rows, cycle, ctx.ledger)
+        ctx.calibrator.update_speedup(1 + sum(values[:rows]), seconds[rows] + cycle.spent, seconds[0])
+        if ctx.online_costs is not None:
+            rows = more_rows(rows, cycle, ctx.online_costs)
         if not rows:
-            ctx.calibrator.relax()
+            ctx.calibrator.drift_to_prior()
             self._plain_seconds += seconds[0]
             return torch.zeros(1, dtype=torch.long)
         return torch.tensor(cycle.best(rows + 1))
@@ -166,7 +169,7 @@ class Auto(TreePolicy):
         """
         if self._cycle is None:
             seconds, trusted = self._seconds(ctx), TRIAL + ctx.calibrator.observed // TRIAL
-            rate = ctx.calibrator.gain / seconds[0]
+            rate = ctx.calibrator.speedup / seconds[0]
             self._cycle = Cycle([each * rate for each in seconds[:trusted]], rate, ctx.costs, self._thinking)
         return self._cycle
 
@@ -237,7 +240,7 @@ class Cycle:
             self.depth += tree.depth[known:].tolist()
             self.values = sorted(self.reach[1:], reverse=True)
         for node in self._fresh:
-            calibrator.foresee(self.depth[node], self.chance[node], children[node])
+            calibrator.update_forecast(self.depth[node], self.chance[node], children[node])
         self._fresh = []
 
 
@@ -251,14 +254,14 @@ def best_profit(values: Sequence[float], prices: Sequence[float]) -> tuple[float
     return most, rows
 
 
-def more_rows(rows: int, cycle: Cycle, ledger: OnlineCosts) -> int:
+def more_rows(rows: int, cycle: Cycle, online_costs: OnlineCosts) -> int:
     """The same, or more now and then, where no cycle has shown that they cost what they are said to."""
-    size = ledger.unseen(rows + 1)
+    size = online_costs.next_stale_size(rows + 1)
     if size is None or size > min(len(cycle.prices), len(cycle.values) + 1, 2 * rows + 2):
         return rows
     dearer = cycle.prices[size - 1] - cycle.prices[rows]
     worth = sum(cycle.values[rows : size - 1]) > HOPE * dearer
-    return size - 1 if worth and ledger.affords(dearer / cycle.rate) else rows
+    return size - 1 if worth and online_costs.try_spend(dearer / cycle.rate) else rows
 
 
 def marginal(prices: Sequence[float], rows: int) -> float:
@@ -275,7 +278,7 @@ def worth_expanding(cycle: Cycle, ctx: Context, row: float) -> list[int]:
     wider = (cycle.later_fee(WIDEST) - cycle.later_fee(1)) / (WIDEST - 1)
     worth = []
     for node in nodes:
-        good, own = ctx.calibrator.outlook(cycle.depth[node], cycle.chance[node]).good, reach[node]
+        good, own = ctx.calibrator.forecast(cycle.depth[node], cycle.chance[node]).good, reach[node]
         if sum(own * chance - row for chance in good if own * chance > row) > wider:
             worth.append(node)
     return worth
@@ -288,25 +291,25 @@ def foreseen_profit(cycle: Cycle, chosen: list[int], ctx: Context, least: float)
     apart; beyond that the mean serves.
     """
     fee, first, prices = cycle.later_fee(len(chosen)), cycle.fee(len(chosen)), cycle.prices
-    outlook, depth = ctx.calibrator.outlook, max(cycle.depth[node] for node in chosen) + 1
-    leader = outlook(cycle.depth[chosen[0]], cycle.chance[chosen[0]])
-    others = _children((cycle.reach[n], outlook(cycle.depth[n], cycle.chance[n]).mean) for n in chosen[1:])
+    forecast, depth = ctx.calibrator.forecast, max(cycle.depth[node] for node in chosen) + 1
+    leader = forecast(cycle.depth[chosen[0]], cycle.chance[chosen[0]])
+    others = _children((cycle.reach[n], forecast(cycle.depth[n], cycle.chance[n]).mean) for n in chosen[1:])
     own = cycle.reach[chosen[0]]
 
     def profit(children: list[tuple[float, float]]) -> float:
         return best_profit(sorted([*cycle.values, *(reach for reach, _ in children)], reverse=True), prices)[0]
 
     bad, pool = profit(_children([(own, leader.bad)]) + others), _children([(own, leader.good)]) + others
-    often = leader.often
-    most, level = often * profit(pool) + (1 - often) * bad - first, pool
+    good_share = leader.good_share
+    most, level = good_share * profit(pool) + (1 - good_share) * bad - first, pool
     for passes in range(2, AHEAD + 1):
         if most > least:
             break
         top = sorted(level, reverse=True)[: max(len(chosen), 2)]
-        level, depth = _children((reach, outlook(depth, chance).mean) for reach, chance in top), depth + 1
+        level, depth = _children((reach, forecast(depth, chance).mean) for reach, chance in top), depth + 1
         pool = pool + level
         deep = profit(pool) - (passes - 1) * fee
-        most = max(most, often * deep + (1 - often) * bad - first)
+        most = max(most, good_share * deep + (1 - good_share) * bad - first)
     return most
 
 

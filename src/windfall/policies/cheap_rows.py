@@ -51,7 +51,7 @@ def suits(ctx: Context) -> bool:
 
 def prices(ctx: Context) -> tuple[float, float]:
     """The fee of a draft pass and the price of a row, in tokens that the same time would earn elsewhere."""
-    return _prices(ctx, ctx.calibrator.gain)
+    return _prices(ctx, ctx.calibrator.speedup)
 
 
 def sizes(ctx: Context) -> tuple[int, ...]:
@@ -111,7 +111,7 @@ def pays(now: float, before: float, fee: float) -> bool:
 
 def earned(calibrator: Calibrator, depth: int, chance: float, reach: float, price: float) -> float:
     """By expanding a node, if its children are what children usually are."""
-    return sum(max(reach * mean - price, 0.0) for mean in calibrator.outlook(depth, chance).mean)
+    return sum(max(reach * mean - price, 0.0) for mean in calibrator.forecast(depth, chance).mean)
 
 
 def first(calibrator: Calibrator, price: float) -> float:
@@ -129,7 +129,7 @@ class Lessons:
     def learn(self, step: Step, ctx: Context) -> None:
         """Learn from a cycle what drafting earns and what children to expect."""
         self._cycles += 1
-        ctx.calibrator.drafted(step.draft_passes)
+        ctx.calibrator.record_draft_passes(step.draft_passes)
         if not step.recorded:  # else it says nothing about the pace
             self._tokens += len(step.tokens)
             self._seconds += step.seconds.total
@@ -137,13 +137,13 @@ class Lessons:
             return
         calibrator, costs = ctx.calibrator, ctx.costs
         if self._seconds > 0:
-            calibrator.pace(self._tokens, self._seconds, costs.verify(1, ctx.length) + costs.overhead)
+            calibrator.update_speedup(self._tokens, self._seconds, costs.verify(1, ctx.length) + costs.overhead)
         self._tokens, self._seconds = 0, 0.0
         if len(step.drafted) > 1:
-            foresee(step.drafted, calibrator, self._cycles // EVERY)
+            update_forecasts(step.drafted, calibrator, self._cycles // EVERY)
 
 
-def foresee(tree: DraftTree, calibrator: Calibrator, turn: int) -> None:
+def update_forecasts(tree: DraftTree, calibrator: Calibrator, turn: int) -> None:
     """Teach the calibrator what children some of this tree's nodes turned out to have; others in the next turn."""
     chances, parents = calibrator.chances(tree), tree.arrays.parents[1:]
     sums = np.bincount(parents, chances, len(tree))
@@ -156,4 +156,4 @@ def foresee(tree: DraftTree, calibrator: Calibrator, turn: int) -> None:
         own = order[starts[family] : ends[family]]
         parent = int(parents[own[0]])
         chance = 1.0 if parent == 0 else float(shares[parent - 1])  # as the rule looks it up
-        calibrator.foresee(int(depth[parent]), chance, shares[own].tolist())
+        calibrator.update_forecast(int(depth[parent]), chance, shares[own].tolist())

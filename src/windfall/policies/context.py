@@ -17,4 +17,4 @@ class Context(NamedTuple):
     temperature: float
     costs: Costs  # what this machine's passes take
     calibrator: Calibrator  # what drafted tokens are worth
-    ledger: OnlineCosts | None = None  # what keeps the costs right, where they are not just given
+    online_costs: OnlineCosts | None = None  # what keeps the costs right, where they are not just given

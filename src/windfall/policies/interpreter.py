@@ -10,7 +10,7 @@ from torch import Tensor
 
 from windfall.core.tree import DraftTree, Flags, Floats, Integers
 from windfall.core.types import Grow
-from windfall.costs.acceptance import BUCKETS, DEPTHS
+from windfall.costs.acceptance import CHANCE_BUCKETS, DEPTHS
 from windfall.policies.context import Context
 from windfall.policies.plan import Decision, Plan, Summary
 
@@ -236,9 +236,9 @@ class PlannedTree:
 
     def _expected(self, nodes: Integers, price: float) -> float:
         """Tokens that a pass over these nodes should bring, less the price of its rows."""
-        outlook = np.asarray(self.ctx.calibrator.means())
+        outlook = np.asarray(self.ctx.calibrator.mean_forecasts())
         depth = np.minimum(self._tree.arrays.depth[nodes], DEPTHS - 1)
-        bucket = np.searchsorted(BUCKETS, self._chance[nodes])
+        bucket = np.searchsorted(CHANCE_BUCKETS, self._chance[nodes])
         reach = np.exp(self._keys[nodes])[:, None] * outlook[depth, bucket]
         return float(np.maximum(reach - price, 0.0).sum())
 

@@ -50,11 +50,11 @@ def plot_costs(profile: Profile, file: Path) -> None:
 def plot_reliability(found: Reliability, file: Path) -> None:
     """How often nodes were accepted against how likely they were said to be, before and after calibration."""
     figure, axes = _figure(2)
-    for place, (title, chances) in enumerate({"the drafter's word": found.said, "calibrated": found.made}.items()):
+    for place, (title, chances) in enumerate((("drafter", found.drafted), ("calibrated", found.calibrated))):
         confidence, frequency, _ = zip(*found.bins(chances), strict=True)
         axes[place].plot([0, 1], [0, 1], "--", color="#999999")
         axes[place].plot(confidence, frequency, "o-", color=COLOURS[place])
-        error = expected_calibration_error(chances, found.came)
+        error = expected_calibration_error(chances, found.accepted)
         axes[place].set(title=f"{title}, ECE {error:.3f}", xlabel="confidence", ylabel="accepted", ylim=(0, 1))
     figure.savefig(file, dpi=150)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from windfall.checkpoints.quiet_libs import first_line
 from windfall.core.sampling import GOLDEN, mix, shift, signed
-from windfall.core.types import COLD, InputError
+from windfall.core.types import MIN_TEMPERATURE, InputError
 from windfall.model.decoder import tree_attention
 from windfall.model.target import Target
 from windfall.train.slots import NAME, Bounds, Slots
@@ -380,7 +380,7 @@ def draw(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor,
     logits = logits if logits.dtype == torch.float64 else logits.float()
     bits = mix(mix(seeds + (positions + 1) * GOLDEN)[:, None] + marks)
     noise = -torch.log(-torch.log((shift(bits, 12).double() + 0.5) * 2.0**-52))  # as in sampling.gumbel
-    sampled = (temperatures >= COLD)[:, None]
+    sampled = (temperatures >= MIN_TEMPERATURE)[:, None]
     warmed = logits / torch.where(sampled, temperatures[:, None], 1.0) + noise.float()
     return torch.where(sampled, warmed, logits).argmax(-1)
 

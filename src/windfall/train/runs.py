@@ -16,7 +16,7 @@ from windfall.core.files import make_folder, replace_text
 from windfall.core.options import split_settings
 from windfall.heads import formats
 from windfall.heads.files import BEST as BEST
-from windfall.heads.fitting import drafting
+from windfall.heads.fitting import with_vocabulary
 from windfall.heads.loading import find_head
 from windfall.model.target import Target
 from windfall.train.objectives import objective
@@ -132,7 +132,7 @@ def starting_head(job: HeadJob, method: Any, target: Target, train: TokenData) -
     if job.init is None:
         return method.new_head(target, {**job.shape, "vocabulary": tokens})
     head = find_head(job.init, target, method.drafter)
-    head = head if tokens is None else drafting(head, target, tokens)
+    head = head if tokens is None else with_vocabulary(head, target, tokens)
     return unborrowed(head, target).float().train()
 
 

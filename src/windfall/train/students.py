@@ -119,7 +119,7 @@ def new_student(target: Target, shape: Shape) -> Student:
     cut = cut_config(config, layers, shape.intermediate)
     tensors = cut_tensors(model.base_model.state_dict(), layers, shape.intermediate)
     body = (
-        borrowed_embeddings.fill(borrowed_embeddings.hollow(cut).base_model, tensors)
+        borrowed_embeddings.fill(borrowed_embeddings.without_embeddings(cut).base_model, tensors)
         .to(target.device)
         .requires_grad_(True)
     )

@@ -114,7 +114,7 @@ def test_nothing_is_touched_before_its_time(
     name: str, early: bool, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Habit, "likely", lambda self, level: early)
-    monkeypatch.setattr(Calibrator, "pace", lambda self, *given: None)  # which goes by the clock
+    monkeypatch.setattr(Calibrator, "update_speedup", lambda self, *given: None)  # which goes by the clock
     wanted = texts(name, tmp_path)
     device.late = True
     found = texts(name, tmp_path)

@@ -84,9 +84,10 @@ def test_policies_that_learn_write_the_same_text(family: str, kind: str, policy:
 @pytest.mark.parametrize("least", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["eagle3", "lm"])
 def test_auto_follows_the_plain_rule(kind: str, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("observe", "foresee", "pace", "drafted"):  # nothing is learnt, so that the device cannot lag behind
+    # nothing is learnt, so that the device cannot lag behind
+    for name in ("observe", "update_forecast", "update_speedup", "record_draft_passes"):
         monkeypatch.setattr(Calibrator, name, lambda self, *given: None)
-    monkeypatch.setattr(Calibrator, "least", least)
+    monkeypatch.setattr(Calibrator, "min_draft_passes", least)
     wanted, found, _ = both("llama", kind, "auto")
     assert found.token_ids == wanted.token_ids
     assert {step.draft_passes for step in wanted.steps[:3]} - {0, 1}
@@ -494,7 +495,7 @@ def test_recording_is_not_taken_for_slowness(plans: bool, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(GraphCache, "_record", record)
     monkeypatch.setattr(Pipeline, "prepare", lambda self, ctx: None)
-    monkeypatch.setattr(Calibrator, "pace", lambda self, tokens, seconds, plain: paced.append(seconds))
+    monkeypatch.setattr(Calibrator, "update_speedup", lambda self, tokens, seconds, plain: paced.append(seconds))
     device = engine("llama", "lm", "auto", graphs=True, plans=plans)
     assert device.gpu_runner is not None
     device.gpu_runner.judge.recorder.enabled = True

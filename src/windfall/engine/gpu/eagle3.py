@@ -72,8 +72,8 @@ class FusedEagle3:
         return add_norm(fed, total, self.head.norm.weight, self.eps, pick, keep)[0]
 
     def words(self, normed: Tensor) -> Words | Tensor:
-        if self.head.rounded is not None:
-            return self.head.rounded(normed)
+        if self.head.int8_vocabulary is not None:
+            return self.head.int8_vocabulary(normed)
         return Words(normed, self.head.vocabulary, self.head.vocabulary_bias)
 
     def _inputs(self, tokens: Tensor, hidden: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from windfall.core.sampling import Dice
 from windfall.core.tree import DraftTree, Integers
 from windfall.core.types import Grow, InputError, SamplingParams, Scores
-from windfall.drafters.base import Drafter, hang_arrays
+from windfall.drafters.base import Drafter, add_child_arrays
 from windfall.engine.gpu.drafters import GpuDrafter, GpuHeadDrafter, Sprouting, multiplied
 from windfall.engine.gpu.drafters import entropy as entropy_of
 from windfall.engine.gpu.forward import Pass
@@ -281,7 +281,7 @@ class GraphDrafter(Drafter):
         count, here = len(nodes), found.host
         if grow.entropy:
             tree = tree.measure(grow.nodes, torch.from_numpy(here["entropy"][:count]))
-        return hang_arrays(tree, nodes, here["tokens"][:count, : grow.k], here["values"][:count, : grow.k])
+        return add_child_arrays(tree, nodes, here["tokens"][:count, : grow.k], here["values"][:count, : grow.k])
 
     def commit(
         self, trees: list[DraftTree], paths: list[Tensor], bonus: list[int], hidden: list[Tensor] | None

@@ -133,9 +133,9 @@ class GpuRunner:
         return cycle
 
 
-def book(ledger: OnlineCosts, step: Step, width: int, length: int) -> None:
+def book(online_costs: OnlineCosts, step: Step, width: int, length: int) -> None:
     """Learn from a cycle what its passes take; but not from one in which some were recorded."""
-    if ledger.learns and not step.recorded:
+    if online_costs.learns and not step.recorded:
         if step.draft_passes:
-            ledger.drafted([0, *[width] * (step.draft_passes - 1)], step.seconds.draft)
-        ledger.verified(len(step.tree), length, step.seconds.verify)
+            online_costs.record_drafts([0, *[width] * (step.draft_passes - 1)], step.seconds.draft)
+        online_costs.record_verify(len(step.tree), length, step.seconds.verify)

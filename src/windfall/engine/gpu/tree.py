@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from windfall.core.tree import Arrays, DraftTree
-from windfall.costs.acceptance import BUCKETS, CHILDREN, DEPTHS, RANKS
+from windfall.costs.acceptance import CHANCE_BUCKETS, DEPTHS, FORECAST_CHILDREN, RANKS
 from windfall.engine.gpu.target import MAX_VERIFY_ROWS
 from windfall.engine.gpu.transfer import PackedBuffer
 from windfall.kernels.gate import Bounds
 from windfall.kernels.trees import NOBODY, Ahead, Terms, TreeArrays
 
-OUTLOOK = (DEPTHS, len(BUCKETS) + 1, CHILDREN)
+FORECAST_SHAPE = (DEPTHS, len(CHANCE_BUCKETS) + 1, FORECAST_CHILDREN)
 Array = np.ndarray[Any, Any]
 ARRAYS = ("tokens", "parents", "depth", "rank", "logq", "score")
 
@@ -96,12 +96,12 @@ def terms(device: torch.device, shape: tuple[int, int] | None = None) -> tuple[T
         device,
         **form,
         weights=(number, (1 + DEPTHS + RANKS,)),
-        outlook=(number, OUTLOOK),
+        forecast=(number, FORECAST_SHAPE),
         prices=(number, (2,)),
         floor=(number, (1,)),
         bounds=(number, (len(Bounds._fields),)),
     )
-    return Terms(*(parcel.device[name] for name in ("weights", "outlook", "prices"))), parcel
+    return Terms(*(parcel.device[name] for name in ("weights", "forecast", "prices"))), parcel
 
 
 def told(parcel: Mapping[str, Array], root: int, places: int) -> tuple[DraftTree, Tensor, Tensor, int]:

@@ -114,12 +114,12 @@ def _standing(
 
 
 @triton.jit
-def _outlook(keys, level, likely, outlook, CHILDREN: tl.constexpr, BLOCK: tl.constexpr, price):
+def _forecast(keys, level, likely, forecast, CHILDREN: tl.constexpr, BLOCK: tl.constexpr, price):
     """What the children of these nodes should bring, less the price of their rows."""
     child = tl.arange(0, BLOCK)
     bucket = (likely > 0.35).to(tl.int32) + (likely > 0.75).to(tl.int32)
     entry = (tl.minimum(level, 5) * 3 + bucket)[:, None] * CHILDREN + child[None, :]
-    hopes = tl.load(outlook + entry, mask=(child < CHILDREN)[None, :], other=0.0)
+    hopes = tl.load(forecast + entry, mask=(child < CHILDREN)[None, :], other=0.0)
     worth = tl.where((child < CHILDREN)[None, :], tl.maximum(tl.exp(keys)[:, None] * hopes - price, 0.0), 0.0)
     return tl.sum(tl.sum(worth, 1), 0)
 
@@ -267,7 +267,7 @@ def _grow(
     slot,
     count_at,
     weights,
-    outlook,
+    forecast,
     prices,
     shape,
     bounds,
@@ -484,7 +484,7 @@ def _grow(
     coming = 0.0
     worth = 0.0
     if CALIBRATED:
-        coming = _outlook(keys, level, likely, outlook, CHILDREN, BLOCK_O, price) - fee
+        coming = _forecast(keys, level, likely, forecast, CHILDREN, BLOCK_O, price) - fee
         worth = worthy.to(tl.float32)
     tl.store(goal, most)
     tl.store(goal + 1, most + tl.log(tl.maximum(total, 1.0)))  # 1 of it is the best's own
@@ -515,7 +515,7 @@ def grow(
     assert ahead.mask.stride(1) == 1 and logq.dtype == torch.float32
     assert shape is None or (shape.stride(1) == 1 and shape.shape[1] >= k)
     assert all(x.is_contiguous() for x in (*tree, nodes, tokens, logq, *ahead[:6], ahead.expanded, *(terms or ())))
-    weights, outlook, prices = terms or (tree.key, tree.key[:1, None, None], tree.key)
+    weights, forecast, prices = terms or (tree.key, tree.key[:1, None, None], tree.key)
     across, everyone = power_of_two(width), power_of_two(capacity)
     down, side = power_of_two(given), power_of_two(k)
     if (
@@ -532,7 +532,7 @@ def grow(
         tree.slot,
         tree.count,
         weights,
-        outlook,
+        forecast,
         prices,
         nodes if shape is None else shape,
         tree.key if bounds is None else bounds,
@@ -563,14 +563,14 @@ def grow(
         K=k,
         WIDTH=width,
         ROOM=len(ahead.expanded),
-        CHILDREN=outlook.shape[2],
+        CHILDREN=forecast.shape[2],
         COLUMNS=min(COLUMNS, power_of_two(columns)),
         BLOCK_W=down,
         BLOCK_K=side,
         BLOCK_N=across,
         BLOCK_C=everyone,
         BLOCK_S=min(power_of_two(len(ahead.expanded)), max(TILE // across, 16)),
-        BLOCK_O=power_of_two(outlook.shape[2]),
+        BLOCK_O=power_of_two(forecast.shape[2]),
         num_warps=8 if down * side > 256 or ((whole or rule.selective) and everyone >= 1024) else 4,
         **follows(logq),
     )

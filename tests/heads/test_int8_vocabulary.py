@@ -12,10 +12,10 @@ from helpers.tiny import prompt, tiny
 from windfall import registry
 from windfall.core.errors import InputError
 from windfall.core.types import GpuOptions
-from windfall.drafters.base import BLOCK, likeliest
+from windfall.drafters.base import BLOCK, most_likely
 from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.engine.engine import Engine
-from windfall.heads import rounded
+from windfall.heads import int8_vocabulary
 from windfall.model.target import Target
 
 
@@ -23,7 +23,9 @@ def matrix(rows: int = 500, width: int = 96) -> Tensor:
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(1)) * 0.05
 
 
-needs_int8 = pytest.mark.skipif(rounded.rounded(matrix()) is None, reason="this torch has no int8 product here")
+needs_int8 = pytest.mark.skipif(
+    int8_vocabulary.quantise_vocabulary(matrix()) is None, reason="this torch has no int8 product here"
+)
 
 
 def attached(precision: str, kind: str = "eagle3-pruned", **changes: int) -> FeatureHeadDrafter:
@@ -36,11 +38,11 @@ def attached(precision: str, kind: str = "eagle3-pruned", **changes: int) -> Fea
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_the_vocabulary_loses_precision(dtype: torch.dtype) -> None:
     vocabulary, bias = matrix().to(dtype), torch.linspace(-1, 1, 500).to(dtype)
-    whole, scales = rounded.round_rows(vocabulary.float())
+    whole, scales = int8_vocabulary.round_rows(vocabulary.float())
     assert float((whole * scales - vocabulary.float()).abs().max()) <= 0.51 * float(scales.max())
     hidden = torch.randn(5, 96, generator=torch.Generator().manual_seed(2))
     hidden[:, 7] = 40.0  # an outlier, beside which int8 would see little else
-    product = rounded.rounded(vocabulary, bias)
+    product = int8_vocabulary.quantise_vocabulary(vocabulary, bias)
     assert product is not None
     logits = F.linear(hidden.to(dtype).float(), whole * scales, bias.float())
     assert torch.allclose(product(hidden.to(dtype)), logits, atol=2e-3)
@@ -54,7 +56,7 @@ def test_same_text(temperature: float) -> None:
     for precision, graphs in (("full", False), ("int8", False), ("int8", True)):
         drafter = FeatureHeadDrafter(head, vocabulary_precision=precision)
         engine = Engine(target, drafter, registry.policy("beam"), True, GpuOptions(graphs))
-        assert (drafter.head.rounded is not None) == (precision == "int8")
+        assert (drafter.head.int8_vocabulary is not None) == (precision == "int8")
         done = engine.generate(prompt(), max_new_tokens=30, temperature=temperature, seed=3)
         texts.append(done.token_ids)
         assert bool(engine.fallback) != graphs
@@ -74,25 +76,25 @@ def test_the_full_vocabulary_goes_and_the_given_head_stays(kind: str) -> None:
         full, quick = head.logits(state), drafter.head.logits(state)
     assert 0 < float((full - quick).abs().max()) < 0.05 * float(full.std())
     assert drafter.head.lm_head is None and "vocabulary" not in drafter.head._shared
-    assert head.rounded is None and len(head.vocabulary) == full.shape[-1]
+    assert head.int8_vocabulary is None and len(head.vocabulary) == full.shape[-1]
 
 
 @needs_int8
 def test_auto_rounds_what_is_large_and_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert attached("auto").head.rounded is None
-    monkeypatch.setattr(rounded, "MIN_ELEMENTS", 0)
-    monkeypatch.setattr(rounded, "slowdown", lambda product, full: 0.5)
-    assert attached("auto").head.rounded is not None
-    assert attached("full").head.rounded is None
-    monkeypatch.setattr(rounded, "slowdown", lambda product, full: 2.0)
-    assert attached("auto").head.rounded is None
+    assert attached("auto").head.int8_vocabulary is None
+    monkeypatch.setattr(int8_vocabulary, "MIN_ELEMENTS", 0)
+    monkeypatch.setattr(int8_vocabulary, "slowdown", lambda product, full: 0.5)
+    assert attached("auto").head.int8_vocabulary is not None
+    assert attached("full").head.int8_vocabulary is None
+    monkeypatch.setattr(int8_vocabulary, "slowdown", lambda product, full: 2.0)
+    assert attached("auto").head.int8_vocabulary is None
 
 
 def test_a_cpu_without_fast_code_is_found_by_one_small_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """On such a CPU a product with the whole vocabulary takes seconds; only a small part may be multiplied."""
     sizes = []
 
-    class ReferenceCode(rounded.Rounded):
+    class ReferenceCode(int8_vocabulary.Int8Vocabulary):
         def __init__(self, vocabulary: Tensor, bias: Tensor | None = None):
             self.vocabulary = vocabulary
 
@@ -108,39 +110,39 @@ def test_a_cpu_without_fast_code_is_found_by_one_small_product(monkeypatch: pyte
             return self.now
 
     clock = FakeClock()
-    monkeypatch.setattr(rounded, "Rounded", ReferenceCode)
-    monkeypatch.setattr(rounded, "time", clock)
-    assert rounded.rounded(matrix(5000), must_be_quicker=True) is None
-    assert sizes == [rounded.TRIAL_VOCABULARY] * 2
+    monkeypatch.setattr(int8_vocabulary, "Int8Vocabulary", ReferenceCode)
+    monkeypatch.setattr(int8_vocabulary, "time", clock)
+    assert int8_vocabulary.quantise_vocabulary(matrix(5000), only_if_faster=True) is None
+    assert sizes == [int8_vocabulary.TRIAL_VOCABULARY] * 2
     assert clock.now < 0.5
 
 
 @needs_int8
 def test_states_are_unsigned_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Signed ones run through oneDNN's reference code on CPUs with VNNI and without AMX."""
-    product, seen = rounded.rounded(matrix()), []
+    product, seen = int8_vocabulary.quantise_vocabulary(matrix()), []
     assert product is not None
     plain = product._product
     monkeypatch.setattr(product, "_product", lambda rows: seen.append(rows) or plain(rows))
     product(torch.randn(3, 96))
     assert [rows.dtype for rows in seen] == [torch.uint8]
-    assert len(seen[0]) % rounded.ROW_STEP == 0
+    assert len(seen[0]) % int8_vocabulary.ROW_STEP == 0
 
 
 def no_operator(*_: object) -> Tensor:
     raise AttributeError("'_OpNamespace' 'onednn' object has no attribute 'qlinear_prepack'")
 
 
-def wrong(self: rounded.Rounded, hidden: Tensor) -> Tensor:
+def wrong(self: int8_vocabulary.Int8Vocabulary, hidden: Tensor) -> Tensor:
     return hidden.new_zeros(len(hidden), len(self._zeros))
 
 
 @pytest.mark.parametrize(("method", "instead"), [("__init__", no_operator), ("__call__", wrong)])
 def test_full_where_there_is_no_such_product(monkeypatch: pytest.MonkeyPatch, method: str, instead: object) -> None:
-    monkeypatch.setattr(rounded, "MIN_ELEMENTS", 0)
-    monkeypatch.setattr(rounded, "slowdown", lambda product, full: 0.5)
-    monkeypatch.setattr(rounded.Rounded, method, instead)
-    assert attached("auto").head.rounded is None
+    monkeypatch.setattr(int8_vocabulary, "MIN_ELEMENTS", 0)
+    monkeypatch.setattr(int8_vocabulary, "slowdown", lambda product, full: 0.5)
+    monkeypatch.setattr(int8_vocabulary.Int8Vocabulary, method, instead)
+    assert attached("auto").head.int8_vocabulary is None
     with pytest.raises(InputError, match="leave vocabulary_precision out"):
         attached("int8")
     with pytest.raises(InputError, match="one of auto, int8, full"):
@@ -151,7 +153,7 @@ def test_full_where_there_is_no_such_product(monkeypatch: pytest.MonkeyPatch, me
 def test_likeliest_is_topk(size: int) -> None:
     logq = torch.randn(3, size, generator=torch.Generator().manual_seed(4))
     logq[1, 4:] = -torch.inf
-    values, places = likeliest(logq, min(8, size))
+    values, places = most_likely(logq, min(8, size))
     assert torch.equal(values, logq.topk(min(8, size)).values)
     assert torch.equal(logq.gather(1, places), values)
     assert all(len(set(row.tolist())) == len(row) for row in places), "siblings are different"

@@ -1,4 +1,4 @@
-"""Known kinds of draft heads that windfall does not read: how each is recognised, and what reading it would take."""
+"""Known kinds of draft heads that windfall does not read: how each is recognised, and what is missing."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ MTP_LAYERS = ("mtp.", "mtp_layers.", "mtp_block.")  # MiMo, Qwen3-Next, LongCat
 MTP_PARTS = ("eh_proj.weight", "enorm.weight", "hnorm.weight")  # DeepSeek-V3, GLM-4.5
 
 
-class Unread(NamedTuple):
+class Unsupported(NamedTuple):
+    """A kind of head that windfall does not read."""
+
     name: str
     matches: Callable[[Config, Names], bool]  # config.json and the tensors' plain names; either may be empty
-    reason: str  # what windfall would need in order to read it
-    inside: bool = False  # it may be part of a whole language model, which drafts as one
+    reason: str  # what windfall would need to read it
+    inside: bool = False  # it may be part of a complete language model, which can draft itself
 
 
 def _speculator(config: Config, kind: str) -> bool:
@@ -52,13 +54,13 @@ def _begins(names: Names, *parts: str) -> bool:
 
 
 def _is_dflash2(config: Config, names: Names) -> bool:
-    told = _speculator(config, "dflash2") or _named(config, "dflash2") or _says(config, "selector_rank")
-    return told or _begins(names, "candidate_selector.")
+    named = _speculator(config, "dflash2") or _named(config, "dflash2") or _says(config, "selector_rank")
+    return named or _begins(names, "candidate_selector.")
 
 
 def _is_dspark(config: Config, names: Names) -> bool:
-    told = _speculator(config, "dspark") or _named(config, "dspark") or _projector(config) == "dspark"
-    return told or _says(config, "markov_rank") or any("markov_" in name for name in names)
+    named = _speculator(config, "dspark") or _named(config, "dspark") or _projector(config) == "dspark"
+    return named or _says(config, "markov_rank") or any("markov_" in name for name in names)
 
 
 def _is_domino(config: Config, names: Names) -> bool:
@@ -74,8 +76,8 @@ def _is_jetspec(config: Config, names: Names) -> bool:
 
 
 def _is_dflash(config: Config, names: Names) -> bool:
-    told = _speculator(config, "dflash") or _named(config, "dflash") or "dflash_config" in config
-    return told or {"fc.weight", "hidden_norm.weight"} <= names
+    named = _speculator(config, "dflash") or _named(config, "dflash") or "dflash_config" in config
+    return named or {"fc.weight", "hidden_norm.weight"} <= names
 
 
 def _is_peagle(config: Config, names: Names) -> bool:
@@ -83,8 +85,8 @@ def _is_peagle(config: Config, names: Names) -> bool:
 
 
 def _is_mtp(config: Config, names: Names) -> bool:
-    told = _speculator(config, "mtp") or _named(config, "mtp", "nextn")
-    return told or _begins(names, *MTP_LAYERS) or any(name.endswith(MTP_PARTS) for name in names)
+    named = _speculator(config, "mtp") or _named(config, "mtp", "nextn")
+    return named or _begins(names, *MTP_LAYERS) or any(name.endswith(MTP_PARTS) for name in names)
 
 
 def _is_mla(config: Config, names: Names) -> bool:
@@ -93,8 +95,8 @@ def _is_mla(config: Config, names: Names) -> bool:
 
 
 def _is_assistant(config: Config, names: Names) -> bool:
-    told = str(config.get("model_type", "")).endswith("_assistant") or _named(config, "assistantforcausallm")
-    return told or {"pre_projection.weight", "post_projection.weight"} <= names
+    named = str(config.get("model_type", "")).endswith("_assistant") or _named(config, "assistantforcausallm")
+    return named or {"pre_projection.weight", "post_projection.weight"} <= names
 
 
 def _is_mlp(config: Config, names: Names) -> bool:
@@ -113,26 +115,32 @@ def _is_specexit(config: Config, names: Names) -> bool:
 BLOCK = (
     "it needs a drafter that fills a block of masked tokens in one pass, with the target's states as keys and values"
 )
-UNREAD = (  # the first that matches; the more special ones come first
-    Unread("DFlash 2", _is_dflash2, f"{BLOCK}, its convolutions and its candidate selector"),
-    Unread("DSpark", _is_dspark, f"{BLOCK}, and its Markov and confidence heads"),
-    Unread("Domino", _is_domino, f"{BLOCK}, and its GRU over the drafted tokens"),
-    Unread("XPress", _is_xpress, f"{BLOCK}, and its refiner head"),
-    Unread("JetSpec", _is_jetspec, f"{BLOCK}, under a causal mask"),
-    Unread("DFlash", _is_dflash, BLOCK),
-    Unread("P-EAGLE", _is_peagle, "it needs a drafter that runs all depths in one pass, from its mask_hidden"),
-    Unread("MTP", _is_mtp, "it needs a drafter that runs the multi-token prediction layers of a target's files", True),
-    Unread("EAGLE-3 with MLA", _is_mla, "it needs multi-head latent attention in the head's layer"),
-    Unread("Gemma-4 assistant", _is_assistant, "it needs a drafter that attends to the target's own keys and values"),
-    Unread("MLPSpeculator", _is_mlp, "it needs a drafter with a small network for each token ahead"),
-    Unread("Medusa-2", _is_medusa2, "it holds its target too; give the heads in a folder of their own as --drafter"),
-    Unread("SpecExit", _is_specexit, "its exit signals end texts early, so that they would not be the target's"),
+UNSUPPORTED = (  # the first match counts, so special kinds come before general ones
+    Unsupported("DFlash 2", _is_dflash2, f"{BLOCK}, its convolutions and its candidate selector"),
+    Unsupported("DSpark", _is_dspark, f"{BLOCK}, and its Markov and confidence heads"),
+    Unsupported("Domino", _is_domino, f"{BLOCK}, and its GRU over the drafted tokens"),
+    Unsupported("XPress", _is_xpress, f"{BLOCK}, and its refiner head"),
+    Unsupported("JetSpec", _is_jetspec, f"{BLOCK}, under a causal mask"),
+    Unsupported("DFlash", _is_dflash, BLOCK),
+    Unsupported("P-EAGLE", _is_peagle, "it needs a drafter that runs all depths in one pass, from its mask_hidden"),
+    Unsupported(
+        "MTP", _is_mtp, "it needs a drafter that runs the multi-token prediction layers of a target's files", True
+    ),
+    Unsupported("EAGLE-3 with MLA", _is_mla, "it needs multi-head latent attention in the head's layer"),
+    Unsupported(
+        "Gemma-4 assistant", _is_assistant, "it needs a drafter that attends to the target's own keys and values"
+    ),
+    Unsupported("MLPSpeculator", _is_mlp, "it needs a drafter with a small network for each token ahead"),
+    Unsupported(
+        "Medusa-2", _is_medusa2, "it holds its target too; give the heads in a folder of their own as --drafter"
+    ),
+    Unsupported("SpecExit", _is_specexit, "its exit signals end texts early, so that they would not be the target's"),
 )
 
 
-def unread(config: Config, names: Names) -> Unread | None:
-    """The kind that these files are of, if it is known and not read."""
-    return next((kind for kind in UNREAD if kind.matches(config, names)), None)
+def find_unsupported(config: Config, names: Names) -> Unsupported | None:
+    """The unsupported kind of these files, if they are of one."""
+    return next((kind for kind in UNSUPPORTED if kind.matches(config, names)), None)
 
 
 def quantised(names: Names) -> bool:
@@ -141,13 +149,13 @@ def quantised(names: Names) -> bool:
 
 
 def is_model(names: Names) -> bool:
-    """Whether these are the tensors of a whole language model, besides any MTP layers."""
+    """Whether these are the tensors of a complete language model, not counting MTP layers."""
     own = [f".{name}" for name in names if not name.startswith(MTP_LAYERS)]
     parts = (".embed_tokens.weight", ".layers.0.input_layernorm.weight", ".norm.weight")
     return all(any(name.endswith(part) for name in own) for part in parts)
 
 
-def refuse(kind: Unread, label: str) -> InputError:
+def refuse(kind: Unsupported, label: str) -> InputError:
     return InputError(f"'{label}' is a head of kind {kind.name}, which windfall does not read: {kind.reason}")
 
 

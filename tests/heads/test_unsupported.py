@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from helpers.peers import LAYERS, LAYOUTS, VARIANTS, WIDTH, put
 from helpers.random_heads import random_head
 from helpers.tiny import tiny
-from helpers.unread_heads import FILES, layout
+from helpers.unsupported_heads import FILES, layout
 from windfall.core.types import InputError
 from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.drafters.lm import LMDrafter
@@ -22,7 +22,7 @@ from windfall.heads.fitting import fit
 from windfall.heads.formats import write
 from windfall.heads.kinds import recognise
 from windfall.heads.loading import find_head
-from windfall.heads.unread import UNREAD
+from windfall.heads.unsupported import UNSUPPORTED
 from windfall.model.target import Target
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +40,7 @@ def test_each_is_refused_by_its_name(case: Any, tmp_path: Path) -> None:
 
 
 def test_every_kind_has_such_a_folder() -> None:
-    assert {case.name for case in FILES} == {kind.name for kind in UNREAD}
+    assert {case.name for case in FILES} == {kind.name for kind in UNSUPPORTED}
 
 
 def target() -> Target:
