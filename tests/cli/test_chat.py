@@ -18,14 +18,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from helpers import cli
 from helpers.fake_engine import WAIT, FakeEngine
 from windfall.cli import app, chat_input, conversations
 from windfall.cli.chat import COMMANDS, Chat, completions, split_command
-from windfall.cli.chat_settings import changed, restored, setting, shown
+from windfall.cli.chat_settings import changed, listed, restored, setting
 from windfall.cli.conversations import Autosave, Conversation, from_json, read, to_json, write
 from windfall.cli.options import SamplingOptions
 from windfall.cli.session import Session
 from windfall.core.errors import InputError
+from windfall.engine.engine import Engine
 
 TALK = Conversation("fake", None, "be kind").plus("user", "a\n\tb\n").plus("assistant", "“c”")
 NAMES = {"drafter": "ngram", "policy": "none"}
@@ -86,24 +88,6 @@ def test_lines_of_quotes_make_one_message_of_several_lines() -> None:
         list(chat_input.joined(['"""', "two"]))
 
 
-def test_without_prompt_toolkit_lines_are_read_plainly(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    typed = iter(["hello", KeyboardInterrupt(), '"""', "a", "b", '"""', EOFError()])
-
-    def answer(_: str) -> str:
-        item = next(typed)
-        if isinstance(item, BaseException):
-            raise item
-        return item
-
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("builtins.input", answer)
-    assert list(chat_input.messages(None, completions)) == ["hello", "a\nb"]
-    assert "/exit or Ctrl-D leaves" in capsys.readouterr().err
-
-
 # ---- /set
 
 
@@ -150,9 +134,9 @@ def test_wrong_settings_are_refused_and_change_nothing(
 
 
 def test_settings_are_shown_by_the_names_of_the_command_line() -> None:
-    lines = shown(SamplingOptions(top_k=7, stop=["a b"])).split("\n")
+    lines = listed(SamplingOptions(top_k=7, stop=["a b"])).split("\n")
     assert len(lines) == len(asdict(SamplingOptions()))
-    assert any(re.match(r"top-k +7 +Draw from the k likeliest", line) for line in lines)
+    assert any(re.match(r"top-k +7 +Sample from the k likeliest", line) for line in lines)
     assert any(re.match(r"stop +'a b' ", line) for line in lines)
     assert setting(SamplingOptions(), "min_p") == "min-p 0.0"
 
@@ -255,7 +239,7 @@ def test_retry_answers_the_last_message_anew(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err == "windfall: there is no message to answer yet\n"
     talk.take("one")
     talk.take("/retry")
-    assert "the same answer, since temperature 0 is deterministic" in capsys.readouterr().err
+    assert "the same answer, because temperature 0 is deterministic" in capsys.readouterr().err
     talk.take("/set temperature 1")
     talk.take("/retry")
     engine = talk.session.engine
@@ -327,8 +311,8 @@ def test_nothing_is_lost_to_bad_files(tmp_path: Path, capsys: pytest.CaptureFixt
         f"/load {tmp_path}/notes.txt": "notes.txt' is not a saved conversation: it is not JSON",
         f"/load {tmp_path}/hot.json": "hot.json': temperature must be 0",
         f"/load {tmp_path}/none.json": "No such file or directory",
-        "/clear now": "/clear takes nothing after it",
-        "/exit now": "/exit takes nothing after it",
+        "/clear now": "/clear takes no argument",
+        "/exit now": "/exit takes no argument",
         "/what": f"there is no /what; there are {', '.join(f'/{name}' for name in COMMANDS)}",
     }.items():
         assert talk.take(command)
@@ -341,10 +325,13 @@ def test_nothing_is_lost_to_bad_files(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_what_ends_an_answer_early_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     talk = new_chat(context=40, max_new_tokens=20)
     talk.take("a" * 22)
-    assert "the context is full; /clear starts anew" in capsys.readouterr().err
+    assert "the context is full; /clear starts a new conversation" in capsys.readouterr().err
     talk.take("more")
     told = capsys.readouterr().err
-    assert told == "windfall: the conversation would have 44 tokens; fake takes 39 at most (/clear starts anew)\n"
+    assert (
+        told
+        == "windfall: the conversation would have 44 tokens; fake takes 39 at most (/clear starts a new conversation)\n"
+    )
     assert len(contents(talk)) == 2
     talk.take("/clear")
     talk.take("/set max-new-tokens 3")
@@ -423,7 +410,7 @@ def test_without_a_data_folder_the_chat_goes_on(engine: FakeEngine, data: Path) 
     data.write_text("a file")
     result = piped("one\n")
     assert result.stdout == "heard 'one'\n"
-    assert "this conversation is not kept: cannot write to" in result.stderr
+    assert "this conversation is not saved: cannot write to" in result.stderr
 
 
 def test_conversations_that_cannot_be_continued_are_refused(engine: FakeEngine, data: Path, tmp_path: Path) -> None:
@@ -440,6 +427,42 @@ def test_conversations_that_cannot_be_continued_are_refused(engine: FakeEngine, 
     assert refused("--load", file) == f"'{file}': top_k must be 0 (off) or more, not -1"
 
 
+# ---- the command, with a tiny model
+
+
+def test_chat_keeps_the_conversation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = []
+    encode = Engine.encode
+    monkeypatch.setattr(Engine, "encode", lambda self, p, raw=False: prompts.append(p) or encode(self, p, raw))
+    lines = "hello\n\n/stats\nagain\n/clear\nnew\n/what\n/exit\nnever\n"
+    result = cli.windfall("chat", "--system", "be kind", "--target", folder, "--max-new-tokens", "8", input=lines)
+    assert result.exit_code == 0
+    roles = [[message["role"] for message in prompt] for prompt in prompts]
+    assert roles == [["system", "user"], ["system", "user", "assistant", "user"], ["system", "user"]]
+    assert prompts[1][2]["content"] in result.stdout
+    assert prompts[2][1]["content"] == "new"
+    assert "answer 1" in result.stdout
+    assert (
+        "there is no /what; there are /help, /set, /system, /save, /load, /retry, /clear, /stats, /exit"
+        in result.stderr
+    )
+
+
+def test_chat_survives_control_c_and_a_full_context(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cli.interrupted_after(2, monkeypatch)
+    lines = f"hello\n{'a' * 300}\nagain\n"
+    result = cli.windfall("chat", "--policy", "none", "--target", folder, *cli.SHORT, input=lines)
+    assert result.exit_code == 0
+    assert result.stderr.count("2 tokens, ") == 2
+    assert "takes 255 at most (/clear starts a new conversation)" in result.stderr
+
+
+def test_chat_colours_drafts_and_refuses_other_encodings(folder: Path) -> None:
+    result = cli.windfall("chat", "--show-drafts", "--target", folder, *cli.SHORT, input="hello\n")
+    assert "drafted and accepted" in result.stderr
+    assert cli.refused("chat", "--target", folder, input=b"\xff\n") == "standard input is not UTF-8 text (byte 0)"
+
+
 # ---- the command, at a terminal
 
 
@@ -447,10 +470,13 @@ PROGRAM = """
 import fcntl, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # Ctrl-C at this terminal is for us
 from helpers.fake_engine import FakeEngine
-from windfall.engine import loading
-loading.load = lambda *_, **__: FakeEngine()
-loading.default_drafter = lambda target: "ngram"
 from windfall.cli import app
+from windfall.cli.options import ModelOptions, PolicyOptions
+ModelOptions.prepare = staticmethod(lambda: None)  # importing transformers takes seconds
+ModelOptions.load = lambda self, policy: FakeEngine()
+ModelOptions.drafter_name = "ngram"
+PolicyOptions.make = lambda self: None
+PolicyOptions.name = "none"
 app()
 """
 READY = "\x1b[?2004h"  # the prompt asks the terminal to mark pasted text

@@ -50,7 +50,7 @@ def test_all_readers_find_the_same_turns(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{nonsense", "is not JSON"),
-        ("[1]", "is no JSON object"),
+        ("[1]", "is not a JSON object"),
         ('{"answer": "x"}', "has nothing to answer; it needs one of turns, messages, conversations, prompt"),
         ('{"prompt": "\\ud800"}', "is not valid Unicode text"),
         ('{"turns": [1]}', "a turn is a text or a message with a role and content"),

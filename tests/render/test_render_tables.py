@@ -80,9 +80,14 @@ def test_nothing_is_left_out_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "figure 29" in captured.get()
 
 
-def test_bench_show(width: int, tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", methods={**METHODS, LONG: METHODS["beam"]}, texts=2)
-    text = windfall("bench", "show", folder)
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a benchmark."""
+    return write_run(tmp_path_factory.mktemp("bench") / "run", methods={**METHODS, LONG: METHODS["beam"]}, texts=2)
+
+
+def test_bench_show(width: int, run: Path) -> None:
+    text = windfall("bench", "show", run)
     check(text.partition("Same text")[0], width)
     for name in ("none", "salf", "talon"):
         assert len(re.findall(rf"^{name} .* \d\.\d\d \(\d\.\d\d–\d\.\d\d\)", text, re.M)) == 8
@@ -90,7 +95,7 @@ def test_bench_show(width: int, tmp_path: Path) -> None:
 
 
 def test_compare(width: int, capsys: pytest.CaptureFixture[str]) -> None:
-    console.standings({"none": STATS, LONG: replace(STATS, seconds=1.0)})
+    console.print_policy_stats({"none": STATS, LONG: replace(STATS, seconds=1.0)})
     text = capsys.readouterr().out
     check(text, width)
     assert re.search(r"^none .* 1\.00x", text, re.M)
@@ -99,7 +104,7 @@ def test_compare(width: int, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_comparison_with_plain_decoding(width: int, capsys: pytest.CaptureFixture[str]) -> None:
-    console.stdout().print(console.figures({"plain": STATS, "auto": STATS}, baseline=STATS))
+    console.stdout().print(console.stats_table({"plain": STATS, "auto": STATS}, baseline=STATS))
     text = capsys.readouterr().out
     check(text, width)
     assert re.search(r"^auto +128 .* 1\.00x", text, re.M)
@@ -113,7 +118,7 @@ def test_profile(width: int, capsys: pytest.CaptureFixture[str]) -> None:
         "drafter": {"class": "windfall.drafters.feature_head.FeatureHeadDrafter"},
     }
     costs = Costs(Curve((1, 8), (0.001, 0.002)), curves, 0.0001)
-    console.cost_tables(SimpleNamespace(costs=costs, about=about, rounds=3))  # type: ignore[arg-type]
+    console.print_costs(SimpleNamespace(costs=costs, about=about, rounds=3))  # type: ignore[arg-type]
     text = capsys.readouterr().out
     tables = text.partition("\n")[2].partition("overhead")[0]
     check(tables, width)
@@ -123,7 +128,7 @@ def test_profile(width: int, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_tune(width: int, capsys: pytest.CaptureFixture[str]) -> None:
     settings = {"depth": 4, "k": 10, "nodes": 60, "threshold": 0.25, "schedule": "heuristic"}
-    tune._tell([Result(settings, 8, 123.4)], Path("tuned.json"), json=False)
+    tune._show([Result(settings, 8, 123.4)], Path("tuned.json"), json=False)
     text = capsys.readouterr().out
     check(text, width)
     assert "123.4" in text
@@ -133,7 +138,7 @@ def test_tune(width: int, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_diagnose(width: int, capsys: pytest.CaptureFixture[str]) -> None:
-    diagnose._table("Target passes by depth and rank", ["depth", *map(str, range(1, 21))], [["3", *["100"] * 20]])
+    diagnose._print_table("Target passes by depth and rank", ["depth", *map(str, range(1, 21))], [["3", *["100"] * 20]])
     text = capsys.readouterr().out
     check(text, width)
     assert re.search(r"^ +3 +100", text, re.M)
@@ -153,7 +158,7 @@ def test_policies_are_told_in_whole_sentences(width: int) -> None:
 
 def test_checks_are_wrapped(width: int, capsys: pytest.CaptureFixture[str]) -> None:
     detail = "speculative = plain = transformers on a tiny random model, in /a/folder/with-a-name-of-forty-characters"
-    console.checklist([{"name": "same text", "detail": detail, "ok": True, "needed": True}])
+    console.print_checks([{"name": "same text", "detail": detail, "ok": True, "needed": True}])
     text = capsys.readouterr().out
     check(text, width)
     assert text.startswith("✓ same text ")
