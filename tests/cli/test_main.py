@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,3 +77,36 @@ def test_output_that_cannot_be_written_is_one_line() -> None:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     message = "windfall: cannot write to standard output: No space left on device\n"
     assert (done.returncode, done.stderr) == (2, message)
+
+
+COMPLETIONS = {
+    "windfall gen": {"generate"},
+    "windfall generate --policy be": {"beam"},
+    "windfall generate --drafter h": {"head", "hydra"},
+    "windfall chat --preset eagle-": {"eagle-1", "eagle-2", "eagle-3"},
+    "windfall policies med": {"medusa"},
+}
+
+
+def test_the_shell_completes_names_without_torch() -> None:
+    code = f"""
+import contextlib, os, sys
+from windfall.cli import main
+sys.argv = ["windfall"]
+for line in {list(COMPLETIONS)}:
+    os.environ |= {{"COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}}
+    with contextlib.suppress(SystemExit):
+        main()
+    print(";")
+assert not {{"torch", "transformers"}} & set(sys.modules)
+"""
+    environment = os.environ | {"_WINDFALL_COMPLETE": "complete_bash"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = [{*part.split()} for part in done.stdout.split(";")[:-1]]
+    assert dict(zip(COMPLETIONS, found, strict=True)) == COMPLETIONS
+
+
+def test_completion_can_be_installed() -> None:
+    assert {"--install-completion", "--show-completion"} <= {*re.findall(r"--[a-z-]+", windfall("--help").stdout)}

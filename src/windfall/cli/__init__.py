@@ -114,13 +114,15 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def start(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Set up the process before any command runs."""
+    """Quieten the libraries and print warnings about drafters as notes."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    context.with_resource(warnings.catch_warnings())  # the changes below end with the command
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
     warnings.simplefilter("always", HeadWarning)

@@ -38,9 +38,7 @@ class BenchOptions:
 
     PANEL = "Benchmark"
 
-    suite: str | None = option(
-        None, "Named benchmarks, separated by commas; see `windfall bench suites`.", metavar="A,B,C"
-    )
+    suite: str | None = option(None, "Named benchmarks; see `windfall bench suites`.", metavar="A,B,C")
     methods: list[str] = option(
         [],
         "Policies, presets or FILE.py:CLASS, separated by commas; or all. Repeatable. Settings follow after colons, "
@@ -55,18 +53,12 @@ class BenchOptions:
     )
     limit: int | None = option(None, "Prompts per task, spread over its categories. Default: all.", min=1)
     max_new_tokens: int | None = option(None, "Maximum length of an answer. Default: the suite's, or 128.", min=1)
-    prompt_tokens: int | None = option(
-        None, "Prompt length of texts to be continued. Default: the suite's, or 200.", min=1
-    )
+    prompt_tokens: int | None = option(None, "Length of texts to be continued. Default: the suite's, or 200.", min=1)
     ignore_eos: bool | None = ignore_eos_option(None)
-    warm_up: int | None = option(
-        None, "Prompts that each method answers first, untimed. Default: the suite's, or 2.", min=0
-    )
+    warm_up: int | None = option(None, "Untimed prompts before each method. Default: the suite's, or 2.", min=0)
     seed: int = option(0, "Random seed; the same seed gives the same texts.")
     batch: int = option(1, "Conversations decoded in one batch; needs --no-timing.", min=1)
-    memory: bool | None = option(
-        None, "On a CUDA device, also measure the peak memory of each method, in a new engine."
-    )
+    memory: bool | None = option(None, "On a CUDA device, also measure each method's peak memory in a new engine.")
     no_timing: bool = option(False, "Do not measure times; for tau and acceptance rates only.")
     profile: Path | None = option(
         None, "Costs of passes: run.json of another run, or the output of `windfall profile --json`."

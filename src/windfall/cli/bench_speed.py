@@ -32,21 +32,15 @@ class SpeedOptions:
 
     PANEL = "Speed"
 
-    methods: list[str] = option(
-        [], "Methods, as in `windfall bench run`. Default: a few of each kind.", metavar="A,B,C"
-    )
+    methods: list[str] = option([], "As in `windfall bench run`. Default: a few of each kind.", metavar="A,B,C")
     tasks: list[str] = tasks_option(["builtin"])
     limit: int = option(12, "Prompts per task, spread over its categories.", min=1)
     max_new_tokens: int = option(128, "Maximum length of an answer.", min=2)
     ignore_eos: bool = ignore_eos_option()
     temperature: str = option("0,1", "Sampling temperatures, separated by commas; 0 is greedy.", metavar="A,B,C")
-    coupled: bool = option(
-        False, "Measure only drafters that see the sampling noise. Default: with and without the noise."
-    )
+    coupled: bool = option(False, "Measure only with the noise shown to the drafter. Default: with and without.")
     rounds: int = option(3, "Runs of every method; medians are reported.", min=1)
-    widen: str | None = option(
-        None, "Measure at the cost of a larger model, for example llama-3.1-8b; the text stays the same."
-    )
+    widen: str | None = option(None, "Zero-pad the model to the size of a larger one, e.g. llama-3.1-8b; same text.")
     lengths: str | None = option(None, "Context lengths at which passes are timed.", metavar="A,B,C")
     hf: bool = option(True, "Also time transformers' own generation loops.", "--hf/--no-hf")
     hf_limit: int = option(2, "Prompts per task for transformers.", min=1)
@@ -111,10 +105,10 @@ def speed(
     }
     result, interrupted = Result(shorten(target.name), about, chosen), False
 
-    def attach_costs(contenders: Any) -> dict[str, Any]:
-        engines = {each.drafter.label: each.engine for each in contenders if each.drafter is not None}
+    def attach_costs(measured: Any) -> dict[str, Any]:
+        engines = {each.drafter.label: each.engine for each in measured if each.drafter is not None}
         result.provenance["drafters"] = provenance.describe(engines, target, (), ())["drafters"]
-        return runner.attach_costs(contenders, profiles)
+        return runner.attach_costs(measured, profiles)
 
     def save(found: Result) -> None:
         write_json(out, found.as_dict(), indent=1)

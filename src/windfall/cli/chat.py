@@ -197,21 +197,21 @@ class Chat:
         self._answer(self.conversation.plus("user", text), self.session)
 
     def retry(self) -> None:
-        asked = self.conversation.unanswered()
-        if not asked.messages:
+        conversation = self.conversation.unanswered()
+        if not conversation.messages:
             raise InputError("there is no message to answer yet")
-        before = self.conversation.messages[len(asked.messages) :]
+        before = self.conversation.messages[len(conversation.messages) :]
         sampled = not self.session.engine.params(**self.session.sampling).greedy
         fresh = {"seed": None} if sampled else {}
-        self._answer(asked, replace(self.session, sampling={**self.session.sampling, **fresh}))
-        if not sampled and self.conversation.messages[len(asked.messages) :] == before:
+        self._answer(conversation, replace(self.session, sampling={**self.session.sampling, **fresh}))
+        if not sampled and self.conversation.messages[len(conversation.messages) :] == before:
             console.note("the same answer, because temperature 0 is deterministic; /set temperature 0.7 samples")
 
-    def _answer(self, asked: Conversation, session: Session) -> None:
-        prompt = asked.prompt()
+    def _answer(self, conversation: Conversation, session: Session) -> None:
+        prompt = conversation.prompt()
         room = self._room(prompt)
         generation = session.answer(prompt)
-        self.conversation = asked.plus("assistant", generation.text)
+        self.conversation = conversation.plus("assistant", generation.text)
         self.answers.append(generation.stats)
         self._explain_limit(generation, room)
         if self.autosave is not None:

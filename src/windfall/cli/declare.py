@@ -47,9 +47,7 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(command).parameters.items():
         if name in records:
-            panel = getattr(records[name], "PANEL", None)
-            types = typing.get_type_hints(records[name])
-            parameters += [_parameter(f.name, types[f.name], f, panel) for f in dataclasses.fields(records[name])]
+            parameters += _record_parameters(records[name])
         elif name != "context":
             parameters.append(_parameter(name, hints[name], parameter.default))
     parameters.append(inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
@@ -72,6 +70,13 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     run.__dict__["__signature__"] = inspect.Signature(parameters)
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+@functools.cache
+def _record_parameters(record: Any) -> tuple[inspect.Parameter, ...]:
+    """The parameters of a record's fields; most records belong to many commands."""
+    types, panel = typing.get_type_hints(record), getattr(record, "PANEL", None)
+    return tuple(_parameter(f.name, types[f.name], f, panel) for f in dataclasses.fields(record))
 
 
 def _parameter(name: str, kind: Any, declared: Any, panel: str | None = None) -> inspect.Parameter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,13 +31,9 @@ def diagnose(
     policy: PolicyOptions,
     sampling: SamplingOptions,
     prompts: list[str] | None = argument(None, "Prompts. Default: six built-in prompts."),
-    file: Path | None = option(
-        None, 'JSONL file of prompts with "turns" (only the first turn is used) or "text".', "--prompts"
-    ),
+    file: Path | None = option(None, "JSONL file of prompts; only the first turn of each is used.", "--prompts"),
     raw: bool = option(False, "Do not apply the chat template."),
-    children: int = option(
-        256, "Number of tokens for which probabilities are read; less likely tokens count as 0.", min=1
-    ),
+    children: int = option(256, "Read the probabilities of this many tokens; others count as 0.", min=1),
     plot: Path | None = plot_option("all results"),
     json: bool = json_option(),
 ) -> None:
@@ -47,7 +44,7 @@ def diagnose(
     plots.check(plot)
     texts, keywords = _read(prompts or [], file, raw), with_seed(sampling.keywords(), announce=not json)
     if policy.policy is None and policy.preset is None:
-        policy.policy = DEFAULT_POLICY
+        policy = replace(policy, policy=DEFAULT_POLICY)
     engine = model.load(policy.make())
     encoded = [engine.encode(text, plain) for text, plain in texts]
     with console.progress("Decoding") as progress:

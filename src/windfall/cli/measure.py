@@ -82,8 +82,7 @@ def compare(
     sampling: SamplingOptions,
     policies: str | None = option(
         None,
-        "Policies, presets or FILE.py:CLASS, separated by commas; settings follow after colons (beam:depth=4:k=4). "
-        "Or: all.",
+        "Policies, presets or FILE.py:CLASS, with settings after colons (beam:depth=4:k=4); or all.",
         metavar="A,B,C",
     ),
     rounds: int = option(3, "Timed generations of each policy.", min=1),

@@ -56,18 +56,20 @@ def classifier(
     console.note(f"use it: --policy {kind} --set path={out}")
 
 
-def _record(model: ModelOptions, recording: Recording, seed: int, asked: list[Any], file: Path, resume: bool) -> Cycles:
+def _record(
+    model: ModelOptions, recording: Recording, seed: int, loaded: list[Any], file: Path, resume: bool
+) -> Cycles:
     """The cycles in a file, after recording those of the prompts that are missing."""
     from windfall.bench import tune
     from windfall.train import classifiers as training
 
     make_folder(file.parent)
     engine = model.load("none")
-    prompts = tune.first_questions(engine, asked, recording.max_new_tokens)
+    prompts = tune.first_questions(engine, loaded, recording.max_new_tokens)
     about = tune.describe(engine, model.drafter_spec, prompts, recording.sampling(seed))
     del about["machine"]  # it changes the speed only
     about |= {"beam": {"depth": recording.depth, "k": recording.k, "nodes": recording.nodes}}
-    about |= {"tasks": sorted({prompt.task for prompt in asked}), "count": len(prompts)}
+    about |= {"tasks": sorted({prompt.task for prompt in loaded}), "count": len(prompts)}
     cycles = training.Cycles.open(file, about, resume)
     with console.progress("Recording cycles") as progress:
         training.record(engine, prompts, recording, seed, cycles, file, progress)

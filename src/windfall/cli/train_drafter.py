@@ -34,14 +34,10 @@ class HeadShape:
 
     PANEL = "A new head"
 
-    vocabulary: int | None = option(
-        None, "Draft only this many tokens, the most frequent ones. Default: all, or as in --init.", min=1
-    )
+    vocabulary: int | None = option(None, "Draft only the N most frequent tokens. Default: all, or --init's.", min=1)
     intermediate: int | None = option(None, "Width of the feed-forward layer. Default: the target's.", min=1)
     layers: int = option(1, "Number of decoder layers.", min=1)
-    taps: str | None = option(
-        None, "Layers of the target whose hidden states the head reads, for example 2,15,27.", metavar="A,B,C"
-    )
+    taps: str | None = option(None, "Layers whose hidden states the head reads, e.g. 2,15,27.", metavar="A,B,C")
 
 
 @dataclass
@@ -53,9 +49,7 @@ class ModelShape:
     layers: str | None = option(
         None, "Number of the target's first layers to keep, or a list (0,1,29). Default: one eighth.", metavar="N|A,B"
     )
-    intermediate: int | None = option(
-        None, "Number of feed-forward neurons to keep, those with the largest norm. Default: all."
-    )
+    intermediate: int | None = option(None, "Keep this many feed-forward neurons, those of largest norm. Default: all.")
     own_embeddings: bool = option(False, "Train and store embeddings. Default: use the target's.")
 
 
@@ -66,9 +60,7 @@ def head(
     shape: HeadShape,
     method: str = option("ttt", "eagle, hass, talf, ttt, medusa, hydra or griffin."),
     init: str | None = option(None, "Start from this head instead of a new one."),
-    light: bool = option(
-        False, "Write the head without the target's embeddings and output layer; only windfall reads such heads."
-    ),
+    light: bool = option(False, "Leave out the target's embeddings and output layer; only windfall reads such heads."),
 ) -> None:
     """Train a draft head on texts that the target wrote."""
     from windfall.train import runs

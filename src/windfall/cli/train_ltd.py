@@ -110,7 +110,7 @@ def ltd(
     From the first validation on, --out holds the best policies so far: `--policy ltd --set path=OUT`.
     """
     from windfall.train.rl.config import make_config
-    from windfall.train.rl.learning import CHECKPOINT, Learner, check_extra
+    from windfall.train.rl.learning import CHECKPOINT, check_extra
 
     config = make_config(recipe, split_settings(settings))
     if show_settings:
@@ -125,9 +125,8 @@ def ltd(
         source = _engine_source(model, texts, config)
     else:
         source = _replay_source(model, texts, config, recorded, costs, out)
-    learner = Learner(source, config, out)
     try:
-        _follow(learner, resume)
+        learner = _train(source, config, out, resume)
     except KeyboardInterrupt:
         kept = f"the best policies so far are in {out}, and --resume continues"
         console.note(f"stopped; {kept if (out / CHECKPOINT).exists() else 'nothing is kept'}")
@@ -172,7 +171,10 @@ def _list(config: Config) -> None:
     console.print_catalogue("Settings", [entry])
 
 
-def _follow(learner: Learner, resume: bool) -> None:
+def _train(source: Source, config: Config, out: Path, resume: bool) -> Learner:
+    """Train with a progress bar."""
+    from windfall.train.rl.learning import Learner
+
     with console.live_progress("Training") as progress:
 
         def show(event: Event) -> None:
@@ -182,8 +184,9 @@ def _follow(learner: Learner, resume: bool) -> None:
                 line = f"{step}: {event.throughput:,.0f} tokens/s, tau {event.tau:.2f}{mark}"
             progress(event.progress, step, line)
 
-        learner.tell = show
+        learner = Learner(source, config, out, show)
         learner.run(resume)
+    return learner
 
 
 def _report(learner: Learner, searched: bool, json: bool) -> None:

@@ -39,7 +39,7 @@ def check(file: Path | None) -> None:
 
 def plot_costs(profile: Profile, file: Path) -> None:
     """Draft passes by width and verify passes by rows, a line for each context length."""
-    figure, (drafts, verifies) = _figure(2)
+    figure, (drafts, verifies) = new_figure(2)
     costs, target = profile.costs, profile.about["target"]
     drafts.plot(costs.drafts.sizes, _milliseconds(costs.drafts.seconds), "o-", color=COLOURS[0])
     for place, (length, curve) in enumerate(costs.verifies):
@@ -58,7 +58,7 @@ def plot_costs(profile: Profile, file: Path) -> None:
 
 def plot_reliability(found: Reliability, file: Path) -> None:
     """Acceptance rate of nodes against the drafter's confidence, before and after calibration."""
-    figure, axes = _figure(2)
+    figure, axes = new_figure(2)
     for place, (title, chances) in enumerate({"drafter": found.said, "calibrated": found.made}.items()):
         confidence, frequency, _ = zip(*found.bins(chances), strict=True)
         axes[place].plot([0, 1], [0, 1], "--", color="#999999")
@@ -68,12 +68,11 @@ def plot_reliability(found: Reliability, file: Path) -> None:
     figure.savefig(file, dpi=150)
 
 
-def _figure(columns: int) -> tuple[Any, Any]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+def new_figure(columns: int) -> tuple[Any, Any]:
+    """A figure with a row of axes. It is not made with pyplot, so no window opens."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.8 * columns, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)  # opens no window
     axes = figure.subplots(1, columns)
     for each in axes:
         each.spines[["top", "right"]].set_visible(False)

@@ -1,4 +1,4 @@
-"""What commands print in terminals of several widths: names stay, figures go, sentences are whole."""
+"""Output in terminals of several widths: tables drop columns, names and sentences stay complete."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def first_column(text: str, place: int) -> str:
     return squeezed("".join(line[:place] for line in text.splitlines()))
 
 
-def test_names_stay_and_figures_go(width: int) -> None:
+def test_narrow_tables_keep_names_and_drop_columns(width: int) -> None:
     table = Figures(("method", "one figure", "another", "a third", "the last"), least=("another", "one figure"))
     for name in ("none", LONG):
         table.add(name, "1.00 (0.95–1.05)", "22.2", "333.3", "4.44 (4.00–5.00)")
@@ -145,7 +145,7 @@ def test_diagnose(width: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert ("too narrow" in text) == (width < 120)
 
 
-def test_policies_are_told_in_whole_sentences(width: int) -> None:
+def test_policies_are_listed_with_every_option(width: int) -> None:
     text = windfall("policies")
     check(text, width)
     told = squeezed(text)
