@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from helpers.bench_records import METHODS, write_run
-from windfall import registry
+from windfall.bench.reading import load
+from windfall.bench.results import Row, summary
 from windfall.bench.tune import Result
-from windfall.cli import app, diagnose, tune
-from windfall.core.options import describe
+from windfall.cli import app, bench, diagnose, tune
 from windfall.core.stats import Stats
 from windfall.core.types import Split
 from windfall.costs.curves import Costs, Curve
@@ -81,14 +83,18 @@ def test_nothing_is_left_out_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a benchmark."""
-    return write_run(tmp_path_factory.mktemp("bench") / "run", methods={**METHODS, LONG: METHODS["beam"]}, texts=2)
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    """The results of a benchmark; computing their confidence intervals takes a second."""
+    folder = tmp_path_factory.mktemp("bench") / "run"
+    return summary(load(write_run(folder, methods={**METHODS, LONG: METHODS["beam"]}, texts=2)))
 
 
-def test_bench_show(width: int, run: Path) -> None:
-    text = windfall("bench", "show", run)
-    check(text.partition("Same text")[0], width)
+def test_bench_show(width: int, results: list[Row], capsys: pytest.CaptureFixture[str]) -> None:
+    for temperature in sorted({row.temperature for row in results}):
+        rows = [row for row in results if row.temperature == temperature]
+        console.stdout().print(bench.table(rows, temperature))
+    text = capsys.readouterr().out
+    check(text, width)
     for name in ("none", "salf", "talon"):
         assert len(re.findall(rf"^{name} .* \d\.\d\d \(\d\.\d\d–\d\.\d\d\)", text, re.M)) == 8
     assert squeezed(text.partition("──\n")[2]).count("self:skip=3") == 8
@@ -145,15 +151,24 @@ def test_diagnose(width: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert ("too narrow" in text) == (width < 120)
 
 
-def test_policies_are_listed_with_every_option(width: int) -> None:
-    text = windfall("policies")
+@pytest.fixture(scope="module")
+def catalogue() -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = json.loads(windfall("policies", "--json"))
+    return found
+
+
+def test_policies_are_listed_with_every_option(
+    width: int, catalogue: dict[str, list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for title, entries in catalogue.items():
+        console.print_catalogue(title, entries)
+    text = capsys.readouterr().out
     check(text, width)
-    told = squeezed(text)
-    for name in registry.policies():
-        for each in describe(registry.policy_class(name)):
-            assert squeezed(each["help"]) in told, each
+    for entry in catalogue["policies"]:
+        for each in entry["options"]:
+            assert squeezed(each["help"]) in squeezed(text), each
     assert "NoneType" not in text
-    assert "floatornone" in told
+    assert "floatornone" in squeezed(text)
 
 
 def test_checks_are_wrapped(width: int, capsys: pytest.CaptureFixture[str]) -> None:

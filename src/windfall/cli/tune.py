@@ -49,11 +49,11 @@ def tune(
     from windfall.bench import tune as tuning
     from windfall.engine.loading import attach_costs
 
-    check_out_file(out)
     fixed = split_settings(settings)
     names, given = tuple(words([vary] if vary else [], "--vary")), tuning.parse_values(values)
     chosen = tuning.candidates(policy, search, names, candidates, seed, fixed, given)
     loaded = load_tasks(words(tasks, "--tasks") or ["builtin"], limit)
+    check_out_file(out)
     sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     engine = model.load("none")
     attach_costs(engine, registry.policy(policy, **fixed))
