@@ -88,9 +88,12 @@ class TargetOptions:
     def load_target(self) -> Target:
         from windfall.engine import loading
 
-        how: dict[str, Any] = {"device": self.device, "dtype": self.dtype, "trust_remote_code": self.trust_remote_code}
         with loading_model():
-            return loading.as_target(self.target, **how)
+            return loading.as_target(self.target, **self._placement)
+
+    @property
+    def _placement(self) -> dict[str, Any]:
+        return {"device": self.device, "dtype": self.dtype, "trust_remote_code": self.trust_remote_code}
 
 
 @dataclass
@@ -107,9 +110,7 @@ class ModelOptions(TargetOptions):
     )
     uncoupled: bool = option(False, "Do not show the sampling noise to the drafter, as in the papers.")
     no_graphs: bool = option(False, "On a GPU, do not use CUDA graphs.")
-    compile: bool = option(
-        False, "On a GPU, use torch.compile for models without fused kernels; the first pass is slow."
-    )
+    compile: bool = option(False, "On a GPU, use torch.compile for models without fused kernels; slow to start.")
     exact: bool = option(False, "On a GPU, round as plain decoding does, also in half precision; slower.")
     host_policies: bool = option(False, "On a GPU, run every policy on the host.")
 
@@ -121,17 +122,8 @@ class ModelOptions(TargetOptions):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", HeadWarning)
             with loading_model():
-                engine = loading.load(
-                    self.target,
-                    self.drafter,
-                    policy,
-                    self.device,
-                    self.dtype,
-                    self.trust_remote_code,
-                    drafter_options=settings,
-                    coupled=not self.uncoupled,
-                    **self._gpu_keywords,
-                )
+                how = {"drafter_options": settings, "coupled": not self.uncoupled, **self._gpu_keywords}
+                engine = loading.load(self.target, self.drafter, policy, **self._placement, **how)
         for each in caught:
             if issubclass(each.category, HeadWarning):
                 console.note(str(each.message))

@@ -67,7 +67,7 @@ def data(
     )
     console.note(
         f"{answers} with {tokens} in {texts}, {counts.get('held_out', 0)} of them held out; "
-        f"{100 * about['repeated_share']:.1f}% of the tokens repeat earlier text"
+        f"{100 * about['repeated_share']:.1f}% of the text repeats itself"
     )
     if not counts.get("held_out"):
         console.note("training needs held-out texts: give more prompts, or a larger --held-out")
