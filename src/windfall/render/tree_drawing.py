@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
@@ -128,19 +129,16 @@ def _label(node: Node) -> str:
 def _lines(found: list[Node]) -> list[float]:
     """The line of each node: leaves below one another, parents in the middle of their children."""
     children: list[list[int]] = [[] for _ in found]
-    for place, node in enumerate(found[1:], 1):
-        children[node.parent].append(place)
-    lines = [0.0] * len(found)
-    order, stack = [], [0]
-    while stack:
-        order.append(stack.pop())
-        stack += reversed(children[order[-1]])
-    leaves = (place for place in order if not children[place])
-    for line, place in enumerate(leaves):
-        lines[place] = line
-    for place in reversed(order):
-        if children[place]:
-            lines[place] = (lines[children[place][0]] + lines[children[place][-1]]) / 2
+    for index, node in enumerate(found[1:], 1):
+        children[node.parent].append(index)
+    lines, leaves = [0.0] * len(found), itertools.count()
+
+    def place(index: int) -> float:
+        own = [place(child) for child in children[index]]
+        lines[index] = (own[0] + own[-1]) / 2 if own else next(leaves)
+        return lines[index]
+
+    place(0)
     return lines
 
 
