@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import gc
 import os
 from collections.abc import Iterator
@@ -7,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer.testing
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["WINDFALL_CONFIG"] = ""  # the user's own defaults are not for tests
 torch.set_num_threads(1)  # tiny models: threads only get in each other's way
+typer.testing._get_command = functools.cache(typer.testing._get_command)  # CliRunner builds all commands each time
 
 
 @pytest.fixture(autouse=True, scope="session")

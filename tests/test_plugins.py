@@ -1,4 +1,4 @@
-"""Policies and drafters of a user's own, named FILE.py:CLASS or MODULE:CLASS."""
+"""Policies and drafters that users write, named FILE.py:CLASS or MODULE:CLASS."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import windfall
-from helpers.cli import character_tokenizer
+from helpers.cli import folder
 from helpers.tiny import tiny
 from windfall import registry
 from windfall.bench.methods import parse_method, parse_policies
@@ -21,6 +21,8 @@ from windfall.core.types import InputError
 from windfall.engine import loading
 from windfall.plugins import is_reference
 from windfall.policies.bandit import parse_arms
+
+__all__ = ["folder"]
 
 POLICY = '''
 from __future__ import annotations
@@ -70,19 +72,11 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "my.py"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("models") / "tiny"
-    tiny().save_pretrained(place)
-    character_tokenizer().save_pretrained(place)
-    return place
-
-
 def run(*arguments: object) -> Any:
     return CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
 
 
-def test_what_a_class_is_named_like() -> None:
+def test_references_are_recognised() -> None:
     named = ("my.py:Mine", "a/b/my.py:Mine", "/a/my.py:Mine", "my:Mine", "package.my:Mine")
     assert all(map(is_reference, named))
     others = ("beam", "beam:depth=4", "owner/name", "a/b", "my.py", "cuda:1", ":Mine", "a/b:Mine", "")
@@ -120,7 +114,7 @@ def test_python_takes_the_same_names() -> None:
     ],
 )
 @pytest.mark.usefixtures("file")
-def test_mistakes_are_told_in_one_line(name: str, message: str) -> None:
+def test_mistakes_are_refused_in_one_line(name: str, message: str) -> None:
     result = run("generate", "abc", "--policy", name)
     assert result.exit_code == 2
     assert result.stdout == ""
@@ -153,7 +147,7 @@ def test_methods_take_them_with_settings_and_drafters(file: Path) -> None:
 
 
 @pytest.mark.usefixtures("file")
-def test_all_that_takes_policies_takes_them() -> None:
+def test_every_option_for_policies_takes_references() -> None:
     assert list(parse_policies("my.py:Mine,beam")) == ["none", "my.py:Mine", "beam"]
     assert {settings["depth"] for settings in candidates("my.py:Mine", "halving", (), 4, 0, {})}
     assert list(parse_arms("my.py:Mine:depth=2+beam")) == ["none", "my.py:Mine:depth=2", "beam"]

@@ -1,4 +1,4 @@
-"""windfall: any Hugging Face causal language model, faster, word for word the same."""
+"""windfall: faster text generation with any Hugging Face causal language model; the text stays exactly the same."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch and transformers only when something is used, so that `windfall --help` answers at once."""
+    """Import torch and transformers only when a name is used, so that `windfall --help` is fast."""
     name = _ALIASES.get(name, name)
     if name not in _PUBLIC:
         raise AttributeError(f"module 'windfall' has no attribute '{name}'")

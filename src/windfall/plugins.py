@@ -1,4 +1,4 @@
-"""Classes outside the package, named `FILE.py:CLASS` or `MODULE:CLASS`: policies and drafters of a user's own."""
+"""Policies and drafters that users write themselves, named `FILE.py:CLASS` or `MODULE:CLASS`."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ SUFFIX = ".py"
 
 
 def is_reference(name: str) -> bool:
-    """Whether a name is written as `FILE.py:CLASS` or `MODULE:CLASS`."""
+    """Whether a name has the form `FILE.py:CLASS` or `MODULE:CLASS`."""
     place, _, cls = name.rpartition(":")
     return cls.isidentifier() and (place.endswith(SUFFIX) or all(part.isidentifier() for part in place.split(".")))
 
 
 def find_class(name: str, base: type) -> type:
-    """The class that `FILE.py:CLASS` or `MODULE:CLASS` names, which must be a subclass of `base`."""
+    """The class with the name `FILE.py:CLASS` or `MODULE:CLASS`; it must be a subclass of `base`."""
     place, _, wanted = name.rpartition(":")
     module = _load_file(Path(place).expanduser()) if place.endswith(SUFFIX) else _load_module(place)
     found = getattr(module, wanted, None)
     if found is None:
-        there = ", ".join(key for key, value in vars(module).items() if _is_own(value, base, module)) or "none"
-        raise InputError(f"'{place}' has no class '{wanted}'; its {base.__name__} classes: {there}")
+        known = ", ".join(key for key, value in vars(module).items() if _is_own(value, base, module)) or "none"
+        raise InputError(f"'{place}' has no class '{wanted}'; its {base.__name__} classes: {known}")
     if not (isinstance(found, type) and issubclass(found, base)):
         raise InputError(f"'{wanted}' in '{place}' must be a subclass of {base.__module__}.{base.__name__}")
     if undeclared := [key for key, value in vars(found).items() if isinstance(value, dataclasses.Field)]:
@@ -44,7 +44,7 @@ def _is_own(value: object, base: type, module: ModuleType) -> bool:
 
 
 def _load_file(file: Path) -> ModuleType:
-    """The module in a file, imported once for each content that the file has had."""
+    """The module in a file; a changed file is imported again."""
     try:
         content = file.read_bytes()
     except OSError as error:
@@ -56,7 +56,7 @@ def _load_file(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses need their module here
     try:
         with _importing(str(file), file.parent):
             spec.loader.exec_module(module)
@@ -73,22 +73,22 @@ def _load_module(name: str) -> ModuleType:
 
 @contextmanager
 def _importing(label: str, folder: Path) -> Iterator[None]:
-    """Modules in `folder` can be imported meanwhile; any error becomes an InputError that names the line."""
+    """Let modules in `folder` be imported; any error becomes an InputError with the line number."""
     path = str(folder.resolve())
     sys.path.insert(0, path)
     try:
         yield
     except (Exception, SystemExit) as error:
-        raise InputError(f"cannot import '{label}': {_worded(error, label)}") from error
+        raise InputError(f"cannot import '{label}': {_describe(error, label)}") from error
     finally:
         sys.path.remove(path)
 
 
-def _worded(error: BaseException, label: str) -> str:
-    told = str(error).strip().split("\n")[0]
+def _describe(error: BaseException, label: str) -> str:
+    message = str(error).strip().split("\n")[0]
     kind = type(error).__name__
     if isinstance(error, SyntaxError):
         return f"{kind} in line {error.lineno}: {error.msg}"
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == Path(label).name]
     at = f" in line {lines[-1]}" if lines else ""
-    return f"{kind}{at}: {told}" if told else f"{kind}{at}"
+    return f"{kind}{at}: {message}" if message else f"{kind}{at}"

@@ -1,6 +1,6 @@
-"""Names of policies and drafters, loaded when asked for.
+"""The names of policies, drafters and presets; classes are imported when they are used.
 
-Third parties add theirs through entry points, or name a class as `FILE.py:CLASS` or `MODULE:CLASS`.
+Other packages add policies and drafters with entry points; users name their own as `FILE.py:CLASS` or `MODULE:CLASS`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ DRAFTERS = {
     "medusa": "windfall.drafters.medusa:MedusaDrafter",
     "hydra": "windfall.drafters.hydra:HydraDrafter",
 }
-PRESETS: dict[str, tuple[str, dict[str, Any], str]] = {  # published settings: policy, options, where they come from
+PRESETS: dict[str, tuple[str, dict[str, Any], str]] = {  # published settings: policy, options, source
     "eagle-1": ("static", {"shape": "eagle-1"}, "EAGLE's release, mc_sim_7b_63: 25 nodes"),
     "medusa": ("static", {"shape": "medusa"}, "Medusa's release, mc_sim_7b_63: 63 nodes"),
     "eagle-2": ("beam", {"depth": 6, "k": 10, "nodes": 60}, "EAGLE-2's evaluation scripts: depth 5, total_token 60"),
@@ -100,12 +100,12 @@ def drafter_class(name: str) -> type:
 
 
 def policy(name: str, /, **settings: Any) -> Any:
-    """A policy by name, e.g. `policy("beam", depth=4)`, or a class of one's own: `policy("my.py:Mine", least=0.2)`."""
+    """A policy by name, `policy("beam", depth=4)`, or from a user's class, `policy("my.py:Mine", least=0.2)`."""
     return options.build(policy_class(name), settings, f"policy {name}")
 
 
 def drafter(name: str, /, **settings: Any) -> Any:
-    """A drafter by name, e.g. `drafter("ngram", min_match=3)`, or a class of one's own: `drafter("my.py:Mine")`."""
+    """A drafter by name, `drafter("ngram", min_match=3)`, or from a user's class, `drafter("my.py:Mine")`."""
     return options.build(drafter_class(name), settings, f"drafter {name}")
 
 
@@ -114,8 +114,8 @@ def presets() -> list[str]:
 
 
 def preset(name: str, /, **settings: Any) -> Any:
-    """A policy with published settings by name, e.g. `preset("eagle-2")`, or with those in a JSON file that
-    `windfall tune` wrote; settings given here come on top."""
+    """A policy with published settings, `preset("eagle-2")`, or with those in a JSON file that `windfall tune` wrote;
+    `settings` override them."""
     if name.endswith(".json"):
         chosen, published = read_preset(name)
     elif name in PRESETS:
@@ -126,14 +126,16 @@ def preset(name: str, /, **settings: Any) -> Any:
 
 
 def read_preset(file: str) -> tuple[str, dict[str, Any]]:
-    """Policy and settings of a file that `windfall tune` wrote."""
+    """The policy and its settings in a file that `windfall tune` wrote."""
     try:
         given = parse_json(Path(file).read_text("utf-8"))
         return str(given["policy"]), dict(given["settings"])
     except OSError as error:
         raise InputError(f"cannot read '{file}': {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"'{file}' is no preset: it must hold a policy and its settings, as `tune` writes") from error
+        raise InputError(
+            f"'{file}' is not a preset file as `windfall tune` writes it, with a policy and its settings"
+        ) from error
 
 
 def _table(kind: str) -> dict[str, str]:
@@ -142,12 +144,12 @@ def _table(kind: str) -> dict[str, str]:
 
 
 def is_drafter(name: str) -> bool:
-    """Whether this names a drafter, and not a head or a model that drafts."""
+    """Whether this is the name of a drafter, not a path or hub id of a head or model."""
     return name in drafters() or plugins.is_reference(name)
 
 
 def split_name(parts: Sequence[str]) -> tuple[str, list[str]]:
-    """What a method begins with, split at its colons: the name of a policy or drafter, and the settings after it."""
+    """The name of a policy or drafter and its settings, from the parts of a method between colons."""
     name = ":".join(parts[:2])
     known = parts[0] in {*policies(), *drafters(), *PRESETS}
     if len(parts) > 1 and not known and plugins.is_reference(name):

@@ -276,7 +276,7 @@ def test_ctrl_c_keeps_what_is_finished(folder: Path, tmp_path: Path, monkeypatch
     monkeypatch.setattr(Race, "_answer", stop)
     options = "--methods chain:depth=2 --limit 1 --max-new-tokens 4 --rounds 2 --lengths 16 --temperature 0 --no-hf"
     result = windfall("bench", "speed", "--target", folder, *options.split(), "--out", out)
-    assert result.exit_code == 130 and "what is finished is kept" in result.stderr
+    assert result.exit_code == 130 and "finished measurements are kept" in result.stderr
     told = json.loads(out.read_text())
     assert not told["finished"] and len(told["methods"]) == 2 and told["passes"]["rows"]
 

@@ -45,7 +45,7 @@ def test_rows_of_a_file(tmp_path: Path) -> None:
     [
         ('{"turns": ["a"]}\n{nonsense', "line 2 of {file} is not JSON"),
         ('{"turns": ["\\ud800"]}', "line 1 of {file} is not valid Unicode"),
-        ("[1]", "line 1 of {file} is no JSON object"),
+        ("[1]", "line 1 of {file} is not a JSON object"),
         ('{"id": 1}', "line 1 of {file} has nothing to answer; it needs one of turns, messages"),
         ('{"turns": []}', "line 1 of {file} has nothing to answer"),
         ('{"turns": ["a", " "]}', "line 1 of {file} has an empty prompt"),

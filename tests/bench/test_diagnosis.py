@@ -207,7 +207,7 @@ def test_the_command_tells_it_all_as_json_and_as_a_figure(folder: Path, tmp_path
 def test_the_command_as_tables(folder: Path) -> None:
     found = run("abc", "--target", folder, "--drafter", "self", "--temperature", "1", "--policy", "chain")
     assert found.exit_code == 0, found.output
-    for words in ("ECE (paper)", "rank among siblings", "rank within the level", "accepted drafted tokens", "tau"):
+    for words in ("ECE (paper)", "rank among siblings", "rank within the level", "accepted draft tokens", "tau"):
         assert words in found.stdout
 
 

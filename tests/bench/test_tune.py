@@ -168,7 +168,7 @@ def test_a_preset_file_is_a_preset(tmp_path: Path) -> None:
         registry.preset(str(tmp_path / "other.json"))
     for text in ("{", "[]", '{"policy": "beam"}'):
         file.write_text(text, "utf-8")
-        with pytest.raises(InputError, match="no preset"):
+        with pytest.raises(InputError, match="not a preset file"):
             registry.preset(str(file))
 
 

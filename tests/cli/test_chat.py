@@ -1,8 +1,7 @@
-"""`windfall chat` with an engine that repeats what it hears: commands, saved conversations, a real terminal."""
+"""`windfall chat` with an engine that repeats the last message: commands, pipes, and a real terminal."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import select
@@ -12,22 +11,21 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from helpers import cli
 from helpers.fake_engine import WAIT, FakeEngine
 from windfall.cli import app, chat_input, conversations
 from windfall.cli.chat import COMMANDS, Chat, completions, split_command
-from windfall.cli.chat_settings import changed, restored, setting, shown
-from windfall.cli.conversations import Autosave, Conversation, from_json, read, to_json, write
+from windfall.cli.conversations import Autosave, Conversation, read, to_json
 from windfall.cli.options import SamplingOptions
 from windfall.cli.session import Session
 from windfall.core.errors import InputError
+from windfall.engine.engine import Engine
 
-TALK = Conversation("fake", None, "be kind").plus("user", "a\n\tb\n").plus("assistant", "“c”")
 NAMES = {"drafter": "ngram", "policy": "none"}
 
 
@@ -50,7 +48,7 @@ def contents(talk: Chat) -> list[str]:
     return [message["content"] for message in talk.conversation.messages]
 
 
-# ---- what is typed
+# ---- typed text
 
 
 @pytest.mark.parametrize(
@@ -67,7 +65,7 @@ def contents(talk: Chat) -> list[str]:
         ("/", None),
     ],
 )
-def test_commands_are_told_from_messages(text: str, command: tuple[str, str] | None) -> None:
+def test_commands_and_messages_are_distinguished(text: str, command: tuple[str, str] | None) -> None:
     assert split_command(text) == command
 
 
@@ -86,44 +84,7 @@ def test_lines_of_quotes_make_one_message_of_several_lines() -> None:
         list(chat_input.joined(['"""', "two"]))
 
 
-def test_without_prompt_toolkit_lines_are_read_plainly(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    typed = iter(["hello", KeyboardInterrupt(), '"""', "a", "b", '"""', EOFError()])
-
-    def answer(_: str) -> str:
-        item = next(typed)
-        if isinstance(item, BaseException):
-            raise item
-        return item
-
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("builtins.input", answer)
-    assert list(chat_input.messages(None, completions)) == ["hello", "a\nb"]
-    assert "/exit or Ctrl-D leaves" in capsys.readouterr().err
-
-
-# ---- /set
-
-
-@pytest.mark.parametrize(
-    ("text", "name", "value"),
-    [
-        ("temperature 0.7", "temperature", 0.7),
-        ("--top-p=0.9", "top_p", 0.9),
-        ("top_k = 5", "top_k", 5),
-        ("ignore-eos on", "ignore_eos", True),
-        ('stop "two words" END', "stop", ["two words", "END"]),
-        ("logit-bias 42=-100 7=1", "logit_bias", ["42=-100", "7=1"]),
-        ("seed 3", "seed", 3),
-    ],
-)
-def test_any_sampling_option_can_be_set_and_reset(text: str, name: str, value: object) -> None:
-    options = changed(SamplingOptions(), text)
-    assert asdict(options) == {**asdict(SamplingOptions()), name: value}
-    assert changed(options, f"{name} default") == SamplingOptions()
-    assert restored(json.loads(json.dumps(asdict(options)))) == options
+# ---- commands
 
 
 @pytest.mark.parametrize(
@@ -149,92 +110,7 @@ def test_wrong_settings_are_refused_and_change_nothing(
     assert (talk.sampling, talk.session, talk.conversation) == before
 
 
-def test_settings_are_shown_by_the_names_of_the_command_line() -> None:
-    lines = shown(SamplingOptions(top_k=7, stop=["a b"])).split("\n")
-    assert len(lines) == len(asdict(SamplingOptions()))
-    assert any(re.match(r"top-k +7 +Draw from the k likeliest", line) for line in lines)
-    assert any(re.match(r"stop +'a b' ", line) for line in lines)
-    assert setting(SamplingOptions(), "min_p") == "min-p 0.0"
-
-
-@pytest.mark.parametrize("saved", [{"colour": 1}, {"top_k": True}, {"stop": "abc"}, {"temperature": "1"}, {"top_p": 7}])
-def test_wrong_saved_settings_are_refused(saved: dict[str, object]) -> None:
-    with pytest.raises(InputError, match=next(iter(saved))):
-        restored(saved)
-
-
-# ---- the file format and the folder
-
-
-def test_a_conversation_survives_its_file(tmp_path: Path) -> None:
-    talk = replace(TALK, sampling=asdict(SamplingOptions(temperature=0.7)), target="/some/folder")
-    write(tmp_path / "talk.json", talk)
-    assert read(tmp_path / "talk.json") == talk
-    found = json.loads((tmp_path / "talk.json").read_text())
-    assert list(found) == ["format", "version", "model", "target", "system", "messages", "sampling"]
-    assert "“c”" in (tmp_path / "talk.json").read_text()
-    assert stat.S_IMODE((tmp_path / "talk.json").stat().st_mode) == 0o600
-    assert [message["role"] for message in talk.prompt()] == ["system", "user", "assistant"]
-    assert talk.unanswered().messages == talk.messages[:1]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"format": "other"}, 'it has no "format": "windfall conversation"'),
-        ({"version": 2}, "it has format version 2; this windfall reads version 1"),
-        ({"model": 5}, "its 'model' is not text"),
-        ({"system": 5}, "its 'system' is neither text nor null"),
-        ({"messages": {}}, "its 'messages' is not a list"),
-        ({"messages": [{"role": "user", "content": "a"}, "b"]}, "its message 2 is not a text with the role"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "its message 1 is not a text with the role"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "its message 1 is not a text with the role"),
-        ({"sampling": []}, "its 'sampling' is not an object"),
-    ],
-)
-def test_damaged_conversations_are_refused_in_a_line(tmp_path: Path, changes: dict[str, object], message: str) -> None:
-    file = tmp_path / "talk.json"
-    file.write_text(json.dumps({**json.loads(to_json(TALK)), **changes}))
-    with pytest.raises(InputError, match=f"^'{file}' is not a saved conversation: {message}"):
-        read(file)
-
-
-@pytest.mark.parametrize("text", ["", "[1]", to_json(TALK)[:-20], "[" * 100_000])
-def test_text_that_is_no_conversation_is_refused_in_a_line(text: str) -> None:
-    with pytest.raises(InputError, match=r"it is not JSON|it has no .format"):
-        from_json(text)
-
-
-def test_the_data_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "shared"))
-    assert conversations.data_dir() == tmp_path / "data"
-    monkeypatch.delenv("WINDFALL_DATA")
-    assert conversations.data_dir() == tmp_path / "shared" / "windfall"
-    monkeypatch.delenv("XDG_DATA_HOME")
-    monkeypatch.setattr("sys.platform", "linux")
-    assert conversations.data_dir() == Path.home() / ".local" / "share" / "windfall"
-    monkeypatch.setattr("os.path.expanduser", lambda path: path)
-    with pytest.raises(InputError, match="the home folder is unknown"):
-        conversations.data_dir()
-
-
-def test_two_chats_that_continue_one_conversation_lose_nothing() -> None:
-    conversations.prepare()
-    first = Autosave()
-    first.save(TALK)
-    second = Autosave()
-    second.follow(first.file)
-    second.save(TALK.plus("user", "from the second"))
-    first.save(TALK.plus("user", "from the first"))
-    assert first.file != second.file
-    assert read(second.file).messages[-1]["content"] == "from the second"
-    assert read(first.file).messages[-1]["content"] == "from the first"
-
-
-# ---- commands
-
-
-def test_answers_are_kept_as_they_come_and_clear_begins_a_new_file(data: Path) -> None:
+def test_answers_are_saved_and_clear_starts_a_new_file(data: Path) -> None:
     talk = new_chat(autosave=True)
     talk.take("one")
     first = conversations.last()
@@ -249,13 +125,13 @@ def test_answers_are_kept_as_they_come_and_clear_begins_a_new_file(data: Path) -
     assert {stat.S_IMODE(folder.stat().st_mode) for folder in (data, data / "conversations")} == {0o700}
 
 
-def test_retry_answers_the_last_message_anew(capsys: pytest.CaptureFixture[str]) -> None:
+def test_retry_answers_the_last_message_again(capsys: pytest.CaptureFixture[str]) -> None:
     talk = new_chat(seed=5)
     talk.take("/retry")
     assert capsys.readouterr().err == "windfall: there is no message to answer yet\n"
     talk.take("one")
     talk.take("/retry")
-    assert "the same answer, since temperature 0 is deterministic" in capsys.readouterr().err
+    assert "the same answer, because temperature 0 is deterministic" in capsys.readouterr().err
     talk.take("/set temperature 1")
     talk.take("/retry")
     engine = talk.session.engine
@@ -266,7 +142,7 @@ def test_retry_answers_the_last_message_anew(capsys: pytest.CaptureFixture[str])
     assert engine.seeds[3] == 5
 
 
-def test_a_long_prompt_is_announced_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_is_shown_during_a_long_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 
     @contextmanager
@@ -314,12 +190,12 @@ def test_save_and_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert len(read(conversations.last()).messages) == 4
 
 
-def test_nothing_is_lost_to_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_file_names_change_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     talk = new_chat()
     talk.take("one")
     capsys.readouterr()
     (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "hot.json").write_text(to_json(replace(TALK, sampling={"temperature": -1})))
+    (tmp_path / "hot.json").write_text(to_json(Conversation("fake", sampling={"temperature": -1})))
     for command, message in {
         f"/save {tmp_path}/notes.txt": "notes.txt' exists and is not a saved conversation; choose another name",
         f"/save {tmp_path}/none/talk.json": "No such file or directory",
@@ -327,8 +203,8 @@ def test_nothing_is_lost_to_bad_files(tmp_path: Path, capsys: pytest.CaptureFixt
         f"/load {tmp_path}/notes.txt": "notes.txt' is not a saved conversation: it is not JSON",
         f"/load {tmp_path}/hot.json": "hot.json': temperature must be 0",
         f"/load {tmp_path}/none.json": "No such file or directory",
-        "/clear now": "/clear takes nothing after it",
-        "/exit now": "/exit takes nothing after it",
+        "/clear now": "/clear takes no argument",
+        "/exit now": "/exit takes no argument",
         "/what": f"there is no /what; there are {', '.join(f'/{name}' for name in COMMANDS)}",
     }.items():
         assert talk.take(command)
@@ -338,13 +214,16 @@ def test_nothing_is_lost_to_bad_files(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-def test_what_ends_an_answer_early_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_note_says_why_an_answer_was_cut_off(capsys: pytest.CaptureFixture[str]) -> None:
     talk = new_chat(context=40, max_new_tokens=20)
     talk.take("a" * 22)
-    assert "the context is full; /clear starts anew" in capsys.readouterr().err
+    assert "the context is full; /clear starts a new conversation" in capsys.readouterr().err
     talk.take("more")
     told = capsys.readouterr().err
-    assert told == "windfall: the conversation would have 44 tokens; fake takes 39 at most (/clear starts anew)\n"
+    assert (
+        told
+        == "windfall: the conversation would have 44 tokens; fake takes 39 at most (/clear starts a new conversation)\n"
+    )
     assert len(contents(talk)) == 2
     talk.take("/clear")
     talk.take("/set max-new-tokens 3")
@@ -414,16 +293,16 @@ def test_continuing_loads_the_model_of_the_conversation(engine: FakeEngine, monk
     assert targets == ["some/model", "some/model", "other/model"]
 
 
-def test_nothing_is_kept_with_no_save(engine: FakeEngine, data: Path) -> None:
+def test_no_save_writes_nothing(engine: FakeEngine, data: Path) -> None:
     assert piped("one\n", "--no-save").exit_code == 0
     assert not data.exists()
 
 
-def test_without_a_data_folder_the_chat_goes_on(engine: FakeEngine, data: Path) -> None:
+def test_without_a_data_folder_the_chat_continues(engine: FakeEngine, data: Path) -> None:
     data.write_text("a file")
     result = piped("one\n")
     assert result.stdout == "heard 'one'\n"
-    assert "this conversation is not kept: cannot write to" in result.stderr
+    assert "this conversation is not saved: cannot write to" in result.stderr
 
 
 def test_conversations_that_cannot_be_continued_are_refused(engine: FakeEngine, data: Path, tmp_path: Path) -> None:
@@ -440,6 +319,42 @@ def test_conversations_that_cannot_be_continued_are_refused(engine: FakeEngine, 
     assert refused("--load", file) == f"'{file}': top_k must be 0 (off) or more, not -1"
 
 
+# ---- the command, with a tiny model
+
+
+def test_chat_keeps_the_conversation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = []
+    encode = Engine.encode
+    monkeypatch.setattr(Engine, "encode", lambda self, p, raw=False: prompts.append(p) or encode(self, p, raw))
+    lines = "hello\n\n/stats\nagain\n/clear\nnew\n/what\n/exit\nnever\n"
+    result = cli.windfall("chat", "--system", "be kind", "--target", folder, "--max-new-tokens", "8", input=lines)
+    assert result.exit_code == 0
+    roles = [[message["role"] for message in prompt] for prompt in prompts]
+    assert roles == [["system", "user"], ["system", "user", "assistant", "user"], ["system", "user"]]
+    assert prompts[1][2]["content"] in result.stdout
+    assert prompts[2][1]["content"] == "new"
+    assert "answer 1" in result.stdout
+    assert (
+        "there is no /what; there are /help, /set, /system, /save, /load, /retry, /clear, /stats, /exit"
+        in result.stderr
+    )
+
+
+def test_chat_continues_after_control_c_and_a_full_context(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cli.interrupted_after(2, monkeypatch)
+    lines = f"hello\n{'a' * 300}\nagain\n"
+    result = cli.windfall("chat", "--policy", "none", "--target", folder, *cli.SHORT, input=lines)
+    assert result.exit_code == 0
+    assert result.stderr.count("2 tokens, ") == 2
+    assert "takes 255 at most (/clear starts a new conversation)" in result.stderr
+
+
+def test_chat_colours_drafts_and_refuses_other_encodings(folder: Path) -> None:
+    result = cli.windfall("chat", "--show-drafts", "--target", folder, *cli.SHORT, input="hello\n")
+    assert "drafted and accepted" in result.stderr
+    assert cli.refused("chat", "--target", folder, input=b"\xff\n") == "standard input is not UTF-8 text (byte 0)"
+
+
 # ---- the command, at a terminal
 
 
@@ -447,10 +362,13 @@ PROGRAM = """
 import fcntl, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # Ctrl-C at this terminal is for us
 from helpers.fake_engine import FakeEngine
-from windfall.engine import loading
-loading.load = lambda *_, **__: FakeEngine()
-loading.default_drafter = lambda target: "ngram"
 from windfall.cli import app
+from windfall.cli.options import ModelOptions, PolicyOptions
+ModelOptions.prepare = staticmethod(lambda: None)  # importing transformers takes seconds
+ModelOptions.load = lambda self, policy: FakeEngine()
+ModelOptions.drafter_name = "ngram"
+PolicyOptions.make = lambda self: None
+PolicyOptions.name = "none"
 app()
 """
 READY = "\x1b[?2004h"  # the prompt asks the terminal to mark pasted text

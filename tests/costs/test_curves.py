@@ -147,7 +147,7 @@ def test_sizes_keep_within_the_context(engine: Engine, monkeypatch: pytest.Monke
     monkeypatch.setattr(profiling.time, "perf_counter", lambda: next(ticks) * 0.001)
     profile = measure(engine, rows=(1, 64, 200), lengths=(64, 512), seconds=0.1)
     assert [(length, curve.sizes) for length, curve in profile.costs.verifies] == [(64, (1, 64))]
-    rows, lengths = profiling._within(24, profiling.ROWS, profiling.LENGTHS)
+    rows, lengths = profiling._within(24, profiling.PROFILE_ROWS, profiling.PROFILE_LENGTHS)
     assert rows[-1] == 12 and lengths == [6]
 
 

@@ -1,4 +1,4 @@
-"""Runs the command line with a small folder as the model."""
+"""Runs the command line with a tiny model."""
 
 from __future__ import annotations
 
@@ -13,20 +13,17 @@ from typer.testing import CliRunner, Result
 
 from helpers.tiny import VOCABULARY, tiny
 from windfall.cli import app
+from windfall.engine.engine import Engine, Stream
 
 SPECIAL = ["<unk>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
-
-
 CHARACTERS = (string.ascii_letters + " .,\n")[: VOCABULARY - len(SPECIAL)]
-
-
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-
-
-SHORT = ["--max-new-tokens", "20", "--ignore-eos"]
+STATS = {"tokens", "cycles", "target_passes", "draft_passes", "rows", "tau", "delta", "seconds"}
+STATS |= {"tokens_per_second", "ttft", "tpot", "time"}
+SHORT = ["--max-new-tokens", "12", "--ignore-eos"]
 
 
 def character_tokenizer(template: str | None = TEMPLATE) -> transformers.PreTrainedTokenizerFast:
@@ -43,7 +40,7 @@ def character_tokenizer(template: str | None = TEMPLATE) -> transformers.PreTrai
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("models") / "tiny"
-    tiny().save_pretrained(place)
+    tiny(num_hidden_layers=2).save_pretrained(place)
     character_tokenizer().save_pretrained(place)
     return place
 
@@ -55,10 +52,27 @@ def windfall(*arguments: object, input: str | bytes | None = None) -> Result:
 
 
 def refused(*arguments: object, input: str | bytes | None = None) -> str:
-    """The one line that bad input is answered with, if only once the model is loaded."""
+    """The one-line error message for bad input."""
     result = windfall(*arguments, input=input)
     assert result.exit_code == 2
     assert result.stdout == ""
-    said = result.stderr.removeprefix("Measuring what passes cost here (first run only)…\n")
-    assert re.fullmatch(r"windfall: [^\n]+\n", said), said
-    return said.removeprefix("windfall: ").rstrip()
+    error = result.stderr.removeprefix("Measuring what passes cost here (first run only)…\n")
+    assert re.fullmatch(r"windfall: [^\n]+\n", error), error
+    return error.removeprefix("windfall: ").rstrip()
+
+
+def interrupted_after(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every text end with Ctrl-C after this many steps."""
+    stream = Engine.stream
+
+    def cut(whole: Stream):
+        for place, step in enumerate(whole):
+            if place == steps:
+                raise KeyboardInterrupt
+            yield step
+
+    def short(self: Engine, prompt: object, **options: object) -> Stream:
+        whole = stream(self, prompt, **options)
+        return Stream(cut(whole), whole.prompt_tokens, whole.seed)
+
+    monkeypatch.setattr(Engine, "stream", short)

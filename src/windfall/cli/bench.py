@@ -1,22 +1,22 @@
-"""`windfall bench`: methods over prompts, with every finished conversation kept, and a table of what came of it."""
+"""`windfall bench`: run methods over prompts, keep every finished conversation, and print a table of the results."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.text import Text
 
+from windfall.bench.methods import parse_methods
+from windfall.bench.paths import shorten
 from windfall.bench.suites import SUITES, Suite, find, join
-from windfall.cli.bench_speed import speed
-from windfall.cli.help import Command, Group
-from windfall.cli.options import Json, ModelOptions, loading_model, takes_records, words
-from windfall.cli.session import DIFFERENT, ON_INTERRUPT
+from windfall.cli.declare import argument, ignore_eos_option, json_option, numbers, option, tasks_option, words
+from windfall.cli.options import ModelOptions
+from windfall.cli.session import DIFFERENT, ON_INTERRUPT, command_line
 from windfall.core.errors import InputError
 from windfall.core.wording import counted
 from windfall.render import console
@@ -27,80 +27,44 @@ if TYPE_CHECKING:
     from windfall.bench.results import Difference, Estimate, Row
     from windfall.bench.runner import Part, Settings
 
-SHOWN = 5  # differing texts that are named
-BESIDES = "+"  # before a method that comes to those of a suite
-EXACT = ("cpu", ("float32", "float64"))  # where every text must be plain decoding's
-
-app = typer.Typer(
-    cls=Group,
-    help="Run methods over prompts, and keep what came of it.",
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command(cls=Command)(speed)
-
-
-def _bench(flag: str, help: str, **more: Any) -> Any:
-    return typer.Option(flag, help=help, rich_help_panel="Benchmark", **more)
+MAX_SHOWN_DIFFERENCES = 5
+ADDED = "+"  # prefix of a method that is added to those of a suite
+EXACT = ("cpu", ("float32", "float64"))  # device and dtypes in which every text must equal plain decoding
 
 
 @dataclass
 class BenchOptions:
-    """What to run; what is not given here comes from the suite, or else from the defaults."""
+    """What to run. Options that are not given come from the suite, or else have the defaults of `Suite`."""
 
-    suite: Annotated[
-        str | None,
-        _bench("--suite", "A named benchmark, or several at once; see `windfall bench suites`.", metavar="A,B,C"),
-    ] = None
-    methods: Annotated[
-        list[str],
-        _bench(
-            "--methods",
-            "Policies, presets or FILE.py:CLASS, separated by commas; repeatable. Settings follow after "
-            "colons, a drafter goes before a slash, + stands for a comma in a value: self:skip=3+5/beam:depth=4. Or "
-            "all. Beside a suite they take the place of its own; with a + in front they come to them.",
-            metavar="A,B,C",
-        ),
-    ] = field(default_factory=list)
-    tasks: Annotated[
-        list[str],
-        _bench("--tasks", "JSONL files, builtin, or known datasets, separated by commas; repeatable.", metavar="A,B,C"),
-    ] = field(default_factory=list)
-    temperature: Annotated[
-        str | None, _bench("--temperature", "0 is greedy; several are separated by commas.", metavar="A,B,C")
-    ] = None
-    repeats: Annotated[
-        int | None,
-        _bench("--repeats", "Rounds over all prompts; 3 if no suite says otherwise, 1 with --no-timing.", min=1),
-    ] = None
-    limit: Annotated[
-        int | None, _bench("--limit", "Prompts of each task, spread over its categories; none: all.", min=1)
-    ] = None
-    max_new_tokens: Annotated[
-        int | None,
-        _bench("--max-new-tokens", "Length of an answer at the most; 128 if no suite says otherwise.", min=1),
-    ] = None
-    prompt_tokens: Annotated[
-        int | None, _bench("--prompt-tokens", "Of texts to be continued; 200 if no suite says otherwise.", min=1)
-    ] = None
-    ignore_eos: Annotated[bool | None, _bench("--ignore-eos", "Go on after the model's end of text.")] = None
-    warm_up: Annotated[
-        int | None,
-        _bench("--warm-up", "Prompts that each method answers first, untimed; 2 if no suite says otherwise.", min=0),
-    ] = None
-    seed: Annotated[int, _bench("--seed", "Same seed, same texts.")] = 0
-    batch: Annotated[int, _bench("--batch", "Conversations decoded together; needs --no-timing.", min=1)] = 1
-    memory: Annotated[
-        bool | None, _bench("--memory", "On a CUDA device, measure each method's peak memory apart, in a new engine.")
-    ] = None
-    no_timing: Annotated[bool, _bench("--no-timing", "Keep no times: for tau and acceptance alone.")] = False
-    profile: Annotated[
-        Path | None,
-        _bench("--profile", "Costs of passes: another run's run.json, or the output of `windfall profile --json`."),
-    ] = None
+    PANEL = "Benchmark"
+
+    suite: str | None = option(None, "Named benchmarks; see `windfall bench suites`.", metavar="A,B,C")
+    methods: list[str] = option(
+        [],
+        "Policies, presets or FILE.py:CLASS, separated by commas; or all. Repeatable. Settings follow after colons, "
+        "with + for a comma in a value; a drafter stands before a slash: self:skip=3+5/beam:depth=4. They replace the "
+        "methods of a suite; a method that begins with + is added to them.",
+        metavar="A,B,C",
+    )
+    tasks: list[str] = tasks_option([])
+    temperature: str | None = option(None, "Sampling temperatures, separated by commas; 0 is greedy.", metavar="A,B,C")
+    repeats: int | None = option(
+        None, "Rounds over all prompts. Default: the suite's, or 3; 1 with --no-timing.", min=1
+    )
+    limit: int | None = option(None, "Prompts per task, spread over its categories. Default: all.", min=1)
+    max_new_tokens: int | None = option(None, "Maximum length of an answer. Default: the suite's, or 128.", min=1)
+    prompt_tokens: int | None = option(None, "Length of texts to be continued. Default: the suite's, or 200.", min=1)
+    ignore_eos: bool | None = ignore_eos_option(None)
+    warm_up: int | None = option(None, "Untimed prompts before each method. Default: the suite's, or 2.", min=0)
+    seed: int = option(0, "Random seed; the same seed gives the same texts.")
+    batch: int = option(1, "Conversations decoded in one batch; needs --no-timing.", min=1)
+    memory: bool | None = option(None, "On a CUDA device, also measure each method's peak memory in a new engine.")
+    no_timing: bool = option(False, "Do not measure times; for tau and acceptance rates only.")
+    profile: Path | None = option(
+        None, "Costs of passes: run.json of another run, or the output of `windfall profile --json`."
+    )
 
     def settings(self, methods: list[str], model: ModelOptions, drafter: str) -> Settings:
-        from windfall.bench.paths import shorten
         from windfall.bench.runner import Settings
 
         base = self._suite
@@ -110,20 +74,20 @@ class BenchOptions:
         chosen = {
             "methods": tuple(methods),
             "tasks": tuple(map(shorten, self.task_names)),
-            "temperatures": _numbers(self.temperature) if self.temperature is not None else base.temperatures,
+            "temperatures": base.temperatures if self.temperature is None else self._temperatures,
             "seed": self.seed,
             "batch": self.batch,
             "timing": not self.no_timing,
             "coupled": not model.uncoupled,
             "drafter": drafter,
             "suite": self.suite,
-            **dataclasses.asdict(model.launch),
+            **dataclasses.asdict(model.gpu_options),
         }
         return Settings(**{**shared, **chosen})
 
     @property
     def rounds(self) -> int:
-        """As asked for, or as the suite says; without times one, unless it was asked for."""
+        """The option, or else the suite's number; without timing one round."""
         return self.repeats or (1 if self.no_timing else self._suite.repeats)
 
     @property
@@ -134,34 +98,38 @@ class BenchOptions:
     def _suite(self) -> Suite:
         return join(self.suites) if self.suites else Suite("", ("auto",), ("builtin",))
 
+    @property
+    def _temperatures(self) -> tuple[float, ...]:
+        return numbers(str(self.temperature), "--temperature")
+
     def parts(self, settings: Settings, prompts: list[Any]) -> tuple[Part, ...]:
-        """Where several suites run at once, what each of them runs; of tasks that were given, those it has too."""
-        from windfall.bench.methods import parse_methods
+        """For several suites in one run, what each of them runs; empty otherwise."""
         from windfall.bench.runner import Part
 
-        found, added = [], [method.label for method in parse_methods(self.added)]
+        found, added = [], [method.label for method in parse_methods(self._added)]
         for name in self.suites if len(self.suites) > 1 else ():
             suite = find(name)
             own = [label for label in settings.methods if label in (*suite.methods, *added)]
-            chosen = settings.methods if self.given else tuple(own)
-            heats = settings.temperatures if self.temperature is not None else suite.temperatures
-            found.append(Part(name, chosen, _tasks_of(suite, prompts), heats, suite.memory or bool(self.memory)))
+            methods = settings.methods if self._replacing else tuple(own)
+            temperatures = settings.temperatures if self.temperature is not None else suite.temperatures
+            memory = suite.memory or bool(self.memory)
+            found.append(Part(name, methods, _tasks_of(suite, prompts), temperatures, memory))
         return tuple(found)
 
     @property
-    def given(self) -> list[str]:
-        """The methods that take the place of a suite's."""
-        return [item for text in self.methods for item in text.split(",") if not item.strip().startswith(BESIDES)]
+    def _replacing(self) -> list[str]:
+        """The methods that replace a suite's."""
+        return [item for text in self.methods for item in text.split(",") if not item.strip().startswith(ADDED)]
 
     @property
-    def added(self) -> list[str]:
-        """Those that come to them."""
+    def _added(self) -> list[str]:
+        """The methods that are added to a suite's."""
         items = [item.strip() for text in self.methods for item in text.split(",")]
-        return [item.removeprefix(BESIDES) for item in items if item.startswith(BESIDES)]
+        return [item.removeprefix(ADDED) for item in items if item.startswith(ADDED)]
 
     @property
     def method_names(self) -> list[str]:
-        return [*(self.given or self._suite.methods), *self.added]
+        return [*(self._replacing or self._suite.methods), *self._added]
 
     @property
     def task_names(self) -> list[str]:
@@ -169,7 +137,7 @@ class BenchOptions:
 
 
 def _tasks_of(suite: Suite, prompts: list[Any]) -> tuple[str, ...]:
-    """The tasks that a suite names, or that its paper calls the same; all of them where there is none."""
+    """The tasks of these prompts that a suite names, or its paper under another name; all tasks if there is none."""
     from windfall.bench.papers.published import task_name
 
     every = list(dict.fromkeys(prompt.task for prompt in prompts))
@@ -178,34 +146,21 @@ def _tasks_of(suite: Suite, prompts: list[Any]) -> tuple[str, ...]:
     return tuple(own or every)
 
 
-def _numbers(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(map(float, text.split(",")))
-    except ValueError:
-        raise InputError(f"write --temperature as numbers separated by commas, for example 0,1, not '{text}'") from None
-
-
-@app.command(cls=Command)
-@takes_records
 def run(
     bench: BenchOptions,
     model: ModelOptions,
-    out: Annotated[Path, typer.Option("--out", help="Folder for the results: new, or with --resume an earlier run's.")],
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
-    json: Json = False,
+    out: Path = option(..., "Folder for the results: a new one, or with --resume that of an earlier run."),
+    resume: bool = option(False, "Continue the run in --out."),
+    json: bool = json_option(),
 ) -> None:
-    """Run methods over prompts, plain decoding among them, and keep every finished conversation."""
+    """Run methods and plain decoding over prompts, and keep every finished conversation."""
     from windfall.bench import runner, tasks
-    from windfall.bench.methods import DrafterSpec, parse_methods
     from windfall.bench.store import Store
-    from windfall.core.options import split_settings
-    from windfall.engine import loading
 
-    methods = parse_methods(bench.method_names)
-    drafter = DrafterSpec(model.drafter_name, split_settings(model.drafter_settings))
+    methods, drafter = parse_methods(bench.method_names), model.drafter_spec
     drafter.check()
     if bench.repeats is None and bench.rounds == 1 < bench._suite.repeats:
-        console.note("one round over the prompts, as nothing is timed; --repeats N gives samples with other seeds")
+        console.note("one round over the prompts, because nothing is timed; --repeats N samples with other seeds")
     settings = bench.settings([method.label for method in methods], model, drafter.label)
     labels = [(method.drafter or drafter).label for method in methods]
     profiles = None if bench.profile is None else runner.read_profiles(bench.profile, labels)
@@ -213,50 +168,35 @@ def run(
     store = Store(out, resume)
     settings = dataclasses.replace(settings, parts=bench.parts(settings, prompts))
     prompts = [prompt for prompt in prompts if settings.asks(prompt.task)]
-    with loading_model():
-        how: dict[str, Any] = {"device": model.device, "dtype": model.dtype}
-        target = loading.as_target(model.target, **how, trust_remote_code=model.trust_remote_code)
+    target = model.load_target()
     prompts = _fitting(prompts, target, settings)
     if target.device.type != "cuda" and any(settings.weighs(method.label) for method in methods):
-        console.note(f"peak memory is measured on CUDA devices alone, not on {target.device.type}: left out")
+        console.note(f"peak memory is measured on CUDA devices only, not on {target.device.type}")
     try:
-        with console.counted("Benchmark") as tell:
-            done = runner.run(
-                settings,
-                methods,
-                prompts,
-                target,
-                store,
-                drafter,
-                profiles,
-                ["windfall", *sys.argv[1:]],
-                model.trust_remote_code,
-                tell,
-            )
+        with console.progress("Benchmark", counts=True) as progress:
+            work = settings, methods, prompts, target, store, drafter, profiles
+            done = runner.run(*work, command_line(), model.trust_remote_code, progress)
     except KeyboardInterrupt:
-        console.note(f"stopped; {counted(len(store.done), 'conversation')} kept, and --resume goes on from there")
+        console.note(f"stopped; {counted(len(store.done), 'conversation')} kept, and --resume continues")
         raise typer.Exit(ON_INTERRUPT) from None
     _show(done, json)
-    _judge(done)
+    _check_exact(done)
 
 
 def _fitting(prompts: list[Any], target: Any, settings: Settings) -> list[Any]:
-    """The prompts that the target has room for; how many were left out is said."""
+    """The prompts that fit the target's context; a note says how many are left out."""
     from windfall.bench import runner
 
     fitting = runner.fitting(prompts, target, settings)
     if not fitting:
         wanted = f"a prompt and {settings.max_new_tokens} new tokens"
         raise InputError(f"no prompt fits: {target.name} has a context of {target.context} for {wanted}")
-    if len(fitting) < len(prompts):
-        console.note(
-            f"{len(prompts) - len(fitting)} of {len(prompts)} prompts are too long for {target.name}: left out"
-        )
+    if left_out := len(prompts) - len(fitting):
+        console.note(f"{left_out} of {len(prompts)} prompts are too long for {target.name} and left out")
     return fitting
 
 
-@app.command(cls=Command)
-def suites(json: Json = False) -> None:
+def suites(json: bool = json_option()) -> None:
     """List the named benchmarks."""
     if json:
         console.print_json({name: dataclasses.asdict(suite) for name, suite in SUITES.items()}, indent=2)
@@ -265,15 +205,12 @@ def suites(json: Json = False) -> None:
     for name, suite in SUITES.items():
         out.print(Text.assemble((name, "bold"), "  ", suite.about))
         out.print(Text(f"  methods  {' '.join(suite.methods)}", style="dim"))
-        heat = ", ".join(f"{temperature:g}" for temperature in suite.temperatures)
-        out.print(Text(f"  tasks    {' '.join(suite.tasks)}; temperature {heat}", style="dim"))
+        temperatures = ", ".join(f"{temperature:g}" for temperature in suite.temperatures)
+        out.print(Text(f"  tasks    {' '.join(suite.tasks)}; temperature {temperatures}", style="dim"))
 
 
-@app.command(cls=Command)
-def show(
-    folder: Annotated[Path, typer.Argument(help="Folder that `windfall bench run` wrote.")], json: Json = False
-) -> None:
-    """Print the figures of a run."""
+def show(folder: Path = argument(..., "Folder that `windfall bench run` wrote."), json: bool = json_option()) -> None:
+    """Print the results of a run."""
     from windfall.bench.reading import load
 
     _show(load(folder), json)
@@ -284,7 +221,7 @@ def show(
 
 def _show(done: Run, json: bool) -> None:
     from windfall.bench.disturbance import disturbances
-    from windfall.bench.results import differences, summary
+    from windfall.bench.results import compared, differences, summary
 
     rows, wrong = summary(done), differences(done)
     disturbed = disturbances(done, rows)
@@ -295,13 +232,15 @@ def _show(done: Run, json: bool) -> None:
     for temperature in done.temperatures:
         console.stdout().print(table([row for row in rows if row.temperature == temperature], temperature))
     for each in disturbed:
-        told = f"At temperature {each.temperature:g} {each.warning}"
-        console.stdout().print(Wrapped(Text(told, style="bold yellow")))
-    _tell_differences(wrong, done)
+        warning = f"At temperature {each.temperature:g} {each.warning}"
+        console.stdout().print(Wrapped(Text(warning, style="bold yellow")))
+    console.print_equality(len(wrong), len(compared(done.records)))
+    for difference in wrong[:MAX_SHOWN_DIFFERENCES]:
+        console.stdout().print(Text(_place(difference), style="red"))
 
 
 def table(rows: list[Row], temperature: float) -> Figures:
-    """The figures at one temperature, a section for each task."""
+    """The results at one temperature, with a section for each task."""
     columns = ("method", "tau", "delta", "rows", "accepted", "tokens/s", "speed-up (95%)")
     made = Figures(columns, f"temperature {temperature:g}", least=("accepted", "rows", "delta", "tokens/s", "tau"))
     task = None
@@ -313,32 +252,21 @@ def table(rows: list[Row], temperature: float) -> Figures:
         figures = f"{row.tau:.2f}", f"{row.delta:.2f}", f"{row.rows:.1f}"
         accepted = "" if math.isnan(row.acceptance) else f"{100 * row.acceptance:.0f}%"
         speed = "" if row.tokens_per_second is None else f"{row.tokens_per_second:.1f}"
-        made.add(row.method, *figures, accepted, speed, _gain(row.speedup))
+        made.add(row.method, *figures, accepted, speed, _interval(row.speedup))
     return made
 
 
-def _gain(estimate: Estimate | None) -> str:
+def _interval(estimate: Estimate | None) -> str:
     return "" if estimate is None else f"{estimate.value:.2f} ({estimate.low:.2f}–{estimate.high:.2f})"
 
 
-def _tell_differences(wrong: list[Difference], done: Run) -> None:
-    from windfall.bench.results import compared
-
-    out, texts = console.stdout(), len(compared(done.records))
-    if not texts:
-        out.print(Text("No text was compared with plain decoding's", style="yellow"))
-        return
-    if not wrong:
-        out.print(Text(f"Same text as plain decoding's in all {counted(texts, 'conversation')}", style="green"))
-        return
-    out.print(Text(f"{len(wrong)} of {texts} conversations differ from plain decoding's", style="red"))
-    for each in wrong[:SHOWN]:
-        where = f"temperature {each.temperature:g}, repeat {each.repeat}, turn {each.turn}"
-        out.print(Text(f"  {each.method} on {each.task} {each.id}: {where}", style="red"))
+def _place(difference: Difference) -> str:
+    where = f"temperature {difference.temperature:g}, repeat {difference.repeat}, turn {difference.turn}"
+    return f"  {difference.method} on {difference.task} {difference.id}: {where}"
 
 
-def _judge(done: Run) -> None:
-    """Where arithmetic is exact enough for it, another text is a failure."""
+def _check_exact(done: Run) -> None:
+    """Exit with an error if a text differs although the arithmetic is exact enough for equal texts."""
     from windfall.bench.results import differences
 
     target = done.provenance["target"]

@@ -1,291 +1,204 @@
-"""`windfall bench speed`: how close passes come to the memory's limit, and how fast methods are beside their peers."""
+"""`windfall bench speed`: passes against the memory's bandwidth limit, methods against plain decoding, transformers."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.text import Text
 
-from windfall.cli.options import Json, ModelOptions, loading_model, takes_records, words
-from windfall.cli.session import ON_INTERRUPT
+from windfall.bench.methods import parse_methods
+from windfall.bench.paths import shorten
+from windfall.bench.tasks import load_tasks
+from windfall.cli.declare import ignore_eos_option, json_option, numbers, option, plot_option, tasks_option, words
+from windfall.cli.options import ModelOptions
+from windfall.cli.session import ON_INTERRUPT, check_out_file, command_line, write_json
 from windfall.core.errors import InputError
 from windfall.render import console
 from windfall.render.tables import Figures
 
 if TYPE_CHECKING:
-    from windfall.bench.methods import DrafterSpec, Method
     from windfall.bench.speed.race import Settings
-    from windfall.bench.speed.speed import Result
-    from windfall.bench.tasks import Prompt
-    from windfall.model.target import Target
-
-
-def _speed(flag: str, help: str, **more: Any) -> Any:
-    return typer.Option(flag, help=help, rich_help_panel="Speed", **more)
 
 
 @dataclass
 class SpeedOptions:
     """What is measured, on which prompts."""
 
-    methods: Annotated[
-        list[str], _speed("--methods", "As in `windfall bench run`; none: a few of each kind.", metavar="A,B,C")
-    ] = field(default_factory=list)
-    tasks: Annotated[
-        list[str],
-        _speed("--tasks", "JSONL files, builtin, or known datasets, separated by commas; repeatable.", metavar="A,B,C"),
-    ] = field(default_factory=lambda: ["builtin"])
-    limit: Annotated[int, _speed("--limit", "Prompts of each task, spread over its categories.", min=1)] = 12
-    max_new_tokens: Annotated[int, _speed("--max-new-tokens", "Length of an answer at the most.", min=2)] = 128
-    ignore_eos: Annotated[bool, _speed("--ignore-eos", "Go on after the model's end of text.")] = False
-    temperature: Annotated[
-        str, _speed("--temperature", "0 is greedy; several are separated by commas.", metavar="A,B,C")
-    ] = "0,1"
-    coupled: Annotated[
-        bool, _speed("--coupled", "Drafters see the sampling noise; without this and --uncoupled: both ways.")
-    ] = False
-    rounds: Annotated[int, _speed("--rounds", "Turns of every method; medians count.", min=1)] = 3
-    widen: Annotated[
-        str | None, _speed("--widen", "At the cost of a larger model, for example llama-3.1-8b; the text stays.")
-    ] = None
-    lengths: Annotated[
-        str | None, _speed("--lengths", "Context lengths behind which passes are timed.", metavar="A,B,C")
-    ] = None
-    hf: Annotated[bool, _speed("--hf/--no-hf", "Whether transformers' own loops are timed, too.")] = True
-    hf_limit: Annotated[int, _speed("--hf-limit", "Prompts of each task for transformers' loops.", min=1)] = 2
-    hf_tokens: Annotated[int, _speed("--hf-tokens", "Length of their answers at the most.", min=2)] = 64
-    profile: Annotated[
-        Path | None, _speed("--profile", "Costs of passes, as in `windfall bench run`; none: measured.")
-    ] = None
-    seed: Annotated[int, _speed("--seed", "Same seed, same texts.")] = 0
+    PANEL = "Speed"
+
+    methods: list[str] = option([], "As in `windfall bench run`. Default: a few of each kind.", metavar="A,B,C")
+    tasks: list[str] = tasks_option(["builtin"])
+    limit: int = option(12, "Prompts per task, spread over its categories.", min=1)
+    max_new_tokens: int = option(128, "Maximum length of an answer.", min=2)
+    ignore_eos: bool = ignore_eos_option()
+    temperature: str = option("0,1", "Sampling temperatures, separated by commas; 0 is greedy.", metavar="A,B,C")
+    coupled: bool = option(False, "Measure only with the noise shown to the drafter. Default: with and without.")
+    rounds: int = option(3, "Runs of every method; medians are reported.", min=1)
+    widen: str | None = option(None, "Zero-pad the model to the size of a larger one, e.g. llama-3.1-8b; same text.")
+    lengths: str | None = option(None, "Context lengths at which passes are timed.", metavar="A,B,C")
+    hf: bool = option(True, "Also time transformers' own generation loops.", "--hf/--no-hf")
+    hf_limit: int = option(2, "Prompts per task for transformers.", min=1)
+    hf_tokens: int = option(64, "Maximum length of transformers' answers.", min=2)
+    profile: Path | None = option(None, "Costs of passes, as in `windfall bench run`. Default: measured.")
+    seed: int = option(0, "Random seed; the same seed gives the same texts.")
 
     def settings(self, model: ModelOptions) -> Settings:
         from windfall.bench.speed.race import LENGTHS, Settings
 
         if self.coupled and model.uncoupled:
-            raise InputError("choose one of --coupled and --uncoupled; neither measures both")
+            raise InputError("choose one of --coupled and --uncoupled; without them both are measured")
         return Settings(
-            temperatures=_numbers(self.temperature, float, "--temperature", "0,1"),
+            temperatures=numbers(self.temperature, "--temperature"),
             couplings=(True, False) if self.coupled == model.uncoupled else (self.coupled,),
             rounds=self.rounds,
             max_new_tokens=self.max_new_tokens,
-            lengths=LENGTHS if self.lengths is None else _numbers(self.lengths, int, "--lengths", "512,2048"),
+            lengths=LENGTHS if self.lengths is None else numbers(self.lengths, "--lengths", int, "512,2048"),
             hf=self.hf,
             hf_limit=self.hf_limit,
             hf_tokens=self.hf_tokens,
             ignore_eos=self.ignore_eos,
             seed=self.seed,
-            launch=model.launch,
+            launch=model.gpu_options,
         )
 
 
-def _numbers(text: str, kind: Callable[[str], Any], option: str, example: str) -> tuple[Any, ...]:
-    try:
-        return tuple(map(kind, text.split(",")))
-    except ValueError:
-        raise InputError(
-            f"write {option} as numbers separated by commas, for example {example}, not '{text}'"
-        ) from None
-
-
-@takes_records
 def speed(
     options: SpeedOptions,
     model: ModelOptions,
-    out: Annotated[Path | None, typer.Option("--out", help="Write the JSON to this file, after every step.")] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Draw it into this PNG, SVG or PDF file.")] = None,
-    json: Json = False,
+    out: Path | None = option(None, "Write the JSON to this file after every step."),
+    plot: Path | None = plot_option("the results"),
+    json: bool = json_option(),
 ) -> None:
-    """Time passes against the memory's limit, and methods against plain decoding and transformers."""
-    from windfall.bench.methods import DrafterSpec, parse_methods
-    from windfall.bench.runner import read_profiles
+    """Time passes against the memory's bandwidth limit, and methods against plain decoding and transformers."""
+    from windfall.bench import provenance, runner
     from windfall.bench.speed import plot as speed_plot
-    from windfall.bench.speed.speed import METHODS
-    from windfall.bench.tasks import load_tasks
-    from windfall.core.files import make_folder
-    from windfall.core.options import split_settings
+    from windfall.bench.speed.speed import METHODS, Result, measure, widened
     from windfall.render import plots
 
     settings, methods = options.settings(model), parse_methods(options.methods or list(METHODS))
-    drafter = DrafterSpec(model.drafter_name, split_settings(model.drafter_settings))
+    drafter = model.drafter_spec
     drafter.check()
-    if plot is not None:
-        plots.check(plot)
-    if out is not None:
-        if out.is_dir():
-            raise InputError(f"--out is the file to write, and '{out}' is a folder")
-        make_folder(out.parent)
+    plots.check(plot)
+    check_out_file(out)
     labels = [(method.drafter or drafter).label for method in methods]
-    profiles = None if options.profile is None else read_profiles(options.profile, labels)
-    prompts = load_tasks(words(options.tasks, "--tasks"), options.limit)
-    target, drafter = _load(model, drafter, options.widen)
-    result = _begin(target, methods, drafter, prompts, settings, options)
-    interrupted = False
-    try:
-        _measure(result, target, methods, drafter, prompts, settings, profiles, out, model.trust_remote_code)
-    except KeyboardInterrupt:
-        interrupted = True
-        console.note("stopped; what is finished is kept")
-    told = result.as_dict()
-    _write(result, out)
-    if plot is not None and result.methods:
-        speed_plot.plot(told, plot)
-    if json:
-        console.print_json(told, indent=2)
-    else:
-        show(told)
-    if interrupted:
-        raise typer.Exit(ON_INTERRUPT)
-
-
-def _load(model: ModelOptions, drafter: DrafterSpec, widen: str | None) -> tuple[Target, DrafterSpec]:
-    from windfall.bench.speed.speed import widened
-    from windfall.engine import loading
-
-    how: dict[str, Any] = {"device": model.device, "dtype": model.dtype, "trust_remote_code": model.trust_remote_code}
-    with loading_model():
-        target = loading.as_target(model.target, **how)
-        return (target, drafter) if widen is None else widened(target, drafter, widen)
-
-
-def _begin(
-    target: Target,
-    methods: list[Method],
-    drafter: DrafterSpec,
-    prompts: list[Prompt],
-    settings: Settings,
-    options: SpeedOptions,
-) -> Result:
-    """A result that says where it comes from, and nothing yet."""
-    from windfall.bench.paths import shorten
-    from windfall.bench.provenance import describe
-    from windfall.bench.speed.speed import Result
-
-    about = describe({}, target, prompts, ["windfall", *sys.argv[1:]])
+    profiles = None if options.profile is None else runner.read_profiles(options.profile, labels)
+    tasks = words(options.tasks, "--tasks")
+    prompts = load_tasks(tasks, options.limit)
+    target = model.load_target()
+    if options.widen is not None:
+        target, drafter = widened(target, drafter, options.widen)
+    about = provenance.describe({}, target, prompts, command_line())
     about["drafters"] = {drafter.label: None}
     chosen = {
         "methods": [method.label for method in methods],
-        "tasks": [shorten(name) for name in words(options.tasks, "--tasks")],
+        "tasks": list(map(shorten, tasks)),
         "limit": options.limit,
         "drafter": drafter.label,
         "widen": options.widen,
         **dataclasses.asdict(settings),
     }
-    return Result(shorten(target.name), about, chosen)
+    result, interrupted = Result(shorten(target.name), about, chosen), False
 
+    def attach_costs(measured: Any) -> dict[str, Any]:
+        engines = {each.drafter.label: each.engine for each in measured if each.drafter is not None}
+        result.provenance["drafters"] = provenance.describe(engines, target, (), ())["drafters"]
+        return runner.attach_costs(measured, profiles)
 
-def _measure(
-    result: Result,
-    target: Target,
-    methods: list[Method],
-    drafter: DrafterSpec,
-    prompts: list[Prompt],
-    settings: Settings,
-    profiles: dict[str, Any] | None,
-    out: Path | None,
-    trust_remote_code: bool,
-) -> None:
-    from windfall.bench.provenance import describe
-    from windfall.bench.runner import attach_costs
-    from windfall.bench.speed.speed import measure
+    def save(found: Result) -> None:
+        write_json(out, found.as_dict(), indent=1)
 
-    def attach(contenders: Any) -> dict[str, Any]:
-        engines = {each.drafter.label: each.engine for each in contenders if each.drafter is not None}
-        result.provenance["drafters"] = describe(engines, target, (), ())["drafters"]
-        return attach_costs(contenders, profiles)
-
-    with _bars() as tell:
-        measure(
-            result, target, methods, drafter, prompts, settings, attach, lambda found: _write(found, out), tell,
-            trust_remote_code,
-        )  # fmt: skip
-
-
-def _write(result: Result, out: Path | None) -> None:
-    if out is not None:
-        import json
-
-        from windfall.core.files import replace_text
-
-        replace_text(out, json.dumps(result.as_dict(), indent=1) + "\n")
+    try:
+        with _bars() as progress:
+            work = result, target, methods, drafter, prompts, settings
+            measure(*work, attach_costs, save, progress, model.trust_remote_code)
+    except KeyboardInterrupt:
+        interrupted = True
+        console.note("stopped; finished measurements are kept")
+    save(result)
+    report = result.as_dict()
+    if plot is not None and result.methods:
+        speed_plot.plot(report, plot)
+    if json:
+        console.print_json(report, indent=2)
+    else:
+        show(report)
+    if interrupted:
+        raise typer.Exit(ON_INTERRUPT)
 
 
 @contextlib.contextmanager
 def _bars() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar for each part of the work, one after the other."""
+    """A progress bar for each part of the work, one after the other."""
+    bars: dict[str, Callable[..., None]] = {}
+    with contextlib.ExitStack() as stack:
 
-    shown: dict[str, Callable[[int, int], None]] = {}
-    with contextlib.ExitStack() as bars:
+        def progress(part: str, done: int, total: int) -> None:
+            if part not in bars:
+                stack.close()
+                bars[part] = stack.enter_context(console.progress(part, counts=True))
+            bars[part](done, total)
 
-        def tell(part: str, done: int, total: int) -> None:
-            if part not in shown:
-                bars.close()
-                shown[part] = bars.enter_context(console.counted(part))
-            shown[part](done, total)
-
-        yield tell
+        yield progress
 
 
 # ---- what is printed
 
 
-def show(told: dict[str, Any]) -> None:
-    """All tables of a result."""
-    out, passes = console.stdout(), told["passes"]
-    regimes = dict.fromkeys((row["temperature"], row["coupled"]) for row in told["methods"])
+def show(report: dict[str, Any]) -> None:
+    """Print all tables of a result."""
+    out, passes = console.stdout(), report["passes"]
+    regimes = dict.fromkeys((row["temperature"], row["coupled"]) for row in report["methods"])
     for regime in regimes:
-        rows = [row for row in told["methods"] if (row["temperature"], row["coupled"]) == regime]
-        out.print(_methods(rows, f"{told['target']}, {_regime(*regime)}"))
+        rows = [row for row in report["methods"] if (row["temperature"], row["coupled"]) == regime]
+        out.print(_method_table(rows, f"{report['target']}, {_regime(*regime)}"))
     for name, by in (("rows", "rows"), ("lengths", "context")):
         if passes.get(name):
-            out.print(_passes(passes[name], f"{told['target']}, verify pass by {by}"))
+            out.print(_pass_table(passes[name], f"{report['target']}, verify pass by {by}"))
     if "skipped" in passes:
         out.print(Text(f"No passes were timed: {passes['skipped']}", style="yellow"))
     if launches := passes.get("launches"):
         out.print(Text("Launches: " + ", ".join(f"{name} {count:g}" for name, count in launches.items())))
-    if told["memory"]:
-        out.print(Text(f"Memory: {told['memory']['bandwidth'] / 1e9:.0f} GB/s, measured by a copy", style="dim"))
+    if report["memory"]:
+        bandwidth = report["memory"]["bandwidth"] / 1e9
+        out.print(Text(f"Memory bandwidth: {bandwidth:.0f} GB/s, measured with a copy", style="dim"))
 
 
 def _regime(temperature: float, coupled: bool | None) -> str:
     return f"temperature {temperature:g}" + ("" if coupled is None else ", coupled" if coupled else ", uncoupled")
 
 
-def _methods(rows: list[dict[str, Any]], title: str) -> Figures:
+def _method_table(rows: list[dict[str, Any]], title: str) -> Figures:
     columns = ("method", "tokens/s", "tau", "cycle", "draft", "verify", "rest", "x none", "x HF", "memory", "same")
-    made = Figures(columns, title, least=("rest", "draft", "verify", "cycle", "memory", "same", "x HF", "tau"))
+    table = Figures(columns, title, least=("rest", "draft", "verify", "cycle", "memory", "same", "x HF", "tau"))
     for row in rows:
-        split, seen = row["split"] or {}, row["inside"] or {}
-        rest = seen.get("rest_share", split.get("rest_share"))
-        same = "" if row["texts"] is None else f"{row['same_texts']}/{row['texts']}"
-        made.add(
+        split, inside = row["split"] or {}, row["inside"] or {}
+        table.add(
             row["method"],
             _number(row["tokens_per_second"], "{:.0f}" if (row["tokens_per_second"] or 0) >= 100 else "{:.1f}"),
             _number(row["tau"], "{:.2f}"),
             _number(row["cycle_seconds"], "{:.2f}", 1000),
             _number(split.get("draft_ms"), "{:.2f}"),
             _number(split.get("verify_ms"), "{:.2f}"),
-            _number(rest, "{:.0f}%", 100),
+            _number(inside.get("rest_share", split.get("rest_share")), "{:.0f}%", 100),
             _number(row["over_none"], "{:.2f}"),
             _number(row["over_hf"], "{:.1f}"),
             _number(row["memory_overhead"], "{:+.1f}%", 100),
-            same,
+            "" if row["texts"] is None else f"{row['same_texts']}/{row['texts']}",
         )
-    return made
+    return table
 
 
-def _passes(rows: list[dict[str, Any]], title: str) -> Figures:
+def _pass_table(rows: list[dict[str, Any]], title: str) -> Figures:
     columns = ("context", "rows", "ms", "with the walk", "x first", "MB read", "floor ms", "x floor")
-    made = Figures(columns, title, least=("MB read", "x first", "floor ms", "with the walk", "x floor"))
+    table = Figures(columns, title, least=("MB read", "x first", "floor ms", "with the walk", "x floor"))
     for row in rows:
-        made.add(
+        table.add(
             f"{row['length']}" + (" (beyond)" if row.get("beyond_context") else ""),
             str(row["rows"]),
             _number(row["seconds"], "{:.3f}", 1000),
@@ -295,7 +208,7 @@ def _passes(rows: list[dict[str, Any]], title: str) -> Figures:
             _number(row["floor_seconds"], "{:.3f}", 1000),
             _number(row["over_floor"], "{:.2f}"),
         )
-    return made
+    return table
 
 
 def _number(value: float | None, shape: str, factor: float = 1) -> str:

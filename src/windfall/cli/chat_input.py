@@ -1,15 +1,15 @@
-"""The messages of a user: typed or pasted at a terminal, or read from a pipe."""
+"""The user's messages: typed or pasted at a terminal, or read from a pipe."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windfall.core.errors import InputError
+from windfall.prompts.reading import piped_lines
 from windfall.render import console
 
 if TYPE_CHECKING:
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from prompt_toolkit.history import History
     from prompt_toolkit.key_binding import KeyBindings
 
-QUOTES = '"""'  # a line of its own before and after a message of several lines
+QUOTES = '"""'  # a line with these quotes begins and ends a message of several lines
 PROMPT, CONTINUATION = "> ", "  "
 TAKES_FILES = ("/save ", "/load ")
 
-Complete = Callable[[str], list[str]]  # the text before the cursor → words that can take the place of its last one
+Complete = Callable[[str], list[str]]  # text before the cursor → words that can complete its last word
 
 
 def at_terminal() -> bool:
@@ -32,20 +32,24 @@ def at_terminal() -> bool:
 def messages(history: Path | None, complete: Complete) -> Iterator[str]:
     """The user's messages, until Ctrl-D or the end of the pipe.
 
-    At a terminal with prompt_toolkit, pasted text is one message. Without prompt_toolkit, and in a pipe, each line is
-    a message, unless lines of three quotes stand around several.
+    At a terminal, pasted text is one message. In a pipe, each line is a message, except between lines of three quotes.
     """
     if not at_terminal():
-        return joined(console.piped_lines())
-    if importlib.util.find_spec("prompt_toolkit") is None:
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401 (gives `input` line editing and a history)
-        return joined(_typed(lambda: input(PROMPT)), strict=False)
+        yield from joined(piped_lines())
+        return
     session = editor(history, complete)
-    return _typed(lambda: session.prompt(PROMPT))
+    while True:
+        try:
+            typed = session.prompt(PROMPT)
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            console.note("/exit or Ctrl-D ends the chat")
+            continue
+        yield typed
 
 
-def joined(lines: Iterable[str], strict: bool = True) -> Iterator[str]:
+def joined(lines: Iterable[str]) -> Iterator[str]:
     """Messages from lines; the lines between two lines of three quotes are one message."""
     block: list[str] | None = None
     for line in lines:
@@ -57,27 +61,12 @@ def joined(lines: Iterable[str], strict: bool = True) -> Iterator[str]:
             block.append(line)
         else:
             yield line.strip()
-    if block is not None and strict:
+    if block is not None:
         raise InputError(f"the message that begins with {QUOTES} has no line {QUOTES} at its end")
 
 
-def _typed(ask: Callable[[], str]) -> Iterator[str]:
-    while True:
-        try:
-            typed = ask()
-        except EOFError:
-            return
-        except KeyboardInterrupt:
-            console.note("/exit or Ctrl-D leaves")
-            continue
-        yield typed
-
-
-# ---- prompt_toolkit
-
-
 def editor(history: Path | None, complete: Complete, **more: Any) -> PromptSession[str]:
-    """Enter sends, Alt-Enter makes a new line, the arrows go through the history, Tab completes."""
+    """A prompt_toolkit editor: Enter sends, Alt-Enter starts a new line, arrows browse the history, Tab completes."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.layout.processors import TabsProcessor
     from prompt_toolkit.output import create_output
@@ -102,7 +91,7 @@ def _keys() -> KeyBindings:
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
     keys = KeyBindings()
-    quoted = False  # whether the opening quotes were typed: those of pasted text mean nothing
+    quoted = False  # whether the opening quotes were typed; quotes in pasted text have no meaning
 
     @keys.add("enter")
     def send(event: KeyPressEvent) -> None:
@@ -140,19 +129,19 @@ def _keys() -> KeyBindings:
 def _history(file: Path | None) -> History:
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
-    class Kept(FileHistory):
+    class SavedHistory(FileHistory):
         def store_string(self, string: str) -> None:
             with contextlib.suppress(OSError, UnicodeEncodeError):  # a full disk does not end a conversation
                 super().store_string(string)
 
-    return InMemoryHistory() if file is None else Kept(str(file))
+    return InMemoryHistory() if file is None else SavedHistory(str(file))
 
 
 def _completer(complete: Complete) -> Completer:
     from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
     from prompt_toolkit.document import Document
 
-    class Words(Completer):
+    class WordCompleter(Completer):
         def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
             text = document.text_before_cursor
             for start in TAKES_FILES:
@@ -164,4 +153,4 @@ def _completer(complete: Complete) -> Completer:
             for each in complete(text):
                 yield Completion(each, start_position=-len(word))
 
-    return Words()
+    return WordCompleter()

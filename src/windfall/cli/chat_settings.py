@@ -1,4 +1,4 @@
-"""`/set` in a chat: the sampling options of the command line, shown, changed and restored."""
+"""`/set` in a chat: list, change and restore the sampling options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEFAULT = "default"  # the value that resets an option
 
 
 def flag(name: str) -> str:
-    """An option's name as the command line has it, without the dashes before it."""
+    """An option's name as on the command line, without the leading dashes."""
     return name.replace("_", "-")
 
 
@@ -26,20 +26,23 @@ def names() -> list[str]:
 
 
 def changed(options: SamplingOptions, text: str) -> SamplingOptions:
-    """The options with a change such as `temperature 0.7` or `stop "###" END`; what is wrong is refused."""
+    """The options after a change such as `temperature 0.7` or `stop "###" END`."""
     name, value = _split(text)
     hint = _hints()[name]
     if value == DEFAULT:
         found = getattr(SamplingOptions(), name)
     elif typing.get_origin(hint) is list:
-        found = _words(value)
+        try:
+            found = shlex.split(value)
+        except ValueError as error:
+            raise InputError(f"cannot read {value}: {str(error).lower()}") from None
     else:
         found = parse_value(value, hint, flag(name))
     return _checked(dataclasses.replace(options, **{name: found}))
 
 
 def restored(saved: Mapping[str, Any]) -> SamplingOptions:
-    """The options of a saved conversation; those that it does not name have their defaults."""
+    """The options of a saved conversation; options that it does not contain have their defaults."""
     hints = _hints()
     for name, value in saved.items():
         if name not in hints:
@@ -49,9 +52,10 @@ def restored(saved: Mapping[str, Any]) -> SamplingOptions:
     return _checked(SamplingOptions(**saved))
 
 
-def shown(options: SamplingOptions) -> str:
+def listed(options: SamplingOptions) -> str:
     """The name, value and meaning of each option."""
-    rows = [(flag(name), _written(getattr(options, name)), _help(name)) for name in _hints()]
+    fields = dataclasses.fields(options)
+    rows = [(flag(f.name), _written(getattr(options, f.name)), str(f.metadata["help"])) for f in fields]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return "\n".join(f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in rows)
 
@@ -63,19 +67,12 @@ def setting(options: SamplingOptions, text: str) -> str:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """`temperature 0.7`, `--top-p=0.9` or `seed` → the option's field and the text of the value."""
+    """The name of the field and the text of the value, from `temperature 0.7`, `--top-p=0.9` or `seed`."""
     match = re.fullmatch(r"-*([\w-]*)(?:\s*=\s*|\s+|$)(.*)", text, re.DOTALL)
     name = match[1].replace("-", "_") if match else text
     if match is None or name not in _hints():
         raise InputError(f"there is no sampling option '{flag(name)}'; there are {', '.join(names())}")
     return name, match[2].strip()
-
-
-def _words(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise InputError(f"cannot read {text}: {str(error).lower()}") from None
 
 
 def _checked(options: SamplingOptions) -> SamplingOptions:
@@ -84,16 +81,13 @@ def _checked(options: SamplingOptions) -> SamplingOptions:
 
 
 def _hints() -> dict[str, Any]:
-    return typing.get_type_hints(SamplingOptions)
-
-
-def _help(name: str) -> str:
-    annotated = typing.get_type_hints(SamplingOptions, include_extras=True)[name]
-    return str(annotated.__metadata__[0].help)
+    """The type of each option."""
+    hints = typing.get_type_hints(SamplingOptions)
+    return {field.name: hints[field.name] for field in dataclasses.fields(SamplingOptions)}
 
 
 def _is_of(value: Any, hint: Any) -> bool:
-    """Whether a value from JSON has this type; a whole number is a float too."""
+    """Whether a value from JSON has this type; an int is also a float."""
     if typing.get_origin(hint) is list:
         return isinstance(value, list) and all(isinstance(each, str) for each in value)
     kinds = typing.get_args(hint) or (hint,)

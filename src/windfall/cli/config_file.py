@@ -1,9 +1,11 @@
-"""Defaults for the command line, from a TOML file."""
+"""The config file: defaults for the options that the commands share, in TOML."""
 
 from __future__ import annotations
 
 import os
 import sys
+import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,49 +17,50 @@ else:
     import tomli as tomllib
 
 VARIABLE = "WINDFALL_CONFIG"
-TEXT, FLAG, WHOLE, NUMBER, OPTIONS = (str,), (bool,), (int,), (int, float), (dict,)
-KEYS: dict[str, tuple[type, ...]] = {  # what the file may hold, in the words of `windfall.load` and SamplingParams
-    "target": TEXT,
-    "drafter": TEXT,
-    "drafter_options": OPTIONS,
-    "policy": TEXT,
-    "policy_options": OPTIONS,
-    "preset": TEXT,
-    "device": TEXT,
-    "dtype": TEXT,
-    "trust_remote_code": FLAG,
-    "coupled": FLAG,
-    "graphs": FLAG,
-    "compile": FLAG,
-    "exact": FLAG,
-    "host_policies": FLAG,
-    "max_new_tokens": WHOLE,
-    "temperature": NUMBER,
-    "top_k": WHOLE,
-    "top_p": NUMBER,
-    "min_p": NUMBER,
-    "repetition_penalty": NUMBER,
-    "presence_penalty": NUMBER,
-    "frequency_penalty": NUMBER,
-    "seed": WHOLE,
+KEY_NAMES = {  # options whose key in the file has another name, that of `windfall.load`
+    "drafter_settings": "drafter_options",
+    "settings": "policy_options",
+    "uncoupled": "coupled",
+    "no_graphs": "graphs",
 }
-WORDS = {
-    TEXT: "text",
-    FLAG: "true or false",
-    WHOLE: "a whole number",
-    NUMBER: "a number",
-    OPTIONS: "a table of options",
+NEGATED = ("coupled", "graphs")  # keys whose flag says the opposite
+NOT_IN_FILE = ("logit_bias", "stop", "ignore_eos")  # options that the file cannot set
+TYPES: dict[Any, tuple[tuple[type, ...], str]] = {  # type of an option: types of its value in the file, in words
+    str | None: ((str,), "text"),
+    bool: ((bool,), "true or false"),
+    int: ((int,), "a whole number"),
+    int | None: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
+    list[str]: ((dict,), "a table of options"),
 }
+REPLACED_BY_FLAG = {  # a flag on the command line: the keys that are then ignored
+    "target": ("drafter", "drafter_options"),
+    "drafter": ("drafter_options",),
+    "policy": ("policy", "preset", "policy_options"),
+    "preset": ("policy", "preset", "policy_options"),
+}
+
+
+def keys() -> dict[str, Any]:
+    """The keys that the file may have, each with the type of its option."""
+    from windfall.cli.options import ModelOptions, PolicyOptions, SamplingOptions
+
+    options = {
+        name: hint
+        for record in (ModelOptions, PolicyOptions, SamplingOptions)
+        for name, hint in typing.get_type_hints(record).items()
+    }
+    return {KEY_NAMES.get(name, name): hint for name, hint in options.items() if name not in NOT_IN_FILE}
 
 
 def usual_file() -> Path:
-    """Where the file is looked for unless the environment names another."""
+    """The file that is read if the environment names no other."""
     shared = os.environ.get("XDG_CONFIG_HOME")
     return (Path(shared).expanduser() if shared else Path.home() / ".config") / "windfall" / "config.toml"
 
 
 def file_in_use() -> Path | None:
-    """The file that the commands read, if there is one; an empty WINDFALL_CONFIG stands for none."""
+    """The file that the commands read, if there is one; an empty WINDFALL_CONFIG means no file."""
     named = os.environ.get(VARIABLE)
     if named is None:
         return usual_file() if usual_file().exists() else None
@@ -65,7 +68,7 @@ def file_in_use() -> Path | None:
 
 
 def read() -> dict[str, Any]:
-    """The defaults in the file that is in use; none without a file."""
+    """The defaults in the file in use; empty without a file."""
     file = file_in_use()
     return {} if file is None else parse(file)
 
@@ -78,11 +81,32 @@ def parse(file: Path) -> dict[str, Any]:
         raise InputError(f"cannot read the config file '{file}': {error.strerror}") from None
     except ValueError as error:
         raise InputError(f"the config file '{file}' is not valid TOML: {error}") from None
+    known = keys()
     for key, value in found.items():
-        if key not in KEYS:
-            raise InputError(f"the config file '{file}' has an unknown key '{key}'; it may have: {', '.join(KEYS)}")
-        if not isinstance(value, KEYS[key]) or (isinstance(value, bool) and KEYS[key] != FLAG):
-            raise InputError(f"the config file '{file}': {key} must be {WORDS[KEYS[key]]}, not {value!r}")
+        if key not in known:
+            raise InputError(f"the config file '{file}' has an unknown key '{key}'; it may have: {', '.join(known)}")
+        types, words = TYPES[known[key]]
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            raise InputError(f"the config file '{file}': {key} must be {words}, not {value!r}")
     if {"policy", "preset"} <= {*found}:
         raise InputError(f"the config file '{file}' has a policy and a preset; a preset names a policy: keep one")
-    return {key: os.path.expanduser(value) if KEYS[key] == TEXT else value for key, value in found.items()}
+    return {key: os.path.expanduser(value) if isinstance(value, str) else value for key, value in found.items()}
+
+
+def defaults(values: Mapping[str, Any], given: set[str]) -> dict[str, Any]:
+    """The options that the file changes.
+
+    values: the command's options that the file may set; given: the names of those on the command line.
+    """
+    ignored = {key for flag in given for key in REPLACED_BY_FLAG.get(flag, ())}
+    changed: dict[str, Any] = {}
+    option_names = {key: name for name, key in KEY_NAMES.items()}
+    for key, value in read().items():
+        name = option_names.get(key, key)
+        if name not in values or key in ignored:
+            continue
+        if isinstance(value, dict):  # the command line's settings come last and so override the file's
+            changed[name] = [*(f"{option}={each}" for option, each in value.items()), *values[name]]
+        elif name not in given:
+            changed[name] = not value if key in NEGATED else value
+    return changed

@@ -1,4 +1,4 @@
-"""Saved conversations: the JSON format, and the folder in which `windfall chat` keeps them."""
+"""Saved conversations: the JSON format, and the folder where `windfall chat` saves them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ KINDS = {"model": (str, "text"), "messages": (list, "a list"), "sampling": (dict
 class Conversation:
     """The messages of a user and a model, and the settings of the answers."""
 
-    model: str = ""  # name, for a reader
-    target: str | None = None  # what --target takes; None: the embedded model
+    model: str = ""  # its name
+    target: str | None = None  # value of --target; None: the embedded model
     system: str | None = None
     messages: tuple[dict[str, str], ...] = ()
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # options by the names of the command line
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # values by the names of SamplingOptions
 
     def prompt(self) -> list[dict[str, str]]:
-        """All messages, as a chat template takes them."""
+        """All messages, for a chat template."""
         opening = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*opening, *self.messages]
 
@@ -50,7 +50,7 @@ class Conversation:
 
 
 def to_json(conversation: Conversation) -> str:
-    told = {
+    record = {
         "format": FORMAT,
         "version": VERSION,
         "model": conversation.model,
@@ -59,11 +59,11 @@ def to_json(conversation: Conversation) -> str:
         "messages": list(conversation.messages),
         "sampling": dict(conversation.sampling),
     }
-    return json.dumps(told, indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(record, indent=2, ensure_ascii=False) + "\n"
 
 
 def from_json(text: str) -> Conversation:
-    """The conversation in this text; InputError says what is wrong with it."""
+    """The conversation in this text; raises InputError if it is not valid."""
     try:
         found = parse_json(text)
     except ValueError as error:
@@ -101,12 +101,12 @@ def write(file: Path, conversation: Conversation) -> None:
     """Replace the file in one step; only its owner can read it."""
     text = to_json(conversation)
     if not is_unicode(text):
-        raise InputError("the conversation holds text that is not valid Unicode, and cannot be saved")
+        raise InputError("the conversation contains text that is not valid Unicode and cannot be saved")
     replace_text(file, text, PRIVATE_FILE)
 
 
 def write_new(file: Path, conversation: Conversation) -> None:
-    """Write to a file that a user named; a file that is not a conversation is not overwritten."""
+    """Write to a file that the user named; refuses to overwrite a file that is not a conversation."""
     if file.exists():
         try:
             read(file)
@@ -119,7 +119,7 @@ def write_new(file: Path, conversation: Conversation) -> None:
 
 
 def data_dir() -> Path:
-    """The folder for what belongs to the user: conversations and the history of typed messages."""
+    """The folder for conversations and the history of typed messages."""
     if own := os.environ.get("WINDFALL_DATA"):
         return Path(own).expanduser()
     if shared := os.environ.get("XDG_DATA_HOME"):
@@ -139,7 +139,7 @@ def folder() -> Path:
 
 
 def prepare() -> Path:
-    """Make the data folder and an empty history, readable by their owner only; returns the history's file."""
+    """Make the data folder and the history file, readable by their owner only; returns the history file."""
     make_folder(data_dir().parent)
     history = data_dir() / "history"
     try:
@@ -152,7 +152,7 @@ def prepare() -> Path:
 
 
 def last() -> Path:
-    """The file that was written last."""
+    """The conversation that was saved last."""
     files = [(file.stat().st_mtime_ns, file) for file in folder().glob("*.json")]
     if not files:
         raise InputError(f"there is no conversation to continue in '{folder()}'; `windfall chat` starts one")
@@ -160,22 +160,22 @@ def last() -> Path:
 
 
 class Autosave:
-    """Keeps the conversation under way in a file of its own in the data folder.
+    """Saves the running conversation to a file in the data folder.
 
-    A file that something else has changed or removed since the last save is left alone, and a new one is begun: two
-    chats that continue the same conversation do not overwrite each other.
+    If another process has changed or removed the file since the last save, a new file is started: two chats that
+    continue the same conversation do not overwrite each other.
     """
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """The next save begins a new file."""
+        """Use a new file from the next save on."""
         self.file = folder() / f"{datetime.now():%Y-%m-%d-%H%M%S}-{uuid.uuid4().hex[:6]}.json"
         self._stamp = _stamp(self.file)
 
     def follow(self, file: Path) -> None:
-        """Save to this file from now on if it lies in the data folder, else to a new one."""
+        """Save to this file from now on if it is in the data folder, otherwise to a new one."""
         self.begin()
         if file.resolve().parent == folder().resolve():
             self.file, self._stamp = file, _stamp(file)
@@ -188,7 +188,7 @@ class Autosave:
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:
-    """What changes whenever a file is replaced or written; None if there is none."""
+    """Changes whenever the file is replaced or written; None without a file."""
     try:
         found = file.stat()
     except OSError:

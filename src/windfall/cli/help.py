@@ -1,14 +1,18 @@
-"""`--help`: flags are shown without a type, and in narrow terminals options are listed one below another."""
+"""`--help`: flags are shown without a type, and narrow terminals get a list of options instead of tables."""
 
 from __future__ import annotations
 
 import shutil
 import textwrap
+from collections.abc import Callable
 from typing import Any
 
+import typer
 from typer.core import TyperCommand, TyperGroup
 
-NARROW = 72  # columns below which typer's tables cut the names of options
+from windfall.cli.declare import takes_options
+
+MIN_TABLE_COLUMNS = 72  # in narrower terminals typer's tables cut the names of options
 INDENT = 4
 
 
@@ -28,18 +32,32 @@ class Command(_Flags, TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         width = shutil.get_terminal_size().columns
-        if width < NARROW:
-            formatter.write(listed(self, ctx, width))
+        if width < MIN_TABLE_COLUMNS:
+            formatter.write(help_list(self, ctx, width))
         else:
             super().format_help(ctx, formatter)
 
 
 class Group(_Flags, TyperGroup):
-    """Commands under one name."""
+    """A group of commands."""
 
 
-def listed(command: Any, ctx: Any, width: int) -> str:
-    """The help of a command with each option on a line of its own and its meaning below it, under panel titles."""
+def make_group(help: str, *commands: Callable[..., None], cls: type[Group] = Group) -> typer.Typer:
+    """A typer application with these commands."""
+    app = typer.Typer(
+        cls=cls,
+        help=help,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    for command in commands:
+        app.command(cls=Command)(takes_options(command))
+    return app
+
+
+def help_list(command: Any, ctx: Any, width: int) -> str:
+    """The help of a command with each option on its own line and the explanation below it."""
     usage = f"Usage: {ctx.command_path} {' '.join(command.collect_usage_pieces(ctx))}"
     parts = [_filled(usage, width), *(_filled(text, width) for text in (command.help or "").split("\n\n") if text)]
     panels: dict[str, list[tuple[str, str]]] = {}

@@ -1,56 +1,50 @@
-"""`windfall report`: what a benchmark's records say, as a page to look at."""
+"""`windfall report`: a page with the results of benchmarks."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from windfall.cli.options import ModelOptions, takes_records
+from windfall.cli.declare import argument, option
+from windfall.cli.options import ModelOptions
+from windfall.core.errors import InputError
 from windfall.render import console
 
+EXAMPLE_TOKENS = 48  # of the text whose trees are drawn
 
-@takes_records
+
 def report(
-    folders: Annotated[list[Path], typer.Argument(help="Folders that `windfall bench run` wrote.", metavar="DIR")],
     model: ModelOptions,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", help="The page, a .html or .md file; none: report.html in DIR. Several folders need it."),
-    ] = None,
-    notes: Annotated[
-        Path | None,
-        typer.Option("--notes", help="Markdown file with what to say under a table, by its name: ## salf-t1."),
-    ] = None,
-    trees: Annotated[
-        bool, typer.Option("--trees", help="Draw an example tree for each method, with the model given here.")
-    ] = False,
-    prompt: Annotated[
-        str, typer.Option("--prompt", help="What the example trees answer.")
-    ] = "Count from one to twenty in words.",
+    folders: list[Path] = argument(..., "Folders that `windfall bench run` wrote.", metavar="DIR"),
+    out: Path | None = option(
+        None, "The page: a .html or .md file. Default: report.html in DIR. Required for several folders."
+    ),
+    notes: Path | None = option(
+        None, "Markdown file with notes for the tables; each note has the table's name as its heading (## salf-t1)."
+    ),
+    trees: bool = option(False, "Draw an example tree for each method, with the model given here."),
+    prompt: str = option("Count from one to twenty in words.", "Prompt of the example trees."),
 ) -> None:
-    """Make a page from a benchmark's folder: summary, tables, figures; also report.md and report.csv in the folder.
+    """Make a page from the folder of a benchmark, with summary, tables and figures.
 
-    From several folders, with notes, or as a .md file: a page of the papers' tables with these runs' rows among theirs.
+    The folder also gets report.md and report.csv. Several folders, --notes or a .md file make a page of the papers'
+    tables instead, with the rows of these runs next to the published ones.
     """
-    from windfall.bench.report import page as reports
-    from windfall.bench.report import results_page
-    from windfall.core.types import InputError
+    from windfall.bench.report import page, results_page
 
     if out is not None and out.suffix not in (".html", ".md"):
         raise InputError(f"--out is a .html or a .md file, not '{out}'")
-    if out is None and (len(folders) > 1 or notes is not None):
-        raise InputError("several folders, or notes, make a page of their own: --out FILE.html or --out FILE.md")
+    several = len(folders) > 1 or notes is not None
+    if out is None and several:
+        raise InputError("several folders or --notes need a name for the page: --out FILE.html or --out FILE.md")
     if trees:
         for folder in folders:
             _draw_trees(folder, model, prompt)
     with console.progress("Drawing") as progress:
-        if out is not None and (out.suffix == ".md" or len(folders) > 1 or notes is not None):
+        if out is not None and (several or out.suffix == ".md"):
             results_page.write(folders, out, notes, progress)
             written = [out]
         else:
-            written = reports.write(folders[0], out, progress)
+            written = page.write(folders[0], out, progress)
     for file in written:
         print(file)
 
@@ -58,10 +52,10 @@ def report(
 def _draw_trees(folder: Path, model: ModelOptions, prompt: str) -> None:
     from windfall.bench.methods import DrafterSpec
     from windfall.bench.reading import load
-    from windfall.bench.report import page as reports
+    from windfall.bench.report import page
 
     run = load(folder)
     engine = model.load("none")
     drafter = DrafterSpec(model.drafter_name).short_name
     with console.progress("Drawing trees") as progress:
-        reports.draw_trees(engine, drafter, run, folder, prompt, {"max_new_tokens": 48}, progress)
+        page.draw_trees(engine, drafter, run, folder, prompt, {"max_new_tokens": EXAMPLE_TOKENS}, progress)

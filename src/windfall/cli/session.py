@@ -1,14 +1,20 @@
-"""A loaded engine at work for a person: texts are streamed, Ctrl-C keeps what is there, exits have codes."""
+"""Generating texts for a command: streaming, Ctrl-C, warm-up, JSON files and exit codes."""
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from windfall.core.errors import InputError
+from windfall.core.files import make_folder, replace_text
 from windfall.render import console
 
 if TYPE_CHECKING:
@@ -17,13 +23,13 @@ if TYPE_CHECKING:
 
 DIFFERENT, BAD_INPUT, ON_INTERRUPT, ON_BROKEN_PIPE = 1, 2, 130, 141  # exit codes
 INTERRUPTED = "interrupted"  # finish reason
-WARM_UP = 8  # tokens before anything is timed
-LONG_PROMPT = 512  # tokens; shorter prompts are read in a moment
+WARM_UP_TOKENS = 8  # generated before anything is timed
+LONG_PROMPT_TOKENS = 512  # the prefill of such a prompt is announced
 
 
 @dataclass(frozen=True)
 class Session:
-    """A loaded engine, how tokens are drawn, and how the text is shown."""
+    """A loaded engine, its sampling options, and how the text is shown."""
 
     engine: Engine
     names: dict[str, str]  # of the drafter and the policy
@@ -33,7 +39,7 @@ class Session:
     coloured: bool = False
 
     def answer(self, prompt: Prompt) -> Generation:
-        """Generate and show a text; Ctrl-C ends it early and keeps what is there."""
+        """Generate and show a text; Ctrl-C ends it and keeps the tokens so far."""
         generation = _collect(self.engine.stream(prompt, raw=self.raw, **self.sampling), self._show())
         if not self.json:
             console.end_text(generation, self.coloured)
@@ -44,6 +50,7 @@ class Session:
         return generation
 
     def report(self, generation: Generation) -> dict[str, Any]:
+        """The object that `--json` prints."""
         source = {"target": self.engine.target.name, **self.names, "seed": generation.seed}
         return {**console.as_record(generation), **source}
 
@@ -53,33 +60,31 @@ class Session:
         return console.DraftColours(self.engine, self.sampling["stop"]) if self.coloured else console.show_text
 
 
-def with_seed(sampling: dict[str, Any], tell: bool = False) -> dict[str, Any]:
-    """The same keywords with one seed for all texts to come; a fresh one is printed on stderr if `tell`."""
+def with_seed(sampling: dict[str, Any], announce: bool = False) -> dict[str, Any]:
+    """The same keywords with a fixed seed. `announce`: print a newly chosen seed on stderr."""
     from windfall.core.types import SamplingParams
 
     params = SamplingParams(**sampling).seeded()
-    if tell and params.seed != sampling["seed"]:
+    if announce and params.seed != sampling["seed"]:
         console.note(f"seed {params.seed}")
     return {**sampling, "seed": params.seed}
 
 
-def record(engine: Engine, sampling: dict[str, Any]) -> None:
-    """On a GPU, record the passes before the first text, and show how far that is."""
+def capture_graphs(engine: Engine, sampling: dict[str, Any]) -> None:
+    """On a GPU, capture the CUDA graphs before the first text, with a progress bar."""
     if engine.gpu_runner is not None:
-        with console.progress("Recording passes…") as told:
+        with console.progress("Capturing CUDA graphs…") as progress:
             for share in engine.warm_up(**sampling):
-                told(share)
+                progress(share)
 
 
 def warm_up(engine: Engine, prompt: Prompt, raw: bool, sampling: dict[str, Any]) -> None:
-    brief = {**sampling, "max_new_tokens": min(WARM_UP, sampling["max_new_tokens"])}
+    brief = {**sampling, "max_new_tokens": min(WARM_UP_TOKENS, sampling["max_new_tokens"])}
     engine.generate(prompt, raw=raw, **brief)
 
 
 def check_chat(engine: Engine) -> None:
-    """Refuse a target that knows no conversations."""
-    from windfall.core.types import InputError
-
+    """Refuse a target without a chat template."""
     if not getattr(engine.target.tokenizer, "chat_template", None):
         raise InputError(f"{engine.target.name} has no chat template, which chat and --system need")
 
@@ -89,10 +94,38 @@ def exit_if_interrupted(generation: Generation) -> None:
         raise typer.Exit(ON_INTERRUPT)
 
 
-def _announced(stream: Stream) -> Iterator[Step]:
-    """The steps, with a word on the terminal while a long prompt is read."""
+@contextmanager
+def stop_on_interrupt(message: str) -> Iterator[None]:
+    """Ctrl-C prints this note and exits."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.note(message)
+        raise typer.Exit(ON_INTERRUPT) from None
+
+
+def command_line() -> list[str]:
+    """What the user typed, for the provenance of results."""
+    return ["windfall", *sys.argv[1:]]
+
+
+def check_out_file(out: Path | None) -> None:
+    """Refuse a folder as `--out`, and make the folder that the file goes to."""
+    if out is not None:
+        if out.is_dir():
+            raise InputError(f"--out is the file to write, and '{out}' is a folder")
+        make_folder(out.parent)
+
+
+def write_json(out: Path | None, value: Any, indent: int = 2) -> None:
+    if out is not None:
+        replace_text(out, json.dumps(value, indent=indent) + "\n")
+
+
+def _with_message(stream: Stream) -> Iterator[Step]:
+    """The steps, with a message on the terminal during the prefill of a long prompt."""
     steps = iter(stream)
-    if stream.prompt_tokens >= LONG_PROMPT:
+    if stream.prompt_tokens >= LONG_PROMPT_TOKENS:
         with console.waiting(f"Reading {stream.prompt_tokens} prompt tokens…"):
             first = next(steps, None)
         if first is not None:
@@ -107,7 +140,7 @@ def _collect(stream: Stream, show: console.Show) -> Generation:
     times: list[float] = []
     started = time.perf_counter()
     try:
-        for step in _announced(stream):
+        for step in _with_message(stream):
             steps.append(step)
             times.append(time.perf_counter() - started)
             show(step)

@@ -1,50 +1,50 @@
-"""`windfall tree`, `policies` and `doctor`: what happens in a cycle, what there is, and whether it works."""
+"""`windfall tree`, `policies` and `doctor`: draw a draft tree, list policies and drafters, check the installation."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.text import Text
 
-from windfall.cli import complete
-from windfall.cli.options import Json, ModelOptions, PolicyOptions, PromptOptions, SamplingOptions, takes_records
+from windfall import registry
+from windfall.cli.declare import argument, complete, json_option, option
+from windfall.cli.options import ModelOptions, PolicyOptions, PromptOptions, SamplingOptions
 from windfall.cli.session import check_chat, with_seed
+from windfall.core.errors import InputError
 from windfall.core.files import replace_text
+from windfall.core.options import describe
 from windfall.core.wording import counted
+from windfall.plugins import is_reference
 from windfall.render import console
 
 
-@takes_records
 def tree(
     source: PromptOptions,
     model: ModelOptions,
     policy: PolicyOptions,
     sampling: SamplingOptions,
-    cycle: Annotated[
-        int | None, typer.Option("--cycle", help="Which cycle, from 1; none: the one that accepted most.", min=1)
-    ] = None,
-    svg: Annotated[Path | None, typer.Option("--svg", help="Write the drawing to this SVG file instead.")] = None,
+    cycle: int | None = option(None, "Number of the cycle, from 1. Default: the cycle that accepted most.", min=1),
+    svg: Path | None = option(None, "Write the drawing to this SVG file instead."),
 ) -> None:
-    """Draw the draft tree of one cycle: what was drafted, verified and accepted."""
-    from windfall.core.errors import InputError
+    """Draw the draft tree of one cycle: the drafted, verified and accepted tokens."""
     from windfall.render import tree_drawing
 
     if svg is not None and svg.suffix.lower() != ".svg":
-        raise InputError(f"--svg writes an SVG file, and '{svg}' is named otherwise")
-    prompt, keywords = source.read(), with_seed(sampling.keywords(), tell=True)
+        raise InputError(f"--svg writes an SVG file, and the name '{svg}' does not end in .svg")
+    prompt, keywords = source.read(), with_seed(sampling.keywords(), announce=True)
     engine = model.load(policy.make())
     if source.system is not None:
         check_chat(engine)
-    steps, written = [], 0
-    with console.progress("Decoding") as told:
+    steps, tokens = [], 0
+    with console.progress("Decoding") as progress:
         for step in engine.stream(prompt, raw=source.raw, **keywords):
             steps.append(step)
-            written += len(step.tokens)
-            told(written / keywords["max_new_tokens"])
+            tokens += len(step.tokens)
+            progress(tokens / keywords["max_new_tokens"])
     if cycle and cycle > len(steps):
         raise InputError(f"the text has {counted(len(steps), 'cycle')}; there is no cycle {cycle}")
     chosen = steps[cycle - 1] if cycle else max(steps, key=lambda step: step.accepted)
@@ -57,28 +57,22 @@ def tree(
 
 
 def policies(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            help="One policy, drafter or preset; or a policy of your own, FILE.py:CLASS.",
-            show_default=False,
-            autocompletion=complete.everything,
-        ),
-    ] = None,
-    json: Json = False,
-    drafters: Annotated[bool, typer.Option("--drafters", help="Only the drafters.")] = False,
+    name: str | None = argument(
+        None,
+        "A policy, drafter or preset, or a policy of your own as FILE.py:CLASS. Default: all.",
+        autocompletion=complete("policies", "drafters", "presets"),
+    ),
+    json: bool = json_option(),
+    drafters: bool = option(False, "List the drafters only."),
 ) -> None:
-    """List policies and drafters, with the options that --set and --drafter-set take, and presets of policies."""
-    with console.waiting("Looking…"):
-        from windfall import registry
-        from windfall.core.errors import InputError
+    """List policies, drafters and presets, with the options that --set and --drafter-set take."""
+    with console.waiting("Importing the policies…"):
         from windfall.engine import loading
-        from windfall.plugins import is_reference
 
-        plain = [] if drafters else registry.policies()
-        plain += [name] if name is not None and is_reference(name) else []
+        names = [] if drafters else registry.policies()
+        names += [name] if name is not None and is_reference(name) else []
         known = {
-            "policies": _entries(plain, registry.policy_class, loading.DEFAULT_POLICY),
+            "policies": _entries(names, registry.policy_class, loading.DEFAULT_POLICY),
             "drafters": _entries(registry.drafters(), registry.drafter_class, loading.default_drafter(None)),
             "presets": [] if drafters else [_preset(*entry) for entry in registry.PRESETS.items()],
         }
@@ -91,12 +85,10 @@ def policies(
         return
     for kind, entries in found.items():
         if entries:
-            console.catalogue(kind.capitalize(), entries)
+            console.print_catalogue(kind.capitalize(), entries)
 
 
 def _entries(names: list[str], find: Callable[[str], type], default: str) -> list[dict[str, Any]]:
-    from windfall.core.options import describe
-
     classes = {name: find(name) for name in names}
     return [
         {"name": name, "default": name == default, "summary": _summary(cls), "options": describe(cls)}
@@ -106,24 +98,18 @@ def _entries(names: list[str], find: Callable[[str], type], default: str) -> lis
 
 def _preset(name: str, entry: tuple[str, dict[str, Any], str]) -> dict[str, Any]:
     policy, settings, source = entry
-    given = " ".join(f"--set {key}={value}" for key, value in settings.items())
-    return {
-        "name": name,
-        "default": False,
-        "summary": f"--policy {policy} {given} ({source})",
-        "options": [],
-        "policy": policy,
-        "settings": settings,
-        "source": source,
-    }
+    flags = " ".join(f"--set {key}={value}" for key, value in settings.items())
+    summary = f"--policy {policy} {flags} ({source})"
+    about = {"name": name, "default": False, "summary": summary, "options": []}
+    return {**about, "policy": policy, "settings": settings, "source": source}
 
 
 def _summary(cls: type) -> str:
     return (inspect.getdoc(cls) or "").partition("\n")[0]
 
 
-def doctor(json: Json = False) -> None:
-    """Check this installation: versions, devices, the embedded model, and that speculation changes no token."""
+def doctor(json: bool = json_option()) -> None:
+    """Check the installation: versions, devices, the embedded model, and that speculation changes no token."""
     from windfall.bench.inspect.doctor import examine
 
     checks = [check._asdict() for check in examine()]
@@ -131,6 +117,6 @@ def doctor(json: Json = False) -> None:
     if json:
         console.print_json({"ok": ok, "checks": checks}, indent=2)
     else:
-        console.checklist(checks)
+        console.print_checks(checks)
     if not ok:
         raise typer.Exit(1)

@@ -1,55 +1,36 @@
-"""`windfall bench study`: one of the papers' sweeps, run and drawn."""
+"""`windfall bench study`: run a parameter sweep of a paper and draw its figure."""
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.text import Text
 
-from windfall.cli.options import loading_model, takes_records, words
-from windfall.cli.session import ON_INTERRUPT
+from windfall.bench import tasks
+from windfall.bench.paths import shorten
+from windfall.cli.declare import argument, option, tasks_option, words
+from windfall.cli.options import TargetOptions
+from windfall.cli.session import command_line, stop_on_interrupt
+from windfall.core.errors import InputError
 from windfall.core.files import make_folder
 from windfall.render import console
 
 
 @dataclass
 class StudyOptions:
-    """What a study is run on."""
+    """The drafters and prompts of a study."""
 
-    target: Annotated[
-        str | None, typer.Option("--target", help="Folder, GGUF file or hub id of the model; none: the embedded one.")
-    ] = None
-    drafter: Annotated[
-        list[str], typer.Option("--drafter", help="Drafter by name or a model; repeatable where drafters are compared.")
-    ] = field(default_factory=list)
-    tasks: Annotated[
-        list[str],
-        typer.Option(
-            "--tasks", help="JSONL files, builtin, or known datasets, separated by commas; repeatable.", metavar="A,B,C"
-        ),
-    ] = field(default_factory=list)
-    limit: Annotated[int, typer.Option("--limit", help="Prompts of each task.", min=1)] = 12
-    repeats: Annotated[
-        int | None, typer.Option("--repeats", help="Rounds over all prompts; 3, or 1 with --no-timing.", min=1)
-    ] = None
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Length of an answer at the most.", min=1)] = (
-        128
-    )
-    seed: Annotated[int, typer.Option("--seed", help="Same seed, same texts.")] = 0
-    no_timing: Annotated[bool, typer.Option("--no-timing", help="Keep no times: for tau alone.")] = False
-    device: Annotated[str | None, typer.Option("--device", help="cpu, cuda, mps; none: the best there is.")] = None
-    dtype: Annotated[str | None, typer.Option("--dtype", help="none: what suits the device.")] = None
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
-    ] = False
+    drafter: list[str] = option([], "Drafter: a name or a model. Repeatable for studies that compare drafters.")
+    tasks: list[str] = tasks_option([])
+    limit: int = option(12, "Prompts per task.", min=1)
+    repeats: int | None = option(None, "Rounds over all prompts. Default: 3, or 1 with --no-timing.", min=1)
+    max_new_tokens: int = option(128, "Maximum length of an answer.", min=1)
+    seed: int = option(0, "Random seed; the same seed gives the same texts.")
+    no_timing: bool = option(False, "Do not measure times; for tau only.")
 
     def settings(self) -> dict[str, Any]:
-        from windfall.bench.paths import shorten
-
         return {
             "tasks": tuple(map(shorten, self.task_names)),
             "limit": self.limit,
@@ -63,67 +44,46 @@ class StudyOptions:
     def task_names(self) -> list[str]:
         return words(self.tasks, "--tasks") or ["builtin"]
 
-    @property
-    def drafters(self) -> list[str]:
-        from windfall.engine.loading import default_drafter
 
-        return self.drafter or [default_drafter(self.target)]
-
-
-@takes_records
 def study(
+    model: TargetOptions,
     options: StudyOptions,
-    name: Annotated[str | None, typer.Argument(help="Which study; none: list them.", show_default=False)] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Folder for records and figure; one that exists goes on.")
-    ] = (None),
-    draw: Annotated[bool, typer.Option("--draw", help="Run nothing, only draw what is in --out.")] = False,
+    name: str | None = argument(None, "Name of the study. Default: list the studies."),
+    out: Path | None = option(None, "Folder for records and the figure; an interrupted study in it is continued."),
+    draw: bool = option(False, "Run nothing; only draw the figure from the records in --out."),
 ) -> None:
-    """Run one of the papers' sweeps and draw its figure; without a name, list them."""
+    """Run a parameter sweep of a paper and draw its figure; without a name, list them."""
     from windfall.bench.papers import studies
-    from windfall.core.types import InputError
 
     if name is None:
-        _list()
+        for each in studies.STUDIES.values():
+            console.stdout().print(Text.assemble((each.name, "bold"), f"  {each.title} ", (f"({each.source})", "dim")))
         return
     chosen = studies.find(name)
     if out is None:
-        raise InputError(f"where to? give a folder: windfall bench study {name} --out DIR")
-    files = studies.draw(chosen, out) if draw else _run(chosen, out, options)
-    for file in files:
+        raise InputError(f"give a folder for the results: windfall bench study {name} --out DIR")
+    for file in studies.draw(chosen, out) if draw else _run(chosen, out, model, options):
         print(file)
 
 
-def _run(chosen: Any, out: Path, options: StudyOptions) -> list[Path]:
-    from windfall.bench import tasks
+def _run(chosen: Any, out: Path, model: TargetOptions, options: StudyOptions) -> list[Path]:
     from windfall.bench.papers import studies
-    from windfall.engine import loading
+    from windfall.engine.loading import default_drafter
     from windfall.render import plots
 
-    drafters = options.drafter if chosen.drafters else options.drafters
-    chosen.contenders(chosen.legs[0], drafters)  # refuses before anything is loaded
+    drafters = options.drafter
+    if not drafters and not chosen.drafters:
+        drafters = [default_drafter(model.target)]
+    chosen.contenders(chosen.legs[0], drafters)  # refuses wrong names before a model is loaded
     make_folder(out)
     plots.check(out / f"{chosen.name}.svg")
     prompts = tasks.load_tasks(options.task_names, None if chosen.texts else options.limit)
-    if chosen.texts:  # made of all prompts, so that they are long
+    if chosen.texts:  # long texts, each made of all prompts
         prompts = tasks.limited(studies.long_texts(prompts), options.limit)
-    how: dict[str, Any] = {"device": options.device, "dtype": options.dtype}
-    with loading_model():
-        target = loading.as_target(options.target, **how, trust_remote_code=options.trust_remote_code)
-    more: dict[str, Any] = {
-        "command": ["windfall", *sys.argv[1:]],
-        "trust_remote_code": options.trust_remote_code,
-    }
-    try:
-        with console.progress(chosen.title) as progress:
-            return studies.run(chosen, out, options.settings(), prompts, target, drafters, progress, **more)
-    except KeyboardInterrupt:
-        console.note("stopped; what is finished is kept, and the same command goes on from there")
-        raise typer.Exit(ON_INTERRUPT) from None
-
-
-def _list() -> None:
-    from windfall.bench.papers.studies import STUDIES
-
-    for each in STUDIES.values():
-        console.stdout().print(Text.assemble((each.name, "bold"), f"  {each.title} ", (f"({each.source})", "dim")))
+    target = model.load_target()
+    more: dict[str, Any] = {"command": command_line(), "trust_remote_code": model.trust_remote_code}
+    with (
+        stop_on_interrupt("stopped; finished runs are kept, and the same command continues"),
+        console.progress(chosen.title) as progress,
+    ):
+        return studies.run(chosen, out, options.settings(), prompts, target, drafters, progress, **more)

@@ -1,16 +1,15 @@
-"""`windfall train data`: prompts come in, conversations with the target's own answers come out."""
+"""`windfall train data`: the target answers prompts, and the conversations become training data."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from windfall.cli.options import Json, TargetOptions, takes_records
+from windfall.cli.declare import argument, json_option, option
+from windfall.cli.options import TargetOptions
 from windfall.core.wording import counted
 from windfall.render import console
 
@@ -18,39 +17,29 @@ if TYPE_CHECKING:
     from windfall.train.data import Progress
 
 
-@takes_records
 def data(
     model: TargetOptions,
-    out: Annotated[Path, typer.Option("--out", help="Folder for the token files.", show_default=False)],
-    prompts: Annotated[
-        list[str] | None,
-        typer.Argument(help="JSONL or text files, or datasets on the hub (name or name:split).", show_default=False),
-    ] = None,
-    self_prompts: Annotated[
-        int, typer.Option("--self-prompts", help="User turns that the target writes itself, besides.", min=0)
-    ] = 0,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Length of an answer at the most.")] = 256,
-    max_length: Annotated[int, typer.Option("--max-length", help="Tokens of a conversation at the most.")] = 2048,
-    temperature: Annotated[float, typer.Option("--temperature", help="Of the sampled answers.")] = 1.0,
-    greedy_share: Annotated[float, typer.Option("--greedy-share", help="How many answers are greedy.")] = 0.5,
-    cut_loops: Annotated[
-        bool, typer.Option("--cut-loops", help="End an answer when eight tokens come for the third time.")
-    ] = False,
-    held_out: Annotated[float, typer.Option("--held-out", help="How many prompts are kept for validation.")] = 0.02,
-    limit: Annotated[int | None, typer.Option("--limit", help="Use so many of the given prompts only.", min=1)] = None,
-    batch: Annotated[
-        int | None, typer.Option("--batch", help="Texts written at once; none: what the device has room for.", min=1)
-    ] = None,
-    shard: Annotated[int, typer.Option("--shard", help="Prompts in a file.")] = 2000,
-    seed: Annotated[int, typer.Option("--seed", help="Same seed, same answers.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with what is in --out, or add to it.")] = False,
-    json: Json = False,
+    out: Path = option(..., "Folder for the token files.", show_default=False),
+    prompts: list[str] | None = argument(None, "JSONL files, text files, or datasets on the hub (NAME or NAME:SPLIT)."),
+    self_prompts: int = option(0, "Number of additional prompts that the target writes itself.", min=0),
+    max_new_tokens: int = option(256, "Maximum length of an answer."),
+    max_length: int = option(2048, "Maximum number of tokens of a conversation."),
+    temperature: float = option(1.0, "Temperature of the sampled answers."),
+    greedy_share: float = option(0.5, "Share of the answers that are greedy."),
+    cut_loops: bool = option(False, "End an answer when the same eight tokens occur for the third time."),
+    held_out: float = option(0.02, "Share of the prompts kept for validation."),
+    limit: int | None = option(None, "Use at most this many of the given prompts.", min=1),
+    batch: int | None = option(None, "Texts generated at once. Default: as many as fit in memory.", min=1),
+    shard: int = option(2000, "Prompts per token file."),
+    seed: int = option(0, "Random seed; the same seed gives the same answers."),
+    resume: bool = option(False, "Continue or extend the data in --out."),
+    json: bool = json_option(),
 ) -> None:
-    """Let the target answer prompts, for training drafters on what it really writes."""
+    """Let the target answer prompts, to train drafters on its own texts."""
     from windfall.train.data import Settings, make_data
 
     settings = Settings(max_new_tokens, temperature, greedy_share, held_out, seed, max_length, cut_loops, shard)
-    target = model.load()
+    target = model.load_target()
     try:
         with _progress() as report:
             about = make_data(
@@ -66,7 +55,7 @@ def data(
                 say=console.note,
             )
     except KeyboardInterrupt:
-        console.note("stopped; what is written stays, and --resume goes on")
+        console.note("stopped; the data so far is kept, and --resume continues")
         raise
     if json:
         console.print_json(about, indent=2)
@@ -77,35 +66,23 @@ def data(
         for name, one in (("answers", "answer"), ("answer_tokens", "token"), ("texts", "text"))
     )
     console.note(
-        f"{answers} of {tokens} in {texts}, {counts.get('held_out', 0)} of them held out; "
-        f"{100 * about['repeated_share']:.1f}% repeats itself"
+        f"{answers} with {tokens} in {texts}, {counts.get('held_out', 0)} of them held out; "
+        f"{100 * about['repeated_share']:.1f}% of the text repeats itself"
     )
     if not counts.get("held_out"):
-        console.note("training needs texts that are held out: give more prompts, or a larger --held-out")
+        console.note("training needs held-out texts: give more prompts, or a larger --held-out")
 
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[Progress], None]]:
-    """A bar with prompts, tokens per second and the time left."""
-    from rich import progress as bars
-
-    columns = (
-        bars.TextColumn("{task.description}"),
-        bars.BarColumn(),
-        bars.MofNCompleteColumn(),
-        bars.TextColumn("{task.fields[speed]}"),
-        bars.TimeElapsedColumn(),
-        bars.TimeRemainingColumn(elapsed_when_finished=True),
-    )
-    with bars.Progress(*columns, console=console.stderr(), transient=True, disable=not sys.stderr.isatty()) as bar:
-        tasks: dict[str, bars.TaskID] = {}
+    """A bar with the stage, the prompts done and the tokens per second."""
+    started: dict[str, float] = {}
+    with console.live_progress("Generating") as progress:
 
         def report(now: Progress) -> None:
-            if now.stage not in tasks:
-                tasks[now.stage] = bar.add_task(now.stage, total=now.total, speed="")
-            task = tasks[now.stage]
-            elapsed = bar.tasks[task].elapsed or 0.0
-            speed = f"{now.tokens / elapsed:,.0f} tokens/s" if elapsed else ""
-            bar.update(task, completed=now.done, total=now.total, speed=speed)
+            seconds = time.monotonic() - started.setdefault(now.stage, time.monotonic())
+            speed = f", {now.tokens / seconds:,.0f} tokens/s" if seconds else ""
+            share = now.done / now.total if now.total else 0.0
+            progress(share, f"{now.stage} {now.done}/{now.total}{speed}")
 
         yield report

@@ -1,18 +1,21 @@
-"""`windfall train record` and `windfall train ltd`: recorded trees or a running engine → two policies."""
+"""`windfall train record` and `train ltd`: train the policies of Learning to Draft (LTD) by reinforcement learning."""
 
 from __future__ import annotations
 
-import json as jsons
-import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from windfall.cli.options import Json, ModelOptions, takes_records, words
-from windfall.cli.session import ON_INTERRUPT
+from windfall.bench.tasks import load_tasks
+from windfall.cli.declare import json_option, option, tasks_option, words
+from windfall.cli.options import ModelOptions
+from windfall.cli.session import ON_INTERRUPT, write_json
+from windfall.core.errors import InputError
+from windfall.core.files import make_folder
+from windfall.core.options import describe, split_settings
 from windfall.core.wording import counted
 from windfall.render import console
 from windfall.render.tables import Figures
@@ -27,50 +30,42 @@ if TYPE_CHECKING:
 SAVE_SECONDS = 60.0  # between saves of a recording
 
 
-def _recording(flag: str, help: str, **more: Any) -> Any:
-    return typer.Option(flag, help=help, rich_help_panel="Texts", **more)
-
-
 @dataclass
 class TextOptions:
-    """Which texts cycles are taken from."""
+    """The texts whose cycles are used."""
 
-    tasks: Annotated[
-        list[str], _recording("--tasks", "JSONL files, builtin, or known datasets, separated by commas; repeatable.")
-    ] = field(default_factory=list)
-    limit: Annotated[int, _recording("--limit", "Prompts of each task.", min=3)] = 30
-    max_new_tokens: Annotated[int, _recording("--max-new-tokens", "Length of a text.", min=1)] = 128
-    temperature: Annotated[float, _recording("--temperature", "0 is greedy.", min=0)] = 0.0
+    PANEL = "Texts"
+
+    tasks: list[str] = tasks_option([])
+    limit: int = option(30, "Prompts per task.", min=3)
+    max_new_tokens: int = option(128, "Maximum length of a text.", min=1)
+    temperature: float = option(0.0, "Sampling temperature; 0 is greedy.", min=0)
 
     def prompts(self) -> list[tuple[str, str]]:
-        """Id and first question of each."""
-        from windfall.bench.tasks import load_tasks
-
-        asked = load_tasks(words(self.tasks, "--tasks") or ["builtin"], self.limit)
-        return [(f"{prompt.task}/{prompt.id}", prompt.turns[0]) for prompt in asked]
+        """Id and first question of each prompt."""
+        loaded = load_tasks(words(self.tasks, "--tasks") or ["builtin"], self.limit)
+        return [(f"{prompt.task}/{prompt.id}", prompt.turns[0]) for prompt in loaded]
 
     def sampling(self) -> dict[str, Any]:
         return {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature}
 
 
-@takes_records
 def record(
     model: ModelOptions,
     texts: TextOptions,
-    out: Annotated[Path, typer.Option("--out", help="The file to write (.npz).", show_default=False)],
-    depth: Annotated[int, typer.Option("--depth", help="Draft passes at every position.", min=1)] = 12,
-    k: Annotated[int, typer.Option("--k", help="Beam width, and children of a node.", min=1)] = 10,
+    out: Path = option(..., "The .npz file to write.", show_default=False),
+    depth: int = option(12, "Draft passes at every position.", min=1),
+    k: int = option(10, "Beam width, and number of children of a node.", min=1),
 ) -> None:
-    """Record the widest beam at every position of some texts, for training policies without a model.
+    """Record the widest beam at every position of some texts, to train policies without a model.
 
-    Ctrl-C keeps the finished texts; the same command adds those that are missing.
+    Ctrl-C keeps the finished texts; the same command adds the missing ones.
     """
-    write_recording(model.load("none"), _drafter(model), texts, out, depth, k)
+    write_recording(model.load("none"), model.drafter_spec.label, texts, out, depth, k)
 
 
 def write_recording(engine: Engine, drafter: str, texts: TextOptions, out: Path, depth: int, k: int) -> None:
-    """Record what the file does not hold yet."""
-    from windfall.core.files import make_folder
+    """Record the texts that are missing in the file."""
     from windfall.train.rl import recording
 
     make_folder(out.parent)
@@ -93,52 +88,31 @@ def write_recording(engine: Engine, drafter: str, texts: TextOptions, out: Path,
     finally:
         if whole is not None:
             whole.save(out)
-            console.note(
-                f"{out}: {counted(len(whole.ids), 'text')} with {counted(len(whole.arrays['sizes']), 'position')}"
-            )
+            positions = counted(len(whole.arrays["sizes"]), "position")
+            console.note(f"{out}: {counted(len(whole.ids), 'text')} with {positions}")
 
 
-def _drafter(model: ModelOptions) -> str:
-    """What the drafter is called in a recording."""
-    from windfall.bench.methods import DrafterSpec
-    from windfall.core.options import split_settings
-
-    return DrafterSpec(model.drafter_name, split_settings(model.drafter_settings)).label
-
-
-@takes_records
 def ltd(
     model: ModelOptions,
     texts: TextOptions,
-    out: Annotated[Path, typer.Option("--out", help="Folder for the policies, checkpoints, log and figures.")],
-    backend: Annotated[
-        str, typer.Option("--backend", help="replay: recorded trees under a cost profile; engine: everything for real.")
-    ] = "replay",
-    recorded: Annotated[
-        Path | None,
-        typer.Option("--recorded", help="What `train record` wrote; none: recorded first, into --out."),
-    ] = None,
-    costs: Annotated[
-        str, typer.Option("--costs", help="JSON file of a cost profile (`profile --json`), or measured.")
-    ] = "measured",
-    recipe: Annotated[str, typer.Option("--recipe", help="lean, quick, paper or release; see docs/ltd.md.")] = "lean",
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="A setting of the training; repeatable.", metavar="NAME=VALUE")
-    ] = None,
-    show_settings: Annotated[bool, typer.Option("--settings", help="List the settings and end.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the training in --out.")] = False,
-    json: Json = False,
+    out: Path = option(..., "Folder for the policies, checkpoints, log and figures."),
+    backend: str = option("replay", "replay: recorded trees with a cost profile; engine: the running engine."),
+    recorded: Path | None = option(None, "File that `train record` wrote. Default: record first, into --out."),
+    costs: str = option("measured", "JSON file of a cost profile (`windfall profile --json`), or: measured."),
+    recipe: str = option("lean", "lean, quick, paper or release; see docs/ltd.md."),
+    settings: list[str] = option([], "Set an option of the training. Repeatable.", "--set", metavar="NAME=VALUE"),
+    show_settings: bool = option(False, "List the options of the training and exit.", "--settings"),
+    resume: bool = option(False, "Continue the training in --out."),
+    json: bool = json_option(),
 ) -> None:
-    """Train the two policies of Learning to Draft: when to stop drafting, and how much to verify.
+    """Train the two policies of Learning to Draft: when to stop drafting, and how many nodes to verify.
 
-    What does best on validation texts is in --out from the first look on: `--policy ltd --set path=OUT`.
+    From the first validation on, --out holds the best policies so far: `--policy ltd --set path=OUT`.
     """
-    from windfall.core.errors import InputError
-    from windfall.core.options import split_settings
     from windfall.train.rl.config import make_config
-    from windfall.train.rl.learning import CHECKPOINT, Learner, check_extra
+    from windfall.train.rl.learning import CHECKPOINT, check_extra
 
-    config = make_config(recipe, split_settings(settings or []))
+    config = make_config(recipe, split_settings(settings))
     if show_settings:
         _list(config)
         return
@@ -148,29 +122,29 @@ def ltd(
     if resume and not out.exists():
         raise InputError(f"there is no folder '{out}' to resume; leave --resume out to begin a training in it")
     if backend == "engine":
-        source = _engine(model, texts, config)
+        source = _engine_source(model, texts, config)
     else:
-        source = _replays(model, texts, config, recorded, costs, out)
-    learner = Learner(source, config, out)
+        source = _replay_source(model, texts, config, recorded, costs, out)
     try:
-        _follow(learner, resume)
+        learner = _train(source, config, out, resume)
     except KeyboardInterrupt:
-        kept = f"the best so far is in {out}, and --resume goes on"
-        console.note(f"stopped; {kept if (out / CHECKPOINT).exists() else 'nothing was learnt yet'}")
+        kept = f"the best policies so far are in {out}, and --resume continues"
+        console.note(f"stopped; {kept if (out / CHECKPOINT).exists() else 'nothing is kept'}")
         raise typer.Exit(ON_INTERRUPT) from None
-    _tell(learner, searched=backend == "replay", json=json)
+    _report(learner, searched=backend == "replay", json=json)
 
 
-def _engine(model: ModelOptions, texts: TextOptions, config: Config) -> Source:
+def _engine_source(model: ModelOptions, texts: TextOptions, config: Config) -> Source:
     from windfall.train.rl.sources import Engines
 
     prompts = [prompt for _, prompt in texts.prompts()]
     return Engines(model.load("none"), prompts, config, **texts.sampling())
 
 
-def _replays(
+def _replay_source(
     model: ModelOptions, texts: TextOptions, config: Config, recorded: Path | None, costs: str, out: Path
 ) -> Source:
+    from windfall.engine import profiling
     from windfall.train.rl.recording import Recording
     from windfall.train.rl.replay import read_costs
     from windfall.train.rl.sources import open_recording
@@ -178,64 +152,56 @@ def _replays(
     given: Costs | None = None if costs == "measured" else read_costs(Path(costs))
     file = out / "recording.npz" if recorded is None else recorded
     if given is None or recorded is None:
-        engine = model.load("none")
+        engine, drafter = model.load("none"), model.drafter_spec.label
         if recorded is None:
-            write_recording(engine, _drafter(model), texts, file, config.max_depth, config.k)
+            write_recording(engine, drafter, texts, file, config.max_depth, config.k)
         else:
-            Recording.load(file).check({"target": engine.target.name, "drafter": _drafter(model)}, file)
-        given = given or _measured(engine)
+            Recording.load(file).check({"target": engine.target.name, "drafter": drafter}, file)
+        if given is None:
+            with console.progress("Measuring") as progress:
+                given = profiling.load_or_measure(engine, quick=False, progress=progress).costs
     return open_recording(file, given, config)
 
 
-def _measured(engine: Engine) -> Costs:
-    from windfall.engine import profiling
-
-    with console.progress("Measuring") as progress:
-        return profiling.load_or_measure(engine, quick=False, progress=progress).costs
-
-
 def _list(config: Config) -> None:
-    from windfall.core import options
-
-    rows = options.describe(type(config))
+    rows = describe(type(config))
     for row in rows:
         row["default"] = getattr(config, row["name"])
-    told = {"name": "ltd", "summary": "as the recipe sets them", "default": False, "options": rows}
-    console.catalogue("Settings", [told])
+    entry = {"name": "ltd", "summary": "with the defaults of the recipe", "default": False, "options": rows}
+    console.print_catalogue("Settings", [entry])
 
 
-def _follow(learner: Learner, resume: bool) -> None:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+def _train(source: Source, config: Config, out: Path, resume: bool) -> Learner:
+    """Train with a progress bar."""
+    from windfall.train.rl.learning import Learner
 
-    columns = (TextColumn("{task.description}"), BarColumn(20), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console.stderr(), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("Training", total=1.0)
+    with console.live_progress("Training") as progress:
 
-        def tell(event: Event) -> None:
-            bar.update(task, completed=event.progress, description=f"{event.stage}, step {event.step}")
+        def show(event: Event) -> None:
+            step, line = f"{event.stage}, step {event.step}", ""
             if event.throughput is not None:
                 mark = " (best of its stage)" if event.best else ""
-                words = f"{event.throughput:,.0f} tokens/s, tau {event.tau:.2f}"
-                bar.console.print(f"{event.stage}, step {event.step}: {words}{mark}")
+                line = f"{step}: {event.throughput:,.0f} tokens/s, tau {event.tau:.2f}{mark}"
+            progress(event.progress, step, line)
 
-        learner.tell = tell
+        learner = Learner(source, config, out, show)
         learner.run(resume)
+    return learner
 
 
-def _tell(learner: Learner, searched: bool, json: bool) -> None:
-    """The figures, the table, and the same as JSON in the folder."""
-    from windfall.core.files import replace_text
+def _report(learner: Learner, searched: bool, json: bool) -> None:
+    """Draw the figures, write report.json, and print the table."""
     from windfall.train.rl import figures, standings
     from windfall.train.rl.learning import read_log
 
     found = standings.played(learner, searched=searched)
     rows = standings.table(found)
-    replace_text(learner.folder / "report.json", jsons.dumps(rows, indent=2) + "\n")
-    shown: dict[str, Any] = {name: found[name] for name in ("iter0", "ltd") if name in found}
+    write_json(learner.folder / "report.json", rows)
+    drawn: dict[str, Any] = {name: found[name] for name in ("iter0", "ltd") if name in found}
     events = list(read_log(learner.folder))
     try:
         figures.plot_curves(events, learner.folder / "curves.png", learner.default_throughput("validation"))
-        figures.plot_decisions(shown, learner.folder / "decisions.png")
+        figures.plot_decisions(drawn, learner.folder / "decisions.png")
     except ValueError as error:
         console.note(str(error))
     if json:
@@ -244,12 +210,7 @@ def _tell(learner: Learner, searched: bool, json: bool) -> None:
     table = Figures(("on test texts", "tokens/s", "against default", "tau", "passes", "nodes"))
     base = rows[0]["throughput"]
     for row in rows:
-        speed = row["throughput"]
-        figures_of = (
-            f"{speed:,.0f}",
-            f"{speed / base:.3f}",
-            *(f"{row[key]:.2f}" for key in ("tau", "passes", "nodes")),
-        )
-        table.add(row["name"], *figures_of)
+        means = [f"{row[key]:.2f}" for key in ("tau", "passes", "nodes")]
+        table.add(row["name"], f"{row['throughput']:,.0f}", f"{row['throughput'] / base:.3f}", *means)
     console.stdout().print(table)
     console.note(f"use it: --policy ltd --set path={learner.folder}")

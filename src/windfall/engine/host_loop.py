@@ -140,11 +140,11 @@ class HostLoop:
         slower = self.costs_are_of_gpu
         if passes:
             many_pending = length - self._drafted_length > USUAL_PENDING_TOKENS
-            learner.drafted([0], passes[0][1], slower or many_pending)
+            learner.record_drafts([0], passes[0][1], slower or many_pending)
             self._drafted_length = length
         for width, seconds in passes[1:]:
-            learner.drafted([width], seconds, slower)
-        learner.verified(verified_rows, length, verify_seconds, slower)
+            learner.record_drafts([width], seconds, slower)
+        learner.record_verify(verified_rows, length, verify_seconds, slower)
 
 
 class Growth:

@@ -1,1 +1,1 @@
-"""Sample prompts, and files of prompts."""
+"""Sample prompts, prompt files, and prompts from standard input."""

@@ -1,4 +1,4 @@
-"""A few prompts of our own, one for each kind of work."""
+"""Sample prompts, one for each kind of task."""
 
 SAMPLES = (
     "Write a short poem about rain on a tin roof.",

@@ -1,4 +1,4 @@
-"""The terminal: prompts and turns come in; texts, coloured drafts, tables and one-line errors go out."""
+"""Output on the terminal: texts, coloured drafts, progress bars, tables and one-line errors."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from windfall.core.wording import counted as quantity  # `counted` is a bar here
+from windfall.core.wording import counted
 from windfall.render.tables import Figures, Wrapped
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from windfall.core.stats import Stats
     from windfall.core.types import Step
     from windfall.engine.engine import Engine, Generation
@@ -25,112 +26,76 @@ if TYPE_CHECKING:
 
 Show = Callable[["Step"], None]
 
-DRAFTED = "#56b4e9"  # sky blue and orange tell apart for every kind of colour vision; the underline needs no colour
+DRAFTED = "#56b4e9"  # sky blue and orange can be told apart by people with any colour vision
 OWN = "underline #e69f00"
-UNBOUNDED = 10_000  # columns of an output that is no terminal
+UNBOUNDED_COLUMNS = 10_000  # width of an output that is not a terminal
+SPEED_SECONDS = 600  # the last ten minutes decide how much time a progress bar estimates
 MARKS = {"ok": ("✓", "green"), "broken": ("✗", "bold red"), "missing": ("!", "yellow")}
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        raise  # rich calls this while it handles the error; what to do about it is for the command line to say
+        raise  # rich calls this while it handles the error; the command line handles it
 
 
 def stdout() -> Console:
-    """Lines may be as long as they like in files and pipes, unless COLUMNS says otherwise."""
+    """In files and pipes lines have any length, unless COLUMNS is set."""
     bounded = "COLUMNS" in os.environ or (sys.stdout is not None and sys.stdout.isatty())
-    return _Console(highlight=False, soft_wrap=True, width=None if bounded else UNBOUNDED)
+    return _Console(highlight=False, soft_wrap=True, width=None if bounded else UNBOUNDED_COLUMNS)
 
 
 def stderr() -> Console:
     return _Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-# ---- in
-
-
-def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt as given, from a file, or (`-` or nothing) from standard input; one line end at the end is dropped."""
-    from windfall.core.files import read_text
-    from windfall.core.types import InputError
-
-    if prompt is not None and file is not None:
-        raise InputError("give a prompt or --file, not both")
-    if file is not None:
-        text = _cut_end(read_text(file))
-    elif prompt not in (None, "-"):
-        text = str(prompt)
-    elif sys.stdin is None or (prompt is None and sys.stdin.isatty()):
-        raise InputError("there is no prompt; give one as an argument, with --file, or on standard input")
-    else:
-        text = _decode(sys.stdin.buffer.read(), "standard input")
-    if not text.strip():
-        raise InputError("the prompt is empty")
-    return text
-
-
-def piped_lines() -> Iterator[str]:
-    """The lines of standard input, without their ends."""
-    for line in () if sys.stdin is None else sys.stdin.buffer:
-        yield _decode(line, "standard input")
-
-
-def _decode(content: bytes, place: str) -> str:
-    from windfall.core.types import InputError
-
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{place} is not UTF-8 text (byte {error.start})") from error
-    return _cut_end(text)
-
-
-def _cut_end(text: str) -> str:
-    return text.removesuffix("\n").removesuffix("\r")
-
-
-# ---- texts
+# ---- progress, shown on terminals only and removed afterwards
 
 
 @contextlib.contextmanager
 def waiting(message: str) -> Iterator[None]:
-    """A word on the terminal while nothing else is shown, gone afterwards."""
-    shown = message if sys.stderr.isatty() else ""
-    print(shown, end="", file=sys.stderr, flush=True)
+    """Show a message while nothing else is printed."""
+    visible = message if sys.stderr.isatty() else ""
+    print(visible, end="", file=sys.stderr, flush=True)
     try:
         yield
     finally:
-        print(f"\r{' ' * len(shown)}\r" if shown else "", end="", file=sys.stderr, flush=True)
+        print(f"\r{' ' * len(visible)}\r" if visible else "", end="", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
-def counted(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar that is told how many of how many are done, with the time left; gone afterwards."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    shown = sys.stderr.isatty()
-    with Progress(*columns, console=stderr(), transient=True, disable=not shown, speed_estimate_period=600) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+def progress(title: str, counts: bool = False) -> Iterator[Callable[..., None]]:
+    """A bar, moved by calling the function with a share of 1, or for `counts` with (done, total)."""
+    with _bar(title, counts) as bar:
+        task = bar.add_task(title, total=None if counts else 1.0)
+        yield lambda done, total=1.0: bar.update(task, completed=done, total=total)
 
 
 @contextlib.contextmanager
-def progress(title: str) -> Iterator[Callable[[float], None]]:
-    """A bar on the terminal that is told the finished share, gone afterwards."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn(title), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=stderr(), transient=True, disable=not sys.stderr.isatty()) as bar:
+def live_progress(title: str) -> Iterator[Callable[..., None]]:
+    """A bar with a changing description: call the function with a share of 1, the description and, if it is not
+    empty, a line that stays on the terminal."""
+    with _bar("{task.description}", counts=False) as bar:
         task = bar.add_task(title, total=1.0)
-        yield lambda share: bar.update(task, completed=share)
+
+        def update(share: float, description: str, line: str = "") -> None:
+            bar.update(task, completed=share, description=description)
+            if line:
+                bar.console.print(line)
+
+        yield update
+
+
+def _bar(title: str, counts: bool) -> Progress:
+    from rich import progress as rich
+
+    middle = (rich.MofNCompleteColumn(),) if counts else ()
+    times = rich.TimeElapsedColumn(), rich.TimeRemainingColumn()
+    columns = (rich.TextColumn(title), rich.BarColumn(20), *middle, *times)
+    how: dict[str, Any] = {"disable": not sys.stderr.isatty(), "speed_estimate_period": SPEED_SECONDS}
+    return rich.Progress(*columns, console=stderr(), transient=True, **how)
+
+
+# ---- texts
 
 
 def show_nothing(step: Step) -> None:
@@ -138,12 +103,12 @@ def show_nothing(step: Step) -> None:
 
 
 def show_text(step: Step) -> None:
-    """The text of a step, as it is."""
+    """Print the text of a step."""
     print(step.text, end="", flush=True)
 
 
 class DraftColours:
-    """The text token by token: the drafted ones in one colour, those the target had to add itself in another."""
+    """Prints accepted draft tokens in one colour and the target's own tokens in another."""
 
     def __init__(self, engine: Engine, stop: tuple[str, ...]) -> None:
         from windfall.core.detokenizer import Detokenizer
@@ -159,30 +124,25 @@ class DraftColours:
             self._console.out(self._text.take(final=last), style=style, highlight=False, end="")
 
 
-def legend(generation: Generation) -> None:
-    """What the colours of `DraftColours` mean, and how many tokens have each."""
-    drafted = sum(min(step.accepted, len(step.tokens)) for step in generation.steps)
-    own = generation.stats.tokens - drafted
-    named = (("drafted and accepted", DRAFTED), f": {drafted}, ", ("the target's own", OWN), f": {own}")
-    stderr().print(Text.assemble(*named))
-
-
 def end_text(generation: Generation, coloured: bool) -> None:
-    """End the line of a streamed text, and say on stderr how it went."""
+    """End the line of a streamed text, and print its statistics on stderr."""
     print(flush=True)
     if coloured:
-        legend(generation)
+        drafted = sum(min(step.accepted, len(step.tokens)) for step in generation.steps)
+        own = generation.stats.tokens - drafted
+        parts = (("drafted and accepted", DRAFTED), f": {drafted}, ", ("the target's own", OWN), f": {own}")
+        stderr().print(Text.assemble(*parts))
     note(summary(generation))
 
 
 def summary(generation: Generation) -> str:
-    """The figures of a text in one line; with them the seed, if tokens were drawn at random."""
+    """The statistics of a text in one line, with the seed if tokens were sampled."""
     stats = generation.stats
     speed = f"{stats.tokens_per_second:.1f} tokens/s, {stats.tau:.2f} tokens per pass"
     ending = ", interrupted" if generation.finish_reason == "interrupted" else ""
-    prompt = f"prompt: {quantity(stats.prompt_tokens, 'token')}, {stats.prompt_tokens_per_second:.1f} tokens/s"
+    prompt = f"prompt: {counted(stats.prompt_tokens, 'token')}, {stats.prompt_tokens_per_second:.1f} tokens/s"
     seed = "" if stats.seed is None else f"; seed {stats.seed}"
-    return f"{quantity(stats.tokens, 'token')}, {speed}{ending}; {prompt}{seed}"
+    return f"{counted(stats.tokens, 'token')}, {speed}{ending}; {prompt}{seed}"
 
 
 def heading(name: str) -> None:
@@ -190,12 +150,12 @@ def heading(name: str) -> None:
 
 
 def note(message: str) -> None:
-    """A dim line on stderr."""
+    """Print a dim line on stderr."""
     stderr().print(Text(message, style="dim"))
 
 
 def fail(message: str) -> None:
-    """One red line on stderr."""
+    """Print an error as one red line on stderr."""
     stderr().print(Text(f"windfall: {' '.join(message.split())}", style="red"))
 
 
@@ -216,54 +176,76 @@ def as_record(generation: Generation) -> dict[str, Any]:
 # ---- tables
 
 
-def figures(rows: Mapping[str, Stats], baseline: Stats | None = None) -> Figures:
-    """What generations cost; with a baseline, how much faster than it they were."""
+def stats_table(rows: Mapping[str, Stats], baseline: Stats | None = None) -> Figures:
+    """Tokens, passes and times of generations; with a baseline, the speed-up over it."""
     last = "tokens/s" if baseline is None else "speed-up"
     table = Figures(["", "tokens", "target passes", "tokens per pass", "seconds", last], least=("target passes",))
     for name, stats in rows.items():
-        speed = stats.tokens_per_second
-        shown = f"{speed:.1f}" if baseline is None else f"{speedup(baseline, stats):.2f}x"
-        passes = str(stats.target_passes)
-        table.add(name, str(stats.tokens), passes, f"{stats.tau:.2f}", f"{stats.seconds:.2f}", shown)
+        speed = f"{stats.tokens_per_second:.1f}" if baseline is None else f"{speedup(baseline, stats):.2f}x"
+        counts = str(stats.tokens), str(stats.target_passes)
+        table.add(name, *counts, f"{stats.tau:.2f}", f"{stats.seconds:.2f}", speed)
     return table
 
 
 def speedup(plain: Stats, chosen: Stats) -> float:
-    """Tokens per second over plain decoding's."""
+    """Speed-up over plain decoding, by tokens per second."""
     return chosen.tokens_per_second / plain.tokens_per_second if plain.tokens_per_second else 0.0
 
 
-def standings(rows: Mapping[str, Stats]) -> None:
-    """A line for each policy: what it drafted and verified, where its time went, how fast it was."""
+def print_policy_stats(rows: Mapping[str, Stats]) -> None:
+    """A row for each policy: what it drafted and verified, the shares of its time, and its speed."""
     columns = ("policy", "tau", "delta", "rows", "draft", "verify", "policy", "other", "tokens/s", "speed-up")
     table = Figures(columns, least=("other", "policy", "verify", "draft", "rows", "delta", "tau", "tokens/s"))
     for name, stats in rows.items():
         decoding = max(stats.seconds - stats.prefill, 1e-9)
         parts = stats.split.draft, stats.split.verify, stats.split.policy
         shares = [f"{100 * part / decoding:.0f}%" for part in (*parts, max(decoding - sum(parts), 0.0))]
-        made = f"{stats.tau:.2f}", f"{stats.delta:.2f}", f"{stats.rows / stats.cycles:.1f}"
+        means = f"{stats.tau:.2f}", f"{stats.delta:.2f}", f"{stats.rows / stats.cycles:.1f}"
         gain = f"{speedup(rows['none'], stats):.2f}x"
-        table.add(name, *made, *shares, f"{stats.tokens_per_second:.1f}", gain)
+        table.add(name, *means, *shares, f"{stats.tokens_per_second:.1f}", gain)
     stdout().print(table)
 
 
-def agreement(wanted: list[int], wrong: Mapping[str, list[int]], engine: Engine) -> None:
-    """Whether every policy gave plain decoding's tokens, and if not, where they part."""
-    out = stdout()
+def print_agreement(baseline: str, wanted: list[int], others: Mapping[str, list[int]], engine: Engine) -> None:
+    """Whether the other texts have the baseline's tokens, and if not, where they first differ."""
+    wrong = {name: ids for name, ids in others.items() if ids != wanted}
     if not wrong:
-        out.print(Text(f"Same {quantity(len(wanted), 'token')} from all", style="green"))
-    for name, found in wrong.items():
-        at = first_difference(wanted, found)
-        ours, theirs = (_token_at(ids, at, engine) for ids in (wanted, found))
-        out.print(Text(f"Different from token {at + 1} on: none has {ours}, {name} has {theirs}", style="red"))
+        stdout().print(Text(f"Same {counted(len(wanted), 'token')}", style="green"))
+    for name, ids in wrong.items():
+        at = first_difference(wanted, ids)
+        one, other = (_token_at(each, at, engine) for each in (wanted, ids))
+        message = f"Different from token {at + 1} on: {baseline} has {one}, {name} has {other}"
+        stdout().print(Text(message, style="red"))
 
 
-def cost_tables(profile: Profile) -> None:
-    """Milliseconds of draft passes by width and of verify passes by rows and context length."""
+def first_difference(one: list[int], other: list[int]) -> int:
+    """The first index at which two lists differ; the end of the shorter list counts as a difference."""
+    pairs = zip(one, other, strict=False)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _token_at(ids: list[int], place: int, engine: Engine) -> str:
+    return f"{engine.target.tokenizer.decode([ids[place]])!r}" if place < len(ids) else "ended"
+
+
+def print_equality(different: int, texts: int, failed: bool = True) -> None:
+    """How many conversations differ from plain decoding; in red if that is a failure."""
+    if not texts:
+        line = Text("No text was compared with plain decoding", style="yellow")
+    elif not different:
+        line = Text(f"Same text as plain decoding in all {counted(texts, 'conversation')}", style="green")
+    else:
+        style = "red" if failed else "yellow"
+        line = Text(f"{different} of {texts} conversations differ from plain decoding", style=style)
+    stdout().print(line)
+
+
+def print_costs(profile: Profile) -> None:
+    """Milliseconds of draft passes by width, and of verify passes by rows and context length."""
     costs, about, out = profile.costs, profile.about, stdout()
-    where = about["machine"]["gpu"] or f"{about['machine']['cpu']}, {quantity(about['machine']['threads'], 'thread')}"
-    kind = about["target"]["dtype"].removeprefix("torch.")
-    out.print(Text.assemble((about["target"]["name"], "bold"), f" in {kind} on {where}"))
+    where = about["machine"]["gpu"] or f"{about['machine']['cpu']}, {counted(about['machine']['threads'], 'thread')}"
+    dtype = about["target"]["dtype"].removeprefix("torch.")
+    out.print(Text.assemble((about["target"]["name"], "bold"), f" in {dtype} on {where}"))
     drafts = {f"{width}": [seconds] for width, seconds in zip(costs.drafts.sizes, costs.drafts.seconds, strict=True)}
     name = about["drafter"]["class"].rpartition(".")[2]
     out.print(_milliseconds("nodes", [f"draft pass, {name}"], drafts))
@@ -280,72 +262,52 @@ def _milliseconds(first: str, columns: list[str], rows: Mapping[str, list[float]
     return table
 
 
-def comparison(plain: Generation, chosen: Generation, policy: str, engine: Engine) -> None:
-    """The figures of both runs, and whether their tokens are the same."""
-    out = stdout()
-    out.print(figures({"plain": plain.stats, policy: chosen.stats}, baseline=plain.stats))
-    if plain.token_ids == chosen.token_ids:
-        out.print(Text(f"Same {quantity(len(plain.token_ids), 'token')}", style="green"))
-        return
-    at = first_difference(plain.token_ids, chosen.token_ids)
-    ours, theirs = (_token_at(g.token_ids, at, engine) for g in (plain, chosen))
-    out.print(Text(f"Different from token {at + 1} on: plain has {ours}, {policy} has {theirs}", style="red"))
+def print_reliability(found: Any) -> None:
+    """The acceptance rate of nodes by the drafter's confidence, before and after calibration."""
+    record = found.as_dict()
+    table = Figures(["", "confidence", "accepted", "nodes"])
+    for name, error in (("before", record["ece_before"]), ("after", record["ece_after"])):
+        for place, (confidence, frequency, count) in enumerate(record["bins"][name]):
+            table.add("" if place else name, f"{confidence:.2f}", f"{frequency:.2f}", str(count))
+        table.add("", Text("ECE", "bold"), Text(f"{error:.3f}", "bold"), ends_section=True)
+    stdout().print(table)
+    stdout().print(Text(counted(record["nodes"], "verified node"), style="dim"))
 
 
-def first_difference(one: list[int], other: list[int]) -> int:
-    """The first place where two lists differ, which may be the end of the shorter."""
-    pairs = zip(one, other, strict=False)
-    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+# ---- lists
 
 
-def _token_at(ids: list[int], place: int, engine: Engine) -> str:
-    return f"{engine.target.tokenizer.decode([ids[place]])!r}" if place < len(ids) else "ended"
-
-
-def catalogue(title: str, entries: list[dict[str, Any]]) -> None:
-    """Policies or drafters: what each does, and its options."""
+def print_catalogue(title: str, entries: list[dict[str, Any]]) -> None:
+    """Policies or drafters, with a summary and the options of each."""
     out = stdout()
     out.print(Text(title, style="bold underline"))
     for entry in entries:
         default = " (default)" if entry["default"] else ""
-        told = Text.assemble("\n", (entry["name"], "bold"), (default, "dim"), "  ", entry["summary"])
-        out.print(Wrapped(told))
+        about = Text.assemble("\n", (entry["name"], "bold"), (default, "dim"), "  ", entry["summary"])
+        out.print(Wrapped(about))
         if entry["options"]:
-            out.print(Wrapped(_options(entry["options"])))
+            out.print(Wrapped(_option_table(entry["options"])))
     out.print()
 
 
-def _options(options: list[dict[str, Any]]) -> Table:
-    """The name of each option, and beside it what it means, its type and its default."""
+def _option_table(options: list[dict[str, Any]]) -> Table:
+    """The name of each option, and next to it its meaning, type and default."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for each in options:
         default = "none" if each["default"] is None else str(each["default"]) or "empty"
-        told = Text.assemble(each["help"], (f" ({each['type']}; default {default})", "dim"))
-        table.add_row(Text(f"  {each['name']}"), told)
+        about = Text.assemble(each["help"], (f" ({each['type']}; default {default})", "dim"))
+        table.add_row(Text(f"  {each['name']}"), about)
     return table
 
 
-def checklist(checks: list[dict[str, Any]]) -> None:
-    """The doctor's findings, a line each."""
-    out = stdout()
+def print_checks(checks: list[dict[str, Any]]) -> None:
+    """The results of `windfall doctor`, a line each."""
     table = Table.grid(padding=(0, 1, 0, 0))
     for _ in ("mark", "name", "detail"):
         table.add_column(overflow="fold")
     for check in checks:
         mark, style = MARKS["ok" if check["ok"] else "broken" if check["needed"] else "missing"]
         table.add_row(Text(mark, style), Text(check["name"]), Text(check["detail"]))
-    out.print(Wrapped(table))
-
-
-def reliability(found: Any) -> None:
-    """How often nodes were accepted, by how likely they were said to be."""
-    told = found.as_dict()
-    table = Figures(["", "confidence", "accepted", "nodes"])
-    for name, error in (("before", told["ece_before"]), ("after", told["ece_after"])):
-        for place, (confidence, frequency, count) in enumerate(told["bins"][name]):
-            table.add("" if place else name, f"{confidence:.2f}", f"{frequency:.2f}", str(count))
-        table.add("", Text("ECE", "bold"), Text(f"{error:.3f}", "bold"), ends_section=True)
-    stdout().print(table)
-    stdout().print(Text(quantity(told["nodes"], "judged node"), style="dim"))
+    stdout().print(Wrapped(table))

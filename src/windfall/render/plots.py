@@ -1,4 +1,4 @@
-"""Plots, with matplotlib where it is installed."""
+"""Plots of cost curves and reliability, with matplotlib."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windfall.core.types import InputError
+from windfall.core.errors import InputError
 from windfall.costs.acceptance import expected_calibration_error
 
 if TYPE_CHECKING:
@@ -15,22 +15,31 @@ if TYPE_CHECKING:
     from windfall.engine.profiling import Profile
 
 FORMATS = (".png", ".svg", ".pdf")
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe & Ito: safe for all eyes
+COLOURS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+)  # Okabe and Ito's palette, for any colour vision
 
 
-def check(file: Path) -> None:
-    """Refuse before the work what could not be plotted after it."""
+def check(file: Path | None) -> None:
+    """Raise an error before the measurement if the plot could not be written after it. None: no plot."""
+    if file is None:
+        return
     if file.suffix.lower() not in FORMATS:
         raise InputError(f"a plot is a {', '.join(FORMATS)} file, not '{file}'")
     if not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
-        raise InputError(f"cannot write '{file}': its folder is not there or cannot be written to")
+        raise InputError(f"cannot write '{file}': its folder does not exist or is not writable")
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError("plots need matplotlib; run: pip install windfall[plot]")
 
 
 def plot_costs(profile: Profile, file: Path) -> None:
     """Draft passes by width and verify passes by rows, a line for each context length."""
-    figure, (drafts, verifies) = _figure(2)
+    figure, (drafts, verifies) = new_figure(2)
     costs, target = profile.costs, profile.about["target"]
     drafts.plot(costs.drafts.sizes, _milliseconds(costs.drafts.seconds), "o-", color=COLOURS[0])
     for place, (length, curve) in enumerate(costs.verifies):
@@ -48,9 +57,9 @@ def plot_costs(profile: Profile, file: Path) -> None:
 
 
 def plot_reliability(found: Reliability, file: Path) -> None:
-    """How often nodes were accepted against how likely they were said to be, before and after calibration."""
-    figure, axes = _figure(2)
-    for place, (title, chances) in enumerate((("drafter", found.drafted), ("calibrated", found.calibrated))):
+    """Acceptance rate of nodes against the drafter's confidence, before and after calibration."""
+    figure, axes = new_figure(2)
+    for place, (title, chances) in enumerate({"drafter": found.drafted, "calibrated": found.calibrated}.items()):
         confidence, frequency, _ = zip(*found.bins(chances), strict=True)
         axes[place].plot([0, 1], [0, 1], "--", color="#999999")
         axes[place].plot(confidence, frequency, "o-", color=COLOURS[place])
@@ -59,12 +68,11 @@ def plot_reliability(found: Reliability, file: Path) -> None:
     figure.savefig(file, dpi=150)
 
 
-def _figure(columns: int) -> tuple[Any, Any]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+def new_figure(columns: int) -> tuple[Any, Any]:
+    """A figure with a row of axes. It is not made with pyplot, so no window opens."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.8 * columns, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)  # no window, whatever the user's settings
     axes = figure.subplots(1, columns)
     for each in axes:
         each.spines[["top", "right"]].set_visible(False)

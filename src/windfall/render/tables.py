@@ -1,4 +1,4 @@
-"""Tables for terminals of any width: the names of the rows stay, and figures for which there is no room are listed."""
+"""Tables for terminals of any width: columns that do not fit are left out and named below the table."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType,
 from rich.table import Table
 from rich.text import Text
 
-LEAST_NAME = 12  # columns of the terminal that long names are folded into, at the least
+MIN_NAME_COLUMNS = 12  # minimum width that the first column is folded to
 
 
 class Wrapped:
-    """Something whose lines are broken between words, also on a console that breaks none."""
+    """Wraps lines between words, also on a console with soft wrapping."""
 
     def __init__(self, content: RenderableType) -> None:
         self._content = content
@@ -25,7 +25,7 @@ class Wrapped:
 
 
 class Layout(NamedTuple):
-    """Which columns are shown, and how wide they are."""
+    """The visible columns and their widths."""
 
     columns: list[int]
     widths: list[int]
@@ -33,10 +33,10 @@ class Layout(NamedTuple):
 
 
 class Figures:
-    """A table whose first column names the rows.
+    """A table of figures; the first column holds the names of the rows.
 
-    Where the terminal is too narrow, headers are broken between words, names are folded, and then columns of figures
-    are left out: those in `least` first, in that order, then from right to left. A line below the table names them.
+    In a narrow terminal, headers are wrapped, names are folded, and then columns of figures are left out: those in
+    `least` first, in that order, then from right to left. A line below the table names them.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class Figures:
         self._dispensable = [*first, *(place for place in reversed(figures) if place not in first)]
 
     def add(self, *cells: str | Text, ends_section: bool = False) -> None:
-        """A row; cells that are missing stay empty."""
+        """Add a row; missing cells are empty."""
         texts = [cell if isinstance(cell, Text) else Text(cell) for cell in cells]
         self._rows.append((texts, ends_section))
 
     def end_section(self) -> None:
-        """Leave a line after the last row."""
+        """Draw a line after the last row."""
         if self._rows:
             self._rows[-1] = (self._rows[-1][0], True)
 
@@ -65,11 +65,11 @@ class Figures:
         yield from console.render(self._table(layout), options)
         left_out = [name for place, name in enumerate(self.columns) if place not in layout.columns]
         if left_out:
-            told = Text(f"The terminal is too narrow for: {', '.join(left_out)}", style="dim")
-            yield from console.render(told, options)
+            line = Text(f"The terminal is too narrow for: {', '.join(left_out)}", style="dim")
+            yield from console.render(line, options)
 
     def layout(self, width: int) -> Layout:
-        """The widest layout with the most columns that fits into `width`."""
+        """The widest layout that fits into `width`, with as many columns as possible."""
         shown = list(range(len(self.columns)))
         for place in (None, *self._dispensable):
             shown = [each for each in shown if each != place]
@@ -87,7 +87,7 @@ class Figures:
         yield Layout(shown, broken, 2)
         yield Layout(shown, broken, 1)
         room = width - sum(broken[1:]) - len(broken[1:])
-        yield Layout(shown, [max(min(broken[0], LEAST_NAME), min(broken[0], room)), *broken[1:]], 1)
+        yield Layout(shown, [max(min(broken[0], MIN_NAME_COLUMNS), min(broken[0], room)), *broken[1:]], 1)
 
     def _width(self, place: int, header: int) -> int:
         """The width of a column whose header needs the width `header`."""

@@ -1,7 +1,8 @@
-"""A cycle's tree as a picture, in the terminal or as SVG: what was drafted, what was verified, what was accepted."""
+"""Drawings of a cycle's draft tree, for the terminal or as SVG: drafted, verified and accepted tokens."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
@@ -12,29 +13,27 @@ from rich.tree import Tree
 from windfall.core.types import Step
 from windfall.core.wording import counted
 
-STYLES = {  # safe for all eyes
+STYLES = {  # colours for any colour vision
     "accepted": "bold #0072b2",
     "own": "bold underline #d55e00",
     "verified": "default",
     "unverified": "dim",
 }
-
-
 MARKS = {"accepted": "  ← accepted", "own": "  ← the target's own next token", "unverified": "  (not verified)"}
 
 
 class Node(NamedTuple):
-    """A box of the picture."""
+    """A node of the drawing."""
 
-    parent: int  # place in the list of nodes, -1 for the root
+    parent: int  # index in the list of nodes, -1 for the root
     depth: int
-    kind: str  # of STYLES
+    kind: str  # a key of STYLES
     word: str
     chance: float | None  # the drafter's probability of the path
 
 
 def nodes(step: Step, tokenizer: Any, most: int = 60) -> list[Node]:
-    """Parents before children, likely siblings first; of a tree beyond `most` nodes only the verified ones."""
+    """The nodes, parents before children and likelier siblings first; above `most` nodes only the verified ones."""
     tree, verified = step.drafted, set(step.kept.tolist())
     accepted = set(step.kept[step.path].tolist())
     shown = set(range(len(tree))) if len(tree) <= most else verified
@@ -46,14 +45,14 @@ def nodes(step: Step, tokenizer: Any, most: int = 60) -> list[Node]:
         kind = "accepted" if node in accepted else "verified" if node in verified else "unverified"
         places[node] = len(found)
         found.append(Node(places[parents[node]], depths[node], kind, words[node], chances[node] if node else None))
-    if len(step.tokens) > step.accepted:  # else the text ended inside the path
+    if len(step.tokens) > step.accepted:  # otherwise the text ended within the path
         tip = places[int(step.kept[step.path[-1]])]
         found.append(Node(tip, found[tip].depth + 1, "own", _word(tokenizer, step.tokens[-1]), None))
     return found
 
 
 def draw(step: Step, tokenizer: Any, most: int = 60) -> Tree:
-    """For the terminal: tokens with their path probabilities."""
+    """A drawing for the terminal, with path probabilities."""
     drawn: list[Tree] = []
     for node in nodes(step, tokenizer, most):
         chance = "" if node.chance is None else f"  {node.chance:.2f}"
@@ -75,7 +74,7 @@ def _word(tokenizer: Any, token: int) -> str:
     return repr(tokenizer.decode([token])) if tokenizer is not None else str(token)
 
 
-# ---- SVG: depth goes to the right, every leaf has a line of its own
+# ---- SVG: depth grows to the right, and every leaf has its own line
 
 LINE, BOX, GAP, MARGIN = 28, 20, 36, 16  # pixels: line height, box height, between levels, around everything
 LETTER, LONGEST = 7.3, 20  # pixels of a character, characters of a word
@@ -95,7 +94,7 @@ MEANINGS = {
 
 
 def svg(step: Step, tokenizer: Any, most: int = 200) -> str:
-    """The same tree as an SVG document."""
+    """A drawing as an SVG document."""
     found = nodes(step, tokenizer, most)
     labels = [_label(node) for node in found]
     lines = _lines(found)
@@ -103,7 +102,9 @@ def svg(step: Step, tokenizer: Any, most: int = 200) -> str:
     keys, keys_width = _keys(MARGIN, (max(lines) + 2) * LINE + MARGIN, {node.kind for node in found})
     notes_at = (max(lines) + 3) * LINE + MARGIN
     width = max(width, keys_width, len(summary(step)) * LETTER + 2 * MARGIN)
-    later = sorted(range(1, len(found)), key=lambda place: found[place].kind in THICK)  # the path lies on top
+    later = sorted(
+        range(1, len(found)), key=lambda place: found[place].kind in THICK
+    )  # the accepted path is drawn last
     parts = [_edge(found, place, lefts, lines, labels) for place in later]
     parts += [_box(lefts[n.depth], MARGIN + lines[i] * LINE, labels[i], n.kind) for i, n in enumerate(found)]
     parts += [*keys, _letters(MARGIN, notes_at + 14, summary(step), "#222222")]
@@ -126,26 +127,23 @@ def _label(node: Node) -> str:
 
 
 def _lines(found: list[Node]) -> list[float]:
-    """Each node's line: leaves one below the other, parents in the middle of their children."""
+    """The line of each node: leaves below one another, parents in the middle of their children."""
     children: list[list[int]] = [[] for _ in found]
-    for place, node in enumerate(found[1:], 1):
-        children[node.parent].append(place)
-    lines = [0.0] * len(found)
-    order, stack = [], [0]
-    while stack:
-        order.append(stack.pop())
-        stack += reversed(children[order[-1]])
-    leaves = (place for place in order if not children[place])
-    for line, place in enumerate(leaves):
-        lines[place] = line
-    for place in reversed(order):
-        if children[place]:
-            lines[place] = (lines[children[place][0]] + lines[children[place][-1]]) / 2
+    for index, node in enumerate(found[1:], 1):
+        children[node.parent].append(index)
+    lines, leaves = [0.0] * len(found), itertools.count()
+
+    def place(index: int) -> float:
+        own = [place(child) for child in children[index]]
+        lines[index] = (own[0] + own[-1]) / 2 if own else next(leaves)
+        return lines[index]
+
+    place(0)
     return lines
 
 
 def _columns(found: list[Node], labels: list[str]) -> tuple[list[float], float]:
-    """Where the boxes of each depth begin, and the width of it all."""
+    """The left edges of the boxes of each depth, and the total width."""
     widest = [0.0] * (max(node.depth for node in found) + 1)
     for node, label in zip(found, labels, strict=True):
         widest[node.depth] = max(widest[node.depth], _width(label))
@@ -184,7 +182,7 @@ def _letters(left: float, base: float, text: str, colour: str) -> str:
 
 
 def _keys(left: float, top: float, kinds: set[str]) -> tuple[list[str], float]:
-    """A sample box for each kind that occurs, and where they end."""
+    """The legend, with a box for each kind that occurs, and its right edge."""
     boxes = []
     for kind in (each for each in MEANINGS if each in kinds):
         boxes.append(_box(left, top, MEANINGS[kind], kind))

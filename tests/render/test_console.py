@@ -1,20 +1,22 @@
-"""What commands print in terminals of several widths: names stay, figures go, sentences are whole."""
+"""Output in terminals of several widths: tables drop columns, names and sentences stay complete."""
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from helpers.bench_records import METHODS, write_run
-from windfall import registry
+from windfall.bench.reading import load
+from windfall.bench.results import Row, summary
 from windfall.bench.tune import Result
-from windfall.cli import app, diagnose, tune
-from windfall.core.options import describe
+from windfall.cli import app, bench, diagnose, tune
 from windfall.core.stats import Stats
 from windfall.core.types import Split
 from windfall.costs.curves import Costs, Curve
@@ -53,7 +55,7 @@ def first_column(text: str, place: int) -> str:
     return squeezed("".join(line[:place] for line in text.splitlines()))
 
 
-def test_names_stay_and_figures_go(width: int) -> None:
+def test_narrow_tables_keep_names_and_drop_columns(width: int) -> None:
     table = Figures(("method", "one figure", "another", "a third", "the last"), least=("another", "one figure"))
     for name in ("none", LONG):
         table.add(name, "1.00 (0.95–1.05)", "22.2", "333.3", "4.44 (4.00–5.00)")
@@ -80,17 +82,26 @@ def test_nothing_is_left_out_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "figure 29" in captured.get()
 
 
-def test_bench_show(width: int, tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", methods={**METHODS, LONG: METHODS["beam"]}, texts=2)
-    text = windfall("bench", "show", folder)
-    check(text.partition("Same text")[0], width)
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    """The results of a benchmark; computing their confidence intervals takes a second."""
+    folder = tmp_path_factory.mktemp("bench") / "run"
+    return summary(load(write_run(folder, methods={**METHODS, LONG: METHODS["beam"]}, texts=2)))
+
+
+def test_bench_show(width: int, results: list[Row], capsys: pytest.CaptureFixture[str]) -> None:
+    for temperature in sorted({row.temperature for row in results}):
+        rows = [row for row in results if row.temperature == temperature]
+        console.stdout().print(bench.table(rows, temperature))
+    text = capsys.readouterr().out
+    check(text, width)
     for name in ("none", "salf", "talon"):
         assert len(re.findall(rf"^{name} .* \d\.\d\d \(\d\.\d\d–\d\.\d\d\)", text, re.M)) == 8
     assert squeezed(text.partition("──\n")[2]).count("self:skip=3") == 8
 
 
 def test_compare(width: int, capsys: pytest.CaptureFixture[str]) -> None:
-    console.standings({"none": STATS, LONG: replace(STATS, seconds=1.0)})
+    console.print_policy_stats({"none": STATS, LONG: replace(STATS, seconds=1.0)})
     text = capsys.readouterr().out
     check(text, width)
     assert re.search(r"^none .* 1\.00x", text, re.M)
@@ -99,7 +110,7 @@ def test_compare(width: int, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_comparison_with_plain_decoding(width: int, capsys: pytest.CaptureFixture[str]) -> None:
-    console.stdout().print(console.figures({"plain": STATS, "auto": STATS}, baseline=STATS))
+    console.stdout().print(console.stats_table({"plain": STATS, "auto": STATS}, baseline=STATS))
     text = capsys.readouterr().out
     check(text, width)
     assert re.search(r"^auto +128 .* 1\.00x", text, re.M)
@@ -113,7 +124,7 @@ def test_profile(width: int, capsys: pytest.CaptureFixture[str]) -> None:
         "drafter": {"class": "windfall.drafters.feature_head.FeatureHeadDrafter"},
     }
     costs = Costs(Curve((1, 8), (0.001, 0.002)), curves, 0.0001)
-    console.cost_tables(SimpleNamespace(costs=costs, about=about, rounds=3))  # type: ignore[arg-type]
+    console.print_costs(SimpleNamespace(costs=costs, about=about, rounds=3))  # type: ignore[arg-type]
     text = capsys.readouterr().out
     tables = text.partition("\n")[2].partition("overhead")[0]
     check(tables, width)
@@ -123,7 +134,7 @@ def test_profile(width: int, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_tune(width: int, capsys: pytest.CaptureFixture[str]) -> None:
     settings = {"depth": 4, "k": 10, "nodes": 60, "threshold": 0.25, "schedule": "heuristic"}
-    tune._tell([Result(settings, 8, 123.4)], Path("tuned.json"), json=False)
+    tune._show([Result(settings, 8, 123.4)], Path("tuned.json"), json=False)
     text = capsys.readouterr().out
     check(text, width)
     assert "123.4" in text
@@ -133,27 +144,36 @@ def test_tune(width: int, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_diagnose(width: int, capsys: pytest.CaptureFixture[str]) -> None:
-    diagnose._table("Target passes by depth and rank", ["depth", *map(str, range(1, 21))], [["3", *["100"] * 20]])
+    diagnose._print_table("Target passes by depth and rank", ["depth", *map(str, range(1, 21))], [["3", *["100"] * 20]])
     text = capsys.readouterr().out
     check(text, width)
     assert re.search(r"^ +3 +100", text, re.M)
     assert ("too narrow" in text) == (width < 120)
 
 
-def test_policies_are_told_in_whole_sentences(width: int) -> None:
-    text = windfall("policies")
+@pytest.fixture(scope="module")
+def catalogue() -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = json.loads(windfall("policies", "--json"))
+    return found
+
+
+def test_policies_are_listed_with_every_option(
+    width: int, catalogue: dict[str, list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for title, entries in catalogue.items():
+        console.print_catalogue(title, entries)
+    text = capsys.readouterr().out
     check(text, width)
-    told = squeezed(text)
-    for name in registry.policies():
-        for each in describe(registry.policy_class(name)):
-            assert squeezed(each["help"]) in told, each
+    for entry in catalogue["policies"]:
+        for each in entry["options"]:
+            assert squeezed(each["help"]) in squeezed(text), each
     assert "NoneType" not in text
-    assert "floatornone" in told
+    assert "floatornone" in squeezed(text)
 
 
 def test_checks_are_wrapped(width: int, capsys: pytest.CaptureFixture[str]) -> None:
     detail = "speculative = plain = transformers on a tiny random model, in /a/folder/with-a-name-of-forty-characters"
-    console.checklist([{"name": "same text", "detail": detail, "ok": True, "needed": True}])
+    console.print_checks([{"name": "same text", "detail": detail, "ok": True, "needed": True}])
     text = capsys.readouterr().out
     check(text, width)
     assert text.startswith("✓ same text ")

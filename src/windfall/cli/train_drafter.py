@@ -1,0 +1,147 @@
+"""`windfall train head` and `train lm`: train a draft head or a smaller model on texts that the target wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from windfall.cli.declare import argument, option
+from windfall.cli.options import TargetOptions
+from windfall.render import console
+from windfall.train.recipe import Recipe
+
+if TYPE_CHECKING:
+    from windfall.train.trainer import Event
+
+
+@dataclass
+class TrainingOptions:
+    """The options that `train head` and `train lm` share."""
+
+    data: Path = argument(..., "Folder that `windfall train data` wrote.")
+    out: Path = option(..., "Folder for the trained weights, the checkpoints and the log.")
+    settings: list[str] = option([], "Set an option of the method. Repeatable.", "--set", metavar="NAME=VALUE")
+    resume: bool = option(False, "Continue from the checkpoint in --out.")
+
+
+@dataclass
+class HeadShape:
+    """The size of a new head."""
+
+    PANEL = "A new head"
+
+    vocabulary: int | None = option(None, "Draft only the N most frequent tokens. Default: all, or --init's.", min=1)
+    intermediate: int | None = option(None, "Width of the feed-forward layer. Default: the target's.", min=1)
+    layers: int = option(1, "Number of decoder layers.", min=1)
+    taps: str | None = option(None, "Layers whose hidden states the head reads, e.g. 2,15,27.", metavar="A,B,C")
+
+
+@dataclass
+class ModelShape:
+    """The size of the smaller model."""
+
+    PANEL = "The smaller model"
+
+    layers: str | None = option(
+        None, "Number of the target's first layers to keep, or a list (0,1,29). Default: one eighth.", metavar="N|A,B"
+    )
+    intermediate: int | None = option(None, "Keep this many feed-forward neurons, those of largest norm. Default: all.")
+    own_embeddings: bool = option(False, "Train and store embeddings. Default: use the target's.")
+
+
+def head(
+    training: TrainingOptions,
+    recipe: Recipe,
+    model: TargetOptions,
+    shape: HeadShape,
+    method: str = option("ttt", "eagle, hass, talf, ttt, medusa, hydra or griffin."),
+    init: str | None = option(None, "Start from this head instead of a new one."),
+    light: bool = option(False, "Leave out the target's embeddings and output layer; only windfall reads such heads."),
+) -> None:
+    """Train a draft head on texts that the target wrote."""
+    from windfall.train import runs
+
+    sizes = {**vars(shape), "taps": runs.parse_taps(shape.taps)}
+    job = runs.HeadJob(**vars(training), method=method, init=init, light=light, shape=sizes)
+    job.check()
+    follow(runs.train_head(job, recipe, model.load_target()), training.out)
+    console.note(f"the best head is in {training.out / runs.BEST}")
+
+
+def lm(training: TrainingOptions, recipe: Recipe, model: TargetOptions, shape: ModelShape) -> None:
+    """Distil the target into a model of some of its own layers, which drafts with the same tokenizer."""
+    from windfall.train import students
+    from windfall.train.runs import BEST
+
+    job = students.StudentJob(**vars(training), shape=students.Shape(**vars(shape)))
+    job.check()
+    follow(students.train_student(job, recipe, model.load_target()), training.out)
+    best = training.out / BEST
+    console.note(f"the best model is in {best}; try: windfall generate --drafter {best}")
+
+
+# ---- following a training
+
+
+def follow(events: Iterator[Event], folder: Path) -> None:
+    """Show and log every event. After Ctrl-C the training can be resumed from the last checkpoint."""
+    from windfall.train.trainer import CHECKPOINT
+
+    if int(os.environ.get("RANK", "0")):  # only the first of several processes prints and logs
+        for _ in events:
+            pass
+        return
+    log: Log | None = None  # the folder exists from the first event on
+    with console.live_progress("Training") as progress:
+        try:
+            for event in events:
+                log = log or Log(folder)
+                log.write(event)
+                description = f"step {event.step} · loss {event.loss:.3f} · right {_shares(event.hits)}"
+                progress(event.progress, description, _held_out(event) if event.held_out else "")
+        except KeyboardInterrupt:
+            kept = (folder / CHECKPOINT).exists()
+            console.note("stopped; " + ("--resume continues from the last checkpoint" if kept else "nothing is kept"))
+            raise
+
+
+def _held_out(event: Event) -> str:
+    assert event.held_out is not None
+    found, mark = event.held_out, " (best)" if event.best else ""
+    speed = event.tokens / max(event.seconds, 1e-9)
+    shares = _shares(found["hits"])
+    return f"step {event.step}: held-out loss {found['loss']:.3f}, right {shares}{mark}, {speed:,.0f} tokens/s"
+
+
+def _shares(hits: list[float]) -> str:
+    return " ".join(f".{round(100 * hit):02d}" if hit < 0.995 else "1.0" for hit in hits)
+
+
+class Log:
+    """Writes events as JSON lines, and for TensorBoard where it is installed."""
+
+    def __init__(self, folder: Path):
+        self._path = folder / "log.jsonl"
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            self._board = None
+        else:
+            self._board = SummaryWriter(str(folder / "tensorboard"))
+
+    def write(self, event: Event) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(event.__dict__) + "\n")
+        if self._board is None:
+            return
+        figures = {"loss": event.loss, "rate": event.rate}
+        figures |= {f"hits/{i}": hit for i, hit in enumerate(event.hits)}
+        if event.held_out:
+            figures |= {"held-out/loss": event.held_out["loss"]}
+            figures |= {f"held-out/hits/{i}": hit for i, hit in enumerate(event.held_out["hits"])}
+        for name, value in figures.items():
+            self._board.add_scalar(name, value, event.step)
