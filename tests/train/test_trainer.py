@@ -22,13 +22,12 @@ from windfall.heads.loading import find_head
 from windfall.heads.probe import HeadWarning
 from windfall.model.target import Target
 from windfall.registry import drafter, policy
+from windfall.train.heads import BEST, HeadJob, initial_head, most_frequent, train_head
 from windfall.train.objectives import objective
-from windfall.train.optimizers import Optimizers
 from windfall.train.recipe import Recipe
-from windfall.train.runs import BEST, HeadJob, commonest, starting_head, train_head
-from windfall.train.shards import Finished, Text, TokenData, write_about, write_shard
+from windfall.train.shards import FinishedPrompt, Text, TokenData, write_metadata, write_shard
 from windfall.train.teacher import Teacher
-from windfall.train.trainer import Event, Trainer
+from windfall.train.trainer import Event, Optimizers, Trainer
 
 RECIPE: dict[str, Any] = {"steps": 40, "batch_tokens": 240, "rate": 1e-2, "validate_every": 10, "save_minutes": 0}
 
@@ -111,16 +110,20 @@ def test_what_cannot_work_is_refused(tmp_path: Path, texts: Path, target: Target
 
 def test_texts_that_do_not_fit_are_refused(tmp_path: Path, texts: Path, target: Target) -> None:
     text = Text([1, 2, 3, 4], [False, False, True, True])
-    write_about(tmp_path, {"target": {"vocab_size": target.vocab_size}})
-    write_shard(tmp_path, 0, [Finished(1, False, [text])])
+    write_metadata(tmp_path, {"target": {"vocab_size": target.vocab_size}})
+    write_shard(tmp_path, 0, [FinishedPrompt(1, False, [text])])
     with pytest.raises(InputError, match="no held-out texts"):
         HeadJob(tmp_path, tmp_path / "out").check()
-    for words, message in (("[]", "does not say who"), ("{}", "does not say who"), ("{", "cannot read")):
+    for words, message in (
+        ("[]", "does not name the target"),
+        ("{}", "does not name the target"),
+        ("{", "cannot read"),
+    ):
         (tmp_path / "damaged").mkdir(exist_ok=True)
         (tmp_path / "damaged" / "data.json").write_text(words)
         with pytest.raises(InputError, match=message):
             HeadJob(tmp_path / "damaged", tmp_path / "out").check()
-    write_shard(tmp_path, 1, [Finished(2, True, [Text([1] * 9 + [2], [False] * 9 + [True])])])
+    write_shard(tmp_path, 1, [FinishedPrompt(2, True, [Text([1] * 9 + [2], [False] * 9 + [True])])])
     HeadJob(tmp_path, tmp_path / "out").check()
     with pytest.raises(InputError, match="no held-out text has an answer within its first 8 tokens"):
         train(tmp_path / "out", tmp_path, target, max_length=8)
@@ -151,7 +154,7 @@ def test_a_given_head_must_suit_the_method(tmp_path: Path, texts: Path, target: 
     [*_, last] = train_head(HeadJob(texts, tmp_path / "on", init=best), Recipe(**RECIPE | {"steps": 2}), target)
     assert last.step == 2
     with pytest.raises(InputError, match="is a eagle3 head, which the drafter head takes, not medusa"):
-        next(train_head(HeadJob(texts, tmp_path / "m", "medusa", init=best), Recipe(**RECIPE), target))
+        next(train_head(HeadJob(texts, tmp_path / "m", method="medusa", init=best), Recipe(**RECIPE), target))
 
 
 def test_a_given_head_can_learn_to_draft_other_tokens(tmp_path: Path, texts: Path, target: Target) -> None:
@@ -171,13 +174,13 @@ def test_a_given_head_can_learn_to_draft_other_tokens(tmp_path: Path, texts: Pat
 def test_copies_of_the_targets_matrices_do_not_learn(tmp_path: Path, texts: Path, target: Target) -> None:
     train(tmp_path, texts, target, steps=2)
     job, method = HeadJob(texts, tmp_path / "x", init=str(tmp_path / BEST)), objective("ttt")
-    head = starting_head(job, method, target, TokenData.open(texts))
+    head = initial_head(job, method, target, TokenData.open(texts))
     assert not head.embed_tokens.weight.requires_grad and not head.lm_head.weight.requires_grad
     assert head.fc.weight.requires_grad
 
 
 def test_what_cannot_be_learnt_from_ends_at_once(tmp_path: Path, texts: Path, target: Target) -> None:
-    with pytest.raises(InputError, match="the loss is no number any more at step 10; take a lower --rate"):
+    with pytest.raises(InputError, match="the loss is not finite at step 10; use a lower --rate"):
         train(tmp_path / "hot", texts, target, rate=1e30, clip=0)
     for dtype in (torch.float16, torch.float64):
         with pytest.raises(InputError, match="--dtype bfloat16 or float32"):
@@ -194,9 +197,9 @@ def test_an_objective_sees_the_lengths_of_texts(tmp_path: Path, texts: Path, tar
     seen = []
 
     class Curious(type(objective("ttt"))):  # type: ignore[misc]
-        def report(self, head: Any, lesson: Any, teacher: Any, progress: float) -> Any:
-            seen.append(lesson.batch.lengths)
-            return super().report(head, lesson, teacher, progress)
+        def report(self, head: Any, outputs: Any, teacher: Any, progress: float) -> Any:
+            seen.append(outputs.batch.lengths)
+            return super().report(head, outputs, teacher, progress)
 
     head = objective("ttt").new_head(target, {})
     trainer = Trainer(head, Curious(steps=1), Teacher(target.model, head.config.taps), Recipe(steps=1), tmp_path)
@@ -208,9 +211,9 @@ def test_an_objective_sees_the_lengths_of_texts(tmp_path: Path, texts: Path, tar
 def test_the_draft_vocabulary_is_what_the_target_writes_most(target: Target) -> None:
     counts = torch.zeros(target.vocab_size, dtype=torch.long)
     counts[[7, 3, 50]] = torch.tensor([5, 9, 1])
-    assert commonest(counts, 2, target).tolist() == [3, 7]
+    assert most_frequent(counts, 2, target).tolist() == [3, 7]
     with pytest.raises(InputError, match="--vocabulary"):
-        commonest(counts, 0, target)
+        most_frequent(counts, 0, target)
 
 
 def test_the_targets_layers_are_compiled_on_request(

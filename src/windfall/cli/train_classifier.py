@@ -11,10 +11,10 @@ from windfall.cli.options import Json, ModelOptions, takes_records, words
 from windfall.cli.session import ON_INTERRUPT
 from windfall.core.wording import counted
 from windfall.render import console
-from windfall.train.classifier_recipe import Fitting, Recording
+from windfall.train.classifiers.options import Fitting, Recording
 
 if TYPE_CHECKING:
-    from windfall.train.classifiers import Cycles, Figures
+    from windfall.train.classifiers.training import Cycles, Figures
 
 
 @takes_records
@@ -38,12 +38,12 @@ def classifier(
     """
     from windfall.bench.tasks import load_tasks
     from windfall.policies.papers import classifiers
-    from windfall.train import classifiers as training
+    from windfall.train.classifiers import training
 
     classifiers.inputs_of(kind, fitting.entropy)  # refuses what there is not
     asked = load_tasks(words(tasks or [], "--tasks") or ["builtin"], limit)
     try:
-        cycles = _record(model, recording, fitting.seed, asked, out / training.CYCLES, resume)
+        cycles = _record(model, recording, fitting.seed, asked, out / training.CYCLES_FILE, resume)
         with console.progress(f"Training {kind}") as progress:
             made, figures = training.fit(kind, cycles.cycles, fitting, progress)
     except KeyboardInterrupt:
@@ -61,7 +61,7 @@ def _record(model: ModelOptions, recording: Recording, seed: int, asked: list[An
     from windfall.bench.methods import DrafterSpec
     from windfall.core.files import make_folder
     from windfall.core.options import split_settings
-    from windfall.train import classifiers as training
+    from windfall.train.classifiers import training
 
     make_folder(file.parent)
     engine = model.load("none")

@@ -63,7 +63,7 @@ def data(
                 batch=batch,
                 resume=resume,
                 report=report,
-                say=console.note,
+                notify=console.note,
             )
     except KeyboardInterrupt:
         console.note("stopped; what is written stays, and --resume goes on")

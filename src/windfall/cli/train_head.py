@@ -40,10 +40,10 @@ def head(
     ] = None,
 ) -> None:
     """Train a draft head on what the target itself wrote."""
-    from windfall.train import runs
+    from windfall.train import heads
 
-    shape = {"vocabulary": vocabulary, "intermediate": intermediate, "layers": layers, "taps": runs.parse_taps(taps)}
-    job = runs.HeadJob(**vars(training), method=method, init=init, light=light, shape=shape)
+    shape = {"vocabulary": vocabulary, "intermediate": intermediate, "layers": layers, "taps": heads.parse_taps(taps)}
+    job = heads.HeadJob(**vars(training), method=method, init=init, light=light, shape=shape)
     job.check()
-    follow(runs.train_head(job, recipe, model.load()), training.out)
-    console.note(f"the best head is in {training.out / runs.BEST}")
+    follow(heads.train_head(job, recipe, model.load()), training.out)
+    console.note(f"the best head is in {training.out / heads.BEST}")

@@ -35,8 +35,8 @@ def lm(
     ] = False,
 ) -> None:
     """Distil the target into some of its own layers: an independent drafter with the same tokenizer."""
-    from windfall.train import students
-    from windfall.train.runs import BEST
+    from windfall.heads.files import BEST
+    from windfall.train import lm as students
 
     shape = students.Shape(layers, intermediate, own_embeddings)
     job = students.StudentJob(**vars(training), shape=shape)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from windfall.costs.curves import Costs
     from windfall.engine.engine import Engine
     from windfall.train.rl.config import Config
-    from windfall.train.rl.learning import Event, Learner
-    from windfall.train.rl.sources import Source
+    from windfall.train.rl.learner import Event, Learner
+    from windfall.train.rl.rollout import Source
 
 SAVE_SECONDS = 60.0  # between saves of a recording
 
@@ -135,8 +135,7 @@ def ltd(
     """
     from windfall.core.errors import InputError
     from windfall.core.options import split_settings
-    from windfall.train.rl.config import make_config
-    from windfall.train.rl.learning import CHECKPOINT, Learner, check_extra
+    from windfall.train.rl.config import check_extra, make_config
 
     config = make_config(recipe, split_settings(settings or []))
     if show_settings:
@@ -145,6 +144,8 @@ def ltd(
     if backend not in ("replay", "engine"):
         raise InputError(f"--backend is replay or engine, not '{backend}'")
     check_extra()
+    from windfall.train.rl.learner import CHECKPOINT, Learner  # needs the extra
+
     if resume and not out.exists():
         raise InputError(f"there is no folder '{out}' to resume; leave --resume out to begin a training in it")
     if backend == "engine":
@@ -162,18 +163,17 @@ def ltd(
 
 
 def _engine(model: ModelOptions, texts: TextOptions, config: Config) -> Source:
-    from windfall.train.rl.sources import Engines
+    from windfall.train.rl.live import LiveSource
 
     prompts = [prompt for _, prompt in texts.prompts()]
-    return Engines(model.load("none"), prompts, config, **texts.sampling())
+    return LiveSource(model.load("none"), prompts, config, **texts.sampling())
 
 
 def _replays(
     model: ModelOptions, texts: TextOptions, config: Config, recorded: Path | None, costs: str, out: Path
 ) -> Source:
     from windfall.train.rl.recording import Recording
-    from windfall.train.rl.replay import read_costs
-    from windfall.train.rl.sources import open_recording
+    from windfall.train.rl.replay import ReplaySource, read_costs
 
     given: Costs | None = None if costs == "measured" else read_costs(Path(costs))
     file = out / "recording.npz" if recorded is None else recorded
@@ -184,7 +184,7 @@ def _replays(
         else:
             Recording.load(file).check({"target": engine.target.name, "drafter": _drafter(model)}, file)
         given = given or _measured(engine)
-    return open_recording(file, given, config)
+    return ReplaySource(Recording.load(file), given, config, f"'{file}'")
 
 
 def _measured(engine: Engine) -> Costs:
@@ -218,24 +218,23 @@ def _follow(learner: Learner, resume: bool) -> None:
                 words = f"{event.throughput:,.0f} tokens/s, tau {event.tau:.2f}"
                 bar.console.print(f"{event.stage}, step {event.step}: {words}{mark}")
 
-        learner.tell = tell
-        learner.run(resume)
+        learner.run(resume, tell)
 
 
 def _tell(learner: Learner, searched: bool, json: bool) -> None:
     """The figures, the table, and the same as JSON in the folder."""
     from windfall.core.files import replace_text
-    from windfall.train.rl import figures, standings
-    from windfall.train.rl.learning import read_log
+    from windfall.train.rl import evaluation
+    from windfall.train.rl.learner import read_log
 
-    found = standings.played(learner, searched=searched)
-    rows = standings.table(found)
+    found = evaluation.evaluate(learner, searched=searched)
+    rows = evaluation.table(found)
     replace_text(learner.folder / "report.json", jsons.dumps(rows, indent=2) + "\n")
     shown: dict[str, Any] = {name: found[name] for name in ("iter0", "ltd") if name in found}
     events = list(read_log(learner.folder))
     try:
-        figures.plot_curves(events, learner.folder / "curves.png", learner.default_throughput("validation"))
-        figures.plot_decisions(shown, learner.folder / "decisions.png")
+        evaluation.plot_curves(events, learner.folder / "curves.png", learner.default_throughput("validation"))
+        evaluation.plot_decisions(shown, learner.folder / "decisions.png")
     except ValueError as error:
         console.note(str(error))
     if json:

@@ -1,1 +1,1 @@
-"""Training: what the target writes, and the drafters that learn to write it."""
+"""Training: data that the target generates, draft heads, small models, and the learned policies of papers."""

@@ -1,4 +1,4 @@
-"""Cycles recorded with the real engine → a trained classifier for `disco`, `specdecpp` or `c2t`."""
+"""Record cycles of the real engine and fit the classifier of `disco`, `specdecpp` or `c2t` to them."""
 
 from __future__ import annotations
 
@@ -23,18 +23,17 @@ from windfall.policies.beam import Beam
 from windfall.policies.context import Context
 from windfall.policies.papers import classifiers
 from windfall.policies.papers.classifiers import KINDS, Classifier, Floats
-from windfall.train.classifier_recipe import Fitting, Recording
+from windfall.train.classifiers.options import Fitting, Recording
 
 if TYPE_CHECKING:
     from windfall.engine.engine import Engine
 
-Progress = Callable[[float], None]
+Progress = Callable[[float], None]  # called with the finished share
 Figures = dict[str, Any]
-Nodes = dict[str, list[NDArray[Any]]]  # by what is told of a node, by cycle
 
-CYCLES = "cycles.npz"
-SAVE_SECONDS = 20.0  # between two writings of what was recorded
-PER_NODE: dict[str, Any] = {
+CYCLES_FILE = "cycles.npz"
+SAVE_SECONDS = 20.0  # between saves while recording
+NODE_ARRAYS: dict[str, Any] = {
     "parents": np.int32,
     "depth": np.int32,
     "logq": np.float32,
@@ -49,16 +48,16 @@ PER_NODE: dict[str, Any] = {
 
 
 @dataclass
-class Watched(Beam):
-    """A beam that asks for entropies too."""
+class BeamWithEntropy(Beam):
+    """A beam that also measures the drafter's entropies."""
 
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
-        wish = super().grow(tree, ctx)
-        return None if wish is None else wish._replace(entropy=True)
+        grow = super().grow(tree, ctx)
+        return None if grow is None else grow._replace(entropy=True)
 
 
 class Cycle(NamedTuple):
-    """A drafted tree, and what became of its nodes."""
+    """A drafted tree, and which of its nodes were verified and accepted."""
 
     prompt: int
     tree: DraftTree
@@ -73,14 +72,14 @@ class Cycle(NamedTuple):
         return cls(prompt, step.drafted, verified, accepted)
 
     @property
-    def reached(self) -> int:
+    def accepted_depth(self) -> int:
         """The depth of the last accepted node."""
         return int(self.accepted.sum()) - 1
 
 
 @dataclass
 class Cycles:
-    """Recorded cycles and where they come from, kept in a file."""
+    """Recorded cycles and what they depend on, as stored in a file."""
 
     about: dict[str, Any]
     prompts: int = 0  # finished
@@ -88,7 +87,7 @@ class Cycles:
 
     @classmethod
     def open(cls, file: Path, about: dict[str, Any], resume: bool) -> Cycles:
-        """What was recorded before; a recording of something else is refused."""
+        """The cycles in the file, or none; a recording with other settings is refused."""
         wanted: dict[str, Any] = json.loads(json.dumps(about))
         if not file.is_file():
             return cls(wanted)
@@ -103,20 +102,21 @@ class Cycles:
     @classmethod
     def read(cls, file: Path) -> Cycles:
         try:
-            with np.load(file, allow_pickle=False) as kept:
-                about, done = json.loads(str(kept["about"])), int(kept["prompts"])
-                ends = np.cumsum(kept["sizes"])[:-1]
-                nodes = {name: np.split(kept[name], ends) for name in PER_NODE}
-                prompts = kept["prompt"].tolist()
-        except Exception as error:  # numpy and zipfile have many
-            raise InputError(f"'{file}' is damaged; remove it, and record anew") from error
-        return cls(about, done, [_cycle(prompt, nodes, place) for place, prompt in enumerate(prompts)])
+            with np.load(file, allow_pickle=False) as stored:
+                about, done = json.loads(str(stored["about"])), int(stored["prompts"])
+                ends = np.cumsum(stored["sizes"])[:-1]
+                nodes = {name: np.split(stored[name], ends) for name in NODE_ARRAYS}
+                prompts = stored["prompt"].tolist()
+        except Exception as error:  # numpy and zipfile raise many kinds
+            raise InputError(f"'{file}' is damaged; remove it and record again") from error
+        each = ({name: torch.from_numpy(arrays[i]) for name, arrays in nodes.items()} for i in range(len(prompts)))
+        return cls(about, done, [_read_cycle(*pair) for pair in zip(prompts, each, strict=True)])
 
     def write(self, file: Path) -> None:
-        rows = [_arrays(cycle) for cycle in self.cycles]
+        rows = [_node_arrays(cycle) for cycle in self.cycles]
         nodes = {
             name: np.concatenate([row[name] for row in rows]).astype(kind) if rows else np.zeros(0, kind)
-            for name, kind in PER_NODE.items()
+            for name, kind in NODE_ARRAYS.items()
         }
         own = {
             "sizes": np.array([len(cycle.tree) for cycle in self.cycles], dtype=np.int64),
@@ -132,37 +132,37 @@ class Cycles:
         replace_file(file, fill)
 
 
-def _arrays(cycle: Cycle) -> dict[str, NDArray[Any]]:
+def _node_arrays(cycle: Cycle) -> dict[str, NDArray[Any]]:
     tree = cycle.tree
     found = {name: getattr(tree, name) for name in ("parents", "depth", "logq", "score", "entropy")}
     found |= {"verified": cycle.verified, "accepted": cycle.accepted}
     return {name: array.numpy() for name, array in found.items()}
 
 
-def _cycle(prompt: int, nodes: Nodes, place: int) -> Cycle:
-    own = {name: torch.from_numpy(arrays[place]) for name, arrays in nodes.items()}
-    unknown = torch.zeros(len(own["depth"]), dtype=torch.long)  # tokens and ranks: nobody asks for them
+def _read_cycle(prompt: int, own: dict[str, Tensor]) -> Cycle:
+    unused = torch.zeros(len(own["depth"]), dtype=torch.long)  # tokens and ranks are not stored
     parents, depth = own["parents"].long(), own["depth"].long()
-    tree = DraftTree(unknown, parents, own["logq"], own["score"], depth, unknown, own["entropy"])
+    tree = DraftTree(unused, parents, own["logq"], own["score"], depth, unused, own["entropy"])
     return Cycle(prompt, tree, own["verified"], own["accepted"])
 
 
 def record(
-    engine: Engine, prompts: list[list[int]], how: Recording, seed: int, cycles: Cycles, file: Path, tell: Progress
+    engine: Engine, prompts: list[list[int]], how: Recording, seed: int, cycles: Cycles, file: Path, progress: Progress
 ) -> None:
-    """Answer the prompts (token ids) that are left with a beam, and keep its cycles, whatever happens."""
-    engine.policy = Watched(how.depth, how.k, how.nodes)
+    """Answer the remaining prompts (token ids) with a beam and store its cycles, also when interrupted."""
+    policy, engine.policy = engine.policy, BeamWithEntropy(how.depth, how.k, how.nodes)
     saved = time.monotonic()
     try:
-        for place in range(cycles.prompts, len(prompts)):
-            steps = engine.generate(prompts[place], **how.sampling(seed)).steps
-            cycles.cycles += [Cycle.of(place, step) for step in steps if len(step.drafted) > 1]
-            cycles.prompts = place + 1
-            tell(cycles.prompts / len(prompts))
+        for number in range(cycles.prompts, len(prompts)):
+            steps = engine.generate(prompts[number], **how.sampling(seed)).steps
+            cycles.cycles += [Cycle.of(number, step) for step in steps if len(step.drafted) > 1]
+            cycles.prompts = number + 1
+            progress(cycles.prompts / len(prompts))
             if time.monotonic() - saved > SAVE_SECONDS:
                 cycles.write(file)
                 saved = time.monotonic()
     finally:
+        engine.policy = policy
         cycles.write(file)
 
 
@@ -170,7 +170,7 @@ def record(
 
 
 class Samples(NamedTuple):
-    """What a classifier is shown, and whether it came true."""
+    """Inputs of a classifier and whether the token was accepted."""
 
     inputs: Floats  # [n, I]
     labels: NDArray[np.bool_]  # [n]
@@ -179,13 +179,13 @@ class Samples(NamedTuple):
     def counts(self) -> dict[str, int]:
         return {"accepted": int(self.labels.sum()), "rejected": int((~self.labels).sum())}
 
-    def pick(self, places: NDArray[np.int64]) -> Samples:
-        return Samples(self.inputs[places], self.labels[places])
+    def pick(self, indices: NDArray[np.int64]) -> Samples:
+        return Samples(self.inputs[indices], self.labels[indices])
 
 
 def samples_of(kind: str, cycles: list[Cycle], entropy: bool = False) -> Samples:
-    """What cycles teach a classifier of this kind."""
-    ask = {"disco": _disco, "specdecpp": _specdecpp}
+    """The samples of these cycles for a classifier of this kind."""
+    levels = {"disco": _disco, "specdecpp": _specdecpp}
     width = len(classifiers.inputs_of(kind, entropy))
     inputs, labels = [np.zeros((0, width), np.float32)], [np.zeros(0, np.bool_)]
     for cycle in cycles:
@@ -194,47 +194,47 @@ def samples_of(kind: str, cycles: list[Cycle], entropy: bool = False) -> Samples
             inputs.append(classifiers.c2t_inputs(cycle.tree, nodes, entropy))
             labels.append(cycle.accepted[nodes].numpy())
             continue
-        for shown, came in ask[kind](cycle):
-            inputs.append(shown[None])
-            labels.append(np.array([came]))
+        for values, accepted in levels[kind](cycle):
+            inputs.append(values[None])
+            labels.append(np.array([accepted]))
     return Samples(np.concatenate(inputs), np.concatenate(labels))
 
 
 def _disco(cycle: Cycle) -> Iterator[tuple[Floats, bool]]:
     for level in range(1, int(cycle.tree.depth[-1]) + 1):
-        yield classifiers.disco_inputs(cycle.tree, level), cycle.reached >= level
+        yield classifiers.disco_inputs(cycle.tree, level), cycle.accepted_depth >= level
 
 
 def _specdecpp(cycle: Cycle) -> Iterator[tuple[Floats, bool]]:
-    """As far as the accepted path went, and the level that it did not reach."""
-    for level in range(1, min(cycle.reached + 1, int(cycle.tree.depth[-1])) + 1):
-        yield classifiers.specdecpp_inputs(cycle.tree, level), cycle.reached >= level
+    """The accepted levels, and the first level that was not accepted."""
+    for level in range(1, min(cycle.accepted_depth + 1, int(cycle.tree.depth[-1])) + 1):
+        yield classifiers.specdecpp_inputs(cycle.tree, level), cycle.accepted_depth >= level
 
 
 def split(cycles: list[Cycle], held_out: float, seed: int) -> tuple[list[Cycle], list[Cycle]]:
-    """Cycles to learn from, and those of other prompts to judge by (with a single prompt: other cycles)."""
+    """Training cycles and validation cycles, of different prompts; with a single prompt, different cycles."""
     several = len({cycle.prompt for cycle in cycles}) > 1
-    groups = [cycle.prompt if several else place for place, cycle in enumerate(cycles)]
+    groups = [cycle.prompt if several else number for number, cycle in enumerate(cycles)]
     order = sorted(set(groups))
     np.random.default_rng(seed).shuffle(order)
     held = set(order[: max(round(held_out * len(order)), 1)])
-    kept = [(cycle, group in held) for cycle, group in zip(cycles, groups, strict=True)]
-    return [cycle for cycle, out in kept if not out], [cycle for cycle, out in kept if out]
+    pairs = list(zip(cycles, groups, strict=True))
+    return [cycle for cycle, group in pairs if group not in held], [cycle for cycle, group in pairs if group in held]
 
 
 def balanced(samples: Samples, seed: int) -> Samples:
-    """As many accepted as rejected samples, chosen at random."""
-    chance = np.random.default_rng(seed)
-    sides = [np.flatnonzero(samples.labels == side) for side in (True, False)]
-    count = min(map(len, sides))
-    return samples.pick(np.sort(np.concatenate([chance.permutation(side)[:count] for side in sides])))
+    """Equally many accepted and rejected samples, chosen at random."""
+    random = np.random.default_rng(seed)
+    classes = [np.flatnonzero(samples.labels == label) for label in (True, False)]
+    count = min(map(len, classes))
+    return samples.pick(np.sort(np.concatenate([random.permutation(own)[:count] for own in classes])))
 
 
 # ---- fitting
 
 
 class Network(nn.Module):
-    """The classifier while it learns, on inputs brought to mean 0 and deviation 1."""
+    """The classifier in training; its inputs are normalised to mean 0 and deviation 1."""
 
     def __init__(self, kind: str, width: int, hidden: int) -> None:
         super().__init__()
@@ -243,13 +243,13 @@ class Network(nn.Module):
         self.skip = nn.Linear(width, 1, bias=False) if KINDS[kind].skip else None
 
     def forward(self, inputs: Tensor) -> Tensor:  # [n, I] -> [n]
-        bend = nn.functional.silu if KINDS[self.kind].bend is classifiers.silu else nn.functional.relu
-        score: Tensor = self.output(bend(self.hidden(inputs)))
+        activation = nn.functional.silu if KINDS[self.kind].bend is classifiers.silu else nn.functional.relu
+        score: Tensor = self.output(activation(self.hidden(inputs)))
         return (score if self.skip is None else score + self.skip(inputs))[:, 0]
 
     @torch.no_grad()
     def finish(self, inputs: tuple[str, ...], mean: Tensor, deviation: Tensor, odds: float) -> Classifier:
-        """The same on inputs as they are; `odds` is the logarithm of what balancing took out."""
+        """The classifier for inputs that are not normalised; `odds` are the log-odds that balancing removed."""
         hidden, bias = self.hidden.weight / deviation, self.output.bias + odds
         weights = {
             "hidden": hidden,
@@ -263,59 +263,58 @@ class Network(nn.Module):
         return Classifier(self.kind, inputs, {name: each.numpy().copy() for name, each in weights.items()})
 
 
-def fit(kind: str, cycles: list[Cycle], how: Fitting, tell: Progress) -> tuple[Classifier, Figures]:
-    """A classifier fitted to most of the cycles, and how well it judges the others."""
+def fit(kind: str, cycles: list[Cycle], how: Fitting, progress: Progress) -> tuple[Classifier, Figures]:
+    """A classifier fitted to the training cycles, and its figures on the validation cycles."""
     known, inputs = classifiers.kind_named(kind), classifiers.inputs_of(kind, how.entropy)
-    learning, judging = (samples_of(kind, part, how.entropy) for part in split(cycles, how.held_out, how.seed))
-    for samples, where in ((learning, "to learn from"), (judging, "held out")):
+    training, held_out = (samples_of(kind, part, how.entropy) for part in split(cycles, how.held_out, how.seed))
+    for samples, name in ((training, "training"), (held_out, "held-out")):
         if not all(samples.counts.values()):
-            told = " and ".join(f"{count} {name}" for name, count in samples.counts.items())
-            raise InputError(f"the cycles {where} have {told}, and both are needed; record more prompts")
-    odds = math.log(learning.labels.sum() / (~learning.labels).sum())
-    learning = learning if how.unbalanced else balanced(learning, how.seed)
+            counts = " and ".join(f"{count} {label}" for label, count in samples.counts.items())
+            raise InputError(f"the {name} cycles have {counts} samples, and both are needed; record more prompts")
+    odds = math.log(training.labels.sum() / (~training.labels).sum())
+    training = training if how.unbalanced else balanced(training, how.seed)
     torch.manual_seed(how.seed)
     network = Network(kind, len(inputs), how.hidden or known.hidden)
-    shown = torch.from_numpy(learning.inputs)
-    mean, deviation = shown.mean(0), shown.std(0, correction=0).clamp(min=1e-6)
-    _learn(network, (shown - mean) / deviation, torch.from_numpy(learning.labels), how, tell)
+    values = torch.from_numpy(training.inputs)
+    mean, deviation = values.mean(0), values.std(0, correction=0).clamp(min=1e-6)
+    _optimize(network, (values - mean) / deviation, torch.from_numpy(training.labels), how, progress)
     restored = odds if known.frequencies and not how.unbalanced else 0.0
     made = network.finish(inputs, mean, deviation, restored)
-    return made, {"samples": learning.counts, **judge(made, judging, restored)}
+    return made, {"samples": training.counts, **evaluate(made, held_out, restored)}
 
 
-def _learn(network: Network, inputs: Tensor, labels: Tensor, how: Fitting, tell: Progress) -> None:
+def _optimize(network: Network, inputs: Tensor, labels: Tensor, how: Fitting, progress: Progress) -> None:
     optimizer = torch.optim.AdamW(network.parameters(), lr=how.rate, weight_decay=how.decay)
     weights = torch.where(labels, 1.0, how.mismatch)
-    epochs, order = how.epochs or KINDS[network.kind].epochs, torch.Generator().manual_seed(how.seed)
+    epochs, random = how.epochs or KINDS[network.kind].epochs, torch.Generator().manual_seed(how.seed)
     for epoch in range(epochs):
-        for places in torch.split(torch.randperm(len(labels), generator=order), how.batch):
+        for rows in torch.split(torch.randperm(len(labels), generator=random), how.batch):
             loss = nn.functional.binary_cross_entropy_with_logits(
-                network(inputs[places]), labels[places].float(), weights[places]
+                network(inputs[rows]), labels[rows].float(), weights[rows]
             )
             optimizer.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-        tell((epoch + 1) / epochs)
+        progress((epoch + 1) / epochs)
 
 
-def judge(classifier: Classifier, samples: Samples, odds: float = 0.0) -> Figures:
-    """Accuracy at even odds (before they were restored), both classes counted alike, and the area under the ROC curve,
-    on samples not learnt from."""
-    chances, came, even = classifier(samples.inputs), samples.labels, 1 / (1 + math.exp(-odds))
-    accuracy = ((chances[came] >= even).mean() + (chances[~came] < even).mean()) / 2
-    return {"held_out": samples.counts, "accuracy": float(accuracy), "auc": area(chances, came)}
+def evaluate(classifier: Classifier, samples: Samples, odds: float = 0.0) -> Figures:
+    """Balanced accuracy (at even odds, before `odds` were restored) and the area under the ROC curve."""
+    scores, accepted, even = classifier(samples.inputs), samples.labels, 1 / (1 + math.exp(-odds))
+    accuracy = ((scores[accepted] >= even).mean() + (scores[~accepted] < even).mean()) / 2
+    return {"held_out": samples.counts, "accuracy": float(accuracy), "auc": roc_area(scores, accepted)}
 
 
-def area(chances: Floats, came: NDArray[np.bool_]) -> float:
-    """How often an accepted sample gets more than a rejected one; ties count half."""
-    _, places, counts = np.unique(chances, return_inverse=True, return_counts=True)
+def roc_area(scores: Floats, accepted: NDArray[np.bool_]) -> float:
+    """The share of pairs in which the accepted sample has the higher score; ties count half."""
+    _, places, counts = np.unique(scores, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[places]  # the mean rank of equal values
-    yes, no = int(came.sum()), int((~came).sum())
-    return float((ranks[came].sum() - yes * (yes + 1) / 2) / (yes * no))
+    yes, no = int(accepted.sum()), int((~accepted).sum())
+    return float((ranks[accepted].sum() - yes * (yes + 1) / 2) / (yes * no))
 
 
 def card(how: Fitting, cycles: Cycles, figures: Figures, command: str) -> dict[str, Any]:
-    """What a classifier's JSON tells about it."""
-    tokens = np.array([cycle.reached + 1 for cycle in cycles.cycles])
-    told = {"cycles": len(tokens), "tokens_per_cycle": {"mean": float(tokens.mean()), "deviation": float(tokens.std())}}
-    return {**figures, "fitting": vars(how), "data": {**cycles.about, **told}, "command": command}
+    """The content of the classifier's JSON file: figures, settings, data and the command."""
+    tokens = np.array([cycle.accepted_depth + 1 for cycle in cycles.cycles])
+    data = {"cycles": len(tokens), "tokens_per_cycle": {"mean": float(tokens.mean()), "deviation": float(tokens.std())}}
+    return {**figures, "fitting": vars(how), "data": {**cycles.about, **data}, "command": command}
