@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 
+from windfall.core import options
 from windfall.core.files import make_folder, replace_text
+from windfall.core.options import option
 from windfall.core.types import InputError
 from windfall.model.target import Target
 from windfall.train import shards
@@ -34,28 +36,17 @@ SELF_PROMPTS_FILE = "self-prompts.jsonl"
 class Settings:
     """What the answers depend on, besides the target and the prompts."""
 
-    max_new_tokens: int = 256
-    temperature: float = 1.0
-    greedy_share: float = 0.5
-    held_out: float = 0.02
-    seed: int = 0
-    max_length: int = 2048  # tokens of a conversation
-    cut_loops: bool = False
-    shard: int = 2000  # prompts per file
+    max_new_tokens: int = option(256, "length of an answer", low=1)
+    temperature: float = option(1.0, "of the sampled answers", low=0)
+    greedy_share: float = option(0.5, "share of the answers that are greedy", low=0, high=1)
+    held_out: float = option(0.02, "share of the prompts kept for validation", low=0, high=1)
+    seed: int = option(0, "of the answers and of the order of prompts")
+    max_length: int = option(2048, "tokens of a conversation", low=2 * MIN_ANSWER_ROOM)
+    cut_loops: bool = option(False, "end an answer when an 8-gram occurs for the third time")
+    shard: int = option(2000, "prompts per file", low=1)
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("max_new_tokens", 1, None),
-            ("temperature", 0, None),
-            ("greedy_share", 0, 1),
-            ("held_out", 0, 1),
-            ("max_length", 2 * MIN_ANSWER_ROOM, None),
-            ("shard", 1, None),
-        ):
-            value = getattr(self, name)
-            if value < low or (high is not None and value > high):
-                wanted = f"at least {low}" if high is None else f"between {low} and {high}"
-                raise InputError(f"{name} must be {wanted}, not {value}")
+        options.check(self)
 
     def request(self, key: int, prompt: list[int]) -> Request:
         """The request for an answer. Its temperature and seed depend on the prompt's key and the seed only."""

@@ -192,7 +192,7 @@ def test_interrupted_and_resumed(tmp_path: Path) -> None:
 def test_learning_on_the_engine(tmp_path: Path) -> None:
     """A few steps with real cycles, and validations between them on the same engine."""
     few = {"rollout": 16, "batch": 8, "epochs": 1, "size_steps": 32, "depth_steps": 32, "validate_every": 16}
-    config = Config(**{**SMALL, **few, "k": 3, "max_depth": 4, "size_step": 3, "decision_ms": None})
+    config = Config(**{**SMALL, **few, "k": 3, "max_depth": 4, "size_step": 3, "decision_ms": None, "rounds": "depth"})
     source = LiveSource(engine(), [prompt for _, prompt in TEXTS], config, max_new_tokens=8)
     pair = Learner(source, config, tmp_path).run()
     assert pair.depth is not None and pair.size is not None
