@@ -119,7 +119,7 @@ def test_an_abandoned_run_does_not_affect_the_next() -> None:
 
 def test_unsupported_models_and_prompts_are_refused() -> None:
     with pytest.raises(InputError, match="sliding windows"):
-        BulkGenerator(Target(tiny("mistral-window")), 2)
+        BulkGenerator(Target(tiny("mistral-window")), 2, 32)
     with pytest.raises(InputError, match="1 to 31 tokens, not 33"):
         list(BulkGenerator(target(), 2, capacity=32).run(requests()))
 

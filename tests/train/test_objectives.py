@@ -129,7 +129,7 @@ def test_losses_of_parallel_heads(kind: str) -> None:
     teacher = Teacher(target.model, (-1,))
     outputs = teacher.run(batch())
     method = objective("medusa" if kind.startswith("medusa") else "hydra", soft=0.7, hard=0.2, decay=0.8, heads=4)
-    told = method.report(head, outputs, teacher, 1.0)
+    report = method.report(head, outputs, teacher, 1.0)
     rows = torch.tensor([(b, int(r)) for b in range(2) for r in outputs.batch.answer[b, 1:].nonzero()])
     names = torch.arange(VOCABULARY) if head.draft_tokens is None else head.draft_tokens
     chances = teacher.output(outputs.final[rows[:, 0], rows[:, 1]]).softmax(-1)[:, names]
@@ -139,11 +139,11 @@ def test_losses_of_parallel_heads(kind: str) -> None:
     for i, states in enumerate(method.states(head, outputs)):
         logq = head.head_logits(i, states).log_softmax(-1)
         plain = plain - 0.8**i * (wanted * logq).sum() / len(rows)
-    torch.testing.assert_close(told.loss, plain, rtol=1e-5, atol=1e-5)
-    ours, true = (torch.autograd.grad(x, list(head.parameters())) for x in (told.loss, plain))
+    torch.testing.assert_close(report.loss, plain, rtol=1e-5, atol=1e-5)
+    ours, true = (torch.autograd.grad(x, list(head.parameters())) for x in (report.loss, plain))
     for own, right in zip(ours, true, strict=True):
         torch.testing.assert_close(own, right, rtol=1e-3, atol=1e-4 * float(right.abs().max()) + 1e-7)
-    assert told.steps.shape == (4,)
+    assert report.steps.shape == (4,)
 
 
 def test_hydra_uses_dropout_in_training_only() -> None:
@@ -175,10 +175,10 @@ def test_every_objective_gives_every_parameter_a_gradient(name: str) -> None:
     head = method.new_head(target, {})
     teacher = Teacher(target.model, head.config.taps)
     for progress in (0.0, 0.5, 1.0):
-        told = method.report(head, teacher.run(batch()), teacher, progress)
-        assert told.loss.ndim == 0 and bool(torch.isfinite(told.loss)) and told.steps.shape == told.hits.shape
-        assert bool(((told.hits >= 0) & (told.hits <= 1)).all())
-    told.loss.backward()
+        report = method.report(head, teacher.run(batch()), teacher, progress)
+        assert report.loss.ndim == 0 and bool(torch.isfinite(report.loss)) and report.steps.shape == report.hits.shape
+        assert bool(((report.hits >= 0) & (report.hits <= 1)).all())
+    report.loss.backward()
     assert [key for key, p in head.named_parameters() if p.grad is None or not bool(p.grad.abs().sum())] == []
 
 

@@ -112,16 +112,16 @@ def test_trees_of_one_branch_along_a_greedy_text_train_like_hass(kind: str, voca
     head = method.new_head(target, {"vocabulary": vocabulary})
     teacher = Teacher(target.model, head.config.taps)
     outputs = teacher.run(Batch(tokens, answer))
-    told = method.report(head, outputs, teacher, 1.0)
+    report = method.report(head, outputs, teacher, 1.0)
     columns, loss, vocabularies = slice(4, LENGTH - 4), torch.zeros(()), teacher.vocabularies(head)
     for step, guess in enumerate(unroll(head, outputs, 3, detach=True)):
         states = head.normed(guess.state[:, columns].flatten(0, 1))[None]
         final = outputs.final[:, columns.start + 1 + step : columns.stop + 1 + step].flatten(0, 1)
         weights = torch.full((1, len(final)), 1 / len(final))
         part = distill(states, final, vocabularies, weights)
-        torch.testing.assert_close(told.steps[step], part.steps[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(report.steps[step], part.steps[0], rtol=1e-5, atol=1e-5)
         loss = loss + part.loss
-    torch.testing.assert_close(told.loss * 3, loss, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(report.loss * 3, loss, rtol=1e-5, atol=1e-5)
     learning = [p for p in head.parameters() if p.requires_grad]
-    ours, wanted = (torch.autograd.grad(x, learning) for x in (told.loss * 3, loss))
+    ours, wanted = (torch.autograd.grad(x, learning) for x in (report.loss * 3, loss))
     torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)

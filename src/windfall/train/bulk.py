@@ -103,18 +103,13 @@ class BulkGenerator:
     """
 
     def __init__(
-        self,
-        target: Target,
-        batch: int | None = None,
-        capacity: int = 2048,
-        notify: Callable[[str], None] = lambda _: None,
-    ):
+        self, target: Target, batch: int, capacity: int, notify: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """`batch` slots of `capacity` tokens each; `notify` gets messages about slower fallbacks."""
         if target.decoder.windows:
             raise InputError(f"{target.name} has sliding windows, which bulk generation does not support")
         self.target, self.model, self.notify = target, target.model, notify
-        self.capacity = min(filter(None, (capacity, target.context)))
-        self.device = target.device
-        self.batch = batch or slots_that_fit(target, self.capacity)
+        self.batch, self.capacity, self.device = batch, capacity, target.device
         on_gpu = self.device.type == "cuda"
         self.steps, self.lag = (STEPS_PER_LAUNCH, 1) if on_gpu else (1, 0)
         self.min_refill = self.batch // 32 if on_gpu else 1  # free slots that make a prefill pass worthwhile

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -176,11 +175,11 @@ class TokenData:
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """tokens [n] int32, answer [n] bool."""
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        starts = np.cumsum([0, *map(len, self.shards)])
-        which = bisect_right(starts.tolist(), index) - 1
-        return self.shards[which].text(index - int(starts[which]))
+        for shard in self.shards:
+            if 0 <= index < len(shard):
+                return shard.text(index)
+            index -= len(shard)
+        raise IndexError
 
     def plan(self, max_tokens: int, max_length: int, seed: int = 0, epoch: int = 0) -> list[list[int]]:
         """The text indices of each batch of an epoch.

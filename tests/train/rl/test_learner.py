@@ -79,9 +79,9 @@ def test_depth_episodes() -> None:
     seen, _ = env.reset()
     assert seen.shape == env.observation_space.shape == (128,)
     assert env.step(np.int64(0))[1:4] == (0.0, False, False)  # the first action is ignored: a second pass
-    _, reward, over, _, told = env.step(np.int64(0))
-    assert over and told["outcome"].passes == 2
-    assert reward == pytest.approx(told["outcome"].tokens / told["outcome"].seconds)
+    _, reward, over, _, info = env.step(np.int64(0))
+    assert over and info["outcome"].passes == 2
+    assert reward == pytest.approx(info["outcome"].tokens / info["outcome"].seconds)
     env.reset()
     answers = [env.step(np.int64(1)) for _ in range(4)]
     assert [answer[2] for answer in answers] == [False, False, False, True]  # forced to stop at 4
@@ -92,9 +92,9 @@ def test_size_episodes_and_their_curriculum() -> None:
     env, depths = SizeEnv(setting()), []
     for action in range(12):
         seen, _ = env.reset()
-        _, _, over, _, told = env.step(np.int64(action))
-        assert over and seen.shape == (1268,) and told["outcome"].nodes == 20 * (action + 1)
-        depths.append(told["outcome"].passes)
+        _, _, over, _, info = env.step(np.int64(action))
+        assert over and seen.shape == (1268,) and info["outcome"].nodes == 20 * (action + 1)
+        depths.append(info["outcome"].passes)
     assert len(set(depths)) > 4 and 1 <= min(depths) <= max(depths) <= 12
     env = SizeEnv(setting(curriculum="deepest"))
     env.reset()

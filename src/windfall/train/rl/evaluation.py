@@ -20,8 +20,11 @@ TOKEN_RANGES = ((1, 2), (3, 5), (6, 99))  # tokens of a cycle, from and to
 SMOOTHED_UPDATES = 8  # of the reward curve
 
 
-def evaluate(learner: Learner, split: str = "test", searched: bool = True) -> dict[str, list[Outcome]]:
-    """The cycles of fixed beams, of every stage's best policies and of the final ones, by name."""
+def evaluate(learner: Learner, searched: bool) -> dict[str, list[Outcome]]:
+    """The cycles on the test texts of fixed beams, of every stage's best policies and of the final ones, by name.
+
+    `searched`: include the best fixed beam of a grid search on the training texts.
+    """
     pairs: dict[str, Pair] = {
         "beam 6, 60 rows (default)": Pair(replace(learner.rules, **DEFAULT_BEAM)),
         "beam 8, 60 rows (EAGLE-3)": _fixed_beam(learner, 8, 59),
@@ -35,7 +38,7 @@ def evaluate(learner: Learner, split: str = "test", searched: bool = True) -> di
         except InputError:
             continue
     pairs["ltd"] = ltd.load(learner.folder)
-    return {name: learner.rollout(pair, split) for name, pair in pairs.items()}
+    return {name: learner.rollout(pair, "test") for name, pair in pairs.items()}
 
 
 def _fixed_beam(learner: Learner, depth: int, nodes: int) -> Pair:
@@ -66,7 +69,7 @@ def table(found: dict[str, list[Outcome]]) -> list[dict[str, Any]]:
 # ---- figures
 
 
-def plot_curves(events: Sequence[Event], file: Path, default: float | None = None) -> None:
+def plot_curves(events: Sequence[Event], file: Path, default: float) -> None:
     """Reward and validation throughput of each stage by steps; `default`: the default beam's throughput."""
     check(file)
     names = list(dict.fromkeys(event.stage for event in events))
@@ -84,8 +87,7 @@ def plot_curves(events: Sequence[Event], file: Path, default: float | None = Non
         axes[0][column].plot(steps, smooth, color=COLOURS[0])
         measured = [event.step for event in validations], [event.throughput for event in validations]
         axes[1][column].plot(*measured, "o-", ms=3, color=COLOURS[1])
-        if default is not None:
-            axes[1][column].axhline(default, ls="--", color="#999999")
+        axes[1][column].axhline(default, ls="--", color="#999999")
         axes[0][column].set(title=name, ylabel="reward" if not column else "")
         axes[1][column].set(xlabel="steps", ylabel="validation tokens/s" if not column else "")
     figure.savefig(file, dpi=130)
@@ -114,7 +116,7 @@ def _figure(rows: int, columns: int) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(3.6 * columns, 2.8 * rows), layout="constrained")
-    FigureCanvasAgg(figure)  # no window, whatever backend the user has configured
+    FigureCanvasAgg(figure)  # draws to the file without a window
     axes = figure.subplots(rows, columns, squeeze=False)
     for each in axes.flat:
         each.spines[["top", "right"]].set_visible(False)

@@ -92,14 +92,13 @@ class Live:
         *,
         k: int = 10,
         entropy: bool = False,
-        raw: bool = False,
         seed: int | None = None,
         **sampling: Any,
     ):
         """With a seed, prompts come endlessly in random order, otherwise once each."""
         self._policy = RemotePolicy(k, entropy)
         self._engine, self._prompts, self._seed = engine, prompts, seed
-        self._sampling = {**sampling, "raw": raw, "seed": 0}  # a prompt always gets the same text
+        self._sampling = {**sampling, "seed": 0}  # a prompt always gets the same text
         self._message = Message("none")
         self._thread: Thread | None = None
         self.passes = 0
@@ -198,11 +197,11 @@ class LiveSource:
 
     environments = 1
 
-    def __init__(self, engine: Engine, prompts: Sequence[Any], config: Config, raw: bool = False, **sampling: Any):
+    def __init__(self, engine: Engine, prompts: Sequence[Any], config: Config, **sampling: Any):
         self.decision_seconds: float | None = None if config.decision_ms is None else config.decision_ms / 1000
         self.about = {"target": engine.target.name, "sampling": sampling}
         self._engine, self._prompts = engine, split_texts(list(prompts))
-        self._options: dict[str, Any] = {"k": config.k, "entropy": "E" in config.parts, "raw": raw, **sampling}
+        self._options: dict[str, Any] = {"k": config.k, "entropy": "E" in config.parts, **sampling}
 
     def training_backend(self, seed: int) -> Live:
         return Live(self._engine, self._prompts["train"], seed=seed, **self._options)

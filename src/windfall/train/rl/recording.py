@@ -21,7 +21,6 @@ from torch import Tensor
 
 from windfall.core.errors import InputError
 from windfall.core.files import replace_file
-from windfall.core.options import option
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow, Step
 from windfall.policies.beam import Beam
@@ -160,13 +159,11 @@ def _accumulate(parents: Array, logq: Array) -> tuple[Array, Array]:
 
 @dataclass
 class UnverifiedBeam(Beam):
-    """A beam of which only the root is verified, so that each cycle generates one token."""
-
-    entropy: bool = option(False, "measure the drafter's entropies too")
+    """A beam with entropies of which only the root is verified, so that each cycle generates one token."""
 
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
         grow = super().grow(tree, ctx)
-        return grow and grow._replace(entropy=self.entropy)
+        return grow and grow._replace(entropy=True)
 
     def select(self, tree: DraftTree, ctx: Context) -> Tensor:
         return torch.zeros(1, dtype=torch.long)
@@ -180,23 +177,19 @@ def record(
     depth: int = 12,
     k: int = 10,
     drafter: str = "",
-    entropy: bool = True,
-    raw: bool = False,
     **sampling: Any,
 ) -> Iterator[Recording]:
     """Decode the prompts (pairs of id and prompt) and yield the recording of each finished text.
 
     `drafter` is the drafter's name in the recording.
     """
-    policy, engine.policy = engine.policy, UnverifiedBeam(depth=depth, k=k, entropy=entropy)
+    policy, engine.policy = engine.policy, UnverifiedBeam(depth=depth, k=k)
     about = describe(engine, drafter, depth, k, sampling)
     total = sampling.get("max_new_tokens", 256) * len(prompts)
     try:
         for done, (name, prompt) in enumerate(prompts):
-            length, steps = len(engine.encode(prompt, raw)), list[Step]()
-            for step in engine.stream(
-                prompt, raw=raw, **{"seed": 0, **sampling}
-            ):  # the same text as the `live` backend
+            length, steps = len(engine.encode(prompt)), list[Step]()
+            for step in engine.stream(prompt, **{"seed": 0, **sampling}):  # as `Live` does
                 steps.append(step)
                 progress(done / len(prompts) + len(steps) / total)
             yield Recording({**about, "ids": [name]}, _arrays(engine, steps, length, sampling))
