@@ -14,8 +14,8 @@ import windfall
 from windfall.bench.tasks import builtin
 from windfall.engine.loading import as_target
 from windfall.train.data import Settings, make_data
+from windfall.train.heads import HeadJob, train_head
 from windfall.train.recipe import Recipe
-from windfall.train.runs import HeadJob, train_head
 
 if len(sys.argv) < 2:
     sys.exit(__doc__)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from helpers.tiny import VOCABULARY, prompt
-from windfall.train.shards import Finished, Text, write_about, write_shard
+from windfall.train.shards import FinishedPrompt, Text, write_metadata, write_shard
 
 
 def write_texts(folder: Path, model: Any, count: int = 12, length: int = 24) -> Path:
@@ -17,8 +17,8 @@ def write_texts(folder: Path, model: Any, count: int = 12, length: int = 24) -> 
     written = model.generate(prompts, max_new_tokens=length, do_sample=False, pad_token_id=0).tolist()
     answer = [False] * 6 + [True] * length
     folder.mkdir(parents=True, exist_ok=True)
-    write_about(folder, {"target": {"vocab_size": VOCABULARY}})
-    shown = [Finished(i, False, [Text(text, answer)]) for i, text in enumerate(written)]
-    held = [Finished(count + i, True, [Text(text, answer)]) for i, text in enumerate(written[-2:])]
+    write_metadata(folder, {"target": {"vocab_size": VOCABULARY}})
+    shown = [FinishedPrompt(i, False, [Text(text, answer)]) for i, text in enumerate(written)]
+    held = [FinishedPrompt(count + i, True, [Text(text, answer)]) for i, text in enumerate(written[-2:])]
     write_shard(folder, 0, shown + held)
     return folder

@@ -53,9 +53,9 @@ def test_taps_are_boundaries_in_training(compiled: bool, monkeypatch: pytest.Mon
         monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: usual(self, backend="eager", **how))
         teacher.compile()
     for _ in range(2):
-        lesson = teacher.teach(Batch(tokens, torch.ones_like(tokens, dtype=torch.bool)))
-        torch.testing.assert_close(lesson.features, wanted, atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(lesson.final, features_of(model, tokens[0].tolist(), (-1,)), atol=1e-5, rtol=1e-4)
+        outputs = teacher.run(Batch(tokens, torch.ones_like(tokens, dtype=torch.bool)))
+        torch.testing.assert_close(outputs.features, wanted, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(outputs.final, features_of(model, tokens[0].tolist(), (-1,)), atol=1e-5, rtol=1e-4)
 
 
 def test_a_compiled_model_hands_out_the_same_states() -> None:

@@ -25,8 +25,8 @@ from windfall.engine.engine import Engine
 from windfall.model.target import Target
 from windfall.policies.papers import classifiers
 from windfall.policies.papers.classifiers import KINDS
-from windfall.train import classifiers as training
-from windfall.train.classifier_recipe import Fitting, Recording
+from windfall.train.classifiers import training
+from windfall.train.classifiers.options import Fitting, Recording
 
 HAND = [  # q(next | last); 0 is the root's token
     [0.0, 0.6, 0.3, 0.1],
@@ -172,30 +172,30 @@ def recorded(prompts: int = 3, folder: Path | None = None, **how: Any) -> traini
     engine, cycles = Engine(Target(tiny()), some_drafter("small"), registry.policy("none")), training.Cycles({})
     recording = Recording(**{"depth": 4, "k": 4, "nodes": 16, "max_new_tokens": 20, **how})
     asked = [prompt(seed=seed) for seed in range(prompts)]
-    training.record(engine, asked, recording, 0, cycles, (folder or Path()) / training.CYCLES, lambda share: None)
+    training.record(engine, asked, recording, 0, cycles, (folder or Path()) / training.CYCLES_FILE, lambda share: None)
     return cycles
 
 
 def test_recorded_cycles_come_back(tmp_path: Path) -> None:
     made = recorded(folder=tmp_path)
-    again = training.Cycles.open(tmp_path / training.CYCLES, {}, resume=True)
+    again = training.Cycles.open(tmp_path / training.CYCLES_FILE, {}, resume=True)
     assert again.prompts == 3 and len(again.cycles) == len(made.cycles) > 3
     for kind in KINDS:
         one, other = (training.samples_of(kind, each.cycles) for each in (made, again))
         assert np.array_equal(one.inputs, other.inputs) and np.array_equal(one.labels, other.labels)
         assert one.counts["accepted"] and one.counts["rejected"]
     for cycle in made.cycles:
-        assert cycle.reached <= int(cycle.tree.depth[-1]) and not bool((cycle.accepted & ~cycle.verified).any())
+        assert cycle.accepted_depth <= int(cycle.tree.depth[-1]) and not bool((cycle.accepted & ~cycle.verified).any())
     disco, specdecpp = (training.samples_of(kind, made.cycles) for kind in ("disco", "specdecpp"))
-    assert disco.counts["accepted"] == specdecpp.counts["accepted"] == sum(c.reached for c in made.cycles)
+    assert disco.counts["accepted"] == specdecpp.counts["accepted"] == sum(c.accepted_depth for c in made.cycles)
     assert specdecpp.counts["rejected"] <= len(made.cycles), "one miss a cycle"
     with pytest.raises(InputError, match="--resume"):
-        training.Cycles.open(tmp_path / training.CYCLES, {}, resume=False)
+        training.Cycles.open(tmp_path / training.CYCLES_FILE, {}, resume=False)
     with pytest.raises(InputError, match="another target"):
-        training.Cycles.open(tmp_path / training.CYCLES, {"target": "x"}, resume=True)
-    (tmp_path / training.CYCLES).write_bytes(b"PK")
+        training.Cycles.open(tmp_path / training.CYCLES_FILE, {"target": "x"}, resume=True)
+    (tmp_path / training.CYCLES_FILE).write_bytes(b"PK")
     with pytest.raises(InputError, match="damaged"):
-        training.Cycles.open(tmp_path / training.CYCLES, {}, resume=True)
+        training.Cycles.open(tmp_path / training.CYCLES_FILE, {}, resume=True)
 
 
 def made_up(count: int, seed: int = 0) -> list[training.Cycle]:
@@ -222,7 +222,7 @@ def test_training_finds_what_there_is_to_find(kind: str) -> None:
     _, held = training.split(cycles, 0.2, 0)
     samples = training.samples_of(kind, held)
     known = samples.inputs[:, 0]  # the path probability; for specdecpp, the token's
-    assert figures["auc"] > training.area(known, samples.labels) - 0.02 > 0.6
+    assert figures["auc"] > training.roc_area(known, samples.labels) - 0.02 > 0.6
     assert figures["accuracy"] > 0.6 and figures["samples"]["accepted"] == figures["samples"]["rejected"]
     again, _ = training.fit(kind, cycles, Fitting(epochs=12, rate=3e-3, hidden=16), lambda share: None)
     assert all(np.array_equal(made.weights[name], again.weights[name]) for name in made.weights)
@@ -239,9 +239,9 @@ def test_held_out_cycles_are_of_other_prompts() -> None:
     assert [len(part) for part in training.split(single, 0.2, 0)] == [40, 10]
 
 
-def test_area_by_hand() -> None:
+def test_roc_area_by_hand() -> None:
     chances = np.array([0.9, 0.5, 0.5, 0.1], np.float32)
-    assert training.area(chances, np.array([True, True, False, False])) == (1 + 1 + 0.5 + 1) / 4
+    assert training.roc_area(chances, np.array([True, True, False, False])) == (1 + 1 + 0.5 + 1) / 4
 
 
 def test_one_class_alone_is_refused() -> None:
@@ -266,7 +266,9 @@ def test_the_command_trains_what_generate_uses(tmp_path: Path, monkeypatch: pyte
     with monkeypatch.context() as patch:
         patch.setattr(training, "fit", stops)
         stopped = CliRunner().invoke(app, [*words, "disco"])
-    assert stopped.exit_code == 130 and "--resume continues" in stopped.stderr and (out / training.CYCLES).is_file()
+    assert (
+        stopped.exit_code == 130 and "--resume continues" in stopped.stderr and (out / training.CYCLES_FILE).is_file()
+    )
     assert "holds recorded cycles" in CliRunner().invoke(app, [*words, "disco"]).stderr
     for kind in KINDS:
         result = CliRunner().invoke(app, [*words, kind, "--resume", "--json"])

@@ -12,10 +12,10 @@ from windfall.cli.session import stop_on_interrupt
 from windfall.core.files import make_folder
 from windfall.core.wording import counted
 from windfall.render import console
-from windfall.train.classifier_recipe import Fitting, Recording
+from windfall.train.classifiers.options import Fitting, Recording
 
 if TYPE_CHECKING:
-    from windfall.train.classifiers import Cycles
+    from windfall.train.classifiers.training import Cycles
 
 
 def classifier(
@@ -35,12 +35,12 @@ def classifier(
     trained on the same cycles.
     """
     from windfall.policies.papers import classifiers
-    from windfall.train import classifiers as training
+    from windfall.train.classifiers import training
 
     classifiers.inputs_of(kind, fitting.entropy)  # refuses an unknown kind
     loaded = load_tasks(words(tasks, "--tasks") or ["builtin"], limit)
     with stop_on_interrupt("stopped; the recorded cycles are kept, and the same command with --resume continues"):
-        cycles = _record(model, recording, fitting.seed, loaded, out / training.CYCLES, resume)
+        cycles = _record(model, recording, fitting.seed, loaded, out / training.CYCLES_FILE, resume)
         with console.progress(f"Training {kind}") as progress:
             made, figures = training.fit(kind, cycles.cycles, fitting, progress)
     command = _command(kind, tasks, limit, recording, fitting)
@@ -61,7 +61,7 @@ def _record(
 ) -> Cycles:
     """The cycles in a file, after recording those of the prompts that are missing."""
     from windfall.bench import tune
-    from windfall.train import classifiers as training
+    from windfall.train.classifiers import training
 
     make_folder(file.parent)
     engine = model.load("none")

@@ -52,7 +52,7 @@ def data(
                 batch=batch,
                 resume=resume,
                 report=report,
-                say=console.note,
+                notify=console.note,
             )
     except KeyboardInterrupt:
         console.note("stopped; the data so far is kept, and --resume continues")

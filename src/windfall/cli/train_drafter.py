@@ -63,23 +63,24 @@ def head(
     light: bool = option(False, "Leave out the target's embeddings and output layer; only windfall reads such heads."),
 ) -> None:
     """Train a draft head on texts that the target wrote."""
-    from windfall.train import runs
+    from windfall.heads.files import BEST
+    from windfall.train import heads
 
-    sizes = {**vars(shape), "taps": runs.parse_taps(shape.taps)}
-    job = runs.HeadJob(**vars(training), method=method, init=init, light=light, shape=sizes)
+    sizes = {**vars(shape), "taps": heads.parse_taps(shape.taps)}
+    job = heads.HeadJob(**vars(training), method=method, init=init, light=light, shape=sizes)
     job.check()
-    follow(runs.train_head(job, recipe, model.load_target()), training.out)
-    console.note(f"the best head is in {training.out / runs.BEST}")
+    follow(heads.train_head(job, recipe, model.load_target()), training.out)
+    console.note(f"the best head is in {training.out / BEST}")
 
 
 def lm(training: TrainingOptions, recipe: Recipe, model: TargetOptions, shape: ModelShape) -> None:
     """Distil the target into a model of some of its own layers, which drafts with the same tokenizer."""
-    from windfall.train import students
-    from windfall.train.runs import BEST
+    from windfall.heads.files import BEST
+    from windfall.train import lm as training_lm
 
-    job = students.StudentJob(**vars(training), shape=students.Shape(**vars(shape)))
+    job = training_lm.StudentJob(**vars(training), shape=training_lm.Shape(**vars(shape)))
     job.check()
-    follow(students.train_student(job, recipe, model.load_target()), training.out)
+    follow(training_lm.train_student(job, recipe, model.load_target()), training.out)
     best = training.out / BEST
     console.note(f"the best model is in {best}; try: windfall generate --drafter {best}")
 

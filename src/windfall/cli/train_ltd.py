@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from windfall.costs.curves import Costs
     from windfall.engine.engine import Engine
     from windfall.train.rl.config import Config
-    from windfall.train.rl.learning import Event, Learner
-    from windfall.train.rl.sources import Source
+    from windfall.train.rl.learner import Event, Learner
+    from windfall.train.rl.rollout import Source
 
 SAVE_SECONDS = 60.0  # between saves of a recording
 
@@ -109,8 +109,7 @@ def ltd(
 
     From the first validation on, --out holds the best policies so far: `--policy ltd --set path=OUT`.
     """
-    from windfall.train.rl.config import make_config
-    from windfall.train.rl.learning import CHECKPOINT, check_extra
+    from windfall.train.rl.config import check_extra, make_config
 
     config = make_config(recipe, split_settings(settings))
     if show_settings:
@@ -119,6 +118,8 @@ def ltd(
     if backend not in ("replay", "engine"):
         raise InputError(f"--backend is replay or engine, not '{backend}'")
     check_extra()
+    from windfall.train.rl.learner import CHECKPOINT  # needs the extra
+
     if resume and not out.exists():
         raise InputError(f"there is no folder '{out}' to resume; leave --resume out to begin a training in it")
     if backend == "engine":
@@ -135,10 +136,10 @@ def ltd(
 
 
 def _engine_source(model: ModelOptions, texts: TextOptions, config: Config) -> Source:
-    from windfall.train.rl.sources import Engines
+    from windfall.train.rl.live import LiveSource
 
     prompts = [prompt for _, prompt in texts.prompts()]
-    return Engines(model.load("none"), prompts, config, **texts.sampling())
+    return LiveSource(model.load("none"), prompts, config, **texts.sampling())
 
 
 def _replay_source(
@@ -146,8 +147,7 @@ def _replay_source(
 ) -> Source:
     from windfall.engine import profiling
     from windfall.train.rl.recording import Recording
-    from windfall.train.rl.replay import read_costs
-    from windfall.train.rl.sources import open_recording
+    from windfall.train.rl.replay import ReplaySource, read_costs
 
     given: Costs | None = None if costs == "measured" else read_costs(Path(costs))
     file = out / "recording.npz" if recorded is None else recorded
@@ -160,7 +160,7 @@ def _replay_source(
         if given is None:
             with console.progress("Measuring") as progress:
                 given = profiling.load_or_measure(engine, quick=False, progress=progress).costs
-    return open_recording(file, given, config)
+    return ReplaySource(Recording.load(file), given, config, f"'{file}'")
 
 
 def _list(config: Config) -> None:
@@ -173,7 +173,7 @@ def _list(config: Config) -> None:
 
 def _train(source: Source, config: Config, out: Path, resume: bool) -> Learner:
     """Train with a progress bar."""
-    from windfall.train.rl.learning import Learner
+    from windfall.train.rl.learner import Learner
 
     with console.live_progress("Training") as progress:
 
@@ -184,24 +184,24 @@ def _train(source: Source, config: Config, out: Path, resume: bool) -> Learner:
                 line = f"{step}: {event.throughput:,.0f} tokens/s, tau {event.tau:.2f}{mark}"
             progress(event.progress, step, line)
 
-        learner = Learner(source, config, out, show)
-        learner.run(resume)
+        learner = Learner(source, config, out)
+        learner.run(resume, show)
     return learner
 
 
 def _report(learner: Learner, searched: bool, json: bool) -> None:
     """Draw the figures, write report.json, and print the table."""
-    from windfall.train.rl import figures, standings
-    from windfall.train.rl.learning import read_log
+    from windfall.train.rl import evaluation
+    from windfall.train.rl.learner import read_log
 
-    found = standings.played(learner, searched=searched)
-    rows = standings.table(found)
+    found = evaluation.evaluate(learner, searched=searched)
+    rows = evaluation.table(found)
     write_json(learner.folder / "report.json", rows)
     drawn: dict[str, Any] = {name: found[name] for name in ("iter0", "ltd") if name in found}
     events = list(read_log(learner.folder))
     try:
-        figures.plot_curves(events, learner.folder / "curves.png", learner.default_throughput("validation"))
-        figures.plot_decisions(drawn, learner.folder / "decisions.png")
+        evaluation.plot_curves(events, learner.folder / "curves.png", learner.default_throughput("validation"))
+        evaluation.plot_decisions(drawn, learner.folder / "decisions.png")
     except ValueError as error:
         console.note(str(error))
     if json:

@@ -1,4 +1,4 @@
-"""Prompts → conversations whose answers the target wrote itself: what draft heads learn from."""
+"""Training data for draft heads: the target answers prompts, and the conversations are written as token shards."""
 
 from __future__ import annotations
 
@@ -14,67 +14,59 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 
+from windfall.core import options
 from windfall.core.files import make_folder, replace_text
+from windfall.core.options import option
 from windfall.core.types import InputError
 from windfall.model.target import Target
 from windfall.train import shards
-from windfall.train.bulk import Answer, BulkGenerator, Job, fitting
-from windfall.train.shards import Batch, Finished, Text, TokenData, token_counts
-from windfall.train.sources import LEAST, Source, hashed, read_sources, share
+from windfall.train.bulk import BulkGenerator, Completion, Request, slots_that_fit
+from windfall.train.shards import FinishedPrompt, Text
+from windfall.train.sources import MIN_PASSAGE_CHARS, Source, hashed, read_sources, share
 
-__all__ = ["Batch", "Progress", "Settings", "Source", "TokenData", "make_data", "read_sources", "token_counts"]
-
-ROOM = 16  # tokens that an answer must have place for
-GRAM = 8  # tokens whose return tells a loop
-USER_TOKENS = 256  # of a user's turn that the target writes
-ATTEMPTS = 4  # at a user's turn, for each one wanted
+MIN_ANSWER_ROOM = 16  # tokens that a conversation must have left for an answer
+LOOP_TOKENS = 8  # an n-gram of this length that occurs three times is a loop
+MAX_USER_TOKENS = 256  # of a user turn that the target generates
+ATTEMPTS_PER_SELF_PROMPT = 4
 SENTINEL = "WINDFALLUSERTEXT"
-SELF_PROMPTS = "self-prompts.jsonl"
+SELF_PROMPTS_FILE = "self-prompts.jsonl"
 
 
 @dataclass(frozen=True)
 class Settings:
     """What the answers depend on, besides the target and the prompts."""
 
-    max_new_tokens: int = 256
-    temperature: float = 1.0
-    greedy_share: float = 0.5
-    held_out: float = 0.02
-    seed: int = 0
-    max_length: int = 2048  # tokens of a conversation
-    cut_loops: bool = False
-    shard: int = 2000  # prompts that go into a file together
+    max_new_tokens: int = option(256, "length of an answer", low=1)
+    temperature: float = option(1.0, "of the sampled answers", low=0)
+    greedy_share: float = option(0.5, "share of the answers that are greedy", low=0, high=1)
+    held_out: float = option(0.02, "share of the prompts kept for validation", low=0, high=1)
+    seed: int = option(0, "of the answers and of the order of prompts")
+    max_length: int = option(2048, "tokens of a conversation", low=2 * MIN_ANSWER_ROOM)
+    cut_loops: bool = option(False, "end an answer when an 8-gram occurs for the third time")
+    shard: int = option(2000, "prompts per file", low=1)
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("max_new_tokens", 1, None),
-            ("temperature", 0, None),
-            ("greedy_share", 0, 1),
-            ("held_out", 0, 1),
-            ("max_length", 2 * ROOM, None),
-            ("shard", 1, None),
-        ):
-            value = getattr(self, name)
-            if value < low or (high is not None and value > high):
-                wanted = f"at least {low}" if high is None else f"between {low} and {high}"
-                raise InputError(f"{name} must be {wanted}, not {value}")
+        options.check(self)
 
-    def job(self, key: int, prompt: list[int]) -> Job:
-        """Greedy or sampled, and with which noise, is a matter of the prompt alone."""
+    def request(self, key: int, prompt: list[int]) -> Request:
+        """The request for an answer. Its temperature and seed depend on the prompt's key and the seed only."""
         greedy = share("greedy", self.seed, key) < self.greedy_share
-        return Job(
-            key, prompt, self.max_new_tokens, 0.0 if greedy else self.temperature, hashed("noise", self.seed, key)
-        )
+        temperature = 0.0 if greedy else self.temperature
+        return Request(key, prompt, self.max_new_tokens, temperature, hashed("noise", self.seed, key))
+
+    def conversation_limit(self, target: Target) -> int:
+        """The largest number of tokens of a conversation with this target."""
+        return min(filter(None, (self.max_length, target.context)))
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far it is."""
+    """The progress of `make_data`."""
 
     stage: str
     done: int
     total: int
-    tokens: int  # written since this start
+    tokens: int  # generated since the start
 
 
 Report = Callable[[Progress], None]
@@ -91,43 +83,49 @@ def make_data(
     batch: int | None = None,
     resume: bool = False,
     report: Report = lambda _: None,
-    say: Callable[[str], None] = lambda _: None,
+    notify: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Let the target answer these prompts (and `self_prompts` of its own); returns what `data.json` tells."""
+    """Let the target answer these prompts and `self_prompts` of its own; return the metadata in `data.json`."""
     if target.tokenizer is None:
-        raise InputError(f"{target.name} has no tokenizer, without which prompts cannot be read")
+        raise InputError(f"{target.name} has no tokenizer, so prompts cannot be encoded")
     if not names and not self_prompts:
-        raise InputError("there are no prompts; name files or datasets, or ask for --self-prompts")
-    about = _describe(target, settings)
-    _check_folder(folder, about, resume)
+        raise InputError("there are no prompts; name files or datasets, or use --self-prompts")
+    metadata = _describe(target, settings)
+    _check_folder(folder, metadata, resume)
     given = list(read_sources(names))
     prompts = {source.key: source for source in given}
-    about["prompts"] = {"given": len(given), "duplicates": len(given) - len(prompts), "self": 0}
+    metadata["prompts"] = {"given": len(given), "duplicates": len(given) - len(prompts), "self": 0}
     chosen = sorted(prompts, key=lambda key: hashed("order", settings.seed, key))[:limit]
     if not chosen and not self_prompts:
-        raise InputError(f"these files hold no prompts (texts to go on with need {LEAST} characters)")
-    mill = _mill(target, settings, batch, max(len(chosen), self_prompts), say)
+        raise InputError(f"these files hold no prompts (a text to continue needs {MIN_PASSAGE_CHARS} characters)")
+    generator = _make_generator(target, settings, batch, max(len(chosen), self_prompts), notify)
     make_folder(folder)
-    if not (folder / shards.ABOUT).exists():
-        shards.write_about(folder, about)
+    if not (folder / shards.METADATA_FILE).exists():
+        shards.write_metadata(folder, metadata)
     kept = {key: prompts[key] for key in chosen}
     if self_prompts:
-        own = _self_prompts(mill, folder, settings, self_prompts, set(kept), report)
-        about["prompts"]["self"] = len(own)
+        own = _self_prompts(generator, folder, settings, self_prompts, set(kept), report)
+        metadata["prompts"]["self"] = len(own)
         kept |= {source.key: source for source in own}
         if len(own) < self_prompts:
-            say(f"the target wrote {len(own)} different user turns in {ATTEMPTS * self_prompts} attempts")
+            attempts = ATTEMPTS_PER_SELF_PROMPT * self_prompts
+            notify(f"the target wrote {len(own)} different user turns in {attempts} attempts")
     if not kept:
-        raise InputError(f"{target.name} wrote no user turn that ends; give it prompts")
-    about["prompts"]["kept"] = len(kept)
-    about["prompts"]["sources"] = dict(Counter(source.origin for source in kept.values()))
-    Scribe(mill, folder, settings, about, report).answer(list(kept.values()))
-    return about
+        raise InputError(f"{target.name} wrote no complete user turn; give it prompts")
+    metadata["prompts"]["kept"] = len(kept)
+    metadata["prompts"]["sources"] = dict(Counter(source.origin for source in kept.values()))
+    DataWriter(generator, folder, settings, metadata, report).answer(list(kept.values()))
+    return metadata
 
 
 def _describe(target: Target, settings: Settings) -> dict[str, Any]:
+    import transformers
+
+    from windfall import __version__
+
+    versions = {"version": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     return {
-        "windfall": _versions(),
+        "windfall": versions,
         "target": {
             "name": target.name,
             "vocab_size": target.vocab_size,
@@ -141,38 +139,29 @@ def _describe(target: Target, settings: Settings) -> dict[str, Any]:
     }
 
 
-def _check_folder(folder: Path, about: dict[str, Any], resume: bool) -> None:
-    """Refuse a folder that holds something else."""
-    if not (folder / shards.ABOUT).exists():
+def _check_folder(folder: Path, metadata: dict[str, Any], resume: bool) -> None:
+    """Refuse a folder that holds data of another target or other settings."""
+    if not (folder / shards.METADATA_FILE).exists():
         return
     if not resume:
-        raise InputError(f"'{folder}' holds data already; go on with --resume, or choose another --out")
-    before = shards.read_about(folder)
+        raise InputError(f"'{folder}' holds data already; continue it with --resume, or choose another --out")
+    before = shards.read_metadata(folder)
     for part in ("target", "settings"):
-        for key, now in about[part].items():
+        for key, now in metadata[part].items():
             if (was := before.get(part, {}).get(key)) != now:
                 raise InputError(f"'{folder}' was made with {key} = {was}, not {now}; choose another --out")
 
 
-def _versions() -> dict[str, str]:
-    import transformers
-
-    from windfall import __version__
-
-    return {"version": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-
-
-def _mill(
-    target: Target, settings: Settings, batch: int | None, jobs: int, say: Callable[[str], None]
+def _make_generator(
+    target: Target, settings: Settings, batch: int | None, requests: int, notify: Callable[[str], None]
 ) -> BulkGenerator:
-    capacity = min(filter(None, (settings.max_length, target.context)))
-    slots = max(1, min(batch or fitting(target, capacity), jobs))
+    capacity = settings.conversation_limit(target)
+    slots = max(1, min(batch or slots_that_fit(target, capacity), requests))
     try:
-        return BulkGenerator(target, slots, capacity, say)
+        return BulkGenerator(target, slots, capacity, notify)
     except torch.OutOfMemoryError:
         raise InputError(
-            f"{slots} texts of {capacity} tokens at once do not fit on {target.device}; "
-            "take a smaller --batch or --max-length"
+            f"{slots} slots of {capacity} tokens do not fit on {target.device}; use a smaller --batch or --max-length"
         ) from None
 
 
@@ -181,52 +170,51 @@ def _mill(
 
 @dataclass
 class Conversation:
-    """A prompt being answered, turn by turn."""
+    """A prompt that is being answered, turn by turn."""
 
     source: Source
-    done: Finished
+    done: FinishedPrompt
     messages: list[dict[str, str]] = field(default_factory=list)
-    text: Text = field(default_factory=lambda: Text([], []))  # the last of `done.texts`, while it grows
+    text: Text = field(default_factory=lambda: Text([], []))  # the last of `done.texts`
 
-    def ask(self, target: Target, settings: Settings) -> Job | None:
-        """The next turn, or None at the end."""
+    def next_request(self, target: Target, settings: Settings) -> Request | None:
+        """The request for the next answer, or None at the end of the conversation."""
         chat = self.source.chat and bool(target.tokenizer.chat_template)
         turn = len(self.messages) // 2
         if turn == (len(self.source.turns) if chat else min(1, len(self.source.turns))):
             return None
         self.messages.append({"role": "user", "content": self.source.turns[turn]})
         prompt = _render(target, self.messages) if chat else list(target.tokenizer(self.source.turns[0]).input_ids)
-        limit = min(filter(None, (settings.max_length, target.context))) - ROOM
-        if not 0 < len(prompt) <= limit:
+        if not 0 < len(prompt) <= settings.conversation_limit(target) - MIN_ANSWER_ROOM:
             self.done.counts["too_long"] += 1
             return None
-        return settings.job(self.done.key, prompt)
+        return settings.request(self.done.key, prompt)
 
-    def hear(self, answer: Answer, target: Target, settings: Settings) -> bool:
-        """Take an answer down; returns whether the conversation can go on."""
-        tokens, counts = answer.tokens, self.done.counts
-        said = target.tokenizer.decode(tokens, skip_special_tokens=True)
-        if not said.strip():
+    def add(self, completion: Completion, target: Target, settings: Settings) -> bool:
+        """Add an answer; return whether the conversation can continue."""
+        tokens, counts = completion.tokens, self.done.counts
+        content = target.tokenizer.decode(tokens, skip_special_tokens=True)
+        if not content.strip():
             counts["empty"] += 1
             return False
         repeated, grams, loop = find_loop(tokens)
-        looping = settings.cut_loops and loop is not None
-        tokens = tokens[:loop] if looping else tokens
-        self._write(answer.job.prompt, tokens)
+        cut = settings.cut_loops and loop is not None
+        tokens = tokens[:loop] if cut else tokens
+        self._append(completion.request.prompt, tokens)
         counts.update(
             answers=1,
             answer_tokens=len(tokens),
-            greedy=int(answer.job.temperature == 0),
-            stopped=int(answer.finish == "stop" and not looping),
+            greedy=int(completion.request.temperature == 0),
+            stopped=int(completion.finish == "stop" and not cut),
             loops=int(loop is not None),
             grams=grams,
             repeated=repeated,
         )
-        self.messages.append({"role": "assistant", "content": said})
-        return not looping
+        self.messages.append({"role": "assistant", "content": content})
+        return not cut
 
-    def _write(self, prompt: list[int], tokens: list[int]) -> None:
-        """Go on with the last text if the prompt does, to the token; otherwise begin another."""
+    def _append(self, prompt: list[int], tokens: list[int]) -> None:
+        """Extend the last text if the prompt begins with exactly its tokens; otherwise begin another text."""
         written = self.text.tokens
         if not written or prompt[: len(written)] != written:
             self.text = Text([], [])
@@ -245,37 +233,38 @@ def _render(target: Target, messages: list[dict[str, str]], tokenize: bool = Tru
 
 
 def find_loop(tokens: list[int]) -> tuple[int, int, int | None]:
-    """How many of a text's 8-grams came before, how many there are, and where one has come for the third time."""
+    """The number of repeated 8-grams, the number of 8-grams, and where one first occurs for the third time."""
     seen: Counter[tuple[int, ...]] = Counter()
     repeated, loop = 0, None
-    for end in range(GRAM, len(tokens) + 1):
-        gram = tuple(tokens[end - GRAM : end])
+    for end in range(LOOP_TOKENS, len(tokens) + 1):
+        gram = tuple(tokens[end - LOOP_TOKENS : end])
         seen[gram] += 1
         repeated += seen[gram] > 1
         loop = end if loop is None and seen[gram] == 3 else loop
-    return repeated, max(0, len(tokens) - GRAM + 1), loop
+    return repeated, max(0, len(tokens) - LOOP_TOKENS + 1), loop
 
 
-class Scribe:
-    """Has prompts answered and writes them down, block by block in their order: what a block holds does not depend on
-    when it was made."""
+class DataWriter:
+    """Has prompts answered and writes them block by block, so that a file's content does not depend on timing."""
 
-    def __init__(self, mill: BulkGenerator, folder: Path, settings: Settings, about: dict[str, Any], report: Report):
-        self.mill, self.target, self.folder = mill, mill.target, folder
-        self.settings, self.about, self.report = settings, about, report
+    def __init__(
+        self, generator: BulkGenerator, folder: Path, settings: Settings, metadata: dict[str, Any], report: Report
+    ):
+        self.generator, self.target, self.folder = generator, generator.target, folder
+        self.settings, self.metadata, self.report = settings, metadata, report
         files = shards.shard_files(folder, shards.TRAIN)
         written = [shards.Shard.read(file) for file in files]
-        self.counts: Counter[str] = sum((Counter(json.loads(s.told["counts"])) for s in written), Counter())
+        self.counts: Counter[str] = sum((Counter(json.loads(s.metadata["counts"])) for s in written), Counter())
         self.written = {key for shard in written for key in shard.prompts.tolist()}
-        self.number = max((int(file.stem[-5:]) + 1 for file in files), default=0)  # of the next shard
+        self.next_shard = max((int(file.stem[-5:]) + 1 for file in files), default=0)
         left = shards.read_unfinished(folder)
         self.finished = {key: done for key, done in left.items() if key not in self.written}
         self.unsaved = 0
         self.tokens = 0
 
     def answer(self, sources: list[Source]) -> None:
-        """Everything that was not answered before."""
-        self._tell()
+        """Answer the prompts that have no answer yet."""
+        self._write_metadata()
         waiting = [source for source in sources if source.key not in self.written]
         size = self.settings.shard
         blocks = deque([s.key for s in waiting[at : at + size]] for at in range(0, len(waiting), size))
@@ -289,70 +278,70 @@ class Scribe:
         finally:
             if blocks:
                 shards.write_unfinished(self.folder, list(self.finished.values()))
-        (self.folder / shards.UNFINISHED).unlink(missing_ok=True)
-        self.about["finished"] = True
-        self._tell()
+        (self.folder / shards.UNFINISHED_FILE).unlink(missing_ok=True)
+        self.metadata["finished"] = True
+        self._write_metadata()
 
     def _conversations(self, sources: Iterator[Source]) -> Iterator[None]:
-        """Keep the mill supplied; yields after every answer."""
-        queue: deque[Job] = deque()
-        open_ones: dict[int, Conversation] = {}
+        """Keep the generator supplied with requests; yield after every answer."""
+        queue: deque[Request] = deque()
+        running: dict[int, Conversation] = {}
 
         def supply() -> None:
-            while len(queue) < 2 * self.mill.batch and (source := next(sources, None)) is not None:
+            while len(queue) < 2 * self.generator.batch and (source := next(sources, None)) is not None:
                 held_out = share("held-out", source.key) < self.settings.held_out
-                conversation = Conversation(source, Finished(source.key, held_out))
-                if (job := conversation.ask(self.target, self.settings)) is None:
+                conversation = Conversation(source, FinishedPrompt(source.key, held_out))
+                if (request := conversation.next_request(self.target, self.settings)) is None:
                     self._finish(conversation.done)
                 else:
-                    open_ones[source.key] = conversation
-                    queue.append(job)
+                    running[source.key] = conversation
+                    queue.append(request)
 
         supply()
-        for answer in self.mill.run(queue):
-            conversation = open_ones[answer.job.key]
-            self.tokens += len(answer.tokens)
-            goes_on = conversation.hear(answer, self.target, self.settings)
-            job = conversation.ask(self.target, self.settings) if goes_on else None
-            if job is None:
-                self._finish(open_ones.pop(answer.job.key).done)
+        for completion in self.generator.run(queue):
+            conversation = running[completion.request.key]
+            self.tokens += len(completion.tokens)
+            goes_on = conversation.add(completion, self.target, self.settings)
+            request = conversation.next_request(self.target, self.settings) if goes_on else None
+            if request is None:
+                self._finish(running.pop(completion.request.key).done)
             else:
-                queue.appendleft(job)
+                queue.appendleft(request)
             supply()
             yield
 
-    def _finish(self, done: Finished) -> None:
+    def _finish(self, done: FinishedPrompt) -> None:
         tokens = sum(len(text.tokens) for text in done.texts)
         done.counts.update(texts=len(done.texts), tokens=tokens, held_out=len(done.texts) * done.held_out)
         self.finished[done.key] = done
         self.unsaved += 1
 
     def _write_blocks(self, blocks: deque[list[int]]) -> None:
-        """Write the blocks that are complete, in order; and now and then what else there is."""
+        """Write complete blocks in order, and from time to time the finished prompts of the others."""
         while blocks and all(key in self.finished for key in blocks[0]):
             block = [self.finished.pop(key) for key in blocks.popleft()]
-            shards.write_shard(self.folder, self.number, block)
-            self.number += 1
+            shards.write_shard(self.folder, self.next_shard, block)
+            self.next_shard += 1
             self.counts += sum((done.counts for done in block), Counter())
-            self._tell()
+            self._write_metadata()
         if self.unsaved >= self.settings.shard:
             shards.write_unfinished(self.folder, list(self.finished.values()))
             self.unsaved = 0
 
-    def _tell(self) -> None:
+    def _write_metadata(self) -> None:
         counts = {key: count for key, count in sorted(self.counts.items()) if key not in ("grams", "repeated")}
-        self.about["counts"] = counts
-        self.about["repeated_share"] = round(self.counts["repeated"] / max(1, self.counts["grams"]), 4)
-        shards.write_about(self.folder, self.about)
+        self.metadata["counts"] = counts
+        self.metadata["repeated_share"] = round(self.counts["repeated"] / max(1, self.counts["grams"]), 4)
+        shards.write_metadata(self.folder, self.metadata)
 
 
-# ---- prompts by the target
+# ---- prompts that the target generates
 
 
 def user_opening(target: Target) -> tuple[list[int], str]:
     """The tokens before a user's first words in this target's chat template, and the text after them."""
     if not target.tokenizer.chat_template:
-        raise InputError(f"{target.name} has no chat template, from which --self-prompts begin")
+        raise InputError(f"{target.name} has no chat template, which --self-prompts needs")
     rendered = _render(target, [{"role": "user", "content": SENTINEL}], tokenize=False, answer=False)
     before, found, after = rendered.partition(SENTINEL)
     ids = target.tokenizer(before.rstrip(" "), add_special_tokens=False).input_ids  # a space belongs to the next word
@@ -362,19 +351,24 @@ def user_opening(target: Target) -> tuple[list[int], str]:
 
 
 def _self_prompts(
-    mill: BulkGenerator, folder: Path, settings: Settings, wanted: int, known: set[int], report: Report
+    generator: BulkGenerator, folder: Path, settings: Settings, wanted: int, known: set[int], report: Report
 ) -> list[Source]:
-    """User turns that the target writes from the bare chat template: different ones, in order of their attempts."""
+    """Different user turns that the target generates after the opening of its chat template."""
     tried = _read_attempts(folder)
-    opening, after = user_opening(mill.target)
+    opening, after = user_opening(generator.target)
+    temperature = settings.temperature or 1.0  # greedy turns would all be the same
     found: dict[int, Source] = {}
-    first, tokens = 0, 0
-    while len(found) < wanted and first < ATTEMPTS * wanted:
-        attempts = range(first, min(first + wanted - len(found), ATTEMPTS * wanted))
-        queue = deque(_attempt(settings, number, opening) for number in attempts if number not in tried)
-        for done, answer in enumerate(mill.run(queue, _user_ends(mill.target, after)), 1):
-            tried[answer.job.key] = _user_words(mill.target, answer, after)
-            tokens += len(answer.tokens)
+    first, tokens, last = 0, 0, ATTEMPTS_PER_SELF_PROMPT * wanted
+    while len(found) < wanted and first < last:
+        attempts = range(first, min(first + wanted - len(found), last))
+        queue = deque(
+            Request(number, opening, MAX_USER_TOKENS, temperature, hashed("self", settings.seed, number))
+            for number in attempts
+            if number not in tried
+        )
+        for done, completion in enumerate(generator.run(queue, _user_stop_tokens(generator.target, after)), 1):
+            tried[completion.request.key] = _user_turn(generator.target, completion, after)
+            tokens += len(completion.tokens)
             report(Progress("Asking", len(found) + done, wanted, tokens))
             if done % settings.shard == 0:
                 _write_attempts(folder, tried)
@@ -387,37 +381,32 @@ def _self_prompts(
     return list(found.values())
 
 
-def _attempt(settings: Settings, number: int, opening: list[int]) -> Job:
-    temperature = settings.temperature or 1.0  # greedy turns would all be the same
-    return Job(number, opening, USER_TOKENS, temperature, hashed("self", settings.seed, number))
-
-
-def _user_ends(target: Target, after: str) -> tuple[int, ...]:
-    """The model's own ends, and the special token that follows a user's words."""
+def _user_stop_tokens(target: Target, after: str) -> tuple[int, ...]:
+    """The model's stop tokens, and the special token that follows a user's words in the template."""
     ids = target.tokenizer(after.strip(), add_special_tokens=False).input_ids[:1]
     special = {*target.tokenizer.all_special_ids, *target.tokenizer.added_tokens_decoder}
     return tuple({*target.eos, *(token for token in ids if token in special)})
 
 
-def _user_words(target: Target, answer: Answer, after: str) -> str | None:
-    """What a user said, or None if it has no end: neither a token that ends it nor the template's words after it."""
-    said = target.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+def _user_turn(target: Target, completion: Completion, after: str) -> str | None:
+    """The generated user turn, or None if it ends neither with a stop token nor with the template's next words."""
+    text = target.tokenizer.decode(completion.tokens, skip_special_tokens=True)
     closing = after.strip()
-    words, closed, _ = said.partition(closing) if closing else (said, "", "")
-    return (words.strip() or None) if closed or answer.finish == "stop" else None
+    words, closed, _ = text.partition(closing) if closing else (text, "", "")
+    return (words.strip() or None) if closed or completion.finish == "stop" else None
 
 
 def _read_attempts(folder: Path) -> dict[int, str | None]:
-    file = folder / SELF_PROMPTS
+    file = folder / SELF_PROMPTS_FILE
     if not file.is_file():
         return {}
     try:
         rows = [json.loads(line) for line in file.read_text("utf-8").split("\n") if line]
         return {row["attempt"]: row["text"] for row in rows}
     except (OSError, ValueError, KeyError, TypeError):
-        raise InputError(f"'{file}' is damaged; remove it, and the target will ask again") from None
+        raise InputError(f"'{file}' is damaged; remove it, and the target will generate prompts again") from None
 
 
 def _write_attempts(folder: Path, tried: dict[int, str | None]) -> None:
     rows = (json.dumps({"attempt": number, "text": tried[number]}) for number in sorted(tried))
-    replace_text(folder / SELF_PROMPTS, "\n".join(rows) + "\n")
+    replace_text(folder / SELF_PROMPTS_FILE, "\n".join(rows) + "\n")

@@ -1,25 +1,35 @@
-"""Soft-label cross-entropy over a vocabulary, fused with the vocabulary heads: logits live for one chunk of rows."""
+"""Cross-entropy losses fused with the vocabulary heads: logits exist for a bounded number of rows at a time."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-CHUNK = 2**27  # logits of a chunk at the most
+MAX_LOGITS = 2**27  # in memory at a time
 
 
-class Bend(NamedTuple):
-    """What some families do to the products with their vocabulary matrix."""
+class Report(NamedTuple):
+    """A loss, and figures for each draft step."""
+
+    loss: Tensor  # scalar, differentiable
+    steps: Tensor  # [S] mean cross-entropy of each step
+    hits: Tensor  # [S] top-1 agreement with the target of each step
+
+
+class LogitTransform(NamedTuple):
+    """Scaling and soft-capping that some model families apply to their logits."""
 
     scale: float = 1.0
-    cap: float | None = None  # softly
+    cap: float | None = None
 
     @classmethod
-    def of(cls, config: Any) -> Bend:
+    def of(cls, config: Any) -> LogitTransform:
         """From a transformers text configuration."""
         divisor = getattr(config, "logits_scaling", None) or 1.0
         scale = getattr(config, "logit_scale", None) or 1.0
@@ -31,75 +41,97 @@ class Bend(NamedTuple):
 
 
 class Vocabularies(NamedTuple):
-    """The head's and the target's vocabulary matrices, and the target ids of the head's rows (None: all)."""
+    """The vocabulary matrices of head and target, and the target ids of the head's rows (None: all)."""
 
     draft: Tensor  # [Vd, H]
     target: Tensor  # [V, Ht]
     tokens: Tensor | None  # [Vd]
     target_bias: Tensor | None = None  # [V]
     draft_bias: Tensor | None = None  # [Vd], frozen
-    bend: Bend = Bend()  # of the target's logits
-
-
-class Distilled(NamedTuple):
-    """The loss, and what it says about each unrolled step."""
-
-    loss: Tensor  # scalar, differentiable
-    steps: Tensor  # [S] the unweighted mean cross-entropy of each step
-    hits: Tensor  # [S] how often the head's first choice is the target's
+    transform: LogitTransform = LogitTransform()  # of the target's logits
 
 
 class Labels(NamedTuple):
-    """What a step's guesses are held against: `share` of the target's distribution plus `top` of its k likeliest."""
+    """The label distribution: `share` of the target's distribution plus `top` of its `k` likeliest tokens."""
 
     share: float = 1.0
     top: float = 0.0
     k: int = 10
 
 
-def distil(
+def distill(
     states: Tensor, teacher: Tensor, vocabularies: Vocabularies, weights: Tensor, labels: Labels = Labels()
-) -> Distilled:
+) -> Report:
     """Σ weights · cross-entropy(target's distribution, head's), summed over steps and rows.
 
-    states [S, N, H]: what the head's vocabulary reads, aligned so that states[:, i] guess what teacher[i] [N, Ht]
-    knows; weights [S, N]. Where the head drafts fewer tokens than the target knows, the labels are the target's
-    probabilities of those tokens, which sum to less than one: rows that it can hardly guess weigh hardly anything.
+    states [S, N, H] are the inputs of the head's vocabulary; states[:, i] predict the distribution of teacher[i]
+    [N, Ht]. weights [S, N]. If the head drafts fewer tokens than the target has, the labels are the target's
+    probabilities of those tokens. They sum to less than one, so rows that the head cannot predict weigh little.
     """
-    loss, entropy, hits = _Distil.apply(  # type: ignore[no-untyped-call]
+    loss, entropy, hits = _Distill.apply(  # type: ignore[no-untyped-call]
         states, vocabularies.draft, teacher, vocabularies, weights, labels
     )
     used = (weights > 0).sum(-1).clamp(min=1)
-    return Distilled(loss, entropy / used, hits / used)
+    return Report(loss, entropy / used, hits / used)
 
 
-class _Distil(torch.autograd.Function):
-    """The gradient is made on the way forward, while the logits are there."""
+def token_cross_entropy(logits: Callable[[Tensor], Tensor], states: Tensor, tokens: Tensor, weights: Tensor) -> Report:
+    """Weighted cross-entropy of `logits(states)` [N, Vd] with given tokens, of one draft step.
+
+    states [N, H]; tokens [N] are indices into the head's vocabulary, or -1 for tokens that it lacks; weights [N].
+    Logits are computed again in the backward pass.
+    """
+    size = max(1, MAX_LOGITS // logits(states[:1].detach()).shape[-1])
+    losses, hits = [states.new_zeros(0, dtype=torch.float32)], [states.new_zeros(0, dtype=torch.bool)]
+    for own, labels in zip(torch.split(states, size), torch.split(tokens, size), strict=True):
+        loss, hit = checkpoint(_token_losses, logits, own, labels, use_reentrant=False)
+        losses.append(loss)
+        hits.append(hit)
+    found, counted = torch.cat(losses), weights > 0
+    count = counted.sum().clamp(min=1)
+    entropy = (found.detach() * counted).sum() / count
+    return Report((found * weights).sum(), entropy[None], ((torch.cat(hits) & counted).sum() / count)[None])
+
+
+def _token_losses(logits: Callable[[Tensor], Tensor], states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    given = logits(states).float()
+    return F.cross_entropy(given, tokens, reduction="none", ignore_index=-1), given.argmax(-1) == tokens
+
+
+def draft_indices(draft_tokens: Tensor, vocab_size: int) -> Tensor:
+    """[V]: the index of each token in the head's vocabulary [Vd], or -1."""
+    indices = torch.full((vocab_size,), -1, device=draft_tokens.device)
+    indices[draft_tokens] = torch.arange(len(draft_tokens), device=draft_tokens.device)
+    return indices
+
+
+class _Distill(torch.autograd.Function):
+    """Computes the gradient in the forward pass, while the logits exist."""
 
     @staticmethod
     def forward(
         ctx: Any,
         states: Tensor,
-        drafted: Tensor,
+        vocabulary: Tensor,
         teacher: Tensor,
         vocabularies: Vocabularies,
         weights: Tensor,
         labels: Labels,
     ) -> tuple[Tensor, Tensor, Tensor]:
         steps, rows = states.shape[:2]
-        size = max(1, CHUNK // vocabularies.target.shape[0])
+        size = max(1, MAX_LOGITS // vocabularies.target.shape[0])
         gradient = torch.zeros_like(states)
-        matrix = torch.zeros_like(drafted, dtype=torch.float32) if drafted.requires_grad else None
+        matrix = torch.zeros_like(vocabulary, dtype=torch.float32) if vocabulary.requires_grad else None
         loss, entropy, hits = (states.new_zeros(steps, dtype=torch.float32) for _ in range(3))
-        judge = _compiled(_judge) if states.is_cuda else _judge
+        row_losses = _compiled(_row_losses) if states.is_cuda else _row_losses
         for start in range(0, rows, size):
             part = slice(start, start + size)
-            chances, best = _label(teacher[part], vocabularies, labels)
-            draft, bias = drafted.to(chances.dtype), vocabularies.draft_bias
+            probabilities, best = _label(teacher[part], vocabularies, labels)
+            draft, bias = vocabulary.to(probabilities.dtype), vocabularies.draft_bias
             bias = None if bias is None else bias.to(draft.dtype)
             for step in range(steps):
                 own, weight = states[step, part].to(draft.dtype), weights[step, part]
-                losses, slope, hit = judge(F.linear(own, draft, bias), chances, best, weight)
+                losses, slope, hit = row_losses(F.linear(own, draft, bias), probabilities, best, weight)
                 loss[step] += (weight * losses).sum()
                 entropy[step] += (losses * (weight > 0)).sum()
                 hits[step] += (hit & (weight > 0)).sum()
@@ -118,34 +150,32 @@ class _Distil(torch.autograd.Function):
 
 
 def _label(teacher: Tensor, vocabularies: Vocabularies, labels: Labels) -> tuple[Tensor, Tensor]:
-    """The target's probabilities of the drafted tokens [n, Vd] and its favourite's place among them (-1: not there)."""
+    """The target's probabilities of the draft tokens [n, Vd], and the index of its likeliest token (-1: absent)."""
     logits = teacher @ vocabularies.target.T.to(teacher.dtype)
     if vocabularies.target_bias is not None:
         logits = logits + vocabularies.target_bias
-    logits, tokens, places = vocabularies.bend(logits), vocabularies.tokens, None
-    if tokens is not None:
-        places = torch.full((logits.shape[-1],), -1, device=logits.device)
-        places[tokens] = torch.arange(len(tokens), device=logits.device)
-    chances, best = (_compiled(_among) if logits.is_cuda else _among)(logits, tokens, places)
+    logits, tokens = vocabularies.transform(logits), vocabularies.tokens
+    indices = None if tokens is None else draft_indices(tokens, logits.shape[-1])
+    probabilities, best = (_compiled(_among) if logits.is_cuda else _among)(logits, tokens, indices)
     if labels.top:
-        top = chances.float().topk(min(labels.k, chances.shape[-1]), -1)
-        chances = (labels.share * chances.float()).scatter_add(1, top.indices, labels.top * top.values)
+        top = probabilities.float().topk(min(labels.k, probabilities.shape[-1]), -1)
+        probabilities = (labels.share * probabilities.float()).scatter_add(1, top.indices, labels.top * top.values)
     elif labels.share != 1:
-        chances = labels.share * chances
-    return chances.to(teacher.dtype), best
+        probabilities = labels.share * probabilities
+    return probabilities.to(teacher.dtype), best
 
 
-def _among(logits: Tensor, tokens: Tensor | None, places: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Probabilities over all of the vocabulary, of `tokens` alone; the likeliest token's place."""
+def _among(logits: Tensor, tokens: Tensor | None, indices: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Probabilities of `tokens` (normalised over the whole vocabulary), and the index of the likeliest token."""
     total, best = torch.logsumexp(logits.float(), -1, keepdim=True), logits.argmax(-1)
-    if tokens is not None and places is not None:
-        logits, best = logits[:, tokens], places[best]
+    if tokens is not None and indices is not None:
+        logits, best = logits[:, tokens], indices[best]
     return torch.exp(logits.float() - total).to(logits.dtype), best
 
 
-def _judge(logits: Tensor, chances: Tensor, best: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy of each row, its weighted slope by the logits, and whether the first choice was right."""
-    wide, wanted = logits.float(), chances.float()
+def _row_losses(logits: Tensor, labels: Tensor, best: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row: the cross-entropy, its weighted gradient by the logits, and whether the top token is right."""
+    wide, wanted = logits.float(), labels.float()
     total, mass = torch.logsumexp(wide, -1), wanted.sum(-1)
     losses = mass * total - (wanted * wide).sum(-1)
     slope = (mass[:, None] * torch.exp(wide - total[:, None]) - wanted) * weight[:, None]

@@ -1,9 +1,8 @@
-"""Token files: what was said and which of it the target wrote, in shards that appear whole or not at all."""
+"""Training texts on disk: token shards that are written atomically, and batches read from them."""
 
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,23 +19,23 @@ from windfall.checkpoints.quiet_libs import first_line
 from windfall.core.files import replace_file, replace_text
 from windfall.core.types import InputError
 
-ABOUT = "data.json"
-UNFINISHED = "unfinished.safetensors"
+METADATA_FILE = "data.json"
+UNFINISHED_FILE = "unfinished.safetensors"
 TRAIN, HELD_OUT = "train", "held-out"
-POOL = 4096  # texts that are sorted by length together
+SORTED_TEXTS = 4096  # texts that are sorted by length together
 
 
 @dataclass
 class Text:
-    """A sequence of tokens; `answer` marks those that the target wrote."""
+    """A sequence of tokens; `answer` marks the tokens that the target generated."""
 
     tokens: list[int]
     answer: list[bool]
 
 
 @dataclass
-class Finished:
-    """All that came of a prompt: usually one text, or none."""
+class FinishedPrompt:
+    """The texts that a prompt led to (usually one), and counts for the metadata."""
 
     key: int
     held_out: bool
@@ -47,55 +46,54 @@ class Finished:
 # ---- writing
 
 
-def write_shard(folder: Path, number: int, block: list[Finished]) -> None:
-    """The prompts of a block: their held-out texts, then the others, whose file says that the block is there."""
+def write_shard(folder: Path, number: int, block: list[FinishedPrompt]) -> None:
+    """Write a block of prompts: held-out texts first, then training texts, whose file marks the block as complete."""
     for split in (HELD_OUT, TRAIN):
         own = [done for done in block if done.held_out == (split == HELD_OUT)]
         prompts = torch.tensor([done.key for done in (block if split == TRAIN else own)], dtype=torch.long)
-        told = {"counts": json.dumps(sum((done.counts for done in block), Counter()) if split == TRAIN else {})}
-        _save(_shard(folder, split, number), {**_flat([t for d in own for t in d.texts]), "prompts": prompts}, told)
+        counts = sum((done.counts for done in block), Counter()) if split == TRAIN else {}
+        tensors = {**_flat([text for done in own for text in done.texts]), "prompts": prompts}
+        _save(folder / f"{split}-{number:05}.safetensors", tensors, {"counts": json.dumps(counts)})
 
 
-def write_unfinished(folder: Path, done: list[Finished]) -> None:
-    """What is finished of blocks that are not, for another start."""
-    told = [[each.key, each.held_out, len(each.texts), each.counts] for each in done]
-    _save(folder / UNFINISHED, _flat([text for each in done for text in each.texts]), {"told": json.dumps(told)})
+def write_unfinished(folder: Path, done: list[FinishedPrompt]) -> None:
+    """Write the finished prompts of incomplete blocks, from which a resumed run continues."""
+    rows = [[each.key, each.held_out, len(each.texts), each.counts] for each in done]
+    texts = _flat([text for each in done for text in each.texts])
+    _save(folder / UNFINISHED_FILE, texts, {"told": json.dumps(rows)})
 
 
-def read_unfinished(folder: Path) -> dict[int, Finished]:
-    if not (folder / UNFINISHED).is_file():
+def read_unfinished(folder: Path) -> dict[int, FinishedPrompt]:
+    if not (folder / UNFINISHED_FILE).is_file():
         return {}
-    shard = Shard.read(folder / UNFINISHED)
+    shard = Shard.read(folder / UNFINISHED_FILE)
     texts = (Text(tokens.tolist(), answer.tolist()) for tokens, answer in map(shard.text, range(len(shard))))
     return {
-        key: Finished(key, held_out, [next(texts) for _ in range(size)], Counter(counts))
-        for key, held_out, size, counts in json.loads(shard.told["told"])
+        key: FinishedPrompt(key, held_out, [next(texts) for _ in range(size)], Counter(counts))
+        for key, held_out, size, counts in json.loads(shard.metadata["told"])
     }
 
 
-def write_about(folder: Path, about: dict[str, Any]) -> None:
-    replace_text(folder / ABOUT, json.dumps(about, indent=1, ensure_ascii=False) + "\n")
+def write_metadata(folder: Path, metadata: dict[str, Any]) -> None:
+    replace_text(folder / METADATA_FILE, json.dumps(metadata, indent=1, ensure_ascii=False) + "\n")
 
 
-def read_about(folder: Path) -> dict[str, Any]:
+def read_metadata(folder: Path) -> dict[str, Any]:
+    file = folder / METADATA_FILE
     try:
-        about: dict[str, Any] = json.loads((folder / ABOUT).read_text("utf-8"))
-        int(about["target"]["vocab_size"])
+        metadata: dict[str, Any] = json.loads(file.read_text("utf-8"))
+        int(metadata["target"]["vocab_size"])
     except (FileNotFoundError, NotADirectoryError):
-        raise InputError(f"'{folder}' has no {ABOUT}; make it with: windfall train data") from None
+        raise InputError(f"'{folder}' has no {METADATA_FILE}; make it with: windfall train data") from None
     except (OSError, ValueError) as error:
-        raise InputError(f"cannot read '{folder / ABOUT}': {first_line(error)}") from error
+        raise InputError(f"cannot read '{file}': {first_line(error)}") from error
     except (KeyError, TypeError):
-        raise InputError(f"'{folder / ABOUT}' does not say who wrote the texts; make them again") from None
-    return about
+        raise InputError(f"'{file}' does not name the target of the texts; make them again") from None
+    return metadata
 
 
 def shard_files(folder: Path, split: str) -> list[Path]:
     return sorted(folder.glob(f"{split}-[0-9][0-9][0-9][0-9][0-9].safetensors"))
-
-
-def _shard(folder: Path, split: str, number: int) -> Path:
-    return folder / f"{split}-{number:05}.safetensors"
 
 
 def _flat(texts: list[Text]) -> dict[str, Tensor]:
@@ -107,8 +105,8 @@ def _flat(texts: list[Text]) -> dict[str, Tensor]:
     }
 
 
-def _save(file: Path, tensors: dict[str, Tensor], told: dict[str, str]) -> None:
-    replace_file(file, lambda temporary: save_file(tensors, str(temporary), metadata=told))
+def _save(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    replace_file(file, lambda temporary: save_file(tensors, str(temporary), metadata=metadata))
 
 
 # ---- reading
@@ -116,13 +114,13 @@ def _save(file: Path, tensors: dict[str, Tensor], told: dict[str, str]) -> None:
 
 @dataclass(frozen=True)
 class Shard:
-    """A file's texts, back to back."""
+    """The texts of one file, back to back."""
 
     tokens: Tensor  # [T] int32
     answer: Tensor  # [T] uint8
     offsets: Tensor  # [n + 1] long
     prompts: Tensor  # [p] long: keys of all prompts of the block
-    told: dict[str, str]
+    metadata: dict[str, str]
 
     @classmethod
     def read(cls, file: Path) -> Shard:
@@ -132,14 +130,14 @@ class Shard:
                 tokens, answer, offsets = (stored.get_tensor(name) for name in ("tokens", "answer", "offsets"))
                 prompts = stored.get_tensor("prompts") if "prompts" in names else torch.zeros(0, dtype=torch.long)
                 return cls(tokens, answer, offsets, prompts, stored.metadata() or {})
-        except Exception as error:  # safetensors has errors of its own
+        except Exception as error:  # safetensors has its own error classes
             raise InputError(f"'{file}' is damaged or incomplete: {first_line(error)}") from error
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def text(self, place: int) -> tuple[Tensor, Tensor]:
-        start, end = self.offsets[place], self.offsets[place + 1]
+    def text(self, index: int) -> tuple[Tensor, Tensor]:
+        start, end = self.offsets[index], self.offsets[index + 1]
         return self.tokens[start:end], self.answer[start:end].bool()
 
 
@@ -147,63 +145,66 @@ class Batch(NamedTuple):
     """Texts padded on the right with token 0."""
 
     tokens: Tensor  # [b, n] long
-    answer: Tensor  # [b, n] bool: tokens that the target wrote
+    answer: Tensor  # [b, n] bool: tokens that the target generated
     lengths: Tensor | None = None  # [b] long, without padding
 
 
 @dataclass(frozen=True)
 class TokenData:
-    """The texts of one split, by number; batches of them in an order that depends on seed and epoch alone."""
+    """The texts of one split. The order of batches depends on seed and epoch only."""
 
     shards: list[Shard]
-    about: dict[str, Any]
+    metadata: dict[str, Any]
 
     @classmethod
     def open(cls, folder: str | Path, split: str = TRAIN) -> TokenData:
         if split not in (TRAIN, HELD_OUT):
             raise InputError(f"a split is {TRAIN} or {HELD_OUT}, not '{split}'")
-        about = read_about(Path(folder))
-        data = cls([Shard.read(file) for file in shard_files(Path(folder), split)], about)
+        metadata = read_metadata(Path(folder))
+        data = cls([Shard.read(file) for file in shard_files(Path(folder), split)], metadata)
         if not len(data) and split == TRAIN:
             raise InputError(f"'{folder}' has no texts yet")
         return data
 
     @property
     def vocab_size(self) -> int:
-        return int(self.about["target"]["vocab_size"])
+        return int(self.metadata["target"]["vocab_size"])
 
     def __len__(self) -> int:
         return sum(map(len, self.shards))
 
-    def __getitem__(self, place: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """tokens [n] int32, answer [n] bool."""
-        if not 0 <= place < len(self):
-            raise IndexError(place)
-        starts = np.cumsum([0, *map(len, self.shards)])
-        which = bisect_right(starts.tolist(), place) - 1
-        return self.shards[which].text(place - int(starts[which]))
+        for shard in self.shards:
+            if 0 <= index < len(shard):
+                return shard.text(index)
+            index -= len(shard)
+        raise IndexError
 
     def plan(self, max_tokens: int, max_length: int, seed: int = 0, epoch: int = 0) -> list[list[int]]:
-        """Which texts go together: similar lengths, about `max_tokens` with padding, all texts that have something to
-        learn within `max_length`, in an order that is the same every time."""
+        """The text indices of each batch of an epoch.
+
+        A batch has texts of similar length and about `max_tokens` tokens with padding. Texts without an answer token
+        in their first `max_length` tokens are left out.
+        """
         lengths = np.minimum(self._lengths(), max_length)
-        useful = np.flatnonzero(self._answered(max_length))
-        chance = np.random.Generator(np.random.PCG64([seed, epoch]))
-        order, batches = chance.permutation(useful), []
-        for start in range(0, len(order), POOL):
-            pool = order[start : start + POOL]
+        useful = np.flatnonzero(self._has_answer(max_length))
+        random = np.random.Generator(np.random.PCG64([seed, epoch]))
+        order, batches = random.permutation(useful), []
+        for start in range(0, len(order), SORTED_TEXTS):
+            pool = order[start : start + SORTED_TEXTS]
             batches += _cut(pool[np.argsort(lengths[pool], kind="stable")].tolist(), lengths, max_tokens)
-        return [batches[place] for place in chance.permutation(len(batches))]
+        return [batches[index] for index in random.permutation(len(batches))]
 
     def batches(
         self, max_tokens: int, max_length: int, seed: int = 0, epoch: int = 0, start: int = 0
     ) -> Iterator[Batch]:
-        """The batches of an epoch from number `start` on; longer texts lose their end."""
-        for places in self.plan(max_tokens, max_length, seed, epoch)[start:]:
-            yield self._padded(places, max_length)
+        """The batches of an epoch from number `start` on; texts are cut at `max_length`."""
+        for indices in self.plan(max_tokens, max_length, seed, epoch)[start:]:
+            yield self._padded(indices, max_length)
 
-    def _padded(self, places: list[int], max_length: int) -> Batch:
-        texts = [tuple(part[:max_length] for part in self[place]) for place in places]
+    def _padded(self, indices: list[int], max_length: int) -> Batch:
+        texts = [tuple(part[:max_length] for part in self[index]) for index in indices]
         pad = torch.nn.utils.rnn.pad_sequence
         tokens = pad([tokens.long() for tokens, _ in texts], batch_first=True)
         answer = pad([answer for _, answer in texts], batch_first=True)
@@ -212,29 +213,29 @@ class TokenData:
     def _lengths(self) -> Any:
         return np.concatenate([np.zeros(0, np.int64), *(shard.offsets.diff().numpy() for shard in self.shards)])
 
-    def _answered(self, max_length: int) -> Any:
-        """[texts] bool: whether the target wrote any of a text's first tokens."""
+    def _has_answer(self, max_length: int) -> Any:
+        """[texts] bool: whether the first `max_length` tokens of a text contain an answer token."""
         found = [np.zeros(0, bool)]
         for shard in self.shards:
-            written = torch.cat([torch.zeros(1, dtype=torch.long), shard.answer.cumsum(0)])
+            counts = torch.cat([torch.zeros(1, dtype=torch.long), shard.answer.cumsum(0)])
             ends = torch.minimum(shard.offsets[1:], shard.offsets[:-1] + max_length)
-            found.append((written[ends] > written[shard.offsets[:-1]]).numpy())
+            found.append((counts[ends] > counts[shard.offsets[:-1]]).numpy())
         return np.concatenate(found)
 
 
-def _cut(places: list[int], lengths: Any, max_tokens: int) -> list[list[int]]:
-    """Texts in order of length, cut into batches of at most `max_tokens` with padding (a longer text goes alone)."""
+def _cut(indices: list[int], lengths: Any, max_tokens: int) -> list[list[int]]:
+    """Cut texts, sorted by length, into batches of at most `max_tokens` with padding. A longer text is alone."""
     batches: list[list[int]] = []
-    for place in places:
-        if batches and (len(batches[-1]) + 1) * lengths[place] <= max_tokens:
-            batches[-1].append(place)
+    for index in indices:
+        if batches and (len(batches[-1]) + 1) * lengths[index] <= max_tokens:
+            batches[-1].append(index)
         else:
-            batches.append([place])
+            batches.append([index])
     return batches
 
 
 def token_counts(data: TokenData) -> Tensor:
-    """How often the target wrote each token, [V] long."""
+    """How many times the target generated each token, [V] long."""
     counts = torch.zeros(data.vocab_size, dtype=torch.long)
     for shard in data.shards:
         counts += torch.bincount(shard.tokens[shard.answer.bool()].long(), minlength=data.vocab_size)

@@ -1,4 +1,4 @@
-"""Prompts from wherever they are: JSON lines of several dialects, plain texts, datasets on the hub."""
+"""Read prompts for training data from JSONL files, plain text files and datasets on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from windfall.core.files import read_text
 from windfall.core.types import InputError
 from windfall.prompts import files
 
-PASSAGE = 500  # characters of a plain text that the target is given to continue
-LEAST = 40  # characters under which a passage is not worth continuing
-DATASET = re.compile(r"(?P<name>[\w.-]+/[\w.-]+|[\w.-]+)(:(?P<split>\w+))?")  # a hub name, maybe with its split
+MAX_PASSAGE_CHARS = 500  # of a plain text that the target continues
+MIN_PASSAGE_CHARS = 40  # shorter passages are dropped
+DATASET = re.compile(r"(?P<name>[\w.-]+/[\w.-]+|[\w.-]+)(:(?P<split>\w+))?")  # name or name:split
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a user says, turn by turn, or a passage to be continued."""
+    """A prompt: the user turns of a conversation, or a passage to continue."""
 
     turns: tuple[str, ...]
     chat: bool = True  # False: a passage
@@ -31,23 +31,23 @@ class Source:
 
     @property
     def key(self) -> int:
-        """The same for prompts that differ in white space and case alone."""
+        """A hash that ignores white space and case, by which duplicates are found."""
         return hashed("prompt", self.chat, *(" ".join(turn.split()).casefold() for turn in self.turns))
 
 
 def hashed(*parts: Any) -> int:
-    """A number below 2**63 that depends on these alone, on every machine."""
+    """A hash below 2**63 that is the same on every machine."""
     text = json.dumps(parts, ensure_ascii=True)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def share(*parts: Any) -> float:
-    """The same as a number in [0, 1)."""
+    """The same hash as a number in [0, 1)."""
     return hashed(*parts) / 2**63
 
 
 def read_sources(names: Iterable[str]) -> Iterator[Source]:
-    """Everything in these files and datasets, in order, doubles included."""
+    """The prompts of these files and datasets, in order, duplicates included."""
     for name in names:
         if Path(name).is_file():
             yield from _read_file(Path(name))
@@ -88,7 +88,7 @@ def _read_dataset(name: str, split: str) -> Iterator[Source]:
 
 
 def from_row(row: Any, origin: str, number: int, place: str) -> Iterator[Source]:
-    """What a row asks: a conversation's user turns, a prompt, or passages of a text. Blank turns are dropped."""
+    """The prompts of one row: a conversation, or the passages of a text. Blank turns are dropped."""
     asked = files.parse(row, number, place)
     if asked.raw:
         yield from _passages(asked.turns[0], origin)
@@ -97,14 +97,18 @@ def from_row(row: Any, origin: str, number: int, place: str) -> Iterator[Source]
 
 
 def _passages(text: str, origin: str) -> Iterator[Source]:
-    """Stretches of about PASSAGE characters; none goes over a blank line that ends one long enough."""
+    """Cut a text into passages of about MAX_PASSAGE_CHARS characters, at spaces or paragraph ends."""
     passage = ""
     for paragraph in re.split(r"\n\s*\n", text):
         passage = f"{passage}\n\n{paragraph.strip()}".strip()
-        while len(passage) >= PASSAGE:
-            cut = passage.rfind(" ", LEAST, PASSAGE) if len(passage) > PASSAGE else PASSAGE
-            cut = cut if cut > 0 else PASSAGE
+        while len(passage) >= MAX_PASSAGE_CHARS:
+            cut = (
+                passage.rfind(" ", MIN_PASSAGE_CHARS, MAX_PASSAGE_CHARS)
+                if len(passage) > MAX_PASSAGE_CHARS
+                else MAX_PASSAGE_CHARS
+            )
+            cut = cut if cut > 0 else MAX_PASSAGE_CHARS
             yield Source((passage[:cut],), chat=False, origin=origin)
             passage = passage[cut:].strip()
-    if len(passage) >= LEAST:
+    if len(passage) >= MIN_PASSAGE_CHARS:
         yield Source((passage,), chat=False, origin=origin)

@@ -1,4 +1,4 @@
-"""The target as a teacher: its states over whole texts."""
+"""The frozen target as a teacher: its hidden states over whole texts."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from torch import Tensor
 
 from windfall.heads.base import FeatureHead
 from windfall.model.hidden_states import with_states
-from windfall.train.losses import Bend, Vocabularies
+from windfall.train.losses import LogitTransform, Vocabularies
 from windfall.train.shards import Batch
 
 
-class Lesson(NamedTuple):
-    """A batch and what the target makes of it."""
+class TeacherOutput(NamedTuple):
+    """A batch and the target's hidden states over it."""
 
     batch: Batch
-    features: Tensor  # [B, L, taps * Ht], what the head reads
-    final: Tensor  # [B, L, Ht], what the target's vocabulary head reads
+    features: Tensor  # [B, L, taps * Ht]: input of the head
+    final: Tensor  # [B, L, Ht]: input of the target's vocabulary head
 
 
 class Teacher:
-    """A frozen target."""
+    """A frozen target and the hidden states (`taps`) that a head reads."""
 
     def __init__(self, model: Any, taps: tuple[int, ...]):
         self.model, self.taps = model, taps
         self.output = model.get_output_embeddings()
-        self.bend = Bend.of(model.config.get_text_config())
+        self.logit_transform = LogitTransform.of(model.config.get_text_config())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -35,20 +35,20 @@ class Teacher:
         return dtype
 
     def compile(self) -> None:
-        """Layer by layer: they are alike, so that one is compiled for all. Whole where transformers names no layers."""
-        alike = set(self.model._no_split_modules or ())
-        layers = [module for module in self.model.modules() if type(module).__name__ in alike]
+        """Compile each layer, or the whole model if transformers does not name its layer class."""
+        layer_classes = set(self.model._no_split_modules or ())
+        layers = [module for module in self.model.modules() if type(module).__name__ in layer_classes]
         for part in layers or [self.model.base_model]:
             part.compile(dynamic=True)
 
     @torch.no_grad()
-    def teach(self, batch: Batch) -> Lesson:
-        """One causal forward; padding comes last, so no real token sees any."""
+    def run(self, batch: Batch) -> TeacherOutput:
+        """One causal forward pass. Padding is on the right, so no real token attends to it."""
         given = {"input_ids": batch.tokens, "use_cache": False}
         outputs, features = with_states(self.model.base_model, self.model, self.taps, **given)
         final = outputs.last_hidden_state
-        return Lesson(batch, final[..., :0] if features is None else features, final)
+        return TeacherOutput(batch, final[..., :0] if features is None else features, final)
 
     def vocabularies(self, head: FeatureHead) -> Vocabularies:
         own = head.vocabulary, self.output.weight, head.draft_tokens
-        return Vocabularies(*own, getattr(self.output, "bias", None), head.vocabulary_bias, self.bend)
+        return Vocabularies(*own, getattr(self.output, "bias", None), head.vocabulary_bias, self.logit_transform)

@@ -1,43 +1,49 @@
-"""The training loop: it yields what it learnt; others show, log or stop it. What is on disk can be resumed."""
+"""The training loop of heads and small models: it yields events, writes checkpoints and can be resumed."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import math
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from windfall.core.errors import InputError
 from windfall.core.files import replace_file
-from windfall.train.objectives.base import Objective, Report
-from windfall.train.optimizers import Optimizers
+from windfall.train.losses import Report
+from windfall.train.objectives.base import Objective
 from windfall.train.recipe import Recipe
 from windfall.train.shards import Batch, TokenData
 from windfall.train.teacher import Teacher
-from windfall.train.workers import Workers
 
 CHECKPOINT = "checkpoint.pt"
-LOG_EVERY = 10
-WIDTH = 64  # columns of a text are padded to a multiple of this on a GPU
+LOG_STEPS = 10  # optimizer steps between events
+PADDING_MULTIPLE = 64  # on a GPU texts are padded to a multiple of this, plus one
+PER_TOKEN = (
+    "embed_tokens.weight",
+    "lm_head.weight",
+    "own_embedding",
+    "own_vocabulary",
+)  # matrices with a row per token
 
 
 @dataclass(frozen=True)
 class Event:
-    """How it stands: training figures since the last event, and held-out ones if they were just taken."""
+    """Training figures since the last event, and held-out figures if they were just measured."""
 
     step: int
     progress: float
     rate: float
     loss: float
-    steps: list[float]  # cross-entropy by unrolled step
-    hits: list[float]  # top-1 agreement by unrolled step
+    steps: list[float]  # cross-entropy by draft step
+    hits: list[float]  # top-1 agreement by draft step
     tokens: int  # seen so far, padding included
     seconds: float
     held_out: dict[str, Any] | None = None
@@ -45,113 +51,112 @@ class Event:
 
 
 class Trainer:
-    """A head, an objective, a teacher and texts."""
+    """Trains a head with an objective, a teacher and texts."""
 
     def __init__(self, head: nn.Module, objective: Objective, teacher: Teacher, recipe: Recipe, folder: Path):
         self.head, self.objective, self.teacher, self.recipe = head, objective, teacher, recipe
-        if teacher.dtype not in (torch.bfloat16, torch.float32):  # in float16 gradients vanish
+        if teacher.dtype not in (torch.bfloat16, torch.float32):  # float16 gradients underflow
             name = str(teacher.dtype).removeprefix("torch.")
-            raise InputError(f"nothing can be trained in {name}; load the target with --dtype bfloat16 or float32")
+            raise InputError(f"training in {name} is not supported; load the target with --dtype bfloat16 or float32")
         self.path = folder / CHECKPOINT
         self.device = next(head.parameters()).device
-        if self.device.type == "cuda":
-            torch.backends.cuda.enable_cudnn_sdp(False)  # plans for 50 ms whenever a shape is new
         if recipe.compile:
             teacher.compile()
         self.workers = Workers.join()
         self.optimizers = Optimizers(head, recipe)
         self.step, self.seconds, self.tokens, self.lowest = 0, 0.0, 0, float("inf")
 
+    @property
+    def progress(self) -> float:
+        """From 0 to 1."""
+        return self.recipe.progress(self.step, self.seconds)
+
     def run(self, train: TokenData, held_out: TokenData, keep: Callable[[nn.Module], None]) -> Iterator[Event]:
-        """Train to the end; `keep` is called with the head whenever it is the best so far on held-out texts."""
+        """Train to the end. `keep` is called with the head whenever its held-out loss is the lowest so far."""
         if not held_out.plan(self.recipe.batch_tokens, self.recipe.max_length):
             raise InputError(f"no held-out text has an answer within its first {self.recipe.max_length} tokens")
-        batches, since, saved = self._batches(train), Tally(), time.perf_counter()
-        while self.recipe.progress(self.step, self.seconds) < 1:
-            started = time.perf_counter()
-            progress = self.recipe.progress(self.step, self.seconds)
-            rate = self.recipe.rate_at(progress)
+        batches, since, saved = self._batches(train), Means(), time.perf_counter()
+        while self.progress < 1:
+            started, rate = time.perf_counter(), self.recipe.rate_at(self.progress)
+            self._train_step(batches, rate, since)
+            logs, validates = self.step % LOG_STEPS == 0, self.step % self.recipe.validate_every == 0
+            figures = since.take() if logs or validates else None  # waits for the device
+            if figures is not None and not math.isfinite(figures[0]):
+                raise InputError(f"the loss is not finite at step {self.step}; use a lower --rate")
+            self.seconds = self.workers.agree(self.seconds + time.perf_counter() - started)
+            over = self.progress >= 1
+            found = self._validate(held_out) if validates or over else None
+            best = found is not None and found["loss"] < self.lowest
+            if found is not None and best:
+                self.lowest = found["loss"]
+                if self.workers.rank == 0:
+                    keep(self.head)
+            if over or validates or time.perf_counter() - saved > 60 * self.recipe.save_minutes:
+                self.save()
+                saved = time.perf_counter()
+            if figures or found:
+                yield Event(
+                    self.step, self.progress, rate, *(figures or since.take()), self.tokens, self.seconds, found, best
+                )
+
+    def _train_step(self, batches: Iterator[Batch], rate: float, since: Means) -> None:
+        progress = self.progress
+        with cudnn_attention_disabled(self.device):
             for _ in range(self.recipe.accumulate):
                 batch = next(batches)
                 report = self._report(batch, progress)
                 (report.loss / self.recipe.accumulate).backward()  # type: ignore[no-untyped-call]
                 since.add(report)
                 self.tokens += batch.tokens.numel() * self.workers.count
-            self.workers.average(self.optimizers.parameters)
-            self.optimizers.step(rate)
-            self.step += 1
-            logs, looks = self.step % LOG_EVERY == 0, self.step % self.recipe.validate_every == 0
-            figures = since.take() if logs or looks else None  # waits for the device
-            if figures is not None and not math.isfinite(figures[0]):
-                raise InputError(f"the loss is no number any more at step {self.step}; take a lower --rate")
-            self._pass_time(started)
-            over = self.recipe.progress(self.step, self.seconds) >= 1
-            found = self._look(held_out) if looks or over else None
-            best = found is not None and found["loss"] < self.lowest
-            if found is not None and best:
-                self.lowest = found["loss"]
-                if self.workers.rank == 0:
-                    keep(self.head)
-            if over or looks or time.perf_counter() - saved > 60 * self.recipe.save_minutes:
-                self.save()
-                saved = time.perf_counter()
-            if figures or found:
-                yield Event(
-                    self.step, self.recipe.progress(self.step, self.seconds), rate, *(figures or since.take()),
-                    self.tokens, self.seconds, found, best,
-                )  # fmt: skip
-
-    def _pass_time(self, started: float) -> None:
-        self.seconds = self.workers.agree(self.seconds + time.perf_counter() - started)
+        self.workers.average(self.optimizers.parameters)
+        self.optimizers.step(rate)
+        self.step += 1
 
     def _report(self, batch: Batch, progress: float) -> Report:
-        with self._precision():
-            return self.objective.report(self.head, self.teacher.teach(batch), self.teacher, progress)
-
-    def _precision(self) -> Any:
-        if self.teacher.dtype == torch.float32:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, self.teacher.dtype)
+        half = self.teacher.dtype != torch.float32
+        precision = torch.autocast(self.device.type, self.teacher.dtype) if half else contextlib.nullcontext()
+        with precision:
+            return self.objective.report(self.head, self.teacher.run(batch), self.teacher, progress)
 
     @torch.no_grad()
-    def _look(self, held_out: TokenData) -> dict[str, Any]:
-        """Held-out figures of the full objective."""
+    def _validate(self, held_out: TokenData) -> dict[str, Any]:
+        """The objective's figures on held-out texts."""
         self.head.eval()
-        tally, recipe = Tally(), self.recipe
-        for batch in itertools.islice(
-            held_out.batches(recipe.batch_tokens, recipe.max_length), recipe.validation_batches
-        ):
-            tally.add(self._report(self._moved(batch), 1.0))
+        means, recipe = Means(), self.recipe
+        batches = held_out.batches(recipe.batch_tokens, recipe.max_length)
+        with cudnn_attention_disabled(self.device):
+            for batch in itertools.islice(batches, recipe.validation_batches):
+                means.add(self._report(self._moved(batch), 1.0))
         self.head.train()
-        loss, steps, hits = tally.take()
+        loss, steps, hits = means.take()
         return {"loss": loss, "steps": steps, "hits": hits}
 
     def _batches(self, data: TokenData) -> Iterator[Batch]:
-        """Batches without end; this worker's share, from where the last run stopped."""
+        """Endless batches of this worker, from where the last run stopped."""
         recipe, epoch = self.recipe, 0
         size = recipe.batch_tokens, recipe.max_length, recipe.seed
-        place = self.step * recipe.accumulate * self.workers.count  # of the next batch, counted over all epochs
-        start = place
+        index = self.step * recipe.accumulate * self.workers.count  # of the next batch, over all epochs and workers
+        start = index
         while (count := len(data.plan(*size, epoch))) and start >= count:
             start, epoch = start - count, epoch + 1
         if not count:
             raise InputError("there are no texts to train on")
         while True:
             for batch in data.batches(*size, epoch, start):
-                if place % self.workers.count == self.workers.rank:
+                if index % self.workers.count == self.workers.rank:
                     yield self._moved(batch)
-                place += 1
+                index += 1
             start, epoch = 0, epoch + 1
 
     def _moved(self, batch: Batch) -> Batch:
-        """On the device, a little wider: few shapes to get used to, and rows that kernels like."""
-        wider = -(batch.tokens.shape[1] - 1) % WIDTH if self.device.type == "cuda" else 0
+        """The batch on the device. On a GPU it is padded, so that fewer shapes occur and rows are aligned."""
+        wider = -(batch.tokens.shape[1] - 1) % PADDING_MULTIPLE if self.device.type == "cuda" else 0
         tokens, answer = (torch.nn.functional.pad(x, (0, wider)) for x in (batch.tokens, batch.answer))
         moved = Batch(*(x.to(self.device, non_blocking=True) for x in (tokens, answer)))
         return moved._replace(lengths=None if batch.lengths is None else batch.lengths.to(self.device))
 
     def save(self) -> None:
-        """Everything needed to go on, written in one piece."""
+        """Write a checkpoint with everything that `resume` needs."""
         if self.workers.rank:
             return
         state = {
@@ -169,7 +174,7 @@ class Trainer:
         replace_file(self.path, lambda file: torch.save(state, file))
 
     def resume(self) -> None:
-        """Go on from the checkpoint; a different recipe is refused."""
+        """Continue from the checkpoint; a different recipe is refused."""
         try:
             state = torch.load(self.path, map_location=self.device, weights_only=True)
             differing = [key for key, value in state["recipe"].items() if getattr(self.recipe, key) != value]
@@ -178,13 +183,13 @@ class Trainer:
         except Exception:
             raise InputError(f"{self.path} is damaged; train again into a new folder") from None
         if differing:
-            told = (f"{key} was {state['recipe'][key]}, not {getattr(self.recipe, key)}" for key in differing)
-            raise InputError(f"the checkpoint was trained with other settings: {', '.join(told)}")
+            changes = (f"{key} was {state['recipe'][key]}, not {getattr(self.recipe, key)}" for key in differing)
+            raise InputError(f"the checkpoint was trained with other settings: {', '.join(changes)}")
         try:
             self.head.load_state_dict(state["head"])
             self.optimizers.load_state_dict(state["optimizers"])
         except (KeyError, RuntimeError, ValueError):
-            raise InputError(f"{self.path} is of another shape; resume with the same settings") from None
+            raise InputError(f"{self.path} has another shape; resume with the same settings") from None
         self.step, self.seconds, self.tokens = state["step"], state["seconds"], state["tokens"]
         self.lowest = state["lowest"]
         torch.set_rng_state(state["random"].cpu())
@@ -192,8 +197,22 @@ class Trainer:
             torch.cuda.set_rng_state(state["random_on_device"].cpu(), self.device)
 
 
-class Tally:
-    """Sums reports on the device; `take` reads the means and starts anew."""
+@contextlib.contextmanager
+def cudnn_attention_disabled(device: torch.device) -> Iterator[None]:
+    """Disable cuDNN's attention on CUDA, which plans for 50 ms at every new shape, and restore the setting after."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+class Means:
+    """Collects reports on the device; `take` reads their means and clears them."""
 
     def __init__(self) -> None:
         self._reports: list[Report] = []
@@ -206,7 +225,73 @@ class Tally:
         if not reports:
             return float("nan"), [], []
         most = max(len(report.steps) for report in reports)
-        full = [report for report in reports if len(report.steps) == most]  # the number of steps may rise on the way
+        full = [report for report in reports if len(report.steps) == most]  # objectives may add steps as they progress
         loss = torch.stack([report.loss for report in full]).mean()
         steps, hits = (torch.stack([getattr(r, name) for r in full]).mean(0) for name in ("steps", "hits"))
         return float(loss), steps.tolist(), hits.tolist()
+
+
+class Optimizers:
+    """AdamW, or Muon for matrices inside layers and AdamW for the rest, at one learning rate."""
+
+    def __init__(self, module: nn.Module, recipe: Recipe):
+        named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        inside = [p for name, p in named.items() if p.dim() == 2 and not name.endswith(PER_TOKEN)]
+        matrices = inside if recipe.optimizer == "muon" else []
+        others = [p for p in named.values() if not any(p is m for m in matrices)]
+        self.parameters, self.clip = list(named.values()), recipe.clip
+        self.parts: list[Any] = []
+        if matrices:
+            muon = torch.optim.Muon
+            self.parts.append(muon(matrices, weight_decay=recipe.decay, adjust_lr_fn="match_rms_adamw"))
+        if others:
+            fused = {"fused": True} if others[0].is_cuda else {}
+            self.parts.append(torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=recipe.decay, **fused))
+
+    def step(self, rate: float) -> None:
+        if self.clip:
+            nn.utils.clip_grad_norm_(self.parameters, self.clip)
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = rate
+            part.step()
+            part.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> list[Any]:
+        return [part.state_dict() for part in self.parts]
+
+    def load_state_dict(self, states: list[Any]) -> None:
+        for part, state in zip(self.parts, states, strict=True):
+            part.load_state_dict(state)
+
+
+class Workers:
+    """The training processes that `accelerate launch` started, or this process alone."""
+
+    def __init__(self, accelerator: Any = None):
+        self._accelerator = accelerator
+        self.rank: int = accelerator.process_index if accelerator else 0
+        self.count: int = accelerator.num_processes if accelerator else 1
+
+    @classmethod
+    def join(cls) -> Workers:
+        if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+            return cls()
+        from accelerate import Accelerator
+
+        return cls(Accelerator())
+
+    def average(self, parameters: Sequence[Tensor]) -> None:
+        """Replace the gradients of every worker by their mean."""
+        if self.count > 1:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad = self._accelerator.reduce(parameter.grad, "mean")
+
+    def agree(self, number: float) -> float:
+        """The first worker's number, so that all workers follow one clock."""
+        if self.count == 1:
+            return number
+        from accelerate.utils import broadcast
+
+        return float(broadcast(torch.tensor([number], device=self._accelerator.device, dtype=torch.float64)))

@@ -1,4 +1,4 @@
-"""Ways to train a draft head, one small file each; named here, loaded when asked for."""
+"""The training objectives of draft heads, by name. An objective's module is imported when it is used."""
 
 from __future__ import annotations
 
@@ -22,15 +22,10 @@ OBJECTIVES = {
 }
 
 
-def objective_class(name: str) -> type:
+def objective(name: str, /, **settings: Any) -> Objective:
+    """A training objective by name, e.g. `objective("ttt", steps=5)`."""
     if name not in OBJECTIVES:
         raise InputError(f"there is no training method '{name}'; choose from {', '.join(OBJECTIVES)}")
     module, _, attribute = OBJECTIVES[name].partition(":")
-    found: type = getattr(importlib.import_module(module), attribute)
+    found: Objective = options.build(getattr(importlib.import_module(module), attribute), settings, f"method {name}")
     return found
-
-
-def objective(name: str, /, **settings: Any) -> Objective:
-    """A training objective by name, e.g. `objective("ttt", steps=5)`."""
-    made: Objective = options.build(objective_class(name), settings, f"method {name}")
-    return made

@@ -1,37 +1,30 @@
-"""The contract of a training objective: a head and a lesson in, a loss and what it learnt out."""
+"""The interface of a training objective: from a head and the teacher's outputs to a loss."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from windfall.core import options
-from windfall.train.teacher import Lesson, Teacher
-
-
-class Report(NamedTuple):
-    """What one batch says."""
-
-    loss: Tensor  # scalar, differentiable
-    steps: Tensor  # [S] cross-entropy of each unrolled step
-    hits: Tensor  # [S] top-1 agreement with the target of each step
+from windfall.train.losses import Report
+from windfall.train.teacher import Teacher, TeacherOutput
 
 
 @dataclass
 class Objective:
-    """Subclasses are dataclasses whose fields (made with `option`) are what a user can set."""
+    """Subclasses are dataclasses; their fields, made with `option`, are the settings of the objective."""
 
-    drafter: ClassVar[str] = "head"  # that its heads serve
+    drafter: ClassVar[str] = "head"  # the drafter that uses its heads
 
     def __post_init__(self) -> None:
         options.check(self)
 
     def new_head(self, target: Any, shape: dict[str, Any]) -> nn.Module:
-        """An untrained head for this target; `shape` is what the user asked for."""
+        """An untrained head for this target; `shape` holds the user's choices."""
         raise NotImplementedError
 
-    def report(self, head: Any, lesson: Lesson, teacher: Teacher, progress: float) -> Report:
+    def report(self, head: Any, outputs: TeacherOutput, teacher: Teacher, progress: float) -> Report:
         """The loss of a batch; `progress` runs from 0 to 1 over the training."""
         raise NotImplementedError

@@ -1,5 +1,5 @@
-"""EAGLE's loss (Li et al. 2024): one pass over true features; the head's own feature should be the target's next one,
-and lead to the same tokens."""
+"""EAGLE's loss (Li et al. 2024): one pass over the target's features. The head's feature should equal the target's next
+one and lead to the same tokens."""
 
 from __future__ import annotations
 
@@ -13,69 +13,66 @@ from torch.nn import functional as F
 from windfall.core.errors import InputError
 from windfall.core.options import option
 from windfall.heads.base import FeatureHead, Guess
-from windfall.train.losses import Distilled, Labels, distil
-from windfall.train.objectives.base import Objective, Report
-from windfall.train.shapes import new_eagle
-from windfall.train.teacher import Lesson, Teacher
-from windfall.train.unroll import aligned, unroll
+from windfall.train.losses import Labels, Report, distill
+from windfall.train.new_heads import new_eagle
+from windfall.train.objectives.base import Objective
+from windfall.train.teacher import Teacher, TeacherOutput
+from windfall.train.unroll import aligned, by_row, unroll
+
+TOP_TOKENS = 10  # the target's likeliest tokens, in the `top` part of the loss
 
 
-class Parts(NamedTuple):
-    """How much each part of the loss counts."""
+class LossWeights(NamedTuple):
+    """The weights of the parts of the loss."""
 
     feature: float  # smooth L1 between features
     ce: float  # cross-entropy with the target's distribution
-    top: float  # the same over the target's likeliest tokens alone
+    top: float  # cross-entropy with the target's likeliest tokens only
 
 
-WEIGHTS = {"release": Parts(1.0, 0.1, 1.0), "salf": Parts(1.0, 10.0, 10.0)}
+WEIGHTS = {"release": LossWeights(1.0, 0.1, 1.0), "salf": LossWeights(1.0, 10.0, 10.0)}
 
 
 @dataclass
 class EagleLoss(Objective):
-    """A feature loss and a cross-entropy, averaged over the rows of the target's own words."""
+    """A feature loss and a cross-entropy, averaged over the rows of the target's own tokens."""
 
-    weights: str = option("release", "of features and tokens: EAGLE's code, or the SALF paper", choices=tuple(WEIGHTS))
+    weights: str = option("release", "weights of EAGLE's code, or of the SALF paper", choices=tuple(WEIGHTS))
     feature: float | None = option(None, "weight of the feature loss, instead of the one in `weights`", low=0)
     ce: float | None = option(None, "weight of the cross-entropy, instead of the one in `weights`", low=0)
-    noise: float = option(0.1, "true features are disturbed by up to this times 512 / length", low=0)
+    noise: float = option(0.1, "the target's features get uniform noise up to this times 512 / length", low=0)
 
     def new_head(self, target: Any, shape: dict[str, Any]) -> FeatureHead:
         return new_eagle(target, shape)
 
-    def report(self, head: Any, lesson: Lesson, teacher: Teacher, progress: float) -> Report:
-        heard = disturbed(lesson, self.noise) if head.training and self.noise else lesson
-        guesses = self.guesses(head, heard, progress)
-        states, final, valid = aligned(head, guesses, lesson)
-        weights = self.row_weights(head, guesses, lesson, valid)
-        parts = self.parts()
-        told = judge(states, final, teacher.vocabularies(head), weights, parts)
-        loss = told.loss
-        if parts.feature:
-            loss = loss + parts.feature * feature_loss(by_row([g.recycled for g in guesses], lesson), final, weights)
-        return Report(loss, told.steps, told.hits)
+    def report(self, head: Any, outputs: TeacherOutput, teacher: Teacher, progress: float) -> Report:
+        noisy = add_noise(outputs, self.noise) if head.training and self.noise else outputs
+        guesses = self.guesses(head, noisy, progress)
+        states, final, valid = aligned(head, guesses, outputs)
+        row_weights, weights = self.row_weights(head, guesses, outputs, valid), self.loss_weights()
+        unit = weights.ce + weights.top or 1.0
+        labels = Labels(weights.ce / unit, weights.top / unit, TOP_TOKENS)
+        report = distill(states, final, teacher.vocabularies(head), row_weights * unit, labels)
+        if not weights.feature:
+            return report
+        features = feature_loss(by_row([guess.recycled for guess in guesses], outputs), final, row_weights)
+        return report._replace(loss=report.loss + weights.feature * features)
 
-    def parts(self) -> Parts:
+    def loss_weights(self) -> LossWeights:
         preset = WEIGHTS[self.weights]
         feature = preset.feature if self.feature is None else self.feature
-        return Parts(feature, preset.ce if self.ce is None else self.ce, self.top_weight(preset))
+        return LossWeights(feature, preset.ce if self.ce is None else self.ce, self.top_weight(preset))
 
-    def top_weight(self, preset: Parts) -> float:
-        """EAGLE has no such part; who adds one says how much of it."""
+    def top_weight(self, preset: LossWeights) -> float:
+        """EAGLE has no loss on the likeliest tokens; subclasses add one."""
         return 0.0
 
-    def guesses(self, head: FeatureHead, lesson: Lesson, progress: float) -> list[Guess]:
-        return unroll(head, lesson, 1)
+    def guesses(self, head: FeatureHead, outputs: TeacherOutput, progress: float) -> list[Guess]:
+        return unroll(head, outputs, 1)
 
-    def row_weights(self, head: FeatureHead, guesses: list[Guess], lesson: Lesson, valid: Tensor) -> Tensor:
+    def row_weights(self, head: FeatureHead, guesses: list[Guess], outputs: TeacherOutput, valid: Tensor) -> Tensor:
         """[S, N], of the valid rows of each pass."""
         return valid.float() / max(1, valid.shape[1])
-
-
-def judge(states: Tensor, final: Tensor, vocabularies: Any, weights: Tensor, parts: Parts) -> Distilled:
-    """Both token parts in one; what is reported of each step is their weighted mean."""
-    unit = parts.ce + parts.top or 1.0
-    return distil(states, final, vocabularies, weights * unit, Labels(parts.ce / unit, parts.top / unit, 10))
 
 
 def feature_loss(own: Tensor, final: Tensor, weights: Tensor) -> Tensor:
@@ -87,26 +84,13 @@ def feature_loss(own: Tensor, final: Tensor, weights: Tensor) -> Tensor:
     return (losses * weights).sum()
 
 
-def by_row(steps: list[Tensor], lesson: Lesson) -> Tensor:
-    """Steps by column [B, columns, ..] → [S, N, ..], aligned as `unroll.aligned` aligns the states."""
-    rows = rows_of(lesson)
-    return torch.stack([own.roll(1 + step, 1)[rows] for step, own in enumerate(steps)])
-
-
-def rows_of(lesson: Lesson) -> Tensor:
-    """[B, L-1]: the rows whose next token is the target's and that have a column before them."""
-    rows = lesson.batch.answer[:, 1:].clone()
-    rows[:, 0] = False
-    return rows
-
-
-def disturbed(lesson: Lesson, noise: float) -> Lesson:
-    """Uniform noise on what the head reads, stronger for short texts; the target's own states stay as they are."""
-    batch, features = lesson.batch, lesson.features
+def add_noise(outputs: TeacherOutput, noise: float) -> TeacherOutput:
+    """Add uniform noise to the head's input, stronger for short texts. The target's final states stay unchanged."""
+    batch, features = outputs.batch, outputs.features
     lengths = batch.lengths
     if lengths is None:
         lengths = torch.full((len(features),), features.shape[1], device=features.device)
     generator = torch.Generator(features.device).manual_seed(int(torch.randint(2**62, ())))
     draws = torch.rand(features.shape, device=features.device, generator=generator)
     scale = 2 * noise * 512 / lengths[:, None, None]
-    return lesson._replace(features=features + ((draws - 0.5) * scale).to(features.dtype))
+    return outputs._replace(features=features + ((draws - 0.5) * scale).to(features.dtype))

@@ -1,5 +1,5 @@
-"""HASS (Zhang et al. 2025): EAGLE's loss over several passes, each from the head's own features of the pass before, and
-the target's likeliest tokens once more."""
+"""HASS (Zhang et al. 2025): EAGLE's loss over several passes, each from the head's features of the pass before, with an
+additional loss on the target's likeliest tokens."""
 
 from __future__ import annotations
 
@@ -11,41 +11,42 @@ from torch import Tensor
 
 from windfall.core.options import option
 from windfall.heads.base import FeatureHead, Guess
-from windfall.train.attention import Chains, sight_of_chains
-from windfall.train.objectives.eagle import EagleLoss, Parts
-from windfall.train.teacher import Lesson
-from windfall.train.unroll import unroll
+from windfall.train.objectives.eagle import EagleLoss, LossWeights
+from windfall.train.teacher import TeacherOutput
+from windfall.train.unroll import ChainMemory, chain_mask, unroll
 
 
 @dataclass
 class Harmonized(EagleLoss):
-    """The passes' losses are summed; no gradient runs from one pass into the features of another."""
+    """The passes' losses are summed; no gradient flows from one pass into the features of another."""
 
     steps: int = option(3, "passes", low=1, high=16)
-    top: float | None = option(None, "weight of the ten likeliest tokens' part, instead of the one in `weights`", low=0)
-    detach: bool = option(True, "whether features count as given when they are read again")
-    release_bug: bool = option(False, "hidden columns stay in the attention's denominator, as in the release")
+    top: float | None = option(None, "weight of the ten likeliest tokens' loss, instead of the one in `weights`", low=0)
+    detach: bool = option(True, "stop gradients at the features of the pass before")
+    release_bug: bool = option(False, "hidden columns stay in the attention's denominator, as in the released code")
 
-    def top_weight(self, preset: Parts) -> float:
+    def top_weight(self, preset: LossWeights) -> float:
         return preset.top if self.top is None else self.top
 
-    def guesses(self, head: FeatureHead, lesson: Lesson, progress: float) -> list[Guess]:
-        return unroll(head, lesson, self.steps, self.detach, Leaky(head.config.windows) if self.release_bug else None)
+    def guesses(self, head: FeatureHead, outputs: TeacherOutput, progress: float) -> list[Guess]:
+        memory = ReleaseMemory(head.config.windows) if self.release_bug else None
+        return unroll(head, outputs, self.steps, self.detach, memory)
 
 
-class Leaky(Chains):
-    """A column of the text that a row must not see gets a score of 0 instead of -inf, and no say in the sum."""
+class ReleaseMemory(ChainMemory):
+    """The released code's attention: hidden columns of the text get a score of 0 instead of -inf, and no value."""
 
-    def look(
-        self, queries: Tensor, text: tuple[Tensor, Tensor], own: list[tuple[Tensor, Tensor]], window: int | None
+    def attention(
+        self, queries: Tensor, text: tuple[Tensor, Tensor], chains: list[tuple[Tensor, Tensor]], window: int | None
     ) -> Tensor:
         count, scale = queries.shape[2], 1 / math.sqrt(queries.shape[-1])
-        groups = [1, *(queries.shape[1] // keys.shape[1] for keys, _ in own)]
-        rows = [[x.repeat_interleave(n, 1) for x in pair] for n, pair in zip(groups, [text, *own], strict=True)]
-        future = ~sight_of_chains(queries, len(own), window)[:, :count]
+        groups = [1, *(queries.shape[1] // keys.shape[1] for keys, _ in chains)]
+        rows = [[x.repeat_interleave(n, 1) for x in pair] for n, pair in zip(groups, [text, *chains], strict=True)]
+        future = ~chain_mask(queries, len(chains), window)[:, :count]
         scores = (queries @ rows[0][0].mT * scale).masked_fill(future, -torch.inf)
-        chain = [(queries * keys).sum(-1, keepdim=True) * scale for keys, _ in rows[1:]]
-        hidden = (future.sum(-1) - len(own)).clamp(min=0).log()[:, None].expand(*scores.shape[:3], 1).to(scores.dtype)
-        chances = torch.cat([scores, *chain, hidden], -1).softmax(-1)[..., :-1]
-        seen = chances[..., :count] @ rows[0][1]
-        return seen + sum(chances[..., count + i, None] * values for i, (_, values) in enumerate(rows[1:]))
+        own = [(queries * keys).sum(-1, keepdim=True) * scale for keys, _ in rows[1:]]
+        hidden = (future.sum(-1) - len(chains)).clamp(min=0).log()[:, None]
+        hidden = hidden.expand(*scores.shape[:3], 1).to(scores.dtype)
+        weights = torch.cat([scores, *own, hidden], -1).softmax(-1)[..., :-1]
+        seen = weights[..., :count] @ rows[0][1]
+        return seen + sum(weights[..., count + i, None] * values for i, (_, values) in enumerate(rows[1:]))

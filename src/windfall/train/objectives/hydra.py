@@ -1,5 +1,5 @@
-"""Hydra (Ankner et al. 2024): each head reads the tokens on the way too; Hydra++ is distilled, deeper, and has a layer
-over the target's features."""
+"""Hydra (Ankner et al. 2024): Medusa's heads, which also read the drafted tokens before their own. Hydra++ has deeper
+heads and a decoder layer over the target's features."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from torch import Tensor
 
 from windfall.core.options import option
 from windfall.heads.layers import Unrolled
-from windfall.train.objectives.eagle import rows_of
+from windfall.train.new_heads import new_hydra
 from windfall.train.objectives.medusa import HeadsLoss
-from windfall.train.shapes import new_hydra
-from windfall.train.teacher import Lesson
+from windfall.train.teacher import TeacherOutput
+from windfall.train.unroll import answer_rows
 
 
 @dataclass
 class HydraLoss(HeadsLoss):
-    """Along the text: head i is given the text's tokens up to the one before its guess."""
+    """Head i reads the text's tokens up to the one before its prediction."""
 
     drafter: ClassVar[str] = "hydra"
 
     plus: bool = option(False, "Hydra++: a decoder layer over the features and 4 blocks in each new head, dropout 0.2")
     blocks: int | None = option(None, "residual blocks of a new head; none: 4 for Hydra++, else 1", low=1)
-    dropout: float | None = option(None, "share of what the heads read that is dropped; none: as said", low=0, high=0.9)
+    dropout: float | None = option(None, "dropout of the heads' inputs; none: 0.2 for Hydra++, else 0", low=0, high=0.9)
 
     def new_head(self, target: Any, shape: dict[str, Any]) -> Any:
         blocks = self.blocks or (4 if self.plus else 1)
         shared = not self.own_vocabulary
         return new_hydra(target, shape, heads=self.heads, blocks=blocks, prefix=self.plus, shared_vocabulary=shared)
 
-    def states(self, head: Any, lesson: Lesson) -> Tensor:
+    def states(self, head: Any, outputs: TeacherOutput) -> Tensor:
         head.dropout.p = (0.2 if self.plus else 0.0) if self.dropout is None else self.dropout
-        tokens, features, rows = lesson.batch.tokens[:, 1:], lesson.features[:, :-1], rows_of(lesson)
+        tokens, features, rows = outputs.batch.tokens[:, 1:], outputs.features[:, :-1], answer_rows(outputs)
         memory, columns = Unrolled(), features.shape[1]
         memory.mask = torch.ones(1, columns, columns, dtype=torch.bool, device=features.device).tril()
         contexts = head.contexts(features, torch.arange(columns, device=features.device)[None], memory)

@@ -1,4 +1,4 @@
-"""Medusa-1 (Cai et al. 2024): each head is held against what the target says that many tokens ahead."""
+"""Medusa-1 (Cai et al. 2024): head i is trained with the target's distribution i + 1 tokens further ahead."""
 
 from __future__ import annotations
 
@@ -11,68 +11,71 @@ from torch import Tensor
 
 from windfall.core.errors import InputError
 from windfall.core.options import option
-from windfall.train.losses import distil
-from windfall.train.objectives.base import Objective, Report
-from windfall.train.objectives.eagle import by_row, rows_of
-from windfall.train.shapes import new_medusa
-from windfall.train.sparse import Judged, Sparse, judge_sparse
-from windfall.train.teacher import Lesson, Teacher
+from windfall.train.losses import Report, distill, draft_indices, token_cross_entropy
+from windfall.train.new_heads import new_medusa
+from windfall.train.objectives.base import Objective
+from windfall.train.teacher import Teacher, TeacherOutput
+from windfall.train.unroll import answer_rows, by_row
 
 
 @dataclass
 class HeadsLoss(Objective):
-    """What Medusa and Hydra share: the heads' cross-entropies, summed."""
+    """What Medusa and Hydra share: the sum of the heads' cross-entropies."""
 
-    heads: int = option(4, "heads of new ones, each a token further ahead", low=1, high=16)
-    own_vocabulary: bool = option(False, "whether new heads learn a vocabulary each, starting from the target's")
+    heads: int = option(4, "number of heads of a new drafter, each one token further ahead", low=1, high=16)
+    own_vocabulary: bool = option(False, "new heads train a vocabulary each, initialised with the target's")
     soft: float = option(1.0, "weight of the cross-entropy with the target's distribution", low=0)
     hard: float = option(0.0, "weight of the cross-entropy with the text's own tokens", low=0)
-    decay: float = option(1.0, "weight of a head over the head before it; 0.8 in Medusa's paper", low=0, high=1)
+    decay: float = option(1.0, "weight of a head relative to the head before it; Medusa's paper: 0.8", low=0, high=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.soft + self.hard:
-            raise InputError("give soft or hard labels a weight above 0, or there is nothing to learn")
+            raise InputError("soft and hard are both 0, so there is nothing to learn; set one above 0")
 
-    def states(self, head: Any, lesson: Lesson) -> Tensor:
-        """[heads, N, H] by row of the text: head i guesses what row r knows from the feature of position r-1-i."""
+    def states(self, head: Any, outputs: TeacherOutput) -> Tensor:
+        """[heads, N, H] by answer row r: head i predicts x[r+1] from the feature of position r-1-i."""
         raise NotImplementedError
 
-    def report(self, head: Any, lesson: Lesson, teacher: Teacher, progress: float) -> Report:
-        rows, states = rows_of(lesson), self.states(head, lesson)
+    def report(self, head: Any, outputs: TeacherOutput, teacher: Teacher, progress: float) -> Report:
+        rows, states = answer_rows(outputs), self.states(head, outputs)
         places = torch.arange(rows.shape[1], device=rows.device).expand_as(rows)[rows]
         weights = [(places > i) * self.decay**i / max(1, len(places)) for i in range(len(states))]
-        told = [self._judge(head, i, own, lesson, teacher, weights[i]) for i, own in enumerate(states)]
-        losses, steps, hits = (torch.stack(x) for x in zip(*told, strict=True))
-        return Report(losses.sum(), steps, hits)
+        reports = [self._report(head, i, own, outputs, teacher, weights[i]) for i, own in enumerate(states)]
+        losses, steps, hits = zip(*reports, strict=True)
+        return Report(torch.stack(losses).sum(), torch.cat(steps), torch.cat(hits))
 
-    def _judge(self, head: Any, i: int, states: Tensor, lesson: Lesson, teacher: Teacher, weights: Tensor) -> Judged:
-        """One head's loss; what is reported of it is by soft labels, if they count."""
-        rows, told = rows_of(lesson), []
+    def _report(
+        self, head: Any, i: int, states: Tensor, outputs: TeacherOutput, teacher: Teacher, weights: Tensor
+    ) -> Report:
+        """The loss of one head. The other figures are those of the soft labels, if they have a weight."""
+        rows, reports = answer_rows(outputs), []
         if self.soft:
-            told.append(softly(head, i, states, lesson.final[:, :-1][rows], teacher, weights * self.soft))
+            reports.append(_soft(head, i, states, outputs.final[:, :-1][rows], teacher, weights * self.soft))
         if self.hard:
-            labels = Sparse.sure(lesson.batch.tokens[:, 1:][rows]).among(head.draft_tokens)
-            told.append(judge_sparse(partial(head.head_logits, i), states, labels, weights * self.hard))
-        return told[0]._replace(loss=torch.stack([own.loss for own in told]).sum())
+            tokens = outputs.batch.tokens[:, 1:][rows]
+            if head.draft_tokens is not None:
+                tokens = draft_indices(head.draft_tokens, teacher.output.weight.shape[0])[tokens]
+            logits = partial(head.head_logits, i)
+            reports.append(token_cross_entropy(logits, states, tokens, weights * self.hard))
+        return reports[0]._replace(loss=torch.stack([own.loss for own in reports]).sum())
 
 
-def softly(head: Any, place: int, states: Tensor, final: Tensor, teacher: Teacher, weights: Tensor) -> Judged:
-    """One head against the target's distributions; its own bias, if it has one, is read as one more feature."""
+def _soft(head: Any, i: int, states: Tensor, final: Tensor, teacher: Teacher, weights: Tensor) -> Report:
+    """One head against the target's distributions. A trained bias becomes one more column of the vocabulary."""
     given = teacher.vocabularies(head)
     if head.vocabularies is not None:
-        own, biases = head.vocabularies[place], head.vocabulary_biases
+        own, biases = head.vocabularies[i], head.vocabulary_biases
         if biases is not None:
-            own = torch.cat([own, biases[place][:, None]], 1)
+            own = torch.cat([own, biases[i][:, None]], 1)
             states = torch.cat([states, torch.ones_like(states[:, :1])], 1)
         given = given._replace(draft=own, draft_bias=None)
-    loss, entropy, hits = distil(states[None], final, given, weights[None])
-    return Judged(loss, entropy[0], hits[0])
+    return distill(states[None], final, given, weights[None])
 
 
 @dataclass
 class MedusaLoss(HeadsLoss):
-    """A frozen target, and heads that read its last state alone."""
+    """Heads that read the frozen target's last state only."""
 
     drafter: ClassVar[str] = "medusa"
 
@@ -82,7 +85,7 @@ class MedusaLoss(HeadsLoss):
         shared = not self.own_vocabulary
         return new_medusa(target, shape, heads=self.heads, blocks=self.blocks, shared_vocabulary=shared)
 
-    def states(self, head: Any, lesson: Lesson) -> Tensor:
-        features = lesson.features[:, :-1]
+    def states(self, head: Any, outputs: TeacherOutput) -> Tensor:
+        features = outputs.features[:, :-1]
         found = head.states(features.flatten(0, 1)).unflatten(1, features.shape[:2])
-        return by_row(list(found), lesson)
+        return by_row(list(found), outputs)

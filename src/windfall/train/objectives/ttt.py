@@ -1,5 +1,5 @@
-"""EAGLE-3's training-time test (Li et al. 2025): the head drafts several steps from its own features, and every step is
-held against the target's distribution."""
+"""EAGLE-3's training-time test (Li et al. 2025): several draft steps from the head's own features, each trained with
+the target's distribution."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import torch
 
 from windfall.core.options import option
 from windfall.heads.eagle3 import Eagle3
-from windfall.train.losses import distil
-from windfall.train.objectives.base import Objective, Report
-from windfall.train.shapes import new_eagle3
-from windfall.train.teacher import Lesson, Teacher
+from windfall.train.losses import Report, distill
+from windfall.train.new_heads import new_eagle3
+from windfall.train.objectives.base import Objective
+from windfall.train.teacher import Teacher, TeacherOutput
 from windfall.train.unroll import aligned, unroll
 
 
 @dataclass
 class TrainingTimeTest(Objective):
-    """Cross-entropy alone, through all steps, no feature loss."""
+    """Cross-entropy with gradients through all steps; no feature loss."""
 
     steps: int = option(7, "unrolled draft steps", low=1, high=16)
     first_steps: int = option(3, "unrolled steps in the first fifth of the training", low=1)
-    decay: float = option(0.9, "weight of a step over the step before it; EAGLE-3's release has 0.8", low=0, high=1)
+    decay: float = option(0.9, "weight of a step relative to the step before it; EAGLE-3's code: 0.8", low=0, high=1)
 
     def new_head(self, target: Any, shape: dict[str, Any]) -> Eagle3:
         return new_eagle3(target, shape)
 
-    def report(self, head: Any, lesson: Lesson, teacher: Teacher, progress: float) -> Report:
+    def report(self, head: Any, outputs: TeacherOutput, teacher: Teacher, progress: float) -> Report:
         steps = self.steps if progress >= 0.2 else min(self.first_steps, self.steps)
-        states, final, valid = aligned(head, unroll(head, lesson, steps), lesson)
+        states, final, valid = aligned(head, unroll(head, outputs, steps), outputs)
         decay = self.decay ** torch.arange(steps, device=final.device)
         weights = valid * decay[:, None] / max(1, valid.shape[1])
-        return Report(*distil(states, final, teacher.vocabularies(head), weights))
+        return distill(states, final, teacher.vocabularies(head), weights)

@@ -1,1 +1,1 @@
-"""Policies learnt by reinforcement: environments over the engine or over recorded trees, and PPO on them."""
+"""Reinforcement learning of the LTD policies: rollouts, environments, PPO, evaluation."""

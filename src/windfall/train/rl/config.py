@@ -1,4 +1,4 @@
-"""How Learning to Draft is trained: the paper's numbers are the defaults, the release's are a recipe."""
+"""The settings of LTD training. The defaults are the paper's; the released code's are the recipe `release`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,21 @@ KINDS = ("size", "depth")
 
 
 @dataclass(frozen=True)
+class Stage:
+    """A stage of the training: one policy is trained, alone or with the other one fixed."""
+
+    place: int
+    kind: str
+    alone: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.place}-{self.kind}{'-alone' if self.alone else ''}"
+
+
+@dataclass(frozen=True)
 class Config(Rules):
-    """Everything that a training of the two policies can be told, besides where its cycles come from."""
+    """The settings of training the two policies."""
 
     size_layers: str = option("1024,256", "hidden layers of the size policy")
     size_critic: str = option("1024,256", "hidden layers of its critic")
@@ -25,46 +38,52 @@ class Config(Rules):
     depth_gamma: float = option(0.999, "discount of the depth policy (paper 0.999, release 0.99)", low=0, high=1)
     rate: float = option(1e-3, "highest learning rate (paper 1e-3, release 3e-4)", low=0)
     warm_up: float = option(0.01, "share of the steps in which the rate rises; then it falls to 0", low=0, high=1)
-    rollout: int = option(2048, "steps between updates (paper 2048, release 128)", low=2)
+    rollout: int = option(2048, "environment steps between updates (paper 2048, release 128)", low=2)
     batch: int = option(256, "steps of a minibatch (paper 256, release 64)", low=2)
-    epochs: int = option(20, "times that an update goes through them (paper 20, release 1)", low=1)
+    epochs: int = option(20, "epochs of an update (paper 20, release 1)", low=1)
     entropy: float = option(0.01, "weight of the entropy bonus (paper 0.01, release 0)", low=0)
-    size_steps: int = option(100_000, "steps of the size policy, in each of its turns", low=1)
+    size_steps: int = option(100_000, "steps of the size policy, in each of its stages", low=1)
     depth_steps: int = option(1_000_000, "steps of the depth policy (paper 1M, release 100k)", low=1)
     curriculum: str = option(
         "uniform",
-        "depth of the trees that the size policy first learns on: uniform from 1, or always the most (release)",
+        "depth of the trees on which the size policy is first trained: uniform, or always the greatest (release)",
         choices=("uniform", "deepest"),
     )
-    train: str = option("both", "which policies there are at all", choices=("both", *KINDS))
-    rounds: str = option("size,depth,size", "who learns in turn after each has learnt alone; none: nobody")
+    train: str = option("both", "which policies are trained", choices=("both", *KINDS))
+    rounds: str = option("size,depth,size", "the order of training after each policy was trained alone; none: no more")
     reward: str = option(
         "throughput",
-        "of a cycle: tokens per second, tokens, minus seconds, or tokens minus what the seconds could have earned",
+        "of a cycle: tokens per second, tokens, minus seconds, or tokens minus seconds times `unit`",
         choices=("throughput", "length", "time", "profit"),
     )
     unit: float | None = option(
-        None, "tokens per second that count as 1 (release 100); none: what the default beam reaches", low=0
+        None, "tokens per second that are a reward of 1 (release 100); none: those of the default beam", low=0
     )
     decision_ms: float | None = option(
-        None, "milliseconds that a decision counts in the reward; none: measured, and in replays 0.03", low=0
+        None, "milliseconds of a decision in the reward; none: measured, or 0.03 in replays", low=0
     )
-    environments: int = option(16, "replays that step together; an engine is always one", low=1)
-    validate_every: int = option(8192, "steps between looks at validation texts", low=1)
-    seed: int = option(0, "of networks, texts and curriculum")
+    environments: int = option(16, "replays that step together; with an engine there is always one", low=1)
+    validate_every: int = option(8192, "steps between validations", low=1)
+    seed: int = option(0, "seed of networks, texts and curriculum")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("size_layers", "size_critic", "depth_layers", "depth_critic"):
             _widths(getattr(self, name), name)
         if wrong := [kind for kind in self.turns if kind not in KINDS]:
-            raise InputError(f"rounds are made of size and depth, with commas between, not '{wrong[0]}'")
+            raise InputError(f"rounds are size and depth, separated by commas, not '{wrong[0]}'")
 
     @property
     def turns(self) -> list[str]:
-        """Who learns, after each has learnt alone."""
+        """The policies to train, in order, after each was trained alone."""
         named = [] if self.rounds in ("", "none") or self.train != "both" else self.rounds.split(",")
         return [kind.strip() for kind in named]
+
+    @property
+    def stages(self) -> list[Stage]:
+        alone = KINDS if self.train == "both" else (self.train,)
+        kinds = [*((kind, True) for kind in alone), *((kind, False) for kind in self.turns)]
+        return [Stage(place, kind, first) for place, (kind, first) in enumerate(kinds)]
 
     def network(self, kind: str) -> dict[str, list[int]]:
         """Hidden layers of the policy and of its critic."""
@@ -78,7 +97,7 @@ class Config(Rules):
         return self.size_gamma if kind == "size" else self.depth_gamma
 
     def rate_at(self, left: float) -> float:
-        """Of the steps, a share is left: the rate rises over the first, then falls in a line to 0."""
+        """The learning rate when a share of the steps is left: linear warm-up, then linear decay to 0."""
         done = 1 - left
         if done < self.warm_up:
             return self.rate * done / self.warm_up
@@ -88,7 +107,7 @@ class Config(Rules):
 def _widths(text: str, name: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise InputError(f"{name} must be widths with commas between, e.g. 1024,256, not '{text}'")
+        raise InputError(f"{name} must be widths separated by commas, e.g. 1024,256, not '{text}'")
     return [int(part) for part in parts]
 
 
@@ -130,7 +149,15 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 
 def make_config(recipe: str, settings: dict[str, str]) -> Config:
-    """A recipe by name, with settings as they were typed on top."""
+    """A recipe by name, with the user's settings applied."""
     if recipe not in RECIPES:
         raise InputError(f"there is no recipe '{recipe}'; choose from {', '.join(RECIPES)}")
     return options.build(Config, {**RECIPES[recipe], **settings}, "train ltd")
+
+
+def check_extra() -> None:
+    """Raise an error if stable-baselines3 is missing."""
+    try:
+        import stable_baselines3  # noqa: F401
+    except ImportError:
+        raise InputError("training policies needs stable-baselines3; run: pip install windfall[rl]") from None

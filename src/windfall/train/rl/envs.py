@@ -1,4 +1,4 @@
-"""Gymnasium environments: a step is a draft pass (depth) or a cycle (size), an episode is one cycle."""
+"""Gymnasium environments. An episode is one cycle; a step is a draft pass (depth) or the whole cycle (size)."""
 
 from __future__ import annotations
 
@@ -12,54 +12,55 @@ import numpy as np
 from gymnasium import spaces
 
 from windfall.policies.papers.ltd import Layers, Layout, Network, Pair, View
-from windfall.train.rl.backend import Backend
 from windfall.train.rl.config import Config
-from windfall.train.rl.playing import Reward, Thinking, grow_by, grow_to, nodes_by
+from windfall.train.rl.rollout import Backend, DecisionTimer, Reward, draft_by, draft_to, nodes_by
 
 Array = np.ndarray[Any, Any]
-Answer = tuple[Array, float, bool, bool, dict[str, Any]]
+StepResult = tuple[Array, float, bool, bool, dict[str, Any]]
 
 
 @dataclass
 class Setting:
-    """What both environments are made of. The pair is the partner's: the policy that learns is not in it."""
+    """What both environments are made of. The pair holds the other policy, not the one that is trained."""
 
     backend: Backend
     config: Config
     pair: Pair
     reward: Reward
-    seconds: float | None = None  # of a decision; None: measured
-    alone: bool = False  # the size policy learns on trees of the curriculum's depths
+    decision_seconds: float | None = None  # None: measured
+    alone: bool = False  # the size policy is trained on trees of the curriculum's depths
     seed: int = 0
-    thinking: Thinking = field(init=False)
+    timer: DecisionTimer = field(init=False)
 
     def __post_init__(self) -> None:
-        self.thinking = Thinking(self.seconds)
+        self.timer = DecisionTimer(self.decision_seconds)
 
 
 class CycleEnv(gymnasium.Env[Array, np.int64]):
-    """The part that both share: cycles come from a backend, and the policy's own thinking is paid for."""
+    """What both environments share: cycles of a backend whose time includes the policy's own decisions."""
 
     def __init__(self, setting: Setting, layout: Layout, actions: int, hidden: list[int]):
         self.setting, self.layout = setting, layout
         self.observation_space = spaces.Box(-np.inf, np.inf, (layout.size,), np.float32)
         self.action_space = spaces.Discrete(actions)
-        self._double = _stand_in(layout, hidden, actions, setting.config.activation)
+        self._timed_choice: Callable[[View], int] = no_choice
+        if setting.decision_seconds is None:
+            self._timed_choice = _random_network(layout, hidden, actions, setting.config.activation)
 
-    def _observe(self, newest: bool, heeded: bool = True) -> Array:
-        """What the learning policy sees; if it will be heeded, a network of its shape thinks about it on the clock."""
+    def _observe(self, newest: bool, counts: bool = True) -> Array:
+        """The observation. If its decision `counts`, a random network of the same shape stands for its time."""
         view = self.setting.backend.view(newest)
-        if heeded:
-            self.setting.thinking.decide(self._double if self.setting.seconds is None else no_choice, view)
+        if counts:
+            self.setting.timer.decide(self._timed_choice, view)
         return self.layout.vector(view)
 
     def _begin(self) -> None:
         if not self.setting.backend.begin():
-            raise RuntimeError("an environment needs texts without end")
-        self.setting.thinking.start()
+            raise RuntimeError("an environment needs an endless backend")
+        self.setting.timer.reset()
 
-    def _verify(self, nodes: int) -> Answer:
-        outcome = self.setting.backend.verify(nodes, self.setting.thinking.seconds)
+    def _verify(self, nodes: int) -> StepResult:
+        outcome = self.setting.backend.verify(nodes, self.setting.timer.seconds)
         nothing = np.zeros(self.layout.size, dtype=np.float32)
         return nothing, self.setting.reward.of(outcome), True, False, {"outcome": outcome}
 
@@ -68,11 +69,11 @@ class CycleEnv(gymnasium.Env[Array, np.int64]):
 
 
 def no_choice(view: View) -> int:
-    """Stands for a decision whose time is known."""
+    """Stands for a decision whose time is configured."""
     return 0
 
 
-def _stand_in(layout: Layout, hidden: list[int], actions: int, activation: str) -> Callable[[View], int]:
+def _random_network(layout: Layout, hidden: list[int], actions: int, activation: str) -> Callable[[View], int]:
     widths = [layout.size, *hidden, actions]
     random = np.random.default_rng(0)
     layers: Layers = [
@@ -83,7 +84,10 @@ def _stand_in(layout: Layout, hidden: list[int], actions: int, activation: str) 
 
 
 class DepthEnv(CycleEnv):
-    """0 stops drafting and verifies, 1 drafts another level. Unheeded before `forced` passes and at the deepest."""
+    """Action 0 stops drafting and verifies, 1 drafts another level.
+
+    Actions are ignored before `forced` passes and at the greatest depth.
+    """
 
     def __init__(self, setting: Setting):
         super().__init__(setting, setting.config.depth_layout, 2, setting.config.network("depth")["pi"])
@@ -92,22 +96,22 @@ class DepthEnv(CycleEnv):
         super().reset(seed=seed)
         self._begin()
         self._more = self.setting.backend.draft()
-        return self._observe(newest=True, heeded=self._heeded), {}
+        return self._observe(newest=True, counts=self._counts), {}
 
     @property
-    def _heeded(self) -> bool:
+    def _counts(self) -> bool:
         return self.setting.config.forced <= self.setting.backend.passes < self.setting.config.max_depth
 
-    def step(self, action: np.int64) -> Answer:
+    def step(self, action: np.int64) -> StepResult:
         backend, config = self.setting.backend, self.setting.config
         wanted = backend.passes < config.forced or (int(action) == 1 and backend.passes < config.max_depth)
         if wanted and self._more and backend.draft():
-            return self._observe(newest=True, heeded=self._heeded), 0.0, False, False, {}
-        return self._verify(nodes_by(backend, self.setting.pair, self.setting.thinking))
+            return self._observe(newest=True, counts=self._counts), 0.0, False, False, {}
+        return self._verify(nodes_by(backend, self.setting.pair, self.setting.timer))
 
 
 class SizeEnv(CycleEnv):
-    """An action is how many of the drafted nodes to verify; the tree is grown by the partner or the curriculum."""
+    """An action is the number of nodes to verify; the depth policy or the curriculum decides how deep the tree is."""
 
     def __init__(self, setting: Setting):
         config = setting.config
@@ -120,14 +124,14 @@ class SizeEnv(CycleEnv):
             self._random = np.random.default_rng(seed)
         self._begin()
         if self.setting.alone:
-            grow_to(self.setting.backend, self._curriculum())
+            draft_to(self.setting.backend, self._curriculum_depth())
         else:
-            grow_by(self.setting.backend, self.setting.pair, self.setting.thinking)
+            draft_by(self.setting.backend, self.setting.pair, self.setting.timer)
         return self._observe(newest=False), {}
 
-    def _curriculum(self) -> int:
+    def _curriculum_depth(self) -> int:
         most = self.setting.config.max_depth
         return most if self.setting.config.curriculum == "deepest" else int(self._random.integers(1, most + 1))
 
-    def step(self, action: np.int64) -> Answer:
+    def step(self, action: np.int64) -> StepResult:
         return self._verify(self.setting.config.sizes[int(action)])

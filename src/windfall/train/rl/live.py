@@ -1,4 +1,4 @@
-"""Cycles of the real engine, one decision at a time: it runs in its own thread and waits where a policy is asked."""
+"""A backend that runs the real engine in a thread, which waits at each decision of the policy."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from windfall.core.types import Grow, Step
 from windfall.policies.base import TreePolicy, best_of
 from windfall.policies.context import Context
 from windfall.policies.papers.ltd import NOTHING, View
-from windfall.train.rl.backend import Outcome
+from windfall.train.rl.config import Config
+from windfall.train.rl.rollout import Outcome, split_texts
 
 if TYPE_CHECKING:
     from windfall.engine.engine import Engine
 
-DRAFT, STOP, CLOSE = -1, -2, -3  # what the engine is told; otherwise how many nodes to verify
+DRAFT, STOP, CLOSE = -1, -2, -3  # answers to the engine; others are the number of nodes to verify
 
 
-class Report(NamedTuple):
-    """What the engine says: it waits for an answer, unless this is the end of a cycle or of everything."""
+class Message(NamedTuple):
+    """A message of the engine's thread. After "grow" and "select" it waits for an answer."""
 
     kind: str  # "grow" or "select": a question about this tree; "step": a finished cycle; "end"; "error"
     tree: DraftTree | None = None
@@ -37,44 +38,49 @@ class Report(NamedTuple):
 
 
 class Closed(Exception):
-    """Nobody asks for cycles any more."""
+    """The backend was closed."""
 
 
 @dataclass
-class Steered(TreePolicy):
-    """A beam that asks outside for every decision."""
+class RemotePolicy(TreePolicy):
+    """A beam whose decisions are made outside, by messages."""
 
     k: int = 10
     entropy: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.said: SimpleQueue[Report] = SimpleQueue()
-        self.told: SimpleQueue[int] = SimpleQueue()
+        self.messages: SimpleQueue[Message] = SimpleQueue()
+        self.answers: SimpleQueue[int] = SimpleQueue()
         self.waited = 0.0  # seconds for answers in this cycle
 
-    def fresh(self) -> Steered:
-        return self  # the two ends of its queues stay where they are
+    def fresh(self) -> RemotePolicy:
+        return self  # its queues are in use
 
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
-        if self._ask(Report("grow", tree, ctx.length)) != DRAFT:
+        if self._ask(Message("grow", tree, ctx.length)) != DRAFT:
             return None
         depth = tree.arrays.depth
         newest = np.arange(np.searchsorted(depth, depth[-1]), len(tree))
         return Grow(torch.from_numpy(best_of(tree, newest, self.k)), self.k, self.entropy)
 
     def select(self, tree: DraftTree, ctx: Context) -> Tensor:
-        count = self._ask(Report("select", tree, ctx.length)) + 1
+        count = self._ask(Message("select", tree, ctx.length)) + 1
         return torch.from_numpy(best_of(tree, np.arange(len(tree)), count))
 
-    def _ask(self, report: Report) -> int:
+    def _ask(self, message: Message) -> int:
         started = time.perf_counter()
-        self.said.put(report)
-        answer = self.told.get()
+        self.messages.put(message)
+        answer = self.answers.get()
         if answer == CLOSE:
             raise Closed
         self.waited += time.perf_counter() - started
         return answer
+
+    def take_waited(self) -> float:
+        """The seconds waited since the last call."""
+        waited, self.waited = self.waited, 0.0
+        return waited
 
 
 class Live:
@@ -87,34 +93,33 @@ class Live:
         *,
         k: int = 10,
         entropy: bool = False,
-        raw: bool = False,
         seed: int | None = None,
         **sampling: Any,
     ):
-        """With a seed prompts come in random order and without end, else once each."""
-        self._steered = Steered(k, entropy)
+        """With a seed, prompts come endlessly in random order, otherwise once each."""
+        self._policy = RemotePolicy(k, entropy)
         self._engine, self._prompts, self._seed = engine, prompts, seed
-        self._sampling = {**sampling, "raw": raw, "seed": 0}  # a prompt has the same text each time it comes
-        self._state = Report("none")
+        self._sampling = {**sampling, "seed": 0}  # a prompt always gets the same text
+        self._message = Message("none")
         self._thread: Thread | None = None
         self.passes = 0
-        self._taken = 0.0  # seconds of the last cycle
+        self._last_seconds = 0.0  # of the last cycle
         self._size = 1
 
     def begin(self) -> bool:
         if self._thread is None:
-            self._thread = Thread(target=self._work, daemon=True)
+            self._thread = Thread(target=self._run, daemon=True)
             self._thread.start()
-        self._hear()
+        self._receive()
         self.passes, self._size = 0, 1
-        return self._state.kind != "end"
+        return self._message.kind != "end"
 
     def draft(self) -> bool:
-        if self._state.kind != "grow":
+        if self._message.kind != "grow":
             return False
-        self._steered.told.put(DRAFT)
-        self._hear()
-        if self._state.kind == "grow":  # it was done; where there is no room for more, the engine refuses
+        self._policy.answers.put(DRAFT)
+        self._receive()
+        if self._message.kind == "grow":  # the engine drafts no further where there is no room
             self.passes += 1
         before, self._size = self._size, len(self._tree)
         return self._size > before
@@ -124,58 +129,57 @@ class Live:
         depth = int(tree.depth[-1])
         start = int(np.searchsorted(tree.depth.numpy(), depth)) if newest else 1
         entropy = NOTHING
-        if self._steered.entropy:
+        if self._policy.entropy:
             measured = ~tree.entropy.isnan()
             entropy = tree.entropy[measured & (tree.depth == depth - 1) if newest else measured].numpy()
-        return View(tree.score.numpy()[max(start, 1) :], self._state.length, depth, entropy)
+        return View(tree.score.numpy()[max(start, 1) :], self._message.length, depth, entropy)
 
-    def verify(self, nodes: int, thinking: float) -> Outcome:
-        if self._state.kind == "grow":
-            self._steered.told.put(STOP)
-            self._hear()
-        self._steered.told.put(nodes)
-        self._hear()
-        step = self._state.step
+    def verify(self, nodes: int, decision_seconds: float) -> Outcome:
+        if self._message.kind == "grow":
+            self._policy.answers.put(STOP)
+            self._receive()
+        self._policy.answers.put(nodes)
+        self._receive()
+        step = self._message.step
         assert step is not None
-        waited, self._steered.waited = self._steered.waited, 0.0
-        taken = step.seconds.total - waited
-        if step.recorded and self._taken:
-            taken = min(taken, self._taken)  # some of it was done for the first time: it counts as the one before
+        seconds = step.seconds.total - self._policy.take_waited()
+        if step.recorded and self._last_seconds:
+            seconds = min(seconds, self._last_seconds)  # without the time of capturing CUDA graphs
         else:
-            self._taken = taken
-        return Outcome(len(step.tokens), taken + thinking, self.passes, len(step.tree) - 1)
+            self._last_seconds = seconds
+        return Outcome(len(step.tokens), seconds + decision_seconds, self.passes, len(step.tree) - 1)
 
     def close(self) -> None:
         if self._thread is not None and self._thread.is_alive():
-            self._steered.told.put(CLOSE)
+            self._policy.answers.put(CLOSE)
             try:
                 self._thread.join(timeout=10)
-            except KeyboardInterrupt:  # once more: a thread in the midst of a pass would end the process badly
+            except KeyboardInterrupt:  # wait once more: a thread inside a forward pass would crash the process
                 self._thread.join(timeout=10)
                 raise
         self._thread = None
 
     @property
     def _tree(self) -> DraftTree:
-        assert self._state.tree is not None
-        return self._state.tree
+        assert self._message.tree is not None
+        return self._message.tree
 
-    def _hear(self) -> None:
-        self._state = self._steered.said.get()
-        if self._state.error is not None:
-            raise self._state.error
+    def _receive(self) -> None:
+        self._message = self._policy.messages.get()
+        if self._message.error is not None:
+            raise self._message.error
 
-    def _work(self) -> None:
-        policy, self._engine.policy = self._engine.policy, self._steered
+    def _run(self) -> None:
+        policy, self._engine.policy = self._engine.policy, self._policy
         try:
             for prompt in self._order():
                 for step in self._engine.stream(prompt, **self._sampling):
-                    self._steered.said.put(Report("step", step=step))
-            self._steered.said.put(Report("end"))
+                    self._policy.messages.put(Message("step", step=step))
+            self._policy.messages.put(Message("end"))
         except Closed:
             pass
         except BaseException as error:
-            self._steered.said.put(Report("error", error=error))
+            self._policy.messages.put(Message("error", error=error))
         finally:
             self._engine.policy = policy
 
@@ -187,3 +191,21 @@ class Live:
         while True:
             for place in random.permutation(len(self._prompts)):
                 yield self._prompts[place]
+
+
+class LiveSource:
+    """Cycles of a real engine, timed as they run."""
+
+    environments = 1
+
+    def __init__(self, engine: Engine, prompts: Sequence[Any], config: Config, **sampling: Any):
+        self.decision_seconds: float | None = None if config.decision_ms is None else config.decision_ms / 1000
+        self.about = {"target": engine.target.name, "sampling": sampling}
+        self._engine, self._prompts = engine, split_texts(list(prompts))
+        self._options: dict[str, Any] = {"k": config.k, "entropy": "E" in config.parts, **sampling}
+
+    def training_backend(self, seed: int) -> Live:
+        return Live(self._engine, self._prompts["train"], seed=seed, **self._options)
+
+    def evaluation_backend(self, split: str) -> Live:
+        return Live(self._engine, self._prompts[split], **self._options)

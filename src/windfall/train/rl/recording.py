@@ -1,11 +1,10 @@
-"""Superset trees on file: the widest beam at every position of a text, and the path that the text takes through it.
+"""Recordings for LTD training: at every position of a text, the widest beam and the text's path through it.
 
-The target writes each text plainly, one token a cycle, and at every position the drafter grows the whole beam, of which
-nothing is verified. What is drafted depends on the tokens alone, and so does the text; so the recorded tree at a
-position is the tree that any policy would have met there, and a beam of any depth and size is a part of it. Cycles
-recorded where one policy happens to begin them would suit that policy; every position suits all of them, and a replay
-goes from position to position exactly as the engine would. (At temperature above 0 a drafter that sees the noise also
-listens to the calibrator, which learns as it goes: there a replay is close, not exact.)
+The target generates each text plainly, one token per cycle. At every position the drafter grows the whole beam, and
+only the root is verified. What is drafted depends on the tokens only, so any policy would meet the recorded tree at
+that position, and a beam of any depth and size is a part of it. A replay therefore moves from position to position
+exactly as the engine would. (At temperatures above 0, a drafter that sees the noise also depends on the calibrator,
+which changes over time; a replay is then approximate.)
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from torch import Tensor
 
 from windfall.core.errors import InputError
 from windfall.core.files import replace_file
-from windfall.core.options import option
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow, Step
 from windfall.policies.beam import Beam
@@ -34,39 +32,39 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 FORMAT = 1
 ARRAYS = ("tokens", "parents", "logq", "entropy", "sizes", "lengths", "rooms", "texts", "path", "steps")
-ABOUT = ("depth", "k", "target", "sampling", "ids")  # without which it is of no use
+REQUIRED_METADATA = ("depth", "k", "target", "sampling", "ids")
 DTYPES = dict(zip(ARRAYS, ("i4", "i2", "f4", "f4", "i4", "i4", "i4", "i4", "i2", "i2"), strict=True))
 
 
 @dataclass
 class Tree:
-    """One position of one text."""
+    """The tree at one position of one text."""
 
     text: int
-    length: int  # committed tokens, the root included
-    room: int  # tokens that could still be emitted
-    left: int  # tokens that were
+    length: int  # committed tokens, including the root
+    room: int  # tokens that could still be generated
+    left: int  # tokens that were generated from here on
     parents: Array  # [N]
     score: Array  # [N] fp32, cumulative
     depth: Array  # [N]
     entropy: Array  # [N] fp32, NaN where the node was not expanded
-    path: Array  # [a] the drafted nodes that the text goes through, from depth 1 on
+    path: Array  # [a] the nodes of the text's own tokens, from depth 1 on
 
 
 @dataclass
 class Recording:
-    """Trees of whole texts, flat: `sizes` says how many nodes each tree has, `steps` how long its path is."""
+    """The trees of whole texts in flat arrays; `sizes` are the nodes of each tree, `steps` the lengths of the paths."""
 
     about: dict[str, Any]
     arrays: dict[str, Array] = field(default_factory=dict)
 
     @property
     def ids(self) -> list[str]:
-        """Of the prompts, one for each text."""
+        """The ids of the prompts, one for each text."""
         return list(self.about["ids"])
 
     def trees(self) -> Iterator[Tree]:
-        """Text by text, in the order of positions."""
+        """The trees of each text, in the order of positions."""
         found, node, step = self.arrays, 0, 0
         ends = _positions_left(found["texts"])
         for place, (size, steps) in enumerate(zip(found["sizes"].tolist(), found["steps"].tolist(), strict=True)):
@@ -103,33 +101,33 @@ class Recording:
                 made = int(about["format"])
                 arrays = {name: found[name].astype(DTYPES[name]) for name in ARRAYS}
             if made == FORMAT and not _fits(about, arrays):
-                raise ValueError("its parts do not belong together")
+                raise ValueError("inconsistent arrays")
         except OSError as error:
             raise InputError(f"cannot read '{file}': {error.strerror or error}") from error
-        except Exception as error:  # numpy, zipfile and zlib have many
+        except Exception as error:  # numpy, zipfile and zlib raise many kinds
             raise InputError(f"'{file}' is no recording; make one with: windfall train record") from error
         if made != FORMAT:
             raise InputError(f"'{file}' was made by another version; make it again with: windfall train record")
         return cls(about, arrays)
 
     def check(self, wanted: Mapping[str, Any], file: Path) -> None:
-        """Refuse to be taken for a recording of something else."""
+        """Refuse a recording with other settings than wanted."""
         if other := [name for name, value in wanted.items() if self.about.get(name) != value]:
             raise InputError(f"'{file}' was recorded with another {', '.join(other)}; give another, or remove it")
 
     def joined(self, other: Recording) -> Recording:
-        """Both, one after the other."""
+        """Both recordings in one."""
         arrays = {name: np.concatenate([self.arrays[name], other.arrays[name]]) for name in ARRAYS}
         arrays["texts"][len(self.arrays["texts"]) :] += len(self.ids)
         return Recording({**self.about, "ids": [*self.ids, *other.ids]}, arrays)
 
 
 def _fits(about: Mapping[str, Any], arrays: Mapping[str, Array]) -> bool:
-    """Whether the parts of a recording belong together."""
+    """Whether the metadata is complete and the arrays have consistent sizes."""
     counts = {name: len(array) for name, array in arrays.items()}
     nodes, places = ("tokens", "parents", "logq", "entropy"), ("sizes", "lengths", "rooms", "texts", "steps")
     return (
-        set(ABOUT) <= set(about)
+        set(REQUIRED_METADATA) <= set(about)
         and all(counts[name] == arrays["sizes"].sum() for name in nodes)
         and all(counts[name] == counts["sizes"] for name in places)
         and counts["path"] == arrays["steps"].sum()
@@ -138,36 +136,34 @@ def _fits(about: Mapping[str, Any], arrays: Mapping[str, Array]) -> bool:
 
 
 def _positions_left(texts: Array) -> Array:
-    """For each position, how many of its text come from here on, itself counted."""
+    """For each position, the number of positions of its text from here on, including itself."""
     counts = np.bincount(texts) if len(texts) else np.zeros(0, dtype=np.int64)
     starts = np.cumsum(counts) - counts
     return (counts + starts)[texts] - np.arange(len(texts))
 
 
 def _accumulate(parents: Array, logq: Array) -> tuple[Array, Array]:
-    """Cumulative scores and depths, with the additions that DraftTree makes, level by level."""
+    """Path scores and depths, added up level by level exactly as DraftTree does."""
     score, depth = np.zeros(len(parents), dtype=np.float32), np.zeros(len(parents), dtype=np.int64)
     start = 1
     while start < len(parents):
-        end = start + int(np.searchsorted(parents[start:], start))  # parents before this level: it is a whole level
+        end = start + int(np.searchsorted(parents[start:], start))  # nodes whose parents are in earlier levels
         own = parents[start:end]
         score[start:end], depth[start:end] = score[own] + logq[start:end], depth[own] + 1
         start = end
     return score, depth
 
 
-# ---- making one
+# ---- recording
 
 
 @dataclass
-class Widest(Beam):
-    """A beam of which nothing is verified: the text goes on by the target's own token alone."""
-
-    entropy: bool = option(False, "measure the drafter's uncertainty too")
+class UnverifiedBeam(Beam):
+    """A beam with entropies of which only the root is verified, so that each cycle generates one token."""
 
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
-        wish = super().grow(tree, ctx)
-        return wish and wish._replace(entropy=self.entropy)
+        grow = super().grow(tree, ctx)
+        return grow and grow._replace(entropy=True)
 
     def select(self, tree: DraftTree, ctx: Context) -> Tensor:
         return torch.zeros(1, dtype=torch.long)
@@ -181,30 +177,28 @@ def record(
     depth: int = 12,
     k: int = 10,
     drafter: str = "",
-    entropy: bool = True,
-    raw: bool = False,
     **sampling: Any,
 ) -> Iterator[Recording]:
-    """Decode the prompts (id and prompt each) with this engine, and yield the recording of each finished text.
+    """Decode the prompts (pairs of id and prompt) and yield the recording of each finished text.
 
-    `drafter` is what the engine's is called in the record.
+    `drafter` is the drafter's name in the recording.
     """
-    policy, engine.policy = engine.policy, Widest(depth=depth, k=k, entropy=entropy)
+    policy, engine.policy = engine.policy, UnverifiedBeam(depth=depth, k=k)
     about = describe(engine, drafter, depth, k, sampling)
-    share = sampling.get("max_new_tokens", 256) * len(prompts)
+    total = sampling.get("max_new_tokens", 256) * len(prompts)
     try:
         for done, (name, prompt) in enumerate(prompts):
-            length, steps = len(engine.encode(prompt, raw)), list[Step]()
-            for step in engine.stream(prompt, raw=raw, **{"seed": 0, **sampling}):  # the text that `live` plays
+            length, steps = len(engine.encode(prompt)), list[Step]()
+            for step in engine.stream(prompt, **{"seed": 0, **sampling}):  # as `Live` does
                 steps.append(step)
-                progress(done / len(prompts) + len(steps) / share)
+                progress(done / len(prompts) + len(steps) / total)
             yield Recording({**about, "ids": [name]}, _arrays(engine, steps, length, sampling))
     finally:
         engine.policy = policy
 
 
 def describe(engine: Engine, drafter: str, depth: int, k: int, sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """What a recording depends on besides its prompts."""
+    """The metadata of a recording: what it depends on, besides its prompts."""
     plain = {key: value for key, value in sampling.items() if isinstance(value, int | float | str)}
     own = {"depth": depth, "k": k, "target": engine.target.name, "drafter": drafter, "sampling": plain}
     return {"format": FORMAT, **own}
@@ -232,7 +226,7 @@ def _arrays(engine: Engine, steps: Sequence[Step], length: int, sampling: dict[s
 
 
 def _path(tree: DraftTree, text: Sequence[int]) -> list[int]:
-    """The nodes below the root that spell the text for as long as there are such."""
+    """The nodes below the root whose tokens are the text's, as far as the tree has them."""
     edges = zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
     child = {edge: node for node, edge in enumerate(edges)}
     path, node = list[int](), 0

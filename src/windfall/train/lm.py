@@ -1,11 +1,11 @@
-"""Smaller language models for a target: some of its layers, trained on until they write what it writes."""
+"""Distil the target into a smaller language model, made of some of its own layers; OUT/best holds the best one."""
 
 from __future__ import annotations
 
 import copy
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,71 +17,57 @@ from windfall.checkpoints import borrowed_embeddings
 from windfall.checkpoints.bundled import BORROWS, TARGET, fingerprint
 from windfall.core import options
 from windfall.core.errors import InputError
-from windfall.core.files import make_folder
-from windfall.heads.files import write_folder
+from windfall.heads.files import BEST, write_folder
 from windfall.model.target import Target
+from windfall.train.jobs import Job, run_job
 from windfall.train.objectives.distillation import Distillation
 from windfall.train.recipe import Recipe
-from windfall.train.runs import BEST, begin, check_folder, check_texts, open_texts
 from windfall.train.teacher import Teacher
 from windfall.train.trainer import Event, Trainer
 
-EMBEDDING, VOCABULARY = "embed_tokens.weight", "lm_head.weight"  # as these families call them
+EMBEDDING, VOCABULARY = "embed_tokens.weight", "lm_head.weight"  # names in these model families
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is kept of the target."""
+    """Which part of the target the student keeps."""
 
-    layers: str | None = None  # a number: the first so many; or which, e.g. 0,1,29; None: the first eighth
+    layers: str | None = None  # the number of first layers, or which layers (0,1,29); None: the first eighth
     intermediate: int | None = None  # feed-forward neurons of a layer; None: all
-    own_embeddings: bool = False  # train and store embeddings, rather than borrow the target's
+    own_embeddings: bool = False  # train and store embeddings instead of borrowing the target's
 
 
 @dataclass(frozen=True)
-class StudentJob:
-    """What to train, on what, into which folder."""
+class StudentJob(Job):
+    """The training of a student."""
 
-    data: Path
-    out: Path
     shape: Shape = Shape()
-    settings: list[str] = field(default_factory=list)
-    resume: bool = False
-
-    def check(self) -> None:
-        """Refuse what cannot work before anything is loaded."""
-        self.objective()
-        check_folder(self.out, self.words() if self.resume else None)
-        check_texts(self.data)
 
     def objective(self) -> Distillation:
         return options.build(Distillation, options.split_settings(self.settings), "distillation")
 
-    def words(self) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
         return {"method": "distillation", "settings": self.settings, "student": asdict(self.shape)}
 
 
 def train_student(job: StudentJob, recipe: Recipe, target: Target) -> Iterator[Event]:
-    """Yields as it learns; out/best always holds the student that does best on held-out texts."""
-    train, held_out = open_texts(job.data, target)
-    torch.manual_seed(recipe.seed)
-    student = new_student(target, job.shape)
-    make_folder(job.out)
-    trainer = Trainer(student, job.objective(), Teacher(target.model, ()), recipe, job.out)
-    begin(trainer, job.out, job.words(), target, job.resume)
+    """Train and yield events."""
 
-    def keep(best: nn.Module) -> None:
-        assert isinstance(best, Student)
-        write_student(best, job.out / BEST, target)
+    def make_trainer(_: Any) -> Trainer:
+        student = new_student(target, job.shape)
+        return Trainer(student, job.objective(), Teacher(target.model, ()), recipe, job.out)
 
-    yield from trainer.run(train, held_out, keep)
+    def write(student: Any) -> None:
+        write_student(student, job.out / BEST, target)
+
+    yield from run_job(job, recipe, target, make_trainer, write)
 
 
 class Student(nn.Module):
-    """A transformers model that learns. What it borrows is frozen, and not part of the module."""
+    """A transformers model in training. Borrowed matrices are frozen and are not part of the module."""
 
     def __init__(self, body: Any, embedding: Tensor, vocabulary: Tensor, own: bool, tied: bool):
-        """embedding, vocabulary [V, H]: the target's, copied if they are to be its `own`."""
+        """embedding and vocabulary [V, H] are the target's; they are copied if the student has its `own`."""
         super().__init__()
         self.body: Any = body
         self.config: Any = body.config
@@ -98,31 +84,24 @@ class Student(nn.Module):
         return self._borrowed["vocabulary"] if self.own_embedding is None else self.own_embedding
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[B, n] → [B, n, H], what the vocabulary head reads."""
+        """[B, n] → [B, n, H], the input of the vocabulary head."""
         table = self._borrowed["embedding"] if self.own_embedding is None else self.own_embedding
         states: Tensor = self.body(inputs_embeds=F.embedding(tokens, table).float(), use_cache=False).last_hidden_state
         return states
 
 
-# ---- making
-
-
 def new_student(target: Target, shape: Shape) -> Student:
-    """Layers of the target in fp32, ready to learn."""
+    """Some layers of the target in fp32, ready for training."""
     model, config = target.model, target.model.config
     if config.model_type not in borrowed_embeddings.FAMILIES:
         raise InputError(
-            f"{target.name} is a {config.model_type}; students are cut from the families "
+            f"{target.name} is a {config.model_type}; students are made of the families "
             f"{', '.join(borrowed_embeddings.FAMILIES)}"
         )
     layers = choose_layers(shape.layers, config.num_hidden_layers)
-    cut = cut_config(config, layers, shape.intermediate)
-    tensors = cut_tensors(model.base_model.state_dict(), layers, shape.intermediate)
-    body = (
-        borrowed_embeddings.fill(borrowed_embeddings.without_embeddings(cut).base_model, tensors)
-        .to(target.device)
-        .requires_grad_(True)
-    )
+    empty = borrowed_embeddings.without_embeddings(_cut_config(config, layers, shape.intermediate)).base_model
+    tensors = _cut_tensors(model.base_model.state_dict(), layers, shape.intermediate)
+    body = borrowed_embeddings.fill(empty, tensors).to(target.device).requires_grad_(True)
     embedding, vocabulary = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     return Student(body, embedding, vocabulary, shape.own_embeddings, embedding is vocabulary).train()
 
@@ -145,7 +124,7 @@ def _numbers(text: str) -> set[int]:
     return {layer for first, dash, last in pairs for layer in range(int(first), int(last if dash else first) + 1)}
 
 
-def cut_config(config: Any, layers: list[int], intermediate: int | None) -> Any:
+def _cut_config(config: Any, layers: list[int], intermediate: int | None) -> Any:
     if intermediate is not None and not 1 <= intermediate <= config.intermediate_size:
         raise InputError(f"--intermediate must be between 1 and {config.intermediate_size}, not {intermediate}")
     cut = copy.deepcopy(config)
@@ -157,30 +136,27 @@ def cut_config(config: Any, layers: list[int], intermediate: int | None) -> Any:
     return cut
 
 
-def cut_tensors(given: dict[str, Tensor], layers: list[int], intermediate: int | None) -> dict[str, Tensor]:
-    """The weights of these layers under their new numbers, and of what is not in a layer but the embedding; in fp32."""
+def _cut_tensors(given: dict[str, Tensor], layers: list[int], intermediate: int | None) -> dict[str, Tensor]:
+    """The weights of these layers under their new numbers, and those outside layers except the embedding; in fp32."""
     taken = {name: tensor for name, tensor in given.items() if not name.startswith("layers.") and name != EMBEDDING}
     for place, layer in enumerate(layers):
-        before = f"layers.{layer}."
-        own = {name.removeprefix(before): tensor for name, tensor in given.items() if name.startswith(before)}
-        own = own if intermediate is None else narrow(own, intermediate)
+        prefix = f"layers.{layer}."
+        own = {name.removeprefix(prefix): tensor for name, tensor in given.items() if name.startswith(prefix)}
+        own = own if intermediate is None else _narrow(own, intermediate)
         taken |= {f"layers.{place}.{name}": tensor for name, tensor in own.items()}
     return {name: tensor.detach().float().clone() for name, tensor in taken.items()}
 
 
-def narrow(layer: dict[str, Tensor], width: int) -> dict[str, Tensor]:
-    """A layer with the feed-forward neurons whose weights (into both gates, and out) have the largest norms."""
+def _narrow(layer: dict[str, Tensor], width: int) -> dict[str, Tensor]:
+    """The layer with only the feed-forward neurons whose weights have the largest product of norms."""
     gate, up, down = (layer[f"mlp.{name}_proj.weight"].float() for name in ("gate", "up", "down"))
     kept = (gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)).topk(width).indices.sort().values
     rows = {name: tensor[kept] for name, tensor in layer.items() if name.startswith(("mlp.gate_proj.", "mlp.up_proj."))}
     return layer | rows | {"mlp.down_proj.weight": layer["mlp.down_proj.weight"][:, kept]}
 
 
-# ---- writing
-
-
 def write_student(student: Student, folder: Path, target: Target) -> None:
-    """A folder that transformers reads; where the embeddings are borrowed, one that windfall's `--drafter` reads."""
+    """Write a folder for transformers or, with borrowed embeddings, for windfall's `--drafter` only."""
     prefix = target.model.base_model_prefix
     tensors = {f"{prefix}.{name}": tensor for name, tensor in student.body.state_dict().items()}
     if student.own_embedding is not None:
@@ -195,7 +171,7 @@ def write_student(student: Student, folder: Path, target: Target) -> None:
         "tie_word_embeddings": student.own and student.own_vocabulary is None,
         **({} if student.own else borrowing),
     }
-    config.pop("_model_name_or_path", None)  # where the target was on this machine
+    config.pop("_model_name_or_path", None)  # a path on this machine
     write_folder(folder, config, {name: t.detach().to("cpu", torch.bfloat16) for name, t in tensors.items()})
     if student.own and target.tokenizer is not None:
         target.tokenizer.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Distilling a smaller language model: it learns, its folder loads, and a stopped training goes on as if it had not."""
+"""Distilling a smaller language model: it learns, its folder loads, and a training can be resumed."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from windfall.engine.engine import Engine
 from windfall.heads.loading import find_head
 from windfall.model.target import Target
 from windfall.train import shards
+from windfall.train.lm import BEST, Shape, Student, StudentJob, choose_layers, new_student, train_student, write_student
 from windfall.train.objectives.distillation import Distillation
 from windfall.train.recipe import Recipe
-from windfall.train.runs import BEST
-from windfall.train.students import Shape, Student, StudentJob, choose_layers, new_student, train_student, write_student
-from windfall.train.teacher import Batch, Teacher
+from windfall.train.shards import Batch
+from windfall.train.teacher import Teacher
 
 LENGTH, PROMPT = 32, 4
 
@@ -57,9 +57,9 @@ def data(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("texts")
     answer = [place >= PROMPT for place in range(LENGTH)]
     texts = written(target.model, 160, seed=1).tolist()
-    block = [shards.Finished(key, key < 16, [shards.Text(tokens, answer)]) for key, tokens in enumerate(texts)]
+    block = [shards.FinishedPrompt(key, key < 16, [shards.Text(tokens, answer)]) for key, tokens in enumerate(texts)]
     shards.write_shard(folder, 0, block)
-    shards.write_about(folder, {"target": {"name": "tiny", "vocab_size": VOCABULARY}})
+    shards.write_metadata(folder, {"target": {"name": "tiny", "vocab_size": VOCABULARY}})
     return folder
 
 
@@ -88,8 +88,8 @@ def student_of(folder: Path, target: Target, shape: Shape) -> Student:
 @pytest.fixture(scope="module")
 def trained(target: Target, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("lm") / "out"
-    events = list(train_student(StudentJob(data, out, Shape("2")), recipe(steps=60), target))
-    assert events[-1].step == 60 and events[-1].loss < events[0].loss
+    events = list(train_student(StudentJob(data, out, shape=Shape("2")), recipe(steps=40, validate_every=10), target))
+    assert events[-1].step == 40 and events[-1].loss < events[0].loss
     return out / BEST
 
 
@@ -115,7 +115,7 @@ def test_a_light_folder_borrows_the_targets_matrices(target: Target, trained: Pa
     torch.testing.assert_close(model(tokens).logits, student(tokens) @ student.vocabulary.T)
 
 
-def test_the_shipped_model_is_for_one_target_only(
+def test_the_bundled_model_is_for_one_target_only(
     target: Target, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bundled, "FOLDER", tmp_path)
@@ -125,7 +125,7 @@ def test_the_shipped_model_is_for_one_target_only(
     shutil.copytree(trained, tmp_path / "small")
     small = profiling.describe(Engine(target, drafter, registry.policy("none")))
     assert drafter.decoder.model.config.num_hidden_layers == 2
-    assert small != itself  # what passes cost is another matter
+    assert small != itself  # profiles depend on the drafter's model
     with pytest.raises(InputError, match="no head"):
         find_head(None, target)
     drafter.attach(other := Target(tiny(seed=1)))
@@ -171,7 +171,7 @@ def test_a_full_folder_is_an_ordinary_model(family: str, tied: bool, tmp_path: P
     assert model.get_output_embeddings().weight.shape == (VOCABULARY, 32)
 
 
-def test_all_layers_are_the_target(target: Target) -> None:
+def test_a_student_of_all_layers_equals_the_target(target: Target) -> None:
     student = new_student(target, Shape("4"))
     tokens = torch.tensor([prompt(12)])
     torch.testing.assert_close(student(tokens) @ student.vocabulary.T, target.model(tokens).logits)
@@ -187,7 +187,7 @@ def test_layers_are_copied_under_new_numbers(family: str) -> None:
     assert [layer.self_attn.layer_idx for layer in made] == [0, 1]
 
 
-def test_the_strongest_neurons_stay(target: Target) -> None:
+def test_the_neurons_of_largest_norm_are_kept(target: Target) -> None:
     own = Target(tiny())
     mlp = own.model.base_model.layers[0].mlp
     with torch.no_grad():
@@ -205,7 +205,7 @@ def test_own_embeddings_learn_and_borrowed_ones_do_not(target: Target, data: Pat
     teacher = Teacher(target.model, ())
     for shape in (Shape("1"), Shape("1", own_embeddings=True)):
         student = new_student(target, shape)
-        Distillation().report(student, teacher.teach(batch), teacher, 0.0).loss.backward()
+        Distillation().report(student, teacher.run(batch), teacher, 0.0).loss.backward()
         learning = {name for name, parameter in student.named_parameters() if parameter.grad is not None}
         assert ("own_vocabulary" in learning, "own_embedding" in learning) == 2 * (shape.own_embeddings,)
         assert all(bool(p.grad.abs().sum() > 0) for p in student.parameters() if p.grad is not None)
@@ -220,19 +220,19 @@ def test_the_loss_is_that_of_the_answers(target: Target) -> None:
     batch = Batch(tokens, answer, torch.tensor([LENGTH, 25]))
     logq = torch.log_softmax(student(tokens) @ student.vocabulary.T, -1)
     losses = -(torch.softmax(target.model(tokens).logits, -1) * logq).sum(-1)  # of the token after each
-    report = Distillation().report(student, teacher.teach(batch), teacher, 0.0)
+    report = Distillation().report(student, teacher.run(batch), teacher, 0.0)
     torch.testing.assert_close(report.loss, (losses[0, 9] + losses[0, 10] + losses[1, 19]) / 3)
-    report = Distillation(everywhere=True).report(student, teacher.teach(batch), teacher, 0.0)
+    report = Distillation(everywhere=True).report(student, teacher.run(batch), teacher, 0.0)
     torch.testing.assert_close(report.loss, torch.cat([losses[0, : LENGTH - 1], losses[1, :24]]).mean())
 
 
 def test_a_resumed_training_ends_where_an_uninterrupted_one_does(target: Target, data: Path, tmp_path: Path) -> None:
     how = recipe(steps=12, validate_every=4)
-    whole = list(train_student(StudentJob(data, tmp_path / "whole", Shape("1")), how, target))
-    first: Iterator[Any] = train_student(StudentJob(data, tmp_path / "parts", Shape("1")), how, target)
+    whole = list(train_student(StudentJob(data, tmp_path / "whole", shape=Shape("1")), how, target))
+    first: Iterator[Any] = train_student(StudentJob(data, tmp_path / "parts", shape=Shape("1")), how, target)
     assert next(first).step == 4
     del first
-    job = StudentJob(data, tmp_path / "parts", Shape("1"), resume=True)
+    job = StudentJob(data, tmp_path / "parts", shape=Shape("1"), resume=True)
     job.check()
     rest = list(train_student(job, how, target))
     assert [event.held_out for event in rest if event.held_out] == [e.held_out for e in whole[1:] if e.held_out]
@@ -240,9 +240,9 @@ def test_a_resumed_training_ends_where_an_uninterrupted_one_does(target: Target,
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_what_does_not_fit_is_refused(target: Target, data: Path, tmp_path: Path) -> None:
+def test_unsuitable_targets_and_settings_are_refused(target: Target, data: Path, tmp_path: Path) -> None:
     gemma = Target(tiny("gemma"), name="gem")
-    with pytest.raises(InputError, match="gem is a gemma; students are cut from the families llama"):
+    with pytest.raises(InputError, match="gem is a gemma; students are made of the families llama"):
         new_student(gemma, Shape())
     with pytest.raises(InputError, match="--intermediate must be between 1 and 48, not 49"):
         new_student(target, Shape("1", intermediate=49))
@@ -254,9 +254,9 @@ def test_what_does_not_fit_is_refused(target: Target, data: Path, tmp_path: Path
         StudentJob(data, tmp_path, resume=True).check()
 
 
-def test_a_target_in_half_precision_teaches(data: Path, tmp_path: Path) -> None:
+def test_training_with_a_half_precision_target(data: Path, tmp_path: Path) -> None:
     half = Target(tiny(dtype=torch.bfloat16), name="half")
-    events = list(train_student(StudentJob(data, tmp_path, Shape("2")), recipe(steps=20), half))
+    events = list(train_student(StudentJob(data, tmp_path, shape=Shape("2")), recipe(steps=10), half))
     assert {p.dtype for p in new_student(half, Shape("2")).parameters()} == {torch.float32}
     assert events[-1].held_out["loss"] < events[0].held_out["loss"]
     drafted = windfall.load(half, str(tmp_path / BEST), "chain").generate(prompt(), max_new_tokens=20)
@@ -264,14 +264,14 @@ def test_a_target_in_half_precision_teaches(data: Path, tmp_path: Path) -> None:
 
 
 def test_a_resumed_training_has_the_same_shape(target: Target, data: Path, tmp_path: Path) -> None:
-    next(train_student(StudentJob(data, tmp_path, Shape("1")), recipe(steps=2, validate_every=1), target))
+    next(train_student(StudentJob(data, tmp_path, shape=Shape("1")), recipe(steps=2, validate_every=1), target))
     with pytest.raises(InputError, match="resume with the same settings"):
-        StudentJob(data, tmp_path, Shape("2"), resume=True).check()
+        StudentJob(data, tmp_path, shape=Shape("2"), resume=True).check()
     with pytest.raises(InputError, match="holds a training already"):
-        StudentJob(data, tmp_path, Shape("1")).check()
+        StudentJob(data, tmp_path, shape=Shape("1")).check()
 
 
-def test_layers_by_number_or_name() -> None:
+def test_layers_by_number_or_list() -> None:
     assert choose_layers(None, 30) == [0, 1, 2] and choose_layers(None, 4) == [0]
     assert choose_layers("2", 4) == [0, 1]
     assert choose_layers("0,1,27-29", 30) == [0, 1, 27, 28, 29]

@@ -1,4 +1,4 @@
-"""Key-value rows of many slots at fixed addresses, and attention in which every slot has its own length."""
+"""The KV cache of bulk generation: fixed slots of fixed capacity, and attention with a length per slot."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-NAME = "windfall_slots"  # of the attention, among those of transformers
-UNKNOWN = ("softcap", "sliding_window", "s_aux", "position_bias")  # what `attend` cannot do
+ATTENTION_NAME = "windfall_slots"  # registered with transformers
+UNSUPPORTED_ARGUMENTS = ("softcap", "sliding_window", "s_aux", "position_bias")
 
 
 class Bounds(NamedTuple):
-    """Where sequences begin and end in the flattened rows of a pass, as the flash kernel wants it."""
+    """Where sequences begin and end in the flattened rows of a pass, in the form of the flash attention kernel."""
 
     queries: Tensor  # [sequences + 1] int32
     keys: Tensor  # [sequences + 1] int32
-    longest: tuple[int, int]  # queries and keys of a sequence at the most
-    used: Tensor | None = None  # [sequences] int32: keys that count; None: all
+    longest: tuple[int, int]  # largest number of queries and of keys per sequence
+    used: Tensor | None = None  # [sequences] int32: valid keys per sequence; None: all
     causal: bool = False
 
 
-class SlotRows(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's keys and values, [B, capacity, heads, head_dim]; made when the layer first runs."""
+class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values of one layer, [slots, capacity, heads, head_dim], allocated when the layer first runs."""
 
     is_sliding = False
 
-    def __init__(self, owner: Slots):
+    def __init__(self, owner: SlotCache):
         super().__init__()
         self.owner = owner
 
@@ -41,9 +41,9 @@ class SlotRows(CacheLayerMixin):  # type: ignore[misc]
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        for rows, fresh in ((self.keys, key_states), (self.values, value_states)):
-            rows.flatten(0, 1).index_copy_(0, self.owner.goal, fresh.transpose(1, 2).flatten(0, 1))
-        if self.owner.filling:
+        for rows, new in ((self.keys, key_states), (self.values, value_states)):
+            rows.flatten(0, 1).index_copy_(0, self.owner.write_rows, new.transpose(1, 2).flatten(0, 1))
+        if self.owner.prefilling:
             return key_states, value_states
         width = self.owner.width
         return self.keys[:, :width].transpose(1, 2), self.values[:, :width].transpose(1, 2)
@@ -60,17 +60,20 @@ class SlotRows(CacheLayerMixin):  # type: ignore[misc]
     get_max_cache_shape = get_max_length
 
 
-class Slots(Cache):  # type: ignore[misc]
-    """`batch` sequences of up to `capacity` rows. New rows go where `goal` says; a pass that is `filling` sees its own
-    rows alone, any other the first `width` rows of every slot."""
+class SlotCache(Cache):  # type: ignore[misc]
+    """`batch` slots of `capacity` rows each.
 
-    running: ClassVar[Slots | None] = None  # the one whose `bounds` hold for `attend`
+    New rows are written to `write_rows`. While `prefilling`, a pass attends to its own rows only; otherwise it attends
+    to the first `width` rows of every slot.
+    """
+
+    running: ClassVar[SlotCache | None] = None  # the cache whose `bounds` `attend` uses
 
     def __init__(self, layers: int, batch: int, capacity: int):
-        super().__init__(layers=[SlotRows(self) for _ in range(layers)])
+        super().__init__(layers=[SlotLayer(self) for _ in range(layers)])
         self.batch, self.capacity, self.width = batch, capacity, capacity
-        self.goal: Tensor  # [rows] long: slot * capacity + position
-        self.filling = False
+        self.write_rows: Tensor  # [rows] long: slot * capacity + position
+        self.prefilling = False
         self.bounds: Bounds | None = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -83,25 +86,25 @@ class Slots(Cache):  # type: ignore[misc]
 def attend(
     module: Any,
     query: Tensor,  # [b, heads, n, head_dim]
-    key: Tensor,  # [b, fewer heads, m, head_dim]
+    key: Tensor,  # [b, kv_heads, m, head_dim]
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Attention within the bounds of the running Slots, each sequence as long as it is, in one flash kernel."""
-    if odd := [name for name in UNKNOWN if more.get(name) is not None]:
-        raise NotImplementedError(f"attention with {odd[0]}")
-    assert Slots.running is not None and Slots.running.bounds is not None and dropout == 0
+    """Attention within the bounds of the running SlotCache: one flash kernel, with each sequence's own length."""
+    if unsupported := [name for name in UNSUPPORTED_ARGUMENTS if more.get(name) is not None]:
+        raise NotImplementedError(f"attention with {unsupported[0]}")
+    assert SlotCache.running is not None and SlotCache.running.bounds is not None and dropout == 0
     queries, keys, values = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # [rows, heads, d]
-    mixed = flash(queries, keys, values, Slots.running.bounds, scaling)
-    return mixed.view(query.shape[0], query.shape[2], *mixed.shape[1:]), None
+    output = flash(queries, keys, values, SlotCache.running.bounds, scaling)
+    return output.view(query.shape[0], query.shape[2], *output.shape[1:]), None
 
 
 def flash(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float | None) -> Tensor:
-    """The kernel: [rows, heads, head_dim] → the same shape as `query`; heads of `key` may serve several queries'."""
-    found = torch.ops.aten._flash_attention_forward(
+    """Variable-length flash attention over [rows, heads, head_dim]; `key` and `value` may have fewer heads."""
+    output: Tensor = torch.ops.aten._flash_attention_forward(
         query,
         key,
         value,
@@ -113,9 +116,8 @@ def flash(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: floa
         False,  # no debug mask
         scale=scale,
         seqused_k=bounds.used,
-    )
-    mixed: Tensor = found[0]
-    return mixed
+    )[0]
+    return output
 
 
-AttentionInterface.register(NAME, attend)
+AttentionInterface.register(ATTENTION_NAME, attend)
