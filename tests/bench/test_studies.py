@@ -87,12 +87,14 @@ def made_up(study: Study, leg: Leg) -> dict[str, tuple[str, str, float, int, int
 def test_points_of_a_sweep_are_in_order() -> None:
     method = parse_method("salf:th=0.3")
     assert method.settings == {"th": "0.3"}
-    assert studies.sweep("beam", "nodes", (20, 40), depth=8) == ("beam:depth=8:nodes=20", "beam:depth=8:nodes=40")
+    assert studies.expand("beam:depth=8:nodes=20|40") == ["beam:depth=8:nodes=20", "beam:depth=8:nodes=40"]
+    assert studies.expand("a:b=1|2:c=3|4") == ["a:b=1:c=3", "a:b=1:c=4", "a:b=2:c=3", "a:b=2:c=4"]
+    assert studies.expand("talon") == ["talon"]
 
 
 def test_runs_on_a_model_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     legs = (Leg("tokens-4", {"max_new_tokens": 4}, x=4), Leg("tokens-8", {"max_new_tokens": 8}, x=8))
-    study = Study("tiny", "Tiny", "", ("chain:depth=2", "beam:depth=2:k=2"), "tokens", studies._lines, legs=legs)
+    study = Study("tiny", "Tiny", "", ("chain:depth=2", "beam:depth=2:k=2"), studies._lines, "tokens", legs=legs)
     target = Target(tiny(), character_tokenizer(), "tiny")
     common = {"tasks": ("letters",), "repeats": 1, "warm_up": 1}
     shares: list[float] = []

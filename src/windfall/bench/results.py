@@ -16,7 +16,7 @@ from windfall.bench.reading import ALL, Record, Run, Turn
 
 PLAIN = "none"  # the method that is plain decoding
 RESAMPLES = 2000
-GIGABYTE = 2.0**30
+BYTES_PER_GB = 2.0**30
 PARTS = ("draft", "verify", "policy", "other")
 
 Floats = NDArray[np.float64]
@@ -246,7 +246,7 @@ def memory_to_speed(records: Sequence[Record], plain: Sequence[Record]) -> float
     """Speed-up per GB of peak memory."""
     peak = peak_memory(records)
     gain = speedup(records, plain) if peak else None
-    return None if gain is None or not peak else gain.value / (peak / GIGABYTE)
+    return None if gain is None or not peak else gain.value / (peak / BYTES_PER_GB)
 
 
 class Difference(NamedTuple):

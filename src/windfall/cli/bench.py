@@ -170,7 +170,7 @@ class BenchOptions:
 
 def _tasks_of(suite: Suite, prompts: list[Any]) -> tuple[str, ...]:
     """The tasks that a suite names, or that its paper calls the same; all of them where there is none."""
-    from windfall.bench.papers.published import task_name
+    from windfall.bench.papers.tables import task_name
 
     every = list(dict.fromkeys(prompt.task for prompt in prompts))
     names = {task_name(task) for task in suite.tasks} - {None}

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from windfall.bench import reading, results
 from windfall.bench.reading import Run
 from windfall.bench.report import figures
+from windfall.bench.report.parts import Drawing
 from windfall.bench.results import Row
 
 LINES = 7  # methods in a plot: the fastest
 PANELS = 6  # heat maps
 LONGEST = 12  # tokens of a cycle that get a column of their own
 DEPTHS, RANKS = 10, 10  # of the heat maps
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """A figure, still to be drawn, and what there is to see in it."""
-
-    name: str
-    title: str
-    caption: str
-    draw: Callable[[], Any]  # a matplotlib figure
 
 
 def drawings(run: Run, rows: list[Row], ranked: list[Row], heat: float) -> list[Drawing]:
