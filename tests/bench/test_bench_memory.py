@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from windfall.bench.memory import SHORT, held_by_graphs, peak_apart
+from windfall.bench.memory import WARM_UP_TOKENS, held_by_graphs, peak_apart
 from windfall.core.types import SamplingParams
 
 WEIGHTS, OTHERS, WORKSPACE, OWN = 4 * 10, 5000, 700, 100
@@ -87,6 +87,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     }
     for name, function in patched.items():
         monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr("gc.collect", lambda: made.cleared.append("collect"))
     return made
 
 
@@ -107,7 +108,7 @@ def test_the_memory_of_a_method_alone(
     for _ in range(2):  # the first engine of a process needs no more than the second
         assert peak_apart(target, make, [1, 2], PARAMS) == WEIGHTS + most
     assert card.allocated == OTHERS + WORKSPACE and list(card.pools) == ["others"]
-    assert card.cleared == ["synchronize", "empty_cache"] * 4
+    assert card.cleared == ["synchronize", "collect", "empty_cache"] * 4
 
 
 def test_the_warm_up_is_short(card: Card) -> None:
@@ -121,7 +122,7 @@ def test_the_warm_up_is_short(card: Card) -> None:
     target: Any = SimpleNamespace(device=torch.device("cuda"), model=torch.nn.Linear(1, 1))
     peak_apart(target, make, [1], PARAMS)
     peak_apart(target, make, [1], SamplingParams(max_new_tokens=3))
-    assert asked == [[SHORT], [32, 32], [3], [3, 3]]
+    assert asked == [[WARM_UP_TOKENS], [32, 32], [3], [3, 3]]
 
 
 def test_graphs_hold_what_is_free_in_their_pools(card: Card) -> None:

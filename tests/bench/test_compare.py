@@ -77,7 +77,7 @@ def test_rows_agree_with_their_own_means(table: PaperTable) -> None:
             assert sum(v for v in values if v) / len(values) == pytest.approx(wanted, abs=0.025), model
 
 
-def test_numbers_that_stand_in_two_places_agree() -> None:
+def test_dynatrees_acceptance_agrees_with_its_lengths() -> None:
     """DynaTree's acceptance and what it is made of."""
     passes = paper_tables()["dynatree-t3"].published[0.0]
     for line, task, most in (("linear", "WikiText-2", 8), ("fixed tree", "PG-19", 8 + 2), ("DynaTree", "PG-19", 5 + 2)):
@@ -116,7 +116,7 @@ def test_every_suite_measures_the_lines_of_its_tables() -> None:
 # ---- rows and order
 
 
-def test_our_rows_stand_among_theirs(tmp_path: Path) -> None:
+def test_our_rows_are_among_the_published_ones(tmp_path: Path) -> None:
     run = reading.load(made_up(tmp_path / "run", EAGER, "talon-t1,salf-t4"))
     (section,) = compare.sections([run], {"talon-t1": "Because of this."})
     assert section.title.startswith("TALON, Table 1") and "Because of this." in section.text
@@ -154,7 +154,7 @@ def test_pairs_in_another_order_are_named(tmp_path: Path) -> None:
     assert "by tau" in taus and "OPT-Tree before TALON" in taus
 
 
-def test_what_the_prompts_leave_open_is_said(tmp_path: Path) -> None:
+def test_differences_within_the_error_are_marked(tmp_path: Path) -> None:
     alike = {**EAGER, "opt-tree": EAGER["talon"], "talon": ("head", "talon", 0.69, 6, 60)}
     held = compare.compare(
         paper_tables()["talon-t1"], [reading.load(made_up(tmp_path / "run", alike, "talon-t1"))], 0.0
@@ -262,7 +262,7 @@ def test_one_page_of_several_runs(tmp_path: Path) -> None:
     assert len(ids) == len(set(ids))
 
 
-def test_what_would_be_lost_on_the_page_is_refused(tmp_path: Path) -> None:
+def test_unknown_notes_and_duplicate_names_are_refused(tmp_path: Path) -> None:
     run, page, notes = made_up(tmp_path / "run", EAGER, "talon-t1"), tmp_path / "docs" / "x.md", tmp_path / "notes.md"
     notes.write_text("## talon-t9\nNobody would read this.\n", "utf-8")
     with pytest.raises(InputError, match="under '## talon-t9', which is no table; choose from summary, salf-t1"):
@@ -275,7 +275,7 @@ def test_what_would_be_lost_on_the_page_is_refused(tmp_path: Path) -> None:
 def test_a_runs_own_page_has_the_tables_of_its_suites(tmp_path: Path) -> None:
     titles = [section.title for section in report.make(made_up(tmp_path / "run", EAGER, "talon-t1")).sections]
     assert titles[0] == "Temperature 0 (greedy)" and titles[1].startswith("TALON, Table 1")
-    assert "Beside the papers" not in titles
+    assert "Compared with the papers" not in titles
 
 
 def test_a_single_task_of_several_categories_is_still_that_task_in_the_papers(tmp_path: Path) -> None:

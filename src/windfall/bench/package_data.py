@@ -16,4 +16,5 @@ else:
 @cache
 def read_toml(name: str) -> dict[str, Any]:
     """The content of a TOML file, given by its path inside `windfall.bench`."""
-    return tomllib.loads(files("windfall.bench").joinpath(*name.split("/")).read_text("utf-8"))
+    found: dict[str, Any] = tomllib.loads(files("windfall.bench").joinpath(*name.split("/")).read_text("utf-8"))
+    return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from windfall.bench.package_data import read_toml
 from windfall.core.errors import InputError
@@ -30,10 +31,12 @@ class Suite:
     memory: bool = False  # whether each method's peak memory is measured separately
 
 
-SUITES = {
-    name: Suite(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
-    for name, given in read_toml("suites.toml").items()
-}
+def _suite(given: dict[str, Any]) -> Suite:
+    known: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    return Suite(**known)
+
+
+SUITES = {name: _suite(given) for name, given in read_toml("suites.toml").items()}
 
 
 def find(name: str) -> Suite:

@@ -217,7 +217,7 @@ def run(
         how: dict[str, Any] = {"device": model.device, "dtype": model.dtype}
         target = loading.as_target(model.target, **how, trust_remote_code=model.trust_remote_code)
     prompts = _fitting(prompts, target, settings)
-    if target.device.type != "cuda" and any(settings.weighs(method.label) for method in methods):
+    if target.device.type != "cuda" and any(settings.measures_memory(method.label) for method in methods):
         console.note(f"peak memory is measured on CUDA devices alone, not on {target.device.type}: left out")
     try:
         with console.counted("Benchmark") as tell:

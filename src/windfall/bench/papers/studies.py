@@ -31,12 +31,12 @@ SPEED, TAU = "speed-up over plain decoding (×)", "tau: tokens per target pass"
 
 @dataclass(frozen=True)
 class Leg:
-    """One run of a study: its settings besides those that all share, and where it stands on the x axis."""
+    """One run of a study: its own settings, and its place on the x axis."""
 
     name: str = ""  # also the name of its folder
     settings: Mapping[str, Any] = field(default_factory=dict)
     x: float | None = None
-    methods: tuple[str, ...] = ()  # none: the study's
+    methods: tuple[str, ...] = ()  # if empty, those of the study
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Study:
-    """A sweep. `option` is the option of the policy on the x axis; without it the x is the leg's or the temperature."""
+    """A sweep. `option` is the policy's option on the x axis; without it, x is that of the leg or the temperature."""
 
     name: str
     title: str
@@ -64,14 +64,14 @@ class Study:
     option: str = ""
     temperatures: tuple[float, ...] = (0.0,)
     legs: tuple[Leg, ...] = (Leg(),)
-    drafters: bool = False  # whether each of several drafters is a method
-    texts: bool = False  # whether prompts must be long texts to be continued
-    timed: bool = False  # whether it is about times alone
+    drafters: bool = False  # whether it compares several drafters
+    texts: bool = False  # whether it needs long texts to be continued
+    timed: bool = False  # whether it needs times
     published: Mapping[str, tuple[Series, Series]] = field(default_factory=dict)  # speed-up and tau by series
     log: bool = False
 
     def contenders(self, leg: Leg, drafters: Sequence[str] = ()) -> list[str]:
-        """The methods of a leg; where drafters are compared, each method with each of them."""
+        """The methods of a leg; if drafters are compared, each method with each of them."""
         methods = list(leg.methods or self.methods)
         if not self.drafters:
             if len(drafters) > 1:
@@ -95,7 +95,7 @@ def run(
     progress: Callable[[float], None] = lambda share: None,
     **more: Any,
 ) -> list[Path]:
-    """Run what is not in the folder yet, then draw. `common` are settings of the runner, `more` goes to it as it is."""
+    """Run what is not in the folder yet, then draw; `common` are the runner's settings, `more` its other arguments."""
     from windfall.bench import runner
     from windfall.bench.methods import DrafterSpec, parse_methods
     from windfall.bench.store import Store
@@ -118,7 +118,7 @@ def run(
 
 
 def shared_prompts(study: Study, prompts: Sequence[Prompt], target: Any, legs: Sequence[Settings]) -> list[Prompt]:
-    """The prompts that every leg can use: points with other prompts could not be compared."""
+    """The prompts that every leg can use, so that its points can be compared."""
     from windfall.bench import runner
 
     chosen = long_texts(prompts) if study.texts else list(prompts)
@@ -138,7 +138,7 @@ def _part(progress: Callable[[float], None], place: int, study: Study) -> Callab
 
 
 def long_texts(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Texts to be continued as they are; of other prompts, each followed by all the others, so that it is long."""
+    """Texts to be continued; other prompts become long texts, each followed by all the others."""
     every = [" ".join(prompt.turns) for prompt in prompts]
     return [
         prompt if prompt.raw else replace(prompt, turns=("\n\n".join(every[place:] + every[:place]),), raw=True)
@@ -178,7 +178,7 @@ def _point(study: Study, leg: Leg, run: Run, row: Row) -> Point:
 
 
 def draw(study: Study, out: Path) -> list[Path]:
-    """The figure as SVG and PNG, and its figures as CSV."""
+    """Draw the figure as SVG and PNG, and write its data as CSV."""
     from windfall.render import plots
 
     found = points(study, out)
@@ -200,7 +200,7 @@ def as_csv(found: Sequence[Point]) -> str:
 
 
 def _lines(study: Study, found: list[Point]) -> Any:
-    """Speed-up above, tau below; the paper's own lines dashed."""
+    """Speed-up above, tau below; published lines are dashed."""
     own = _series(found)
     speeds = {name: _estimates(line) for name, line in own.items() if all(point.row.speedup for point in line)}
     taus = {name: Series([_x(p) for p in line], [p.row.tau for p in line]) for name, line in own.items()}
@@ -213,7 +213,7 @@ def _lines(study: Study, found: list[Point]) -> Any:
 
 
 def _series(found: list[Point]) -> dict[str, list[Point]]:
-    """The points of each line, from left to right; plain decoding is what the others are compared with."""
+    """The points of each line from left to right, without plain decoding."""
     lines: dict[str, list[Point]] = {}
     for point in sorted((p for p in found if p.x is not None and p.row.method != PLAIN), key=_x):
         lines.setdefault(point.series, []).append(point)
@@ -231,7 +231,7 @@ def _estimates(line: list[Point]) -> Series:
 
 
 def _ablation(study: Study, found: list[Point]) -> Any:
-    """Speed-up of each variant, and the paper's own."""
+    """Speed-up of each variant, with the published ones."""
     timed = all(point.row.speedup for point in found)
     values = {p.row.method: p.row.speedup or Estimate(p.row.tau, p.row.tau, p.row.tau) for p in found}
     if timed:
@@ -284,7 +284,7 @@ def _efficiency(study: Study, found: list[Point]) -> Any:
 
 
 def _drafters(study: Study, found: list[Point]) -> Any:
-    """tau of each drafter by task, and the paper's own."""
+    """tau of each drafter by task, with the published ones."""
     taus: dict[str, dict[str, float | None]] = {}
     for point in (p for p in found if p.row.method != PLAIN):
         for task in dict.fromkeys(record.task for record in point.records):

@@ -154,7 +154,7 @@ def paper_tables() -> dict[str, PaperTable]:
 def _table(given: Mapping[str, Any]) -> PaperTable:
     names, lists = list(given["figures"]), ("tasks", "pooled", "remarks")
     ranked = given.get("ranked_by", names[:1])
-    known = {name: tuple(value) if name in lists else value for name, value in given.items()}
+    known: dict[str, Any] = {name: tuple(value) if name in lists else value for name, value in given.items()}
     known |= {
         "suite": given.get("suite", given["key"]),
         "lines": tuple(_line(name, ours) for name, ours in known.pop("methods").items()),
@@ -238,5 +238,5 @@ def bare(name: str) -> str:
 def measured_how(paper: str) -> str:
     """How a paper measured, in a sentence."""
     how = read_toml(FILE)["papers"][paper]
-    told = f"{how['hardware']}, drafted by {how['drafter']}; the baseline is {how['baseline']}. {how.get('note', '')}"
-    return told.strip()
+    text = f"{how['hardware']}, drafted by {how['drafter']}; the baseline is {how['baseline']}. {how.get('note', '')}"
+    return text.strip()

@@ -25,9 +25,9 @@ MAX_NAMED_METHODS = 40  # a summary counts more methods than these instead of na
 FEW_PROMPTS = 10  # with fewer prompts, an interval over them is rough
 
 
-def make(folder: Path) -> Report:
-    """Read a folder and work out what to tell."""
-    loaded = reading.load(folder)
+def make(folder: Path, loaded: Run | None = None) -> Report:
+    """Make the report of a folder, which is read unless `loaded` is given."""
+    loaded = reading.load(folder) if loaded is None else loaded
     run = by_category(loaded)
     if not run.records:
         raise InputError(f"'{folder}' holds no finished conversation yet; run the benchmark again to go on with it")
@@ -37,15 +37,16 @@ def make(folder: Path) -> Report:
         title=f"Benchmark: {folder.resolve().name}",
         summary=[_setting(run), *_winners(run, rows, warnings), *_caution(run, rows), _sameness(run)],
         facts=_facts(run, rows, warnings),
-        sections=[*_sections(run, rows, warnings), *(compare.sections([loaded]) or [beside_papers(run, rows)])],
+        sections=[*_sections(run, rows, warnings), *(compare.sections([loaded]) or [compared_with_papers(run, rows)])],
         trees=[(file.stem, file.read_text("utf-8")) for file in sorted((folder / "trees").glob("*.svg"))],
         commands=[*commands(run), f"windfall report {shlex.quote(folder.resolve().name)}"],
         about=provenance_lines(run),
+        rows=rows,
     )
 
 
 def by_category(run: Run) -> Run:
-    """A run of a single task that has several categories as a run of these."""
+    """A run of a single task with several categories, with the categories as tasks."""
     categories = {record.category for record in run.records}
     if len(run.tasks) != 1 or len(categories) < 2:
         return run
@@ -85,7 +86,7 @@ def _machine(run: Run) -> str:
 
 
 def _winners(run: Run, rows: list[Row], warnings: Mapping[float, str]) -> list[str]:
-    """Which method was fastest at each temperature, unless the times are wrong."""
+    """The fastest method at each temperature, unless the times are wrong."""
     found = []
     for heat in run.temperatures:
         if heat in warnings:
@@ -96,28 +97,28 @@ def _winners(run: Run, rows: list[Row], warnings: Mapping[float, str]) -> list[s
 
 
 def _winner(rows: list[Row], heat: float) -> list[str]:
-    """Who was fastest, by how much, and whether that is certain."""
+    """The fastest method, its speed-up, and whether that is certain."""
     at = f"At temperature {heat:g}"
     timed = [row for row in rows if row.speedup is not None and row.method != PLAIN]
     if not timed:
         best = max((row for row in rows if row.method != PLAIN), key=lambda row: row.tau, default=None)
-        told = f" {best.method} had most tokens per target pass: {best.tau:.2f}." if best else ""
-        return [f"{at} nothing was timed against plain decoding.{told}"]
+        text = f" {best.method} had most tokens per target pass: {best.tau:.2f}." if best else ""
+        return [f"{at} nothing was timed against plain decoding.{text}"]
     first = timed[0]
     gain = first.speedup
     assert gain is not None
     if gain.value < 1:
         return [f"{at} no method was faster than plain decoding; {first.method} came closest: {_times(gain)}."]
-    told = f"{at} {first.method} was fastest: {_times(gain)}, with {first.tau:.2f} tokens per target pass."
+    text = f"{at} {first.method} was fastest: {_times(gain)}, with {first.tau:.2f} tokens per target pass."
     if first.delta < PLAIN_DELTA:
-        told += " It hardly drafted, so this is plain decoding and the difference is noise."
+        text += " It hardly drafted, so this is plain decoding and the difference is noise."
     elif gain.low < 1:
-        told += " The interval contains 1, so this may be no gain at all."
+        text += " The interval contains 1, so this may be no gain at all."
     if len(timed) > 1 and timed[1].speedup is not None:
         second = timed[1].speedup
         close = second.high >= gain.low
-        told += f" Next came {timed[1].method}, {_times(second)}{'; their intervals overlap' if close else ''}."
-    return [told]
+        text += f" Next came {timed[1].method}, {_times(second)}{'; their intervals overlap' if close else ''}."
+    return [text]
 
 
 def _caution(run: Run, rows: list[Row]) -> list[str]:
@@ -146,21 +147,21 @@ def _bounds(gain: Estimate) -> str:
 def _sameness(run: Run) -> str:
     judged, wrong = len(results.compared(run.records)), results.differences(run)
     alone = sum(record.method != PLAIN for record in run.records) - judged
-    told = f" {alone:,} more have no plain counterpart: the run is unfinished." if alone else ""
+    text = f" {alone:,} more have no plain counterpart: the run is unfinished." if alone else ""
     if not judged:
-        return "No text was compared with plain decoding's." + told
+        return "No text was compared with plain decoding's." + text
     if not wrong:
         same = f"{judged:,} of {judged:,} conversations"
-        return f"Every text was identical to plain decoding's, token for token: {same}." + told
+        return f"Every text was identical to plain decoding's, token for token: {same}." + text
     names = _list(sorted({each.method for each in wrong}))
     return (
         f"{judged - len(wrong):,} of {judged:,} conversations were identical to plain decoding's, token for token; "
         f"{len(wrong):,} were not ({names}). {_why_not(run)}"
-    ) + told
+    ) + text
 
 
 def _why_not(run: Run) -> str:
-    """What another text means depends on how exact the arithmetic is."""
+    """Why texts can differ, which depends on the precision."""
     target = run.provenance.get("target")
     kind = target.get("dtype") if isinstance(target, dict) else None
     if kind in ("bfloat16", "float16"):
@@ -169,7 +170,7 @@ def _why_not(run: Run) -> str:
 
 
 def _facts(run: Run, rows: list[Row], warnings: Mapping[float, str]) -> list[tuple[str, str]]:
-    """The large figures of the page, each with what it is; a speed-up with its interval."""
+    """The large figures of the page with their descriptions."""
     found = []
     for heat in run.temperatures:
         if heat in warnings:
@@ -200,9 +201,9 @@ def _sections(run: Run, rows: list[Row], warnings: Mapping[float, str]) -> list[
 
 
 _TERMS = (
-    "tau: tokens per pass of the target. delta: draft passes per target pass. Rows: what a target pass verifies, the "
-    "root included. Speed-up: tokens per second over plain decoding's on the same prompts, with a 95% bootstrap "
-    "interval over the prompts."
+    "tau: tokens per pass of the target. delta: draft passes per target pass. Rows: tree nodes that a target pass "
+    "verifies, including the root. Speed-up: tokens per second over plain decoding's on the same prompts, with a 95% "
+    "bootstrap interval over the prompts."
 )
 
 
@@ -211,7 +212,7 @@ def _whole(run: Run) -> str:
 
 
 def _ranked(rows: Sequence[Row], task: str, heat: float) -> list[Row]:
-    """The fastest first; without times, the most tokens per pass."""
+    """The rows by speed-up; without times, by tokens per pass."""
     own = [row for row in rows if row.task == task and row.temperature == heat]
     return sorted(own, key=lambda row: (-(row.speedup.value if row.speedup else 0.0), -row.tau))
 
@@ -263,10 +264,10 @@ def _by_task(run: Run, rows: list[Row], ranked: list[Row], heat: float) -> list[
     return [Table("Speed-up by task", columns, cells(lambda row: interval(row.speedup))), taus]
 
 
-# ---- beside the papers
+# ---- compared with the papers
 
 
-def beside_papers(run: Run, rows: list[Row]) -> Section:
+def compared_with_papers(run: Run, rows: list[Row]) -> Section:
     """Our figures beside the papers' for the same method, and what differs."""
     found = [line for row in rows if row.task == _whole(run) for line in _published(row, run.tasks)]
     columns = ("method", "T", "speed-up here", "tau here", "published as", "models", "tasks", "speed-up", "tau")
@@ -278,7 +279,7 @@ def beside_papers(run: Run, rows: list[Row]) -> Section:
     )
     differing = [f"Here: {_here(run)}", *(f"{paper}: {tables.measured_how(paper)}" for paper in theirs)]
     shown = [Table("Ours and theirs", columns, [line for _, line in found])] if found else []
-    return Section("Beside the papers", "\n\n".join([text, *differing]) if found else NO_PAPER, shown)
+    return Section("Compared with the papers", "\n\n".join([text, *differing]) if found else NO_PAPER, shown)
 
 
 NO_PAPER = "None of these methods is in the papers' tables at these temperatures."
@@ -286,14 +287,14 @@ NO_PAPER = "None of these methods is in the papers' tables at these temperatures
 
 def _here(run: Run) -> str:
     drafters = sorted({record.drafter for record in run.records} - {PLAIN})
-    told = f", drafted by {_list(drafters)}" if drafters else ""
+    text = f", drafted by {_list(drafters)}" if drafters else ""
     coupled = any(record.coupled and record.temperature > 0 for record in run.records)
     dice = " At temperature above 0 the drafter sees the noise of the draws here, and in no paper." if coupled else ""
-    return f"{_target(run)}{told}; the baseline is plain decoding by the same code. {_machine(run)}.{dice}"
+    return f"{_target(run)}{text}; the baseline is plain decoding by the same code. {_machine(run)}.{dice}"
 
 
 def _published(row: Row, tasks: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """(paper, line) for every table in which this method is."""
+    """(paper, line) for every table with this method."""
     ours = {tables.task_name(task) for task in tasks}
     found: dict[tuple[str, str, str], list[tables.Published]] = {}
     for cell in tables.published_for(row.policy, row.temperature):
@@ -325,22 +326,22 @@ def _range(values: Sequence[float | None]) -> str:
 
 
 def provenance_lines(run: Run, short: bool = False) -> list[tuple[str, str]]:
-    """Settings and provenance as lines of name and text; what the tables or the command say too can be left out."""
+    """Settings and provenance as (name, text); `short` leaves out methods and command."""
     settings = {name: value for name, value in run.settings.items() if name != "parts"}
-    told = {name: value for name, value in run.provenance.items() if not (short and name == "command")}
+    provenance = {name: value for name, value in run.provenance.items() if not (short and name == "command")}
     if short:
         settings.pop("methods", None)
-    return [*_flat(settings), *_flat(told)]
+    return [*_flat(settings), *_flat(provenance)]
 
 
 def commands(run: Run) -> list[str]:
-    """What repeats the run."""
+    """The commands that repeat the run."""
     found = run.provenance.get("command") or []
     return [found] if isinstance(found, str) else list(found)
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Nested settings as lines of name and text."""
+    """Nested settings as (name, text)."""
     lines = []
     for key, value in values.items():
         if isinstance(value, dict) and value:
@@ -362,7 +363,7 @@ def _list(names: Sequence[str]) -> str:
 
 
 def columns(row: Row) -> dict[str, Any]:
-    """Nested figures get a column for each part."""
+    """The figures of a row as CSV columns; nested ones get a column for each part."""
     flat: dict[str, Any] = {}
     for name, value in row.as_dict().items():
         if isinstance(value, dict):
@@ -380,11 +381,10 @@ def write(folder: Path, out: Path | None = None, progress: Progress = lambda sha
     report = make(folder)
     plots.check(folder / "figure.svg")
     drawn = parts.draw(report, folder / "figures", progress)
-    rows = results.summary(by_category(reading.load(folder)))
     texts = {
         out: parts.as_html(report, drawn),
         folder / "report.md": parts.as_markdown(report, "figures"),
-        folder / "report.csv": parts.as_csv([columns(row) for row in rows]),
+        folder / "report.csv": parts.as_csv([columns(row) for row in report.rows]),
     }
     for file, text in texts.items():
         make_folder(file.parent)
@@ -401,7 +401,7 @@ def draw_trees(
     sampling: dict[str, Any],
     progress: Progress,
 ) -> list[Path]:
-    """An example for each method that this drafter served: the cycle of one text that accepted most, as verified."""
+    """Draw an example tree for each method with this drafter: of one text, the cycle that accepted most."""
     from windfall import registry
     from windfall.bench.provenance import weights_hash
     from windfall.engine.loading import attach_costs

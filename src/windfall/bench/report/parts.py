@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from windfall.bench.results import Estimate
+from windfall.bench.results import Estimate, Row
 
 DASH = "–"  # a missing figure
 WORDY_CELL = 30  # characters: a table with longer cells is set as text
@@ -74,6 +74,7 @@ class Report:
     trees: list[tuple[str, str]]  # name, SVG
     commands: list[str]
     about: list[tuple[str, str]]
+    rows: list[Row] = field(default_factory=list)  # the figures of a single run, for the CSV file
 
 
 # ---- figures as text
@@ -99,19 +100,19 @@ def as_html(report: Report, drawn: Mapping[str, str]) -> str:
     from windfall.bench.report.figures import bare_svg
 
     trees = [(name, bare_svg(text, f"tree{place}")) for place, (name, text) in enumerate(report.trees)]
-    return _template("page.html.jinja", escape=True).render(report=report, drawn=drawn, trees=trees)
+    return _render("page.html.jinja", escape=True, report=report, drawn=drawn, trees=trees)
 
 
 def as_markdown(report: Report, figures: str) -> str:
     """The report as Markdown; `figures` is the folder of the drawings, as seen from the file."""
-    return _template("page.md.jinja", escape=False).render(report=report, figures=figures)
+    return _render("page.md.jinja", escape=False, report=report, figures=figures)
 
 
-def _template(name: str, escape: bool) -> Any:
+def _render(name: str, escape: bool, **context: Any) -> str:
     from jinja2 import Environment
 
     text = files("windfall.bench.report").joinpath(name).read_text("utf-8")
-    return Environment(autoescape=escape, trim_blocks=True, lstrip_blocks=True).from_string(text)
+    return Environment(autoescape=escape, trim_blocks=True, lstrip_blocks=True).from_string(text).render(context)
 
 
 def as_csv(lines: Sequence[dict[str, Any]]) -> str:

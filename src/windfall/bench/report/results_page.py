@@ -42,7 +42,7 @@ def make(folders: Sequence[Path], out: str, notes: Path | None = None) -> Report
     remarks = _notes(notes) if notes is not None else {}
     sections = compare.sections(runs, remarks)
     if sections:
-        sections = [Section("Beside the papers", HOW), *sections, *_not_measured(runs)]
+        sections = [Section("Compared with the papers", HOW), *sections, *_not_measured(runs)]
     about = [
         (f"{run.name}: {name}", value) for run in runs for name, value in page.provenance_lines(run, len(runs) > 1)
     ]
@@ -76,7 +76,7 @@ def _not_measured(runs: Sequence[Run]) -> list[Section]:
 
 def run_sections(folder: Path, run: Run) -> list[Section]:
     """One section for a run of suites, which the papers' tables show already; all sections of any other run."""
-    own = page.make(folder)
+    own = page.make(folder, run)
     marked = [replace(section, drawings=_kept_drawings(run, section)) for section in own.sections]
     if not run.settings.get("suite"):
         head = Section(f"Run {run.name}", "\n\n".join(own.summary))
