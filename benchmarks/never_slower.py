@@ -2,7 +2,7 @@
 
     python benchmarks/never_slower.py [--rounds 16] [--tokens 64] [--policy auto] [--drafter …] [--json FILE]
 
-The ratio of each pair of neighbouring runs is taken, and then the median: machines drift.
+The result is the median of the ratios of neighbouring runs, because the speed of a machine drifts.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from windfall.engine.engine import Engine
 from windfall.model.target import Target
 
 __all__ = ["folder"]  # the fixture
-LENGTH = 24
+LENGTH = 16
 
 
 def engine(dtype: torch.dtype = torch.float32) -> Engine:

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
-from helpers.cli import character_tokenizer
+from helpers.cli import character_tokenizer, windfall
 from helpers.tiny import tiny
 from windfall.bench import provenance, reading, recording, results, runner
 from windfall.bench.methods import DrafterSpec, parse_methods
@@ -23,7 +22,6 @@ from windfall.bench.runner import Settings
 from windfall.bench.store import Store
 from windfall.bench.suites import SUITES
 from windfall.bench.tasks import Prompt
-from windfall.cli import app
 from windfall.cli.bench import BenchOptions
 from windfall.cli.options import ModelOptions
 from windfall.core.types import GpuOptions, InputError, SamplingParams
@@ -526,12 +524,6 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"id": p.id, "category": p.category, "turns": p.turns} for p in PROMPTS]
     file.write_text("\n".join(map(json.dumps, rows)))
     return file
-
-
-def windfall(*arguments: object) -> Result:
-    result = CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
-    assert "Traceback" not in result.output
-    return result
 
 
 SHORT = ("--max-new-tokens", 8, "--repeats", 1, "--warm-up", 1)

@@ -31,7 +31,7 @@ from windfall.model.target import Target
 
 __all__ = ["folder"]  # the fixture
 PROMPTS = [Prompt("talk", "", "one", ("tell me a story",)), Prompt("other", "", "two", ("a b a b a b",))]
-SHORT = {"max_new_tokens": 6, "rounds": 2, "lengths": (16, 64), "rows": (1, 64), "ignore_eos": True}
+SHORT = {"max_new_tokens": 4, "rounds": 2, "lengths": (16, 64), "rows": (1, 64), "ignore_eos": True}
 COSTS = Costs.simple(0.001, (1, 2, 8), (1.0, 1.1, 1.5), 0.1)
 FLAT = Costs.simple(0.01, (1, 96), (1.0, 1.1))  # seconds: whatever runs here is faster
 
@@ -46,6 +46,7 @@ def module_patch() -> Iterator[pytest.MonkeyPatch]:
 def measured(module_patch: pytest.MonkeyPatch) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """A whole measurement with a head on fixed buffers, and what was kept on the way."""
     module_patch.setattr(passes, "DRAFT_PASSES", 2)
+    module_patch.setattr(passes, "CONTEXT_TOKENS", 32)
     target = Target(tiny(), character_tokenizer(), "tiny")
     kept: list[dict[str, Any]] = []
     result = Result(target.name, {}, {})

@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 import windfall
-from helpers.cli import character_tokenizer
+from helpers.cli import folder
 from helpers.random_heads import random_head
 from helpers.table import TableDrafter
 from helpers.tiny import prompt, tiny
@@ -22,6 +22,7 @@ from windfall.core.tree import DraftTree
 from windfall.core.types import Scores, Split, Step
 from windfall.drafters.base import Drafter
 
+__all__ = ["folder"]  # the fixture
 DRAFTED = [  # q(next | last) of four tokens
     [0.1, 0.4, 0.3, 0.2],
     [0.7, 0.1, 0.15, 0.05],
@@ -167,14 +168,6 @@ def test_heads_are_probed_with_their_own_features(kind: str) -> None:
     )  # the same context without the steps before it
     np.testing.assert_allclose([p[2:] for p in alone], [p[2:] for p in found[10:15]], rtol=1e-3, atol=1e-5)
     assert [p[:2] for p in alone] == [p[:2] for p in found[10:15]]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("models") / "tiny"
-    tiny().save_pretrained(place)
-    character_tokenizer().save_pretrained(place)
-    return place
 
 
 def run(*words: object) -> Any:

@@ -29,7 +29,7 @@ def drawings(run: Run, rows: list[Row], ranked: list[Row], heat: float) -> list[
         found.append(Drawing(f"{name}-t{heat:g}".replace(".", "-"), title, caption, draw))
 
     if len(gains) > 1:
-        caption = "Speed-up over plain decoding (dashed). Whiskers: 95% interval over the prompts."
+        caption = "Tokens per second over those of plain decoding (dashed). Whiskers: 95% interval over the prompts."
         add("speedup", "Speed-up", caption, lambda: figures.bars(gains, "speed-up over plain decoding (×)", base=1.0))
     if len(run.tasks) > 1:
         caption = "The longer the accepted drafts, the brighter."
