@@ -151,7 +151,7 @@ def test_a_widened_pair_drafts_the_same_trees(temperature: float) -> None:
 def speculate(target: Target, head: Any, temperature: float) -> Generation:
     policy = registry.policy("beam", depth=3, k=4, nodes=12)
     engine = Engine(target, FeatureHeadDrafter(model=head), policy)
-    return engine.generate(prompt(), max_new_tokens=16, temperature=temperature, seed=0)
+    return engine.generate(prompt(), max_new_tokens=40, temperature=temperature, seed=0)
 
 
 def test_what_cannot_be_widened_is_refused() -> None:
