@@ -1,4 +1,4 @@
-"""How far the bandit stays below its best arm, in the simulated worlds of its tests, with many seeds.
+"""The loss of the bandit against its best arm, in the simulated worlds of its tests, over many seeds.
 
     python benchmarks/bandit.py [--json FILE]
 

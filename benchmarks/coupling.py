@@ -1,4 +1,4 @@
-"""Does it pay to show the drafter the dice? Tokens per target pass, coupled and uncoupled, same prompts and seeds.
+"""Tokens per target pass if the drafter sees the sampling noise (coupled) and if not, on the same prompts and seeds.
 
     python benchmarks/coupling.py --prompts FILE.jsonl [--drafter self] [--drafter-set skip=3,5,17]
         [--policies beam,auto] [--temperatures 0.7,1.0] [--count 16] [--tokens 128]

@@ -1,8 +1,8 @@
-"""What a draft pass of the embedded model's head costs on this CPU, by nodes and by the precision of its vocabulary.
+"""The cost of a draft pass of the embedded model's head on this CPU, by nodes and by the precision of its vocabulary.
 
     python benchmarks/draft_precision.py [--rounds 5] [--seconds 3] [--json FILE]
 
-Both precisions take turns, and of each size the quietest round counts: a busy machine hits neither alone.
+Both precisions take turns, and the fastest round of each size counts, so that other load affects both alike.
 """
 
 from __future__ import annotations

@@ -9,21 +9,15 @@ Distributions are Zipf's, in a different order of tokens for every node; TALON's
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 import torch
+from provenance import publish
 from torch import Tensor
-
-import windfall
 
 VOCABULARIES = {"32k": 32_000, "128k": 128_256, "152k": 151_936}  # Llama 2, Llama 3, Qwen
 EXPONENTS = {0.7: "high entropy", 1.35: "natural language", 5.0: "deterministic"}
@@ -54,7 +48,7 @@ def gate(logq: Tensor, score: Tensor, log_mu: float) -> Layer:
 
 
 def seconds(steps: list[Callable[[], Layer]], device: str) -> list[list[float]]:
-    """How long each run of each step takes until its result is there; the steps take turns."""
+    """Seconds of each run of each step until its result is available; the steps take turns."""
     wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
     times: list[list[float]] = [[] for _ in steps]
     for _ in range(WARMUP + RUNS):
@@ -83,12 +77,6 @@ def measure(name: str, exponent: float, options: argparse.Namespace) -> dict[str
     }
 
 
-def machine(device: str) -> str:
-    if device.startswith("cuda"):
-        return f"{torch.cuda.get_device_name(device)}, {platform.machine()}"
-    return f"{platform.machine()}, {torch.get_num_threads()} threads"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -112,17 +100,8 @@ def main() -> None:
         "device": options.device,
         "settings": {"k": options.k, "mu": options.mu, "warmup": WARMUP, "runs": RUNS},
         "rows": rows,
-        "machine": machine(options.device),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "windfall": windfall.__version__,
-        },
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join(["python", *sys.argv]),
     }
-    if options.json:
-        Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
+    publish(result, options.json)
 
 
 if __name__ == "__main__":

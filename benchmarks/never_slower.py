@@ -2,7 +2,7 @@
 
     python benchmarks/never_slower.py [--rounds 16] [--tokens 64] [--policy auto] [--drafter …] [--json FILE]
 
-The ratio of each pair of neighbouring runs is taken, and then the median: machines drift.
+The result is the median of the ratios of neighbouring runs, because the speed of a machine drifts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from windfall import registry
 from windfall.engine import loading
 
 PROMPTS = {
-    "code": ("Write a Python class FusedLlama with push, pop and peek, each with a docstring, then show its use.", {}),
+    "code": ("Write a Python class Stack with push, pop and peek, each with a docstring, then show its use.", {}),
     "story": ("Tell me a story about a fox who finds a lantern in the forest.", {}),
     "random words": (
         "apple zinc marmot quilt seven turbine velvet ogre plinth cactus harbour nimbus",

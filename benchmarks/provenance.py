@@ -1,4 +1,4 @@
-"""How every benchmark ends: its result with where and when it came about, on the screen and in a file."""
+"""Prints and saves the result of a benchmark with its command, machine, versions and date."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from windfall.engine.profiling import machine
 
 
 def publish(result: dict[str, Any], file: str | None) -> None:
-    """Print a result with its command, machine, versions and date; keep it as JSON where a file is named."""
+    """Print a result with its command, machine, versions and date; save it as JSON if a file is given."""
     script = f"benchmarks/{Path(sys.argv[0]).name}"
     about = {
         "command": shorten(" ".join(["python", script, *sys.argv[1:]])),

@@ -1,11 +1,11 @@
-"""What policies would give on a machine with these costs, replayed over recorded trees: no model runs.
+"""The speed of policies on a machine with given costs, replayed over recorded trees without running a model.
 
     windfall train record --out trees.npz …
     windfall profile --full --json > costs.json        (on the machine)
     python benchmarks/replay.py trees.npz costs.json beam:depth=7:k=10:nodes=60 auto [--texts N] [--json FILE]
 
-A policy may expand what the recorded beams expanded; other nodes have no children. Decisions cost nothing, so what a
-policy loses by thinking is not seen. `drafted` and `verified` are means over cycles.
+A policy may expand what the recorded beams expanded; other nodes have no children. The time of
+decisions is not counted. `drafted` and `verified` are means over cycles.
 """
 
 from __future__ import annotations

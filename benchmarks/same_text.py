@@ -2,7 +2,7 @@
 
 python benchmarks/same_text.py [--device …] [--dtype float32] [--policies auto,beam,…] [--tokens 48] [--json FILE]
 
-The exit code is 1 where a text differs.
+The exit code is 1 if a text differs.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main() -> None:
     policies = options.policies.split(",")
     jobs = [(t, s, p) for t in TEMPERATURES for s in SAMPLING for p in prompts]
     texts, different = 0, []
-    with console.progress("Comparing texts…") as told:
+    with console.progress("Comparing texts…") as progress:
         for place, (temperature, sampling, name) in enumerate(jobs):
             how = {"temperature": temperature, **SAMPLING[sampling], "max_new_tokens": options.tokens, "seed": place}
             plain: list[int] = []
@@ -78,7 +78,7 @@ def main() -> None:
                 elif found != plain:
                     different.append(f"{policy}, {name}, temperature {temperature}, {sampling}")
                 texts += policy != "none"
-            told((place + 1) / len(jobs))
+            progress((place + 1) / len(jobs))
     publish(
         {
             "texts": texts,

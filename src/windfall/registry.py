@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,13 @@ def read_preset(file: str) -> tuple[str, dict[str, Any]]:
 
 def _table(kind: str) -> dict[str, str]:
     own = POLICIES if kind == "policy" else DRAFTERS
-    return own | {e.name: e.value for e in entry_points(group=GROUPS[kind]) if e.name not in own}
+    return own | _entry_points(GROUPS[kind]) | own  # built-in names come first, and cannot be replaced
+
+
+@cache
+def _entry_points(group: str) -> dict[str, str]:
+    """What installed packages register. Reading their metadata takes milliseconds, so it is done once."""
+    return {each.name: each.value for each in entry_points(group=group)}
 
 
 def is_drafter(name: str) -> bool:

@@ -21,7 +21,7 @@ from windfall.engine.engine import Engine
 from windfall.model.target import Target
 
 __all__ = ["folder"]  # the fixture
-LENGTH = 24
+LENGTH = 16
 
 
 def engine(dtype: torch.dtype = torch.float32) -> Engine:
@@ -81,17 +81,17 @@ def test_a_flipped_choice_is_found_with_its_place_and_gap(monkeypatch: pytest.Mo
 
 def test_at_temperature_above_0_the_noise_is_in_the_gap() -> None:
     params = SamplingParams(temperature=4.0, seed=6, max_new_tokens=1)
-    judge, committed = Target(tiny()), prompt(8)
-    [made] = Engine(judge, registry.drafter("ngram"), registry.policy("none")).decode([committed], [params])
+    target, committed = Target(tiny()), prompt(8)
+    [made] = Engine(target, registry.drafter("ngram"), registry.policy("none")).decode([committed], [params])
     [drawn] = made.token_ids
-    gaps = [auditing.logit_gap(judge, committed, drawn, other, params) for other in range(judge.vocab_size)]
+    gaps = [auditing.logit_gap(target, committed, drawn, other, params) for other in range(target.vocab_size)]
     assert min(gaps) == gaps[drawn] == 0  # nothing beats the draw
     greedy = SamplingParams(max_new_tokens=1)
-    likeliest = [auditing.logit_gap(judge, committed, drawn, other, greedy) for other in range(judge.vocab_size)]
+    likeliest = [auditing.logit_gap(target, committed, drawn, other, greedy) for other in range(target.vocab_size)]
     assert min(likeliest) < 0  # the noise has decided here, not the logits
 
 
-def test_in_bfloat16_a_difference_is_told_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_bfloat16_a_difference_is_reported_but_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     work = Audit(engine(torch.bfloat16), batch=1)
     flip = swapped_at(len(prompt(5)) + 2, Target.score)
     monkeypatch.setattr(work.engine.target, "score", lambda trees: flip(work.engine.target, trees))
@@ -99,16 +99,16 @@ def test_in_bfloat16_a_difference_is_told_and_no_failure(monkeypatch: pytest.Mon
     assert work.speculative.diverging and not work.failed
 
 
-def test_the_yardstick_finds_what_batches_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = auditing.generate
+def test_differences_of_batched_generate_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = auditing.hf_generate
 
-    def changed(target: Target, asked: list[Case]) -> list[list[int]]:
-        answers = whole(target, asked)
+    def changed(target: Target, asked: list[list[int]], params: SamplingParams) -> list[list[int]]:
+        answers = whole(target, asked, params)
         if len(asked) > 1:
             answers[1][4] += 1 if answers[1][4] == 0 else -1
         return answers
 
-    monkeypatch.setattr(auditing, "generate", changed)
+    monkeypatch.setattr(auditing, "hf_generate", changed)
     work = Audit(engine(), batch=2)
     work.run(cases(3))
     [found] = work.batched.diverging
@@ -118,7 +118,7 @@ def test_the_yardstick_finds_what_batches_change(monkeypatch: pytest.MonkeyPatch
     assert not work.speculative.diverging and not work.failed
 
 
-def test_generate_ends_where_we_do() -> None:
+def test_generate_stops_at_the_same_end_of_text() -> None:
     work = Audit(engine(), batch=3)
     answers = [work.plain.decode([case.prompt], [case.params])[0].token_ids for case in cases(3)]
     own = work.reference.model.generation_config
@@ -129,7 +129,7 @@ def test_generate_ends_where_we_do() -> None:
     assert work.reference.model.generation_config is own
 
 
-def test_figures_by_hand() -> None:
+def test_rates_and_gaps_by_hand() -> None:
     gaps = [0.5, None, -0.25, 2.0]
     outcomes = [Outcome("t", str(i), 10, Divergence(9, 1, 2, gap)) for i, gap in enumerate(gaps)]
     found = Comparison("x", [*outcomes, Outcome("t", "same", 60, None)])
@@ -157,7 +157,7 @@ def flags(folder: Path, place: Path) -> list[object]:
     return ["audit", *model, "--tasks", tasks(place), "--max-new-tokens", "12", "--ignore-eos", "--batch", "2"]
 
 
-def test_the_command_tells_and_keeps_it_all(folder: Path, tmp_path: Path) -> None:
+def test_the_command_prints_and_saves_all_figures(folder: Path, tmp_path: Path) -> None:
     result = windfall(*flags(folder, tmp_path), "--json", "--out", tmp_path / "new" / "audit.json")
     told = json.loads(result.stdout)
     assert result.exit_code == 0 and told == json.loads((tmp_path / "new" / "audit.json").read_text())
@@ -170,7 +170,7 @@ def test_the_command_tells_and_keeps_it_all(folder: Path, tmp_path: Path) -> Non
     assert "chain vs plain" in shown.stdout and "HF batch of 2 vs single" in shown.stdout
 
 
-def test_the_command_fails_where_a_text_differs(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_fails_if_a_text_differs(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flip, honest = swapped_at(14, Target.score), Target.score
     init = Audit.__init__
 
@@ -203,7 +203,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return last
 
 
-def test_an_audit_of_nothing_has_no_verdict(folder: Path, tmp_path: Path, impatient: list[int]) -> None:
+def test_an_audit_without_a_finished_text_writes_nothing(folder: Path, tmp_path: Path, impatient: list[int]) -> None:
     impatient[0] = 1
     result = windfall(*flags(folder, tmp_path), "--out", tmp_path / "audit.json")
     assert result.exit_code == 130 and "stopped; 0 of 4 conversations are finished" in result.stderr
@@ -217,6 +217,6 @@ def test_an_interrupted_audit_shows_what_is_finished(folder: Path, tmp_path: Pat
     assert not told["finished"] and told["comparisons"][0]["conversations"] == 2
 
 
-def test_what_a_person_typed_wrong_is_one_line(folder: Path, tmp_path: Path) -> None:
+def test_wrong_input_is_refused_in_one_line(folder: Path, tmp_path: Path) -> None:
     assert "there is no task 'nothing'" in refused("audit", "--tasks", "nothing")
     assert "no prompt fits" in refused(*flags(folder, tmp_path), "--max-new-tokens", "400")

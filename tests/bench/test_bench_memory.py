@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from windfall.bench.memory import SHORT, held_by_graphs, peak_apart
+from windfall.bench.memory import WARM_UP_TOKENS, held_by_graphs, peak_apart
 from windfall.core.types import SamplingParams
 
 WEIGHTS, OTHERS, WORKSPACE, OWN = 4 * 10, 5000, 700, 100
@@ -74,7 +75,7 @@ class Engine:
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     made = Card()
     patched: dict[str, Callable[..., Any]] = {
         "memory_allocated": lambda device: made.allocated,
@@ -87,7 +88,9 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     }
     for name, function in patched.items():
         monkeypatch.setattr(torch.cuda, name, function)
-    return made
+    gc.freeze()  # collecting garbage takes long with all of torch in memory
+    yield made
+    gc.unfreeze()
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
@@ -121,7 +124,7 @@ def test_the_warm_up_is_short(card: Card) -> None:
     target: Any = SimpleNamespace(device=torch.device("cuda"), model=torch.nn.Linear(1, 1))
     peak_apart(target, make, [1], PARAMS)
     peak_apart(target, make, [1], SamplingParams(max_new_tokens=3))
-    assert asked == [[SHORT], [32, 32], [3], [3, 3]]
+    assert asked == [[WARM_UP_TOKENS], [32, 32], [3], [3, 3]]
 
 
 def test_graphs_hold_what_is_free_in_their_pools(card: Card) -> None:

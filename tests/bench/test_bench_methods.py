@@ -49,7 +49,7 @@ def test_a_preset_file_is_a_method(tmp_path: Path) -> None:
         parse_method("/nowhere/tuned.json")
 
 
-def test_no_folder_of_mine_is_in_a_label() -> None:
+def test_labels_have_no_absolute_paths() -> None:
     method = parse_method(f"ltd:path={SHIPPED.resolve()}")
     assert "/" not in method.label.replace("src/windfall/weights/ltd", "") and method.make()
 

@@ -228,9 +228,7 @@ def test_reading_a_folder(tmp_path: Path) -> None:
     ("apart", "peaks", "wanted"),
     [(False, None, 7), (True, None, None), (True, {"beam": 5}, 5), (True, {"none": 5}, None)],
 )
-def test_memory_that_was_to_be_measured_apart(
-    apart: bool, peaks: dict[str, int] | None, wanted: int | None, tmp_path: Path
-) -> None:
+def test_peak_memory_of_a_folder(apart: bool, peaks: dict[str, int] | None, wanted: int | None, tmp_path: Path) -> None:
     """A run that ended before says nothing about it: what all methods held together is no method's own."""
     line = json.dumps(vars(record("beam", id="1")) | {"turns": [turn([2, 1])], "peak_memory": 7})
     write(tmp_path, [line, ""], {"settings": {"methods": ["beam"], "memory": apart}, "provenance": {}})

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
-from helpers.cli import character_tokenizer
+from helpers.cli import character_tokenizer, windfall
 from helpers.tiny import tiny
 from windfall.bench import provenance, reading, recording, results, runner
 from windfall.bench.methods import DrafterSpec, parse_methods
@@ -23,7 +22,6 @@ from windfall.bench.runner import Settings
 from windfall.bench.store import Store
 from windfall.bench.suites import SUITES
 from windfall.bench.tasks import Prompt
-from windfall.cli import app
 from windfall.cli.bench import BenchOptions
 from windfall.cli.options import ModelOptions
 from windfall.core.types import GpuOptions, InputError, SamplingParams
@@ -44,7 +42,7 @@ TIMES = ("seconds", "ttft", "prefill", "split")
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    return Target(tiny(), character_tokenizer(), "tiny")
+    return Target(tiny(num_hidden_layers=2), character_tokenizer(), "tiny")
 
 
 def bench(
@@ -57,7 +55,7 @@ def bench(
     **settings: Any,
 ) -> Run:
     contenders = parse_methods([methods])
-    chosen = {"temperatures": (0.0, 1.0), "repeats": 1, "max_new_tokens": 10, "ignore_eos": True, "warm_up": 1}
+    chosen = {"temperatures": (0.0, 1.0), "repeats": 1, "max_new_tokens": 6, "ignore_eos": True, "warm_up": 1}
     asked = Settings(tuple(each.label for each in contenders), ("mine",), **{**chosen, **settings})
     known = PROFILES if profiles is None else profiles
     return runner.run(asked, contenders, prompts, target, Store(folder, resume), DrafterSpec("ngram"), known)
@@ -105,7 +103,7 @@ def test_every_conversation_is_recorded_once_and_texts_are_the_same(whole: Path)
     assert all(row.speedup is not None and row.tpot is not None for row in rows)
 
 
-def test_records_keep_their_contract(whole: Path) -> None:
+def test_records_have_all_their_fields(whole: Path) -> None:
     row = next(row for row in lines(whole) if row["method"].startswith("self") and row["id"] == "one")
     about = {"method", "drafter", "policy", "settings", "task", "category", "id", "temperature", "repeat", "seed"}
     assert set(row) >= {*about, "coupled", "turns", "repeated", "peak_memory"}
@@ -121,7 +119,7 @@ def test_the_lists_of_a_record_agree(whole: Path) -> None:
         for turn in row["turns"]:
             cycles = len(turn["committed"])
             assert all(len(turn[name]) == cycles for name in ("accepted", "rows", "drafted", "passes", "depth"))
-            assert sum(turn["committed"]) == turn["tokens"] == 10
+            assert sum(turn["committed"]) == turn["tokens"] == 6
             verified, judged, accepted = (sum(node[place] for node in turn["nodes"]) for place in (3, 4, 5))
             assert verified == sum(turn["rows"]) - cycles
             assert accepted == sum(turn["accepted"]) <= judged <= verified
@@ -143,8 +141,9 @@ def test_a_second_turn_answers_the_first_reply(target: Target, tmp_path: Path, m
     monkeypatch.setattr(
         Engine, "run", lambda self, prompts, params: asked.append(prompts[0]) or run(self, prompts, params)
     )
-    taken, take = [], runner.Talk.take
-    monkeypatch.setattr(runner.Talk, "take", lambda self, made, timed: taken.append(made) or take(self, made, timed))
+    taken, take = [], runner.Conversation.take
+    keep = lambda self, made, timed: taken.append(made) or take(self, made, timed)  # noqa: E731
+    monkeypatch.setattr(runner.Conversation, "take", keep)
     bench(target, tmp_path / "run", "none", PROMPTS[:1], temperatures=(0.0,), warm_up=0)
     messages = [
         {"role": "user", "content": "tell me a story"},
@@ -175,7 +174,7 @@ def test_prompts_without_room_are_left_out(target: Target) -> None:
 
 
 def test_a_conversation_ends_where_its_next_answer_has_no_room(target: Target, tmp_path: Path) -> None:
-    prompt = Prompt("talk", "", "long", ("a" * 30, "b" * 200, "c"))
+    prompt = Prompt("talk", "", "long", ("a" * 30, "b" * 220, "c"))
     made = bench(target, tmp_path / "run", "chain", [prompt], temperatures=(0.0,))
     assert [len(record.turns) for record in made.records] == [1, 1]
 
@@ -215,7 +214,7 @@ def test_seeds_and_repeats_give_other_texts_when_sampling_alone(target: Target, 
     assert len({*texts(whole, 0.0), *texts(tmp_path / "other", 0.0)}) == 1
 
 
-def test_methods_do_not_touch_each_other(target: Target, tmp_path: Path) -> None:
+def test_methods_do_not_influence_each_other(target: Target, tmp_path: Path) -> None:
     """Not even those that learn from one text for the next."""
     learners = ["auto", "gammatune:carry=true", "dynatree:history=release", "self/auto"]
     costs = {**PROFILES, "self": PROFILES["ngram"]}
@@ -227,7 +226,7 @@ def test_methods_do_not_touch_each_other(target: Target, tmp_path: Path) -> None
         assert alone == {key: row for key, row in together.items() if key in alone}
 
 
-def test_the_warm_up_is_learnt_from_and_not_recorded(target: Target, tmp_path: Path) -> None:
+def test_methods_learn_from_the_warm_up_which_is_not_recorded(target: Target, tmp_path: Path) -> None:
     method = "self/auto"
     costs = {"self": PROFILES["ngram"]}
     bench(target, tmp_path / "cold", method, profiles=costs, warm_up=0)
@@ -313,7 +312,7 @@ def test_a_folder_that_is_not_there_is_not_resumed(target: Target, tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"max_new_tokens": 17}, "max_new_tokens was 10, not 17"),
+        ({"max_new_tokens": 17}, "max_new_tokens was 6, not 17"),
         ({"temperatures": (0.0,)}, r"temperatures was \[0.0, 1.0\], not \[0.0\]"),
         ({"methods": "chain"}, "methods was"),
         ({"prompts": PROMPTS[:2]}, "prompts was"),
@@ -377,7 +376,7 @@ def test_costs_come_from_a_file(target: Target, whole: Path, tmp_path: Path) -> 
         bench(target, tmp_path / "run", "self/auto")
 
 
-def test_recorded_passes_have_room_for_the_longest_conversation(target: Target, tmp_path: Path) -> None:
+def test_gpu_buffers_have_room_for_the_longest_conversation(target: Target, tmp_path: Path) -> None:
     """Buffers do not grow in the middle of a run, and the texts are those of the ordinary path."""
     few, asked = "chain:depth=3,self/beam:depth=3:k=3:nodes=8", PROMPTS[:2]
     bench(target, tmp_path / "plain", few, asked)
@@ -395,7 +394,7 @@ def test_recorded_passes_have_room_for_the_longest_conversation(target: Target, 
     assert plain.engine.gpu_runner is not None and plain.engine.gpu_runner.judge.capacity > max(before, 6000)
 
 
-def test_prompts_of_every_length_are_read_before_the_clock_runs(
+def test_prefills_of_every_length_are_captured_before_timing(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where passes are recorded; each method at first, and no method otherwise."""
@@ -410,8 +409,8 @@ def test_prompts_of_every_length_are_read_before_the_clock_runs(
     bench(target, tmp_path / "plain", "chain:depth=3", PROMPTS)
     assert not read
     bench(target, tmp_path / "graphs", "chain:depth=3", PROMPTS, graphs=True)
-    wanted = {runner.prompt_length(prompt, target, Settings.prompt_tokens) // runner.LENGTHS for prompt in PROMPTS}
-    assert len(read) == 2 * len(wanted) and {length // runner.LENGTHS for length in read} == wanted
+    wanted = {runner.prompt_length(prompt, target, Settings.prompt_tokens) // runner.PREFILL_STEP for prompt in PROMPTS}
+    assert len(read) == 2 * len(wanted) and {length // runner.PREFILL_STEP for length in read} == wanted
 
 
 def test_memory_is_measured_with_each_method_alone(
@@ -439,11 +438,15 @@ def test_memory_is_measured_with_each_method_alone(
     contenders = runner.assemble(methods, target, DrafterSpec("ngram"), True)
     part = runner.Part("some", ("chain:depth=3",), ("talk",), (0.0,), memory=True)
     settings = Settings(tuple(m.label for m in methods), ("mine",), max_new_tokens=4, parts=(part,))
-    peaks = dict(runner.weigh(contenders, PROMPTS, pretended, DrafterSpec("ngram"), settings, False, GpuOptions()))
+    peaks = dict(
+        runner.measure_memory(contenders, PROMPTS, pretended, DrafterSpec("ngram"), settings, False, GpuOptions())
+    )
     weights = sum(weight.nbytes for weight in target.model.parameters())
     assert peaks == {"none": weights + 3, "chain:depth=3": weights + 6}  # a warm-up and two answers each
     assert engines == ["NoDrafter"] * 3 + ["NGramDrafter"] * 3
-    assert not list(runner.weigh(contenders, PROMPTS, target, DrafterSpec("ngram"), settings, False, GpuOptions()))
+    assert not list(
+        runner.measure_memory(contenders, PROMPTS, target, DrafterSpec("ngram"), settings, False, GpuOptions())
+    )
 
 
 def test_drafters_of_the_same_name_are_not_mixed_up(target: Target) -> None:
@@ -452,7 +455,7 @@ def test_drafters_of_the_same_name_are_not_mixed_up(target: Target) -> None:
         runner.assemble(methods, target, DrafterSpec("ngram"), coupled=True)
 
 
-def test_no_folder_of_mine_is_in_the_provenance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_provenance_has_no_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shorten = provenance.shorten
     assert shorten("/home/me/models/small") == "small"
@@ -467,7 +470,7 @@ def test_no_folder_of_mine_is_in_the_provenance(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(Path(__file__).parent)
     assert shorten(f"{tmp_path}/small/chain:depth=3") == "small/chain:depth=3"  # a drafter that is there
     drafter = DrafterSpec("lm", {"model": "/home/me/models/small"})
-    assert drafter.label == "lm:model=small" and drafter.told == {"model": "small"}
+    assert drafter.label == "lm:model=small" and drafter.public_settings == {"model": "small"}
 
 
 def test_weights_are_known_by_their_hash() -> None:
@@ -510,7 +513,7 @@ def test_suites_name_what_there_is() -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("models") / "tiny"
-    tiny().save_pretrained(place)
+    tiny(num_hidden_layers=2).save_pretrained(place)
     character_tokenizer().save_pretrained(place)
     return place
 
@@ -521,12 +524,6 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"id": p.id, "category": p.category, "turns": p.turns} for p in PROMPTS]
     file.write_text("\n".join(map(json.dumps, rows)))
     return file
-
-
-def windfall(*arguments: object) -> Result:
-    result = CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
-    assert "Traceback" not in result.output
-    return result
 
 
 SHORT = ("--max-new-tokens", 8, "--repeats", 1, "--warm-up", 1)
@@ -579,7 +576,7 @@ def test_several_suites_at_once(model: Path, tmp_path: Path) -> None:
     assert refused.exit_code == 2 and "differ in ignore_eos" in refused.stderr
 
 
-def test_methods_beside_suites_take_their_place(model: Path, prompts: Path, tmp_path: Path) -> None:
+def test_given_methods_replace_those_of_suites(model: Path, prompts: Path, tmp_path: Path) -> None:
     where = ("--target", model, "--tasks", prompts, "--out", tmp_path / "out", "--methods", "chain:depth=2", *SHORT)
     assert windfall("bench", "run", "--suite", "salf-t2,talon-t3", *where).exit_code == 0
     made = reading.load(tmp_path / "out")
@@ -606,7 +603,7 @@ def test_every_policy_is_added_to_suites() -> None:
     assert [set(part.methods) for part in parts] == [set(labels)] * 2 and "talon" in labels
 
 
-def test_memory_is_asked_for_in_vain_off_a_gpu(model: Path, prompts: Path, tmp_path: Path) -> None:
+def test_memory_is_not_measured_without_a_gpu(model: Path, prompts: Path, tmp_path: Path) -> None:
     options = ("--target", model, "--tasks", prompts, "--methods", "chain", "--limit", 1, *SHORT)
     done = windfall("bench", "run", "--out", tmp_path / "o", *options, "--memory")
     assert done.exit_code == 0 and "peak memory is measured on CUDA devices only, not on cpu" in done.stderr

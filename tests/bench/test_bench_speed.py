@@ -18,7 +18,7 @@ from helpers.widen import LARGER
 from windfall.bench.methods import DrafterSpec, parse_methods
 from windfall.bench.runner import Contender, State, assemble
 from windfall.bench.speed import passes, race, speed
-from windfall.bench.speed.profiled import Kernel, behind
+from windfall.bench.speed.profiled import Kernel, after
 from windfall.bench.speed.race import Case, Entry, Race, Regime, Settings, Timing
 from windfall.bench.speed.speed import Result
 from windfall.bench.tasks import Prompt
@@ -31,7 +31,7 @@ from windfall.model.target import Target
 
 __all__ = ["folder"]  # the fixture
 PROMPTS = [Prompt("talk", "", "one", ("tell me a story",)), Prompt("other", "", "two", ("a b a b a b",))]
-SHORT = {"max_new_tokens": 6, "rounds": 2, "lengths": (16, 64), "rows": (1, 64), "ignore_eos": True}
+SHORT = {"max_new_tokens": 4, "rounds": 2, "lengths": (16, 64), "rows": (1, 64), "ignore_eos": True}
 COSTS = Costs.simple(0.001, (1, 2, 8), (1.0, 1.1, 1.5), 0.1)
 FLAT = Costs.simple(0.01, (1, 96), (1.0, 1.1))  # seconds: whatever runs here is faster
 
@@ -45,7 +45,8 @@ def module_patch() -> Iterator[pytest.MonkeyPatch]:
 @pytest.fixture(scope="module")
 def measured(module_patch: pytest.MonkeyPatch) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """A whole measurement with a head on fixed buffers, and what was kept on the way."""
-    module_patch.setattr(passes, "DEPTH", 2)
+    module_patch.setattr(passes, "DRAFT_PASSES", 2)
+    module_patch.setattr(passes, "CONTEXT_TOKENS", 32)
     target = Target(tiny(), character_tokenizer(), "tiny")
     kept: list[dict[str, Any]] = []
     result = Result(target.name, {}, {})
@@ -121,7 +122,7 @@ def test_a_row_has_all_its_figures(measured: Any) -> None:
     assert all(row["over_none"] == 1 for row in plain)
 
 
-def test_texts_are_plain_decodings(measured: Any) -> None:
+def test_texts_equal_plain_decoding(measured: Any) -> None:
     for row in measured[0]["methods"]:
         if row["method"].startswith("HF") and row["temperature"]:
             assert row["texts"] is None  # other noise, another text
@@ -130,19 +131,19 @@ def test_texts_are_plain_decodings(measured: Any) -> None:
 
 
 @pytest.mark.parametrize("timed", [True, False])
-def test_an_answer_that_must_be_the_same_at_any_speed_learns_nothing_from_the_clock(timed: bool) -> None:
+def test_untimed_answers_learn_nothing_from_the_clock(timed: bool) -> None:
     (method,) = parse_methods(["auto"])[1:]
     made = Engine(Target(tiny()), FeatureHeadDrafter(random_head()), method.make(), launch=GpuOptions(graphs=True))
     made.costs = FLAT
     entry = Entry("auto", Regime(0.0, True), Contender(method, made, None))
     race = Race(made.target, [entry], [], Settings())
-    race._states["auto", entry.regime] = State(method.make(), {"greedy": Calibrator()})
+    entry.state = State(method.make(), {"greedy": Calibrator()})
     race._generate(entry, Case(PROMPTS[0], prompt(), SamplingParams(max_new_tokens=24, eos=())), timed)
     gains = [each.speedup for each in made.calibrators.values()]
     assert made.fallback == "" and (gains == [1.0]) is not timed
 
 
-def test_why_a_method_does_not_stay_on_the_device_is_its_own() -> None:
+def test_each_method_has_its_own_reason_to_leave_the_gpu() -> None:
     """Methods with one drafter have one engine."""
     methods = parse_methods(["salf:nodes=8,opt-tree:nodes=8:depth=2"])
     target = Target(tiny(), character_tokenizer(), "tiny")
@@ -158,13 +159,13 @@ def test_why_a_method_does_not_stay_on_the_device_is_its_own() -> None:
     assert told == {"none": None, "salf": None, "opt-tree": "its policy decides on the host"}
 
 
-def test_another_text_is_told() -> None:
-    race = Race.__new__(Race)
+def test_different_texts_are_counted() -> None:
     greedy, cases = Regime(0.0, True), [Case(prompt, [1], SamplingParams()) for prompt in PROMPTS]
-    race.cases, race.settings = cases, Settings()
     wanted, other = Timing("talk", (1, 2), 1.0, 1, 1, 0.5), Timing("talk", (1, 3), 1.0, 1, 1, 0.5)
-    race.rounds = {("none", greedy): [[wanted, wanted]], ("beam", greedy): [[wanted, other], [other, other]]}
-    assert race._same(Entry("beam", greedy, contender=object())) == (1, 4)  # type: ignore[arg-type]
+    plain, beam = (Entry(label, greedy, contender=object()) for label in ("none", "beam"))  # type: ignore[arg-type]
+    plain.rounds, beam.rounds = [[wanted, wanted]], [[wanted, other], [other, other]]
+    rows = Race(None, [plain, beam], cases, Settings()).rows  # type: ignore[arg-type]
+    assert [(row["same_texts"], row["texts"]) for row in rows] == [(2, 2), (1, 4)]
 
 
 def test_passes_are_timed_by_rows_and_by_context(measured: Any) -> None:
@@ -208,15 +209,15 @@ def test_kernels_are_sorted_into_models_and_the_rest() -> None:
     assert Kernel("Memcpy DtoH (Device -> Pinned)", 1, 0.1).copies and not Kernel("_choose", 1, 0.1).copies
 
 
-def test_what_begins_an_answer_is_not_among_its_cycles() -> None:
+def test_kernels_of_the_first_cycle_are_subtracted() -> None:
     first, whole = [Kernel("a", 2, 0.5), Kernel("b", 1, 0.2)], [Kernel("a", 7, 0.9), Kernel("c", 3, 0.7)]
-    left = behind(first, [*whole, Kernel("b", 1, 0.1)])
+    left = after(first, [*whole, Kernel("b", 1, 0.1)])
     assert [each.name for each in left] == ["c", "a", "b"]
     assert [each.count for each in left] == [3, 5, 0]
     assert [each.seconds for each in left] == pytest.approx([0.7, 0.4, 0.0])
 
 
-def test_everything_is_timed_before_the_profiler_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_timed_before_the_profiler_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind it launches are slow."""
     done: list[str] = []
 
@@ -237,7 +238,7 @@ def test_everything_is_timed_before_the_profiler_looks(monkeypatch: pytest.Monke
     assert steps[-1] == (11, 11)
 
 
-def test_a_widened_pair_is_named_so() -> None:
+def test_widened_pairs_are_named_as_such() -> None:
     target = Target(tiny(), character_tokenizer(), "some/tiny")
     head = speed.Ready("head", {}, random_head())
     wide, drafter = speed.widened(target, head, LARGER)  # type: ignore[arg-type]

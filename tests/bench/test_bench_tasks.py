@@ -124,8 +124,8 @@ def test_rows_of_known_datasets_become_prompts(name: str, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     prompts = load_tasks([name])
     assert asked[0][0] == HUB[name].path and asked[0][2]["streaming"] is True
-    assert len(prompts) == len({prompt.id for prompt in prompts}) == tasks.ROWS
-    assert len(load_tasks([name], limit=tasks.ROWS + 5)) == tasks.ROWS + 5 or name == "wikitext-2"
+    assert len(prompts) == len({prompt.id for prompt in prompts}) == tasks.HUB_ROWS
+    assert len(load_tasks([name], limit=tasks.HUB_ROWS + 5)) == tasks.HUB_ROWS + 5 or name == "wikitext-2"
     assert {prompt.task for prompt in prompts} == {name}
     assert prompts[0].turns == ROWS[name][1]
     assert prompts[0].raw == (name in ("wikitext-2", "pg-19"))

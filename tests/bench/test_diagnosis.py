@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 import windfall
-from helpers.cli import character_tokenizer
+from helpers.cli import folder
 from helpers.random_heads import random_head
 from helpers.table import TableDrafter
 from helpers.tiny import prompt, tiny
@@ -22,6 +22,7 @@ from windfall.core.tree import DraftTree
 from windfall.core.types import Scores, Split, Step
 from windfall.drafters.base import Drafter
 
+__all__ = ["folder"]  # the fixture
 DRAFTED = [  # q(next | last) of four tokens
     [0.1, 0.4, 0.3, 0.2],
     [0.7, 0.1, 0.15, 0.05],
@@ -45,7 +46,7 @@ class Tables(Drafter):
         self.committed += bonus
 
 
-class GpuTarget:
+class FakeTarget:
     """A target whose favourite depends on the last token alone."""
 
     def __init__(self) -> None:
@@ -62,9 +63,9 @@ class GpuTarget:
 
 
 def test_probes_by_hand() -> None:
-    drafter, judge = Tables(), GpuTarget()
-    found = probe(judge, drafter, [3, 0], [1, 2])  # type: ignore[arg-type]
-    assert drafter.committed == [1, 2] and judge.commits == 2
+    drafter, target = Tables(), FakeTarget()
+    found = probe(target, drafter, [3, 0], [1, 2])  # type: ignore[arg-type]
+    assert drafter.committed == [1, 2] and target.commits == 2
     after = {  # after token t: is the drafter's favourite right, its probability of the target's, its highest
         0: (True, 0.4, 0.4),
         1: (True, 0.7, 0.7),
@@ -79,12 +80,12 @@ def test_probes_by_hand() -> None:
 
 
 def test_a_token_beyond_the_children_counts_as_impossible() -> None:
-    found = probe(GpuTarget(), Tables(), [3, 0], [1], children=2)  # type: ignore[arg-type]
+    found = probe(FakeTarget(), Tables(), [3, 0], [1], children=2)  # type: ignore[arg-type]
     assert [round(p.chance, 3) for p in found] == [0.7, 0.0, 0.25, 0.4]
     assert [round(p.surest, 3) for p in found] == [0.7, 0.6, 0.3, 0.4]
 
 
-def test_a_drafter_that_has_nothing_to_say_is_no_probe() -> None:
+def test_a_drafter_without_guesses_gives_no_probes() -> None:
     class Silent(Tables):
         def expand(self, trees: Any, grows: Any) -> list[DraftTree]:
             return list(trees)
@@ -93,8 +94,8 @@ def test_a_drafter_that_has_nothing_to_say_is_no_probe() -> None:
         def expand(self, trees: Any, grows: Any) -> list[DraftTree]:
             return super().expand(trees, grows) if len(trees[0]) == 1 else list(trees)
 
-    assert probe(GpuTarget(), Silent(), [3, 0], [1, 2]) == []  # type: ignore[arg-type]
-    assert probe(GpuTarget(), Brief(), [3, 0], [1])[0] == Probe(1, False, 0.0, 0.0)  # type: ignore[arg-type]
+    assert probe(FakeTarget(), Silent(), [3, 0], [1, 2]) == []  # type: ignore[arg-type]
+    assert probe(FakeTarget(), Brief(), [3, 0], [1])[0] == Probe(1, False, 0.0, 0.0)  # type: ignore[arg-type]
 
 
 def test_figures_of_a_rank() -> None:
@@ -145,7 +146,7 @@ def test_a_drafter_equal_to_the_target_is_always_right() -> None:
     assert found.trees.heat_map()[0] == [1.0]
 
 
-def test_another_drafter_is_right_at_times_and_the_text_is_the_targets() -> None:
+def test_another_drafter_is_sometimes_right() -> None:
     target = tiny()
     engine = windfall.load(target, (tiny(num_hidden_layers=2), None), "beam")
     found = diagnose(engine, [prompt()], engine.params(max_new_tokens=30))
@@ -169,19 +170,11 @@ def test_heads_are_probed_with_their_own_features(kind: str) -> None:
     assert [p[:2] for p in alone] == [p[:2] for p in found[10:15]]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("models") / "tiny"
-    tiny().save_pretrained(place)
-    character_tokenizer().save_pretrained(place)
-    return place
-
-
 def run(*words: object) -> Any:
     return CliRunner().invoke(app, ["diagnose", "--device", "cpu", "--max-new-tokens", "10", *map(str, words)])
 
 
-def test_the_command_tells_it_all_as_json_and_as_a_figure(folder: Path, tmp_path: Path) -> None:
+def test_the_command_writes_json_and_a_figure(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "some.jsonl").write_text('{"turns": ["abc"]}\n{"text": "hello"}\n')
     words = [
         "--target",

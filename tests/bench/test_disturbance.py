@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from helpers.bench_records import METHODS, write_run
 from windfall.bench import reading, results
 from windfall.bench.disturbance import Disturbance, disturbances
-from windfall.bench.report import html, page, results_page
+from windfall.bench.report import page, parts, results_page
 from windfall.cli import app
 from windfall.costs.curves import Costs
 
@@ -53,13 +53,13 @@ def folder(tmp_path: Path) -> Path:
     return write_run(tmp_path / "made-up", methods=FEW, texts=3)
 
 
-def test_a_quiet_run_is_believed(folder: Path) -> None:
+def test_an_undisturbed_run_has_no_warning(folder: Path) -> None:
     assert found(folder) == []
     profiled(folder)
     assert found(folder) == []
 
 
-def test_plain_steps_are_held_against_the_profile(folder: Path) -> None:
+def test_plain_steps_are_compared_with_the_profile(folder: Path) -> None:
     profiled(folder)
     change(folder, slowed(3.1))
     (told,) = found(folder)
@@ -69,7 +69,7 @@ def test_plain_steps_are_held_against_the_profile(folder: Path) -> None:
     assert told.warning.endswith(" times what the profile says; speed-ups are not to be believed")
 
 
-def test_a_slower_profile_of_the_same_run_is_an_excuse(folder: Path) -> None:
+def test_the_slowest_profile_counts(folder: Path) -> None:
     profiled(folder, 3 * STEP)
     change(folder, slowed(2.0))
     assert found(folder) == []
@@ -91,7 +91,7 @@ def test_a_speed_up_beyond_tokens_per_pass_is_noticed(folder: Path) -> None:
     assert "tokens per pass allow" in told.warning
 
 
-def test_untimed_and_damaged_runs_say_nothing(folder: Path) -> None:
+def test_untimed_and_damaged_runs_have_no_warning(folder: Path) -> None:
     profiled(folder)
     about = json.loads((folder / "run.json").read_text())
     about["profiles"]["ngram"]["costs"] = {}
@@ -106,7 +106,7 @@ def test_untimed_and_damaged_runs_say_nothing(folder: Path) -> None:
     assert found(folder) == []
 
 
-def test_tiles_carry_their_intervals(folder: Path) -> None:
+def test_large_figures_have_intervals(folder: Path) -> None:
     run = reading.load(folder)
     gain = next(row.speedup for row in results.summary(run) if (row.method, row.task) == ("beam", reading.ALL))
     assert gain is not None
@@ -125,12 +125,12 @@ def test_no_page_shows_the_speed_ups_of_a_disturbed_run(folder: Path, tmp_path: 
     assert not any("At temperature 0 beam was fastest" in line for line in made.summary)
     assert made.sections[0].text.startswith(f"P{warning[1:]}.\n\n")
     drawn = {drawing.name: "<svg/>" for section in made.sections for drawing in section.drawings}
-    assert "<li><b>disturbed</b>" in html.page(made, drawn)
+    assert "<li><b>disturbed</b>" in parts.as_html(made, drawn)
     several = results_page.make([folder], "page.md")
     assert f"In made-up, at temperature 0, {warning}." in several.summary
 
 
-def test_bench_show_tells_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_show_prints_the_warning(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     change(folder, slowed(9.0))
     (told,) = found(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -15,7 +16,7 @@ from helpers.bench_records import write_run
 from helpers.cli import character_tokenizer
 from helpers.tiny import tiny
 from windfall.bench import reading, results
-from windfall.bench.methods import parse_method, parse_methods
+from windfall.bench.methods import Method, parse_method, parse_methods
 from windfall.bench.papers import studies
 from windfall.bench.papers.studies import STUDIES, Leg, Study
 from windfall.bench.runner import Settings
@@ -42,26 +43,20 @@ def test_every_study_is_there() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_methods_and_settings_are_valid(name: str) -> None:
-    study = STUDIES[name]
+def test_methods_are_valid_and_drawn_from_records(name: str, tmp_path: Path) -> None:
+    study, place, count = STUDIES[name], tmp_path / "study", 0
     assert len({leg.name for leg in study.legs}) == len(study.legs)
     for leg in study.legs:
         methods = parse_methods(study.contenders(leg, drafters(study)))
         assert len(methods) > 2 and methods[0].plain
         settings = {"temperatures": study.temperatures, **leg.settings}
         Settings(methods=tuple(method.label for method in methods), tasks=("builtin",), **settings)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_drawn_from_records(name: str, tmp_path: Path) -> None:
-    study, place = STUDIES[name], tmp_path / "study"
-    for leg in study.legs:
-        write_run(place / leg.name, made_up(study, leg), {"a": "b"}, study.temperatures, texts=1, repeats=1)
+        write_run(place / leg.name, made_up(methods), {"a": "b"}, study.temperatures, texts=1, repeats=1)
+        count += len(methods)
     files = studies.draw(study, place)
     assert [file.name for file in files] == [f"{name}.svg", f"{name}.png", f"{name}.csv"]
     ElementTree.fromstring(files[0].read_text("utf-8"))
     lines = list(csv.DictReader(files[2].open(encoding="utf-8")))
-    count = sum(len(parse_methods(study.contenders(leg, drafters(study)))) for leg in study.legs)
     assert len(lines) == count * len(study.temperatures)
     if study.across and name not in ("talf-k", "delta-tau"):
         assert all(line["x"] for line in lines if line["method"] != "none")
@@ -73,10 +68,10 @@ def test_drawn_from_records(name: str, tmp_path: Path) -> None:
     )
 
 
-def made_up(study: Study, leg: Leg) -> dict[str, tuple[str, str, float, int, int]]:
-    """Each method of a leg, as bench_records wants it."""
+def made_up(methods: Sequence[Method]) -> dict[str, tuple[str, str, float, int, int]]:
+    """Each method with its drafter, policy, acceptance rate, depth and rows, for bench_records."""
     found = {}
-    for place, method in enumerate(parse_methods(study.contenders(leg, drafters(study)))):
+    for place, method in enumerate(methods):
         plain = method.policy == "none"
         found[method.label] = (
             ("none", "none", 0.0, 0, 1) if plain else ("self", method.policy, 0.5 + 0.002 * place, 4, 30)
@@ -87,12 +82,14 @@ def made_up(study: Study, leg: Leg) -> dict[str, tuple[str, str, float, int, int
 def test_points_of_a_sweep_are_in_order() -> None:
     method = parse_method("salf:th=0.3")
     assert method.settings == {"th": "0.3"}
-    assert studies.sweep("beam", "nodes", (20, 40), depth=8) == ("beam:depth=8:nodes=20", "beam:depth=8:nodes=40")
+    assert studies.expand("beam:depth=8:nodes=20|40") == ["beam:depth=8:nodes=20", "beam:depth=8:nodes=40"]
+    assert studies.expand("a:b=1|2:c=3|4") == ["a:b=1:c=3", "a:b=1:c=4", "a:b=2:c=3", "a:b=2:c=4"]
+    assert studies.expand("talon") == ["talon"]
 
 
 def test_runs_on_a_model_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     legs = (Leg("tokens-4", {"max_new_tokens": 4}, x=4), Leg("tokens-8", {"max_new_tokens": 8}, x=8))
-    study = Study("tiny", "Tiny", "", ("chain:depth=2", "beam:depth=2:k=2"), "tokens", studies._lines, legs=legs)
+    study = Study("tiny", "Tiny", "", ("chain:depth=2", "beam:depth=2:k=2"), studies._lines, "tokens", legs=legs)
     target = Target(tiny(), character_tokenizer(), "tiny")
     common = {"tasks": ("letters",), "repeats": 1, "warm_up": 1}
     shares: list[float] = []

@@ -106,8 +106,8 @@ WITH_NUMBERS = [name for name in registry.policies() if has_numbers(name)]
 
 @pytest.mark.parametrize("policy", WITH_NUMBERS)
 def test_random_settings_are_allowed(policy: str) -> None:
-    chosen = tune.field_of(policy, count=12)
-    assert chosen == tune.field_of(policy, count=12) and len(chosen) <= 12
+    chosen = tune.random_settings(policy, count=6)
+    assert chosen == tune.random_settings(policy, count=6) and len(chosen) <= 6
     for settings in chosen:
         build(registry.policy_class(policy), settings, policy)
     defaults = build(registry.policy_class(policy), {}, policy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +88,14 @@ def record(
 
 def turn(luck: random.Random, chance: float, depth: int, rows: int, name: str, wrong: bool) -> dict[str, Any]:
     committed: list[int] = []
-    nodes: list[list[int]] = []
+    nodes: Counter[tuple[int, ...]] = Counter()  # by depth, rank, layer rank, and which of the three counts
     deepest = [max(1, round(depth * luck.uniform(0.5, 1))) if depth else 0 for _ in range(64)]
     while sum(committed) < 64:
         accepted = 0
         while accepted < deepest[len(committed)] and luck.random() < chance:
             accepted += 1
-        nodes += cycle_nodes(luck, deepest[len(committed)], accepted)
+        for *place, verified, judged, found in cycle_nodes(luck, deepest[len(committed)], accepted):
+            nodes.update({(*place, 0): verified, (*place, 1): judged, (*place, 2): found})
         committed.append(min(accepted + 1, 64 - sum(committed)))
     cycles = len(committed)
     passes = deepest[:cycles]
@@ -119,7 +121,7 @@ def turn(luck: random.Random, chance: float, depth: int, rows: int, name: str, w
         "drafted": [rows - 1] * cycles,
         "passes": passes,
         "depth": passes,
-        "nodes": nodes,
+        "nodes": [[*place, *(nodes[(*place, n)] for n in range(3))] for place in sorted({each[:3] for each in nodes})],
     }
 
 

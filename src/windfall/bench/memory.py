@@ -1,4 +1,4 @@
-"""Device memory that methods need: while others are loaded too, or each by itself."""
+"""Peak device memory of methods."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from windfall.core.types import SamplingParams
 from windfall.engine.engine import Engine
 from windfall.model.target import Target
 
-SHORT = 8  # tokens of an answer to warm up
-COMMON = (0, 0)  # the allocator's pool for everything that no graph holds
+WARM_UP_TOKENS = 8
+DEFAULT_POOL = (0, 0)  # the allocator's pool for memory that belongs to no CUDA graph
 
 
 class PeakMemory:
-    """The most memory that a CUDA device held since this was made."""
+    """The peak memory of a CUDA device since this object was made."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -30,13 +30,13 @@ class PeakMemory:
 
 
 def peak_apart(target: Target, make: Callable[[], Engine], ids: list[int], params: SamplingParams) -> int:
-    """The most bytes of a CUDA device that a new engine needs for one answer, weights included.
+    """The peak bytes of a CUDA device that a new engine needs for one answer, including the weights.
 
-    What the first engine of a process leaves to all later ones (merged weights, workspaces of libraries) is there
-    before anything is counted. The answer is given twice, as graphs are recorded in the first: afterwards they hold
-    memory that counts as free, and which nobody else can have.
+    A first engine allocates what all engines of a process share (merged weights, workspaces of libraries) before
+    anything is counted. The answer is generated twice: the first time captures CUDA graphs, which afterwards hold
+    memory that the allocator reports as free.
     """
-    device, short = target.device, replace(params, max_new_tokens=min(SHORT, params.max_new_tokens))
+    device, short = target.device, replace(params, max_new_tokens=min(WARM_UP_TOKENS, params.max_new_tokens))
     make().decode([ids], [short])
     clear(device)
     before, held = torch.cuda.memory_allocated(device), held_by_graphs(device)
@@ -53,17 +53,17 @@ def peak_apart(target: Target, make: Callable[[], Engine], ids: list[int], param
 
 
 def held_by_graphs(device: torch.device) -> int:
-    """Bytes of this device that recorded graphs keep for their replays, and that count as free meanwhile."""
+    """Bytes of this device that CUDA graphs hold for their replays, and that the allocator reports as free."""
     index = torch.cuda.current_device() if device.index is None else device.index
     return sum(
         segment["total_size"] - segment["allocated_size"]
         for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        if segment["device"] == index and tuple(segment["segment_pool_id"]) != COMMON
+        if segment["device"] == index and tuple(segment["segment_pool_id"]) != DEFAULT_POOL
     )
 
 
 def clear(device: torch.device) -> None:
-    """Give back what nobody uses; the last engine may have a cycle under way that nobody waited for."""
+    """Free unused memory, after waiting for work that the last engine left on the device."""
     torch.cuda.synchronize(device)
     gc.collect()
     torch.cuda.empty_cache()

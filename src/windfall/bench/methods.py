@@ -1,8 +1,8 @@
-"""What is compared: a method is a policy with settings, and perhaps a drafter of its own, written in one word.
+"""Methods as text: a policy with settings, and optionally a drafter, written in one word.
 
-`beam:depth=4:k=4`, a preset such as `eagle-2` or a file that `windfall tune` wrote, `self:skip=3+5/beam`: drafter,
-slash, policy; settings follow after colons, and a plus stands for a comma inside a value. A policy or drafter can be a
-class of one's own: `my.py:Mine:least=0.2`.
+Examples: `beam:depth=4:k=4`; a preset such as `eagle-2`, or a file that `windfall tune` wrote; `self:skip=3+5/beam`, a
+drafter and a policy separated by a slash. Settings follow after colons, and a plus stands for a comma inside a value. A
+policy or drafter can also be a class in a file: `my.py:Mine:least=0.2`.
 """
 
 from __future__ import annotations
@@ -20,38 +20,39 @@ if TYPE_CHECKING:
     from windfall.policies.base import TreePolicy
 
 PLAIN = "none"
-EVERY = "all"
-TUNED = ".json"  # how the name of a preset file ends
+EVERY_POLICY = "all"
+PRESET_SUFFIX = ".json"
 
 
 @dataclass(frozen=True)
 class DrafterSpec:
-    """A drafter by name, or a model that drafts, with settings as they were typed."""
+    """The name of a drafter, or of a model that drafts, with settings as they were typed."""
 
     name: str
     settings: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, text: str) -> DrafterSpec:
-        """`self:skip=3+5` → a drafter with settings."""
+        """Parse a drafter with settings, such as `self:skip=3+5`."""
         return cls(*_settings(text))
 
     @property
     def label(self) -> str:
-        """As in a method, without the folders of a model's path."""
-        return ":".join([self.short_name, *(f"{key}={value.replace(',', '+')}" for key, value in self.told.items())])
+        """The text of this drafter in a method, without the folders of a model's path."""
+        settings = [f"{key}={value.replace(',', '+')}" for key, value in self.public_settings.items()]
+        return ":".join([self.short_name, *settings])
 
     @property
     def short_name(self) -> str:
         return Path(self.name).name if Path(self.name).is_absolute() else self.name
 
     @property
-    def told(self) -> dict[str, str]:
+    def public_settings(self) -> dict[str, str]:
         """The settings, without the folders of paths."""
         return {key: shorten(value) for key, value in self.settings.items()}
 
     def check(self) -> None:
-        """Hold the settings of a known drafter to its options; heads and models are looked for when they are needed."""
+        """Check the settings of a registered drafter; heads and models are only looked for when they are loaded."""
         from windfall import registry
 
         if registry.is_drafter(self.name):
@@ -69,7 +70,7 @@ class DrafterSpec:
 
 @dataclass(frozen=True)
 class Method:
-    """A policy with settings; `drafter` is None where the run's own is meant."""
+    """A policy with settings; `drafter` is None for the drafter of the run."""
 
     label: str
     policy: str  # its name in the registry
@@ -83,12 +84,12 @@ class Method:
 
     @property
     def plain(self) -> bool:
-        """Whether this is plain decoding, which needs no drafter."""
+        """Whether this is plain decoding without a drafter."""
         return self.policy == PLAIN and self.drafter is None
 
 
 def parse_methods(texts: Sequence[str], option: str = "--methods") -> list[Method]:
-    """Methods in these texts, each a list separated by commas; plain decoding comes first, `all` is every policy."""
+    """Parse lists of methods separated by commas; plain decoding is added as the first, `all` is every policy."""
     items = [item.strip() for text in texts for item in text.split(",")]
     if not all(items):
         raise InputError(f"write {option} as names separated by commas, for example chain,beam:depth=4")
@@ -101,7 +102,7 @@ def parse_methods(texts: Sequence[str], option: str = "--methods") -> list[Metho
 
 
 def parse_policies(text: str, option: str = "--policies") -> dict[str, TreePolicy]:
-    """`"all"` or `"beam:depth=4:k=4,salf"` → policies under these names, `none` first."""
+    """Parse `all` or `beam:depth=4:k=4,salf` into policies by name, `none` first."""
     methods = parse_methods([text], option)
     if own := next((method for method in methods if method.drafter), None):
         raise InputError(f"{option} takes policies; the drafter of '{own.label}' goes into --drafter")
@@ -109,20 +110,20 @@ def parse_policies(text: str, option: str = "--policies") -> dict[str, TreePolic
 
 
 def parse_method(item: str) -> Method:
-    """One method; names and settings are checked here, as far as no model is needed."""
+    """Parse one method, and check its names and settings as far as this needs no model."""
     from windfall import registry
 
-    drafter, shaper = _split(item)
-    name, given = _settings(shaper)
+    drafter, policy_text = _split(item)
+    name, given = _settings(policy_text)
     policy, settings = name, dict[str, Any](given)
-    if name.endswith(TUNED):
+    if name.endswith(PRESET_SUFFIX):
         policy, found = registry.read_preset(name)
         settings = {**found, **given}
     elif name not in registry.policies() and name in registry.presets():
         policy, published, _ = registry.PRESETS[name]
         settings = {**published, **given}
-    told = shorten(shaper)
-    method = Method(told if drafter is None else f"{drafter.label}/{told}", policy, settings, drafter)
+    shown = shorten(policy_text)
+    method = Method(shown if drafter is None else f"{drafter.label}/{shown}", policy, settings, drafter)
     method.make()
     if drafter is not None:
         drafter.check()
@@ -130,18 +131,18 @@ def parse_method(item: str) -> Method:
 
 
 def _expand(item: str) -> list[str]:
-    """`all`, and `all` behind a drafter, as every policy by name."""
+    """Expand `all`, also after a drafter, into the names of every policy."""
     from windfall import registry
 
     drafter, slash, last = item.rpartition("/")
-    return [f"{drafter}{slash}{name}" for name in registry.policies()] if last == EVERY else [item]
+    return [f"{drafter}{slash}{name}" for name in registry.policies()] if last == EVERY_POLICY else [item]
 
 
 def _split(item: str) -> tuple[DrafterSpec | None, str]:
-    """Drafter, and policy or preset with settings, which begins after the first slash that a known name follows."""
+    """Split into drafter and policy; the policy begins after the first slash that a known name follows."""
     from windfall import registry
 
-    if item.partition(":")[0].endswith(TUNED):
+    if item.partition(":")[0].endswith(PRESET_SUFFIX):
         return None, item
     known = {*registry.policies(), *registry.presets()}
     starts = [*(place + 1 for place, character in enumerate(item) if character == "/"), 0]
@@ -152,7 +153,7 @@ def _split(item: str) -> tuple[DrafterSpec | None, str]:
 
 
 def _start_of_class(item: str, starts: Sequence[int]) -> int:
-    """Where `FILE.py:CLASS` or `MODULE:CLASS` begins, or else what is no policy, for the complaint to name it."""
+    """Where `FILE.py:CLASS` or `MODULE:CLASS` begins, or else the unknown name, for the error message."""
     from windfall import registry
     from windfall.plugins import is_reference
 

@@ -1,4 +1,4 @@
-"""Names of files and folders, for what others will read: nobody's own folders are in them."""
+"""Paths in published records: without the folders of the machine they were made on."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ ABSOLUTE = re.compile(r"(?<![\w.~-])/[^,=:]*[^,=:/]")
 
 
 def shorten(text: str) -> str:
-    """Absolute paths in a text relative to the working directory or, outside of it, as bare names."""
+    """Replace absolute paths in a text by paths relative to the working directory or, outside of it, by bare names."""
     here = Path.cwd()
 
     def short(match: re.Match[str]) -> str:
         path = Path(match.group())
         if path.is_relative_to(here):
             return str(path.relative_to(here))
-        method = not path.exists() and path.parent.is_dir()  # a drafter's folder and how it is used
+        method = not path.exists() and path.parent.is_dir()  # a drafter's folder followed by a method
         return f"{path.parent.name}/{path.name}" if method else path.name
 
     return ABSOLUTE.sub(short, text)

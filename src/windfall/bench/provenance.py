@@ -1,4 +1,4 @@
-"""Where a run comes from: versions, machine, weights, and the command without anybody's folders."""
+"""Where a run comes from: versions, machine, weights, and the command without absolute paths."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from windfall.engine.profiling import machine
 from windfall.model.decoder import attention_of
 from windfall.model.target import Target
 
-SAMPLES = 1024  # of each parameter, evenly spread, for the hash of the weights
+HASHED_VALUES = 1024  # of each parameter, evenly spread
 
 
 def describe(
     engines: dict[str, Engine], target: Target, prompts: Sequence[Prompt], command: Sequence[str]
 ) -> dict[str, Any]:
-    """All that somebody would need to know to repeat a run."""
+    """What is needed to repeat a run."""
     return {
         "command": shlex.join(shorten(word) for word in command),
         "date": now(),
@@ -56,12 +56,12 @@ def now() -> str:
 
 
 def weights_hash(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Of names, shapes and an even sample of the values: quick, and the same wherever the weights are."""
+    """A hash of names, shapes and an even sample of the values; it does not depend on the device."""
     known = hashlib.sha256()
     for name, parameter in sorted(parameters, key=lambda pair: pair[0]):
         values = parameter.detach().flatten()
         known.update(f"{name} {tuple(parameter.shape)}".encode())
-        known.update(values[:: max(len(values) // SAMPLES, 1)].float().cpu().numpy().tobytes())
+        known.update(values[:: max(len(values) // HASHED_VALUES, 1)].float().cpu().numpy().tobytes())
     return known.hexdigest()[:16]
 
 
@@ -78,6 +78,6 @@ def _drafter(engine: Engine) -> dict[str, Any]:
 
 
 def _module(drafter: Drafter) -> torch.nn.Module | None:
-    """The network that a drafter holds, itself or inside something that runs it."""
+    """The network of a drafter, held directly or by an object that runs it."""
     held = [inner for value in vars(drafter).values() for inner in (value, getattr(value, "model", None))]
     return next((each for each in held if isinstance(each, torch.nn.Module)), None)

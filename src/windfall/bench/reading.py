@@ -1,4 +1,4 @@
-"""A benchmark's folder, read: its records as they were written, and what the run was."""
+"""Reads the folder of a benchmark run: its records, settings and provenance."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from windfall.core.errors import InputError
 
 ALL = "all"  # the task that stands for every task together
 RUN_FILE, RECORDS_FILE = "run.json", "records.jsonl"
-PACKED_FILE = RECORDS_FILE + ".gz"  # the same, packed by hand to be kept
-PEAKS_FILE = "memory.json"  # bytes of device memory that methods need, each measured apart
+PACKED_FILE = RECORDS_FILE + ".gz"  # the same, compressed by hand
+PEAKS_FILE = "memory.json"  # peak bytes of device memory by method, each measured separately
 FORMAT = 1  # of these files
 
 Key = tuple[str, str, float, int]  # task, id, temperature, repeat
 
 
 class Nodes(NamedTuple):
-    """How many nodes at one place of the trees were verified, judged (their parent was accepted) and accepted."""
+    """Counts of nodes at one place of the trees: verified, judged (their parent was accepted) and accepted."""
 
     depth: int
-    rank: int  # among its siblings, 0 the likeliest
+    rank: int  # among its siblings, 0 for the likeliest
     layer_rank: int  # among the verified nodes of its depth, by path probability
     verified: int
     judged: int
@@ -34,15 +34,15 @@ class Nodes(NamedTuple):
 
 @dataclass(frozen=True)
 class Turn:
-    """One answer. The lists have an entry a cycle; times are None where nothing was timed."""
+    """One answer. The lists have an entry for each cycle; times are None if nothing was timed."""
 
     prompt_tokens: int
     tokens: int
     digest: str
     finish: str
     committed: list[int]  # tokens emitted
-    accepted: list[int]  # drafted nodes that the target agreed with
-    rows: list[int]  # verified, the root included
+    accepted: list[int]  # drafted nodes on the accepted path
+    rows: list[int]  # verified, including the root
     drafted: list[int]
     passes: list[int]  # of the drafter
     depth: list[int]  # of the verified tree
@@ -111,12 +111,12 @@ class Record:
 
 @dataclass(frozen=True)
 class Run:
-    """A benchmark's folder, read."""
+    """The content of a run's folder."""
 
     name: str
     settings: dict[str, Any]
     provenance: dict[str, Any]
-    profiles: dict[str, Any]  # by drafter: what passes cost
+    profiles: dict[str, Any]  # costs of passes by drafter
     records: list[Record]
 
     @property
@@ -134,7 +134,7 @@ class Run:
     def select(
         self, method: str | None = None, task: str | None = None, temperature: float | None = None
     ) -> list[Record]:
-        """The records of a method, task and temperature; None and the task `all` leave nothing out."""
+        """The records of a method, task and temperature; None and the task `all` select everything."""
         return [
             record
             for record in self.records
@@ -145,7 +145,7 @@ class Run:
 
 
 def load(folder: str | Path) -> Run:
-    """Read a folder that `windfall bench run` wrote; a last line cut short by a crash is left out."""
+    """Read a folder that `windfall bench run` wrote; an incomplete last line is ignored."""
     folder = Path(folder)
     try:
         about = json.loads((folder / RUN_FILE).read_text("utf-8"))
@@ -153,7 +153,7 @@ def load(folder: str | Path) -> Run:
             raise InputError(f"'{folder}' has format {about['format']}; this windfall reads format {FORMAT}")
         records = [Record.of_dict(each) for each in complete_lines(_records_text(folder))]
         _check(records)
-        if about["settings"].get("memory") or (folder / PEAKS_FILE).exists():  # of each method apart, as far as it went
+        if about["settings"].get("memory") or (folder / PEAKS_FILE).exists():
             peaks = json.loads((folder / PEAKS_FILE).read_text("utf-8")) if (folder / PEAKS_FILE).exists() else {}
             records = [replace(each, peak_memory=peaks.get(each.method)) for each in records]
         order = {label: place for place, label in enumerate(about["settings"]["methods"])}
@@ -170,7 +170,7 @@ def load(folder: str | Path) -> Run:
 
 
 def _records_text(folder: Path) -> str:
-    """The lines of the records, which may be packed."""
+    """The lines of the records, which may be compressed."""
     if (folder / RECORDS_FILE).exists():
         return (folder / RECORDS_FILE).read_text("utf-8")
     if (folder / PACKED_FILE).exists():
@@ -179,17 +179,17 @@ def _records_text(folder: Path) -> str:
 
 
 def _check(records: Sequence[Record]) -> None:
-    """A conversation must hold something, and be there once: another copy would count twice."""
+    """Refuse empty conversations and duplicates."""
     seen = set()
     for record in records:
         if not record.cycles or (record.method, record.key) in seen:
             raise ValueError(f"{record.method} on {record.task} {record.id} is there twice, or empty")
-        _ = record.seconds  # adds up numbers, or complains
+        _ = record.seconds  # fails if a time is not a number
         seen.add((record.method, record.key))
 
 
 def complete_lines(text: str) -> list[dict[str, Any]]:
-    """The JSON lines of a text but a last one that was torn off; damage anywhere else is a ValueError."""
+    """The JSON lines of a text without an incomplete last one; other damage is a ValueError."""
     lines = text.split("\n")
     return [json.loads(line) for line in lines[:-1] if line]
 

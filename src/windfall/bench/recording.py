@@ -1,4 +1,4 @@
-"""From the Steps of an answer to the plain data that a benchmark keeps of it."""
+"""Turns the Steps of an answer into the record that a benchmark keeps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from windfall.core.types import Step
 from windfall.engine.engine import Generation
 
-GRAM = 8  # tokens that must occur again to count as repetition
+REPEATED_TOKENS = 8  # that must occur again to count as repetition
 Integers = NDArray[np.int64]
 
 
@@ -40,7 +40,7 @@ def turn_record(generation: Generation, prompt_tokens: int, timed: bool) -> dict
 
 
 def digest(tokens: Sequence[int]) -> str:
-    """Short, and the same for the same token ids alone."""
+    """A short hash of token ids."""
     return hashlib.sha256(" ".join(map(str, tokens)).encode()).hexdigest()[:16]
 
 
@@ -67,7 +67,7 @@ def _nodes(step: Step) -> Integers:
 
 
 def layer_ranks(depth: Integers, score: NDArray[np.float32]) -> Integers:
-    """Each node's place by path probability among the nodes of its depth, 0 the likeliest; ties keep their order."""
+    """Each node's rank by path probability among the nodes of its depth, 0 for the likeliest; ties keep their order."""
     order = np.lexsort((-score, depth))  # by depth, then by falling score; stable
     first = np.searchsorted(depth[order], depth[order])  # where each node's depth begins
     places = np.empty(len(depth), dtype=np.int64)
@@ -76,7 +76,7 @@ def layer_ranks(depth: Integers, score: NDArray[np.float32]) -> Integers:
 
 
 def tried(steps: Sequence[Step]) -> list[int]:
-    """By depth from 1: in how many cycles a node there had an accepted parent."""
+    """By depth from 1: the number of cycles in which a node there had an accepted parent."""
     deepest = max((int(step.tree.depth.max()) for step in steps), default=0)
     counts = [0] * deepest
     for step in steps:
@@ -92,8 +92,8 @@ def repeated_share(answers: Sequence[Sequence[int]]) -> float:
     again = total = 0
     for tokens in answers:
         seen: set[tuple[int, ...]] = set()
-        for start in range(len(tokens) - GRAM + 1):
-            gram = tuple(tokens[start : start + GRAM])
+        for start in range(len(tokens) - REPEATED_TOKENS + 1):
+            gram = tuple(tokens[start : start + REPEATED_TOKENS])
             again, total = again + (gram in seen), total + 1
             seen.add(gram)
     return again / total if total else 0.0

@@ -1,4 +1,4 @@
-"""What a benchmark's records say: the papers' metrics, with their variants, as pure functions over records."""
+"""The papers' metrics, with their variants, as pure functions over the records of a run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from windfall.bench.reading import ALL, Record, Run, Turn
 
 PLAIN = "none"  # the method that is plain decoding
-RESAMPLES = 2000
-GIGABYTE = 2.0**30
+BOOTSTRAP_RESAMPLES = 2000
+BYTES_PER_GB = 2.0**30
 PARTS = ("draft", "verify", "policy", "other")
 
 Floats = NDArray[np.float64]
-Place = tuple[int, int]  # depth and rank
+Place = tuple[int, int]  # depth and rank in a tree
 
 
 class Estimate(NamedTuple):
@@ -35,8 +35,11 @@ class Estimate(NamedTuple):
 
 
 def tau(records: Sequence[Record], variant: str = "pooled") -> float:
-    """Tokens per target pass. `pooled`: of all cycles; `samples`: mean of each conversation's own; `cycles`: mean of
-    accepted + 1, as if the last cycle had not been cut at the end of the text."""
+    """Tokens per target pass.
+
+    `pooled`: over all cycles; `samples`: mean over conversations; `cycles`: mean of accepted + 1, which does not count
+    that the last cycle is cut at the end of the text.
+    """
     if not records:
         return math.nan
     if variant == "samples":
@@ -53,12 +56,12 @@ def delta(records: Sequence[Record]) -> float:
 
 
 def mean_rows(records: Sequence[Record]) -> float:
-    """Verified rows per target pass, the root included."""
+    """Verified rows per target pass, including the root."""
     return _per_cycle(records, "rows")
 
 
 def accepted_lengths(records: Sequence[Record]) -> dict[tuple[str, str], list[int]]:
-    """Tokens of every cycle, by (task, id)."""
+    """The number of tokens of every cycle, by (task, id)."""
     lengths: dict[tuple[str, str], list[int]] = defaultdict(list)
     for record in records:
         lengths[record.task, record.id] += [n for turn in record.turns for n in turn.committed]
@@ -66,7 +69,7 @@ def accepted_lengths(records: Sequence[Record]) -> dict[tuple[str, str], list[in
 
 
 def length_histogram(records: Sequence[Record]) -> dict[int, int]:
-    """How many cycles committed how many tokens."""
+    """The number of cycles by the number of tokens they committed."""
     counts = Counter(n for lengths in accepted_lengths(records).values() for n in lengths)
     return dict(sorted(counts.items()))
 
@@ -75,7 +78,7 @@ def length_histogram(records: Sequence[Record]) -> dict[int, int]:
 
 
 def acceptance_by_position(records: Sequence[Record]) -> dict[int, float]:
-    """(i) Of the cycles that had a judged node at depth i, the share that accepted one there."""
+    """(i) The share of the cycles with a judged node at depth i that accepted one there."""
     tried: Counter[int] = Counter()
     accepted: Counter[int] = Counter()
     for turn in _turns(records):
@@ -86,14 +89,14 @@ def acceptance_by_position(records: Sequence[Record]) -> dict[int, float]:
 
 
 def acceptance_per_node(records: Sequence[Record], of: str = "verified") -> float:
-    """(ii) Accepted drafted nodes over all `verified` ones, or over all `drafted` ones."""
+    """(ii) Accepted drafted nodes over all `verified` nodes, or over all `drafted` nodes."""
     accepted = sum(sum(turn.accepted) for turn in _turns(records))
     nodes = sum(sum(turn.drafted) if of == "drafted" else sum(turn.rows) - turn.cycles for turn in _turns(records))
     return accepted / nodes if nodes else math.nan
 
 
 def dynatree_accept(records: Sequence[Record]) -> float | None:
-    """(iii) DynaTree's table: mean of each text's tau over the configured depth + 2, for chains over their length."""
+    """(iii) DynaTree's rate: mean of each text's tau over the configured depth + 2, for chains over their length."""
     depths = {"chain": ("depth", 0), "fixed-tree": ("depth", 2), "dynatree": ("base_depth", 2)}
     if not records or records[0].policy not in depths:
         return None
@@ -102,12 +105,12 @@ def dynatree_accept(records: Sequence[Record]) -> float | None:
 
 
 def rank_share(records: Sequence[Record]) -> dict[int, float]:
-    """Of the verified nodes, the share with each sibling rank."""
+    """The share of the verified nodes with each sibling rank."""
     return _shares({rank: counts[0] for rank, counts in _by_rank(records).items()})
 
 
 def acceptance_by_rank(records: Sequence[Record]) -> dict[int, float]:
-    """Of the judged nodes with each sibling rank, the share that was accepted."""
+    """The share of the judged nodes with each sibling rank that was accepted."""
     return {rank: accepted / judged for rank, (_, judged, accepted) in _by_rank(records).items() if judged}
 
 
@@ -124,7 +127,7 @@ def heat_map(records: Sequence[Record], by: str = "rank", what: str = "accepted"
 
 
 def tokens_per_second(records: Sequence[Record]) -> float | None:
-    """All tokens over all seconds, prefill included."""
+    """All tokens over all seconds, including the prefill."""
     seconds = _seconds(records)
     return None if not seconds else sum(record.tokens for record in records) / seconds
 
@@ -132,16 +135,16 @@ def tokens_per_second(records: Sequence[Record]) -> float | None:
 def speedup(
     records: Sequence[Record], plain: Sequence[Record], variant: str = "totals", seed: int = 0
 ) -> Estimate | None:
-    """How much faster than plain decoding on the same prompts, with a bootstrap interval over the prompts.
+    """The speed-up over plain decoding on the same prompts, with a bootstrap interval over the prompts.
 
     `totals`: tokens per second overall, over plain decoding's; `ratios`: mean over prompts of each one's ratio;
-    `rates`: mean over prompts of tokens per second, over plain decoding's mean (Spec-Bench). None: nothing was timed.
+    `rates`: mean over prompts of tokens per second, over plain decoding's mean (Spec-Bench). None if nothing was timed.
     """
     return _bootstrap(*paired(records, plain), {"totals": _totals, "ratios": _ratios, "rates": _rates}[variant], seed)
 
 
 def tau_ratio(records: Sequence[Record], others: Sequence[Record], seed: int = 0) -> Estimate | None:
-    """How many times another method's tokens per target pass, on the same prompts, with an interval likewise."""
+    """The ratio of two methods' tokens per target pass on the same prompts, with a bootstrap interval."""
     return _bootstrap(*paired(records, others, "cycles"), _totals, seed)
 
 
@@ -151,7 +154,7 @@ def _bootstrap(ours: Floats, theirs: Floats, figure: Callable[[Floats, Floats], 
     value = float(figure(ours[None], theirs[None])[0])
     if len(ours) == 1:
         return Estimate(value, value, value)
-    picks = np.random.default_rng(seed).integers(len(ours), size=(RESAMPLES, len(ours)))
+    picks = np.random.default_rng(seed).integers(len(ours), size=(BOOTSTRAP_RESAMPLES, len(ours)))
     low, high = np.quantile(figure(ours[picks], theirs[picks]), [0.025, 0.975])
     return Estimate(value, float(low), float(high))
 
@@ -202,7 +205,7 @@ def tpot(records: Sequence[Record]) -> float | None:
 
 
 def time_split(records: Sequence[Record]) -> dict[str, float] | None:
-    """Shares of the time: prefill, draft, verify, policy, and other."""
+    """The shares of prefill, draft, verify, policy and other in the time."""
     seconds = _seconds(records)
     if not seconds:
         return None
@@ -220,7 +223,7 @@ def cycle_throughput(records: Sequence[Record]) -> float | None:
 
 
 def cost_ratio(records: Sequence[Record], plain: Sequence[Record]) -> float | None:
-    """c: seconds of a draft pass over seconds of a plain cycle's target pass, both as they happened."""
+    """c: measured seconds of a draft pass over those of a plain target pass."""
     draft, passes = _split_sum(records, "draft"), sum(sum(turn.passes) for turn in _turns(records))
     verify, cycles = _split_sum(plain, "verify"), sum(record.cycles for record in plain)
     if draft is None or not verify or not passes:
@@ -229,7 +232,7 @@ def cost_ratio(records: Sequence[Record], plain: Sequence[Record]) -> float | No
 
 
 def predicted_speedup(records: Sequence[Record], plain: Sequence[Record]) -> float | None:
-    """R = tau / (1 + c · delta): what the speed-up would be if target passes cost the same whatever their rows."""
+    """R = tau / (1 + c · delta): the speed-up if the cost of a target pass did not depend on its rows."""
     c = cost_ratio(records, plain)
     return None if c is None else tau(records) / (1 + c * delta(records))
 
@@ -238,7 +241,7 @@ def predicted_speedup(records: Sequence[Record], plain: Sequence[Record]) -> flo
 
 
 def peak_memory(records: Sequence[Record]) -> int | None:
-    """The most bytes of device memory that a conversation needed."""
+    """The peak bytes of device memory over the conversations."""
     return max((record.peak_memory for record in records if record.peak_memory is not None), default=None)
 
 
@@ -246,11 +249,11 @@ def memory_to_speed(records: Sequence[Record], plain: Sequence[Record]) -> float
     """Speed-up per GB of peak memory."""
     peak = peak_memory(records)
     gain = speedup(records, plain) if peak else None
-    return None if gain is None or not peak else gain.value / (peak / GIGABYTE)
+    return None if gain is None or not peak else gain.value / (peak / BYTES_PER_GB)
 
 
 class Difference(NamedTuple):
-    """An answer that is not plain decoding's."""
+    """An answer that differs from plain decoding's."""
 
     method: str
     task: str
@@ -261,13 +264,13 @@ class Difference(NamedTuple):
 
 
 def compared(records: Sequence[Record]) -> list[Record]:
-    """Those whose texts can be compared with plain decoding's: it answered the same prompt, too."""
+    """The records of prompts that plain decoding answered, too, so that texts can be compared."""
     wanted = {record.key for record in records if record.method == PLAIN}
     return [record for record in records if record.method != PLAIN and record.key in wanted]
 
 
 def differences(run: Run) -> list[Difference]:
-    """The conversations in which a method's tokens are not plain decoding's."""
+    """The conversations in which a method's tokens differ from plain decoding's."""
     wanted = {record.key: [turn.digest for turn in record.turns] for record in run.select(PLAIN)}
     found = []
     for record in compared(run.records):
@@ -284,7 +287,7 @@ def differences(run: Run) -> list[Difference]:
 
 @dataclass(frozen=True)
 class Row:
-    """The figures of one method, task and temperature; None where a run does not tell."""
+    """The figures of one method, task and temperature; None if a run did not measure them."""
 
     method: str
     drafter: str
@@ -300,7 +303,7 @@ class Row:
     tau_cycles: float
     delta: float
     rows: float
-    acceptance: float  # per verified node; NaN where none was drafted
+    acceptance: float  # per verified node; NaN if none was drafted
     dynatree_accept: float | None
     tokens_per_second: float | None
     speedup: Estimate | None
@@ -314,8 +317,8 @@ class Row:
     peak_memory: int | None
     memory_to_speed: float | None
     repeated: float
-    compared: int  # conversations that plain decoding held, too
-    different: int  # of these, those whose text is not plain decoding's
+    compared: int  # conversations that plain decoding had, too
+    different: int  # of these, those with another text
 
     def as_dict(self) -> dict[str, Any]:
         """As plain data, for JSON."""
@@ -325,7 +328,7 @@ class Row:
 
 
 def summary(run: Run) -> list[Row]:
-    """A row for each method, task and temperature, and where there are several tasks one for all of them pooled."""
+    """A row for each method, task and temperature; with several tasks, also one for all of them pooled."""
     wrong = Counter((each.method, each.task, each.temperature) for each in differences(run))
     tasks = [*run.tasks, ALL] if len(run.tasks) > 1 else run.tasks
     rows = []

@@ -1,7 +1,8 @@
-"""Runs methods over prompts, interleaved against drift, and keeps every finished conversation at once.
+"""Runs methods over prompts and stores every finished conversation at once.
 
-Every conversation starts from the same state: a method's calibrators and policy as the warm-up left them, on prompts
-that are in no task. So the order of the conversations, an interruption and the other methods change no tree.
+Methods take turns, so that slow changes of the machine's speed affect all of them. Every conversation starts from the
+same state: the method's calibrators and policy as they were after the warm-up, whose prompts are in no task. The trees
+therefore do not depend on the order of the conversations, on an interruption or on the other methods.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from windfall.bench import provenance
 from windfall.bench.memory import PeakMemory, peak_apart
-from windfall.bench.methods import DrafterSpec, Method
+from windfall.bench.methods import PLAIN, DrafterSpec, Method
 from windfall.bench.paths import shorten
 from windfall.bench.reading import Run, load
 from windfall.bench.recording import repeated_share, turn_record
@@ -41,20 +42,19 @@ from windfall.policies.base import TreePolicy
 from windfall.policies.none import NoSpeculation
 from windfall.prompts.samples import SAMPLES
 
-WARM_UP = 64  # tokens of each warm-up prompt, at the most
-LENGTHS = 32  # prompts whose lengths differ by less are read alike, or nearly so
-LONGEST = 16  # characters of a token, on average: whole books need not be tokenized
-PROMPT_TOKENS = 200  # of texts to be continued
-TEMPLATE = 32  # tokens that a chat template puts around a turn, at the most
-NOBODY = "none"  # the drafter of plain decoding
-PROFILE = ("costs", "c", "rounds", "steady")  # what a run keeps of a profile, which names models and folders too
+MAX_WARM_UP_TOKENS = 64  # of the answer to a warm-up prompt
+PREFILL_STEP = 32  # tokens: prompts whose lengths differ by less need the same CUDA graphs
+MAX_TOKEN_CHARACTERS = 16  # on average; the rest of a long text need not be tokenized
+PROMPT_TOKENS = 200  # of a text to be continued
+MAX_TEMPLATE_TOKENS = 32  # that a chat template puts around a turn
+PROFILE_KEYS = ("costs", "c", "rounds", "steady")  # kept of a profile, which also names models and folders
 
 Progress = Callable[[int, int], None]  # conversations done, and all of them
 
 
 @dataclass(frozen=True)
 class Part:
-    """Of a run of several suites, one: which methods answer which tasks, at which temperatures."""
+    """One suite of a run of several: which methods answer which tasks at which temperatures."""
 
     suite: str
     methods: tuple[str, ...]
@@ -65,7 +65,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the outcome of a run, besides model, prompts and machine."""
+    """The settings of a run; with model, prompts and machine they determine its outcome."""
 
     methods: tuple[str, ...]
     tasks: tuple[str, ...]
@@ -82,12 +82,12 @@ class Settings:
     warm_up: int = 2  # prompts for each method and temperature
     drafter: str = ""
     suite: str | None = None
-    graphs: bool | None = None  # these four are GpuOptions's
+    graphs: bool | None = None  # this and the next three are those of GpuOptions
     compiled: bool = False
     exact: bool = False
     plans: bool = True
-    memory: bool = False  # whether each method's peak memory is measured apart, on a CUDA device
-    parts: tuple[Part, ...] = ()  # none: every method answers every task
+    memory: bool = False  # whether each method's peak memory is measured separately, on CUDA
+    parts: tuple[Part, ...] = ()  # if empty, every method answers every task
 
     def __post_init__(self) -> None:
         least = {"repeats": 1, "max_new_tokens": 1, "prompt_tokens": 1, "batch": 1, "warm_up": 0}
@@ -101,35 +101,35 @@ class Settings:
         if self.batch > 1 and self.timing:
             raise InputError("conversations of a batch share their passes and cannot be timed apart; add --no-timing")
         if self.repeats > 1 and not self.timing and not any(self.temperatures):
-            raise InputError("greedy answers repeat themselves, so repeats without times tell nothing; leave one out")
+            raise InputError("greedy answers repeat themselves: leave out --repeats or --no-timing")
         if not self.temperatures or len(set(self.temperatures)) < len(self.temperatures):
             raise InputError("give each temperature once, for example 0,1")
         for temperature in self.temperatures:
             SamplingParams(temperature=temperature)
 
     def wants(self, method: str, task: str | None, temperature: float) -> bool:
-        """Whether a method is to answer a task (None: any) at a temperature; plain decoding answers what others do."""
+        """Whether a method answers a task (None: any) at a temperature; plain decoding answers all that others do."""
         return not self.parts or any(
-            (method == NOBODY or method in part.methods)
+            (method == PLAIN or method in part.methods)
             and (task is None or task in part.tasks)
             and temperature in part.temperatures
             for part in self.parts
         )
 
     def asks(self, task: str) -> bool:
-        """Whether anybody is to answer a task."""
-        return any(self.wants(NOBODY, task, temperature) for temperature in self.temperatures)
+        """Whether any method answers a task."""
+        return any(self.wants(PLAIN, task, temperature) for temperature in self.temperatures)
 
-    def weighs(self, method: str) -> bool:
-        """Whether a method's memory is to be measured apart."""
-        return any(p.memory and (method == NOBODY or method in p.methods) for p in self.parts) or (
+    def measures_memory(self, method: str) -> bool:
+        """Whether a method's peak memory is measured separately."""
+        return any(p.memory and (method == PLAIN or method in p.methods) for p in self.parts) or (
             self.memory and not self.parts
         )
 
 
 @dataclass(frozen=True)
 class State:
-    """What a method knows when a conversation begins."""
+    """The state of a method at the start of a conversation."""
 
     policy: TreePolicy
     calibrators: Mapping[str, Calibrator] = field(default_factory=dict)
@@ -137,7 +137,7 @@ class State:
 
 @dataclass
 class Contender:
-    """A method with its engine, which it shares with the methods of the same drafter, one after another."""
+    """A method and its engine, which methods with the same drafter share."""
 
     method: Method
     engine: Engine
@@ -145,18 +145,18 @@ class Contender:
     states: dict[float, State] = field(default_factory=dict)  # by temperature, after the warm-up
 
     def reset(self, state: State) -> None:
-        """Begin with this state, which itself stays as it is."""
+        """Start from a copy of this state."""
         self.engine.policy = copy.deepcopy(state.policy)
         self.engine.calibrators = defaultdict(Calibrator, copy.deepcopy(dict(state.calibrators)))
 
     def about(self) -> dict[str, Any]:
-        """What a record says of the method."""
+        """The part of a record that describes the method."""
         policy, drafter = self.engine.policy, self.drafter
         settings = {name: getattr(policy, name) for name in options_of(type(policy))}
         return {
             "method": self.method.label,
-            "drafter": NOBODY if drafter is None else drafter.short_name,
-            "drafter_settings": {} if drafter is None else drafter.told,
+            "drafter": PLAIN if drafter is None else drafter.short_name,
+            "drafter_settings": {} if drafter is None else drafter.public_settings,
             "policy": shorten(self.method.policy),
             "settings": {name: shorten(v) if isinstance(v, str) else v for name, v in settings.items()},
             "coupled": self.engine.coupled,
@@ -165,7 +165,7 @@ class Contender:
 
 @dataclass
 class NoDrafter(Drafter):
-    """For plain decoding, which should not pay for a drafter that is never asked."""
+    """A drafter for plain decoding, which never asks it for anything."""
 
     def start(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
         pass
@@ -199,7 +199,7 @@ def run(
     trust_remote_code: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Run:
-    """Run what is not in the store yet, and close it; returns all that is there in the end."""
+    """Run what is not in the store yet, and close the store; returns its whole content."""
     try:
         own = drafter or DrafterSpec("ngram")
         launch = GpuOptions(settings.graphs, settings.compiled, settings.exact, settings.plans)
@@ -209,8 +209,8 @@ def run(
         known = store.profiles if store.about is not None else profiles
         make_room(engines.values(), target, prompts, settings)
         store.begin(asdict(settings), about, attach_costs(contenders, known))
-        weighed = [each for each in contenders if each.method.label not in store.peaks]
-        for label, peak in weigh(weighed, prompts, target, own, settings, trust_remote_code, launch):
+        unmeasured = [each for each in contenders if each.method.label not in store.peaks]
+        for label, peak in measure_memory(unmeasured, prompts, target, own, settings, trust_remote_code, launch):
             store.keep_peak(label, peak)
         Bench(settings, contenders, store, progress).run(prompts)
         return load(store.folder)
@@ -226,7 +226,7 @@ def assemble(
     trust_remote_code: bool = False,
     launch: GpuOptions | None = None,
 ) -> list[Contender]:
-    """An engine for each drafter; the target's weights are shared, its cache and what it is asked for are not."""
+    """Make one engine for each drafter; all share the target's weights, but not its cache."""
     engines: dict[str, Engine] = {}
     specs: dict[str, DrafterSpec | None] = {}
     contenders = []
@@ -244,26 +244,25 @@ def assemble(
 
 
 def make_room(engines: Iterable[Engine], target: Target, prompts: Sequence[Prompt], settings: Settings) -> None:
-    """Buffers for the longest conversation at once: where they grow, all recorded passes are recorded anew."""
-    runners = [engine.gpu_runner for engine in engines if engine.gpu_runner is not None]
-    if runners and prompts:
-        from windfall.engine.gpu.host_policy import STAGED, WIDTHS
+    """Reserve buffers for the longest conversation, so that they do not grow during the run."""
+    from windfall.bench.gpu_internals import reserve, uses_graphs
 
-        longest = max(_most_tokens(prompt, target, settings) for prompt in prompts)
-        for runner in runners:
-            runner.judge.reserve(longest + STAGED + WIDTHS[-1])
+    used = [engine for engine in engines if uses_graphs(engine)]
+    if used and prompts:
+        reserve(used, max(_most_tokens(prompt, target, settings) for prompt in prompts))
 
 
 def _most_tokens(prompt: Prompt, target: Target, settings: Settings) -> int:
-    """Of a conversation with the longest answers there can be."""
+    """The length of a conversation with the longest possible answers."""
     replies = len(prompt.turns) * settings.max_new_tokens
     if prompt.raw:
         return settings.prompt_tokens + replies
     asked = replace(prompt, turns=("\n\n".join(prompt.turns),))
-    return min(prompt_length(asked, target, 0) + replies + TEMPLATE * len(prompt.turns), target.context or 2**31)
+    most = prompt_length(asked, target, 0) + replies + MAX_TEMPLATE_TOKENS * len(prompt.turns)
+    return min(most, target.context or most)
 
 
-def weigh(
+def measure_memory(
     contenders: Sequence[Contender],
     prompts: Sequence[Prompt],
     target: Target,
@@ -272,8 +271,8 @@ def weigh(
     trust_remote_code: bool,
     launch: GpuOptions,
 ) -> Iterator[tuple[str, int]]:
-    """Peak memory of the methods that want it, each in an engine of its own, on the longest prompt; CUDA alone."""
-    chosen = [each for each in contenders if settings.weighs(each.method.label)]
+    """The peak memory of methods, each in an engine of its own, on the longest prompt; only on CUDA."""
+    chosen = [each for each in contenders if settings.measures_memory(each.method.label)]
     if not chosen or target.device.type != "cuda":
         return
     longest = max(prompts, key=lambda prompt: prompt_length(prompt, target, settings.prompt_tokens))
@@ -290,11 +289,11 @@ def weigh(
 
 
 def _label(drafter: DrafterSpec | None) -> str:
-    return NOBODY if drafter is None else drafter.label
+    return PLAIN if drafter is None else drafter.label
 
 
 def attach_costs(contenders: Sequence[Contender], known: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Give the engines whose policies ask for them the known costs of passes, or measure these; returns all used."""
+    """Give known or measured costs of passes to the engines whose policies use them; returns these costs."""
     used: dict[str, Any] = {}
     for each in contenders:
         label = _label(each.drafter)
@@ -303,13 +302,13 @@ def attach_costs(contenders: Sequence[Contender], known: Mapping[str, Any] | Non
         if known is not None and label not in known:
             raise InputError(f"the profile has no costs for the drafter {label}; it has: {', '.join(known) or 'none'}")
         profile = profiling.load_or_measure(each.engine).as_dict() if known is None else known[label]
-        used[label] = {name: profile[name] for name in PROFILE if name in profile}
+        used[label] = {name: profile[name] for name in PROFILE_KEYS if name in profile}
         each.engine.costs = Costs.of_dict(used[label]["costs"])
     return used
 
 
 def read_profiles(file: Path, labels: Sequence[str]) -> dict[str, Any]:
-    """The costs in a run.json, or those of `windfall profile --json` for every one of these drafters."""
+    """The costs in a run.json, or those of `windfall profile --json` for each of these drafters."""
     try:
         given = parse_json(file.read_text("utf-8"))
         found: dict[str, Any] = given["profiles"] if "profiles" in given else dict.fromkeys(labels, given)
@@ -323,7 +322,7 @@ def read_profiles(file: Path, labels: Sequence[str]) -> dict[str, Any]:
 
 
 class Bench:
-    """One run at work."""
+    """The conversations of a run, and their order."""
 
     def __init__(self, settings: Settings, contenders: list[Contender], store: Store, progress: Progress):
         self.settings, self.contenders, self.store, self.progress = settings, contenders, store, progress
@@ -341,7 +340,7 @@ class Bench:
             self.progress(len(self.store.done), total)
 
     def schedule(self, prompts: Sequence[Prompt]) -> Iterator[Job]:
-        """Rounds over the prompts; on each, at each temperature, all methods in turn, another one first each time."""
+        """Rounds over the prompts; for each prompt and temperature all methods in turn, starting with another one."""
         size, count = self.settings.batch, len(self.contenders)
         chunks = [prompts[start : start + size] for start in range(0, len(prompts), size)]
         for repeat in range(self.settings.repeats):
@@ -359,31 +358,34 @@ class Bench:
         return [p for p in job.prompts if (method, p.task, p.id, *rest) not in self.store.done]
 
     def _warm_up(self, prompts: Sequence[Prompt]) -> None:
-        """Let every method speak at every temperature, untimed, and keep what it learnt as its state to begin with."""
-        kept, learnt = self.store.warm_up, {}
+        """Let every method answer a few prompts at every temperature, and keep what it learned as its initial state."""
+        from windfall.bench.gpu_internals import uses_graphs
+
+        kept, learned = self.store.warm_up, {}
+        tokens = min(MAX_WARM_UP_TOKENS, self.settings.max_new_tokens)
         for contender in self.contenders:
             label = contender.method.label
-            if contender.engine.gpu_runner is not None:
+            if uses_graphs(contender.engine):
                 contender.reset(State(contender.method.make()))
-                self._read_all_lengths(contender.engine, prompts)
+                self._capture_prefills(contender.engine, prompts)
             for temperature in (heat for heat in self.settings.temperatures if self.settings.wants(label, None, heat)):
                 contender.reset(State(contender.method.make()))
                 for sample in SAMPLES[: self.settings.warm_up]:
-                    params = self._params(temperature, self.settings.seed, min(WARM_UP, self.settings.max_new_tokens))
-                    ids = contender.engine.tokenize(sample)[-room(contender.engine.target, params.max_new_tokens) :]
+                    params = self._params(temperature, self.settings.seed, tokens)
+                    ids = contender.engine.tokenize(sample)[-room(contender.engine.target, tokens) :]
                     answer(contender.engine, [ids], [params])
                 name = f"{label} {temperature:g}"
                 contender.engine.target.decoder.reset(0)
                 calibrators = contender.engine.calibrators
-                learnt[name] = kept.get(name) or {regime: own.as_dict() for regime, own in calibrators.items()}
-                restored = {regime: Calibrator.of_dict(own) for regime, own in learnt[name].items()}
+                learned[name] = kept.get(name) or {regime: own.as_dict() for regime, own in calibrators.items()}
+                restored = {regime: Calibrator.of_dict(own) for regime, own in learned[name].items()}
                 contender.states[temperature] = State(contender.engine.policy, restored)
-        self.store.keep_warm_up(learnt)
+        self.store.keep_warm_up(learned)
 
-    def _read_all_lengths(self, engine: Engine, prompts: Sequence[Prompt]) -> None:
-        """Record the passes that read prompts, which depend on their lengths: no text's time shall pay for that."""
+    def _capture_prefills(self, engine: Engine, prompts: Sequence[Prompt]) -> None:
+        """Read prompts of every length, so that the CUDA graphs for them are captured before anything is timed."""
         asked = [question(prompt, [], engine, self.settings.prompt_tokens) for prompt in prompts]
-        for ids in {len(ids) // LENGTHS: ids for ids in asked}.values():
+        for ids in {len(ids) // PREFILL_STEP: ids for ids in asked}.values():
             answer(engine, [ids], [SamplingParams(max_new_tokens=1)])
 
     def _params(self, temperature: float, seed: int, tokens: int) -> SamplingParams:
@@ -391,24 +393,25 @@ class Bench:
         return SamplingParams(max_new_tokens=tokens, temperature=temperature, seed=seed, eos=eos)
 
     def _converse(self, job: Job) -> list[dict[str, Any]]:
-        """Hold these conversations, turn by turn, all together; returns the records that were missing."""
+        """Run these conversations turn by turn as one batch; returns the records that were missing."""
         contender, engine = job.contender, job.contender.engine
         contender.reset(contender.states[job.temperature])
-        talks = [Talk(prompt, seed_of(self.settings.seed, job.repeat, prompt)) for prompt in job.prompts]
+        seeds = [seed_of(self.settings.seed, job.repeat, prompt) for prompt in job.prompts]
+        conversations = [Conversation(*each) for each in zip(job.prompts, seeds, strict=True)]
         memory = PeakMemory(engine.target.device)
-        while live := [talk for talk in talks if talk.ask(engine, self.settings)]:
-            params = [self._params(job.temperature, talk.seed, self.settings.max_new_tokens) for talk in live]
-            answers = answer(engine, [talk.ids for talk in live], params)
-            for talk, generation in zip(live, answers, strict=True):
-                talk.take(generation, self.settings.timing)
+        while live := [each for each in conversations if each.ask(engine, self.settings)]:
+            params = [self._params(job.temperature, each.seed, self.settings.max_new_tokens) for each in live]
+            answers = answer(engine, [each.ids for each in live], params)
+            for each, generation in zip(live, answers, strict=True):
+                each.take(generation, self.settings.timing)
         peak, missing = memory.peak if self.settings.batch == 1 else None, self._missing(job)
-        engine.target.decoder.reset(0)  # the next method's memory is its own
+        engine.target.decoder.reset(0)  # free the cache for the next method
         about = {**contender.about(), "temperature": job.temperature, "repeat": job.repeat, "peak_memory": peak}
-        return [{**about, **talk.record()} for talk in talks if talk.prompt in missing]
+        return [{**about, **each.record()} for each in conversations if each.prompt in missing]
 
 
-class Talk:
-    """One conversation as it goes on: what was said, and what is kept of it."""
+class Conversation:
+    """One conversation while it runs."""
 
     def __init__(self, prompt: Prompt, seed: int):
         self.prompt, self.seed = prompt, seed
@@ -417,7 +420,7 @@ class Talk:
         self._replies: list[Generation] = []
 
     def ask(self, engine: Engine, settings: Settings) -> bool:
-        """Put the next question; False if there is none, or no room for its answer."""
+        """Prepare the next question; False if there is none, or no room for its answer."""
         if len(self.turns) == len(self.prompt.turns):
             return False
         self.ids = question(self.prompt, [reply.text for reply in self._replies], engine, settings.prompt_tokens)
@@ -429,15 +432,15 @@ class Talk:
 
     def record(self) -> dict[str, Any]:
         prompt = self.prompt
-        said = {"task": prompt.task, "category": prompt.category, "id": prompt.id, "seed": self.seed}
+        about = {"task": prompt.task, "category": prompt.category, "id": prompt.id, "seed": self.seed}
         repeated = repeated_share([reply.token_ids for reply in self._replies])
-        return {**said, "turns": self.turns, "repeated": repeated}
+        return {**about, "turns": self.turns, "repeated": repeated}
 
 
 def question(prompt: Prompt, replies: Sequence[str], engine: Engine, prompt_tokens: int) -> list[int]:
-    """The token ids of the next question and of all before it; a raw text is cut to its first `prompt_tokens`."""
+    """The token ids of the conversation up to the next question; a raw text is cut to `prompt_tokens`."""
     if prompt.raw:
-        return engine.tokenize(prompt.turns[0][: LONGEST * prompt_tokens], raw=True)[:prompt_tokens]
+        return engine.tokenize(prompt.turns[0][: MAX_TOKEN_CHARACTERS * prompt_tokens], raw=True)[:prompt_tokens]
     asked = prompt.turns[: len(replies) + 1]
     if not getattr(engine.target.tokenizer, "chat_template", None):
         return engine.tokenize("\n\n".join(_alternate(asked, replies)))
@@ -450,29 +453,29 @@ def _alternate(asked: Sequence[str], replies: Sequence[str]) -> list[str]:
 
 
 def fitting(prompts: Sequence[Prompt], target: Target, settings: Settings) -> list[Prompt]:
-    """The prompts whose first answer has room in the target's context."""
+    """The prompts whose first answer fits into the target's context."""
     most = room(target, settings.max_new_tokens)
     return [prompt for prompt in prompts if prompt_length(prompt, target, settings.prompt_tokens) <= most]
 
 
 def prompt_length(prompt: Prompt, target: Target, prompt_tokens: int) -> int:
-    """Of the first question, in tokens."""
+    """The length of the first question in tokens."""
     return len(question(prompt, (), Engine(target, NoDrafter(), NoSpeculation()), prompt_tokens))
 
 
 def room(target: Target, tokens: int) -> int:
-    """How long a prompt may be if this many tokens are to follow."""
+    """The longest prompt that leaves room for this many new tokens."""
     context = target.context
     return 2**31 if context is None else max(context - tokens, 0)
 
 
 def seed_of(seed: int, repeat: int, prompt: Prompt) -> int:
-    """Another one for every prompt and repeat, the same for every method."""
+    """A seed that differs by prompt and repeat, and is the same for every method."""
     name = f"{seed} {repeat} {prompt.task} {prompt.id}"
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") >> 1
 
 
 def answer(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Generation]:
-    """Answers decoded together, each with its own seed."""
-    now(engine.target.device)  # what the answer before left the device to do is over
+    """Decode a batch, each prompt with its own seed."""
+    now(engine.target.device)  # waits for work that the previous answer left on the device
     return engine.decode(prompts, params)

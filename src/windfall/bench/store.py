@@ -1,6 +1,6 @@
-"""The folder of a run: settings and provenance in run.json, a line a finished conversation in records.jsonl.
+"""The folder of a run: settings and provenance in run.json, one line for each finished conversation in records.jsonl.
 
-A line is on the disk before the next conversation begins, so whatever ends a run costs one conversation at the most.
+A line is on the disk before the next conversation begins, so an interrupted run loses at most one conversation.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from windfall.bench.reading import FORMAT, PACKED_FILE, PEAKS_FILE, RECORDS_FILE
 from windfall.core.errors import InputError
 from windfall.core.files import replace_text
 
-WARM_UP_FILE = "warm-up.json"  # what the calibrators had learnt before the first conversation
-SAME = ("target", "drafters", "prompts", "versions")  # of the provenance, in a run that is resumed
-TIMED = (*SAME, "machine")  # where times are compared
+WARM_UP_FILE = "warm-up.json"  # what the calibrators learned before the first conversation
+SAME_PROVENANCE = ("target", "drafters", "prompts", "versions")  # what must not change when a run is resumed
+SAME_IF_TIMED = (*SAME_PROVENANCE, "machine")
 
 Done = tuple[str, str, str, float, int]  # method, task, id, temperature, repeat
 
@@ -29,12 +29,12 @@ class Store:
         self.folder = folder
         self.about: dict[str, Any] | None = None  # of the run that is resumed
         self.done: set[Done] = set()
-        self._held: int | None = None
+        self._lock_file: int | None = None
         if resume and not folder.exists():
             raise InputError(f"there is no folder '{folder}' to resume; leave --resume out to begin a run in it")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._held = _hold(folder)  # until it is closed or the process ends, however it does
+            self._lock_file = _lock(folder)  # until it is closed or the process ends
             self._enter(resume)
         except OSError as error:
             self.close()
@@ -44,10 +44,10 @@ class Store:
             raise
 
     def close(self) -> None:
-        """Let other processes in."""
-        if self._held is not None:
-            os.close(self._held)
-        self._held = None
+        """Unlock the folder."""
+        if self._lock_file is not None:
+            os.close(self._lock_file)
+        self._lock_file = None
 
     def _enter(self, resume: bool) -> None:
         if all(file.suffix == ".tmp" for file in self.folder.iterdir()):
@@ -66,7 +66,7 @@ class Store:
             raise InputError(f"'{self.folder}' holds a damaged {RUN_FILE} or {RECORDS_FILE}: {error}") from error
 
     def _mend(self) -> list[dict[str, Any]]:
-        """The records; a last line that was not written to its end is cut off."""
+        """Read the records, and cut off an incomplete last line."""
         file = self.folder / RECORDS_FILE
         if not file.exists():
             return []
@@ -79,12 +79,12 @@ class Store:
 
     @property
     def profiles(self) -> dict[str, Any] | None:
-        """The costs that the resumed run was made with."""
+        """The costs that the resumed run used."""
         return None if self.about is None else self.about["profiles"]
 
     @property
     def warm_up(self) -> dict[str, Any]:
-        """What the resumed run's calibrators had learnt beforehand."""
+        """What the resumed run's calibrators learned in the warm-up."""
         try:
             kept: dict[str, Any] = json.loads((self.folder / WARM_UP_FILE).read_text("utf-8"))
         except (OSError, ValueError):
@@ -92,7 +92,7 @@ class Store:
         return kept
 
     def begin(self, settings: dict[str, Any], provenance: dict[str, Any], profiles: dict[str, Any]) -> None:
-        """Write down what is going to be run; what is resumed must be the same."""
+        """Write run.json; a run that is resumed must have the same settings."""
         settings = json.loads(json.dumps(settings))  # as it will be read back
         if self.about is not None:
             self._compare(settings, provenance)
@@ -103,7 +103,7 @@ class Store:
 
     def _compare(self, settings: dict[str, Any], provenance: dict[str, Any]) -> None:
         assert self.about is not None
-        same = TIMED if settings["timing"] else SAME
+        same = SAME_IF_TIMED if settings["timing"] else SAME_PROVENANCE
         before = {**self.about["settings"], **{name: self.about["provenance"].get(name) for name in same}}
         after = json.loads(json.dumps({**settings, **{name: provenance[name] for name in same}}))
         for name in {**before, **after}:
@@ -113,12 +113,12 @@ class Store:
                     f"'{self.folder}' was run with other settings: {name} was {was}, not {wanted}; give another --out"
                 )
 
-    def keep_warm_up(self, learnt: dict[str, Any]) -> None:
-        replace_text(self.folder / WARM_UP_FILE, json.dumps(learnt) + "\n")
+    def keep_warm_up(self, learned: dict[str, Any]) -> None:
+        replace_text(self.folder / WARM_UP_FILE, json.dumps(learned) + "\n")
 
     @property
     def peaks(self) -> dict[str, int]:
-        """The memory of the methods that was measured."""
+        """The peak memory of the methods measured so far."""
         file = self.folder / PEAKS_FILE
         found: dict[str, int] = json.loads(file.read_text("utf-8")) if file.exists() else {}
         return found
@@ -127,7 +127,7 @@ class Store:
         replace_text(self.folder / PEAKS_FILE, json.dumps({**self.peaks, label: peak}, indent=1) + "\n")
 
     def append(self, record: dict[str, Any]) -> None:
-        """Add a finished conversation, on the disk when this returns."""
+        """Add a finished conversation; it is on the disk when this returns."""
         line = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
         try:
             with (self.folder / RECORDS_FILE).open("a", encoding="utf-8") as file:
@@ -141,22 +141,22 @@ class Store:
         self.done.add(_key(record))
 
 
-def _hold(folder: Path) -> int | None:
-    """Keep other processes out of a folder; None where the system has no such locks."""
+def _lock(folder: Path) -> int | None:
+    """Lock a folder against other processes; None if the system has no such locks."""
     try:
         import fcntl
     except ImportError:
         return None
-    held = os.open(folder, os.O_RDONLY)
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        os.close(held)
+        os.close(handle)
         raise InputError(f"'{folder}' is in use by a run that has not ended yet") from None
     except OSError:  # a file system without locks
-        os.close(held)
+        os.close(handle)
         return None
-    return held
+    return handle
 
 
 def _key(record: dict[str, Any]) -> Done:

@@ -1,4 +1,4 @@
-"""What is to be answered: prompts from JSONL files, from known datasets on the hub, or the built-in set."""
+"""The prompts of tasks: JSONL files, known datasets on the hub, and the built-in set."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from windfall.prompts import files as prompt_files
 from windfall.prompts.files import PromptLine
 
 BUILTIN = "builtin"
-ROWS = 80  # of a hub dataset, from its start: as many as the papers take
+HUB_ROWS = 80  # read from the start of a dataset, as many as in the papers
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Prompt:
 
 
 def load_tasks(names: Sequence[str], limit: int | None = None) -> list[Prompt]:
-    """The prompts of these tasks, `limit` of each at the most; a task is `builtin`, a JSONL file or a known dataset."""
+    """The prompts of these tasks, at most `limit` of each; a task is `builtin`, a JSONL file or a known dataset."""
     prompts = [prompt for name in dict.fromkeys(names) for prompt in _load(name, limit)]
     seen: set[tuple[str, str]] = set()
     for prompt in prompts:
@@ -41,7 +41,7 @@ def load_tasks(names: Sequence[str], limit: int | None = None) -> list[Prompt]:
 
 
 def limited(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
-    """`limit` prompts of each task at the most."""
+    """At most `limit` prompts of each task."""
     by_task: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in prompts:
         by_task[prompt.task].append(prompt)
@@ -58,7 +58,7 @@ def spread(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
 
 
 def in_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The first prompt of every task, then every second one: whatever ends a run early, all tasks were there."""
+    """The first prompts of all tasks, then all second ones, so that a run that ends early has every task."""
     seen: dict[str, int] = defaultdict(int)
     places = []
     for prompt in prompts:
@@ -81,7 +81,7 @@ def _load(name: str, limit: int | None) -> list[Prompt]:
 
 
 def builtin() -> list[Prompt]:
-    """Sixty prompts of our own: chat, code, math, writing, summarization and question answering, ten of each."""
+    """The sixty prompts of the package: ten each of chat, code, math, writing, summarization and question answering."""
     text = files("windfall.bench").joinpath("builtin.jsonl").read_text("utf-8")
     return [_prompt(asked, BUILTIN) for asked in prompt_files.parse_lines(text, BUILTIN)]
 
@@ -101,7 +101,7 @@ Row = dict[str, Any]
 
 
 class Source(NamedTuple):
-    """Where a dataset is on the hub, and how one of its rows becomes turns; `raw` rows are texts to be continued."""
+    """A dataset on the hub, and how one of its rows becomes turns; `raw` rows are texts to be continued."""
 
     path: str
     split: str
@@ -161,7 +161,7 @@ def _from_hub(name: str, limit: int | None) -> list[Prompt]:
     more = {"data_files": source.file} if source.file else {}
     try:
         rows = load_dataset(source.path, source.config, split=source.split, streaming=True, **more)
-        prompts = list(islice(as_prompts(name, source, rows), max(ROWS, limit or 0)))
+        prompts = list(islice(as_prompts(name, source, rows), max(HUB_ROWS, limit or 0)))
     except Exception as error:
         from windfall.checkpoints.quiet_libs import first_line
 
@@ -170,7 +170,7 @@ def _from_hub(name: str, limit: int | None) -> list[Prompt]:
 
 
 def as_prompts(name: str, source: Source, rows: Iterable[Row]) -> Iterator[Prompt]:
-    """The rows of a dataset as prompts; lines of WikiText are put together into articles."""
+    """The rows of a dataset as prompts; lines of WikiText are joined into articles."""
     rows = _articles(rows) if name == "wikitext-2" else rows
     for number, row in enumerate(rows):
         turns = tuple(source.turns(row))

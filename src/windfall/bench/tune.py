@@ -1,4 +1,4 @@
-"""Searching for a policy's best options by measured tokens per second: a full grid, or halving a random field."""
+"""Searches for a policy's fastest options: a full grid, or successive halving of random settings."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from windfall.core.options import options_of
 from windfall.core.types import InputError
 
 Settings = dict[str, Any]
-Measure = Callable[[Settings, int], float]  # (settings, how many prompts) -> tokens per second
+Measure = Callable[[Settings, int], float]  # (settings, number of prompts) -> tokens per second
 Progress = Callable[[float], None]
 
 GRID = {"depth": tuple(range(4, 13)), "nodes": tuple(range(40, 241, 20))}  # LTD's grid search over EAGLE-3's tree
-SPREAD = 8.0  # a number is searched from its default over this to its default times this, within its range
+SEARCH_FACTOR = 8.0  # a number is searched from its default divided by this to its default times this
 
 
 @dataclass
 class Search:
-    """What was measured so far, kept in a file after every measurement, so that a search can go on where it ended."""
+    """The measurements so far, saved after every one, so that an interrupted search can be continued."""
 
     file: Path
-    about: dict[str, Any]  # policy, target, drafter, prompts, sampling: measurements of others do not count
+    about: dict[str, Any]  # policy, target, drafter, prompts and sampling, which must be the same to continue
     measured: dict[str, float] = field(default_factory=dict)  # of (settings, prompts)
 
     @classmethod
     def open(cls, file: Path, about: Mapping[str, Any]) -> Search:
-        """The search kept in a file, or a new one; a search for something else is refused."""
+        """Open the search in a file, or a new one; a search with other settings is refused."""
         wanted: dict[str, Any] = json.loads(json.dumps(dict(about)))
         if not file.is_file():
             return cls(file, wanted)
@@ -67,7 +67,7 @@ class Search:
 
 @dataclass(frozen=True)
 class Result:
-    """Settings and the speed they were measured at, on how many prompts."""
+    """Settings, their measured speed, and the number of prompts it was measured on."""
 
     settings: Settings
     speed: float
@@ -83,16 +83,16 @@ def candidates(
     fixed: Mapping[str, Any],
     values: Mapping[str, Sequence[Any]] | None = None,
 ) -> list[Settings]:
-    """What to measure: for `grid` every depth with every size, or all of the given values with each other; for
-    `halving` random settings; fixed options stay."""
-    registry.policy(policy, **fixed)  # refuses what it does not take
+    """The settings to measure: for `grid` every depth with every size, or all combinations of the given values; for
+    `halving` random settings. Fixed options keep their value."""
+    registry.policy(policy, **fixed)  # raises an error for invalid options
     if values:
         return _given_grid(policy, search, names, fixed, values)
     if both := next((name for name in names if name in fixed), None):
         raise InputError(f"'{both}' cannot both stay as it is (--set) and be searched over (--vary)")
     if search == "halving":
         free = names or tuple(name for name in numbers(policy) if name not in fixed)
-        return field_of(policy, free, count, seed, fixed)
+        return random_settings(policy, free, count, seed, fixed)
     if search != "grid":
         raise InputError(f"there is no search '{search}'; choose from grid, halving")
     axes = names or tuple(name for name in GRID if name not in fixed)
@@ -114,12 +114,12 @@ def _given_grid(
         raise InputError(f"'{both}' cannot both stay as it is (--set) and have several values")
     found = grid(values)
     for settings in found:
-        registry.policy(policy, **{**fixed, **settings})  # refuses what it does not take
+        registry.policy(policy, **{**fixed, **settings})  # raises an error for invalid options
     return found
 
 
 def parse_values(texts: Iterable[str]) -> dict[str, tuple[Any, ...]]:
-    """`depth=6,8` → values of an option; numbers as numbers."""
+    """Parse the values of options, such as `depth=6,8`; numbers become numbers."""
     found = {}
     for text in texts:
         name, _, listed = text.partition("=")
@@ -147,20 +147,20 @@ def grid(axes: Mapping[str, Sequence[Any]]) -> list[Settings]:
 
 
 def sweep(
-    search: Search, candidates: Sequence[Settings], prompts: int, measure: Measure, tell: Progress
+    search: Search, candidates: Sequence[Settings], prompts: int, measure: Measure, progress: Progress
 ) -> list[Result]:
     """Measure every candidate on every prompt; the fastest comes first."""
     found = []
     for done, settings in enumerate(candidates, 1):
         found.append(Result(settings, search.measure(settings, prompts, measure), prompts))
-        tell(done / len(candidates))
+        progress(done / len(candidates))
     return sorted(found, key=lambda result: -result.speed)
 
 
 def halving(
-    search: Search, candidates: Sequence[Settings], prompts: int, measure: Measure, tell: Progress
+    search: Search, candidates: Sequence[Settings], prompts: int, measure: Measure, progress: Progress
 ) -> list[Result]:
-    """Measure all on a few prompts, the better half on twice as many, and so on; who came furthest comes first."""
+    """Measure all on a few prompts, the better half on twice as many, and so on; the last to remain come first."""
     rounds = list(plan(len(candidates), prompts))
     total, done = sum(count * size for count, size in rounds), 0
     alive, ranked = list(candidates), list[Result]()
@@ -169,7 +169,7 @@ def halving(
         for settings in alive:
             found.append(Result(settings, search.measure(settings, size, measure), size))
             done += size
-            tell(min(done / total, 1.0))
+            progress(min(done / total, 1.0))
         found.sort(key=lambda result: -result.speed)
         ranked = [*found, *(result for result in ranked if result.settings not in alive)]
         alive = [result.settings for result in found[: max(count // 2, 1)]]
@@ -184,7 +184,7 @@ def plan(candidates: int, prompts: int) -> Iterator[tuple[int, int]]:
 
 
 class Axis(NamedTuple):
-    """What an option is searched over: a range around its default, or a few values."""
+    """The values an option is searched over: a range around its default, or a few values."""
 
     default: Any
     low: float = 0.0
@@ -195,10 +195,10 @@ class Axis(NamedTuple):
         return chance.choice(self.values) if self.values else _draw(chance, self.default, self.low, self.high)
 
 
-def field_of(
+def random_settings(
     policy: str, names: Iterable[str] = (), count: int = 16, seed: int = 0, fixed: Mapping[str, Any] | None = None
 ) -> list[Settings]:
-    """Random settings of a policy's numbers, or of the named options, that the policy takes, its defaults first."""
+    """The defaults and random settings of a policy's numbers, or of the named options."""
     axes = axes_of(policy, tuple(names))
     chance = random.Random(seed)
     found = [{name: axis.default for name, axis in axes.items()}]
@@ -206,12 +206,12 @@ def field_of(
         if len(found) == count:
             break
         drawn = {name: axis.draw(chance) for name, axis in axes.items()}
-        if drawn not in found and _takes(policy, {**(fixed or {}), **drawn}):
+        if drawn not in found and _is_valid(policy, {**(fixed or {}), **drawn}):
             found.append(drawn)
     return found
 
 
-def _takes(policy: str, settings: Settings) -> bool:
+def _is_valid(policy: str, settings: Settings) -> bool:
     try:
         registry.policy(policy, **settings)
     except InputError:
@@ -228,7 +228,7 @@ def numbers(policy: str) -> dict[str, Axis]:
 
 
 def axes_of(policy: str, names: tuple[str, ...]) -> dict[str, Axis]:
-    """What is searched over: the named options, or every number."""
+    """The options that are searched: the named ones, or every number."""
     if not names:
         return numbers(policy)
     known = searchable(policy)
@@ -258,18 +258,18 @@ def _is_number(kind: Any) -> bool:
 
 
 def _range(option: dataclasses.Field[Any]) -> tuple[float, float]:
-    """Around the default, within what is allowed; a share from 0 to 1 is searched whole."""
+    """A range around the default within the allowed one; shares are searched from 0 to 1."""
     low, high = option.metadata["low"], option.metadata["high"]
     default: Any = option.default
     if (low, high) == (0, 1):
         return 0.0, 1.0
-    least = default / SPREAD if default else 0.0
-    most = default * SPREAD if default else 1.0
+    least = default / SEARCH_FACTOR if default else 0.0
+    most = default * SEARCH_FACTOR if default else 1.0
     return max(least, -math.inf if low is None else low), min(most, math.inf if high is None else high)
 
 
 def _draw(chance: random.Random, default: Any, low: float, high: float) -> Any:
-    """Evenly between 0 and 1, evenly in the logarithm elsewhere."""
+    """A random value: uniform for shares, else uniform in the logarithm."""
     if isinstance(default, int):
         return round(math.exp(chance.uniform(math.log(max(low, 1)), math.log(max(high, 1)))))
     if low <= 0 or (low, high) == (0.0, 1.0):
@@ -278,7 +278,7 @@ def _draw(chance: random.Random, default: Any, low: float, high: float) -> Any:
 
 
 def describe(engine: Any, drafter: DrafterSpec, prompts: Sequence[Any], sampling: Settings) -> dict[str, Any]:
-    """All that a measurement depends on besides the policy."""
+    """What a measurement depends on besides the policy."""
     from windfall.bench.provenance import weights_hash
     from windfall.engine.profiling import machine
 
@@ -296,7 +296,7 @@ def describe(engine: Any, drafter: DrafterSpec, prompts: Sequence[Any], sampling
 
 
 def first_questions(engine: Any, prompts: Sequence[Prompt], tokens: int) -> list[list[int]]:
-    """The first question of each prompt as token ids, of those that leave room for an answer of so many tokens."""
+    """The token ids of the first question of each prompt that leaves room for this many new tokens."""
     from windfall.bench.runner import PROMPT_TOKENS, question, room
 
     found = [question(prompt, (), engine, PROMPT_TOKENS) for prompt in prompts]
@@ -307,9 +307,9 @@ def first_questions(engine: Any, prompts: Sequence[Prompt], tokens: int) -> list
 
 
 def timed(engine: Any, policy: str, fixed: Settings, prompts: Sequence[Any], sampling: Settings) -> Measure:
-    """Tokens per second of an engine on the first so many prompts; a short text before, not counted.
+    """A function that measures an engine's tokens per second, after a short text that is not counted.
 
-    What the engine has learnt about its drafter is the same at the start of every measurement.
+    Every measurement starts with the same calibrators.
     """
     known = copy.deepcopy(engine.calibrators)
 
@@ -326,11 +326,11 @@ def timed(engine: Any, policy: str, fixed: Settings, prompts: Sequence[Any], sam
 
 
 def write_preset(file: Path, policy: str, settings: Settings, result: Result, about: Mapping[str, Any]) -> None:
-    """What `--preset FILE` reads."""
+    """Write a file for `--preset FILE`."""
     best = {"policy": policy, "settings": {**settings, **result.settings}}
     replace_text(file, json.dumps({**best, "tokens_per_second": result.speed, "about": dict(about)}, indent=2) + "\n")
 
 
 def digest(prompts: Sequence[Any]) -> str:
-    """A few letters that stand for these prompts."""
+    """A short hash of these prompts."""
     return hashlib.sha256(json.dumps(list(prompts), sort_keys=True).encode()).hexdigest()[:12]

@@ -1,7 +1,8 @@
-"""A small model's exact function at a big model's cost, for measuring speed where no big weights are at hand.
+"""Zero-pads a small model to the shape of a large one: it writes the same text at the large model's cost.
 
-Every matrix is put into a larger one of zeros. Norms are rescaled, because zeros lower the mean square; heads lie
-inside larger heads, at the places whose rotary frequencies are theirs; layers beyond the model's own add nothing.
+It is a timing proxy for when no large weights are available. Every matrix is put into a larger one of zeros. Norms are
+rescaled, because zeros lower the mean square. Attention heads lie inside larger heads, at the places with the same
+rotary frequencies. Additional layers add nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from windfall.heads.layers import head_dim
 
 @dataclass(frozen=True)
 class Shape:
-    """Everything that a model's cost depends on but its vocabulary, which stays its own."""
+    """The sizes of a model that determine its cost, except the vocabulary, which is not changed."""
 
     hidden: int
     layers: int
@@ -40,8 +41,8 @@ SHAPES = {
     "llama-3.1-8b": Shape(4096, 32, 14336, 32, 8, 128),
     "llama-3.1-70b": Shape(8192, 80, 28672, 64, 8, 128),
 }
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose layers are Llama's
-LAYOUT: dict[str, tuple[str, ...]] = {  # what the rows, and the columns, of each parameter stand for
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # with layers like Llama's
+LAYOUT: dict[str, tuple[str, ...]] = {  # the meaning of the rows and columns of each parameter
     "embed_tokens": ("token", "hidden"),
     "lm_head": ("token", "hidden"),
     "q_proj": ("query", "hidden"),
@@ -72,7 +73,7 @@ class Pair(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Which numbers of the small axis go where on the large one."""
+    """Which places of the small axis go to which places of the large one."""
 
     sources: Tensor  # [n] long
     goals: Tensor  # [n] long
@@ -86,7 +87,7 @@ def widen_pair(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
 ) -> Pair:
-    """A target and its head at the cost of a larger pair, which drafts the same trees and writes the same text."""
+    """A target and its head widened together; they draft the same trees and write the same text."""
     layers = model.config.get_text_config().num_hidden_layers
     wide = widen(model, like, name, device, dtype)
     where = {"device": wide.device, "dtype": wide.dtype}
@@ -101,12 +102,12 @@ def widen(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """The same function at the cost of a model of the shape `like` (a name in SHAPES, or a Shape), for measuring only.
+    """A transformers model of a Llama-like family, zero-padded to the shape `like` (a name in SHAPES, or a Shape).
 
-    A transformers model of a Llama-like family. Device and dtype are its own unless given; the large weights are made
-    there, once. Equal up to rounding: factors that are no powers of two meet weights that bfloat16 rounds once more.
-    The name says what the model is; `name` is the small one's. A model of more layers than the shape keeps them, and
-    its name says how many.
+    Device and dtype are the model's own unless given; the large weights are allocated there. The function is the same
+    up to rounding: scale factors that are not powers of two are rounded in bfloat16. The model's name says that it is
+    widened; `name` is the name of the small one. A model with more layers than the shape keeps them, and its name says
+    how many.
     """
     config = model.config
     if config.model_type not in FAMILIES:
@@ -134,10 +135,10 @@ def widen_head(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
 ) -> FeatureHead:
-    """The same guesses at the cost of a head for a target of the shape `like`; the draft vocabulary stays its own.
+    """A head that makes the same guesses, for a target of the shape `like`; the draft vocabulary is not changed.
 
-    `target_layers` is how many layers the small target has: only with it can a head that reads the last one by its
-    number be widened, as the large target has more.
+    `target_layers` is the number of layers of the small target. It is needed for a head that reads the last layer,
+    whose number is higher in the large target.
     """
     if not isinstance(head, Eagle3):
         raise InputError(f"only eagle3 heads can be widened, not {head.config.kind}")
@@ -159,7 +160,7 @@ def widen_head(
 
 @dataclass(frozen=True)
 class Widening:
-    """Where the numbers of a small model go in a large one, and by what they are multiplied."""
+    """Where the weights of a small model go in a large one, and the factors they are multiplied by."""
 
     small: Shape
     shape: Shape
@@ -223,7 +224,7 @@ class Widening:
         return made
 
     def check_rope(self, small: Any, large: Any) -> None:
-        """Whether the large heads have the small ones' frequencies at every `stride`-th place."""
+        """Check that the large heads have the small ones' rotary frequencies at every `stride`-th place."""
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
         old, new = (LlamaRotaryEmbedding(config) for config in (small, large))
@@ -241,13 +242,13 @@ class Widening:
 
     @property
     def copies(self) -> int:
-        """Of each key, where the large model shares one among fewer heads."""
+        """Copies of each key head, if the large model shares one among fewer query heads."""
         return -(-self.group[0] // self.group[1])
 
     # ---- from the small parameters to the large ones
 
     def fill(self, wide: nn.Module, small: nn.Module) -> None:
-        """Zeros everywhere, then the small parameters in their places; what has no counterpart stays zero."""
+        """Fill with zeros, then put the small parameters in their places."""
         for parameter in wide.parameters():
             parameter.zero_()
         larger = dict(wide.named_parameters())
@@ -268,7 +269,7 @@ class Widening:
         large[goals] = values.to(large.dtype)
 
     def _scale(self, name: str, small: nn.Module) -> float:
-        """Norms undo the zeros in their mean square, queries the larger head in the softmax's scale."""
+        """The factor of a parameter: norms correct the mean square for the zeros, queries the larger softmax scale."""
         part, sharper = _part(name), math.sqrt(self.stride)
         if part == "q_norm":
             return 1.0
@@ -277,13 +278,13 @@ class Widening:
         if part in NORMS:
             width, larger = (self.tap if LAYOUT[part] == ("tap",) else self.small.hidden), self.shape.hidden
             return math.sqrt(width / larger)
-        if part == "q_proj":  # a norm behind it would take the factor out again
+        if part == "q_proj":  # a norm after it would remove the factor
             attention = small.get_submodule(name.rpartition(".q_proj")[0])
             return 1.0 if getattr(attention, "q_norm", None) is not None else sharper
         return 1.0
 
     def places(self, axis: str, size: int) -> Places:
-        """Where this axis of the small model lies in the large one's; `size` is its length."""
+        """Where an axis of the small model lies in the large one; `size` is its length."""
         if axis in ("hidden", "tap"):  # several states may lie side by side
             width = self.small.hidden if axis == "hidden" else self.tap
             goals = torch.arange(size // width)[:, None] * self.shape.hidden + torch.arange(width)
@@ -307,7 +308,7 @@ class Widening:
         return Places(sources.flatten(), goals.flatten())
 
     def _inside(self) -> Tensor:
-        """[d] places of a small head inside a large one: halves are turned together, and so stay halves."""
+        """[d] places of a small head inside a large one; halves stay halves, as rotary positions pair them."""
         half = torch.arange(self.small.head_dim // 2) * self.stride
         return torch.cat([half, half + self.shape.head_dim // 2])
 
@@ -321,7 +322,7 @@ def _find(like: str | Shape) -> Shape:
 
 
 def _part(name: str) -> str:
-    """The part of the layout that a parameter belongs to: q_proj of layers.0.self_attn.q_proj.weight."""
+    """The key of LAYOUT for a parameter: q_proj for layers.0.self_attn.q_proj.weight."""
     part = next(word for word in reversed(name.split(".")[:-1]) if not word.isdigit())
     if part not in LAYOUT:
         raise InputError(f"it is not known how to widen {name}")

@@ -138,7 +138,7 @@ class BenchOptions:
 
 def _tasks_of(suite: Suite, prompts: list[Any]) -> tuple[str, ...]:
     """The tasks of these prompts that a suite names, or its paper under another name; all tasks if there is none."""
-    from windfall.bench.papers.published import task_name
+    from windfall.bench.papers.tables import task_name
 
     every = list(dict.fromkeys(prompt.task for prompt in prompts))
     names = {task_name(task) for task in suite.tasks} - {None}
@@ -170,7 +170,7 @@ def run(
     prompts = [prompt for prompt in prompts if settings.asks(prompt.task)]
     target = model.load_target()
     prompts = _fitting(prompts, target, settings)
-    if target.device.type != "cuda" and any(settings.weighs(method.label) for method in methods):
+    if target.device.type != "cuda" and any(settings.measures_memory(method.label) for method in methods):
         console.note(f"peak memory is measured on CUDA devices only, not on {target.device.type}")
     try:
         with console.progress("Benchmark", counts=True) as progress:

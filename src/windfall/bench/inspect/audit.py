@@ -1,18 +1,18 @@
-"""Where texts differ from plain decoding's: how often, at which token, and how close the call was.
+"""Where speculative texts differ from plain decoding's: how many do, at which token, and by which logit gap.
 
-The yardstick is what transformers' own `generate` does to a text when it is decoded in a padded batch.
+For comparison, the same is measured for transformers' own `generate` in a padded batch against single prompts.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
+from windfall.bench.hf_generate import hf_generate
 from windfall.bench.runner import NoDrafter
 from windfall.core.sampling import gumbel, process
 from windfall.core.tree import DraftTree
@@ -21,7 +21,7 @@ from windfall.engine.engine import Engine
 from windfall.model.target import Target
 from windfall.policies.none import NoSpeculation
 
-EXACT = (torch.float32, torch.float64)  # where every text must be plain decoding's
+EXACT_DTYPES = (torch.float32, torch.float64)  # in these, every text must equal plain decoding's
 
 Tokens = list[int]
 Progress = Callable[[float], None]
@@ -53,7 +53,7 @@ class Outcome:
 
     task: str
     id: str
-    tokens: int  # chosen after the same prefix: the equal ones, and the first that differs
+    tokens: int  # the equal tokens and the first that differs: those chosen after the same prefix
     divergence: Divergence | None
 
 
@@ -109,9 +109,9 @@ class Comparison:
 
 
 class Audit:
-    """Decodes conversations plainly, with speculation, and with `generate` alone and in batches; keeps what differs.
+    """Decodes conversations plainly, with speculation, and with `generate` one by one and in batches.
 
-    What is finished stays in `comparisons` when `run` is interrupted.
+    `comparisons` has the differences found so far, also when `run` is interrupted.
     """
 
     def __init__(self, engine: Engine, name: str = "speculation", batch: int = 8):
@@ -125,16 +125,16 @@ class Audit:
 
     @property
     def comparisons(self) -> list[Comparison]:
-        """Those with something in them; speculation always."""
+        """The comparisons with an outcome, and always that of speculation."""
         return [self.speculative, *(each for each in (self.batched, self.others) if each.outcomes)]
 
     @property
     def exact(self) -> bool:
-        return self.reference.decoder.dtype in EXACT
+        return self.reference.decoder.dtype in EXACT_DTYPES
 
     @property
     def failed(self) -> bool:
-        """Whether a text differs although the arithmetic is precise enough for it not to."""
+        """Whether a text differs in a precision in which none should."""
         return self.exact and bool(self.speculative.diverging)
 
     def run(self, cases: Sequence[Case], progress: Progress = lambda share: None) -> None:
@@ -162,11 +162,12 @@ class Audit:
         greedy = [replace(case, params=replace(case.params, temperature=0.0)) for case in chunk]
         alone = []
         for case, drawn, own in zip(greedy, chunk, plain, strict=True):
-            alone += generate(self.reference, [case])
+            alone += hf_generate(self.reference, [case.prompt], case.params)
             next(steps)
             if drawn.params.greedy:
                 self._compare(self.others, case, alone[-1], own)
-        together = generate(self.reference, greedy) if len(greedy) > 1 else []
+        prompts = [case.prompt for case in greedy]
+        together = hf_generate(self.reference, prompts, greedy[0].params) if len(greedy) > 1 else []
         for case, one, other in zip(greedy, alone, together, strict=False):
             self._compare(self.batched, case, one, other)
         for _ in chunk:
@@ -187,7 +188,7 @@ class Audit:
 
 
 def first_difference(one: Tokens, other: Tokens) -> int | None:
-    """The first place where two answers differ, which may be the end of the shorter; None if they are equal."""
+    """The first place where two answers differ, possibly the end of the shorter one; None if they are equal."""
     pairs = zip(one, other, strict=False)
     ends = None if len(one) == len(other) else min(len(one), len(other))
     return next((place for place, (a, b) in enumerate(pairs) if a != b), ends)
@@ -195,9 +196,9 @@ def first_difference(one: Tokens, other: Tokens) -> int | None:
 
 @torch.inference_mode()
 def logit_gap(target: Target, prefix: Tokens, token: int, other: int, params: SamplingParams) -> float:
-    """By how much the target prefers `token` to `other` after the prefix, which it reads at once.
+    """By how much the target prefers `token` to `other` after the prefix, which is read in one pass.
 
-    At temperature above 0 the noise of the draw counts too: it is the gap that decides the draw, in units of logits.
+    At temperature above 0 the gap includes the sampling noise: it is the gap that decides the draw, in logits.
     """
     target.prefill([prefix])
     [scores] = target.score([DraftTree.root(prefix[-1])])
@@ -209,47 +210,8 @@ def logit_gap(target: Target, prefix: Tokens, token: int, other: int, params: Sa
     return float(row[0, token] - row[0, other])
 
 
-# ---- transformers' own loop
-
-
-@torch.inference_mode()
-def generate(target: Target, cases: Sequence[Case]) -> list[Tokens]:
-    """What `model.generate` answers greedily to these prompts in one batch, padded on the left."""
-    params, width = cases[0].params, max(len(case.prompt) for case in cases)
-    eos = target.eos if params.eos is None else params.eos
-    pad = eos[0] if eos else 0
-    ids = torch.tensor([[pad] * (width - len(case.prompt)) + case.prompt for case in cases], device=target.device)
-    mask = torch.tensor(
-        [[0] * (width - len(case.prompt)) + [1] * len(case.prompt) for case in cases], device=target.device
-    )
-    with greedy_settings(target.model, params.max_new_tokens, eos, pad):
-        made = target.model.generate(input_ids=ids, attention_mask=mask)
-    return [_cut(answer, eos) for answer in made[:, width:].tolist()]
-
-
-@contextmanager
-def greedy_settings(model: Any, tokens: int, eos: Sequence[int], pad: int) -> Iterator[None]:
-    """Nothing but the likeliest token counts, whatever the model's own settings are; those come back afterwards."""
-    from transformers import GenerationConfig
-
-    own = model.generation_config
-    model.generation_config = GenerationConfig(
-        do_sample=False, max_new_tokens=tokens, eos_token_id=list(eos) or None, pad_token_id=pad
-    )
-    try:
-        yield
-    finally:
-        model.generation_config = own
-
-
-def _cut(answer: Tokens, eos: Sequence[int]) -> Tokens:
-    """Up to the end of the text, itself included; padding follows it."""
-    end = next((place for place, token in enumerate(answer) if token in eos), len(answer))
-    return answer[: end + 1]
-
-
 def _counted(progress: Progress, total: int) -> Iterator[None]:
-    """Tells the finished share at every step."""
+    """Report the finished share at every step."""
     for done in range(1, total + 1):
         progress(done / total)
         yield

@@ -1,7 +1,8 @@
-"""How good a drafter is, as the papers measure it: right and sure after each rank, and which nodes of trees are used.
+"""Measures a drafter: accuracy and calibration after guesses of each rank, and which nodes of trees are accepted.
 
 Accuracy and calibration by rank are SALF & TALF's Figure 2b and Appendix A, the shares of ranks its Figure 2a, and
-acceptance by depth and rank is TALON's Figure 3."""
+acceptance by depth and rank is TALON's Figure 3.
+"""
 
 from __future__ import annotations
 
@@ -23,32 +24,32 @@ from windfall.drafters.base import Drafter
 from windfall.engine.engine import Engine
 from windfall.model.target import Target
 
-RANKS = 5  # of the token that is conditioned on
-CHILDREN = 256  # of a probed node; what the drafter finds less likely than all of these counts as impossible
-MASS_BINS, WIDTH_BINS = 10, 15
+RANKS = 5  # guesses after which the drafter is probed
+CHILDREN = 256  # of a probed node; tokens less likely than these count as probability 0
+MASS_BINS, WIDTH_BINS = 10, 15  # of the two calibration errors
 
 Floats = NDArray[np.float64]
 
 
-# ---- one token further: after each of the drafter's first guesses, does it guess what the target would say?
+# ---- probes: after each of the drafter's guesses, does it predict the target's next token?
 
 
 class Probe(NamedTuple):
-    """The drafter's second guess, after its own guess of some rank."""
+    """The drafter's next guess after its own guess of some rank."""
 
     rank: int  # of the first guess, from 1
-    hit: bool  # whether the second guess is the target's favourite
-    chance: float  # the drafter's probability of the target's favourite
-    surest: float  # the drafter's probability of its second guess
+    hit: bool  # whether the next guess is the target's likeliest token
+    chance: float  # the drafter's probability of the target's likeliest token
+    surest: float  # the drafter's probability of its next guess
 
 
 @torch.inference_mode()
 def probe(
     target: Target, drafter: Drafter, prompt: Sequence[int], answer: Sequence[int], children: int = CHILDREN
 ) -> list[Probe]:
-    """Probes at every token of an answer that is known, so that the contexts are the target's own.
+    """Probe at every token of a known answer, so that the contexts are the target's own.
 
-    In each, one draft pass gives the likeliest tokens, the next what follows each of them, and one target pass judges.
+    Each probe takes a draft pass for the likeliest tokens, one for the tokens after these, and one target pass.
     """
     found: list[Probe] = []
     drafter.start([list(prompt)], target.prefill([list(prompt)], drafter.taps), [None])
@@ -66,7 +67,7 @@ def probe(
 
 
 def _probes(tree: DraftTree, nodes: Tensor, favourites: Tensor) -> list[Probe]:
-    """favourites: the target's, after every node judged."""
+    """`favourites` has the target's likeliest token after every node."""
     found = []
     for node in nodes.tolist():
         children = torch.nonzero(tree.parents == node).flatten()
@@ -80,12 +81,12 @@ def _probes(tree: DraftTree, nodes: Tensor, favourites: Tensor) -> list[Probe]:
 
 @dataclass(frozen=True)
 class RankFigures:
-    """What the probes after guesses of one rank say."""
+    """The figures of the probes after guesses of one rank."""
 
     rank: int  # from 1
     contexts: int
-    accuracy: float  # how often the drafter's favourite is the target's
-    confidence: float  # mean probability that the drafter gives to the target's favourite
+    accuracy: float  # share of probes whose guess is the target's likeliest token
+    confidence: float  # mean probability of the target's likeliest token
     ece_paper: float  # of that probability, in bins of equal mass
     ece_guo: float  # of the drafter's highest probability, in bins of equal width
 
@@ -104,19 +105,19 @@ def by_rank(probes: Sequence[Probe]) -> list[RankFigures]:
 
 
 def equal_mass_error(chances: Floats, outcomes: Floats, bins: int = MASS_BINS) -> float:
-    """Mean gap between confidence and frequency over bins of equally many, by confidence; ties keep their order."""
+    """The calibration error over bins with equal numbers of probes, sorted by confidence; ties keep their order."""
     order = np.argsort(chances, kind="stable")
     parts = [part for part in np.array_split(order, bins) if len(part)]
     gaps = [abs(float(chances[part].mean() - outcomes[part].mean())) * len(part) for part in parts]
     return sum(gaps) / max(len(chances), 1)
 
 
-# ---- trees as they are used
+# ---- trees
 
 
 @dataclass(frozen=True)
 class TreeFigures:
-    """Which nodes were verified and accepted, over all cycles."""
+    """Counts of verified and accepted nodes over all cycles."""
 
     cycles: int
     tokens: int
@@ -132,7 +133,7 @@ class TreeFigures:
 
     @property
     def tau(self) -> float:
-        """Tokens per target pass, the target's own included."""
+        """Tokens per target pass, including the target's own."""
         return self.tokens / max(self.cycles, 1)
 
     @property
@@ -141,16 +142,18 @@ class TreeFigures:
         return self.draft_passes / max(self.cycles, 1)
 
     def rank_share(self) -> list[float]:
-        """Of the verified nodes, the share that is the drafter's first, second... guess; the last: and all others."""
+        """The share of the verified nodes with each sibling rank; the last entry stands for all further ranks."""
         counts = [0] * RANKS
         for _, rank, _, verified, _, _ in self.nodes:
             counts[min(rank, RANKS - 1)] += verified
         return [count / max(sum(counts), 1) for count in counts]
 
     def heat_map(self, layer: bool = False, columns: int | None = None) -> list[list[float]]:
-        """Share of the cycles that accepted the node at [depth - 1][rank - 1]; `layer`: rank by path probability within
-        its depth, else among its siblings. Ranks that were never accepted are left out at the end; the last of
-        `columns` answers for all beyond it."""
+        """The share of the cycles that accepted the node at [depth - 1][rank - 1].
+
+        With `layer`, the rank is by path probability within its depth, else among its siblings. Trailing ranks that
+        were never accepted are left out; the last of `columns` stands for all further ranks.
+        """
         used = [(row[0], row[2 if layer else 1], row[5]) for row in self.nodes]
         most = max((rank + 1 for _, rank, accepted in used if accepted), default=1)
         cells = np.zeros((max((depth for depth, _, _ in used), default=0), min(most, columns or most)))
@@ -180,7 +183,7 @@ class TreeFigures:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything about a drafter on some prompts."""
+    """The figures of a drafter on some prompts."""
 
     ranks: list[RankFigures]
     trees: TreeFigures
@@ -202,7 +205,7 @@ def diagnose(
     children: int = CHILDREN,
     progress: Callable[[float], None] = lambda _: None,
 ) -> Diagnosis:
-    """Answer prompts with the engine's policy, then go through the answers once more to probe the drafter."""
+    """Answer prompts with the engine's policy, then probe the drafter along the answers."""
     steps: list[Step] = []
     probes: list[Probe] = []
     children = min(children, engine.target.vocab_size)

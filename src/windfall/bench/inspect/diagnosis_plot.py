@@ -1,4 +1,4 @@
-"""A diagnosis as one figure of six panels."""
+"""Draws a diagnosis as one figure of six panels."""
 
 from __future__ import annotations
 
@@ -6,33 +6,26 @@ from pathlib import Path
 from typing import Any
 
 from windfall.bench.inspect.diagnosis import RANKS, Diagnosis
+from windfall.bench.report.figures import FADED, heat_image, new_figure
 from windfall.render.plots import COLOURS
 
-SHOWN = 12  # ranks of a heat map; the last answers for all beyond it
-FADED = "#999999"
+MAX_RANKS = 12  # of a heat map; the last column stands for all further ranks
 
 
 def plot_diagnosis(found: Diagnosis, title: str, file: Path) -> None:
     """Accuracy and calibration by rank, ranks of tree nodes, accepted lengths, and two acceptance heat maps."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12.6, 7), layout="constrained")
-    FigureCanvasAgg(figure)  # no window, whatever the user's settings
-    (accuracy, calibration, share), (lengths, siblings, layers) = figure.subplots(2, 3)
+    trees = found.trees
+    figure, grid = new_figure(12.6, 7, rows=2, columns=3)
+    (accuracy, calibration, share), (lengths, siblings, layers) = grid
     _by_rank(found, accuracy, calibration)
-    _bars(share, [100 * part for part in found.trees.rank_share()], _rank_names())
+    _bars(share, [100 * part for part in trees.rank_share()], [*map(str, range(1, RANKS)), f"{RANKS}+"])
     share.set(title="Ranks of verified nodes", xlabel="rank among siblings", ylabel="share (%)")
-    _bars(lengths, *_length_shares(found))
-    lengths.set(
-        title=f"Accepted lengths, tau {found.trees.tau:.2f}", xlabel="drafted tokens", ylabel="target passes (%)"
-    )
-    _heat(figure, siblings, found.trees.heat_map(columns=SHOWN), "rank among siblings")
-    _heat(figure, layers, found.trees.heat_map(layer=True, columns=SHOWN), "rank within the level")
-    for axes in (accuracy, calibration, share, lengths):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
-        axes.set_axisbelow(True)
+    longest = max(trees.lengths, default=0)
+    shares = [100 * trees.lengths.get(length, 0) / max(trees.cycles, 1) for length in range(longest + 1)]
+    _bars(lengths, shares, [str(length) for length in range(longest + 1)])
+    lengths.set(title=f"Accepted lengths, tau {trees.tau:.2f}", xlabel="drafted tokens", ylabel="target passes (%)")
+    _heat(figure, siblings, trees.heat_map(columns=MAX_RANKS), "rank among siblings")
+    _heat(figure, layers, trees.heat_map(layer=True, columns=MAX_RANKS), "rank within the level")
     figure.suptitle(title, fontsize=10)
     figure.savefig(file, dpi=150)
 
@@ -58,24 +51,7 @@ def _bars(axes: Any, heights: list[float], names: list[str]) -> None:
     axes.set_xticks(range(len(heights)), names)
 
 
-def _rank_names() -> list[str]:
-    return [*map(str, range(1, RANKS)), f"{RANKS}+"]
-
-
-def _length_shares(found: Diagnosis) -> tuple[list[float], list[str]]:
-    most = max(found.trees.lengths, default=0)
-    counts = [found.trees.lengths.get(length, 0) for length in range(most + 1)]
-    return [100 * count / max(found.trees.cycles, 1) for count in counts], [str(length) for length in range(most + 1)]
-
-
 def _heat(figure: Any, axes: Any, cells: list[list[float]], across: str) -> None:
-    """Rows are depths from 1, columns ranks from 1."""
-    from matplotlib.colors import PowerNorm
-
-    shown = [[100 * value for value in row] for row in cells] or [[0.0]]
-    ranks = [f"{rank}+" if rank == SHOWN else f"{rank}" for rank in range(1, len(shown[0]) + 1)]
-    image = axes.imshow(shown, cmap="cividis", norm=PowerNorm(0.5, 0, 100), aspect="auto")
-    axes.set_xticks(range(len(shown[0])), ranks, fontsize=8)
-    axes.set_yticks(range(len(shown)), range(1, len(shown) + 1))
+    image = heat_image(axes, cells or [[0.0]], MAX_RANKS)
     axes.set(title="Accepted nodes", xlabel=across, ylabel="depth")
     figure.colorbar(image, ax=axes, ticks=[0, 5, 20, 50, 100]).set_label("target passes (%)")

@@ -1,4 +1,4 @@
-"""Is this installation sound? Each check returns what it found, or raises what is wrong; none stops the others."""
+"""Checks of the installation. Each check returns its finding or raises an error, and none stops the others."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 from windfall.core.wording import counted
 
-TOKENS = 24
-HUB_SECONDS = 5.0
+TEXT_TOKENS = 24  # of the texts that are compared
+HUB_SECONDS = 5.0  # to wait for the hub
 
 
 class Check(NamedTuple):
-    """A finding; windfall works without what is not `needed`."""
+    """A finding; windfall also works if a check that is not `needed` fails."""
 
     name: str
     ok: bool
@@ -45,12 +45,12 @@ def examine() -> list[Check]:
 def _check(name: str, find: Callable[..., str], needed: bool = True) -> Check:
     try:
         return Check(name, True, needed, find())
-    except Exception as error:  # whatever it is, it is a finding
+    except Exception as error:  # any error is a finding
         return Check(name, False, needed, " ".join(str(error).split()) or type(error).__name__)
 
 
 def version(package: str) -> str:
-    """The installed version, held to what windfall asks for."""
+    """The installed version, checked against windfall's requirements."""
     from packaging.requirements import Requirement
 
     installed = importlib.metadata.version(package)
@@ -82,7 +82,7 @@ def threads() -> str:
 
 
 def cache() -> str:
-    """Where converted models go, which must be a place we can write to."""
+    """The folder of converted models, which must be writable."""
     from windfall.checkpoints.find import cache_dir
 
     folder = cache_dir()
@@ -93,7 +93,7 @@ def cache() -> str:
 
 
 def config_file() -> str:
-    """The file with the defaults of the commands, which must be one that they can read."""
+    """The file with the defaults of the commands, which must be readable."""
     from windfall.cli import config_file as config
 
     file = config.file_in_use()
@@ -116,7 +116,7 @@ def embedded_model() -> str:
 
 
 def same_text() -> str:
-    """Generate with a tiny random model: speculation, plain decoding and transformers must give the same tokens."""
+    """Check that speculation, plain decoding and transformers give the same tokens with a tiny random model."""
     import torch
 
     from windfall import registry
@@ -129,12 +129,12 @@ def same_text() -> str:
         model, registry.drafter("lm"), registry.policy("beam")
     )  # the target drafts for itself: every guess is right
     for temperature in (0.8, 0.0):
-        how: dict[str, Any] = {"max_new_tokens": TOKENS, "temperature": temperature, "seed": 0}
+        how: dict[str, Any] = {"max_new_tokens": TEXT_TOKENS, "temperature": temperature, "seed": 0}
         wanted, found = plain.generate(prompt, **how), speculative.generate(prompt, **how)
         if found.token_ids != wanted.token_ids:
             raise RuntimeError(f"speculative and plain decoding differ at temperature {temperature}")
     ids = torch.tensor([prompt], device=plain.target.device)
-    if model.generate(ids, do_sample=False, max_new_tokens=TOKENS)[0, len(prompt) :].tolist() != wanted.token_ids:
+    if model.generate(ids, do_sample=False, max_new_tokens=TEXT_TOKENS)[0, len(prompt) :].tolist() != wanted.token_ids:
         raise RuntimeError("plain decoding and transformers' generate differ")
     if found.stats.tau <= 1:
         raise RuntimeError("speculation gained nothing although every guess should be right")
@@ -142,7 +142,7 @@ def same_text() -> str:
 
 
 def tiny_model() -> Any:
-    """A random Llama of a few thousand weights, large enough ones that its next tokens are far from equally likely."""
+    """A random Llama with a few thousand weights, scaled up so that next tokens are not equally likely."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -176,7 +176,7 @@ def hub() -> str:
 
 
 def _answers(address: str) -> bool:
-    """Whether an address answers soon; in a thread, as looking up a host name heeds no time limit."""
+    """Whether an address answers in time; in a thread, because host name lookups have no timeout."""
     answers: list[bool] = []
 
     def ask() -> None:

@@ -1,4 +1,4 @@
-"""The papers' tables with our rows among theirs, and where the order of the methods is another one."""
+"""The papers' tables with our rows among theirs, and a sentence on where the order of the methods differs."""
 
 from __future__ import annotations
 
@@ -9,22 +9,34 @@ from itertools import combinations
 from statistics import fmean
 
 from windfall.bench import results
-from windfall.bench.papers import published as papers
-from windfall.bench.papers.tables import ALL, EXHIBITS, RATE, SPEEDUP, TAU, Exhibit, Figure, Line
+from windfall.bench.papers.tables import (
+    ALL,
+    MEAN,
+    RATE,
+    SPEEDUP,
+    TAU,
+    Cells,
+    Figure,
+    Line,
+    PaperTable,
+    Values,
+    bare,
+    measured_how,
+    paper_tables,
+    task_name,
+)
 from windfall.bench.reading import Record, Run
 from windfall.bench.report.parts import DASH, Section, Table
 from windfall.bench.results import PLAIN, Estimate
 
 HERE = "here"
-SLASH = "\u00a0/\u00a0"  # between a cell's figures, which stay on one line
-TOLD = 6  # pairs of methods that are named
-Values = tuple[float | None, ...]  # of a cell, one for each figure
-Cells = dict[str, Values]  # by task
+SLASH = "\u00a0/\u00a0"  # between the figures of a cell, which stay on one line
+MAX_NAMED_PAIRS = 6  # pairs of methods whose order differs
 
 
 @dataclass(frozen=True)
 class Own:
-    """What a method did on one task here."""
+    """The records of our method for one line and task."""
 
     label: str
     records: list[Record]
@@ -32,21 +44,25 @@ class Own:
 
 
 @dataclass(frozen=True)
-class Held:
-    """One temperature of an exhibit: ours and theirs."""
+class Comparison:
+    """One temperature of a paper's table: our figures and theirs."""
 
-    exhibit: Exhibit
+    table: PaperTable
     temperature: float
     own: Mapping[str, Mapping[str, Own]]  # by line and task
-    theirs: Mapping[str, Mapping[str, Cells]]  # by line and model
+
+    @property
+    def theirs(self) -> Mapping[str, Mapping[str, Cells]]:
+        """The published cells by line and model."""
+        return self.table.published[self.temperature]
 
     @property
     def tasks(self) -> list[str]:
-        """Those that were measured here."""
-        return [task for task in self.exhibit.tasks if any(task in own for own in self.own.values())]
+        """The tasks of the table that were measured here."""
+        return [task for task in self.table.tasks if any(task in own for own in self.own.values())]
 
     def cells(self, line: str) -> Cells:
-        figures = self.exhibit.figures
+        figures = self.table.figures
         return {
             task: tuple(figure.of(own.records, own.plain) for figure in figures)
             for task, own in self.own.get(line, {}).items()
@@ -54,33 +70,32 @@ class Held:
 
 
 def sections(runs: Sequence[Run], notes: Mapping[str, str] | None = None) -> list[Section]:
-    """A section for every table that these runs have something of; each paper's first one says how it measured."""
-    found, told = [], set[str]()
-    for exhibit in EXHIBITS:
-        held = [each for heat in exhibit.temperatures if (each := hold(exhibit, runs, heat)).own]
-        if not held:
+    """A section for every table that these runs measured; the first one of a paper says how the paper measured."""
+    found, introduced = [], set[str]()
+    for table in paper_tables().values():
+        measured = [each for heat in table.temperatures if (each := compare(table, runs, heat)).own]
+        if not measured:
             continue
-        how = [] if exhibit.paper in told else [f"How the paper measured: {papers.difference(exhibit.paper)}"]
-        told.add(exhibit.paper)
-        orders = [order(each, place) for each in held for place in exhibit.by]
-        text = [*how, *orders, (notes or {}).get(exhibit.key, ""), exhibit.absent]
-        title = f"{exhibit.paper}, {exhibit.table}: {exhibit.title}"
-        words = "\n\n".join(part for part in [*text, *exhibit.remarks] if part)
-        found.append(Section(title, words, [table(each) for each in held]))
+        how = [] if table.paper in introduced else [f"How the paper measured: {measured_how(table.paper)}"]
+        introduced.add(table.paper)
+        orders = [order(each, place) for each in measured for place in table.ranked_by]
+        text = [*how, *orders, (notes or {}).get(table.key, ""), table.absent, *table.remarks]
+        title = f"{table.paper}, {table.table}: {table.title}"
+        found.append(Section(title, "\n\n".join(filter(None, text)), [as_table(each) for each in measured]))
     return found
 
 
 def missing(runs: Sequence[Run]) -> list[str]:
-    """The tables that none of these runs has anything of."""
+    """The tables that none of these runs measured."""
     return [
-        f"{exhibit.paper}, {exhibit.table}"
-        for exhibit in EXHIBITS
-        if not any(hold(exhibit, runs, heat).own for heat in exhibit.temperatures)
+        f"{table.paper}, {table.table}"
+        for table in paper_tables().values()
+        if not any(compare(table, runs, heat).own for heat in table.temperatures)
     ]
 
 
 def read_notes(text: str) -> dict[str, str]:
-    """Paragraphs under headings that are keys of exhibits: `## salf-t1`."""
+    """Paragraphs under headings that are keys of tables, such as `## salf-t1`."""
     found: dict[str, str] = {}
     for part in ("\n" + text).split("\n## ")[1:]:
         key, _, words = part.partition("\n")
@@ -88,25 +103,26 @@ def read_notes(text: str) -> dict[str, str]:
     return found
 
 
-# ---- ours and theirs
+# ---- our records for the lines of a table
 
 
-def hold(exhibit: Exhibit, runs: Sequence[Run], temperature: float) -> Held:
+def compare(table: PaperTable, runs: Sequence[Run], temperature: float) -> Comparison:
+    """Find the records of these runs that belong into a table."""
     own = {}
-    chosen = [run for run in runs if exhibit.suite in str(run.settings.get("suite") or "").split(",")]
-    for line in exhibit.lines:
-        tasks = {task: found for task in exhibit.tasks if (found := _own(exhibit, line, task, chosen, temperature))}
+    chosen = [run for run in runs if table.suite in str(run.settings.get("suite") or "").split(",")]
+    for line in table.lines:
+        tasks = {task: found for task in table.tasks if (found := _own(table, line, task, chosen, temperature))}
         if tasks:
             own[line.name] = tasks
-    if set(own) <= {line.name for line in exhibit.lines if line.ours == PLAIN}:
+    if set(own) <= {line.name for line in table.lines if line.ours == PLAIN}:
         own = {}  # plain decoding alone is no table
-    return Held(exhibit, temperature, own, published(exhibit, temperature))
+    return Comparison(table, temperature, own)
 
 
-def _own(exhibit: Exhibit, line: Line, task: str, runs: Sequence[Run], temperature: float) -> Own | None:
-    """From the first run that has this method."""
+def _own(table: PaperTable, line: Line, task: str, runs: Sequence[Run], temperature: float) -> Own | None:
+    """The records of the first run that has this method."""
     pattern = line.at.get(task, line.ours)
-    names = set(exhibit.pooled) if task == ALL else {task}
+    names = set(table.pooled) if task == ALL else {task}
     for run in runs:
         for label in (label for label in run.methods if pattern and fnmatchcase(label, pattern)):
             records = _on(run.select(label, temperature=temperature), names)
@@ -116,165 +132,150 @@ def _own(exhibit: Exhibit, line: Line, task: str, runs: Sequence[Run], temperatu
 
 
 def _on(records: Iterable[Record], names: set[str]) -> list[Record]:
-    return [record for record in records if papers.task_name(record.task) in names]
-
-
-def published(exhibit: Exhibit, temperature: float) -> dict[str, dict[str, Cells]]:
-    """By line and model; the paper's own means are under `mean`."""
-    found: dict[str, dict[str, Cells]] = {}
-    if exhibit.rows:
-        for row in exhibit.rows.strip().splitlines() if temperature == exhibit.temperatures[0] else ():
-            model, method, numbers = (part.strip() for part in row.split("|"))
-            cells = [tuple(float(n) if n else None for n in cell.split("/")) for cell in numbers.split()]
-            found.setdefault(method, {})[model] = dict(zip((*exhibit.tasks, papers.MEAN), cells, strict=False))
-        return found
-    for cell in papers.published():
-        if (cell.paper, cell.table, cell.temperature) == (exhibit.paper, exhibit.table, temperature):
-            found.setdefault(cell.method, {}).setdefault(cell.model, {})[cell.task] = (cell.speedup, cell.tau)
-    return found
+    return [record for record in records if task_name(record.task) in names]
 
 
 def mean(cells: Cells, tasks: Sequence[str], figures: int) -> Values:
-    """Of each figure over these tasks; the paper's own where it has one for them all."""
-    if papers.MEAN in cells and set(tasks) >= set(cells) - {papers.MEAN}:
-        return cells[papers.MEAN]
-    columns = [[cells[task][place] for task in tasks if task in cells] for place in range(figures)]
-    known = [[value for value in column if value is not None] for column in columns]
-    return tuple(fmean(values) if values else None for values in known)
+    """The mean of each figure over these tasks; the paper's own mean if these are all of its tasks."""
+    if MEAN in cells and set(tasks) >= set(cells) - {MEAN}:
+        return cells[MEAN]
+    return tuple(mean_of(cells, tasks, place) for place in range(figures))
+
+
+def mean_of(cells: Cells, tasks: Sequence[str], place: int) -> float | None:
+    """The mean of one figure over the tasks that have it."""
+    known = [value for task in tasks if task in cells and (value := cells[task][place]) is not None]
+    return fmean(known) if known else None
 
 
 # ---- as a table
 
 
-def table(held: Held) -> Table:
-    """Under each method the row that was measured here, then the paper's, a row for each of its models."""
-    exhibit, rows, best = held.exhibit, list[list[str]](), set[tuple[int, int]]()
-    several = len(exhibit.tasks) > 1
-    shared = held.tasks
-    every = len(shared) == len(exhibit.tasks)
-    for line in exhibit.lines:
-        own = held.own.get(line.name, {})
+def as_table(comparison: Comparison) -> Table:
+    """For each method first the row measured here, then the paper's rows, one for each of its models."""
+    table, rows, best = comparison.table, list[list[str]](), set[tuple[int, int]]()
+    several, shared = len(table.tasks) > 1, comparison.tasks
+    for line in table.lines:
+        own = comparison.own.get(line.name, {})
         labels = " · ".join(dict.fromkeys(each.label for each in own.values()))
-        mine = [(f"{HERE}: {labels}", held.cells(line.name))] if own else []
-        for number, (whose, cells) in enumerate([*mine, *held.theirs.get(line.name, {}).items()]):
-            told = [_cell(cells.get(task), exhibit.figures) for task in exhibit.tasks]
-            told += [_cell(mean(cells, shared, len(exhibit.figures)), exhibit.figures)] if several else []
-            best |= {(len(rows), column) for column in range(1, len(told) + 2)} if whose.startswith(HERE) else set()
-            rows.append(["" if number else line.name, whose, *told])
-    heads = [*exhibit.tasks, *(["mean" if every else f"mean of {len(shared)}"] if several else [])]
-    heat = f"temperature {held.temperature:g}" if held.temperature else "greedy"
-    note = f"In a cell: {' / '.join(figure.name for figure in exhibit.figures)}."
-    return Table(
-        f"{exhibit.table}, {heat}",
-        ("method", "where", *heads),
-        rows,
-        note + _stand_ins(held) + _dice(held),
-        frozenset(best),
-    )
+        mine = [(f"{HERE}: {labels}", comparison.cells(line.name))] if own else []
+        for number, (where, cells) in enumerate([*mine, *comparison.theirs.get(line.name, {}).items()]):
+            texts = [_cell(cells.get(task), table.figures) for task in table.tasks]
+            texts += [_cell(mean(cells, shared, len(table.figures)), table.figures)] if several else []
+            best |= {(len(rows), column) for column in range(1, len(texts) + 2)} if where.startswith(HERE) else set()
+            rows.append(["" if number else line.name, where, *texts])
+    over = "mean" if len(shared) == len(table.tasks) else f"mean of {len(shared)}"
+    columns = ("method", "where", *table.tasks, *([over] if several else []))
+    heat = f"temperature {comparison.temperature:g}" if comparison.temperature else "greedy"
+    note = f"In a cell: {' / '.join(figure.name for figure in table.figures)}."
+    note += _other_task_names(comparison) + _coupling(comparison)
+    return Table(f"{table.table}, {heat}", columns, rows, note, frozenset(best))
 
 
 def _cell(values: Values | None, figures: Sequence[Figure]) -> str:
     if values is None or all(value is None for value in values):
         return DASH
-    shown = [DASH if v is None else f"{v:.{f.digits}f}" for v, f in zip(values, figures, strict=False)]
-    return SLASH.join(shown)
+    return SLASH.join(DASH if v is None else f"{v:.{f.digits}f}" for v, f in zip(values, figures, strict=False))
 
 
-def _stand_ins(held: Held) -> str:
-    """Which of our tasks stands for one that the paper calls otherwise."""
-    ours = {record.task for own in held.own.values() for each in own.values() for record in each.records}
-    other = {task: name for task in ours if (name := papers.task_name(task)) and papers.bare(task) != papers.bare(name)}
-    if not other:
+def _records(comparison: Comparison) -> list[Record]:
+    return [record for own in comparison.own.values() for each in own.values() for record in each.records]
+
+
+def _other_task_names(comparison: Comparison) -> str:
+    """Which of our tasks stand for tasks that the paper calls by another name."""
+    tasks = {record.task for record in _records(comparison)}
+    other = {task: name for task in tasks if (name := task_name(task)) and bare(task) != bare(name)}
+    return f" Here {', '.join(f'{task} stands for {name}' for task, name in sorted(other.items()))}." if other else ""
+
+
+def _coupling(comparison: Comparison) -> str:
+    """Whether drafters saw the sampling noise, which they do in no paper."""
+    if not comparison.temperature:
         return ""
-    return f" Here {', '.join(f'{task} stands for {name}' for task, name in sorted(other.items()))}."
-
-
-def _dice(held: Held) -> str:
-    """Whether drafters saw the noise of the draws, which no paper's do."""
-    if not held.temperature:
-        return ""
-    coupled = {record.coupled for own in held.own.values() for each in own.values() for record in each.records}
-    return f" The drafter {'sees' if coupled == {True} else 'does not see'} the noise of the draws here."
+    coupled = {record.coupled for record in _records(comparison)} == {True}
+    return f" The drafter {'sees' if coupled else 'does not see'} the noise of the draws here."
 
 
 # ---- the order of the methods
 
 
-def order(held: Held, place: int) -> str:
-    """The methods by a figure here and, pair by pair, whether the paper has them in the same order."""
-    exhibit, figure = held.exhibit, held.exhibit.figures[place]
-    ours = {name: value for name in held.own if (value := _mean_of(held.cells(name), held.tasks, place)) is not None}
+def order(comparison: Comparison, place: int) -> str:
+    """The methods ranked by a figure, and whether the paper ranks them the same."""
+    table, figure = comparison.table, comparison.table.figures[place]
+    means = {name: mean_of(comparison.cells(name), comparison.tasks, place) for name in comparison.own}
+    ours = {name: value for name, value in means.items() if value is not None}
     ranked = sorted(ours, key=lambda name: -ours[name])
     if not ranked:
         return ""
-    at = f"At temperature {held.temperature:g}" if len(exhibit.temperatures) > 1 else "Here"
-    shown = "; ".join(f"{name} {ours[name]:.{figure.digits}f}" for name in ranked)
-    told = f"{at}, by {figure.name}{' (mean of the tasks)' if len(held.tasks) > 1 else ''}: {shown}."
-    return f"{told} {_best(held, ranked[0], place) if exhibit.sweep else _pairs(held, ours, place)}".strip()
+    at = f"At temperature {comparison.temperature:g}" if len(table.temperatures) > 1 else "Here"
+    values = "; ".join(f"{name} {ours[name]:.{figure.digits}f}" for name in ranked)
+    text = f"{at}, by {figure.name}{' (mean of the tasks)' if len(comparison.tasks) > 1 else ''}: {values}."
+    more = _best_value(comparison, ranked[0], place) if table.sweep else _pairs(comparison, ours, place)
+    return f"{text} {more}".strip()
 
 
-def _mean_of(cells: Cells, tasks: Sequence[str], place: int) -> float | None:
-    known = [value for task in tasks if task in cells and (value := cells[task][place]) is not None]
-    return fmean(known) if known else None
-
-
-def _best(held: Held, first: str, place: int) -> str:
+def _best_value(comparison: Comparison, first: str, place: int) -> str:
+    """In a sweep: which value of the option is the paper's best."""
     theirs = {
         name: value
-        for name, models in held.theirs.items()
+        for name, models in comparison.theirs.items()
         for cells in models.values()
-        if (value := _mean_of(cells, held.tasks, place)) is not None
+        if (value := mean_of(cells, comparison.tasks, place)) is not None
     }
     if not theirs:
         return ""
     best = max(theirs, key=lambda name: theirs[name])
     if best == first:
         return f"The paper's best is the same, {best}."
-    return f"The paper's best is {best}, here {first}{_certainty(held, first, best, place)}."
+    return f"The paper's best is {best}, here {first}{_certainty(comparison, first, best, place)}."
 
 
-def _pairs(held: Held, ours: Mapping[str, float], place: int) -> str:
-    """How many pairs the paper has in the same order, and which not."""
-    compared, other, unsure = 0, list[tuple[bool, str]](), ""
+def _pairs(comparison: Comparison, ours: Mapping[str, float], place: int) -> str:
+    """How many pairs of methods the paper has in the same order, and which ones it has not."""
+    compared, reversed_pairs, unsure = 0, list[tuple[bool, str]](), ""
     for a, b in combinations(sorted(ours, key=lambda name: -ours[name]), 2):
-        gap = _gap(held, a, b, place)
+        gap = _published_gap(comparison, a, b, place)
         if not gap or ours[a] == ours[b]:
             continue
         compared += 1
         if gap < 0:
-            unsure = _certainty(held, a, b, place)
-            other.append((bool(unsure), f"{a} before {b}{unsure}"))
+            unsure = _certainty(comparison, a, b, place)
+            reversed_pairs.append((bool(unsure), f"{a} before {b}{unsure}"))
     if not compared:
         return ""
-    if not other:
+    if not reversed_pairs:
         return "The paper's order is the same." if compared > 1 else "So it is in the paper."
     if compared == 1:
         return f"The paper has them the other way round{unsure}."
-    other.sort(key=lambda pair: pair[0])
-    named = "; ".join(told for _, told in other[:TOLD]) + (f"; {len(other) - TOLD} more" if len(other) > TOLD else "")
-    return f"In the paper's order: {compared - len(other)} of {compared} pairs. The other way round here: {named}."
+    reversed_pairs.sort(key=lambda pair: pair[0])
+    named = "; ".join(text for _, text in reversed_pairs[:MAX_NAMED_PAIRS])
+    if len(reversed_pairs) > MAX_NAMED_PAIRS:
+        named += f"; {len(reversed_pairs) - MAX_NAMED_PAIRS} more"
+    same = compared - len(reversed_pairs)
+    return f"In the paper's order: {same} of {compared} pairs. The other way round here: {named}."
 
 
-def _gap(held: Held, a: str, b: str, place: int) -> float | None:
-    """By how much the first is ahead in the paper, over the models that have both and the tasks that are here, too."""
-    one, two = held.theirs.get(a, {}), held.theirs.get(b, {})
+def _published_gap(comparison: Comparison, a: str, b: str, place: int) -> float | None:
+    """By how much the paper has `a` before `b`, over the models that have both and the tasks measured here."""
+    one, two = comparison.theirs.get(a, {}), comparison.theirs.get(b, {})
     gaps = []
     for model in one.keys() & two.keys():
-        left, right = (_mean_of(cells[model], held.tasks, place) for cells in (one, two))
+        left, right = (mean_of(cells[model], comparison.tasks, place) for cells in (one, two))
         gaps += [left - right] if left is not None and right is not None else []
     return fmean(gaps) if gaps else None
 
 
-def _certainty(held: Held, a: str, b: str, place: int) -> str:
-    """Whether the prompts leave it open which of two methods is ahead here."""
-    ratio = ahead(held, a, b, place)
-    return "" if ratio is None or ratio.low > 1 or ratio.high < 1 else " (within the error)"
+def _certainty(comparison: Comparison, a: str, b: str, place: int) -> str:
+    """A remark if the prompts are too few to tell which of two methods is better here."""
+    found = ratio(comparison, a, b, place)
+    return "" if found is None or found.low > 1 or found.high < 1 else " (within the error)"
 
 
-def ahead(held: Held, a: str, b: str, place: int) -> Estimate | None:
-    """How many times another method's figure one has, on the same prompts."""
-    figure = held.exhibit.figures[place]
-    one, two = ([r for own in held.own.get(name, {}).values() for r in own.records] for name in (a, b))
+def ratio(comparison: Comparison, a: str, b: str, place: int) -> Estimate | None:
+    """The ratio of a figure of two methods, on the same prompts."""
+    figure = comparison.table.figures[place]
+    one, two = ([r for own in comparison.own.get(name, {}).values() for r in own.records] for name in (a, b))
     if figure == TAU:
         return results.tau_ratio(one, two)
     return results.speedup(one, two) if figure in (SPEEDUP, RATE) else None

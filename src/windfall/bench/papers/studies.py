@@ -1,7 +1,11 @@
-"""The papers' sweeps as data: what each one varies, what its x axis is, and which figure it gives."""
+"""The papers' sweeps: each runs methods that differ in an option or a setting, and draws one figure.
+
+The sweeps are data in `studies.toml`.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from windfall.bench import reading, results
 from windfall.bench.methods import Method, parse_method
-from windfall.bench.papers import published as papers
+from windfall.bench.package_data import read_toml
+from windfall.bench.papers.tables import MEAN, paper_tables, task_name
 from windfall.bench.reading import ALL, Run
 from windfall.bench.report import figures
 from windfall.bench.report.figures import Panel, Series
@@ -22,17 +27,16 @@ if TYPE_CHECKING:
     from windfall.bench.tasks import Prompt
 
 SPEED, TAU = "speed-up over plain decoding (×)", "tau: tokens per target pass"
-HEATS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True)
 class Leg:
-    """One run of a study: its settings besides those that all share, and where it stands on the x axis."""
+    """One run of a study: its own settings, and its place on the x axis."""
 
     name: str = ""  # also the name of its folder
     settings: Mapping[str, Any] = field(default_factory=dict)
     x: float | None = None
-    methods: tuple[str, ...] = ()  # none: the study's
+    methods: tuple[str, ...] = ()  # if empty, those of the study
 
 
 @dataclass(frozen=True)
@@ -49,25 +53,25 @@ class Point:
 
 @dataclass(frozen=True)
 class Study:
-    """A sweep. `option` is the option of the policy on the x axis; without it the x is the leg's or the temperature."""
+    """A sweep. `option` is the policy's option on the x axis; without it, x is that of the leg or the temperature."""
 
     name: str
     title: str
     source: str
     methods: tuple[str, ...]
-    across: str
-    draw: Callable[[Study, list[Point]], Any]
+    figure: Callable[[Study, list[Point]], Any]
+    across: str = ""
     option: str = ""
     temperatures: tuple[float, ...] = (0.0,)
     legs: tuple[Leg, ...] = (Leg(),)
-    drafters: bool = False  # whether each of several drafters is a method
-    texts: bool = False  # whether prompts must be long texts to be continued
-    timed: bool = False  # whether it is about times alone
-    paper: Mapping[str, tuple[Series, Series]] = field(default_factory=dict)  # published speed-up and tau
+    drafters: bool = False  # whether it compares several drafters
+    texts: bool = False  # whether it needs long texts to be continued
+    timed: bool = False  # whether it needs times
+    published: Mapping[str, tuple[Series, Series]] = field(default_factory=dict)  # speed-up and tau by series
     log: bool = False
 
     def contenders(self, leg: Leg, drafters: Sequence[str] = ()) -> list[str]:
-        """The methods of a leg; where drafters are compared, each method with each of them."""
+        """The methods of a leg; if drafters are compared, each method with each of them."""
         methods = list(leg.methods or self.methods)
         if not self.drafters:
             if len(drafters) > 1:
@@ -76,12 +80,6 @@ class Study:
         if len(drafters) < 2:
             raise InputError(f"study {self.name} compares drafters; give at least two, each with --drafter")
         return [f"{drafter}/{method}" for drafter in drafters for method in methods]
-
-
-def sweep(policy: str, option: str, values: Sequence[float], **fixed: Any) -> tuple[str, ...]:
-    """Methods that differ in one option."""
-    more = "".join(f":{name}={value}" for name, value in fixed.items())
-    return tuple(f"{policy}{more}:{option}={value:g}" for value in values)
 
 
 # ---- running
@@ -97,7 +95,7 @@ def run(
     progress: Callable[[float], None] = lambda share: None,
     **more: Any,
 ) -> list[Path]:
-    """Run what is not in the folder yet, then draw. `common` are settings of the runner, `more` goes to it as it is."""
+    """Run what is not in the folder yet, then draw; `common` are the runner's settings, `more` its other arguments."""
     from windfall.bench import runner
     from windfall.bench.methods import DrafterSpec, parse_methods
     from windfall.bench.store import Store
@@ -120,7 +118,7 @@ def run(
 
 
 def shared_prompts(study: Study, prompts: Sequence[Prompt], target: Any, legs: Sequence[Settings]) -> list[Prompt]:
-    """The prompts that every leg can use: points with other prompts could not be compared."""
+    """The prompts that every leg can use, so that its points can be compared."""
     from windfall.bench import runner
 
     chosen = long_texts(prompts) if study.texts else list(prompts)
@@ -140,7 +138,7 @@ def _part(progress: Callable[[float], None], place: int, study: Study) -> Callab
 
 
 def long_texts(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Texts to be continued as they are; of other prompts, each followed by all the others, so that it is long."""
+    """Texts to be continued; other prompts become long texts, each followed by all the others."""
     every = [" ".join(prompt.turns) for prompt in prompts]
     return [
         prompt if prompt.raw else replace(prompt, turns=("\n\n".join(every[place:] + every[:place]),), raw=True)
@@ -180,32 +178,33 @@ def _point(study: Study, leg: Leg, run: Run, row: Row) -> Point:
 
 
 def draw(study: Study, out: Path) -> list[Path]:
-    """The figure as SVG and PNG, and its figures as CSV."""
+    """Draw the figure as SVG and PNG, and write its data as CSV."""
     from windfall.render import plots
 
     found = points(study, out)
     plots.check(out / f"{study.name}.svg")
-    files = figures.save(study.draw(study, found), out, study.name)
+    files = figures.save(study.figure(study, found), out, study.name)
     table = out / f"{study.name}.csv"
     replace_text(table, as_csv(found))
     return [*files, table]
 
 
 def as_csv(found: Sequence[Point]) -> str:
-    from windfall.bench.report.page import columns, lines_as_csv
+    from windfall.bench.report import parts
+    from windfall.bench.report.page import columns
 
-    return lines_as_csv([{"series": point.series, "x": point.x, **columns(point.row)} for point in found])
+    return parts.as_csv([{"series": point.series, "x": point.x, **columns(point.row)} for point in found])
 
 
 # ---- figures
 
 
 def _lines(study: Study, found: list[Point]) -> Any:
-    """Speed-up above, tau below; the paper's own lines dashed."""
+    """Speed-up above, tau below; published lines are dashed."""
     own = _series(found)
     speeds = {name: _estimates(line) for name, line in own.items() if all(point.row.speedup for point in line)}
     taus = {name: Series([_x(p) for p in line], [p.row.tau for p in line]) for name, line in own.items()}
-    for name, (speed, tau) in study.paper.items():
+    for name, (speed, tau) in study.published.items():
         if speed.x:
             speeds[name] = speed
         taus[name] = tau
@@ -214,7 +213,7 @@ def _lines(study: Study, found: list[Point]) -> Any:
 
 
 def _series(found: list[Point]) -> dict[str, list[Point]]:
-    """The points of each line, from left to right; plain decoding is what the others are compared with."""
+    """The points of each line from left to right, without plain decoding."""
     lines: dict[str, list[Point]] = {}
     for point in sorted((p for p in found if p.x is not None and p.row.method != PLAIN), key=_x):
         lines.setdefault(point.series, []).append(point)
@@ -232,11 +231,14 @@ def _estimates(line: list[Point]) -> Series:
 
 
 def _ablation(study: Study, found: list[Point]) -> Any:
-    """Speed-up of each variant, and the paper's own."""
+    """Speed-up of each variant, with the published ones."""
     timed = all(point.row.speedup for point in found)
     values = {p.row.method: p.row.speedup or Estimate(p.row.tau, p.row.tau, p.row.tau) for p in found}
     if timed:
-        values |= {f"the paper: {name}": Estimate(gain, gain, gain) for name, _, gain in papers.DYNATREE_ABLATION}
+        (published,) = paper_tables()["dynatree-t4"].published.values()
+        for name, models in published.items():
+            gain = models["Pythia 2.8B"]["WikiText-2"][1] or 0.0
+            values[f"the paper: {name}"] = Estimate(gain, gain, gain)
     return figures.bars(values, SPEED if timed else TAU, base=1.0)
 
 
@@ -282,195 +284,72 @@ def _efficiency(study: Study, found: list[Point]) -> Any:
 
 
 def _drafters(study: Study, found: list[Point]) -> Any:
-    """tau of each drafter by task, and the paper's own."""
-    taus: dict[str, dict[str, float]] = {}
+    """tau of each drafter by task, with the published ones."""
+    taus: dict[str, dict[str, float | None]] = {}
     for point in (p for p in found if p.row.method != PLAIN):
         for task in dict.fromkeys(record.task for record in point.records):
             own = [record for record in point.records if record.task == task]
-            taus.setdefault(point.row.method, {})[papers.task_name(task) or task] = results.tau(own)
-    for name, *published in papers.TALF_K:
-        taus[f"the paper: {name}"] = dict(zip(("MT-bench", "HumanEval", "GSM8K"), published, strict=True))
+            taus.setdefault(point.row.method, {})[task_name(task) or task] = results.tau(own)
+    for name, models in paper_tables()["salf-t3"].published[0.0].items():
+        for cells in models.values():
+            taus[f"the paper: {name}"] = {task: values[0] for task, values in cells.items()}
     tasks = list(dict.fromkeys(task for own in taus.values() for task in own))
     return figures.table(list(taus), tasks, [[own.get(task) for task in tasks] for own in taus.values()], TAU)
 
 
-# ---- what the papers published
-
-
-def _salf_paper() -> dict[str, tuple[Series, Series]]:
-    cells = [c for c in papers.published() if c.table.startswith("Table 4, th=") and c.task == papers.MEAN]
-    xs = [float(cell.table.partition("=")[2]) for cell in cells]
-    speed = Series(xs, [cell.speedup or 0.0 for cell in cells], faded=True)
-    return {"the paper, DeepSeek 8B": (speed, Series(xs, [cell.tau or 0.0 for cell in cells], faded=True))}
-
-
-def _gt_paper() -> dict[str, tuple[Series, Series]]:
-    costs, _, taus = zip(*papers.GT_COSTS, strict=True)
-    return {"the paper, Vicuna 7B": (Series([], []), Series(costs, taus, faded=True))}
-
-
 # ---- the studies
 
-DYNATREES = ("chain:depth=8", "fixed-wikitext2", "dynatree-wikitext2")
-COUPLING = (Leg("coupled", {"coupled": True}), Leg("uncoupled", {"coupled": False}))
-LENGTHS, PROMPTS = (100, 200, 500, 1000, 1500, 2000), (100, 200, 400, 600, 800, 1000)
-
-STUDIES = {
-    study.name: study
-    for study in (
-        Study(
-            "salf-threshold",
-            "SALF: when to stop drafting",
-            "SALF & TALF, Table 4",
-            sweep("salf", "th", [place / 10 for place in range(10)]),
-            "th: stop when the nodes to expand sum to less than this",
-            _lines,
-            option="th",
-            paper=_salf_paper(),
-        ),
-        Study(
-            "talf-k",
-            "TALF: heads trained on wider trees",
-            "SALF & TALF, Table 3",
-            ("salf:th=0",),
-            "head",
-            _drafters,
-            drafters=True,
-        ),
-        Study(
-            "talon-mu",
-            "TALON: how strict the gate is",
-            "TALON, Figure 13",
-            sweep("talon", "mu", (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.1, 0.2)),
-            "mu: share of the best candidate's probability that passes",
-            _lines,
-            option="mu",
-            log=True,
-        ),
-        Study(
-            "talon-budget",
-            "TALON and EAGLE-3: rows of a target pass",
-            "TALON, Figure 12",
-            (
-                *sweep("talon", "nodes", (32, 40, 48, 60, 72, 84, 96)),
-                *sweep("beam", "nodes", (32, 40, 48, 60, 72, 84, 96), depth=8),
-            ),
-            "rows of the target pass at the most",
-            _lines,
-            option="nodes",
-        ),
-        Study(
-            "talon-init",
-            "TALON: full layers before the gate",
-            "TALON, Figure 7",
-            sweep("talon", "init_layers", (0, 1, 2, 3)),
-            "layers of the k best before the gate is used",
-            _lines,
-            option="init_layers",
-        ),
-        Study(
-            "talon-temperature",
-            "TALON and EAGLE-3 by temperature",
-            "TALON, Table 3",
-            ("talon", "eagle-3"),
-            "temperature",
-            _lines,
-            temperatures=HEATS,
-            legs=COUPLING,
-        ),
-        Study(
-            "gt-c",
-            "GT: what a draft pass is said to cost",
-            "GT, Table 4",
-            sweep("gt", "c", [c for c, _, _ in papers.GT_COSTS]),
-            "c: cost of a draft pass, in plain steps",
-            _lines,
-            option="c",
-            paper=_gt_paper(),
-            log=True,
-        ),
-        Study(
-            "gt-temperature",
-            "GT and EAGLE-2 by temperature",
-            "GT, Figure 3",
-            ("gt", "eagle-2"),
-            "temperature",
-            _lines,
-            temperatures=HEATS,
-            legs=COUPLING,
-        ),
-        Study(
-            "dynatree-ablation",
-            "DynaTree: what each part brings",
-            "DynaTree, Table 4 and Figure 5",
-            ("fixed-tree:depth=5:breadth=2", *(f"dynatree:history={each}" for each in ("none", "paper", "release"))),
-            "",
-            _ablation,
-        ),
-        Study(
-            "length",
-            "Length of the answer",
-            "DynaTree, Figure 6",
-            DYNATREES,
-            "tokens generated",
-            _lines,
-            legs=tuple(Leg(f"tokens-{n}", {"max_new_tokens": n, "ignore_eos": True}, x=n) for n in LENGTHS),
-        ),
-        Study(
-            "prompt-length",
-            "Length of the prompt",
-            "DynaTree, Figure 9",
-            DYNATREES,
-            "tokens of the prompt",
-            _lines,
-            legs=tuple(Leg(f"prompt-{n}", {"prompt_tokens": n, "ignore_eos": True}, x=n) for n in PROMPTS),
-            texts=True,
-        ),
-        Study(
-            "fixed-tree",
-            "Fixed trees: depth, breadth and threshold",
-            "DynaTree, Figure 7",
-            tuple(
-                method
-                for breadth, tau in ((2, 0.1), (3, 0.1), (4, 0.1), (3, 0.01), (3, 0.03))
-                for method in sweep("fixed-tree", "depth", range(3, 9), breadth=breadth, tau=tau)
-            ),
-            "depth: levels below the first token",
-            _lines,
-            option="depth",
-        ),
-        Study(
-            "grid",
-            "EAGLE-3's tree: every depth with every size",
-            "LTD, the grid-search baseline",
-            tuple(m for depth in range(4, 13) for m in sweep("beam", "nodes", range(40, 241, 20), depth=depth)),
-            "rows of the target pass",
-            _grid,
-            option="nodes",
-        ),
-        Study(
-            "time-by-depth-and-rows",
-            "What depth and rows cost",
-            "LTD, Figure 2",
-            (),
-            "",
-            _times,
-            timed=True,
-            legs=(
-                Leg("depth", methods=sweep("beam", "depth", range(1, 13), nodes=60)),
-                Leg("nodes", methods=sweep("beam", "nodes", range(20, 241, 20), depth=8)),
-            ),
-        ),
-        Study(
-            "delta-tau",
-            "Drafting against what it brings",
-            "TALON, Figure 6",
-            ("eagle-3", "talon", "salf", "gt", "dynatree", "auto"),
-            TAU,
-            _efficiency,
-        ),
-    )
+FIGURES = {
+    "lines": _lines,
+    "ablation": _ablation,
+    "grid": _grid,
+    "times": _times,
+    "efficiency": _efficiency,
+    "drafters": _drafters,
 }
+
+
+def expand(method: str) -> list[str]:
+    """`beam:depth=4|5:nodes=40|60` as the methods with each combination of the values."""
+    parts = []
+    for part in method.split(":"):
+        name, equals, values = part.partition("=")
+        parts.append([f"{name}{equals}{value}" for value in values.split("|")])
+    return [":".join(choice) for choice in itertools.product(*parts)]
+
+
+def _expanded(methods: Sequence[str]) -> tuple[str, ...]:
+    return tuple(each for method in methods for each in expand(method))
+
+
+def _published(name: str, table: str) -> dict[str, tuple[Series, Series]]:
+    """The published speed-ups and taus of a table whose methods are values of one option, as lines to compare with."""
+    found = paper_tables()[table]
+    (methods,) = found.published.values()
+    cells = {float(method.partition("=")[2]): next(iter(models.values())) for method, models in methods.items()}
+    means = {x: own.get(MEAN) or next(iter(own.values())) for x, own in cells.items()}
+
+    def line(figure: str) -> Series:
+        place = found.place(figure)
+        values = {} if place is None else {x: mean[place] or 0.0 for x, mean in means.items()}
+        return Series(list(values), list(values.values()), faded=True)
+
+    return {name: (line("speed-up"), line("tau"))}
+
+
+def _study(name: str, given: Mapping[str, Any]) -> Study:
+    legs = [Leg(**{**leg, "methods": _expanded(leg.get("methods", ()))}) for leg in given.get("legs", [{}])]
+    known = {
+        "methods": _expanded(given.get("methods", ())),
+        "figure": FIGURES[given["figure"]],
+        "temperatures": tuple(given.get("temperatures", (0.0,))),
+        "legs": tuple(legs),
+        "published": _published(**given["published"]) if "published" in given else {},
+    }
+    return Study(name, **{**given, **known})
+
+
+STUDIES = {name: _study(name, given) for name, given in read_toml("papers/studies.toml").items()}
 
 
 def find(name: str) -> Study:

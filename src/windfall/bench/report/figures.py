@@ -1,4 +1,4 @@
-"""The figures of reports and studies: a few kinds of drawing, in colours that every eye tells apart, as SVG or PNG."""
+"""The kinds of figures in reports and studies, in colours for all kinds of sight, as SVG or PNG."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from windfall.render.plots import COLOURS
 
 Cells = Sequence[Sequence[float | None]]
 
-INK, FADED = "#1f2329", "#8c959f"  # letters and frames; what is only there to compare with
+INK, FADED = "#1f2329", "#8c959f"  # text and frames; baselines
 MARKERS = "osD^vPX*<>"
 PARTS = {"draft": "#0072b2", "verify": "#e69f00", "policy": "#009e73", "other": "#999999"}  # of a cycle's time
 RANKS = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#999999")
-ROW = 0.3  # inches a line of a chart with a line for every method
-WIDTH = 7.2  # inches
+ROW_INCHES = 0.3  # for each method of a chart
+WIDTH_INCHES = 7.2
 
 
 class Series(NamedTuple):
-    """One line of a plot; the interval may be missing."""
+    """One line of a plot, optionally with an interval."""
 
     x: Sequence[float]
     y: Sequence[float]
     low: Sequence[float] = ()
     high: Sequence[float] = ()
-    faded: bool = False  # only there to compare with
+    faded: bool = False  # for a baseline
 
 
 class Panel(NamedTuple):
-    """A plot of lines; a dashed line at `base`."""
+    """A plot of lines, with a dashed line at `base`."""
 
     series: Mapping[str, Series]
     across: str
@@ -44,13 +44,13 @@ class Panel(NamedTuple):
     log: bool = False
 
 
-# ---- charts with a line for every method
+# ---- charts with a row for every method
 
 
 def bars(values: Mapping[str, Estimate], label: str, base: float | None = None) -> Any:
-    """Bars with whiskers, and a dashed line where nothing would be gained."""
+    """Bars with whiskers, and a dashed line at `base`."""
     with _style():
-        figure, axes = _figure(WIDTH, _height(len(values)))
+        figure, axes = _single(_height(len(values)))
         for place, (name, each) in enumerate(values.items()):
             colour = FADED if name == "none" or name.startswith("the paper") else COLOURS[0]
             axes.barh(place, each.value, height=0.68, color=colour)
@@ -75,9 +75,9 @@ def bars(values: Mapping[str, Estimate], label: str, base: float | None = None) 
 
 
 def stack(parts: Mapping[str, Mapping[str, float]], label: str, colours: Mapping[str, str]) -> Any:
-    """Bars that are made up of parts."""
+    """Stacked bars."""
     with _style():
-        figure, axes = _figure(WIDTH, _height(len(parts)) + 0.35)
+        figure, axes = _single(_height(len(parts)) + 0.35)
         for place, own in enumerate(parts.values()):
             left = 0.0
             for part, colour in colours.items():
@@ -92,9 +92,9 @@ def stack(parts: Mapping[str, Mapping[str, float]], label: str, colours: Mapping
 
 
 def table(rows: Sequence[str], columns: Sequence[str], cells: Cells, unit: str, digits: int = 2) -> Any:
-    """Numbers on coloured ground, a line for every method."""
+    """Numbers on coloured cells, a row for every method."""
     with _style():
-        figure, axes = _figure(max(WIDTH, 1.8 + 0.62 * len(columns)), _height(len(rows)) + 0.3)
+        figure, axes = _single(_height(len(rows)) + 0.3, max(WIDTH_INCHES, 1.8 + 0.62 * len(columns)))
         shades = _shades(axes, cells)
         for i, row in enumerate(cells):
             for j, value in enumerate(row):
@@ -109,23 +109,17 @@ def table(rows: Sequence[str], columns: Sequence[str], cells: Cells, unit: str, 
         return figure
 
 
-def heatmaps(panels: Mapping[str, Cells], across: str, down: str, unit: str) -> Any:
+def heatmaps(panels: Mapping[str, Sequence[Sequence[float]]], across: str, down: str, unit: str) -> Any:
     """A panel for each method: rows are depths from 1, columns ranks from 1."""
-    from matplotlib.colors import PowerNorm
-
     columns = min(len(panels), 3)
     lines = -(-len(panels) // columns)
     with _style():
-        figure, grid = _figure(max(2.6 * columns, 4.2), 2.5 * lines + 0.2, lines, columns)
+        figure, grid = new_figure(max(2.6 * columns, 4.2), 2.5 * lines + 0.2, lines, columns)
         flat = [axes for line in grid for axes in line]
         image = None
         for axes, (name, cells) in zip(flat, panels.items(), strict=False):
-            values = [[float("nan") if value is None else 100 * value for value in row] for row in cells]
-            image = axes.imshow(values, cmap="cividis", norm=PowerNorm(0.5, 0, 100), aspect="auto")
+            image = heat_image(axes, cells)
             axes.set_title(name, fontsize=9)
-            axes.set_xticks(range(len(values[0])), range(1, len(values[0]) + 1), fontsize=8)
-            axes.set_yticks(range(len(values)), range(1, len(values) + 1), fontsize=8)
-            axes.grid(False)
         for axes in flat[len(panels) :]:
             axes.set_visible(False)
         figure.supxlabel(across, fontsize=9)
@@ -135,13 +129,26 @@ def heatmaps(panels: Mapping[str, Cells], across: str, down: str, unit: str) -> 
         return figure
 
 
+def heat_image(axes: Any, cells: Sequence[Sequence[float]], open_rank: int | None = None) -> Any:
+    """Shares by depth (rows, from 1) and rank (columns, from 1); `open_rank` stands for all ranks from it on."""
+    from matplotlib.colors import PowerNorm
+
+    percent = [[100 * value for value in row] for row in cells]
+    ranks = [f"{rank}+" if rank == open_rank else f"{rank}" for rank in range(1, len(percent[0]) + 1)]
+    image = axes.imshow(percent, cmap="cividis", norm=PowerNorm(0.5, 0, 100), aspect="auto")
+    axes.set_xticks(range(len(ranks)), ranks, fontsize=8)
+    axes.set_yticks(range(len(percent)), range(1, len(percent) + 1), fontsize=8)
+    axes.grid(False)
+    return image
+
+
 # ---- plots
 
 
 def efficiency(points: Mapping[str, Sequence[tuple[float, float]]]) -> Any:
-    """Draft passes per target pass against tokens per target pass: texts as dots, their bin means as a line."""
+    """Draft passes against tokens per target pass: prompts as dots, and their means in bins as a line."""
     with _style():
-        figure, axes = _figure(WIDTH, 4.4)
+        figure, axes = _single(4.4)
         for (name, own), (colour, marker) in zip(points.items(), _looks(), strict=False):
             tau, delta = zip(*own, strict=True)
             axes.plot(tau, delta, marker, color=colour, alpha=0.3, markersize=4, markeredgewidth=0)
@@ -156,7 +163,7 @@ def efficiency(points: Mapping[str, Sequence[tuple[float, float]]]) -> Any:
 def agreement(points: Mapping[str, tuple[float, Estimate]], across: str, down: str) -> Any:
     """Predicted against measured, and the line on which they agree."""
     with _style():
-        figure, axes = _figure(WIDTH, 4.4)
+        figure, axes = _single(4.4)
         for (name, (predicted, measured)), (colour, marker) in zip(points.items(), _looks(), strict=False):
             whiskers = [[max(measured.value - measured.low, 0)], [max(measured.high - measured.value, 0)]]
             axes.errorbar(predicted, measured.value, yerr=whiskers, fmt=marker, color=colour, label=name, capsize=3)
@@ -169,9 +176,9 @@ def agreement(points: Mapping[str, tuple[float, Estimate]], across: str, down: s
 
 
 def panels(given: Sequence[Panel], title: str = "") -> Any:
-    """Plots of lines below one another."""
+    """Plots of lines, one below the other."""
     with _style():
-        figure, grid = _figure(WIDTH, 0.3 + 2.9 * len(given), len(given), 1)
+        figure, grid = new_figure(WIDTH_INCHES, 0.3 + 2.9 * len(given), len(given))
         for (axes,), panel in zip(grid, given, strict=True):
             _draw_lines(axes, panel.series)
             if panel.base is not None:
@@ -187,7 +194,7 @@ def panels(given: Sequence[Panel], title: str = "") -> Any:
 
 
 def _log_ticks(axes: Any, panel: Panel) -> None:
-    """A logarithmic axis with a few of the values themselves beside its ticks."""
+    """A logarithmic axis whose ticks are some of the values."""
     ticks = sorted({x for each in panel.series.values() for x in each.x})
     shown = [x for place, x in enumerate(ticks) if not place or x >= 1.3 * ticks[place - 1]]
     axes.set_xscale("log")
@@ -204,18 +211,18 @@ def _draw_lines(axes: Any, series: Mapping[str, Series]) -> None:
             axes.fill_between(each.x, each.low, each.high, color=colour, alpha=0.18, linewidth=0)
 
 
-# ---- out
+# ---- files
 
 
 def as_element(text: str, name: str) -> str:
-    """A saved figure for inside a page: no outside references, ids of its own, letters in the page's colour."""
+    """A saved figure as an element of a page: no outside references, unique ids, text in the page's colour."""
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.DOTALL)
     return bare_svg(text.replace(INK, "currentColor"), name)
 
 
 def bare_svg(text: str, name: str) -> str:
-    """Any SVG document as an element of a page that holds several."""
+    """An SVG document as an element of a page with several of them."""
     text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text[text.index("<svg") :])
     text = text.replace("xlink:href", "href")
     text = re.sub(r'\bid="', f'id="{name}-', text)
@@ -236,18 +243,18 @@ def save(figure: Any, folder: Path, name: str, picture: bool = True) -> list[Pat
 
 
 def _svg(figure: Any) -> str:
-    held = io.StringIO()
+    text = io.StringIO()
     with _style():
-        figure.savefig(held, format="svg", transparent=True, metadata={"Date": None})
-    return held.getvalue()
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    return text.getvalue()
 
 
-# ---- what they share
+# ---- shared parts
 
 
 @contextmanager
 def _style() -> Iterator[None]:
-    """Text stays text, and the same figure is the same file."""
+    """Settings with which text stays text in SVG, and the same figure gives the same file."""
     from matplotlib import rc_context
 
     frame = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
@@ -256,25 +263,34 @@ def _style() -> Iterator[None]:
         yield
 
 
-def _figure(width: float, height: float, rows: int = 0, columns: int = 0) -> tuple[Any, Any]:
+def new_figure(
+    width: float, height: float, rows: int = 1, columns: int = 1, width_ratios: Sequence[float] | None = None
+) -> tuple[Any, Any]:
+    """An empty figure of this size in inches, and its grid of axes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)  # no window, whatever the user's settings
-    grid = figure.subplots(max(rows, 1), max(columns, 1), squeeze=False)
+    FigureCanvasAgg(figure)  # opens no window, independently of the user's settings
+    grid = figure.subplots(rows, columns, squeeze=False, width_ratios=width_ratios)
     for axes in grid.flat:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(color=FADED, alpha=0.3, linewidth=0.6)
-    return figure, grid if rows else grid[0][0]
+        axes.set_axisbelow(True)
+    return figure, grid
+
+
+def _single(height: float, width: float = WIDTH_INCHES) -> tuple[Any, Any]:
+    figure, grid = new_figure(width, height)
+    return figure, grid[0][0]
 
 
 def _height(lines: int) -> float:
-    return 0.8 + ROW * max(lines, 1)
+    return 0.8 + ROW_INCHES * max(lines, 1)
 
 
 def _methods(axes: Any, names: list[str], grid: bool = True) -> None:
-    """A line for every method, the first on top."""
+    """A row for every method, the first on top."""
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
@@ -301,7 +317,7 @@ def _looks() -> Iterator[tuple[str, str]]:
 
 
 def _binned(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """Means of both coordinates in bins of one token."""
+    """The means of both coordinates in bins of one token."""
     bins: dict[int, list[tuple[float, float]]] = {}
     for point in points:
         bins.setdefault(int(point[0]), []).append(point)

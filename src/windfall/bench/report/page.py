@@ -1,10 +1,7 @@
-"""A benchmark's folder told to a person: a summary in plain words, tables, figures and the papers' numbers beside ours,
-as one page without outside references, as Markdown and as CSV."""
+"""The report of one run: a summary in words, tables, figures, and the papers' numbers beside ours."""
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -14,22 +11,23 @@ from typing import Any
 
 from windfall.bench import reading, results
 from windfall.bench.disturbance import disturbances
-from windfall.bench.papers import compare, published
+from windfall.bench.papers import compare, tables
 from windfall.bench.reading import ALL, Run
-from windfall.bench.report.parts import DASH, Report, Section, Table
+from windfall.bench.report import parts
+from windfall.bench.report.parts import DASH, Progress, Report, Section, Table, interval, number
 from windfall.bench.report.run_figures import drawings
 from windfall.bench.results import PLAIN, Estimate, Row
 from windfall.core.files import make_folder, replace_text
 from windfall.core.types import InputError
 
-NOTHING = 0.01  # draft passes per target pass, below which a method decodes plainly
-MANY = 40  # methods, which are counted then and not named
-ROUGH = 10  # prompts, below which an interval over them says little
+PLAIN_DELTA = 0.01  # draft passes per target pass; a method with fewer decodes plainly
+MAX_NAMED_METHODS = 40  # a summary counts more methods than these instead of naming them
+FEW_PROMPTS = 10  # with fewer prompts, an interval over them is rough
 
 
-def make(folder: Path) -> Report:
-    """Read a folder and work out what to tell."""
-    loaded = reading.load(folder)
+def make(folder: Path, loaded: Run | None = None) -> Report:
+    """Make the report of a folder, which is read unless `loaded` is given."""
+    loaded = reading.load(folder) if loaded is None else loaded
     run = by_category(loaded)
     if not run.records:
         raise InputError(f"'{folder}' holds no finished conversation yet; run the benchmark again to go on with it")
@@ -39,15 +37,16 @@ def make(folder: Path) -> Report:
         title=f"Benchmark: {folder.resolve().name}",
         summary=[_setting(run), *_winners(run, rows, warnings), *_caution(run, rows), _sameness(run)],
         facts=_facts(run, rows, warnings),
-        sections=[*_sections(run, rows, warnings), *(compare.sections([loaded]) or [beside_papers(run, rows)])],
+        sections=[*_sections(run, rows, warnings), *(compare.sections([loaded]) or [compared_with_papers(run, rows)])],
         trees=[(file.stem, file.read_text("utf-8")) for file in sorted((folder / "trees").glob("*.svg"))],
         commands=[*commands(run), f"windfall report {shlex.quote(folder.resolve().name)}"],
         about=provenance_lines(run),
+        rows=rows,
     )
 
 
 def by_category(run: Run) -> Run:
-    """A run of a single task that has several categories as a run of these."""
+    """A run of a single task with several categories, with the categories as tasks."""
     categories = {record.category for record in run.records}
     if len(run.tasks) != 1 or len(categories) < 2:
         return run
@@ -63,9 +62,10 @@ def _setting(run: Run) -> str:
     tokens = sum(record.tokens for record in run.select(PLAIN))
     heats = _list([f"{each:g}" for each in run.temperatures])
     more = f", {repeats} times each" if repeats > 1 else ""
+    methods = _few(run.methods, "methods", MAX_NAMED_METHODS)
     return (
         f"The model {_target(run)} answered {prompts} prompts ({_list(run.tasks)}){more}, at temperature {heats}, with "
-        f"{_few(run.methods, 'methods', MANY)}. Plain decoding wrote {tokens:,} tokens of text. {_machine(run)}."
+        f"{methods}. Plain decoding wrote {tokens:,} tokens of text. {_machine(run)}."
     )
 
 
@@ -86,7 +86,7 @@ def _machine(run: Run) -> str:
 
 
 def _winners(run: Run, rows: list[Row], warnings: Mapping[float, str]) -> list[str]:
-    """Which method was fastest at each temperature, unless the times are wrong."""
+    """The fastest method at each temperature, unless the times are wrong."""
     found = []
     for heat in run.temperatures:
         if heat in warnings:
@@ -97,39 +97,42 @@ def _winners(run: Run, rows: list[Row], warnings: Mapping[float, str]) -> list[s
 
 
 def _winner(rows: list[Row], heat: float) -> list[str]:
-    """Who was fastest, by how much, and whether that is certain."""
+    """The fastest method, its speed-up, and whether that is certain."""
     at = f"At temperature {heat:g}"
     timed = [row for row in rows if row.speedup is not None and row.method != PLAIN]
     if not timed:
         best = max((row for row in rows if row.method != PLAIN), key=lambda row: row.tau, default=None)
-        told = f" {best.method} had most tokens per target pass: {best.tau:.2f}." if best else ""
-        return [f"{at} nothing was timed against plain decoding.{told}"]
+        text = f" {best.method} had most tokens per target pass: {best.tau:.2f}." if best else ""
+        return [f"{at} nothing was timed against plain decoding.{text}"]
     first = timed[0]
     gain = first.speedup
     assert gain is not None
     if gain.value < 1:
         return [f"{at} no method was faster than plain decoding; {first.method} came closest: {_times(gain)}."]
-    told = f"{at} {first.method} was fastest: {_times(gain)}, with {first.tau:.2f} tokens per target pass."
-    if first.delta < NOTHING:
-        told += " It hardly drafted, so this is plain decoding and the difference is noise."
+    text = f"{at} {first.method} was fastest: {_times(gain)}, with {first.tau:.2f} tokens per target pass."
+    if first.delta < PLAIN_DELTA:
+        text += " It hardly drafted, so this is plain decoding and the difference is noise."
     elif gain.low < 1:
-        told += " The interval holds 1, so this may be no gain at all."
+        text += " The interval contains 1, so this may be no gain at all."
     if len(timed) > 1 and timed[1].speedup is not None:
         second = timed[1].speedup
         close = second.high >= gain.low
-        told += f" Next came {timed[1].method}, {_times(second)}{'; their intervals overlap' if close else ''}."
-    return [told]
+        text += f" Next came {timed[1].method}, {_times(second)}{'; their intervals overlap' if close else ''}."
+    return [text]
 
 
 def _caution(run: Run, rows: list[Row]) -> list[str]:
-    few = max(row.prompts for row in rows)
-    told = [f"Only {few} prompts: the intervals are rough, and small differences mean nothing."] if few < ROUGH else []
-    return [APART, *told] if run.settings.get("parts") else told
+    prompts, found = max(row.prompts for row in rows), []
+    if run.settings.get("parts"):
+        found.append(SEVERAL_SUITES)
+    if prompts < FEW_PROMPTS:
+        found.append(f"Only {prompts} prompts: the intervals are rough, and small differences mean nothing.")
+    return found
 
 
-APART = (
-    "Several suites ran at once, and a method answered the tasks of those it is in: figures over all tasks are of "
-    "different tasks, and what can be compared is the rows of one paper's table."
+SEVERAL_SUITES = (
+    "Several suites ran at once, and a method answered only the tasks of its own suites: figures over all tasks are of "
+    "different tasks. Compare only the rows of one paper's table."
 )
 
 
@@ -144,21 +147,21 @@ def _bounds(gain: Estimate) -> str:
 def _sameness(run: Run) -> str:
     judged, wrong = len(results.compared(run.records)), results.differences(run)
     alone = sum(record.method != PLAIN for record in run.records) - judged
-    told = f" {alone:,} more have no plain counterpart: the run is unfinished." if alone else ""
+    text = f" {alone:,} more have no plain counterpart: the run is unfinished." if alone else ""
     if not judged:
-        return "No text was compared with plain decoding's." + told
+        return "No text was compared with plain decoding's." + text
     if not wrong:
         same = f"{judged:,} of {judged:,} conversations"
-        return f"Every text was identical to plain decoding's, token for token: {same}." + told
+        return f"Every text was identical to plain decoding's, token for token: {same}." + text
     names = _list(sorted({each.method for each in wrong}))
     return (
         f"{judged - len(wrong):,} of {judged:,} conversations were identical to plain decoding's, token for token; "
         f"{len(wrong):,} were not ({names}). {_why_not(run)}"
-    ) + told
+    ) + text
 
 
 def _why_not(run: Run) -> str:
-    """What another text means depends on how exact the arithmetic is."""
+    """Why texts can differ, which depends on the precision."""
     target = run.provenance.get("target")
     kind = target.get("dtype") if isinstance(target, dict) else None
     if kind in ("bfloat16", "float16"):
@@ -167,7 +170,7 @@ def _why_not(run: Run) -> str:
 
 
 def _facts(run: Run, rows: list[Row], warnings: Mapping[float, str]) -> list[tuple[str, str]]:
-    """The large figures of the page, each with what it is; a speed-up with its interval."""
+    """The large figures of the page with their descriptions."""
     found = []
     for heat in run.temperatures:
         if heat in warnings:
@@ -191,16 +194,16 @@ def _sections(run: Run, rows: list[Row], warnings: Mapping[float, str]) -> list[
     for heat in run.temperatures:
         ranked = _ranked(rows, _whole(run), heat)
         name = f"Temperature {heat:g}" + (" (greedy)" if heat == 0 else "")
-        tables = [_overall(ranked, name), *_by_task(run, rows, ranked, heat)]
+        shown = [_overall(ranked, name), *_by_task(run, rows, ranked, heat)]
         text = f"{_capital(warnings[heat])}.\n\n{_TERMS}" if heat in warnings else _TERMS
-        found.append(Section(name, text, tables, drawings(run, rows, ranked, heat)))
+        found.append(Section(name, text, shown, drawings(run, rows, ranked, heat)))
     return found
 
 
 _TERMS = (
-    "tau: tokens per pass of the target. delta: draft passes per target pass. Rows: what a target pass verifies, the "
-    "root included. Speed-up: tokens per second over plain decoding's on the same prompts, with a 95% bootstrap "
-    "interval over the prompts."
+    "tau: tokens per pass of the target. delta: draft passes per target pass. Rows: tree nodes that a target pass "
+    "verifies, including the root. Speed-up: tokens per second over plain decoding's on the same prompts, with a 95% "
+    "bootstrap interval over the prompts."
 )
 
 
@@ -209,7 +212,7 @@ def _whole(run: Run) -> str:
 
 
 def _ranked(rows: Sequence[Row], task: str, heat: float) -> list[Row]:
-    """The fastest first; without times, the most tokens per pass."""
+    """The rows by speed-up; without times, by tokens per pass."""
     own = [row for row in rows if row.task == task and row.temperature == heat]
     return sorted(own, key=lambda row: (-(row.speedup.value if row.speedup else 0.0), -row.tau))
 
@@ -249,22 +252,22 @@ def _by_task(run: Run, rows: list[Row], ranked: list[Row], heat: float) -> list[
     found = {(row.method, row.task): row for row in rows if row.temperature == heat}
     methods, columns = [row.method for row in ranked], ("method", *run.tasks)
 
-    def cells(tell: Callable[[Row], str]) -> list[list[str]]:
+    def cells(text: Callable[[Row], str]) -> list[list[str]]:
         return [
-            [method, *(tell(found[method, task]) if (method, task) in found else DASH for task in run.tasks)]
+            [method, *(text(found[method, task]) if (method, task) in found else DASH for task in run.tasks)]
             for method in methods
         ]
 
-    tables = [Table("tau by task", columns, cells(lambda row: number(row.tau)), folded=True)]
-    if any(row.speedup for row in ranked):
-        tables.insert(0, Table("Speed-up by task", columns, cells(lambda row: interval(row.speedup))))
-    return tables
+    taus = Table("tau by task", columns, cells(lambda row: number(row.tau)), folded=True)
+    if not any(row.speedup for row in ranked):
+        return [taus]
+    return [Table("Speed-up by task", columns, cells(lambda row: interval(row.speedup))), taus]
 
 
-# ---- beside the papers
+# ---- compared with the papers
 
 
-def beside_papers(run: Run, rows: list[Row]) -> Section:
+def compared_with_papers(run: Run, rows: list[Row]) -> Section:
     """Our figures beside the papers' for the same method, and what differs."""
     found = [line for row in rows if row.task == _whole(run) for line in _published(row, run.tasks)]
     columns = ("method", "T", "speed-up here", "tau here", "published as", "models", "tasks", "speed-up", "tau")
@@ -274,9 +277,9 @@ def beside_papers(run: Run, rows: list[Row]) -> Section:
         "that were measured here too, or all of its own where none is shared. Models, drafters, settings, hardware and "
         "baselines differ, so this tells what to expect elsewhere, not who is right."
     )
-    differing = [f"Here: {_here(run)}", *(f"{paper}: {published.difference(paper)}" for paper in theirs)]
-    tables = [Table("Ours and theirs", columns, [line for _, line in found])] if found else []
-    return Section("Beside the papers", "\n\n".join([text, *differing]) if found else NO_PAPER, tables)
+    differing = [f"Here: {_here(run)}", *(f"{paper}: {tables.measured_how(paper)}" for paper in theirs)]
+    shown = [Table("Ours and theirs", columns, [line for _, line in found])] if found else []
+    return Section("Compared with the papers", "\n\n".join([text, *differing]) if found else NO_PAPER, shown)
 
 
 NO_PAPER = "None of these methods is in the papers' tables at these temperatures."
@@ -284,19 +287,18 @@ NO_PAPER = "None of these methods is in the papers' tables at these temperatures
 
 def _here(run: Run) -> str:
     drafters = sorted({record.drafter for record in run.records} - {PLAIN})
-    told = f", drafted by {_list(drafters)}" if drafters else ""
+    text = f", drafted by {_list(drafters)}" if drafters else ""
     coupled = any(record.coupled and record.temperature > 0 for record in run.records)
     dice = " At temperature above 0 the drafter sees the noise of the draws here, and in no paper." if coupled else ""
-    return f"{_target(run)}{told}; the baseline is plain decoding by the same code. {_machine(run)}.{dice}"
+    return f"{_target(run)}{text}; the baseline is plain decoding by the same code. {_machine(run)}.{dice}"
 
 
 def _published(row: Row, tasks: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """(paper, line) for every table in which this method is."""
-    ours = {published.task_name(task) for task in tasks}
-    found: dict[tuple[str, str, str], list[published.Published]] = {}
-    for cell in published.of_policy(row.policy, row.temperature):
-        if cell.speedup is not None and cell.task != published.MEAN and "," not in cell.table:
-            found.setdefault((cell.paper, cell.table, cell.method), []).append(cell)
+    """(paper, line) for every table with this method."""
+    ours = {tables.task_name(task) for task in tasks}
+    found: dict[tuple[str, str, str], list[tables.Published]] = {}
+    for cell in tables.published_for(row.policy, row.temperature):
+        found.setdefault((cell.paper, cell.table, cell.method), []).append(cell)
     lines: list[tuple[str, list[str]]] = []
     for (paper, table, method), cells in found.items():
         shared = [cell for cell in cells if cell.task in ours] or cells
@@ -324,22 +326,22 @@ def _range(values: Sequence[float | None]) -> str:
 
 
 def provenance_lines(run: Run, short: bool = False) -> list[tuple[str, str]]:
-    """Settings and provenance as lines of name and text; what the tables or the command say too can be left out."""
+    """Settings and provenance as (name, text); `short` leaves out methods and command."""
     settings = {name: value for name, value in run.settings.items() if name != "parts"}
-    told = {name: value for name, value in run.provenance.items() if not (short and name == "command")}
+    provenance = {name: value for name, value in run.provenance.items() if not (short and name == "command")}
     if short:
         settings.pop("methods", None)
-    return [*_flat(settings), *_flat(told)]
+    return [*_flat(settings), *_flat(provenance)]
 
 
 def commands(run: Run) -> list[str]:
-    """What repeats the run."""
+    """The commands that repeat the run."""
     found = run.provenance.get("command") or []
     return [found] if isinstance(found, str) else list(found)
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Nested settings as lines of name and text."""
+    """Nested settings as (name, text)."""
     lines = []
     for key, value in values.items():
         if isinstance(value, dict) and value:
@@ -347,17 +349,6 @@ def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
         elif value not in (None, "", [], {}):
             lines.append((f"{prefix}{key}", ", ".join(map(str, value)) if isinstance(value, list) else str(value)))
     return lines
-
-
-def number(value: float | None, digits: int = 2) -> str:
-    return DASH if value is None or math.isnan(value) else f"{value:.{digits}f}"
-
-
-def interval(value: Estimate | None) -> str:
-    if value is None:
-        return DASH
-    exact = value.low == value.value == value.high  # plain decoding, or a single prompt
-    return f"{value.value:.2f}" + ("" if exact else f" [{value.low:.2f}, {value.high:.2f}]")
 
 
 def _capital(text: str) -> str:
@@ -368,59 +359,11 @@ def _list(names: Sequence[str]) -> str:
     return ", ".join(names[:-1]) + f" and {names[-1]}" if len(names) > 1 else "".join(names)
 
 
-# ---- Markdown and CSV
-
-
-def markdown(report: Report, figures: str | None = None, level: int = 1) -> str:
-    """The report as Markdown; `figures` is the folder of the drawings, as seen from the file."""
-    head = "#" * level
-    parts = [f"{head} {report.title}", *report.summary]
-    for section in report.sections:
-        parts += [f"{head}# {section.title}", *([section.text] if section.text else [])]
-        for table in section.tables:
-            parts += [f"**{table.title}**", _pipes(table), *([table.note] if table.note else [])]
-        if figures is not None:
-            parts += [
-                f"![{drawing.title}]({figures}/{drawing.name}.svg)\n\n*{drawing.title}. {drawing.caption}*"
-                for drawing in section.drawings
-            ]
-    told = "\n".join(report.commands)
-    about = "\n".join(f"| {name} | {_escape(value)} |" for name, value in report.about)
-    parts += [f"{head}# Commands", f"```\n{told}\n```", f"{head}# Settings and provenance"]
-    return "\n\n".join([*parts, f"| | |\n|---|---|\n{about}"]) + "\n"
-
-
-def _pipes(table: Table) -> str:
-    lines = [table.columns, ["---"] * len(table.columns), *(_marked(row, n, table) for n, row in enumerate(table.rows))]
-    return "\n".join("| " + " | ".join(map(_escape, line)) + " |" for line in lines)
-
-
-def _marked(row: list[str], place: int, table: Table) -> list[str]:
-    """With the cells in bold that are to stand out."""
-    return [f"**{cell}**" if (place, column) in table.best else cell for column, cell in enumerate(row)]
-
-
-def _escape(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
-def as_csv(rows: Sequence[Row]) -> str:
-    """A line for each method, task and temperature, with every figure."""
-    return lines_as_csv([columns(row) for row in rows])
-
-
-def lines_as_csv(lines: Sequence[dict[str, Any]]) -> str:
-    """With every column that any line has."""
-    names = list(dict.fromkeys(name for line in lines for name in line))
-    held = io.StringIO()
-    writer = csv.DictWriter(held, names, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return held.getvalue()
+# ---- files
 
 
 def columns(row: Row) -> dict[str, Any]:
-    """Nested figures get a column for each part."""
+    """The figures of a row as CSV columns; nested ones get a column for each part."""
     flat: dict[str, Any] = {}
     for name, value in row.as_dict().items():
         if isinstance(value, dict):
@@ -430,40 +373,23 @@ def columns(row: Row) -> dict[str, Any]:
     return flat
 
 
-# ---- files
-
-
-def write(folder: Path, out: Path | None = None, tell: Callable[[float], None] = lambda share: None) -> list[Path]:
-    """The page, report.md, report.csv and the figures; what was written, the page first."""
-    from windfall.bench.report import html
+def write(folder: Path, out: Path | None = None, progress: Progress = lambda share: None) -> list[Path]:
+    """Write the page, report.md, report.csv and the figures; returns the first three, the page first."""
     from windfall.render import plots
 
     out = folder / "report.html" if out is None else out
     report = make(folder)
     plots.check(folder / "figure.svg")
-    drawn = draw(report, folder / "figures", tell)
+    drawn = parts.draw(report, folder / "figures", progress)
     texts = {
-        out: html.page(report, drawn),
-        folder / "report.md": markdown(report, "figures"),
-        folder / "report.csv": as_csv(results.summary(by_category(reading.load(folder)))),
+        out: parts.as_html(report, drawn),
+        folder / "report.md": parts.as_markdown(report, "figures"),
+        folder / "report.csv": parts.as_csv([columns(row) for row in report.rows]),
     }
     for file, text in texts.items():
         make_folder(file.parent)
         replace_text(file, text)
     return list(texts)
-
-
-def draw(report: Report, folder: Path, tell: Callable[[float], None] = lambda share: None) -> dict[str, str]:
-    """Every figure as SVG for the page; the same as files in a folder."""
-    from windfall.bench.report import figures
-
-    drawings = [drawing for section in report.sections for drawing in section.drawings]
-    found = {}
-    for done, drawing in enumerate(drawings, 1):
-        (file,) = figures.save(drawing.draw(), folder, drawing.name, picture=False)
-        found[drawing.name] = figures.as_element(file.read_text("utf-8"), drawing.name)
-        tell(done / len(drawings))
-    return found
 
 
 def draw_trees(
@@ -473,9 +399,9 @@ def draw_trees(
     folder: Path,
     prompt: Any,
     sampling: dict[str, Any],
-    tell: Callable[[float], None],
+    progress: Progress,
 ) -> list[Path]:
-    """An example for each method that this drafter served: the cycle of one text that accepted most, as verified."""
+    """Draw an example tree for each method with this drafter: of one text, the cycle that accepted most."""
     from windfall import registry
     from windfall.bench.provenance import weights_hash
     from windfall.engine.loading import attach_costs
@@ -500,7 +426,7 @@ def draw_trees(
         chosen = max(steps, key=lambda step: step.accepted)
         files.append(folder / "trees" / f"{_file_name(method)}.svg")
         replace_text(files[-1], tree_drawing.svg(chosen, engine.target.tokenizer, most=1))
-        tell(len(files) / len(firsts))
+        progress(len(files) / len(firsts))
     return files
 
 

@@ -1,129 +1,80 @@
-"""Which figures a report shows, and what is drawn in each."""
+"""The figures of a report, and the data of each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from windfall.bench import reading, results
 from windfall.bench.reading import Run
 from windfall.bench.report import figures
+from windfall.bench.report.parts import Drawing
 from windfall.bench.results import Row
 
-LINES = 7  # methods in a plot: the fastest
-PANELS = 6  # heat maps
-LONGEST = 12  # tokens of a cycle that get a column of their own
-DEPTHS, RANKS = 10, 10  # of the heat maps
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """A figure, still to be drawn, and what there is to see in it."""
-
-    name: str
-    title: str
-    caption: str
-    draw: Callable[[], Any]  # a matplotlib figure
+MAX_LINES = 7  # of a plot: the fastest methods
+MAX_HEAT_MAPS = 6
+MAX_CYCLE_TOKENS = 12  # the last column of the table of lengths
+MAX_DEPTH, MAX_RANK = 10, 10  # of a heat map
 
 
 def drawings(run: Run, rows: list[Row], ranked: list[Row], heat: float) -> list[Drawing]:
     """The figures that these records allow."""
-    mark = f"t{heat:g}".replace(".", "-")
-    kept = {row.method: run.select(row.method, temperature=heat) for row in ranked}
-    trees = {row.method: kept[row.method] for row in ranked if row.delta > 0}
-    few = dict(list(trees.items())[:LINES])
+    trees = {row.method: run.select(row.method, temperature=heat) for row in ranked if row.delta > 0}
+    fastest = dict(list(trees.items())[:MAX_LINES])
     gains = {row.method: row.speedup for row in ranked if row.speedup}
-    found = []
+    predicted = {row.method: (row.predicted, row.speedup) for row in ranked if row.predicted and row.speedup}
+    found: list[Drawing] = []
+
+    def add(name: str, title: str, caption: str, draw: Callable[[], Any]) -> None:
+        found.append(Drawing(f"{name}-t{heat:g}".replace(".", "-"), title, caption, draw))
+
     if len(gains) > 1:
-        found.append(
-            Drawing(
-                f"speedup-{mark}",
-                "Speed-up",
-                "How many times faster than plain decoding (dashed). Whiskers: 95% interval over the prompts.",
-                lambda: figures.bars(gains, "speed-up over plain decoding (×)", base=1.0),
-            )
-        )
+        caption = "Tokens per second over those of plain decoding (dashed). Whiskers: 95% interval over the prompts."
+        add("speedup", "Speed-up", caption, lambda: figures.bars(gains, "speed-up over plain decoding (×)", base=1.0))
     if len(run.tasks) > 1:
-        found.append(
-            Drawing(
-                f"tau-{mark}",
-                "Tokens per target pass, by task",
-                "The longer the accepted drafts, the brighter.",
-                lambda: _tau_figure(run, rows, ranked, heat),
-            )
-        )
+        caption = "The longer the accepted drafts, the brighter."
+        add("tau", "Tokens per target pass, by task", caption, lambda: _tau_figure(run, rows, ranked, heat))
     if any(row.split for row in ranked):
-        found.append(
-            Drawing(
-                f"time-{mark}",
-                "Where the time goes",
-                "Milliseconds for each token of the text. A shorter bar is a faster method; prompts are not counted.",
-                lambda: figures.stack(_milliseconds(ranked), "milliseconds per token", figures.PARTS),
-            )
-        )
+        caption = "Milliseconds for each token of the text. A shorter bar is a faster method; prompts are not counted."
+        label = "milliseconds per token"
+        add("time", "Where the time goes", caption, lambda: figures.stack(_milliseconds(ranked), label, figures.PARTS))
     if trees:
-        found.append(
-            Drawing(
-                f"lengths-{mark}",
-                "How many tokens a target pass yields",
-                "Share of the passes (%) that yielded so many tokens; 1 means that no drafted token was accepted.",
-                lambda: _length_figure(trees),
-            )
-        )
-    if any(any(results.heat_map(records).values()) for records in few.values()):
-        found += _node_drawings(few, mark)
+        caption = "Share of the passes (%) by the tokens they yielded; 1 means that no drafted token was accepted."
+        add("lengths", "How many tokens a target pass yields", caption, lambda: _length_figure(trees))
+    if any(any(results.heat_map(records).values()) for records in fastest.values()):
+        caption = "Share of the target passes that accepted the node at this depth and rank (by path probability "
+        caption += "within its level)."
+        add("acceptance", "Where the accepted tokens lie in the tree", caption, lambda: _acceptance_figure(fastest))
+        caption = "Verified nodes by their rank among their siblings: rank 1 is the drafter's first guess."
+        add("ranks", "Which guesses fill the trees", caption, lambda: _rank_figure(fastest))
     if trees:
-        found.append(
-            Drawing(
-                f"efficiency-{mark}",
-                "Drafting against what it brings",
-                "Each dot is a prompt; lines join the means. Dashed: as many draft passes as tokens, TALON's oracle. "
-                "Above it passes are wasted. The target adds a token of its own to each pass, so a drafter that is "
-                "always right, with a pass for each token, lies one below.",
-                lambda: figures.efficiency({name: prompt_efficiency(records) for name, records in few.items()}),
-            )
+        caption = (
+            "Each dot is a prompt; lines join the means. Dashed: as many draft passes as tokens, TALON's oracle. Above "
+            "it passes are wasted. The target adds a token of its own to each pass, so a drafter that is always right, "
+            "with a pass for each token, lies one below."
         )
-    forecast = {row.method: (row.predicted, row.speedup) for row in ranked if row.predicted and row.speedup}
-    if forecast:
-        found.append(
-            Drawing(
-                f"predicted-{mark}",
-                "Predicted and measured speed-up",
-                "Predicted: tau / (1 + c·delta), c being a draft pass over a plain target pass. Below the line lies "
-                "what this leaves out: target passes that cost more with more rows, the policy's own time, the prompt.",
-                lambda: figures.agreement(
-                    dict(list(forecast.items())[:LINES]), "predicted speed-up (×)", "measured speed-up (×)"
-                ),
-            )
+        points = {name: prompt_efficiency(records) for name, records in fastest.items()}
+        add("efficiency", "Drafting against what it brings", caption, lambda: figures.efficiency(points))
+    if predicted:
+        caption = (
+            "Predicted: tau / (1 + c·delta), c being a draft pass over a plain target pass. The gap below the line is "
+            "what this leaves out: target passes that cost more with more rows, the policy's own time, the prompt."
         )
+        some = dict(list(predicted.items())[:MAX_LINES])
+        axes = "predicted speed-up (×)", "measured speed-up (×)"
+        add("predicted", "Predicted and measured speed-up", caption, lambda: figures.agreement(some, *axes))
     return found
 
 
-def _node_drawings(few: dict[str, list[reading.Record]], mark: str) -> list[Drawing]:
+def _acceptance_figure(fastest: dict[str, list[reading.Record]]) -> Any:
+    panels = {name: _heat(records) for name, records in list(fastest.items())[:MAX_HEAT_MAPS]}
+    return figures.heatmaps(panels, "rank within the level", "depth", "accepted (% of passes)")
+
+
+def _rank_figure(fastest: dict[str, list[reading.Record]]) -> Any:
     colours = dict(zip(("rank 1", "rank 2", "rank 3", "rank 4", "rank 5 and later"), figures.RANKS, strict=True))
-    return [
-        Drawing(
-            f"acceptance-{mark}",
-            "Where the accepted tokens lie in the tree",
-            "Share of the target passes that accepted the node at this depth and rank (by path probability within its "
-            "level).",
-            lambda: figures.heatmaps(
-                {name: _heat(records) for name, records in list(few.items())[:PANELS]},
-                "rank within the level",
-                "depth",
-                "accepted (% of passes)",
-            ),
-        ),
-        Drawing(
-            f"ranks-{mark}",
-            "Which guesses fill the trees",
-            "Verified nodes by their rank among their siblings: rank 1 is the drafter's first guess.",
-            lambda: figures.stack(
-                {name: _rank_shares(records) for name, records in few.items()}, "share of verified nodes (%)", colours
-            ),
-        ),
-    ]
+    shares = {name: _rank_shares(records) for name, records in fastest.items()}
+    return figures.stack(shares, "share of verified nodes (%)", colours)
 
 
 def _tau_figure(run: Run, rows: list[Row], ranked: list[Row], heat: float) -> Any:
@@ -143,7 +94,7 @@ def _milliseconds(ranked: list[Row]) -> dict[str, dict[str, float]]:
 
 def _length_figure(trees: dict[str, list[reading.Record]]) -> Any:
     histograms = {name: results.length_histogram(records) for name, records in trees.items()}
-    top = min(max(max(each) for each in histograms.values()), LONGEST)
+    top = min(max(max(each) for each in histograms.values()), MAX_CYCLE_TOKENS)
     cells = []
     for counts in histograms.values():
         total = sum(counts.values())
@@ -156,8 +107,8 @@ def _length_figure(trees: dict[str, list[reading.Record]]) -> Any:
 
 def _heat(records: list[reading.Record]) -> list[list[float]]:
     counts, cycles = results.heat_map(records, by="layer_rank"), sum(record.cycles for record in records)
-    deepest = min(max((depth for depth, _ in counts), default=1), DEPTHS)
-    widest = min(max((rank for _, rank in counts), default=0) + 1, RANKS)
+    deepest = min(max((depth for depth, _ in counts), default=1), MAX_DEPTH)
+    widest = min(max((rank for _, rank in counts), default=0) + 1, MAX_RANK)
     return [[counts.get((depth, rank), 0) / cycles for rank in range(widest)] for depth in range(1, deepest + 1)]
 
 

@@ -1,39 +1,35 @@
-"""Passes by rows and by context against the memory's limit, and how many launches they are."""
+"""Times of verify and draft passes by rows and by context length, beside the time to read their bytes from memory."""
 
 from __future__ import annotations
 
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 
+from windfall.bench.gpu_internals import GpuPasses, has_fixed_rotary_positions
 from windfall.bench.speed.profiled import kernels
 from windfall.bench.speed.race import Progress, Settings
 from windfall.core.clock import now
-from windfall.core.types import SamplingParams
 from windfall.drafters.base import Drafter
 from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.drafters.lm import LMDrafter
-from windfall.engine.gpu.cycle import Cycle
-from windfall.engine.gpu.drafters import Sprouting
-from windfall.engine.gpu.rope import steady
-from windfall.engine.gpu.runner import GpuRunner
-from windfall.engine.gpu.target import MAX_VERIFY_ROWS, GpuTarget
 from windfall.engine.profiling import some_tree
 from windfall.model.target import Target
-from windfall.policies.auto import Auto
 
-CONTEXT = 512  # behind which passes are timed by rows
-FEW, MANY = 1, 64  # rows of the passes timed by context length
-DEPTH = 12  # draft passes before a verify pass is timed, so that there is a tree to choose from
-PASSES = 9  # rounds over all passes
-COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes of the copy that measures the memory
-AHEAD = 2_000_000  # cycles for which the GPU waits while the host queues the work that is timed
+CONTEXT_TOKENS = 512  # the context of the passes that are timed by rows
+FEW_ROWS, MANY_ROWS = 1, 64  # of the passes that are timed by context length
+DRAFT_PASSES = 12  # before a verify pass is timed, so that there is a tree to choose rows from
+TIMED_ROUNDS = 9  # over all passes
+WARM_UP_ROUNDS = 2  # in which CUDA graphs are captured
+COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}  # of the copy that measures the memory bandwidth
+SLEEP_CYCLES = 2_000_000  # for which the GPU waits while the host queues the work that is timed
+
+Work = tuple[Callable[[], object], Callable[[], object]]  # preparation, and what is timed
 
 
 def timed(device: torch.device, work: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
@@ -45,7 +41,7 @@ def timed(device: torch.device, work: Callable[[], object], before: Callable[[],
         return now(device) - started
     with torch.cuda.device(device):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda._sleep(AHEAD)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
         start.record()
         work()
         end.record()
@@ -53,11 +49,11 @@ def timed(device: torch.device, work: Callable[[], object], before: Callable[[],
     return float(start.elapsed_time(end)) / 1000
 
 
-def bandwidth(device: torch.device, rounds: int = PASSES) -> float:
+def bandwidth(device: torch.device) -> float:
     """Bytes read and written per second by a large copy within the device."""
-    size = COPIED.get(device.type, COPIED["cpu"])
+    size = COPY_BYTES.get(device.type, COPY_BYTES["cpu"])
     source, goal = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-    taken = [timed(device, lambda: goal.copy_(source)) for _ in range(rounds + 1)][1:]
+    taken = [timed(device, lambda: goal.copy_(source)) for _ in range(TIMED_ROUNDS + 1)][1:]
     return 2 * size / median(taken)
 
 
@@ -67,16 +63,10 @@ def size_of(module: torch.nn.Module | None) -> int:
 
 
 def weights_read(model: Any) -> int:
-    """Bytes of the weights that a pass reads: all but the input embedding, unless it is the output's, too."""
+    """Bytes of the weights that a pass reads: all but the input embedding, unless the output shares it."""
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     tied = embedding.data_ptr() == output.data_ptr()
     return size_of(model) - (0 if tied else embedding.numel() * embedding.element_size())
-
-
-def row_size(judge: GpuTarget) -> int:
-    """Bytes of a token's keys and values in all layers."""
-    layers, heads, width = judge.forward.shape
-    return int(2 * layers * heads * width * judge.dtype.itemsize)
 
 
 def module_of(drafter: Drafter) -> torch.nn.Module | None:
@@ -86,181 +76,127 @@ def module_of(drafter: Drafter) -> torch.nn.Module | None:
     return drafter.decoder.model if isinstance(drafter, LMDrafter) else None
 
 
-@dataclass(frozen=True)
-class Bench:
-    """Passes on fixed buffers, to be timed."""
-
-    judge: GpuTarget
-    cycle: Cycle | None  # where the drafter works on the device
-
-    @classmethod
-    def of(cls, resident: GpuRunner, longest: int) -> Bench:
-        resident.judge.reserve(longest + 2 * MAX_VERIFY_ROWS)
-        cycle = None if resident.drafts_on_host else Cycle(Auto().plan(), resident.drafter, resident.judge)
-        return cls(resident.judge, cycle)
-
-    def at(self, length: int) -> None:
-        """Behind a text of this length, with nothing drafted."""
-        self.judge.length.fill_(length)
-        self.judge.known = length
-        if self.cycle is not None:
-            self.cycle.rewind(length)
-
-    def forward(self, rows: int) -> None:
-        """The target's forward alone, over the rows that were placed."""
-        judge = self.judge
-        columns = judge.columns(rows)
-        judge.recorder.refresh(("score", rows, columns, judge.capacity), lambda: judge.score(rows, columns))
-
-    def verify(self, rows: int) -> None:
-        """All that a cycle does behind its last draft pass: choose, forward, draw, walk, move."""
-        cycle = self.cycle
-        assert cycle is not None
-        columns, params = cycle.judge.columns(rows), SamplingParams()
-        key = ("speed", cycle.name, "verify", rows, columns, cycle.judge.capacity)
-        cycle.judge.recorder.run(key, lambda: cycle.verify(rows, columns, params))
-
-    def draft(self, passes: int) -> None:
-        """The first draft passes of a cycle."""
-        cycle = self.cycle
-        assert cycle is not None
-        sprouting = Sprouting(SamplingParams(), False, cycle.judge.dials)
-
-        def work() -> None:
-            cycle.open(sprouting)
-            for _ in range(1, passes):
-                cycle.expand(sprouting)
-
-        cycle.judge.recorder.run(("speed", cycle.name, "draft", passes, cycle.judge.capacity), work)
-
-
 @torch.inference_mode()
 def measure_passes(
-    resident: GpuRunner, settings: Settings, speed: float, progress: Progress = lambda done, total: None
+    passes: GpuPasses, settings: Settings, speed: float, progress: Progress = lambda done, total: None
 ) -> dict[str, Any]:
-    """Times and floors of verify passes by rows and by context length, and of draft passes."""
-    lengths, beyond = usable_lengths(resident.target, settings.lengths)
-    base = _base(resident.target, settings)
-    bench, device = Bench.of(resident, max([base, *lengths])), resident.judge.device
-    trees = {rows: some_tree(rows, resident.target.vocab_size) for rows in {*settings.rows, FEW, MANY}}
-    sizes = sorted({*((base, rows) for rows in settings.rows), *((n, rows) for n in lengths for rows in (FEW, MANY))})
-    works: dict[tuple[Any, ...], tuple[Callable[[], Any], Callable[[], Any]]] = {}
-    for length, rows in sizes:
-        works["forward", length, rows] = _placed(bench, length, trees[rows]), partial(bench.forward, rows)
-        if bench.cycle is not None and length == base:
-            works["verify", length, rows] = _grown(bench, length), partial(bench.verify, rows)
-    if bench.cycle is not None:
-        for passes in (1, 4):
-            works["draft", base, passes] = partial(bench.at, base), partial(bench.draft, passes)
-    taken = _in_turns(device, works, progress)
-    return _passes_told(resident, settings, taken, speed, base, lengths, beyond)
+    """Times and lower bounds of verify passes by rows and by context length, and of draft passes.
+
+    `speed` is the memory bandwidth in bytes per second.
+    """
+    target = passes.runner.target
+    lengths, beyond = usable_lengths(target, settings.lengths)
+    base = _base_length(target, settings)
+    passes = passes.prepared(max([base, *lengths]))
+    sizes = {*((base, rows) for rows in settings.rows), *((n, r) for n in lengths for r in (FEW_ROWS, MANY_ROWS))}
+    works: dict[Any, Work] = {}
+    for length, rows in sorted(sizes):
+        works["forward", length, rows] = _forward(passes, length, rows)
+        if passes.cycle is not None and length == base:
+            works["verify", length, rows] = _verify(passes, length, rows)
+    if passes.cycle is not None:
+        for count in (1, 4):
+            works["draft", base, count] = _draft(passes, base, count)
+    taken = _in_turns(passes.target.device, works, progress)
+
+    def cell(length: int, rows: int) -> dict[str, Any]:
+        seconds, read = taken["forward", length, rows], weights_read(target.model) + length * passes.row_bytes
+        return {
+            "rows": rows,
+            "length": length,
+            "seconds": seconds,
+            "verify_seconds": taken.get(("verify", length, rows)),
+            "bytes": read,
+            "floor_seconds": read / speed,
+            "over_floor": seconds * speed / read,
+        }
+
+    by_rows = [cell(base, rows) for rows in settings.rows]
+    for each in by_rows:
+        each["over_first"] = each["seconds"] / by_rows[0]["seconds"]
+    by_length = [{**cell(n, rows), "beyond_context": n in beyond} for n in lengths for rows in (FEW_ROWS, MANY_ROWS)]
+    for each in by_length:
+        first = next(other for other in by_length if other["rows"] == each["rows"])
+        each["over_first"] = each["seconds"] / first["seconds"]
+    found: dict[str, Any] = {"forward": passes.forward_name, "rows": by_rows, "lengths": by_length}
+    if passes.cycle is not None:
+        first_pass, four = taken["draft", base, 1], taken["draft", base, 4]
+        floor = size_of(module_of(passes.runner.drafter)) / speed
+        found["draft"] = {
+            "first_seconds": first_pass,
+            "later_seconds": (four - first_pass) / 3,
+            "floor_seconds": floor,
+        }
+    return found
 
 
 @torch.inference_mode()
-def count_launches(resident: GpuRunner, settings: Settings) -> dict[str, float]:
-    """Kernels that passes launch, where the device tells; by the profiler, behind which nothing should be timed."""
-    if resident.judge.device.type != "cuda":
+def count_launches(passes: GpuPasses, settings: Settings) -> dict[str, float]:
+    """The number of kernels that passes launch, on CUDA. It uses the profiler, after which nothing should be timed."""
+    if passes.target.device.type != "cuda":
         return {}
-    base = _base(resident.target, settings)
-    bench = Bench.of(resident, base)
+    base = _base_length(passes.runner.target, settings)
+    passes = passes.prepared(base)
 
-    def launched(before: Callable[[], object], work: Callable[[], object]) -> int:
+    def launched(work: Work) -> int:
+        before, run = work
         before()
-        work()  # the first time loads kernels
+        run()  # the first time loads kernels
         before()
-        return sum(seen.count for seen in kernels(work, resident.judge.device) if not seen.copies)
+        return sum(seen.count for seen in kernels(run, passes.target.device) if not seen.copies)
 
-    def placed(rows: int) -> Callable[[], None]:
-        return _placed(bench, base, some_tree(rows, resident.target.vocab_size))
-
-    told: dict[str, float] = {
-        f"verify pass, {FEW} row": launched(placed(FEW), partial(bench.forward, FEW)),
-        f"verify pass, {MANY} rows": launched(placed(MANY), partial(bench.forward, MANY)),
+    found: dict[str, float] = {
+        f"verify pass, {FEW_ROWS} row": launched(_forward(passes, base, FEW_ROWS)),
+        f"verify pass, {MANY_ROWS} rows": launched(_forward(passes, base, MANY_ROWS)),
     }
-    if bench.cycle is not None:
-        first, four = (launched(partial(bench.at, base), partial(bench.draft, passes)) for passes in (1, 4))
-        told[f"all of a cycle's verifying, {MANY} rows"] = launched(_grown(bench, base), partial(bench.verify, MANY))
-        told |= {"first draft pass": first, "later draft pass": (four - first) / 3}
-    return told
+    if passes.cycle is not None:
+        first, four = (launched(_draft(passes, base, count)) for count in (1, 4))
+        found[f"all of a cycle's verifying, {MANY_ROWS} rows"] = launched(_verify(passes, base, MANY_ROWS))
+        found |= {"first draft pass": first, "later draft pass": (four - first) / 3}
+    return found
 
 
-def _base(target: Target, settings: Settings) -> int:
-    """The context behind which passes are timed by rows."""
-    if usable_lengths(target, (CONTEXT,))[0]:
-        return CONTEXT
+def _forward(passes: GpuPasses, length: int, rows: int) -> Work:
+    tree = some_tree(rows, passes.runner.target.vocab_size)
+    return partial(passes.place, length, tree), partial(passes.forward, rows)
+
+
+def _verify(passes: GpuPasses, length: int, rows: int) -> Work:
+    def before() -> None:
+        passes.set_length(length)
+        passes.draft(DRAFT_PASSES)
+
+    return before, partial(passes.verify, rows)
+
+
+def _draft(passes: GpuPasses, length: int, count: int) -> Work:
+    return partial(passes.set_length, length), partial(passes.draft, count)
+
+
+def _base_length(target: Target, settings: Settings) -> int:
+    """The context length of the passes that are timed by rows."""
+    if usable_lengths(target, (CONTEXT_TOKENS,))[0]:
+        return CONTEXT_TOKENS
     return min(usable_lengths(target, settings.lengths)[0], default=1)
 
 
 def usable_lengths(target: Target, lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The context lengths that passes can be timed behind, and those of them that the model was not made for."""
+    """The context lengths at which passes can be timed, and those of them beyond the model's context."""
     context = target.context
-    inside = [n for n in lengths if context is None or n + MANY <= context]
-    rotary = getattr(target.decoder.config, "rope_parameters", None) is not None and steady(target.decoder.config)
-    beyond = [n for n in lengths if n not in inside] if rotary else []
+    inside = [n for n in lengths if context is None or n + MANY_ROWS <= context]
+    beyond = [n for n in lengths if n not in inside] if has_fixed_rotary_positions(target.decoder.config) else []
     return sorted({*inside, *beyond}), beyond
 
 
-def _placed(bench: Bench, length: int, tree: Any) -> Callable[[], None]:
-    def before() -> None:
-        bench.at(length)
-        bench.judge.place(tree)
-
-    return before
-
-
-def _grown(bench: Bench, length: int) -> Callable[[], None]:
-    def before() -> None:
-        bench.at(length)
-        bench.draft(DEPTH)
-
-    return before
-
-
-def _in_turns(device: torch.device, works: dict[Any, Any], progress: Progress) -> dict[Any, float]:
-    """The median seconds of each, after rounds in another order each; the first two, which record, do not count."""
+def _in_turns(device: torch.device, works: dict[Any, Work], progress: Progress) -> dict[Any, float]:
+    """The median seconds of each work, over rounds that each have another order."""
     found: dict[Any, list[float]] = defaultdict(list)
-    rounds = PASSES if device.type == "cuda" else 3
-    for turn in range(rounds + 2):
+    rounds = WARM_UP_ROUNDS + (TIMED_ROUNDS if device.type == "cuda" else 3)
+    for turn in range(rounds):
         for place, key in enumerate(random.Random(turn).sample(list(works), len(works))):
             before, work = works[key]
             seconds = timed(device, work, before)
-            if turn > 1:
+            if turn >= WARM_UP_ROUNDS:
                 found[key].append(seconds)
-            progress(turn * len(works) + place + 1, (rounds + 2) * len(works))
+            progress(turn * len(works) + place + 1, rounds * len(works))
     return {key: median(own) for key, own in found.items()}
-
-
-def _passes_told(
-    resident: GpuRunner,
-    settings: Settings,
-    taken: dict[Any, float],
-    speed: float,
-    base: int,
-    lengths: Sequence[int],
-    beyond: Sequence[int],
-) -> dict[str, Any]:
-    judge, weights = resident.judge, weights_read(resident.target.model)
-    drafting = module_of(resident.drafter)
-
-    def cell(length: int, rows: int) -> dict[str, Any]:
-        seconds, read = taken["forward", length, rows], weights + length * row_size(judge)
-        verify = taken.get(("verify", length, rows))
-        floor = read / speed
-        return {"rows": rows, "length": length, "seconds": seconds, "verify_seconds": verify, "bytes": read,
-                "floor_seconds": floor, "over_floor": seconds / floor}  # fmt: skip
-
-    by_rows = [cell(base, rows) for rows in settings.rows]
-    by_length = [{**cell(n, rows), "beyond_context": n in beyond} for n in lengths for rows in (FEW, MANY)]
-    for table in (by_rows, by_length):
-        for each in table:
-            each["over_first"] = each["seconds"] / next(x["seconds"] for x in table if _same_series(x, each))
-    told: dict[str, Any] = {"forward": type(judge.forward).__name__, "rows": by_rows, "lengths": by_length}
-    if (four := taken.get(("draft", base, 4))) is not None:
-        first, floor = taken["draft", base, 1], size_of(drafting) / speed
-        told["draft"] = {"first_seconds": first, "later_seconds": (four - first) / 3, "floor_seconds": floor}
-    return told
-
-
-def _same_series(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether one is a point of the curve that the other belongs to: all of a table by rows, or one number of rows."""
-    return "beyond_context" not in one or one["rows"] == other["rows"]

@@ -1,32 +1,25 @@
-"""A figure of what `bench speed` measured."""
+"""Draws what `bench speed` measured as one figure."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from windfall.bench.report.figures import FADED, new_figure
 from windfall.bench.speed.race import Regime
 from windfall.render.plots import COLOURS
 
 
-def plot(told: dict[str, Any], file: Path) -> None:
-    """Speed-ups by method and way of sampling, passes by rows and by context length, both with their floors."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(15, 4.4), layout="constrained")
-    FigureCanvasAgg(figure)  # no window, whatever the user's settings
-    gains, rows, lengths = figure.subplots(1, 3, width_ratios=(1.6, 1, 1))
-    _plot_gains(gains, told["methods"])
-    _plot_passes(rows, told["passes"].get("rows", []), "rows", "Verify pass by rows")
-    _plot_passes(lengths, told["passes"].get("lengths", []), "length", "Verify pass by context")
-    for axes in (gains, rows, lengths):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
-        axes.set_axisbelow(True)
-    machine = told["provenance"]["machine"]
-    where = f"{machine['gpu'] or machine['cpu']}, {told['provenance']['target']['dtype']}"
-    figure.suptitle(f"{told['target']} on {where}", fontsize=10)
+def plot(measured: dict[str, Any], file: Path) -> None:
+    """Speed-ups by method and way of sampling, and passes by rows and by context length with their lower bounds."""
+    figure, grid = new_figure(15, 4.4, rows=1, columns=3, width_ratios=(1.6, 1, 1))
+    gains, rows, lengths = grid[0]
+    _plot_gains(gains, measured["methods"])
+    _plot_passes(rows, measured["passes"].get("rows", []), "rows", "Verify pass by rows")
+    _plot_passes(lengths, measured["passes"].get("lengths", []), "length", "Verify pass by context")
+    machine = measured["provenance"]["machine"]
+    where = f"{machine['gpu'] or machine['cpu']}, {measured['provenance']['target']['dtype']}"
+    figure.suptitle(f"{measured['target']} on {where}", fontsize=10)
     figure.savefig(file, dpi=150, format=file.suffix[1:] if file.suffix else "png")
 
 
@@ -41,8 +34,8 @@ def _plot_gains(axes: Any, methods: list[dict[str, Any]]) -> None:
         axes.barh(at, list(own.values()), 0.8 / len(regimes), label=name, color=COLOURS[place % len(COLOURS)])
     axes.set_yticks(range(len(labels)), labels, fontsize=7)
     axes.invert_yaxis()
-    axes.axvline(1, color="#999999", linewidth=1)
-    axes.set(title="Speed against plain decoding", xlabel="tokens/s over none's")
+    axes.axvline(1, color=FADED, linewidth=1)
+    axes.set(title="Speed-up over plain decoding", xlabel="tokens/s over those of none")
     if shown:
         axes.legend(frameon=False, fontsize=7)
 
@@ -55,7 +48,7 @@ def _plot_passes(axes: Any, table: list[dict[str, Any]], by: str, title: str) ->
         axes.plot(at, [1000 * row["seconds"] for row in own], "o-", color=COLOURS[place], label=name)
     if table:
         floor = {row[by]: 1000 * row["floor_seconds"] for row in table}
-        axes.plot(list(floor), list(floor.values()), "--", color="#999999", label="bytes over bandwidth")
+        axes.plot(list(floor), list(floor.values()), "--", color=FADED, label="bytes over bandwidth")
         axes.legend(frameon=False, fontsize=7)
     axes.set(title=title, xlabel="rows" if by == "rows" else "tokens of context", ylabel="milliseconds")
     axes.set_ylim(bottom=0)

@@ -1,5 +1,8 @@
-"""What torch's profiler sees: kernels, their launches and their time. Once it has looked, launches are slow for as long
-as the process lives (those of graphs two to ten times as slow): whatever is timed comes before."""
+"""Kernels, launches and kernel time as torch's profiler reports them.
+
+Once the profiler has run, launches are slower for the rest of the process (those of CUDA graphs two to ten times). So
+everything that is timed must be timed before.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ import torch
 
 from windfall.engine.engine import Generation
 
-SHOWN = 30  # kernels that are listed
-TIMES = 5  # that an answer is timed
+MAX_LISTED_KERNELS = 30
+TIMED_ANSWERS = 5
 PRODUCTS = ("gemm", "gemv", "cutlass", "nvjet", "cublas", "splitk", "flash", "fmha", "attention", "triton_")
 FUSED = ("_embed", "_attend", "_combine", "_norm", "_linear", "_silu_mul", "_rotate_and_store")
 CHILDREN = ("_multiplied", "_stretches", "_pick")  # a drafter's best tokens: the end of its pass
@@ -35,13 +38,15 @@ class Kernel:
 
     @property
     def model(self) -> bool:
-        """Whether it is part of a model's pass, and does not choose, draw or move something."""
+        """Whether it belongs to a model's pass, rather than to choosing, drawing or moving rows."""
         return any(part in self.name.lower() for part in MODEL)
 
 
 def kernels(work: Callable[[], object], device: torch.device) -> list[Kernel]:
-    """What this work launches on a GPU, most seconds first. A kernel that is there before the one ahead of it has ended
-    only waits until then: time counts once, for the one ahead."""
+    """The kernels that this work launches on a GPU, most seconds first.
+
+    Where kernels overlap, because one is launched before the previous one has ended, the time counts for the previous.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize(device)
@@ -61,17 +66,19 @@ def kernels(work: Callable[[], object], device: torch.device) -> list[Kernel]:
 
 
 def unobserved(answer: Callable[[], Generation]) -> float:
-    """Seconds of an answer's cycles behind its beginning."""
-    return median(made.stats.seconds - made.stats.ttft for made in (answer() for _ in range(TIMES)))
+    """Seconds of an answer after its first cycle, without the profiler."""
+    return median(made.stats.seconds - made.stats.ttft for made in (answer() for _ in range(TIMED_ANSWERS)))
 
 
 def inside(
     answer: Callable[[], Generation], beginning: Callable[[], Generation], seconds: float, device: torch.device
 ) -> dict[str, Any]:
-    """What kernels do in the cycles of an answer behind its beginning, as shares of the seconds that these cycles take
-    unobserved, or of the kernels' own if they take longer under observation."""
+    """What kernels do in the cycles of an answer after the first, as shares of the time of these cycles.
+
+    That time is `seconds`, measured without the profiler, or the kernels' own time if it is longer under the profiler.
+    """
     cycles = max(answer().stats.cycles - beginning().stats.cycles, 1)
-    seen = behind(kernels(beginning, device), kernels(answer, device))
+    seen = after(kernels(beginning, device), kernels(answer, device))
     wall = max(seconds, sum(each.seconds for each in seen), 1e-9)
     host = [each for each in seen if each.name.startswith("Memcpy DtoH")]
     return {
@@ -88,13 +95,13 @@ def inside(
                 "share": each.seconds / wall,
                 "model": each.model,
             }
-            for each in seen[:SHOWN]
+            for each in seen[:MAX_LISTED_KERNELS]
         ],
     }
 
 
-def behind(first: list[Kernel], whole: list[Kernel]) -> list[Kernel]:
-    """The second without the first, most seconds first."""
+def after(first: list[Kernel], whole: list[Kernel]) -> list[Kernel]:
+    """The kernels of a whole answer without those of its first cycle, most seconds first."""
     known = {each.name: each for each in first}
     rest = []
     for each in whole:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from windfall.bench.gpu_internals import MAX_VERIFY_ROWS, VERIFY_ROWS
+from windfall.bench.hf_generate import hf_generate
 from windfall.bench.runner import Contender, State, answer, question, room, seed_of
 from windfall.bench.speed.profiled import inside, unobserved
 from windfall.bench.tasks import Prompt
@@ -19,21 +18,21 @@ from windfall.core.clock import now
 from windfall.core.errors import InputError
 from windfall.core.types import GpuOptions, SamplingParams
 from windfall.engine.engine import Generation
-from windfall.engine.gpu.target import MAX_VERIFY_ROWS, ROWS
 from windfall.model.target import Target
 from windfall.prompts.samples import SAMPLES
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-LOOKUP = 10  # tokens that transformers' prompt lookup drafts
-WARM_UP = 32  # tokens
+LOOKUP_TOKENS = 10  # drafted by transformers' prompt lookup
+WARM_UP_TOKENS = 32
+PARTS = ("draft", "verify", "policy", "other")
 HF, ASSISTED = "HF generate", "HF assisted"
 
-Progress = Callable[[int, int], None]  # how many of how many are done
+Progress = Callable[[int, int], None]  # finished steps, and all steps
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured; `couplings` says whether the drafter sees the noise, where there is any."""
+    """What is measured; `couplings` says whether the drafter sees the sampling noise, if there is any."""
 
     temperatures: tuple[float, ...] = (0.0, 1.0)
     couplings: tuple[bool, ...] = (True, False)
@@ -41,10 +40,10 @@ class Settings:
     max_new_tokens: int = 128
     prompt_tokens: int = 200
     lengths: tuple[int, ...] = LENGTHS
-    rows: tuple[int, ...] = ROWS
+    rows: tuple[int, ...] = VERIFY_ROWS
     hf: bool = True
     hf_limit: int | None = 2  # prompts of each task for transformers' own loops, which are slow
-    hf_tokens: int = 64  # of their answers, at the most
+    hf_tokens: int = 64  # longest answer of these loops
     ignore_eos: bool = False
     seed: int = 0
     launch: GpuOptions = GpuOptions()
@@ -61,7 +60,7 @@ class Settings:
 
     @property
     def regimes(self) -> list[Regime]:
-        """Greedy decoding has no noise to see."""
+        """Every temperature with every coupling; greedy decoding has no noise, and so only one."""
         return [
             Regime(temperature, coupled)
             for temperature in self.temperatures
@@ -78,9 +77,8 @@ class Regime:
 
     @property
     def label(self) -> str:
-        return f"T={self.temperature:g}" + (
-            "" if not self.temperature else " coupled" if self.coupled else " uncoupled"
-        )
+        coupling = "coupled" if self.coupled else "uncoupled"
+        return f"T={self.temperature:g} {coupling}" if self.temperature else "T=0"
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ class Case:
     params: SamplingParams
 
     def cut(self, tokens: int) -> Case:
-        """The same with an answer of so many tokens at the most."""
+        """The same with an answer of at most this many tokens."""
         return replace(self, params=replace(self.params, max_new_tokens=min(tokens, self.params.max_new_tokens)))
 
     def at(self, temperature: float) -> SamplingParams:
@@ -101,50 +99,66 @@ class Case:
 
 @dataclass(frozen=True)
 class Timing:
-    """One answer. Decoding begins when the first cycle has ended, which the prefill belongs to."""
+    """One answer. Decoding is counted after the first cycle, which includes the prefill."""
 
     task: str
     tokens: tuple[int, ...]
     seconds: float  # of the whole answer
-    decoded: int  # tokens behind the first cycle's
-    cycles: int  # likewise
-    decoding: float  # seconds, likewise
-    split: dict[str, float] = field(default_factory=dict)  # of the decoding
+    decoded: int  # tokens after the first cycle
+    cycles: int  # after the first
+    decoding: float  # seconds after the first cycle
+    split: dict[str, float] = field(default_factory=dict)  # the same seconds by part
 
     @classmethod
     def of(cls, task: str, made: Generation) -> Timing:
         later, stats = made.steps[1:], made.stats
-        split = {
-            part: sum(getattr(step.seconds, part) for step in later) for part in ("draft", "verify", "policy", "other")
-        }
+        split = {part: sum(getattr(step.seconds, part) for step in later) for part in PARTS}
         decoded, decoding = sum(len(step.tokens) for step in later), stats.seconds - stats.ttft
         return cls(task, tuple(made.token_ids), stats.seconds, decoded, len(later), decoding, split)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Entry:
-    """A method at one way of sampling, or (without contender) a loop of transformers."""
+    """A method at one way of sampling, or (without contender) a loop of transformers, and what it did so far."""
 
     label: str
     regime: Regime
     contender: Contender | None = None
-    assistant: Any = None  # for transformers: a model, or how many tokens to look up; None: plain
+    assistant: Any = None  # for transformers: a model, or the number of tokens to look up; None: plain
+    state: State | None = None  # after the warm-up
+    rounds: list[list[Timing]] = field(default_factory=list)
+    inside: dict[str, Any] | None = None  # what the profiler saw
+    fallback: str = ""  # why its texts do not stay on the GPU
+    prefills: dict[tuple[str, str], float] = field(default_factory=dict)  # of transformers, by task and id
 
     @property
     def transformers(self) -> bool:
         return self.contender is None
 
+    def figures(self, task: str | None) -> dict[str, float | None]:
+        """Medians over the rounds, of one task or (None) of all."""
+        rounds = [[each for each in timings if task in (None, each.task)] for timings in self.rounds]
+        whole = [
+            sum(len(each.tokens) for each in timings) / max(sum(each.seconds for each in timings), 1e-9)
+            for timings in rounds
+            if timings
+        ]
+        ours = [] if self.transformers else rounds  # transformers does not report its cycles
+        return {
+            "tokens_per_second": _median([_per(timings, "decoded", "decoding") for timings in rounds]),
+            "tokens_per_second_with_prefill": _median(whole),
+            "tau": _median([_per(timings, "decoded", "cycles") for timings in ours]),
+            "cycle_seconds": _median([_per(timings, "decoding", "cycles") for timings in ours]),
+        }
+
 
 def entries(contenders: Sequence[Contender], settings: Settings, assistant: Any) -> list[Entry]:
-    """Every method at every way of sampling, plain decoding only once at each temperature."""
-    made, seen = [], set()
+    """Every method at every way of sampling, but plain decoding and transformers once for each temperature."""
+    made, seen = [], set[float]()
     for regime in settings.regimes:
-        for each in contenders:
-            key = (each.method.label, regime.temperature, regime.coupled and not each.method.plain)
-            if each.method.plain and key in seen:
-                continue
-            seen.add(key)
-            made.append(Entry(each.method.label, regime, each))
+        first = regime.temperature not in seen
+        seen.add(regime.temperature)
+        made += [Entry(each.method.label, regime, each) for each in contenders if first or not each.method.plain]
     if settings.hf:
         for temperature in settings.temperatures:
             regime = Regime(temperature, settings.couplings[0] if temperature else True)
@@ -153,12 +167,12 @@ def entries(contenders: Sequence[Contender], settings: Settings, assistant: Any)
 
 
 def assisted_by(assistant: Any) -> str:
-    """What transformers drafts with: a language model, or (where the drafter is none) the text itself."""
+    """What transformers drafts with: a language model or, if the drafter is none, prompt lookup."""
     return f"prompt lookup of {assistant}" if isinstance(assistant, int) else "the drafter's model"
 
 
 def cases_of(prompts: Sequence[Prompt], contender: Contender, settings: Settings) -> list[Case]:
-    """The first questions of the prompts that the target has room for."""
+    """The first questions of the prompts that fit into the target's context."""
     engine, found = contender.engine, []
     most = room(engine.target, settings.max_new_tokens)
     eos = () if settings.ignore_eos else None
@@ -174,8 +188,8 @@ def cases_of(prompts: Sequence[Prompt], contender: Contender, settings: Settings
     return found
 
 
-def few(cases: Sequence[Case], limit: int | None) -> list[Case]:
-    """`limit` cases of each task."""
+def limited(cases: Sequence[Case], limit: int | None) -> list[Case]:
+    """At most `limit` cases of each task."""
     seen: Counter[str] = Counter()
     kept = []
     for case in cases:
@@ -185,61 +199,55 @@ def few(cases: Sequence[Case], limit: int | None) -> list[Case]:
 
 
 class Race:
-    """Methods in turns over the same prompts; what is finished is folded into rows after every turn."""
+    """Methods in turns over the same prompts; `rows` has the figures of what is finished."""
 
     def __init__(self, target: Target, entries: Sequence[Entry], cases: Sequence[Case], settings: Settings):
         self.target, self.entries, self.cases, self.settings = target, list(entries), list(cases), settings
-        self.rounds: dict[tuple[str, Regime], list[list[Timing]]] = defaultdict(list)
-        self.seen: dict[tuple[str, Regime], dict[str, Any]] = {}  # by the profiler
-        self.peaks: dict[str, int] = {}  # bytes
-        self._states: dict[tuple[str, Regime], State] = {}
-        self._fallbacks: dict[tuple[str, Regime], str] = {}  # why texts do not stay on the device
-        self._prefills: dict[tuple[str, Regime, str, str], float] = {}
+        self.peaks: dict[str, int] = {}  # bytes of device memory by method
 
     def run(self, progress: Progress = lambda done, total: None) -> Iterator[None]:
-        """A round that nothing is kept of, so that all is recorded and learnt, then those that count; in the end the
-        profiler looks inside."""
-        looked_at = [entry for entry in self.entries if entry.contender and self.target.device.type == "cuda"]
+        """Run a warm-up round and the rounds that count, then the profiler; yields whenever `rows` has changed."""
+        profiled = [entry for entry in self.entries if entry.contender and self.target.device.type == "cuda"]
         count, rounds = len(self.entries), self.settings.rounds + 1
-        total = rounds * count + len(looked_at)
+        total = rounds * count + len(profiled)
         for turn in range(rounds):
             for place in range(count):
                 entry = self.entries[(turn + place) % count]
-                made = self._warm_up(entry) if not turn else [self._answer(entry, case) for case in self._own(entry)]
                 if turn:
-                    self.rounds[entry.label, entry.regime].append(made)
+                    entry.rounds.append([self._answer(entry, case) for case in self._cases(entry)])
                     yield
+                else:
+                    self._warm_up(entry)
                 progress(turn * count + place + 1, total)
-        seconds = [unobserved(partial(self._whole, entry)) for entry in looked_at]  # of all, before it looks at any
-        for place, entry in enumerate(looked_at):
-            whole, beginning = partial(self._whole, entry), partial(self._beginning, entry)
-            self.seen[entry.label, entry.regime] = inside(whole, beginning, seconds[place], self.target.device)
+        whole = [partial(self._generate, entry, self.cases[0], False) for entry in profiled]
+        seconds = [unobserved(each) for each in whole]  # all before the profiler, after which launches are slow
+        for place, entry in enumerate(profiled):
+            first_cycle = partial(self._generate, entry, self.cases[0].cut(1), False)
+            entry.inside = inside(whole[place], first_cycle, seconds[place], self.target.device)
             progress(rounds * count + place + 1, total)
         yield
 
-    def _own(self, entry: Entry) -> list[Case]:
+    def _cases(self, entry: Entry) -> list[Case]:
         if not entry.transformers:
             return self.cases
-        return [case.cut(self.settings.hf_tokens) for case in few(self.cases, self.settings.hf_limit)]
+        return [case.cut(self.settings.hf_tokens) for case in limited(self.cases, self.settings.hf_limit)]
 
-    def _warm_up(self, entry: Entry) -> list[Timing]:
-        """Learn from prompts that are in no task, keep that as the state to begin with, and see all cases once."""
+    def _warm_up(self, entry: Entry) -> None:
+        """Answer prompts that are in no task, keep the learned state as the initial one, and answer every case once."""
         contender = entry.contender
         if contender is None:
-            brief = [replace(case, params=replace(case.params, max_new_tokens=2)) for case in self._own(entry)]
-            return [self._answer(entry, case) for case in brief]
+            for case in self._cases(entry):
+                self._answer(entry, replace(case, params=replace(case.params, max_new_tokens=2)))
+            return
         contender.reset(State(contender.method.make()))
         contender.engine.coupled = entry.regime.coupled
+        tokens = min(WARM_UP_TOKENS, self.settings.max_new_tokens)
+        params = SamplingParams(max_new_tokens=tokens, temperature=entry.regime.temperature, seed=self.settings.seed)
         for text in SAMPLES[:2] if self.target.tokenizer is not None else ():
-            tokens = min(WARM_UP, self.settings.max_new_tokens)
-            ids = contender.engine.tokenize(text)[-room(self.target, tokens) :]
-            params = SamplingParams(
-                max_new_tokens=tokens, temperature=entry.regime.temperature, seed=self.settings.seed
-            )
-            answer(contender.engine, [ids], [params])
-        state = State(contender.engine.policy, dict(contender.engine.calibrators))
-        self._states[entry.label, entry.regime] = state
-        return [self._answer(entry, case) for case in self._own(entry)]
+            answer(contender.engine, [contender.engine.tokenize(text)[-room(self.target, tokens) :]], [params])
+        entry.state = State(contender.engine.policy, dict(contender.engine.calibrators))
+        for case in self._cases(entry):
+            self._answer(entry, case)
 
     def _answer(self, entry: Entry, case: Case) -> Timing:
         if entry.contender is None:
@@ -247,150 +255,99 @@ class Race:
         return Timing.of(case.prompt.task, self._generate(entry, case))
 
     def _generate(self, entry: Entry, case: Case, timed: bool = True) -> Generation:
-        """The answer; where it is to be the same at any speed, nothing is learnt from the clock."""
+        """The answer; without `timed`, nothing is learned from the clock, and the trees are the same at any speed."""
         contender = entry.contender
-        assert contender is not None
-        contender.reset(self._states[entry.label, entry.regime])
+        assert contender is not None and entry.state is not None
+        contender.reset(entry.state)
         for calibrator in contender.engine.calibrators.values():
             calibrator.timed = timed
         contender.engine.coupled = entry.regime.coupled
         made = answer(contender.engine, [case.ids], [case.at(entry.regime.temperature)])[0]
-        self._fallbacks[entry.label, entry.regime] = contender.engine.fallback  # the engine has other methods, too
+        entry.fallback = contender.engine.fallback
         return made
 
     def _transformers(self, entry: Entry, case: Case) -> Timing:
-        """transformers' own loop; what it takes for a single token counts as its first cycle."""
-        key, params = (entry.label, entry.regime, case.prompt.task, case.prompt.id), case.at(entry.regime.temperature)
-        if key not in self._prefills:
+        """An answer of transformers' own loop; the time for a single token counts as its first cycle."""
+        key, params = (case.prompt.task, case.prompt.id), case.at(entry.regime.temperature)
+        if key not in entry.prefills:
             once = replace(params, max_new_tokens=1)
-            transformers_answer(self.target, case.ids, once, None)
-            self._prefills[key] = transformers_answer(self.target, case.ids, once, None)[1]
-        tokens, seconds = transformers_answer(self.target, case.ids, params, entry.assistant)
-        decoding = max(seconds - self._prefills[key], 0.0)
+            timed_generate(self.target, case.ids, once, None)
+            entry.prefills[key] = timed_generate(self.target, case.ids, once, None)[1]
+        tokens, seconds = timed_generate(self.target, case.ids, params, entry.assistant)
+        decoding = max(seconds - entry.prefills[key], 0.0)
         return Timing(case.prompt.task, tokens, seconds, len(tokens) - 1, len(tokens) - 1, decoding)
 
-    def _whole(self, entry: Entry) -> Generation:
-        """An answer that is the same under observation."""
-        return self._generate(entry, self.cases[0], timed=False)
-
-    def _beginning(self, entry: Entry) -> Generation:
-        """Its first cycle."""
-        return self._generate(entry, self.cases[0].cut(1), timed=False)
-
-    # ---- what came of it
+    # ---- results
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Every entry that has finished a round."""
-        done = [entry for entry in self.entries if self.rounds[entry.label, entry.regime]]
-        return [self._row(entry) for entry in done]
+        """The figures of every entry that has finished a round."""
+        return [self._row(entry) for entry in self.entries if entry.rounds]
 
     def _row(self, entry: Entry) -> dict[str, Any]:
-        made = self.rounds[entry.label, entry.regime]
-        told: dict[str, Any] = {
+        same, texts = self._same_texts(entry)
+        peak, plain = self.peaks.get(entry.label), self.peaks.get("none")
+        tasks = dict.fromkeys(case.prompt.task for case in self._cases(entry))
+        return {
             "method": entry.label,
             "temperature": entry.regime.temperature,
             "coupled": entry.regime.coupled if entry.regime.temperature else None,
             **self._figures(entry, None),
+            "same_texts": same,
+            "texts": texts,
+            "split": None if entry.transformers else split_of([each for made in entry.rounds for each in made]),
+            "peak_bytes": peak,
+            "memory_overhead": peak / plain - 1 if peak and plain else None,
+            "inside": entry.inside,
+            "fallback": entry.fallback or None,
+            "tasks": {task: self._figures(entry, task) for task in tasks},
         }
-        told["same_texts"], told["texts"] = self._same(entry)
-        told["split"] = None if entry.transformers else split_of([each for turn in made for each in turn])
-        peak, plain = self.peaks.get(entry.label), self.peaks.get("none")
-        told["peak_bytes"] = peak
-        told["memory_overhead"] = peak / plain - 1 if peak and plain else None
-        told["inside"] = self.seen.get((entry.label, entry.regime))
-        told["fallback"] = self._fallbacks.get((entry.label, entry.regime)) or None
-        told["tasks"] = {
-            task: self._figures(entry, task) for task in dict.fromkeys(case.prompt.task for case in self._own(entry))
-        }
-        return told
 
     def _figures(self, entry: Entry, task: str | None) -> dict[str, Any]:
-        """Medians over the rounds; ratios are against the same rounds of plain decoding and of `generate`."""
-        speed = self._speed(entry.label, entry.regime, task)
-        plain, slow = self._reference("none", entry, task), self._reference(HF, entry, task)
-        whole = self._speed(entry.label, entry.regime, task, whole=True)
-        made = [_of_task(turn, task) for turn in self.rounds[entry.label, entry.regime]]
-        return {
-            "tokens_per_second": speed,
-            "tokens_per_second_with_prefill": whole,
-            "tau": None if entry.transformers else _median([_per(turn, "decoded", "cycles") for turn in made]),
-            "cycle_seconds": None
-            if entry.transformers
-            else _median([_per(turn, "decoding", "cycles") for turn in made]),
-            "over_none": speed / plain if speed and plain else None,
-            "over_hf": speed / slow if speed and slow else None,
-            "rounds": len(made),
-        }
+        """Figures of an entry, and its speed over that of plain decoding and of `generate`."""
+        figures = entry.figures(task)
+        speed, ratios = figures["tokens_per_second"], {}
+        for name, label in (("over_none", "none"), ("over_hf", HF)):
+            other = self._reference(label, entry)
+            base = None if other is None else other.figures(task)["tokens_per_second"]
+            ratios[name] = speed / base if speed and base else None
+        return {**figures, **ratios, "rounds": len(entry.rounds)}
 
-    def _speed(self, label: str, regime: Regime, task: str | None, whole: bool = False) -> float | None:
-        turns = [_of_task(turn, task) for turn in self.rounds.get((label, regime), [])]
-        if whole:
-            return _median(
-                [
-                    sum(len(each.tokens) for each in turn) / max(sum(each.seconds for each in turn), 1e-9)
-                    for turn in turns
-                    if turn
-                ]
-            )
-        return _median([_per(turn, "decoded", "decoding") for turn in turns])
+    def _reference(self, label: str, entry: Entry) -> Entry | None:
+        """The entry of another method at the same temperature; its coupling does not matter."""
+        heat = entry.regime.temperature
+        return next((e for e in self.entries if e.label == label and e.regime.temperature == heat and e.rounds), None)
 
-    def _reference(self, label: str, entry: Entry, task: str | None) -> float | None:
-        """The speed of this method at the same temperature; what the drafter sees is nothing to it."""
-        same = (
-            regime for name, regime in self.rounds if name == label and regime.temperature == entry.regime.temperature
-        )
-        regime = next(same, None)
-        return None if regime is None else self._speed(label, regime, task)
-
-    def _same(self, entry: Entry) -> tuple[int | None, int | None]:
-        """Texts that are plain decoding's, and all; transformers draws by itself, so there only greedy ones count."""
-        temperature = entry.regime.temperature
-        plain = next(
-            (
-                made
-                for (name, regime), made in self.rounds.items()
-                if name == "none" and regime.temperature == temperature and made
-            ),
-            None,
-        )
-        if plain is None or (entry.transformers and temperature):
+    def _same_texts(self, entry: Entry) -> tuple[int | None, int | None]:
+        """The number of texts equal to plain decoding's, and of all; None where transformers draws with other noise."""
+        plain = self._reference("none", entry)
+        if plain is None or (entry.transformers and entry.regime.temperature):
             return None, None
-        wanted = {
-            (case.prompt.task, case.prompt.id): made.tokens for case, made in zip(self.cases, plain[0], strict=True)
-        }
-        own = self._own(entry)
-        pairs = [
-            (wanted[case.prompt.task, case.prompt.id], made.tokens)
-            for turn in self.rounds[entry.label, entry.regime]
-            for case, made in zip(own, turn, strict=True)
-        ]
-        return sum(_agree(one, other, entry.transformers) for one, other in pairs), len(pairs)
-
-
-def _agree(plain: tuple[int, ...], own: tuple[int, ...], cut: bool) -> bool:
-    """Whether a text is plain decoding's; a cut one, as far as it goes."""
-    return own == (plain[: len(own)] if cut else plain)
+        pairs = zip(self.cases, plain.rounds[0], strict=True)
+        wanted = {(case.prompt.task, case.prompt.id): made.tokens for case, made in pairs}
+        found = []
+        for timings in entry.rounds:
+            for case, made in zip(self._cases(entry), timings, strict=True):
+                text = wanted[case.prompt.task, case.prompt.id]
+                found.append(made.tokens == (text[: len(made.tokens)] if entry.transformers else text))
+        return sum(found), len(found)
 
 
 def split_of(made: Sequence[Timing]) -> dict[str, Any]:
-    """Milliseconds of a cycle by part; `host` is what the cycles' own clocks did not see. `rest_share` is all that is
-    neither drafting nor verifying."""
+    """Milliseconds of a cycle by part; `host` is the time that the cycles' own clocks did not see.
+
+    `rest_share` is the share of everything but drafting and verifying."""
     cycles, wall = max(sum(each.cycles for each in made), 1), sum(each.decoding for each in made)
-    parts = {part: sum(each.split.get(part, 0.0) for each in made) for part in ("draft", "verify", "policy", "other")}
+    parts = {part: sum(each.split.get(part, 0.0) for each in made) for part in PARTS}
     parts["host"] = max(wall - sum(parts.values()), 0.0)
-    told: dict[str, Any] = {f"{part}_ms": 1000 * seconds / cycles for part, seconds in parts.items()}
-    told["rest_share"] = max(1 - (parts["draft"] + parts["verify"]) / wall, 0.0) if wall else None
-    return told
+    found: dict[str, Any] = {f"{part}_ms": 1000 * seconds / cycles for part, seconds in parts.items()}
+    found["rest_share"] = max(1 - (parts["draft"] + parts["verify"]) / wall, 0.0) if wall else None
+    return found
 
 
-def _of_task(turn: Sequence[Timing], task: str | None) -> list[Timing]:
-    return [each for each in turn if task in (None, each.task)]
-
-
-def _per(turn: Sequence[Timing], above: str, below: str) -> float | None:
-    total = sum(getattr(each, below) for each in turn)
-    return sum(getattr(each, above) for each in turn) / total if total else None
+def _per(timings: Sequence[Timing], above: str, below: str) -> float | None:
+    total = sum(getattr(each, below) for each in timings)
+    return sum(getattr(each, above) for each in timings) / total if total else None
 
 
 def _median(values: Sequence[float | None]) -> float | None:
@@ -398,30 +355,10 @@ def _median(values: Sequence[float | None]) -> float | None:
     return median(known) if known else None
 
 
-@torch.inference_mode()
-def transformers_answer(
+def timed_generate(
     target: Target, ids: list[int], params: SamplingParams, assistant: Any
 ) -> tuple[tuple[int, ...], float]:
-    """The tokens that `generate` adds, and the seconds it takes; with an assistant, or with prompt lookup."""
-    from transformers import GenerationConfig
-
-    model, eos = target.model, target.eos if params.eos is None else params.eos
-    drawn = {"do_sample": True, "temperature": params.temperature, "top_k": 0, "top_p": 1.0}
-    more: dict[str, Any] = {"prompt_lookup_num_tokens": assistant} if isinstance(assistant, int) else {}
-    config = GenerationConfig(
-        max_new_tokens=params.max_new_tokens,
-        eos_token_id=list(eos) or None,
-        pad_token_id=eos[0] if eos else 0,
-        **({"do_sample": False} if params.greedy else drawn),
-        **more,
-    )
-    given = torch.tensor([ids], device=target.device)
-    helper = None if assistant is None or isinstance(assistant, int) else assistant
-    own, model.generation_config = model.generation_config, config
-    try:
-        torch.manual_seed(params.noise_seed)
-        started = now(target.device)
-        made: Tensor = model.generate(input_ids=given, attention_mask=torch.ones_like(given), assistant_model=helper)
-        return tuple(made[0, len(ids) :].tolist()), now(target.device) - started
-    finally:
-        model.generation_config = own
+    """The tokens that `generate` adds to a prompt, and the seconds it takes."""
+    started = now(target.device)
+    [tokens] = hf_generate(target, [ids], params, assistant)
+    return tuple(tokens), now(target.device) - started

@@ -1,4 +1,4 @@
-"""How fast, and where the time goes: passes, memory and methods, all in one process."""
+"""`windfall bench speed`: times of passes, peak memory and speed of methods, all measured in one process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from windfall.bench.gpu_internals import GpuPasses
 from windfall.bench.memory import clear, peak_apart
 from windfall.bench.methods import DrafterSpec, Method
 from windfall.bench.runner import Contender, assemble
@@ -16,17 +17,15 @@ from windfall.bench.speed.passes import (
     count_launches,
     measure_passes,
     module_of,
-    row_size,
     size_of,
     weights_read,
 )
-from windfall.bench.speed.race import LOOKUP, Case, Race, Settings, cases_of, entries, transformers_answer
+from windfall.bench.speed.race import LOOKUP_TOKENS, Case, Race, Settings, cases_of, entries, timed_generate
 from windfall.bench.tasks import Prompt
 from windfall.drafters.base import Drafter
 from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.drafters.lm import LMDrafter
 from windfall.engine.engine import Engine
-from windfall.engine.gpu.runner import GpuRunner
 from windfall.model.target import Target
 
 METHODS = ("none", "beam:depth=7:k=10:nodes=60", "auto", "ddd", "gt", "talon", "opt-tree", "chain:depth=7")
@@ -34,7 +33,7 @@ METHODS = ("none", "beam:depth=7:k=10:nodes=60", "auto", "ddd", "gt", "talon", "
 
 @dataclass
 class Result:
-    """All that was measured so far, as plain data."""
+    """What was measured so far, as plain data."""
 
     target: str
     provenance: dict[str, Any]
@@ -42,7 +41,7 @@ class Result:
     memory: dict[str, Any] = field(default_factory=dict)  # bandwidth and sizes
     passes: dict[str, Any] = field(default_factory=dict)
     methods: list[dict[str, Any]] = field(default_factory=list)
-    profiles: dict[str, Any] = field(default_factory=dict)  # costs that policies went by
+    profiles: dict[str, Any] = field(default_factory=dict)  # the costs that policies used
     finished: bool = False
 
     def as_dict(self) -> dict[str, Any]:
@@ -62,18 +61,18 @@ def peak_of(target: Target, method: Method, drafter: DrafterSpec, case: Case, se
 
 
 def transformers_peak(target: Target, case: Case, assistant: Any) -> int:
-    """The same for transformers' own loops; an assistant's weights are counted too."""
+    """The same for transformers' own loops, including the weights of an assistant."""
     clear(target.device)
     before = torch.cuda.memory_allocated(target.device)
     torch.cuda.reset_peak_memory_stats(target.device)
-    transformers_answer(target, case.ids, case.params, assistant)
+    timed_generate(target, case.ids, case.params, assistant)
     helper = assistant if isinstance(assistant, torch.nn.Module) else None
     return int(torch.cuda.max_memory_allocated(target.device) - before) + size_of(target.model) + size_of(helper)
 
 
 @dataclass(frozen=True)
 class Ready(DrafterSpec):
-    """A drafter that was made already."""
+    """A drafter that is already loaded."""
 
     model: Any = None
 
@@ -84,7 +83,7 @@ class Ready(DrafterSpec):
 
 
 def widened(target: Target, drafter: DrafterSpec, like: str) -> tuple[Target, DrafterSpec]:
-    """The pair at a larger one's cost; a drafter that is no head stays as it is."""
+    """Target and head zero-padded to a larger pair's shape; a drafter that is no head stays as it is."""
     from windfall.bench.widen import widen, widen_pair
 
     made, name = drafter.make(), target.name.rstrip("/").rpartition("/")[2]
@@ -107,44 +106,44 @@ def measure(
     progress: Callable[[str, int, int], None] = lambda part, done, total: None,
     trust_remote_code: bool = False,
 ) -> None:
-    """Measure everything into the result, which is handed to `keep` whenever something more is finished.
+    """Measure everything into the result, and call `keep` with it after each part.
 
-    `attach` gives the contenders their costs, and returns them."""
+    `attach` gives the contenders their costs, and returns them.
+    """
     contenders = assemble(methods, target, drafter, settings.couplings[0], trust_remote_code, settings.launch)
     drafting = next((each.engine for each in contenders if not each.method.plain), contenders[0].engine)
-    assistant = drafting.drafter.decoder.model if isinstance(drafting.drafter, LMDrafter) else LOOKUP
+    assistant = drafting.drafter.decoder.model if isinstance(drafting.drafter, LMDrafter) else LOOKUP_TOKENS
     cases = cases_of(prompts, contenders[0], settings)
-    contest = Race(target, entries(contenders, settings, assistant), cases, settings)
+    race = Race(target, entries(contenders, settings, assistant), cases, settings)
 
     speed = bandwidth(target.device)
-    resident, reason = GpuRunner.of(drafting.target, drafting.drafter, settings.launch)
-    drafts = module_of(drafting.drafter)
+    passes, reason = GpuPasses.of(drafting, settings.launch)
     result.memory = {
         "bandwidth": speed,
         "target_bytes": size_of(target.model),
         "target_bytes_read": weights_read(target.model),
-        "drafter_bytes": size_of(drafts),
-        "row_bytes": None if resident is None else row_size(resident.judge),
+        "drafter_bytes": size_of(module_of(drafting.drafter)),
+        "row_bytes": None if passes is None else passes.row_bytes,
     }
-    if resident is None:
+    if passes is None:
         result.passes = {"skipped": reason}
     else:
-        result.passes = measure_passes(resident, settings, speed, lambda *done: progress("Passes", *done))
-    del resident
+        result.passes = measure_passes(passes, settings, speed, lambda *done: progress("Passes", *done))
+    del passes
     keep(result)
 
     longest = max(cases, key=lambda case: len(case.ids))
     for place, method in enumerate(methods if target.device.type == "cuda" else ()):
-        contest.peaks[method.label] = peak_of(target, method, drafter, longest, settings)
+        race.peaks[method.label] = peak_of(target, method, drafter, longest, settings)
         progress("Memory", place + 1, len(methods))
     if target.device.type == "cuda" and settings.hf:
-        for entry in (each for each in contest.entries if each.transformers):
-            contest.peaks[entry.label] = transformers_peak(target, longest, entry.assistant)
+        for entry in (each for each in race.entries if each.transformers):
+            race.peaks[entry.label] = transformers_peak(target, longest, entry.assistant)
     result.profiles = attach(contenders)
-    for _ in contest.run(lambda *done: progress("Methods", *done)):
-        result.methods = contest.rows
+    for _ in race.run(lambda *done: progress("Methods", *done)):
+        result.methods = race.rows
         keep(result)
-    if (again := GpuRunner.of(drafting.target, drafting.drafter, settings.launch)[0]) is not None:
+    if (again := GpuPasses.of(drafting, settings.launch)[0]) is not None:
         result.passes["launches"] = count_launches(again, settings)
     result.finished = True
     keep(result)
