@@ -1,5 +1,5 @@
-# make demo: set up, then let the embedded model answer with and without a draft tree.
-# make test: set up, then lint, types and tests. Both make .venv themselves; a second run is quick.
+# make demo: set up .venv, then answer a prompt with and without a draft tree.
+# make test: set up .venv, then check style, types and import rules, and run the tests.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
@@ -14,10 +14,22 @@ PROMPT ?= Write a Python class Stack with push, pop and peek, each with a docstr
 demo: $(RUN)
 	@$(BIN)/windfall generate "$(PROMPT)" --compare --max-new-tokens 200
 
-test: lint
+test: lint unit
+
+.PHONY: install unit coverage wheel-smoke
+install: $(DEV)
+
+unit: $(DEV)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
+coverage: $(DEV)  # runs the tests, prints which lines they miss, and writes coverage.xml
+	$(BIN)/python -m pytest -n auto --dist worksteal --cov --cov-report=term --cov-report=xml
+
+wheel-smoke:  # builds sdist and wheel, installs the wheel into an empty environment, and generates with it
+	$(PYTHON) scripts/wheel_smoke.py --torch "$(TORCH)"
+
 lint: $(DEV)
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -35,6 +47,7 @@ bench-smoke: $(RUN)  # fails if any method's text is not plain decoding's
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .import_linter_cache .coverage .coverage.* coverage.xml htmlcov
 
 $(RUN): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "windfall needs Python 3.10 or newer: make PYTHON=python3.11")'

@@ -53,8 +53,7 @@ def version(package: str) -> str:
     """The installed version, checked against windfall's requirements."""
     from packaging.requirements import Requirement
 
-    installed = importlib.metadata.version(package)
-    importlib.import_module(package)
+    installed = str(importlib.import_module(package).__version__)
     for requirement in map(Requirement, importlib.metadata.requires("windfall") or ()):
         if requirement.name == package and not requirement.specifier.contains(installed, prereleases=True):
             raise RuntimeError(f"{installed} is installed, but windfall needs {requirement.specifier}")
