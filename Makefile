@@ -5,12 +5,13 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 RUN := $(BIN)/.run-installed
 DEV := $(BIN)/.dev-installed
+DOCS := $(BIN)/.docs-installed
 # Tests compare heads with this package's own models. It asks for an older transformers, torchvision and more, which
 # those models do not need: it is installed without its dependencies, but for the one they import.
 PEERS ?= "speculators==0.9.0; python_version >= '3.11'" loguru
 PROMPT ?= Write a Python class Stack with push, pop and peek, each with a docstring, then show how it is used.
 
-.PHONY: demo test lint sweep bench bench-smoke clean
+.PHONY: demo test lint docs sweep bench bench-smoke clean
 demo: $(RUN)
 	@$(BIN)/windfall generate "$(PROMPT)" --compare --max-new-tokens 200
 
@@ -34,6 +35,9 @@ lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(DOCS)  # builds site/index.html; fails on a broken link
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 sweep: $(DEV)  # fails if any causal-LM architecture of transformers is neither exact nor refused
 	$(BIN)/python tests/sweep.py
 
@@ -46,7 +50,7 @@ bench-smoke: $(RUN)  # fails if any method's text is not plain decoding's
 	code=$$?; rm -rf $$out; exit $$code
 
 clean:
-	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	rm -rf .import_linter_cache .coverage .coverage.* coverage.xml htmlcov
 
 $(RUN): pyproject.toml
@@ -60,4 +64,8 @@ $(RUN): pyproject.toml
 $(DEV): $(RUN) Makefile
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	$(BIN)/python -m pip install --quiet --no-deps $(PEERS)
+	@touch $@
+
+$(DOCS): $(RUN)
+	$(BIN)/python -m pip install --quiet --editable ".[docs]"
 	@touch $@

@@ -1,4 +1,4 @@
-"""Print an answer as it comes, a cycle at a time, with `|` where one pass of the model ended and the next began.
+"""Print an answer while it is generated, with `|` after the tokens of each forward pass of the model.
 
 python examples/stream.py "Tell me about rivers."
 """

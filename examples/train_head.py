@@ -1,7 +1,7 @@
-"""Train a draft head in Python: the target answers prompts, the head learns from the answers, and then it drafts.
+"""Train a draft head in Python: the target answers prompts, and the head learns from the answers and then drafts.
 
-Much too little data and time for a good head (windfall will warn that it hardly agrees with the target), but everything
-happens that happens in a long training.
+The example uses far too little data and time for a good head, so windfall will warn that it rarely agrees with the
+target. It shows all steps of a real training.
 
 python examples/train_head.py FOLDER [PROMPTS.jsonl]
 """
@@ -21,7 +21,7 @@ if len(sys.argv) < 2:
     sys.exit(__doc__)
 folder = Path(sys.argv[1])
 if (folder / "data").exists():
-    sys.exit(f"'{folder}' holds an earlier run's data; choose another folder")
+    sys.exit(f"'{folder}' contains the data of an earlier run; choose another folder")
 folder.mkdir(parents=True, exist_ok=True)
 prompts = folder / "prompts.jsonl"
 if len(sys.argv) > 2:

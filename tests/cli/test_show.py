@@ -70,7 +70,7 @@ def test_doctor_checks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("windfall.checkpoints.find.EMBEDDED_PACKAGE", "no_such_package")
     with pytest.raises(RuntimeError, match="not installed"):
         doctor.embedded_model()
-    monkeypatch.setattr("importlib.metadata.version", lambda _: "0.0.1")
+    monkeypatch.setattr("torch.__version__", "0.0.1")
     with pytest.raises(RuntimeError, match=r"0\.0\.1 is installed, but windfall needs >="):
         doctor.version("torch")
 
