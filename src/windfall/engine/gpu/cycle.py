@@ -98,7 +98,7 @@ class Cycle:
         if floor is not None:
             host["floor"][:] = floor
         if plan.prices:
-            host["weights"][:], host["outlook"][:] = calibrator.weights, calibrator.mean_forecasts()
+            host["weights"][:], host["forecast"][:] = calibrator.weights, calibrator.mean_forecasts()
             host["prices"][:] = plan.prices(ctx)
         if isinstance(shape, Shape):
             host["shape"][:] = -1
