@@ -27,7 +27,6 @@ from windfall.kernels.rows import embed, stand, take_in
 from windfall.kernels.settle import plant, settle
 from windfall.kernels.trees import Ahead, Terms, TreeArrays
 from windfall.policies.base import best
-from windfall.policies.beam import Beam
 from windfall.policies.shape import Shape
 
 rules = pytest.mark.parametrize("rule", ["beam", "best", "calibrated"])
@@ -153,8 +152,8 @@ def check_growth(
         check_tree(tree, host)
         frontier = check_frontier(tree, ahead, host, fresh if rule == "beam" else 0, staged)
         if rule == "beam" and turn + 1 < deepest and not tied:
-            wanted = Beam(deepest, width, rows).grow(host.tree, None)  # type: ignore[arg-type]
-            assert wanted is not None and sorted(frontier) == [host.places[node] for node in wanted.nodes]
+            newest = torch.nonzero(host.tree.depth == host.tree.depth[-1]).flatten()
+            assert sorted(frontier) == [host.places[node] for node in best(host.tree, newest, width)]
         check_summary(ahead, turn + 1, tree, host, terms)
         fits = len(staged) + width <= room
         staged += frontier + [-1] * (width - len(frontier)) if fits else []

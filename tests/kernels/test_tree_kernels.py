@@ -33,7 +33,7 @@ from helpers.tree_kernels import (
 from windfall.core.tree import DraftTree
 from windfall.kernels import choose as choosing
 from windfall.kernels import grow as growing
-from windfall.kernels.grow import grow
+from windfall.kernels.grow import RULES, grow
 from windfall.kernels.settle import plant
 from windfall.policies.shape import Shape
 from windfall.policies.static import SHAPES
@@ -98,7 +98,7 @@ def test_certainty_and_its_opposite() -> None:
     plant(tree, torch.tensor([1]))
     logq = torch.tensor([[0.0, -1e-7, -1e-3, -0.7, -9.0, -200.0]])
     root, terms = torch.zeros(1, dtype=torch.long), some_terms(calibrator, "cpu")
-    grow(tree, root, torch.arange(6)[None], logq, ahead, "calibrated", terms)
+    grow(tree, root, torch.arange(6)[None], logq, ahead, RULES["calibrated"], terms)
     drawn = DraftTree.root(1).extend(torch.zeros(6, dtype=torch.long), torch.arange(6), logq[0], torch.arange(6))
     chances = calibrator.accept(drawn)
     torch.testing.assert_close(tree.chance[1:7], torch.tensor(chances) / max(1.0, sum(chances)), rtol=1e-5, atol=0)

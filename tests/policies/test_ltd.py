@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from helpers.ltd import engine, network, random_pair, view
 from helpers.table import TableDrafter, draft, random_table
@@ -17,7 +16,6 @@ from helpers.tiny import prompt
 from windfall import registry
 from windfall.core.errors import InputError
 from windfall.engine.engine import Engine
-from windfall.policies.base import best
 from windfall.policies.papers import ltd
 from windfall.policies.papers.ltd import Pair, Rules, View
 from windfall.train.rl.config import make_config
@@ -132,13 +130,6 @@ def test_a_pair_ignores_its_networks_at_the_limits_of_depth() -> None:
     assert Pair(Rules(), None, size).nodes(view(-np.ones(200))) == 100
     assert Pair(Rules(), None, size).nodes(view(-np.ones(20))) == 20 and len(size.seen) == 1
     assert Pair(Rules(fixed_size=33)).nodes(view(-np.ones(200))) == 33
-
-
-def test_top_is_best() -> None:
-    for seed in range(20):
-        tree, _, _ = draft(registry.policy("beam", depth=4, k=4), TableDrafter(random_table(9, seed, 30.0)))
-        for count in (1, 2, 7, 30, 500):
-            assert ltd.top(tree.score.numpy(), count).tolist() == best(tree, torch.arange(len(tree)), count).tolist()
 
 
 def test_saved_policies_decide_the_same(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_keys_ignore_white_space_and_case() -> None:
         ("a.jsonl", '{"prompt": "\\ud800 hi"}', "line 1 of '.*a.jsonl' is not valid Unicode"),
         ("a.jsonl", '{"instruction": "x", "input": 5}', "line 1 of '.*a.jsonl': a user's message has no text"),
         ("a.jsonl", '{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "message has no text"),
-        ("a.jsonl", '{"prompt": "x"}\n[1]', "line 2 of .* is no JSON object"),
+        ("a.jsonl", '{"prompt": "x"}\n[1]', "line 2 of .* is not a JSON object"),
         ("a.jsonl", '{"answer": "x"}', "needs one of turns, messages"),
         ("a.jsonl", '{"turns": [1]}', "a turn is a text or a message"),
     ],

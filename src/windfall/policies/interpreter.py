@@ -29,7 +29,9 @@ class PlannedTree:
         self._decision = Decision(False, rows)
         self._shape = plan.shape(ctx) if plan.shape else None
         self._bounds = plan.bounds() if plan.bounds else None
-        self._max_depth = min(ctx.room - 1, ctx.room if plan.max_depth is None else plan.max_depth)
+        self._max_depth = plan.passes + 1 if plan.max_depth is None else plan.max_depth
+        if plan.order == "best":  # deeper nodes could not be emitted; they must not take the place of others
+            self._max_depth = min(self._max_depth, ctx.room - 1)
         self._fronts: list[Integers] = []  # the nodes that each pass expanded, likeliest first
         self._starts = [0, 1]  # the first node of each level; the root is level 0
         self._summaries: list[Summary] = []  # by level

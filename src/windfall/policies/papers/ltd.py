@@ -395,7 +395,8 @@ class LTD(TreePolicy):
         """Ask the depth network whether to stop, and if so the size network how many nodes to verify."""
         entropies = [view.entropies(each) for each in range(1, level + 1)] if self.entropy else [NOTHING]
         newest = View(view.scores(level), view.length, level, entropies[-1])
-        if level < self.pair.rules.max_depth and not self.pair.stops(newest):
+        last = level >= min(self.pair.rules.max_depth, ctx.room - 1)
+        if not last and not self.pair.stops(newest):
             return Decision(True, self._max_rows)
         whole = View(view.all_scores(level), view.length, level, np.concatenate(entropies))
         return Decision(False, min(1 + self.pair.nodes(whole), self._drafted(level)))
