@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 
@@ -55,6 +56,13 @@ class Costs:
     verifies: tuple[tuple[int, Curve], ...]  # (context length, seconds by rows), lengths ascending
     overhead: float = 0.0
     opening: float = 0.0
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.drafts, self.verifies, self.overhead, self.opening))
+
+    def __hash__(self) -> int:
+        return self._hash  # policies look up what they derived from these costs several times in a cycle
 
     def draft(self, width: int) -> float:
         """One draft pass that expands this many nodes."""

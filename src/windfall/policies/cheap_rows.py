@@ -60,8 +60,13 @@ def sizes(ctx: Context) -> tuple[int, ...]:
 
 
 def _prices(ctx: Context, gain: float) -> tuple[float, float]:
-    rate = _rate(ctx, gain)
-    return ctx.costs.draft(WIDTH) * rate, _slope(ctx.costs, _near(ctx))[0] * rate
+    return _prices_at(ctx.costs, _near(ctx), gain)
+
+
+@lru_cache(maxsize=256)
+def _prices_at(costs: Costs, length: int, gain: float) -> tuple[float, float]:
+    rate = gain / (costs.verify(1, length) + costs.overhead)
+    return costs.draft(WIDTH) * rate, _slope(costs, length)[0] * rate
 
 
 @lru_cache(maxsize=256)
