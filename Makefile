@@ -1,5 +1,5 @@
 # make demo: set up .venv, then answer a prompt with and without a draft tree.
-# make test: set up .venv, then check style, types and import rules, and run the tests.
+# make test: set up .venv, check style, types and import rules, build the documentation, and run the tests.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
@@ -15,7 +15,7 @@ PROMPT ?= Write a Python class Stack with push, pop and peek, each with a docstr
 demo: $(RUN)
 	@$(BIN)/windfall generate "$(PROMPT)" --compare --max-new-tokens 200
 
-test: lint unit
+test: lint docs unit
 
 .PHONY: install unit coverage wheel-smoke
 install: $(DEV)

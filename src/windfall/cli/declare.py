@@ -16,6 +16,8 @@ from windfall.core.errors import InputError
 
 OWN_METADATA = ("flags", "argument", "low", "high", "choices")  # keys of a field's metadata that typer does not take
 
+VALUES = ("cpu", "float32", "eagle", "lean", "replay", "builtin")  # a help text that begins with a value keeps its case
+
 
 def option(default: Any, help: str, *flags: str, **details: Any) -> Any:
     """Declare an option: as a field of a record, or as the default of a command's parameter.
@@ -95,7 +97,9 @@ def _parameter(name: str, kind: Any, declared: Any, panel: str | None = None) ->
 
 
 def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:] + ("" if text.endswith(".") else ".")
+    first = text.split()[0].rstrip(",;:")
+    start = text if first in VALUES else text[0].upper() + text[1:]
+    return start + ("" if text.endswith(".") else ".")
 
 
 def given_options(context: typer.Context) -> set[str]:
