@@ -46,6 +46,9 @@ LEARNING: dict[str, dict[str, Any]] = {"gammatune": {"depth": 5, "k": 4, "nodes"
 WATCHING: dict[str, dict[str, Any]] = {"svip": {"depth": 5, "k": 4, "nodes": 20}}  # more in test_resident_watching.py
 
 
+SELECTIVE: dict[str, dict[str, Any]] = {"talon": {"nodes": 20, "k": 4, "children": 5, "mu": 0.01}}
+
+
 ON_HOST: dict[str, dict[str, Any]] = {
     "salf": {"fill": False},
     "fixed-tree": {"nodes": 20},
@@ -76,7 +79,7 @@ def drafter(kind: str) -> Drafter:
 def engine(
     family: str, kind: str, policy: str, graphs: bool, coupled: bool = True, plans: bool = True, **changes: Any
 ) -> Engine:
-    known = {**ON_DEVICE, **LEARNING, **WATCHING, **ON_HOST}
+    known = {**ON_DEVICE, **LEARNING, **WATCHING, **SELECTIVE, **ON_HOST}
     target = Target(tiny(family, dtype=PRECISE, **changes), character_tokenizer())
     options = GpuOptions(graphs, plans=plans)
     return Engine(target, drafter(kind), registry.policy(policy, **known[policy]), coupled, options)

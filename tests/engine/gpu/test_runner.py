@@ -22,6 +22,7 @@ from helpers.gpu import (
     ON_HOST,
     PRECISE,
     SAMPLINGS,
+    SELECTIVE,
     WATCHING,
     Replayed,
     drafter,
@@ -467,7 +468,7 @@ def test_steps_account_for_their_time() -> None:
 
 
 @pytest.mark.parametrize(("kind", "temperature"), [("lm", 0.0), ("eagle3", 0.7)])
-@pytest.mark.parametrize("policy", [*ON_DEVICE, *WATCHING, *LEARNING])
+@pytest.mark.parametrize("policy", [*ON_DEVICE, *WATCHING, *LEARNING, *SELECTIVE])
 def test_no_cycle_waits_for_a_recording(
     policy: str, kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,7 +69,8 @@ class Pipeline:
         """Record all that cycles of such a text can need, before it begins: in its midst each would wait for that."""
         cycle, plan, judge = self.cycle, self.cycle.plan, self.cycle.judge
         opening = plan.begin(ctx)
-        sizes, openings = frozenset(plan.sizes or {opening.rows}), frozenset(plan.openings or {opening.passes})
+        sizes = frozenset(self._size(rows) for rows in plan.sizes or {opening.rows})
+        openings = frozenset(plan.openings or {opening.passes})
         kind = (*self._key, sizes, openings)  # plans that share their buffers may differ in these
         if kind in cycle.prepared or not judge.recorder.enabled or judge.forward.bucketed:
             return
