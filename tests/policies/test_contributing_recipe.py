@@ -12,6 +12,7 @@ import pytest
 from helpers.table import TableDrafter, draft
 from helpers.tiny import prompt, tiny
 from windfall import registry
+from windfall.core.types import GpuOptions
 from windfall.drafters.lm import LMDrafter
 from windfall.engine.engine import Engine
 from windfall.model.target import Target
@@ -44,3 +45,18 @@ def test_the_policy_of_the_recipe() -> None:
     wanted = Engine(target, LMDrafter(), registry.policy("none")).generate(prompt(), **how)
     got = Engine(target, LMDrafter(), policy).generate(prompt(), **how)
     assert got.token_ids == wanted.token_ids
+
+
+def test_the_plan_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the host and in fixed buffers: the beam of two ends when its next level sums to less than 0.8."""
+    code = re.findall(r"```python\n(.*?)```", RECIPE.read_text(), re.DOTALL)[1]
+    made = types.ModuleType("likely_beam")
+    monkeypatch.setitem(sys.modules, "likely_beam", made)
+    exec(compile(code, str(RECIPE), "exec"), made.__dict__)
+    policy = made.LikelyBeam(k=2, least=0.8)
+    _, keep, passes = draft(policy, TableDrafter([[0.0, 0.9, 0.1], [0.0, 0.3, 0.5], [0.0, 0.6, 0.4]]))
+    assert (passes, len(keep)) == (2, 7)  # 0.9 + 0.1, then 0.45 + 0.27 of the next level
+    target = Target(tiny())
+    engines = [Engine(target, LMDrafter(), policy, gpu_options=GpuOptions(graphs)) for graphs in (False, True)]
+    texts = [each.generate(prompt(), max_new_tokens=20).token_ids for each in engines]
+    assert texts[0] == texts[1] and engines[1].fallback == ""
