@@ -15,6 +15,7 @@ from windfall.policies.context import Context
 from windfall.policies.plan import Decision, Plan, Summary
 
 ROOT: Integers = np.zeros(1, np.int64)
+MANY_KEYS = 64  # above this many, partitioning before sorting is quicker
 
 
 class PlannedTree:
@@ -32,6 +33,9 @@ class PlannedTree:
         self._max_depth = plan.passes + 1 if plan.max_depth is None else plan.max_depth
         if plan.order == "best":  # deeper nodes could not be emitted; they must not take the place of others
             self._max_depth = min(self._max_depth, ctx.room - 1)
+        self._plain = plan.order == "level" and not (
+            plan.shape or plan.bounds or plan.layer or plan.top or plan.floor or plan.keep or plan.calibrated
+        )  # a beam: every node stays, and the best of the newest level come next
         self._fronts: list[Integers] = []  # the nodes that each pass expanded, likeliest first
         self._starts = [0, 1]  # the first node of each level; the root is level 0
         self._summaries: list[Summary] = []  # by level
@@ -78,7 +82,7 @@ class PlannedTree:
             nodes = np.sort(self._taken)
         if plan.first_come:
             nodes = nodes[:rows]
-        elif plan.shape is None:
+        elif plan.shape is None and rows < len(nodes):
             nodes = np.sort(self._best(nodes, rows))
         return torch.from_numpy(nodes)
 
@@ -86,9 +90,12 @@ class PlannedTree:
 
     def _take_in(self, tree: DraftTree) -> None:
         """Give the nodes of the last pass their keys, and drop those that the plan does not want."""
-        plan, known = self.plan, tree.arrays
-        new = np.arange(self._starts[-1], len(tree))
+        plan, known, start = self.plan, tree.arrays, self._starts[-1]
         self._starts.append(len(tree))
+        if self._plain and plan.decay == 1.0:
+            self._keys = known.score
+            return
+        new = np.arange(start, len(tree))
         if self._shape is not None:
             places = np.array(self._shape.places(tree))
             self._keys, self._alive = -places.astype(np.float32), places >= 0
@@ -136,6 +143,9 @@ class PlannedTree:
     def _frontier(self, tree: DraftTree) -> Integers:
         """The nodes of the next pass, likeliest first."""
         plan, keys, known = self.plan, self._keys, tree.arrays
+        if self._plain and self._max_depth > len(self._fronts):
+            start = self._starts[-2]
+            return start + _best_places(keys[start:], plan.width)
         if plan.order == "level":
             nodes = np.arange(self._starts[-2], len(tree))
             allowed = None if self._alive is None else self._alive[nodes]
@@ -190,12 +200,7 @@ class PlannedTree:
 
     def _best(self, nodes: Integers, count: int) -> Integers:
         """The `count` nodes with the highest keys, best first; ties go to the earlier node."""
-        keys = self._keys[nodes]
-        if 0 < count < len(nodes):
-            last = np.partition(keys, len(keys) - count)[len(keys) - count]
-            reached = keys >= last
-            nodes, keys = nodes[reached], keys[reached]
-        return nodes[np.argsort(-keys, kind="stable")[:count]]
+        return nodes[_best_places(self._keys[nodes], count)]
 
     def _last_place(self, count: int) -> float:
         """The key of the last of the best `count` nodes; -inf while the tree has fewer."""
@@ -264,3 +269,12 @@ class PlannedTree:
 
     def entropies(self, level: int) -> Floats:
         return np.nan_to_num(self._tree.arrays.entropy[self._fronts[level - 1]])
+
+
+def _best_places(keys: Floats, count: int) -> Integers:
+    """The places of the `count` highest keys, best first; ties go to the earlier place."""
+    if len(keys) > MANY_KEYS and 0 < count < len(keys):
+        last = np.partition(keys, len(keys) - count)[len(keys) - count]
+        places = np.flatnonzero(keys >= last)
+        return places[np.argsort(-keys[places], kind="stable")[:count]]
+    return np.argsort(-keys, kind="stable")[:count]
