@@ -1,7 +1,7 @@
 """Hooks of the documentation site: pages and links that lie outside of docs/.
 
 ARCHITECTURE.md, CONTRIBUTING.md and CHANGELOG.md become pages of the site. A link to any other file of the repository
-becomes a link to `repo_url`, or the bare name of the file if no `repo_url` is set. A link to a file that does not exist
+becomes a link to `repo_url`, or the path of the file if no `repo_url` is set. A link to a file that does not exist
 is reported as a warning, which fails a strict build.
 """
 
@@ -44,6 +44,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             log.warning("%s links to '%s', which does not exist", source, found["path"])
         if config.repo_url:
             return f"[{found['text']}]({config.repo_url.rstrip('/')}/blob/main/{path}{anchor})"
-        return found["text"] if path in found["text"] else f"{found['text']} (`{path}`)"
+        if path in found["text"]:
+            return found["text"]
+        return f"`{path}`" if posixpath.basename(path) == found["text"] else f"{found['text']} (`{path}`)"
 
     return LINK.sub(rewrite, markdown)
