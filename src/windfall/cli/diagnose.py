@@ -33,7 +33,7 @@ def diagnose(
     prompts: list[str] | None = argument(None, "Prompts. Default: six built-in prompts."),
     file: Path | None = option(None, "JSONL file of prompts; only the first turn of each is used.", "--prompts"),
     raw: bool = option(False, "Do not apply the chat template."),
-    children: int = option(256, "Read the probabilities of this many tokens; others count as 0.", min=1),
+    children: int = option(256, "Use the probabilities of this many likeliest tokens; others count as 0.", min=1),
     plot: Path | None = plot_option("all results"),
     json: bool = json_option(),
 ) -> None:

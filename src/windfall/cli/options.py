@@ -108,10 +108,10 @@ class ModelOptions(TargetOptions):
     drafter_settings: list[str] = option(
         [], "Set an option of the drafter. Repeatable.", "--drafter-set", metavar="NAME=VALUE"
     )
-    uncoupled: bool = option(False, "Do not show the sampling noise to the drafter, as in the papers.")
+    uncoupled: bool = option(False, "Draft without the sampling noise of the target, as in the papers.")
     no_graphs: bool = option(False, "On a GPU, do not use CUDA graphs.")
     compile: bool = option(False, "On a GPU, use torch.compile for models without fused kernels; slow to start.")
-    exact: bool = option(False, "On a GPU, round as plain decoding does, also in half precision; slower.")
+    exact: bool = option(False, "On a GPU, give the text of plain decoding in half precision too; slower.")
     host_policies: bool = option(False, "On a GPU, run every policy on the host.")
 
     def load(self, policy: Any = None) -> Engine:

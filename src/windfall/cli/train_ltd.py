@@ -98,7 +98,7 @@ def ltd(
     out: Path = option(..., "Folder for the policies, checkpoints, log and figures."),
     backend: str = option("replay", "replay: recorded trees with a cost profile; engine: the running engine."),
     recorded: Path | None = option(None, "File that `train record` wrote. Default: record first, into --out."),
-    costs: str = option("measured", "JSON file of a cost profile (`windfall profile --json`), or: measured."),
+    costs: str = option("measured", "JSON file of a cost profile (`windfall profile --json`), or the word measured."),
     recipe: str = option("lean", "lean, quick, paper or release; see docs/ltd.md."),
     settings: list[str] = option([], "Set an option of the training. Repeatable.", "--set", metavar="NAME=VALUE"),
     show_settings: bool = option(False, "List the options of the training and exit.", "--settings"),

@@ -27,9 +27,9 @@ def tune(
     out: Path = option(Path("tuned.json"), "Preset file to write, for --preset."),
     policy: str = option("beam", "Policy to tune: a name, or FILE.py:CLASS."),
     search: str = option(
-        "halving", "grid: all combinations; halving: random settings; the slower half is dropped, again and again."
+        "halving", "grid: all combinations; halving: random settings, of which each round drops the slower half."
     ),
-    vary: str | None = option(None, "Options to search over. Default: all numbers.", metavar="A,B"),
+    vary: str | None = option(None, "Options to search over. Default: all numeric options.", metavar="A,B"),
     settings: list[str] = option([], "Keep an option at this value. Repeatable.", "--set", metavar="NAME=VALUE"),
     values: list[str] = option(
         [], "Values of an option for the grid, instead of depth and nodes. Repeatable.", metavar="NAME=A,B"
