@@ -27,7 +27,8 @@ def tune(
     out: Path = option(Path("tuned.json"), "Preset file to write, for --preset."),
     policy: str = option("beam", "Policy to tune: a name, or FILE.py:CLASS."),
     search: str = option(
-        "halving", "grid: all combinations; halving: random settings, of which each round drops the slower half."
+        "halving",
+        "How to search: grid (all combinations) or halving (random settings; each round drops the slower half).",
     ),
     vary: str | None = option(None, "Options to search over. Default: all numeric options.", metavar="A,B"),
     settings: list[str] = option([], "Keep an option at this value. Repeatable.", "--set", metavar="NAME=VALUE"),
