@@ -18,7 +18,7 @@ from windfall.kernels import gate as gating
 from windfall.kernels import grow as growing
 from windfall.kernels import settle as settling
 from windfall.kernels.choose import choose
-from windfall.kernels.gate import Bounds, prune
+from windfall.kernels.gate import prune
 from windfall.kernels.grow import RULES, Rule, grow
 from windfall.kernels.move import move
 from windfall.kernels.pair import pair_norm
@@ -26,7 +26,8 @@ from windfall.kernels.publish import NUMBER, announce, tell
 from windfall.kernels.rows import embed, stand, take_in
 from windfall.kernels.settle import plant, settle
 from windfall.kernels.trees import Ahead, Terms, TreeArrays
-from windfall.policies.base import best
+from windfall.policies.plan import Bounds
+from windfall.policies.ranking import best_nodes
 from windfall.policies.shape import Shape
 
 rules = pytest.mark.parametrize("rule", ["beam", "best", "calibrated"])
@@ -153,7 +154,8 @@ def check_growth(
         frontier = check_frontier(tree, ahead, host, fresh if rule == "beam" else 0, staged)
         if rule == "beam" and turn + 1 < deepest and not tied:
             newest = torch.nonzero(host.tree.depth == host.tree.depth[-1]).flatten()
-            assert sorted(frontier) == [host.places[node] for node in best(host.tree, newest, width)]
+            widest = best_nodes(host.tree, newest.numpy(), width)
+            assert sorted(frontier) == [host.places[node] for node in widest.tolist()]
         check_summary(ahead, turn + 1, tree, host, terms)
         fits = len(staged) + width <= room
         staged += frontier + [-1] * (width - len(frontier)) if fits else []
@@ -286,7 +288,7 @@ def check_choice(tree: TreeArrays, host: Host, rows: int, limit: int | None, dev
     keys, eligible = tree.key.cpu()[places], torch.arange(len(places))
     if limit is not None:
         eligible = eligible[places < limit]
-    keep = best(host.tree, eligible, rows, keys)
+    keep = torch.from_numpy(best_nodes(host.tree, eligible.numpy(), rows, keys.numpy()))
     wanted = host.tree.select(keep)
     size = len(wanted)
 
@@ -322,11 +324,10 @@ def check_pruning(width: int, k: int, seed: int, ordinary: float = 2.0, device: 
     values[width // 2, -1] = -math.inf if k > 1 else 0.0
     wanted = values.clone()
     for row, node in enumerate(nodes.tolist()):
-        depth, score, sureness = int(tree.depth[node]), float(tree.score[node]), math.exp(values[row, 0])
-        stays = depth == 0 or (score >= bounds.floor and (depth < bounds.ordinary or score > bounds.deep))
+        depth, sureness = int(tree.depth[max(node, 0)]), math.exp(values[row, 0])
         breadth = bounds.narrow if sureness >= bounds.sure else bounds.middle
         breadth = bounds.wide if sureness < bounds.unsure else breadth
-        wanted[row, (min(breadth, bounds.first) if depth == 0 else breadth) if stays and node >= 0 else 0 :] = -math.inf
+        wanted[row, min(breadth, bounds.first) if depth == 0 else breadth :] = -math.inf
     given, before = torch.tensor(bounds, device=device), TreeArrays(*(x.clone() for x in tree))
     for way in (prune, gating.reference):
         found = values.to(device, copy=True)

@@ -105,7 +105,7 @@ def test_rows_behind_a_high_stair_are_left_alone(last: float, most: int) -> None
     assert cheap_rows.prices(context)[1] == pytest.approx(secant * context.calibrator.speedup)
     assert cheap_rows.rows(500, 4, cheap_rows.sizes(context)) == most
     smooth = Costs(Curve((1,), (0.1,)), ((0, Curve(cheap_rows.ROWS, (*STAIRS, last))),))
-    assert cheap_rows.is_flat(smooth, 32) == (last < 2)
+    assert cheap_rows.rows_are_cheap(smooth, 32) == (last < 2)
 
 
 def test_sizes_that_cost_as_much_as_the_next_are_not_used() -> None:
@@ -168,20 +168,20 @@ def test_near_the_end_the_only_pass_is_not_in_vain() -> None:
 
 def test_a_text_of_few_cycles_teaches_too() -> None:
     context, root = Context(32, 64, 0.0, CURVES["flat, cheap head"], Calibrator()), DraftTree.root(0)
-    lessons, path = cheap_rows.Lessons(), torch.zeros(1, dtype=torch.long)
+    stats, path = cheap_rows.CycleStats(), torch.zeros(1, dtype=torch.long)
     for finish in (None, "stop"):
         assert context.calibrator.speedup == 1
-        lessons.learn(Step((1, 2, 3, 4), "", root, path, root, path, 1, Split(verify=1.5), finish), context)
+        stats.learn(Step((1, 2, 3, 4), "", root, path, root, path, 1, Split(verify=1.5), finish), context)
     assert context.calibrator.speedup > 1
 
 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_a_cycle_in_which_passes_were_recorded_says_nothing_about_the_pace(recorded: bool) -> None:
     context, root = Context(32, 64, 0.0, CURVES["flat, cheap head"], Calibrator()), DraftTree.root(0)
-    lessons, path, tokens = cheap_rows.Lessons(), torch.zeros(1, dtype=torch.long), (1, 2, 3, 4)
+    stats, path, tokens = cheap_rows.CycleStats(), torch.zeros(1, dtype=torch.long), (1, 2, 3, 4)
     context.calibrator.speedup = 2.0
-    lessons.learn(Step(tokens, "", root, path, root, path, 1, Split(verify=90.0), None, recorded), context)
-    lessons.learn(Step(tokens, "", root, path, root, path, 1, Split(verify=1.5), "stop"), context)
+    stats.learn(Step(tokens, "", root, path, root, path, 1, Split(verify=90.0), None, recorded), context)
+    stats.learn(Step(tokens, "", root, path, root, path, 1, Split(verify=1.5), "stop"), context)
     assert (context.calibrator.speedup > 2) == recorded
 
 

@@ -108,7 +108,7 @@ def test_arms_are_policies_and_presets() -> None:
     assert made["eagle-2"] == registry.preset("eagle-2") and made["chain@depth=2"].depth == 2
     assert "none" in registry.policy("bandit").labels
     for arms, reason in (
-        ("beam++auto", "with \\+ between"),
+        ("beam++auto", "separate arms with"),
         ("baem", "no preset 'baem'"),
         ("beam:width=3", "no option 'width'"),
         ("bandit", "cannot be an arm"),
@@ -125,7 +125,7 @@ def run(policy: Any, texts: int = 6) -> list[list[int]]:
 @pytest.fixture
 def unalarmed(monkeypatch: pytest.MonkeyPatch) -> None:
     """However unsteady the clock of this machine is, nothing is learnt anew."""
-    monkeypatch.setattr(bandit, "ALARM", math.inf)
+    monkeypatch.setattr(bandit, "CHANGE_THRESHOLD", math.inf)
 
 
 @pytest.mark.usefixtures("unalarmed")
@@ -162,7 +162,7 @@ def test_what_was_learnt_is_kept(tmp_path: Path) -> None:
     wrong = (*wrong, ("played", float("nan")), ("turns", float("inf")))
     for text in ("", "[]", "{}", *(json.dumps({**kept, name: value}) for name, value in wrong)):
         file.write_text(text, "utf-8")
-        with pytest.raises(InputError, match="not what a bandit has learnt"):
+        with pytest.raises(InputError, match="not the state file of a bandit"):
             registry.policy("bandit", arms="chain+beam", state=str(file))
     assert list(file.parent.iterdir()) == [file]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from helpers.table import TableDrafter, draft, random_table
 from windfall import registry
 from windfall.core.options import options_of
 from windfall.core.tree import DraftTree
-from windfall.policies.base import best
+from windfall.policies.ranking import best_nodes
 
 HAND = [  # q(next | last); 0 is the root's token
     [0.0, 0.6, 0.3, 0.1],
@@ -81,8 +82,8 @@ def test_ties_keep_parents() -> None:
 def test_best_breaks_ties_by_depth_then_age() -> None:
     tree = DraftTree.root(0).extend(torch.tensor([0, 0, 0]), torch.tensor([1, 2, 3]), torch.zeros(3), torch.arange(3))
     tree = tree.extend(torch.tensor([3]), torch.tensor([4]), torch.zeros(1), torch.zeros(1, dtype=torch.long))
-    assert best(tree, torch.arange(5), 4).tolist() == [0, 1, 2, 3]
-    assert best(tree, torch.tensor([4, 2]), 1).tolist() == [2]
+    assert best_nodes(tree, np.arange(5), 4).tolist() == [0, 1, 2, 3]
+    assert best_nodes(tree, np.array([4, 2]), 1).tolist() == [2]
 
 
 @pytest.mark.parametrize("name", registry.policies())

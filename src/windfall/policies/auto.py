@@ -1,4 +1,4 @@
-"""The tree that earns most per second, by this machine's measured costs and calibrated acceptance. See docs/auto.md."""
+"""The tree with the most tokens per second by measured costs and calibrated acceptance. See docs/auto.md."""
 
 from __future__ import annotations
 
@@ -20,47 +20,47 @@ from windfall.policies.base import TreePolicy
 from windfall.policies.context import Context
 from windfall.policies.plan import Decision, Opening, Plan, TreeView
 
-AHEAD = 4  # further passes looked ahead
-WIDEST = 32  # nodes expanded in one pass at the most
-TRIAL = 3  # rows to begin with; one more for every three judged nodes
-LATELY = 16  # cycles, about, over which the time for deciding is averaged
-CURIOSITY = 0.01  # share of the time that may go into drafts that promise nothing
-HOPE = 0.03  # rows that would pay at this share of their price are worth a look
+LOOK_AHEAD_PASSES = 4  # draft passes whose profit is estimated in advance
+MAX_WIDTH = 32  # nodes expanded in one pass
+FIRST_ROWS = 3  # rows that a new drafter may fill; one more for every three verified nodes
+RECENT_CYCLES = 16  # over which the time for decisions is averaged
+EXPLORATION_SHARE = 0.01  # share of the time that may be spent on drafts that should not pay
+MIN_EXPLORED_VALUE = 0.03  # rows worth at least this share of their price may be measured
 
 
 @dataclass
 class Auto(TreePolicy):
     """Maximises (1 + Σ acceptance) / (draft passes + verify(rows) + overhead) over time; nothing to tune.
 
-    After each draft pass it asks whether another would pay, and in the end how many rows to verify: none is plain
-    decoding. When drafting does not pay it stops, spending no more than a hundredth of the time on looking whether it
-    pays again.
+    After each draft pass it decides whether another pass pays, and in the end how many drafted nodes to verify; none
+    means plain decoding. Where drafting does not pay it stops, and spends at most a hundredth of the time on checking
+    whether it pays again.
     """
 
     uses_costs: ClassVar[bool] = True
 
     nodes: int = option(
         96,
-        "rows of a verify pass at the most, the root counted: memory's limit, not taste's",
+        "maximum rows of a verify pass, the root included; limits memory, needs no tuning",
         low=1,
         high=MAX_VERIFY_ROWS,
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._plain_seconds = 0.0  # decoded without drafting since the last look
-        self._thinking = 0.0  # seconds that deciding has lately taken in a cycle with a draft
+        self._plain_seconds = 0.0  # of plain decoding since drafting was last tried
+        self._decision_seconds = 0.0  # recent mean over cycles that drafted
         self._cycle: Cycle | None = None
         self._curves: dict[int, list[float]] = {}
-        self._costs: Costs | None = None  # that these are of
-        self._flat = False  # whether this cycle follows the plan, because rows are cheap
+        self._costs: Costs | None = None  # the costs that the curves belong to
+        self._follows_plan = False  # in this cycle, because rows are cheap
         self._ctx: Context | None = None
-        self._lessons = cheap_rows.Lessons()
+        self._stats = cheap_rows.CycleStats()
 
     def plan(self) -> Plan:
-        """The tree where rows are cheap; elsewhere `grow` and `select` weigh every row."""
+        """The tree where rows are cheap; elsewhere `grow` and `select` decide about every row."""
         return Plan(
-            passes=cheap_rows.PASSES,
+            passes=cheap_rows.MAX_PASSES,
             width=cheap_rows.WIDTH,
             k=FORECAST_CHILDREN,
             rows=min(self.nodes, cheap_rows.ROWS[-1]),
@@ -80,22 +80,22 @@ class Auto(TreePolicy):
         return Opening(ctx.calibrator.min_draft_passes, self.nodes)
 
     def decide(self, level: int, view: TreeView, ctx: Context) -> Decision:
-        """Whether the pass after the next is worth its price, and how many rows are worth theirs."""
+        """Whether the pass after the next is worth its price, and how many rows are worth verifying."""
         (fee, price), found = cheap_rows.prices(ctx), view.summary(level)
         before = view.summary(level - 1).gain + fee if level > 1 else cheap_rows.first(ctx.calibrator, price)
         worth = cheap_rows.rows(int(found.worth), level + 1, cheap_rows.sizes(ctx))
         pays = cheap_rows.pays(found.gain + fee, before, fee)
-        return Decision(level + 1 < cheap_rows.PASSES and pays, min(worth, self.nodes))
+        return Decision(level + 1 < cheap_rows.MAX_PASSES and pays, min(worth, self.nodes))
 
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
         if len(tree) == 1:
-            self._ctx, self._flat = None, False
-            if self._looks_at_plain(ctx):
+            self._ctx, self._follows_plan = None, False
+            if self._measures_plain(ctx):
                 return None
-            self._flat = cheap_rows.suits(ctx)
-        if self._flat:
+            self._follows_plan = cheap_rows.suits(ctx)
+        if self._follows_plan:
             return super().grow(tree, ctx)
-        cycle = self._now(ctx)
+        cycle = self._current_cycle(ctx)
         if ctx.room < 2:
             return None
         if cycle.expanded and len(tree) == len(cycle.reach):  # the last pass brought nothing
@@ -113,43 +113,45 @@ class Auto(TreePolicy):
 
     def observe(self, step: Step) -> None:
         if self._ctx is not None:
-            self._lessons.learn(step, self._ctx)
+            self._stats.learn(step, self._ctx)
         elif step.draft_passes and not step.recorded:
-            self._thinking += (step.seconds.policy - self._thinking) / LATELY
+            self._decision_seconds += (step.seconds.policy - self._decision_seconds) / RECENT_CYCLES
 
     def _next_pass(self, cycle: Cycle, ctx: Context) -> list[int] | None:
-        """The nodes of another draft pass, if it pays, or costs next to nothing."""
-        if not cycle.expanded and cycle.fee(1) < CURIOSITY:
+        """The nodes of another draft pass if it pays or costs very little."""
+        if not cycle.expanded and cycle.fee(1) < EXPLORATION_SHARE:
             return [0]
         profit, rows = best_profit(cycle.values, cycle.prices)
         chosen = worth_expanding(cycle, ctx, marginal(cycle.prices, rows))
-        if chosen and cycle.fee(len(chosen)) < CURIOSITY:  # as cheap to look as to think about it
+        if (
+            chosen and cycle.fee(len(chosen)) < EXPLORATION_SHARE
+        ):  # estimating its profit would cost as much as the pass
             return chosen
         if chosen and foreseen_profit(cycle, chosen, ctx, profit) > profit:
             return chosen
         if cycle.expanded:
             return None
-        if chosen and self._plain_seconds * CURIOSITY >= cycle.seconds(1):
-            self._plain_seconds = 0.0  # just curious
+        if chosen and self._plain_seconds * EXPLORATION_SHARE >= cycle.seconds(1):
+            self._plain_seconds = 0.0  # explore
             return chosen
-        return [0] if self._doubts(cycle, ctx.online_costs) else None
+        return [0] if self._tries_drafting(cycle, ctx.online_costs) else None
 
-    def _looks_at_plain(self, ctx: Context) -> bool:
-        """Whether to decode plainly, because all is measured by that and no cycle has lately shown what it takes."""
+    def _measures_plain(self, ctx: Context) -> bool:
+        """Whether to decode this cycle plainly, to measure the time that every speed-up is compared with."""
         if ctx.online_costs is None or ctx.online_costs.next_stale_size(0) != 1:
             return False
         return ctx.online_costs.try_spend((ctx.calibrator.speedup - 1) * self._seconds(ctx)[0])
 
-    def _doubts(self, cycle: Cycle, online_costs: OnlineCosts | None) -> bool:
-        """Whether to draft because no cycle has shown yet that it does not pay."""
+    def _tries_drafting(self, cycle: Cycle, online_costs: OnlineCosts | None) -> bool:
+        """Whether to draft although it should not pay, because its cost has not been measured recently."""
         if online_costs is None or (online_costs.knows_draft_costs and online_costs.next_stale_size(1) != 2):
             return False
         return online_costs.try_spend(cycle.seconds(1))
 
     def select(self, tree: DraftTree, ctx: Context) -> Tensor:
-        if self._flat:
+        if self._follows_plan:
             return super().select(tree, ctx)
-        cycle, self._cycle = self._now(ctx), None
+        cycle, self._cycle = self._current_cycle(ctx), None
         cycle.learn(tree, ctx.calibrator)
         seconds, values = self._seconds(ctx), cycle.values
         rows = best_profit(values, cycle.prices)[1] if len(tree) > 1 else 0
@@ -162,19 +164,19 @@ class Auto(TreePolicy):
             return torch.zeros(1, dtype=torch.long)
         return torch.tensor(cycle.best(rows + 1))
 
-    def _now(self, ctx: Context) -> Cycle:
-        """This cycle; a new one begins by pricing time: what could be earned in it elsewhere, at the present pace.
+    def _current_cycle(self, ctx: Context) -> Cycle:
+        """The current cycle. A new one first computes the price of time: tokens per second at the recent speed.
 
-        Rows are priced only as far as the calibrator has earned trust for: a new drafter is tried with few.
+        A new drafter may fill only a few rows; the number grows with the nodes that were verified.
         """
         if self._cycle is None:
-            seconds, trusted = self._seconds(ctx), TRIAL + ctx.calibrator.observed // TRIAL
+            seconds, trusted = self._seconds(ctx), FIRST_ROWS + ctx.calibrator.observed // FIRST_ROWS
             rate = ctx.calibrator.speedup / seconds[0]
-            self._cycle = Cycle([each * rate for each in seconds[:trusted]], rate, ctx.costs, self._thinking)
+            self._cycle = Cycle([each * rate for each in seconds[:trusted]], rate, ctx.costs, self._decision_seconds)
         return self._cycle
 
     def _seconds(self, ctx: Context) -> list[float]:
-        """Of a cycle's target pass over 1, 2, … rows at about this length."""
+        """Seconds of a verify pass over 1, 2, … rows at about this length, with the overhead of a cycle."""
         if self._costs is not ctx.costs:
             self._costs, self._curves = ctx.costs, {}
         place = ctx.length // 128
@@ -185,15 +187,15 @@ class Auto(TreePolicy):
 
 
 class Cycle:
-    """What time costs in this cycle, and what is known about the nodes drafted in it.
+    """The price of time in this cycle, and the chances of the nodes drafted in it.
 
-    Lists, not arrays: there are a few dozen nodes at the most, and this runs between passes of the models.
+    It uses lists because there are a few dozen nodes at most, for which lists are quicker than arrays.
     """
 
-    def __init__(self, prices: list[float], rate: float, costs: Costs, thinking: float = 0.0) -> None:
+    def __init__(self, prices: list[float], rate: float, costs: Costs, decision_seconds: float = 0.0) -> None:
         self.prices = prices  # of verifying 1, 2, … rows, in tokens
-        self.rate, self._costs = rate, costs  # tokens that could be earned elsewhere in a second
-        self._first = costs.opening + thinking  # seconds that the first pass of a cycle takes besides
+        self.rate, self._costs = rate, costs  # tokens per second at the recent speed
+        self._first = costs.opening + decision_seconds  # additional seconds of the first pass of a cycle
         self.chance = [1.0]  # of each node to be accepted if its parent is
         self.reach = [1.0]  # of each node to be accepted
         self.depth = [0]
@@ -203,7 +205,7 @@ class Cycle:
         self._fresh: list[int] = []  # expanded in the last pass
 
     def seconds(self, width: int) -> float:
-        """What a pass over this many nodes would take now."""
+        """Seconds of a draft pass over this many nodes, if it came next."""
         return self._costs.draft(width) + (0.0 if self.expanded else self._first)
 
     def fee(self, width: int) -> float:
@@ -211,7 +213,7 @@ class Cycle:
         return self.seconds(width) * self.rate
 
     def later_fee(self, width: int) -> float:
-        """Of a pass that is not the cycle's first."""
+        """The price in tokens of a pass that is not the first of the cycle."""
         return self._costs.draft(width) * self.rate
 
     def expand(self, nodes: list[int]) -> None:
@@ -225,7 +227,7 @@ class Cycle:
         return sorted(order[:count])
 
     def learn(self, tree: DraftTree, calibrator: Calibrator) -> None:
-        """Take in the nodes drafted last, and teach the calibrator what children such nodes turn out to have."""
+        """Add the newest nodes, and teach the calibrator which children their parents had."""
         known = len(self.reach)
         parents, children = tree.parents[known:].tolist(), {node: list[float]() for node in self._fresh}
         if parents:
@@ -233,7 +235,7 @@ class Cycle:
             for parent, chance in zip(parents, chances, strict=True):
                 families[parent] += chance
             for parent, chance in zip(parents, chances, strict=True):
-                chance /= max(families[parent], 1.0)  # one sibling at the most is accepted
+                chance /= max(families[parent], 1.0)  # at most one sibling is accepted
                 self.chance.append(chance)
                 self.reach.append(self.reach[parent] * chance)
                 children.setdefault(parent, []).append(chance)
@@ -245,7 +247,7 @@ class Cycle:
 
 
 def best_profit(values: Sequence[float], prices: Sequence[float]) -> tuple[float, int]:
-    """The most that verifying some of these nodes earns, in tokens net of time, and how many of them that takes."""
+    """The highest profit of verifying the best of these nodes, in tokens less the price of time, and their number."""
     most, rows, earned = -prices[0], 0, 0.0
     for count, (value, price) in enumerate(zip(values, prices[1:], strict=False), 1):
         earned += value
@@ -255,27 +257,27 @@ def best_profit(values: Sequence[float], prices: Sequence[float]) -> tuple[float
 
 
 def more_rows(rows: int, cycle: Cycle, online_costs: OnlineCosts) -> int:
-    """The same, or more now and then, where no cycle has shown that they cost what they are said to."""
+    """This number of rows, or sometimes more, to measure a size whose cost has not been measured recently."""
     size = online_costs.next_stale_size(rows + 1)
     if size is None or size > min(len(cycle.prices), len(cycle.values) + 1, 2 * rows + 2):
         return rows
     dearer = cycle.prices[size - 1] - cycle.prices[rows]
-    worth = sum(cycle.values[rows : size - 1]) > HOPE * dearer
+    worth = sum(cycle.values[rows : size - 1]) > MIN_EXPLORED_VALUE * dearer
     return size - 1 if worth and online_costs.try_spend(dearer / cycle.rate) else rows
 
 
 def marginal(prices: Sequence[float], rows: int) -> float:
-    """The price of one more row, on the way to the best larger pass."""
+    """The lowest price per additional row among all larger passes."""
     base = prices[rows] if rows < len(prices) else 0.0
     return min(((price - base) / more for more, price in enumerate(prices[rows + 1 :], 1)), default=float("inf"))
 
 
 def worth_expanding(cycle: Cycle, ctx: Context, row: float) -> list[int]:
-    """Unexpanded nodes whose children, if all goes well, earn more than their rows and their share of the pass."""
+    """Unexpanded nodes whose children, in the good case, earn more than their rows and their part of the pass cost."""
     deepest, reach = ctx.room - 1, cycle.reach
     nodes = [n for n, depth in enumerate(cycle.depth) if depth < deepest and n not in cycle.expanded]
-    nodes = sorted(nodes, key=reach.__getitem__, reverse=True)[:WIDEST]
-    wider = (cycle.later_fee(WIDEST) - cycle.later_fee(1)) / (WIDEST - 1)
+    nodes = sorted(nodes, key=reach.__getitem__, reverse=True)[:MAX_WIDTH]
+    wider = (cycle.later_fee(MAX_WIDTH) - cycle.later_fee(1)) / (MAX_WIDTH - 1)
     worth = []
     for node in nodes:
         good, own = ctx.calibrator.forecast(cycle.depth[node], cycle.chance[node]).good, reach[node]
@@ -285,10 +287,10 @@ def worth_expanding(cycle: Cycle, ctx: Context, row: float) -> list[int]:
 
 
 def foreseen_profit(cycle: Cycle, chosen: list[int], ctx: Context, least: float) -> float:
-    """The profit expected of a pass over the chosen nodes, or of a few more; stops looking once it exceeds `least`.
+    """The expected profit of a pass over the chosen nodes and of a few more passes after it.
 
-    What the first node's children turn out to be decides whether one goes on, so the good and the bad case are weighed
-    apart; beyond that the mean serves.
+    The children of the first node decide whether drafting goes on, so its good and bad case are computed separately;
+    for all other nodes the mean is used. The estimate ends as soon as it exceeds `least`.
     """
     fee, first, prices = cycle.later_fee(len(chosen)), cycle.fee(len(chosen)), cycle.prices
     forecast, depth = ctx.calibrator.forecast, max(cycle.depth[node] for node in chosen) + 1
@@ -302,7 +304,7 @@ def foreseen_profit(cycle: Cycle, chosen: list[int], ctx: Context, least: float)
     bad, pool = profit(_children([(own, leader.bad)]) + others), _children([(own, leader.good)]) + others
     good_share = leader.good_share
     most, level = good_share * profit(pool) + (1 - good_share) * bad - first, pool
-    for passes in range(2, AHEAD + 1):
+    for passes in range(2, LOOK_AHEAD_PASSES + 1):
         if most > least:
             break
         top = sorted(level, reverse=True)[: max(len(chosen), 2)]

@@ -1,4 +1,4 @@
-"""A bandit over policies: it plays the one that has lately made most tokens per second here. See docs/learned.md."""
+"""A bandit over policies: it uses the one with the most tokens per second so far. See docs/learned.md."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ from windfall.policies.context import Context
 
 PLAIN = "none"
 ARMS = "none+chain:depth=4+beam:depth=4:k=4:nodes=16+eagle-3+auto"
-WARM_UP = 4  # turns of every arm to begin with, unless it is hopeless
-HOPELESS = 3.0  # standard errors that it then lies below the fastest
-OPTIMISM = 0.75  # times the bonus of MOSS, √(2 ln(share / turns)) standard errors
-PRIOR, SPREAD = 4.0, 0.35  # before it is known: turns that this deviation of a turn, as a share, is worth
-LATELY = 12.0  # turns over which a change is looked for
-ALARM = 4.0  # standard errors that the last turns may lie off
-HICCUP = 5.0  # a cycle counts as this many times the usual one at the most
+WARM_UP_TURNS = 4  # of every arm, unless it is clearly slower
+CLEARLY_SLOWER = 3.0  # standard errors below the fastest arm
+BONUS_FACTOR = 0.75  # on the bonus of MOSS, √(2 ln(share / turns)) standard errors
+PRIOR_TURNS = 4.0  # weight of PRIOR_DEVIATION
+PRIOR_DEVIATION = 0.35  # of a turn's tokens, as a share of their mean
+RECENT_TURNS = 12.0  # compared with earlier turns to detect a change
+CHANGE_THRESHOLD = 4.0  # standard errors between recent and earlier turns
+MAX_CYCLE_RATIO = 5.0  # a cycle's seconds are clipped to this multiple of the mean
 
 
 @dataclass
 class Evidence:
-    """Fading sums over an arm's turns: how many, their tokens and seconds, and what a variance needs."""
+    """Decaying sums over an arm's turns: their number, tokens, seconds, and the products that a variance needs."""
 
     turns: float = 0.0
     tokens: float = 0.0
@@ -60,40 +61,41 @@ class Evidence:
 
     @property
     def deviation(self) -> float:
-        """How far a turn's tokens lie from those expected of its seconds, as a share of a usual turn's."""
+        """The standard deviation of a turn's tokens given its seconds, as a share of a mean turn's tokens."""
         rate, usual = self.rate, self.tokens / self.turns
         residue = max(self.squares - 2 * rate * self.products + rate * rate * self.times, 0.0)
-        return math.sqrt((residue / (usual * usual) + PRIOR * SPREAD * SPREAD) / (self.turns + PRIOR))
+        return math.sqrt(
+            (residue / (usual * usual) + PRIOR_TURNS * PRIOR_DEVIATION * PRIOR_DEVIATION) / (self.turns + PRIOR_TURNS)
+        )
 
     def error(self, rate: float) -> float:
-        """The standard error of this arm's rate, if it were this one."""
+        """The standard error of this arm's rate if the rate were this."""
         return rate * self.deviation / math.sqrt(self.turns) if self.turns and self.tokens else math.inf
 
 
 @dataclass
 class Chooser:
-    """Which arm to play, a turn of `block` cycles at a time.
+    """Chooses the arm of each turn; a turn is `block` cycles.
 
-    It plays the fastest arm so far, and another where that may be faster still (MOSS: the upper bound's width shrinks
-    to nothing as the arm gets its share of what is remembered). What such turns have lost, or gained, is booked as it
-    was measured, and no more than a small share of the time may be lost. Evidence fades; where an arm's last turns
-    contradict those before, everything is learnt anew. What this can promise, and what it cannot: docs/learned.md.
+    It chooses the fastest arm so far, or another arm whose upper confidence bound is higher (MOSS). The time lost in
+    such trials is measured and limited to a share `explore` of the time. Old evidence decays. If an arm's recent turns
+    contradict earlier ones, all arms are measured again. docs/learned.md says what this guarantees.
     """
 
     arms: int
     block: int = 4
     explore: float = 0.0125
     memory: float = 2000.0
-    arm: int = 0  # playing now
+    arm: int = 0  # of the current turn
     turns: int = 0
-    lost: float = 0.0  # seconds, by trying others
-    played: float = 0.0  # seconds in all
+    lost: float = 0.0  # seconds lost in trials
+    played: float = 0.0  # seconds of all turns
     known: list[Evidence] = field(default_factory=list)  # of each arm
     recent: list[Evidence] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._cycles: list[tuple[float, float]] = []  # tokens and seconds of this turn
-        self._rival = 0.0  # the rate that this turn should have, or it loses; 0: it is not a trial
+        self._rival = 0.0  # in a trial, the rate of the fastest arm; 0: this turn is not a trial
         if not self.known:
             self._begin()
 
@@ -102,88 +104,93 @@ class Chooser:
         self.arm, self.turns, self.lost, self.played = 0, 0, 0.0, 0.0
 
     def observe(self, arm: int, tokens: float, seconds: float) -> None:
-        """A cycle's tokens and seconds; after enough of them, the next arm's turn comes."""
-        if arm != self.arm or seconds <= 0:  # a batch mate's, begun in the turn before
+        """Add a cycle's tokens and seconds; the turn ends after `block` cycles."""
+        if arm != self.arm or seconds <= 0:  # another sequence of the batch began this cycle in an earlier turn
             return
         self._cycles.append((tokens, seconds))
         if len(self._cycles) >= self.block:
             self._end_turn()
 
     def _end_turn(self) -> None:
-        tokens, seconds = self._made()
-        self._book(tokens, seconds)
+        tokens, seconds = self._turn_totals()
+        self._add_trial_loss(tokens, seconds)
         fading = math.exp(-self.block / self.memory)
         for evidence in self.known:
             evidence.fade(fading)
         lately = self.recent[self.arm]
-        lately.fade(1 - 1 / LATELY)
+        lately.fade(1 - 1 / RECENT_TURNS)
         for evidence in (self.known[self.arm], lately):
             evidence.add(tokens, seconds)
         self.lost, self.played = self.lost * fading, self.played * fading + seconds
         self.turns += 1
-        if self._contradicted():
+        if self._changed():
             contradicting = self.arm
             self._begin()
-            self.known[contradicting] = lately  # all that is known of how things are now
+            self.known[contradicting] = lately  # the only evidence since the change
         self.arm = self._next()
 
-    def _made(self) -> tuple[float, float]:
-        """The turn's tokens and seconds, hiccups cut."""
+    def _turn_totals(self) -> tuple[float, float]:
+        """The turn's tokens and seconds; the seconds of outliers are clipped."""
         known, times = self.known[self.arm], sorted(seconds for _, seconds in self._cycles)
         usual = known.seconds / known.turns / self.block if known.turns else times[(len(times) - 1) // 2]
         tokens = sum(tokens for tokens, _ in self._cycles)
         self._cycles = []
-        return tokens, sum(min(seconds, HICCUP * usual) for seconds in times)
+        return tokens, sum(min(seconds, MAX_CYCLE_RATIO * usual) for seconds in times)
 
-    def _book(self, tokens: float, seconds: float) -> None:
-        if not self.played:  # the first turn: as if this had gone on for long
+    def _add_trial_loss(self, tokens: float, seconds: float) -> None:
+        if not self.played:  # the first turn: start with a full memory of such turns
             self.played = seconds * self.memory / self.block
-        if self._rival:  # a trial that gained pays for others, within limits
+        if self._rival:  # a trial that gained time allows others, within limits
             self.lost = max(self.lost + seconds - tokens / self._rival, -self.explore * self.played)
 
-    def _contradicted(self) -> bool:
+    def _changed(self) -> bool:
         known, lately = self.known[self.arm], self.recent[self.arm]
-        if known.turns < 2 * LATELY or lately.turns < LATELY / 2:
+        if known.turns < 2 * RECENT_TURNS or lately.turns < RECENT_TURNS / 2:
             return False
-        return abs(lately.rate - known.rate) > ALARM * math.hypot(lately.error(lately.rate), known.error(known.rate))
+        return abs(lately.rate - known.rate) > CHANGE_THRESHOLD * math.hypot(
+            lately.error(lately.rate), known.error(known.rate)
+        )
 
     def _next(self) -> int:
         leader = max(range(self.arms), key=lambda arm: self.known[arm].rate)
         top, self._rival = self.known[leader].rate, 0.0
-        warm = self.turns >= WARM_UP * self.arms
-        if not warm and (new := self._hardly_tried(top)):
+        warm = self.turns >= WARM_UP_TURNS * self.arms
+        if not warm and (new := self._warming_up(top)):
             return min(new, key=lambda arm: self.known[arm].turns)
-        hopeful = max(range(self.arms), key=lambda arm: self._hope(arm, top))
-        if hopeful == leader or self.lost + self._price(hopeful, top) > self.explore * self.played:
+        hopeful = max(range(self.arms), key=lambda arm: self._upper_bound(arm, top))
+        if hopeful == leader or self.lost + self._expected_loss(hopeful, top) > self.explore * self.played:
             return leader
         self._rival = top if warm else 0.0
         return hopeful
 
-    def _hardly_tried(self, top: float) -> list[int]:
-        """Arms that have not had their turns of the warm-up, and are not hopeless yet."""
-        bounds = [own.rate + HOPELESS * own.error(top) for own in self.known]
-        return [arm for arm, own in enumerate(self.known) if own.turns < WARM_UP - 0.5 and bounds[arm] >= top]
+    def _warming_up(self, top: float) -> list[int]:
+        """Arms that have not finished the warm-up and are not clearly slower."""
+        bounds = [own.rate + CLEARLY_SLOWER * own.error(top) for own in self.known]
+        return [arm for arm, own in enumerate(self.known) if own.turns < WARM_UP_TURNS - 0.5 and bounds[arm] >= top]
 
-    def _hope(self, arm: int, top: float) -> float:
-        """How fast this arm may be. Its noise is taken to be a fast arm's: an unlucky one looks slow and calm."""
+    def _upper_bound(self, arm: int, top: float) -> float:
+        """The upper confidence bound of this arm's rate, with the noise of the fastest arm.
+
+        An arm with a few unlucky turns would otherwise seem slow with little noise.
+        """
         known = self.known[arm]
         if not known.turns:
             return math.inf
         share = self.memory / self.block / self.arms  # turns
-        return known.rate + OPTIMISM * math.sqrt(2 * max(math.log(share / known.turns), 0.0)) * known.error(top)
+        return known.rate + BONUS_FACTOR * math.sqrt(2 * max(math.log(share / known.turns), 0.0)) * known.error(top)
 
-    def _price(self, arm: int, top: float) -> float:
+    def _expected_loss(self, arm: int, top: float) -> float:
         """The seconds that a turn of this arm will probably lose."""
         known = self.known[arm]
         return (1 - known.rate / top) * known.seconds / known.turns if known.turns else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """What was learnt, as plain data."""
+        """The learnt state as plain data."""
         found: dict[str, Any] = {name: getattr(self, name) for name in ("arm", "turns", "lost", "played")}
         return found | {name: [asdict(own) for own in getattr(self, name)] for name in ("known", "recent")}
 
     def recall(self, kept: dict[str, Any]) -> None:
-        """Take over what was learnt; KeyError, TypeError, ValueError or OverflowError if it is nothing of the kind."""
+        """Restore a state from `as_dict`; damaged data is a KeyError, TypeError, ValueError or OverflowError."""
         self.arm, self.turns = int(kept["arm"]), int(kept["turns"])
         self.lost, self.played = float(kept["lost"]), float(kept["played"])
         self.known, self.recent = ([Evidence(**own) for own in kept[name]] for name in ("known", "recent"))
@@ -191,33 +198,33 @@ class Chooser:
         if not len(self.known) == len(self.recent) == self.arms > self.arm >= 0:
             raise ValueError("it is about other arms")
         if not all(0 <= value < math.inf for value in (*sums, self.turns, self.played)) or not math.isfinite(self.lost):
-            raise ValueError("its numbers are none")
+            raise ValueError("some of its numbers are negative or not finite")
 
 
 @dataclass
 class Bandit(TreePolicy):
-    """Plays several policies, a few cycles at a time, and learns which makes most tokens per second.
+    """Uses several policies in turns of a few cycles and learns which makes the most tokens per second.
 
-    Nothing here is from the papers. Plain decoding is always among the arms. What was learnt goes over from text to
-    text, and with `state` from run to run.
+    It is not from a paper. Plain decoding is always one of the arms. The learnt state is kept between texts, and with
+    `state` between runs.
     """
 
     uses_costs: ClassVar[bool] = True  # `auto` may be an arm
 
-    arms: str | None = option(None, f"policies and presets with + between, settings after : (or @); none: {ARMS}")
+    arms: str | None = option(None, f"policies and presets separated by +, with settings after : or @; default: {ARMS}")
     block: int = option(4, "cycles of a turn", low=1)
-    explore: float = option(0.0125, "share of the time that may be lost by trying slower arms", low=0, high=1)
-    memory: float = option(2000.0, "cycles after which evidence has faded", low=10)
-    state: str | None = option(None, "file in which what was learnt is kept between runs; none: it is forgotten")
+    explore: float = option(0.0125, "maximum share of the time that trials of slower arms may cost", low=0, high=1)
+    memory: float = option(2000.0, "cycles over which old evidence decays", low=10)
+    state: str | None = option(None, "file that keeps the learnt state between runs; default: none")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         made = parse_arms(self.arms or ARMS)
         self.labels, self._arms = list(made), list(made.values())
         self.chooser = Chooser(len(made), self.block, self.explore, self.memory)
-        self._recall()
+        self._load()
         self._playing = self.chooser.arm
-        self._opened = False  # whether this text has been drafted for
+        self._opened = False  # whether this text has had a draft
 
     def fresh(self) -> Bandit:
         other = copy.copy(self)  # shares the chooser
@@ -240,15 +247,15 @@ class Bandit(TreePolicy):
 
     def observe(self, step: Step) -> None:
         self._arms[self._playing].observe(step)
-        warm = self._opened or not step.draft_passes  # the first draft takes in the prompt, which is no arm's fault
+        warm = self._opened or not step.draft_passes  # the first draft also reads the prompt
         if warm and not step.recorded:
             self.chooser.observe(self._playing, step.accepted + 1, step.seconds.total)
         self._opened = self._opened or bool(step.draft_passes)
         if step.finish:
-            self._remember()
+            self._save()
 
-    def _recall(self) -> None:
-        """Go on from what an earlier run learnt."""
+    def _load(self) -> None:
+        """Load the state of an earlier run."""
         if self.state is None:
             return
         file = Path(self.state)
@@ -262,25 +269,25 @@ class Bandit(TreePolicy):
             if labels == self.labels:
                 self.chooser.recall(kept)
         except (ValueError, KeyError, TypeError, OverflowError) as error:
-            raise InputError(f"'{file}' is not what a bandit has learnt; give another name, or remove it") from error
+            raise InputError(f"'{file}' is not the state file of a bandit; give another name, or remove it") from error
         if labels != self.labels:
             raise InputError(f"'{file}' is about the arms {'+'.join(labels)}; use these, or give another name")
 
-    def _remember(self) -> None:
+    def _save(self) -> None:
         if self.state is None:
             return
         kept = {"arms": self.labels, **self.chooser.as_dict()}
-        with suppress(InputError):  # a text is worth more than what was learnt from it
+        with suppress(InputError):  # a text must not fail because its state cannot be saved
             replace_text(Path(self.state), json.dumps(kept, indent=1))
 
 
 def parse_arms(text: str) -> dict[str, TreePolicy]:
-    """`"none+beam:depth=4+eagle-2"` → policies under these names, plain decoding among them."""
+    """`"none+beam:depth=4+eagle-2"` → policies by these names, with plain decoding added."""
     from windfall import registry
 
     labels = [label.strip() for label in re.split(r"[+,]", text)]
     if not all(labels):
-        raise InputError(f"write arms with + between, for example {ARMS}, not {text!r}")
+        raise InputError(f"separate arms with +, for example {ARMS}, not {text!r}")
     known, made = registry.policies(), dict[str, TreePolicy]()
     for label in dict.fromkeys([PLAIN, *labels]):
         name, settings = registry.split_name(re.split("[:@]", label))

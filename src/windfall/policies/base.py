@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from windfall.core import options
-from windfall.core.tree import DraftTree, Floats, Integers
+from windfall.core.tree import DraftTree
 from windfall.core.types import Grow, Step
 from windfall.policies.context import Context
 from windfall.policies.interpreter import PlannedTree
@@ -42,20 +42,17 @@ class TreePolicy:
     def rehearsal(self: P) -> P:
         """A copy that shares no state: what it learns does not reach this policy."""
         made = copy.deepcopy(self)
-        made.__dict__.pop("_plan", None)  # its callbacks may belong to this policy
+        made.__dict__.pop("cached_plan", None)  # its callbacks may belong to this policy
         return made
 
     def plan(self) -> Plan | None:
         """The description of its trees that the host and the GPU follow; None: it writes `grow` and `select`."""
         return None
 
-    @property
+    @cached_property
     def cached_plan(self) -> Plan | None:
         """`plan()`, made once."""
-        if "_plan" not in self.__dict__:
-            self.__dict__["_plan"] = self.plan()
-        found: Plan | None = self.__dict__["_plan"]
-        return found
+        return self.plan()
 
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
         """The next draft pass, or None to stop drafting."""
@@ -78,33 +75,3 @@ class TreePolicy:
 
     def observe(self, step: Step) -> None:
         """Learn from what was accepted."""
-
-
-def best(tree: DraftTree, nodes: Tensor, count: int, score: Tensor | None = None) -> Tensor:
-    """The `count` nodes of the highest score, ascending; ties go to the shallower, then to the earlier node.
-
-    With this tie rule the best nodes of a whole tree are closed under parents even where probabilities are exactly 1.
-    `score` [N] replaces the tree's own; it must not rise from parent to child.
-    """
-    scores = tree.arrays.score if score is None else score.numpy()
-    return torch.from_numpy(best_of(tree, nodes.numpy(), count, scores))
-
-
-def best_of(tree: DraftTree, nodes: Integers, count: int, score: Floats | None = None) -> Integers:
-    """`best` in numpy."""
-    score = tree.arrays.score if score is None else score
-    if count >= len(nodes):
-        return np.sort(nodes)
-    if count > 0:  # all that reach the last place: usually exactly `count`, and always few enough to sort
-        values = score[nodes]
-        nodes = nodes[values >= last_of(values, count)]
-    if len(nodes) > count:
-        nodes = nodes[np.lexsort((tree.arrays.depth[nodes], -score[nodes]))]
-    return np.sort(nodes[:count])
-
-
-def last_of(values: Floats, count: int) -> Floats:
-    """The lowest of the `count` highest of these values, which are as many at least."""
-    place = len(values) - count
-    lowest: Floats = np.partition(values, place)[place]
-    return lowest

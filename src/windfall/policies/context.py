@@ -1,4 +1,4 @@
-"""What a policy may know besides the tree: where the text stands, what passes cost, what drafted tokens are worth."""
+"""What a policy may know besides the tree: the length of the text, the cost of passes, the chance of acceptance."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ class Context(NamedTuple):
     length: int  # committed tokens, the root included
     room: int  # tokens that may still be emitted
     temperature: float
-    costs: Costs  # what this machine's passes take
-    calibrator: Calibrator  # what drafted tokens are worth
-    online_costs: OnlineCosts | None = None  # what keeps the costs right, where they are not just given
+    costs: Costs  # of draft and verify passes on this machine
+    calibrator: Calibrator  # acceptance chances of drafted tokens
+    online_costs: OnlineCosts | None = None  # corrects the costs while generating; None: they are fixed

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from windfall.core.tree import DraftTree, Flags, Floats, Integers
+from windfall.core.tree import Arrays, DraftTree, Flags, Floats, Integers
 from windfall.core.types import Grow
 from windfall.costs.acceptance import CHANCE_BUCKETS, DEPTHS
 from windfall.policies.context import Context
-from windfall.policies.plan import Decision, Plan, Summary
+from windfall.policies.plan import Decision, NotWatched, Plan, Summary
+from windfall.policies.ranking import best_places, lowest_of_best
 
 ROOT: Integers = np.zeros(1, np.int64)
-MANY_KEYS = 64  # above this many, partitioning before sorting is quicker
 
 
 class PlannedTree:
@@ -25,7 +25,7 @@ class PlannedTree:
     """
 
     def __init__(self, plan: Plan, ctx: Context):
-        self.plan, self.ctx, self.length = plan, ctx, ctx.length
+        self.plan, self.ctx = plan, ctx
         self._opening, rows = plan.begin(ctx)
         self._decision = Decision(False, rows)
         self._shape = plan.shape(ctx) if plan.shape else None
@@ -34,8 +34,9 @@ class PlannedTree:
         if plan.order == "best":  # deeper nodes could not be emitted; they must not take the place of others
             self._max_depth = min(self._max_depth, ctx.room - 1)
         self._plain = plan.order == "level" and not (
-            plan.shape or plan.bounds or plan.layer or plan.top or plan.floor or plan.keep or plan.calibrated
+            plan.shape or plan.bounds or plan.selective or plan.floor or plan.keep or plan.calibrated
         )  # a beam: every node stays, and the best of the newest level come next
+        self._by_score = self._plain and plan.decay == 1.0  # keys are path log-probabilities
         self._fronts: list[Integers] = []  # the nodes that each pass expanded, likeliest first
         self._starts = [0, 1]  # the first node of each level; the root is level 0
         self._summaries: list[Summary] = []  # by level
@@ -44,6 +45,8 @@ class PlannedTree:
         self._alive: Flags | None = None  # [N] nodes that may be expanded or verified; None: all
         self._chance = np.ones(1)  # [N] calibrated: of being accepted if the parent is
         self._taken = ROOT  # nodes chosen for expansion so far
+        if plan.calibrated:
+            self._forecasts = np.asarray(ctx.calibrator.mean_forecasts())
 
     def grow(self, tree: DraftTree) -> Grow | None:
         """The next draft pass, or None to stop drafting."""
@@ -92,7 +95,7 @@ class PlannedTree:
         """Give the nodes of the last pass their keys, and drop those that the plan does not want."""
         plan, known, start = self.plan, tree.arrays, self._starts[-1]
         self._starts.append(len(tree))
-        if self._plain and plan.decay == 1.0:
+        if self._by_score:
             self._keys = known.score
             return
         new = np.arange(start, len(tree))
@@ -145,7 +148,7 @@ class PlannedTree:
         plan, keys, known = self.plan, self._keys, tree.arrays
         if self._plain and self._max_depth > len(self._fronts):
             start = self._starts[-2]
-            return start + _best_places(keys[start:], plan.width)
+            return start + best_places(keys[start:], plan.width)
         if plan.order == "level":
             nodes = np.arange(self._starts[-2], len(tree))
             allowed = None if self._alive is None else self._alive[nodes]
@@ -200,12 +203,12 @@ class PlannedTree:
 
     def _best(self, nodes: Integers, count: int) -> Integers:
         """The `count` nodes with the highest keys, best first; ties go to the earlier node."""
-        return nodes[_best_places(self._keys[nodes], count)]
+        return nodes[best_places(self._keys[nodes], count)]
 
     def _last_place(self, count: int) -> float:
         """The key of the last of the best `count` nodes; -inf while the tree has fewer."""
         keys = self._keys if self._alive is None else self._keys[self._alive]
-        return float(np.partition(keys, len(keys) - count)[len(keys) - count]) if len(keys) >= count else -math.inf
+        return float(lowest_of_best(keys, count)) if len(keys) >= count else -math.inf
 
     def _children(self, level: int, nodes: Integers) -> int:
         """How many children of each node can matter.
@@ -238,43 +241,47 @@ class PlannedTree:
             gain = self._expected(nodes, price) - fee
             worth = float(np.count_nonzero(np.exp(self._keys[1:]) > price))
         if plan.top is not None:
-            mass = float(np.exp(alive[np.argsort(-alive, kind="stable")[: plan.top]]).sum())
+            mass = float(np.exp(alive[best_places(alive, plan.top)]).sum())
         return Summary(best, total, gain, worth, float(len(alive)), mass)
 
     def _expected(self, nodes: Integers, price: float) -> float:
         """Tokens that a pass over these nodes should bring, less the price of its rows."""
-        outlook = np.asarray(self.ctx.calibrator.mean_forecasts())
         depth = np.minimum(self._tree.arrays.depth[nodes], DEPTHS - 1)
         bucket = np.searchsorted(CHANCE_BUCKETS, self._chance[nodes])
-        reach = np.exp(self._keys[nodes])[:, None] * outlook[depth, bucket]
+        reach = np.exp(self._keys[nodes])[:, None] * self._forecasts[depth, bucket]
         return float(np.maximum(reach - price, 0.0).sum())
 
+    def _arrays(self, *names: str) -> Arrays:
+        """The tree's arrays, for a decision that reads these of them."""
+        for name in names:
+            if name not in self.plan.watches:
+                raise NotWatched(name)
+        return self._tree.arrays
+
+    @property
+    def length(self) -> int:
+        self._arrays("length")
+        return self.ctx.length
+
     def summary(self, level: int) -> Summary:
+        if not self._summaries:
+            raise NotWatched("summary")
         return self._summaries[level]
 
     def scores(self, level: int) -> Floats:
-        return self._tree.arrays.score[self._starts[level] : self._starts[level + 1]]
+        return self._arrays("score").score[self._starts[level] : self._starts[level + 1]]
 
     def all_scores(self, level: int) -> Floats:
-        return self._tree.arrays.score[1 : self._starts[level + 1]]
+        return self._arrays("score").score[1 : self._starts[level + 1]]
 
     def parent_score(self, level: int) -> float:
-        return float(self._tree.arrays.score[self._fronts[level - 1][0]])
+        return float(self._arrays("score", "expanded").score[self._fronts[level - 1][0]])
 
     def logq(self, level: int) -> Floats:
-        known, start = self._tree.arrays, self._starts[level]
+        known, start = self._arrays("logq"), self._starts[level]
         mine = known.parents[start : self._starts[level + 1]] == self._fronts[level - 1][0]
         found: Floats = known.logq[start : self._starts[level + 1]][mine]
         return found
 
     def entropies(self, level: int) -> Floats:
-        return np.nan_to_num(self._tree.arrays.entropy[self._fronts[level - 1]])
-
-
-def _best_places(keys: Floats, count: int) -> Integers:
-    """The places of the `count` highest keys, best first; ties go to the earlier place."""
-    if len(keys) > MANY_KEYS and 0 < count < len(keys):
-        last = np.partition(keys, len(keys) - count)[len(keys) - count]
-        places = np.flatnonzero(keys >= last)
-        return places[np.argsort(-keys[places], kind="stable")[:count]]
-    return np.argsort(-keys, kind="stable")[:count]
+        return np.nan_to_num(self._arrays("entropy").entropy[self._fronts[level - 1]])

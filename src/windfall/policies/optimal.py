@@ -20,9 +20,9 @@ class Optimal(TreePolicy):
     """
 
     nodes: int = option(64, "drafted nodes to verify", low=1)
-    beams: int = option(128, "nodes expanded in a draft pass at the most", low=1)
+    beams: int = option(128, "maximum nodes expanded in a draft pass", low=1)
     width: int = option(32, "children of a node", low=1)
-    steps: int = option(32, "draft passes at the most", low=1)
+    steps: int = option(32, "maximum draft passes", low=1)
     decay: float = option(0.95, "factor on the path probability for each level; 1: none", low=0.01, high=1)
 
     def plan(self) -> Plan:

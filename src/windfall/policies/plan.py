@@ -11,13 +11,20 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from windfall.core.tree import Floats
-from windfall.kernels.gate import Bounds
 from windfall.policies.context import Context
 from windfall.policies.shape import Shape
 
 ORDERS = ("level", "best")
 SIZES = (4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320)  # rows of verify passes, where any number may be wanted
 WATCHABLE = ("summary", "score", "logq", "expanded", "entropy", "length")
+WATCHABLE_IN_SELECTIVE = ("summary", "length")  # the other arrays have no fixed layout where nodes leave the tree
+
+
+class NotWatched(LookupError):
+    """A decision reads something that its plan does not watch."""
+
+    def __init__(self, name: str):
+        super().__init__(f"a decision reads {name!r}, which its plan does not watch: add it to Plan(watches=...)")
 
 
 class Decision(NamedTuple):
@@ -84,6 +91,20 @@ class LayerGate(NamedTuple):
     levels: int  # levels before it is used
 
 
+class Bounds(NamedTuple):
+    """Which nodes are expanded, and into how many children. Scores are path log-probabilities."""
+
+    floor: float  # a node with a lower score is not expanded
+    ordinary: float  # a node of this depth or deeper is expanded only if its score is above `deep`
+    deep: float
+    sure: float  # a node whose best child has at least this probability keeps `narrow` children,
+    unsure: float  # one whose best child has less than this keeps `wide`, others `middle`
+    narrow: int
+    middle: int
+    wide: int
+    first: int  # the root keeps at most this many children; it is always expanded
+
+
 class NodeFilter(Protocol):
     """Decides which drafted nodes stay in the tree. It is called with numpy arrays or with tensors."""
 
@@ -140,8 +161,38 @@ class Plan:
     sizes: Collection[int] = ()  # all numbers of rows that it or `decide` may return; more nodes take the next size
 
     def __post_init__(self) -> None:
-        assert self.order in ORDERS and set(self.watches) <= set(WATCHABLE)
-        assert self.asks is None or self.decide is not None, "a plan that asks must decide"
+        if problem := self._problem():
+            raise ValueError(f"this plan cannot be followed: {problem}")
+
+    def _problem(self) -> str:
+        """What contradicts itself in this plan; nothing if all is well."""
+        if self.order not in ORDERS:
+            return f"order must be one of {ORDERS}, not {self.order!r}"
+        if unknown := sorted(set(self.watches) - set(WATCHABLE)):
+            return f"watches may be {WATCHABLE}, not {unknown}"
+        if self.decide is None and (self.asks is not None or self.watches):
+            return "asks and watches need a decide function"
+        if self.decide is not None and not self.watches:
+            return f"decide must watch something; watches may be {WATCHABLE}"
+        rules = [name for name in ("shape", "top", "layer", "bounds", "keep") if getattr(self, name) is not None]
+        if len(rules) > 1:
+            return f"only one of shape, top, layer, bounds and keep can be given, not {rules}"
+        if self.selective and not set(self.watches) <= set(WATCHABLE_IN_SELECTIVE):
+            return f"with top or layer, watches may be {WATCHABLE_IN_SELECTIVE}, not {self.watches}"
+        if self.keep is not None and (
+            self.order != "level" or self.calibrated or self.floor is not None or self.decay != 1.0
+        ):
+            return "keep needs order 'level' and keys that are path probabilities (no calibrated, floor or decay)"
+        if self.calibrated != (self.prices is not None):
+            return "calibrated plans need prices, other plans have none"
+        if self.calibrated and (rules or self.floor is not None or self.decay != 1.0):
+            return f"calibrated cannot be combined with {rules or 'floor or decay'}"
+        return ""
+
+    @property
+    def selective(self) -> bool:
+        """Whether some of the drafted nodes leave the tree after each pass."""
+        return self.top is not None or self.layer is not None
 
     @property
     def asked(self) -> Collection[int]:

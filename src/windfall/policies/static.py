@@ -31,8 +31,10 @@ class Static(StaticTreePolicy):
     """
 
     shape: str = option("eagle-1", f"{' or '.join(SHAPES)}, or rank paths like [[0],[1],[0,0]]")
-    accuracy: str = option("", "instead: how often each rank is right, a row a depth, like [[0.6,0.2],[0.5,0.1]]")
-    nodes: int = option(63, "drafted nodes at the most", low=1)
+    accuracy: str = option(
+        "", "instead: the share of correct children by rank, one row for each depth, like [[0.6,0.2],[0.5,0.1]]"
+    )
+    nodes: int = option(63, "maximum drafted nodes", low=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""Trees whose form is known before the text: rank paths, how they grow from accuracies, and how they are drafted."""
+"""Trees with a fixed shape: computing a shape from accuracies, parsing it, and drafting it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from windfall.policies.plan import Opening, Plan
 from windfall.policies.shape import Path, Shape
 
 MAX_INNER_NODES = 16  # of a level: the nodes that a draft pass expands
-Table = tuple[tuple[float, ...], ...]  # [depth][rank]: how often the child of this rank is the right one
+Table = tuple[tuple[float, ...], ...]  # [depth][rank]: the share of cases in which the child of this rank is correct
 EXAMPLE = "0.6,0.14,0.07,0.04,0.03,0.02,0.015,0.01"  # an acceptance vector to start from; measure your own
 NEVER = -1e9  # the value of a tree that cannot be built
 
@@ -102,7 +102,7 @@ class BestTrees:
 
 @lru_cache(maxsize=64)
 def parse_vector(text: str, name: str) -> tuple[float, ...]:
-    """`"0.6,0.2"`: how often the child of each rank is the right one; what is missing to 1 is "none of them"."""
+    """`"0.6,0.2"`: the share of cases in which the child of each rank is correct; they may sum to less than 1."""
     try:
         vector = tuple(float(part) for part in text.split(","))
     except ValueError:

@@ -18,11 +18,11 @@ from windfall.engine.gpu.cycle import MAX_CHILDREN, Cycle, Habit
 from windfall.engine.gpu.drafters import Sprouting
 from windfall.engine.gpu.target import MAX_VERIFY_ROWS
 from windfall.engine.gpu.transfer import PackedBuffer
-from windfall.kernels.gate import Bounds
 from windfall.model.target import Target
 from windfall.policies.context import Context
 from windfall.policies.papers.dynatree import DynaTree
 from windfall.policies.papers.fixed_tree import FixedTree
+from windfall.policies.plan import Bounds
 
 MIXED = {"history": "none", "base_depth": 2, "max_depth": 4, "sure": 0.5, "unsure": 0.2}  # all breadths happen
 DYNATREES: dict[str, dict[str, Any]] = {

@@ -14,8 +14,8 @@ from windfall.core.tree import Arrays, DraftTree
 from windfall.costs.acceptance import CHANCE_BUCKETS, DEPTHS, FORECAST_CHILDREN, RANKS
 from windfall.engine.gpu.target import MAX_VERIFY_ROWS
 from windfall.engine.gpu.transfer import PackedBuffer
-from windfall.kernels.gate import Bounds
 from windfall.kernels.trees import NOBODY, Ahead, Terms, TreeArrays
+from windfall.policies.plan import Bounds
 
 FORECAST_SHAPE = (DEPTHS, len(CHANCE_BUCKETS) + 1, FORECAST_CHILDREN)
 Array = np.ndarray[Any, Any]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from windfall.core.tree import Floats
-from windfall.policies.plan import Summary
+from windfall.policies.plan import NotWatched, Summary
 
 
 class DeviceView:
@@ -23,34 +23,40 @@ class DeviceView:
         self._own = arrays
         self._width, self._k, self._lag = width, k, lag
 
+    def _array(self, name: str) -> Any:
+        try:
+            return self._own[name]
+        except KeyError:
+            raise NotWatched(name) from None
+
     @property
     def length(self) -> int:
-        return int(self._own["length"].item(0)) + self._lag - 1
+        return int(self._array("length").item(0)) + self._lag - 1
 
     def summary(self, level: int) -> Summary:
-        return Summary(*self._own["summary"][level].tolist())
+        return Summary(*self._array("summary")[level].tolist())
 
     def scores(self, level: int) -> Floats:
-        return _real(self._own["score"][self._start(level) : self._start(level + 1)])
+        return _real(self._array("score")[self._start(level) : self._start(level + 1)])
 
     def all_scores(self, level: int) -> Floats:
-        return _real(self._own["score"][1 : self._start(level + 1)])
+        return _real(self._array("score")[1 : self._start(level + 1)])
 
     def parent_score(self, level: int) -> float:
-        place = self._own["expanded"][self._width * (level - 2)] if level > 1 else 0
-        return float(self._own["score"][place])
+        expanded = self._array("expanded")
+        return float(self._array("score")[expanded[self._width * (level - 2)] if level > 1 else 0])
 
     def logq(self, level: int) -> Floats:
         start = self._start(level)
-        return _real(self._own["logq"][start : start + self._k])
+        return _real(self._array("logq")[start : start + self._k])
 
     def entropies(self, level: int) -> Floats:
         if level == 1:
-            found: Floats = self._own["entropy"][:1]
+            found: Floats = self._array("entropy")[:1]
             return found
         first = self._width * (level - 2)
-        entropies: Floats = self._own["entropy"][first + 1 : first + 1 + self._width]
-        real: Floats = entropies[self._own["expanded"][first : first + self._width] >= 0]
+        entropies: Floats = self._array("entropy")[first + 1 : first + 1 + self._width]
+        real: Floats = entropies[self._array("expanded")[first : first + self._width] >= 0]
         return real
 
     def _start(self, level: int) -> int:

@@ -15,7 +15,6 @@ def _prune(
     nodes,
     values,
     all_depth,
-    all_scores,
     bounds,
     GIVEN: tl.constexpr,
     K: tl.constexpr,
@@ -28,16 +27,12 @@ def _prune(
     cells = values + row[:, None] * K + column[None, :]
     own = tl.load(cells, mask=inside, other=float("-inf"))
     node = tl.load(nodes + row, mask=row < GIVEN, other=-1).to(tl.int32)
-    parent = tl.maximum(node, 0)
-    depth = tl.load(all_depth + parent).to(tl.float32)
-    score = tl.load(all_scores + parent)
-    likely = (depth < tl.load(bounds + 1)) | (score > tl.load(bounds + 2))
-    stays = (node >= 0) & ((depth == 0.0) | ((score >= tl.load(bounds)) & likely))
+    root = tl.load(all_depth + tl.maximum(node, 0)) == 0
     confidence = tl.exp(tl.max(own, 1))  # of the first
     breadth = tl.where(confidence >= tl.load(bounds + 3), tl.load(bounds + 5), tl.load(bounds + 6))
     breadth = tl.where(confidence < tl.load(bounds + 4), tl.load(bounds + 7), breadth)
-    breadth = tl.where(depth == 0.0, tl.minimum(breadth, tl.load(bounds + 8)), breadth)
-    wanted = stays[:, None] & (column.to(tl.float32)[None, :] < breadth[:, None])
+    breadth = tl.where(root, tl.minimum(breadth, tl.load(bounds + 8)), breadth)
+    wanted = column.to(tl.float32)[None, :] < breadth[:, None]
     tl.store(cells, tl.where(wanted, own, float("-inf")), mask=inside)
 
 
@@ -45,12 +40,11 @@ def prune(tree: TreeArrays, nodes: Tensor, values: Tensor, bounds: Tensor) -> No
     """See `kernels.gate.reference`."""
     width, k = values.shape
     assert values.dtype == bounds.dtype == torch.float32
-    assert all(x.is_contiguous() for x in (nodes, values, bounds, tree.depth, tree.score))
+    assert all(x.is_contiguous() for x in (nodes, values, bounds, tree.depth))
     _prune[(1,)](
         nodes,
         values,
         tree.depth,
-        tree.score,
         bounds,
         GIVEN=width,
         K=k,

@@ -1,13 +1,12 @@
-"""What DynaTree and the fixed tree it compares itself with share: breadth-first growth within bounds."""
+"""The plan of DynaTree and of the fixed tree in its paper: breadth-first growth within bounds."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-from windfall.kernels.gate import Bounds
 from windfall.policies.context import Context
-from windfall.policies.plan import SIZES, Decision, Plan, TreeView
+from windfall.policies.plan import SIZES, Bounds, Decision, Plan, TreeView
 
 
 def bounded_plan(bounds: Callable[[], Bounds], passes: int, first: int, k: int, least: float, nodes: int) -> Plan:
@@ -19,7 +18,7 @@ def bounded_plan(bounds: Callable[[], Bounds], passes: int, first: int, k: int, 
     widths: list[int] = []
     for _ in range(1, passes):
         drafted = k * widths[-1] if widths else first
-        widths.append(min(drafted, int(1.0001 / least)))  # with rounded numbers one more may be likely
+        widths.append(min(drafted, int(1.0001 / least)))  # one more after rounding
     possible = 1 + first + k * sum(widths)
 
     def decide(level: int, view: TreeView, ctx: Context) -> Decision:

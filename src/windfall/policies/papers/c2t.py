@@ -15,13 +15,13 @@ from windfall.policies.plan import Decision, Plan, TreeView
 
 @dataclass
 class C2T(Beam):
-    """A beam of the nodes that a classifier thinks worth it; the others are neither expanded nor verified.
+    """A beam of the nodes that a classifier accepts; the others are neither expanded nor verified.
 
     LTD's release asks its classifier about the last level alone, whose nodes it then does not verify, so that nothing
     changes; here every node is asked about as soon as it is drafted, before beam and rerank choose among what is left.
     """
 
-    depth: int = option(8, "draft passes at the most", low=1)
+    depth: int = option(8, "maximum draft passes", low=1)
     beta: float = option(0.2, "a node stays if the classifier gives it more than this; not in LTD", low=0, high=1)
     path: str | None = option(None, "classifier, a file or its folder; none: the one for the embedded model's head")
 

@@ -1,6 +1,6 @@
-"""Small trained classifiers that judge draft trees: what they are shown of a tree, their matrices, their files.
+"""Small trained classifiers of draft trees: their inputs, networks and files.
 
-The policies `disco`, `specdecpp` and `c2t` ask them; `windfall train classifier` makes them. Nothing but numpy runs."""
+The policies `disco`, `specdecpp` and `c2t` ask them; `windfall train classifier` makes them. They run in numpy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Floats = NDArray[np.float32]
 
 SHIPPED = WEIGHTS / "classifiers"
 TOP = 10  # probabilities shown; fewer are filled up with zeros
-SCALE = 10.0  # a depth is shown as a share of this
+SCALE = 10.0  # depths are divided by this
 HALF = np.float32(0.5)
 
 
@@ -32,7 +32,7 @@ HALF = np.float32(0.5)
 
 
 class LevelView(Protocol):
-    """What the classifiers read of a beam, level by level: a TreeView, or a whole tree through BeamView."""
+    """What the classifiers read of each level of a beam: a TreeView, or a finished tree through BeamView."""
 
     def scores(self, level: int) -> Floats: ...
     def parent_score(self, level: int) -> float: ...
@@ -47,7 +47,7 @@ class BeamView:
         self._own = tree.arrays
 
     def _parent(self, level: int) -> int:
-        """The likeliest node of the level before, which the beam expanded."""
+        """The likeliest node of the previous level that the beam expanded."""
         nodes = np.flatnonzero(self._own.depth == level - 1)
         return int(nodes[self._own.score[nodes].argmax()])
 
@@ -72,8 +72,8 @@ def disco_inputs(view: LevelView, level: int) -> Floats:
 
 
 def specdecpp_inputs(view: LevelView, level: int) -> Floats:
-    """[TOP + 3] what stands in for the drafter's state before a level: after the likeliest node that was expanded, the
-    probabilities of its children and their entropy; that node's own path probability; the depth."""
+    """[TOP + 3] for the likeliest node that was expanded: the probabilities of its children and their entropy, its own
+    path probability, and the depth. They replace the drafter's hidden state, which the paper uses."""
     return _inputs(view.logq(level), float(view.entropies(level)[0]), math.exp(view.parent_score(level)), level / SCALE)
 
 
@@ -86,7 +86,7 @@ def c2t_inputs(tree: DraftTree, nodes: torch.Tensor, entropy: bool) -> Floats:
 
 
 def _inputs(scores: Floats, *more: float) -> Floats:
-    """[TOP + n] the highest of these as probabilities, from the highest down, and some numbers."""
+    """[TOP + n] the highest of these log-probabilities as probabilities, descending, then further numbers."""
     found = np.zeros(TOP + len(more), dtype=np.float32)
     highest = np.sort(scores)[: -TOP - 1 : -1]
     np.exp(highest, out=found[: len(highest)])
@@ -117,7 +117,7 @@ class Kind(NamedTuple):
     epochs: int
     bend: Callable[[Floats], Floats]
     skip: bool = False  # whether the inputs also reach the output directly
-    frequencies: bool = False  # whether what it says is meant as a frequency, not as a verdict around 0.5
+    frequencies: bool = False  # whether its output is used as a probability, not compared with 0.5
     asks: str = ""
 
 
@@ -156,7 +156,7 @@ def inputs_of(name: str, entropy: bool = False) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Classifier:
-    """Inputs [..., I] → probability [...]: one hidden layer, and for SpecDec++ a direct way besides."""
+    """Inputs [..., I] → probability [...]: one hidden layer, and for SpecDec++ a skip connection."""
 
     kind: str
     inputs: tuple[str, ...]
@@ -191,7 +191,7 @@ class Classifier:
 
 
 def files_of(kind: str, path: Path) -> tuple[Path, Path]:
-    """The weights and the card of a classifier, in a folder or named outright."""
+    """The files with the weights and the card of a classifier, given its folder or its file."""
     weights = path / f"{kind}.safetensors" if path.is_dir() else path
     return weights, weights.with_suffix(".json")
 
@@ -209,7 +209,7 @@ def load(kind: str, path: str | None) -> Classifier:
 
 @functools.lru_cache(maxsize=32)
 def _read(kind: str, weights: Path, card: Path, changed: int) -> Classifier:
-    """Read once for all texts; `changed` makes a file that was written anew another one."""
+    """Read a file once; `changed` is its modification time, so that a new version is read again."""
     from safetensors.numpy import load_file
 
     try:
@@ -229,7 +229,7 @@ def _read(kind: str, weights: Path, card: Path, changed: int) -> Classifier:
 
 
 def save(classifier: Classifier, folder: Path, card: dict[str, Any]) -> None:
-    """Write the weights, and then the card that makes them known."""
+    """Write the weights, and then the card that describes them."""
     from safetensors.numpy import save_file
 
     make_folder(folder)

@@ -15,7 +15,7 @@ from windfall.policies.plan import Decision, Plan, TreeView
 class DDD(Beam):
     """A beam that ends, at a few levels only, when the path probabilities of its nodes sum to too little."""
 
-    depth: int = option(12, "draft passes at the most (LTD: 12, which as a loop count would be 13)", low=1)
+    depth: int = option(12, "maximum draft passes (LTD: 12, which as a loop count would be 13)", low=1)
     checks: str = option("5,7,9", "levels after which the beam may end, with commas between")
     threshold: float = option(-0.3, "end when the log of the summed path probabilities is below this")
 

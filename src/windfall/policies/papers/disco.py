@@ -20,7 +20,7 @@ class Disco(Beam):
     of the level's likeliest nodes, and the entropy after the likeliest node of the level before.
     """
 
-    depth: int = option(12, "draft passes at the most (LTD: 12, which as a loop count would be 13)", low=1)
+    depth: int = option(12, "maximum draft passes (LTD: 12, which as a loop count would be 13)", low=1)
     threshold: float = option(0.5, "end when the classifier's probability is below this; not in LTD", low=0, high=1)
     path: str | None = option(None, "classifier, a file or its folder; none: the one for the embedded model's head")
 

@@ -8,15 +8,14 @@ from dataclasses import dataclass
 
 from windfall.core.options import option
 from windfall.core.types import Step
-from windfall.kernels.gate import Bounds
 from windfall.policies.base import NEVER, TreePolicy
 from windfall.policies.papers.bounded import bounded_plan
-from windfall.policies.plan import Plan
+from windfall.policies.plan import Bounds, Plan
 
 
 @dataclass
 class Steering:
-    """What the history moves: the options `base_depth`, `sure` and `rho_deep` as they stand now."""
+    """The options that the history changes, `base_depth`, `sure` and `rho_deep`, with their current values."""
 
     depth: float
     sure: float
@@ -35,7 +34,7 @@ class DynaTree(TreePolicy):
     committed; in the release, tokens per cycle over `base_depth` + 2.
     """
 
-    nodes: int = option(256, "drafted nodes at the most", low=1)
+    nodes: int = option(256, "maximum drafted nodes", low=1)
     base_depth: int = option(5, "longest ordinary path", low=1)
     max_depth: int = option(8, "longest path (9 on PG-19)", low=1)
     narrow: int = option(1, "children where the drafter is sure", low=1)

@@ -6,10 +6,9 @@ import math
 from dataclasses import dataclass
 
 from windfall.core.options import option
-from windfall.kernels.gate import Bounds
 from windfall.policies.base import NEVER, TreePolicy
 from windfall.policies.papers.bounded import bounded_plan
-from windfall.policies.plan import Plan
+from windfall.policies.plan import Bounds, Plan
 
 
 @dataclass
@@ -22,7 +21,7 @@ class FixedTree(TreePolicy):
     depth: int = option(8, "levels below the first drafted token", low=0)
     breadth: int = option(3, "children of a node", low=1)
     tau: float = option(0.1, "a node is expanded if its path probability is at least this", low=0, high=1)
-    nodes: int = option(256, "drafted nodes at the most", low=1)
+    nodes: int = option(256, "maximum drafted nodes", low=1)
 
     def plan(self) -> Plan:
         return bounded_plan(self._bounds, self.depth + 1, 1, self.breadth, max(self.tau, NEVER), self.nodes)

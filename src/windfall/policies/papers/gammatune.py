@@ -20,7 +20,7 @@ class GammaTune(Beam):
     party's transcription), nor whether the depth is kept from one text to the next: `carry`.
     """
 
-    depth: int = option(12, "draft passes at the most", low=1)
+    depth: int = option(12, "maximum draft passes", low=1)
     start: int = option(8, "the default depth, which a text begins with", low=1)
     increment: int = option(2, "passes more after a path accepted whole; not in the paper", low=0)
     eta: float = option(0.2, "weight of the newest cycle in the average", low=0, high=1)

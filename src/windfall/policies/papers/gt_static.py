@@ -36,7 +36,7 @@ class GTStatic(StaticTreePolicy):
     )
     c: float | None = option(None, "a draft pass over a plain step; none: as measured on this machine", low=0)
     eps: float = option(0.0, "slack: how much less than c a node may bring", low=0)
-    nodes: int = option(256, "drafted nodes at the most (open in the paper)", low=1)
+    nodes: int = option(256, "maximum drafted nodes (open in the paper)", low=1)
     cap: int = option(24, "deepest node (open in the paper)", low=1)
 
     def __post_init__(self) -> None:

@@ -30,8 +30,8 @@ SHIPPED = WEIGHTS / "ltd"
 FILE = "policy.safetensors"
 ABOUT = "windfall_ltd"  # key of the file's metadata
 FLOOR = 20.0  # the log-probability that stands for a missing candidate is minus this
-SPAN = 8.0  # of ranked log-probabilities: minus this and below is 0, as if missing, and certainty is 1
-FEW = 128  # candidates that are faster weighed, all of them, than searched for the end of the likely ones
+SPAN = 8.0  # ranked log-probabilities from -SPAN to 0 are scaled to 0 … 1; lower ones count as missing
+FEW = 128  # up to this many candidates, multiplying all is quicker than searching for the first unlikely one
 ZERO: Array = np.zeros((), dtype=np.float32)
 NOTHING: Array = np.zeros(0, dtype=np.float32)
 MISSING = {  # by layout: the log-probability that stands for a missing candidate, its unit, and the least one shown
@@ -40,7 +40,7 @@ MISSING = {  # by layout: the log-probability that stands for a missing candidat
     "release": (0.0, 1.0, -np.inf),
 }
 BENDS: dict[str, Any] = {"relu": partial(np.maximum, ZERO), "tanh": np.tanh}
-CONSTANT = 10  # the length that the release's depth policy sees at inference, whatever the text's
+CONSTANT = 10  # the text length that the release shows its depth policy at inference, for every text
 
 
 # ---- what training and inference agree on
@@ -51,9 +51,11 @@ class Rules:
     """The beam, the questions put to the two networks, and how a tree becomes numbers for them."""
 
     k: int = option(10, "beam width, and children of a node", low=1)
-    max_depth: int = option(12, "draft passes at the most (paper 12; release 12 loops, which is 13)", low=1)
-    forced: int = option(2, "draft passes before the depth policy is heeded", low=1)
-    asked_every: int = option(1, "at inference, ask the depth policy after so many passes (paper 1, release 3)", low=1)
+    max_depth: int = option(12, "maximum draft passes (paper 12; release 12 loops, which is 13)", low=1)
+    forced: int = option(2, "draft passes before the depth policy is asked", low=1)
+    asked_every: int = option(
+        1, "at inference, passes between two questions to the depth policy (paper 1, release 3)", low=1
+    )
     size_actions: int = option(12, "sizes to choose from (paper 12, release 24)", low=1)
     size_step: int = option(20, "drafted nodes between them (paper 20, release 10)", low=1)
     activation: str = option("relu", "of hidden layers (paper relu, release tanh)", choices=("relu", "tanh"))
@@ -80,7 +82,7 @@ class Rules:
         return tuple(self.size_step * (action + 1) for action in range(self.size_actions))
 
     def asks(self, passes: int) -> bool:
-        """Whether the depth policy is heeded after this many draft passes."""
+        """Whether the depth policy is asked after this many draft passes."""
         return passes in self._asked
 
     @cached_property
@@ -103,12 +105,12 @@ class View(NamedTuple):
     scores: Array  # [n] cumulative log-probabilities of the candidates, as drafted
     length: int  # committed tokens
     depth: int  # draft passes so far
-    entropy: Array  # [m] nats, after the nodes expanded for them; empty where nobody asked
+    entropy: Array  # [m] nats, after the expanded nodes; empty if it was not requested
 
 
 @dataclass(frozen=True)
 class Layout:
-    """[candidates | copies of length/1000 | copies of depth/10 | entropies], in places that do not move."""
+    """The input vector: [candidates | copies of length/1000 | copies of depth/10 | entropies]."""
 
     candidates: int
     copies: int
@@ -125,7 +127,7 @@ class Layout:
         return -FLOOR if self.kind == "padded" else 0.0
 
     def shown(self, scores: Array) -> Array:
-        """The candidates as they stand in the vector."""
+        """The candidates in the form that the vector has."""
         if self.kind == "release":
             return scores[: self.candidates]
         if self.kind == "padded":
@@ -135,7 +137,7 @@ class Layout:
         return ranked
 
     def fitting(self, scores: Array) -> Array:
-        """Those for which there are places."""
+        """As many candidates as the vector has places for."""
         return np.sort(scores)[-self.candidates :] if self.kind == "ranked" else scores[: self.candidates]
 
     def length(self, tokens: int) -> float:
@@ -148,7 +150,7 @@ class Layout:
         return view.entropy[: self.entropies] if "E" in self.parts else view.entropy[:0]
 
     def vector(self, view: View) -> Array:
-        """All of it, [size]."""
+        """The whole vector, [size]."""
         whole = np.zeros(self.size, dtype=np.float32)
         shown, entropy = self.shown(view.scores), self.entropy(view)
         whole[: self.candidates] = self.padding
@@ -160,9 +162,12 @@ class Layout:
 
 
 class Network:
-    """A perceptron as plain matrices, for one vector at a time. What padding, copies and scaling would repeat is summed
-    up beforehand: its first layer takes [candidates, the first of them last | 1 | length | depth | entropies]. It works
-    in arrays of its own: a twin is what another thread needs."""
+    """A multi-layer perceptron in numpy for one input vector at a time.
+
+    The weights of padding, copies and scaling are summed in advance, so the first layer multiplies only [candidates in
+    reverse order | 1 | length | depth | entropies]. Calls write into buffers of the object: each thread needs its own
+    `twin`.
+    """
 
     def __init__(self, layers: Layers, layout: Layout, activation: str):
         self.layers, self.layout, self.activation = layers, layout, activation
@@ -178,14 +183,14 @@ class Network:
         self._missing = _singles(missing * so_far)  # [candidates + 1, out], by how many of them are missing
         self._least = _singles(np.array(least))
         self._rest = [_singles(np.vstack([weight.T, bias])) for weight, bias in layers[1:]]  # [in + 1, out]
-        self._ahead: Array | None = None  # of two actions: whether the second is ahead decides
+        self._ahead: Array | None = None  # with two actions: the difference of their weights
         if self._rest[-1].shape[1] == 2:
             self._ahead = _singles(self._rest[-1][:, 1] - self._rest[-1][:, 0])
         self._bend = BENDS[activation]
         self._make_room()
 
     def _make_room(self) -> None:
-        """For what it is given, and for each hidden layer with a 1 behind it, which meets the next layer's bias."""
+        """Allocate the input and hidden layers; each ends in a 1, which multiplies the bias of the next layer."""
         self._given: Array = np.zeros(len(self._weights), dtype=np.float32)
         self._given[self.layout.candidates] = 1
         rooms: list[Array] = [np.ones(len(weight), dtype=np.float32) for weight in self._rest]
@@ -194,13 +199,13 @@ class Network:
         self._between = [(before, weight, after[:-1]) for weight, (before, after) in steps]
 
     def twin(self) -> Network:
-        """The same network, to be asked at the same time."""
+        """The same network with its own buffers."""
         made = copy(self)
         made._make_room()
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Network:
-        return self.twin()  # whose arrays are parts of each other, as copies of them would not be
+        return self.twin()  # its buffers are views of each other, which a deep copy would lose
 
     def choose(self, view: View) -> int:
         """The likeliest action."""
@@ -213,14 +218,14 @@ class Network:
         return found
 
     def _last(self, view: View) -> Array:
-        """What the last layer is given."""
+        """The input of the last layer."""
         self._bend(self._first(view), out=self._opening)
         for before, weight, after in self._between:
             self._bend(before.dot(weight, after), out=after)
         return self._ending
 
     def _first(self, view: View) -> Array:
-        """The first layer: of layout.vector(view), without making it."""
+        """The first layer applied to layout.vector(view), without building that vector."""
         layout, given = self.layout, self._given
         places, scores = layout.candidates, view.scores
         missing = places - len(scores)
@@ -253,7 +258,7 @@ def _singles(numbers: np.ndarray[Any, Any]) -> Array:
 
 @dataclass(frozen=True)
 class Pair:
-    """The two policies, either of which may be missing, and the rules they were made for."""
+    """The two policies and the rules they were trained for; either policy may be missing."""
 
     rules: Rules = Rules()
     depth: Network | None = None
@@ -273,7 +278,7 @@ class Pair:
         if self.size is None:
             return self.rules.fixed_size
         if len(view.scores) <= self.rules.size_step:
-            return self.rules.size_step  # whatever the network says
+            return self.rules.size_step  # all are verified
         return self.rules.sizes[self.size.choose(view)]
 
 
@@ -335,7 +340,7 @@ def _check(layers: Layers, name: str, inputs: int, actions: int) -> None:
     if shapes != [(out, own) for own, out in pairwise(widths)] or widths[-1] != actions:
         raise ValueError(f"the {name} policy must turn {inputs} numbers into {actions}; its layers are {shapes}")
     if not all(np.isfinite(weight).all() and np.isfinite(bias).all() for weight, bias in layers):
-        raise ValueError(f"the {name} policy holds what is no number")
+        raise ValueError(f"the {name} policy has weights that are not finite")
 
 
 # ---- the policy
@@ -347,8 +352,8 @@ class LTD(TreePolicy):
 
     path: str | None = option(None, "folder that `windfall train ltd` made; none: the one that comes with the package")
     k: int | None = option(None, "beam width, and children of a node; none: as trained", low=1)
-    depth: int | None = option(None, "draft passes at the most; none: as trained", low=1)
-    every: int | None = option(None, "ask the depth policy after so many passes; none: as trained", low=1)
+    depth: int | None = option(None, "maximum draft passes; none: as trained", low=1)
+    every: int | None = option(None, "passes between two questions to the depth policy; none: as trained", low=1)
     constant_length: bool | None = option(
         None, "show the depth policy one length for all texts, as the release does; none: as trained"
     )
@@ -388,7 +393,7 @@ class LTD(TreePolicy):
         return 1 + (rules.sizes[-1] if self.pair.size else rules.fixed_size)
 
     def _drafted(self, level: int) -> int:
-        """Nodes of the tree after so many passes, the root counted."""
+        """Nodes of the tree after this many passes, the root counted."""
         return 1 + self.width * (1 + self.width * (level - 1))
 
     def decide(self, level: int, view: TreeView, ctx: Context) -> Decision:

@@ -22,7 +22,7 @@ class OptTree(TreePolicy):
 
     nodes: int = option(60, "drafted nodes to verify", low=1)
     threshold: float = option(0.5, "go on while a layer adds more than this to the expected tokens", low=0)
-    depth: int = option(10, "draft passes at the most", low=1)
+    depth: int = option(10, "maximum draft passes", low=1)
     k: int | None = option(16, "children of a node; none: as many as nodes, which makes the tree exact", low=1)
     literal: bool = option(False, "as the release: the newest layer is drafted but not used")
 

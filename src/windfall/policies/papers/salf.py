@@ -27,8 +27,8 @@ class Salf(TreePolicy):
     th: float = option(0.6, "stop when the nodes to expand sum to less path probability than this", low=0, high=1)
     fill: bool = option(True, "fill the tree with the best unexpanded nodes; False returns the listing's tree")
     max_depth: int | None = option(None, "longest drafted path; None: no limit", low=1)
-    k: int | None = option(10, "children of a node at the most; None: as many as can matter", low=1)
-    cap: int = option(16, "draft passes at the most; the paper has no limit", low=1)
+    k: int | None = option(10, "maximum children of a node; None: as many as can matter", low=1)
+    cap: int = option(16, "maximum draft passes; the paper has no limit", low=1)
 
     def plan(self) -> Plan:
         return Plan(

@@ -20,7 +20,7 @@ best_trees = lru_cache(maxsize=16)(BestTrees)
 
 @lru_cache(maxsize=64)
 def largest(acceptance: tuple[float, ...], nodes: int, depth: int) -> Shape:
-    """The tree that commits most, whatever it costs."""
+    """The tree with the most expected tokens, at any cost."""
     known = best_trees(acceptance, nodes, depth)
     return Shape(known.paths(int(known.best[depth].argmax()), depth))
 
@@ -48,9 +48,11 @@ class Sequoia(StaticTreePolicy):
 
     uses_costs: ClassVar[bool] = True
 
-    acceptance: str = option(EXAMPLE, "how often the child of each rank is right; the default is an example: measure")
+    acceptance: str = option(
+        EXAMPLE, "probability that the child of each rank is correct; the default is an example: measure"
+    )
     nodes: int = option(64, "rows of the verify pass, the root counted", low=1, high=512)
-    depth: int = option(9, "draft passes at the most", low=1, high=64)
+    depth: int = option(9, "maximum draft passes", low=1, high=64)
     sizing: str = option("quickest", "quickest by this machine's costs, or the largest allowed", choices=SIZING)
 
     def __post_init__(self) -> None:

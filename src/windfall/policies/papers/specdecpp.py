@@ -23,8 +23,8 @@ class SpecDecPlusPlus(Beam):
     the depth. The network is LTD's: 1024 hidden units with SiLU, beside a direct way from the inputs.
     """
 
-    depth: int = option(12, "draft passes at the most (LTD: 12; the release: 20, on chains)", low=1)
-    least: int = option(2, "draft passes at the least", low=1)
+    depth: int = option(12, "maximum draft passes (LTD: 12; the release: 20, on chains)", low=1)
+    least: int = option(2, "minimum draft passes", low=1)
     threshold: float = option(0.3, "end when a rejection is likelier than this", low=0, high=1)
     path: str | None = option(None, "classifier, a file or its folder; none: the one for the embedded model's head")
 

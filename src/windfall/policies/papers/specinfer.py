@@ -12,7 +12,7 @@ from windfall.policies.context import Context
 from windfall.policies.shape import Shape
 from windfall.policies.static_trees import StaticTreePolicy
 
-LARGEST = 1024  # nodes; more is a slip of the finger
+MAX_NODES = 1024  # more is probably a typing error
 
 
 @dataclass
@@ -31,8 +31,8 @@ class SpecInfer(StaticTreePolicy):
         if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
             raise InputError(f"widths must be whole numbers from 1 with commas, like 1,1,3,1, not '{self.widths}'")
         widths = [int(part) for part in parts]
-        if (total := sum(accumulate(widths, mul))) > LARGEST:
-            raise InputError(f"widths must make at most {LARGEST} nodes, not {total}")
+        if (total := sum(accumulate(widths, mul))) > MAX_NODES:
+            raise InputError(f"widths must make at most {MAX_NODES} nodes, not {total}")
         levels = (product(*map(range, widths[: depth + 1])) for depth in range(len(widths)))
         self._layout = Shape(path for level in levels for path in level)
 

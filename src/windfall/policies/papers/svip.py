@@ -19,9 +19,9 @@ class SVIP(Beam):
     is on a tree; here, the one after the likeliest node of the last pass, which on a beam of one is SVIP itself.
     """
 
-    depth: int = option(12, "draft passes at the most (LTD: 12, which as a loop count would be 13)", low=1)
-    factor: float = option(0.15, "what the entropy (in nats) is multiplied with", low=0)
-    threshold: float = option(0.3, "end when the root of that is above this", low=0)
+    depth: int = option(12, "maximum draft passes (LTD: 12, which as a loop count would be 13)", low=1)
+    factor: float = option(0.15, "factor on the entropy (in nats)", low=0)
+    threshold: float = option(0.3, "end when the square root of factor × entropy is above this", low=0)
 
     def plan(self) -> Plan:
         return replace(super().plan(), watches=("entropy",), decide=self.decide)

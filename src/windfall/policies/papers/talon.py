@@ -25,7 +25,7 @@ class Talon(TreePolicy):
     mu: float = option(0.03, "path probability that passes the gate, as a share of the layer's best", low=0, high=1)
     init_layers: int = option(1, "layers before the gate is used (the paper's ablation: 0 to 3)", low=0)
     children: int | None = option(16, "children of a node that are looked at; none: all, as in the paper", low=1)
-    cap: int = option(24, "draft passes at the most; the paper has no limit", low=1)
+    cap: int = option(24, "maximum draft passes; the paper has no limit", low=1)
 
     def plan(self) -> Plan:
         return Plan(

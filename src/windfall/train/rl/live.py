@@ -15,9 +15,10 @@ from torch import Tensor
 
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow, Step
-from windfall.policies.base import TreePolicy, best_of
+from windfall.policies.base import TreePolicy
 from windfall.policies.context import Context
 from windfall.policies.papers.ltd import NOTHING, View
+from windfall.policies.ranking import best_nodes
 from windfall.train.rl.config import Config
 from windfall.train.rl.rollout import Outcome, split_texts
 
@@ -62,11 +63,11 @@ class RemotePolicy(TreePolicy):
             return None
         depth = tree.arrays.depth
         newest = np.arange(np.searchsorted(depth, depth[-1]), len(tree))
-        return Grow(torch.from_numpy(best_of(tree, newest, self.k)), self.k, self.entropy)
+        return Grow(torch.from_numpy(best_nodes(tree, newest, self.k)), self.k, self.entropy)
 
     def select(self, tree: DraftTree, ctx: Context) -> Tensor:
         count = self._ask(Message("select", tree, ctx.length)) + 1
-        return torch.from_numpy(best_of(tree, np.arange(len(tree)), count))
+        return torch.from_numpy(best_nodes(tree, np.arange(len(tree)), count))
 
     def _ask(self, message: Message) -> int:
         started = time.perf_counter()
