@@ -59,7 +59,7 @@ def test_tree_scores_are_path_scores(family: str, dtype: torch.dtype, tolerance:
         assert float((logits[node] - path_logits(model, tokens[:-1], tree, node)).abs().max()) < tolerance
 
 
-def test_gathered_rows_are_rebuilt_rows() -> None:
+def test_committed_cache_rows_equal_those_of_a_new_prefill() -> None:
     model = tiny(dtype=torch.float64)
     target, tokens = Target(model), prompt(8)
     target.prefill([tokens])
@@ -209,7 +209,12 @@ def roberta(is_decoder: bool) -> Any:
 
 
 def test_a_model_that_can_be_an_encoder_is_taken_as_a_decoder() -> None:
-    Target(roberta(is_decoder=True))  # is not refused
+    target, texts = Target(roberta(is_decoder=True)), []
+    for policy in ("none", "chain"):
+        engine = Engine(target, registry.drafter("lm"), registry.policy(policy))
+        texts.append(engine.generate(prompt(6), max_new_tokens=6, eos=()).token_ids)
+    assert len(texts[0]) == 6
+    assert texts[0] == texts[1]
 
 
 def test_layer_types_decide_whether_a_hybrid_is_recurrent() -> None:
@@ -268,7 +273,7 @@ def test_queries_scaled_by_places_in_the_cache_limit_text_and_tree() -> None:
     assert Target(build("llama4_text", floor_scale=600, attn_temperature_tuning=False)).context == 256
 
 
-def test_a_compiled_model_is_taken_as_it_was() -> None:
+def test_a_compiled_model_runs_uncompiled() -> None:
     model, tokens = tiny(), prompt(9)
     compiled = as_target(torch.compile(model))
     assert compiled.model is model
