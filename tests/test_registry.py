@@ -75,6 +75,6 @@ def test_third_parties_register_through_entry_points(monkeypatch: pytest.MonkeyP
     assert type(registry.policy("theirs", depth=2)).__name__ == "Chain"
 
 
-def test_no_number_is_no_option() -> None:
+def test_nan_is_refused_as_an_option() -> None:
     with pytest.raises(InputError, match="threshold must be a number, not nan"):
         registry.policy("ddd", threshold=float("nan"))

@@ -218,7 +218,7 @@ def test_kernels_of_the_first_cycle_are_subtracted() -> None:
 
 
 def test_everything_is_timed_before_the_profiler_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind it launches are slow."""
+    """Kernel launches are slower once the profiler has run."""
     done: list[str] = []
 
     def noting(what: str, result: Any) -> Any:

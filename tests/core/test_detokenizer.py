@@ -90,7 +90,7 @@ def test_several_tokens_at_once_show_as_much_as_one_by_one(text: str, sizes: lis
     assert taken + other.take(final=True) == shown + one.take(final=True)
 
 
-def test_what_never_becomes_text_is_not_tried_again_and_again() -> None:
+def test_undecodable_bytes_are_not_decoded_again_with_every_token() -> None:
     class Counting(ByteTokenizer):
         decoded = 0
 

@@ -1,4 +1,4 @@
-"""Files appear whole or not at all, and are as private as the user wants them."""
+"""Files are written completely or not at all, with the permissions of the user's umask."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path) -> None:
         make_folder(tmp_path / "a")
 
 
-def test_no_config_ever_stands_beside_the_weights_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_and_weights_are_never_from_different_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 

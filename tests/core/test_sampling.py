@@ -26,7 +26,7 @@ def test_hash_is_splitmix64() -> None:
 
 
 def test_noise_known_answers() -> None:
-    """Fixed for ever: a change here changes every sampled text."""
+    """These numbers must never change: a change would alter every sampled text."""
     bits = noise_bits(1234, torch.tensor([0, 7]), torch.tensor([0, 1, 49151]))
     assert [[b % 2**64 for b in row] for row in bits.tolist()] == KNOWN_BITS
     noise = gumbel(1234, torch.tensor([7]), torch.tensor([0, 1, 49151]))[0]

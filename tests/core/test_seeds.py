@@ -33,7 +33,7 @@ def test_texts_without_a_seed_differ_and_can_be_repeated() -> None:
         assert engine().generate(prompt(), seed=each.seed, **HOT).token_ids == each.token_ids
 
 
-def test_a_seed_gives_the_text_it_always_gave() -> None:
+def test_a_seed_gives_the_text_of_version_0_1_0() -> None:
     """The tokens of version 0.1.0 on this model, whose default seed was 0."""
     assert engine().generate(prompt(), seed=0, **HOT).token_ids[:8] == SEED_0
 
@@ -102,7 +102,7 @@ def test_a_drawn_tree_can_be_drawn_again(folder: Path) -> None:  # noqa: F811
     assert windfall("tree", "abc", *options, "--seed", seed).stdout == first.stdout
 
 
-def test_one_token_is_not_tokens(folder: Path) -> None:  # noqa: F811
+def test_one_token_is_reported_in_the_singular(folder: Path) -> None:  # noqa: F811
     said = windfall("generate", "a", "--raw", "--target", folder, "--policy", "none", "--max-new-tokens", "1")
     assert re.match(r"1 token, .*; prompt: 1 token, ", said.stderr)
     compared = windfall("generate", "a", "--compare", "--target", folder, "--policy", "chain", "--max-new-tokens", "1")

@@ -35,7 +35,7 @@ def overconfident(cycles: int = 400) -> tuple[Calibrator, np.ndarray, np.ndarray
     return simulation.calibrator, np.array(said), np.array(made), np.array(came)
 
 
-def test_many_nodes_at_once_have_the_same_chances() -> None:
+def test_chances_of_a_large_tree_equal_those_of_accept() -> None:
     calibrator, *_ = overconfident()
     step = Simulation(random_table(20, 3, 1.2), random_table(20, 4, 1.2), ASSUMED).cycle(
         registry.policy("beam", depth=8, k=4, nodes=60)
@@ -44,14 +44,14 @@ def test_many_nodes_at_once_have_the_same_chances() -> None:
     np.testing.assert_allclose(calibrator.chances(step.drafted), calibrator.accept(step.drafted), rtol=1e-9)
 
 
-def test_it_starts_at_the_drafters_own_word() -> None:
+def test_a_new_calibrator_returns_the_drafters_probabilities() -> None:
     tree = DraftTree.root(0).extend(
         torch.tensor([0, 0]), torch.tensor([1, 2]), torch.tensor([0.7, 0.2]).log(), torch.arange(2)
     )
     assert Calibrator().accept(tree) == pytest.approx([0.7, 0.2], abs=1e-5)
 
 
-def test_overconfidence_is_corrected_as_it_goes() -> None:
+def test_overconfidence_is_corrected_while_decoding() -> None:
     calibrator, said, made, came = overconfident()
     late = slice(len(said) // 2, None)
     before, after = (expected_calibration_error(x[late], came[late]) for x in (said, made))
@@ -66,7 +66,7 @@ def test_kappa_grows_for_an_overconfident_drafter() -> None:
     assert calibrator.kappa > 1.2
 
 
-def test_kappa_is_moved_by_every_family_of_which_a_child_was_drawn() -> None:
+def test_kappa_is_updated_by_siblings_of_which_one_was_accepted() -> None:
     logq = np.log([0.6, 0.3, 0.1, 0.9, 0.05, 0.5, 0.4])
     families, accepted = np.array([0, 0, 0, 3, 3, 9, 9]), np.array([0, 1.0, 0, 0, 0, 1.0, 0])
     expected = 1.0
@@ -80,7 +80,7 @@ def test_kappa_is_moved_by_every_family_of_which_a_child_was_drawn() -> None:
     assert calibrator.kappa == pytest.approx(expected)
 
 
-def test_as_many_passes_need_no_decision_as_four_of_five_cycles_exceed() -> None:
+def test_min_draft_passes_is_exceeded_in_four_of_five_cycles() -> None:
     calibrator, numbers = Calibrator(), np.random.default_rng(0)
     assert calibrator.min_draft_passes == 1
     wanted = numbers.integers(3, 13, 4000)
@@ -97,14 +97,14 @@ def test_as_many_passes_need_no_decision_as_four_of_five_cycles_exceed() -> None
     assert calibrator.min_draft_passes == 1
 
 
-def test_it_relaxes_to_the_prior() -> None:
+def test_weights_drift_back_to_the_prior() -> None:
     calibrator = copy.deepcopy(overconfident()[0])
     for _ in range(20_000):
         calibrator.drift_to_prior()
     assert calibrator.weights == pytest.approx(Calibrator().weights, abs=1e-3)
 
 
-def test_it_survives_saving() -> None:
+def test_a_calibrator_is_saved_and_restored() -> None:
     calibrator, *_ = overconfident()
     again = Calibrator.of_dict(json.loads(json.dumps(calibrator.as_dict())))
     assert again.as_dict() == calibrator.as_dict()

@@ -54,7 +54,7 @@ def test_a_curve_is_a_line_between_sizes_and_goes_on_after_the_last() -> None:
     assert Curve((1, 2), (2.0, 1.0)).at(9) == 1.0  # noise must not make large passes free
 
 
-def test_a_short_last_stretch_does_not_lead_astray() -> None:
+def test_a_short_last_segment_does_not_distort_extrapolation() -> None:
     assert Curve((1, 16, 31, 32), (1.0, 1.0, 1.0, 1.16)).at(64) == pytest.approx(1.16 + 32 * 0.01)
 
 
@@ -136,7 +136,7 @@ def test_all_widths_of_a_model_that_drafts(engine: Engine) -> None:
     assert measure(engine, **FEW).costs.drafts.sizes == (1, 2, 4)
 
 
-def test_a_drafter_that_finds_nothing_still_costs_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_that_finds_nothing_is_timed_at_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = loading.load(tiny(), registry.drafter("ngram", min_match=16, max_match=16), "none")
     monkeypatch.setattr(profiling, "_text", lambda engine: list(range(1, 40)))
     assert measure(engine, **FEW).costs.drafts.sizes == (1,)
@@ -209,7 +209,7 @@ def test_a_profile_is_measured_once(engine: Engine, measured: Measured, capsys: 
     assert measured.calls == 2
 
 
-def test_a_full_profile_serves_all_a_quick_one_does_not(engine: Engine, measured: Measured) -> None:
+def test_a_full_profile_replaces_a_quick_one(engine: Engine, measured: Measured) -> None:
     load_or_measure(engine)
     assert load_or_measure(engine, quick=False).full
     assert load_or_measure(engine).full
@@ -252,7 +252,7 @@ def test_a_damaged_profile_is_measured_anew(engine: Engine, measured: Measured, 
     assert [each.name for each in file.parent.iterdir()] == [file.name]
 
 
-def test_a_profile_of_a_busy_machine_is_soon_forgotten(engine: Engine, measured: Measured) -> None:
+def test_a_profile_of_a_busy_machine_expires_early(engine: Engine, measured: Measured) -> None:
     measured.steady = False
     load_or_measure(engine)
     load_or_measure(engine)
@@ -262,7 +262,7 @@ def test_a_profile_of_a_busy_machine_is_soon_forgotten(engine: Engine, measured:
     assert measured.calls == 2
 
 
-def test_a_cache_that_cannot_be_written_to_is_no_obstacle(
+def test_a_read_only_cache_does_not_stop_profiling(
     engine: Engine, measured: Measured, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (cache / "file").touch()
@@ -277,7 +277,7 @@ def test_profiles_survive_json(engine: Engine) -> None:
 
 
 def test_disturbances_do_not_count() -> None:
-    """Whatever else runs only adds to a pass's time."""
+    """Other processes can only make a pass slower, so the fastest run counts."""
     assert profiling.quickest_quarter([3.0]) == 3.0
     assert profiling.quickest_quarter([9.0, 3.0, 4.0, 3.5]) == 3.0
     assert profiling.quickest_quarter([9.0, 3.0, 4.0, 3.5, 3.2, 8.0, 3.1, 7.0, 5.0]) == 3.2

@@ -1,4 +1,4 @@
-"""Costs that cycles put right: a wrong profile does not last, noise changes nothing, given costs stay as they are."""
+"""Costs that are corrected while decoding: wrong profiles are corrected, noise changes nothing, given costs stay."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def verify(online_costs: OnlineCosts, rows: int, seconds: float, times: int = 1)
         online_costs.record_verify(rows, 0, seconds)
 
 
-# ---- what is believed
+# ---- learning from measured passes
 
 
-def test_a_quicker_pass_is_believed_at_once_and_of_its_neighbours_too() -> None:
+def test_one_faster_pass_lowers_its_cost_and_those_of_other_sizes() -> None:
     online_costs = warm()
     verify(online_costs, 1, 10.0, 8)
     verify(online_costs, 4, 12.0)
@@ -54,8 +54,8 @@ def test_a_quicker_pass_is_believed_at_once_and_of_its_neighbours_too() -> None:
     assert online_costs.overestimate == pytest.approx(5 / 3)
 
 
-def test_more_rows_are_never_free() -> None:
-    """Or trees would grow without end."""
+def test_costs_rise_strictly_with_rows() -> None:
+    """Otherwise policies would grow trees without limit."""
     online_costs = warm()
     verify(online_costs, 4, 2.0)
     verify(online_costs, 16, 1.0)
@@ -63,7 +63,7 @@ def test_more_rows_are_never_free() -> None:
     assert all(less < more for less, more in itertools.pairwise(seconds)) and online_costs.costs.verify(16, 0) < 10
 
 
-def test_dearer_passes_are_believed_when_they_keep_coming() -> None:
+def test_repeated_slower_passes_raise_the_cost() -> None:
     online_costs = warm()
     verify(online_costs, 4, 200.0, 3)
     assert online_costs.costs.verify(4, 0) == pytest.approx(20.0)
@@ -71,7 +71,7 @@ def test_dearer_passes_are_believed_when_they_keep_coming() -> None:
     assert online_costs.costs.verify(4, 0) == pytest.approx(60.0)
 
 
-def test_single_disturbances_change_nothing() -> None:
+def test_single_slow_passes_change_nothing() -> None:
     online_costs = warm()
     for turn in range(60):
         verify(online_costs, 4, 200.0 if turn % 6 == 0 else 20.0)
@@ -79,15 +79,15 @@ def test_single_disturbances_change_nothing() -> None:
     assert online_costs.costs is COSTS
 
 
-def test_costs_change_only_noticeably() -> None:
-    """What policies and devices keep for these costs is made anew with every change."""
+def test_small_changes_of_time_do_not_change_the_costs() -> None:
+    """Policies and the GPU runner rebuild their state whenever the costs change."""
     online_costs = warm()
     for turn in range(60):
         verify(online_costs, 4, 20.0 * (1 + 0.05 * (turn % 3 - 1)))
     assert online_costs.costs is COSTS
 
 
-def test_all_scales_with_a_plain_step_until_draft_passes_are_seen() -> None:
+def test_all_costs_scale_with_a_plain_step_until_draft_passes_are_timed() -> None:
     online_costs = OnlineCosts(COSTS)
     verify(online_costs, 1, 2.0)
     assert online_costs.costs.draft(1) == pytest.approx(0.2) and online_costs.costs.opening == pytest.approx(0.1)
@@ -98,7 +98,7 @@ def test_all_scales_with_a_plain_step_until_draft_passes_are_seen() -> None:
     assert online_costs.costs.draft(1) == pytest.approx(0.02) and online_costs.costs.verify(1, 0) == pytest.approx(2.0)
 
 
-def test_what_had_more_to_do_is_a_bound() -> None:
+def test_times_marked_at_most_only_lower_the_costs() -> None:
     online_costs = warm()
     for _ in range(20):
         online_costs.record_drafts([0], 9.0, at_most=True)
@@ -108,7 +108,7 @@ def test_what_had_more_to_do_is_a_bound() -> None:
     assert online_costs.costs.draft(1) == pytest.approx(1 / 3)
 
 
-def test_what_was_learnt_beside_other_work_is_forgotten_when_that_ends() -> None:
+def test_costs_learnt_on_a_busy_machine_are_dropped_when_it_is_free() -> None:
     online_costs = warm()
     for _ in range(20):
         online_costs.record_drafts([1], 12.0)
@@ -127,10 +127,10 @@ def test_stepped_curves_keep_their_sizes() -> None:
     assert online_costs.costs.verifies[0][1].sizes == (1, 4, 16, 64) and online_costs.costs.verifies[0][1].stepped
 
 
-# ---- looks at what seems too dear
+# ---- probing sizes that seem too expensive
 
 
-def test_a_size_is_looked_at_once_in_a_while() -> None:
+def test_sizes_become_stale_and_are_probed_again() -> None:
     online_costs = warm()
     assert online_costs.next_stale_size(1) == 2
     verify(online_costs, 2, 3 * COSTS.verify(2, 0))  # somebody else had the machine
@@ -141,7 +141,7 @@ def test_a_size_is_looked_at_once_in_a_while() -> None:
     assert online_costs.next_stale_size(1) == 2
 
 
-def test_looks_have_a_budget() -> None:
+def test_probes_have_a_budget() -> None:
     online_costs = OnlineCosts(COSTS)
     assert online_costs.try_spend(INITIAL_PROBE_STEPS * 10.0) and not online_costs.try_spend(1.0)
     verify(online_costs, 1, 10.0, 11)
@@ -186,14 +186,14 @@ def best_pace(curve: str, seed: int) -> float:
 
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("curve", ["flat, cheap head", "steps"])
-def test_a_wrong_profile_costs_a_tenth_of_a_text_at_the_most(curve: str, wrong: str) -> None:
+def test_a_wrong_profile_costs_at_most_a_tenth_of_the_throughput(curve: str, wrong: str) -> None:
     online_costs = OnlineCosts(scaled(CURVES[curve], **WRONG[wrong]))
     assert pace(curve, online_costs, True, 1) > 0.9 * best_pace(curve, 1)
 
 
 @pytest.mark.parametrize("curve", ["flat, dear drafter", "steps"])
-def test_noise_costs_next_to_nothing(curve: str) -> None:
-    """Looks at what was not seen included."""
+def test_timing_noise_costs_at_most_two_percent(curve: str) -> None:
+    """The cost of probing unused sizes is included."""
     seeds = range(2)
     found = sum(pace(curve, OnlineCosts(CURVES[curve]), True, seed) for seed in seeds)
     assert found > 0.98 * sum(best_pace(curve, seed) for seed in seeds)
@@ -209,7 +209,7 @@ def tiny_engine(policy: str = "auto", graphs: bool = False) -> Engine:
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_an_engine_learns_from_its_cycles_and_the_text_stays_the_same(graphs: bool) -> None:
-    """Costs of a GPU's form, a thousand times too high."""
+    """The initial costs have the form of a GPU's and are about a thousand times too high."""
     dear = Costs.simple(10.0, (1, 96), (100.0, 150.0))
     given, learning = tiny_engine(graphs=graphs), tiny_engine(graphs=graphs)
     given.costs, learning.online_costs = dear, OnlineCosts(dear)
@@ -219,7 +219,7 @@ def test_an_engine_learns_from_its_cycles_and_the_text_stays_the_same(graphs: bo
     assert found.token_ids == wanted.token_ids
 
 
-def test_policies_on_the_host_teach_nothing_dearer_about_the_device() -> None:
+def test_host_policies_do_not_raise_the_costs_of_the_device() -> None:
     cheap = Costs.simple(1e-7, (1, 96), (1e-6, 1.5e-6))
     engine = tiny_engine("auto", graphs=True)
     engine.online_costs = OnlineCosts(cheap)
@@ -227,7 +227,7 @@ def test_policies_on_the_host_teach_nothing_dearer_about_the_device() -> None:
     assert engine.fallback and engine.costs is cheap
 
 
-def test_batches_teach_nothing() -> None:
+def test_batches_do_not_change_the_costs() -> None:
     engine, dear = tiny_engine(), Costs.simple(10.0, (1, 96), (100.0, 150.0))
     engine.online_costs = OnlineCosts(dear)
     params = engine.params(max_new_tokens=40, eos=())
@@ -236,7 +236,7 @@ def test_batches_teach_nothing() -> None:
 
 
 @pytest.mark.parametrize("wrong", [True, False])
-def test_a_kept_profile_that_cycles_proved_wrong_is_soon_forgotten(
+def test_a_saved_profile_that_proved_wrong_is_marked_unsteady(
     wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WINDFALL_CACHE", str(tmp_path))
@@ -254,7 +254,7 @@ def test_a_kept_profile_that_cycles_proved_wrong_is_soon_forgotten(
     assert kept is not None and kept.costs == COSTS and kept.steady != wrong
 
 
-def test_a_draft_pass_that_brings_nothing_teaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_passes_without_new_nodes_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(Target(tiny()), registry.drafter("ngram"), registry.policy("chain", depth=1))
     engine.online_costs = OnlineCosts(COSTS)
     booked: list[object] = []
@@ -265,8 +265,8 @@ def test_a_draft_pass_that_brings_nothing_teaches_nothing(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("curve", ["flat, dear drafter", "steps", "linear"])
-def test_deciding_costs_what_it_takes(curve: str) -> None:
-    """Where it takes as long as ten plain steps, as it may on a fast device, `auto` decodes plainly; else it drafts."""
+def test_auto_stops_drafting_if_deciding_takes_too_long(curve: str) -> None:
+    """`auto` drafts in every cycle if deciding is free, and hardly ever if it takes as long as ten plain steps."""
     for steps in (0.0, 10.0):
         simulation, policy, drafts = Simulation(*pair(3.0), CURVES[curve]), registry.policy("auto"), 0
         for _ in range(200):
@@ -277,7 +277,7 @@ def test_deciding_costs_what_it_takes(curve: str) -> None:
         assert drafts == 200 if steps == 0 else drafts < 10
 
 
-def test_what_was_too_dear_is_known_after_the_machine_has_got_rid_of_other_work() -> None:
+def test_the_overestimate_is_kept_when_learnt_costs_are_dropped() -> None:
     online_costs = OnlineCosts(Costs.simple(10.0, (1, 96), (100.0, 150.0)))
     for _ in range(12):
         online_costs.record_verify(1, 0, 90.0)

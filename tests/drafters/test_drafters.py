@@ -65,7 +65,7 @@ def test_committing_keeps_the_cache_right() -> None:
         assert drafter.decoder.lengths[0] + len(drafter._pending[0]) == len(committed)
 
 
-def test_a_long_silence_is_caught_up_with() -> None:
+def test_many_pending_tokens_are_processed_in_several_passes() -> None:
     model, committed = tiny(seed=1), prompt(3 * MAX_PENDING)
     other = prompt(4, seed=2)
     drafter = attached(LMDrafter(model=model), Target(tiny()), [committed, other])

@@ -187,7 +187,7 @@ def test_one_token_of_context_is_enough_if_asked() -> None:
     assert list(chances(grown(started([1, 2, 3, 1], min_match=1), root=1, levels=1))) == [2]
 
 
-def test_a_none_grow_leaves_its_tree_alone() -> None:
+def test_a_sequence_without_a_grow_request_keeps_its_tree() -> None:
     drafter = NGramDrafter()
     drafter.start([[1, 2, 3, 1, 2], [1, 2, 3, 1, 2]], None, [None] * 2)
     trees = drafter.begin([2, 2])
@@ -196,7 +196,7 @@ def test_a_none_grow_leaves_its_tree_alone() -> None:
     assert len(grown_trees[1]) == 2
 
 
-def test_a_repeating_text_is_drafted_on_and_on() -> None:
+def test_a_repeating_text_is_drafted_to_any_depth() -> None:
     tree = grown(started([1, 2, 3] * 3), root=3, levels=12, k=1)
     assert tree.tokens.tolist() == [3, *[1, 2, 3] * 4]
 
@@ -250,7 +250,7 @@ def test_commit_takes_the_path_and_the_bonus() -> None:
 
 
 @given(texts.filter(bool), st.sampled_from(METHODS))
-def test_a_nodes_children_never_exceed_certainty(text: list[int], method: str) -> None:
+def test_probabilities_of_a_nodes_children_sum_to_at_most_one(text: list[int], method: str) -> None:
     tree = grown(started(text, method=method, min_match=1), text[-1], levels=2)
     tree.check()
     for node in range(len(tree)):

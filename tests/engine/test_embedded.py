@@ -29,7 +29,7 @@ def target() -> Target:
     return windfall.load(policy="none").target
 
 
-def test_greedy_is_transformers_own_and_ends_at_a_stop_string(target: Target) -> None:
+def test_greedy_text_equals_transformers_and_ends_at_a_stop_string(target: Target) -> None:
     engine = Engine(target, registry.drafter("ngram"), registry.policy("beam"))
     ids = engine.encode(LIMERICK)
     inputs = torch.tensor([ids])
@@ -53,7 +53,7 @@ def test_sampled_text_does_not_depend_on_the_draft(target: Target) -> None:
     assert generation.stats.tau > 1.2  # of the small model that comes with the package
 
 
-def test_a_head_that_names_the_wrong_layers_is_still_read_right(target: Target, tmp_path: Path) -> None:
+def test_a_head_that_names_the_wrong_layers_gets_the_right_ones(target: Target, tmp_path: Path) -> None:
     """With the wrong layers it guesses 33% of the tokens instead of 42%."""
     folder = shutil.copytree(bundled.FOLDER / "smollm2-135m-instruct", tmp_path / "head")
     config = json.loads((folder / "config.json").read_text())

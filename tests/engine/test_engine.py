@@ -73,13 +73,13 @@ def crossed() -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize(("policy", "drafter_name", "sampling"), crossed())
-def test_same_seed_same_text(policy: str, drafter_name: str, sampling: str) -> None:
+def test_same_seed_gives_same_text_for_every_policy_and_drafter(policy: str, drafter_name: str, sampling: str) -> None:
     seed = len(policy) % 3
     assert ids(engine(policy, drafter_name), seed, seed, **SAMPLING[sampling]) == plain_ids(sampling, seed)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_is_transformers_own(family: str) -> None:
+def test_greedy_text_equals_transformers_generate(family: str) -> None:
     """For every family: plain decoding and trees give what `model.generate` gives, past a sliding window too."""
     model, tokens = target(family).model, prompt(9)
     wanted = hf_greedy(model, tokens, 16)
@@ -218,7 +218,7 @@ def test_caches_hold_what_was_committed(drafter_name: str) -> None:
                 assert held == length
 
 
-def test_stream_is_generate() -> None:
+def test_stream_gives_the_text_of_generate() -> None:
     made = engine("beam", "lm")
     steps = list(made.stream(prompt(), max_new_tokens=20, temperature=0.9, seed=4))
     assert [t for step in steps for t in step.tokens] == ids(made, 4, temperature=0.9, max_new_tokens=20)

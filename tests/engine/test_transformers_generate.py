@@ -256,7 +256,7 @@ def test_speculation_goes_on_where_rows_go_together(model: Any) -> None:
     assert len(passes) <= 4
 
 
-def test_rows_that_ended_go_on_where_there_is_no_end_of_text(model: Any, near: Any) -> None:
+def test_finished_rows_continue_if_there_is_no_end_of_text_token(model: Any, near: Any) -> None:
     options = {"do_sample": False, "pad_token_id": None}
     logs: list[list[Any]] = [[], []]
     theirs, ours = (
@@ -281,7 +281,7 @@ def test_a_longer_limit_of_the_caller_is_kept(model: Any, near: Any) -> None:
     assert ours.shape[1] == 30
 
 
-def test_the_engine_goes_with_the_model() -> None:
+def test_a_model_with_an_engine_can_be_freed() -> None:
     made = tiny(num_hidden_layers=1)
     inputs = torch.tensor([prompt()])
     loop = windfall.custom_generate(drafter="lm", policy="beam")
@@ -294,7 +294,7 @@ def test_the_engine_goes_with_the_model() -> None:
     assert seen() is None
 
 
-def test_a_loop_made_anew_each_time_is_the_same_engine() -> None:
+def test_equal_custom_generate_calls_share_one_engine() -> None:
     made, inputs = tiny(num_hidden_layers=1), torch.tensor([prompt()])
     options = {"attention_mask": torch.ones_like(inputs), "do_sample": False, "max_new_tokens": 3}
     for _ in range(3):
@@ -540,8 +540,8 @@ def test_what_the_loop_cannot_do_is_refused_by_name(eager: Any, name: str) -> No
         )
 
 
-def test_every_option_of_transformers_has_its_place() -> None:
-    """A new version of transformers may bring options that would be left out in silence."""
+def test_every_option_of_transformers_is_honoured_refused_or_harmless() -> None:
+    """A new version of transformers may add options that would be ignored silently."""
     known = [HONOURED, HARMLESS, set(REFUSED)]
     options = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     assert options <= set().union(*known)

@@ -37,7 +37,7 @@ def target() -> Target:
 
 @pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING.keys())
 @pytest.mark.parametrize("policy", [p for p in registry.policies() if p != "none"])
-def test_same_seed_same_text(target: Target, policy: str, sampling: dict[str, Any]) -> None:
+def test_same_seed_gives_same_text(target: Target, policy: str, sampling: dict[str, Any]) -> None:
     plain = Engine(target, registry.drafter("ngram"), registry.policy("none"))
     wanted = plain.generate(prompt(), max_new_tokens=24, seed=0, **sampling).token_ids
     for drafter in (registry.drafter("ngram"), LMDrafter(model=tiny(seed=1, num_hidden_layers=1).cuda())):

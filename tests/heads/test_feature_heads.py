@@ -72,7 +72,7 @@ def plain_text(temperature: float) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_same_seed_same_text(kind: str) -> None:
+def test_same_seed_gives_same_text_uncoupled(kind: str) -> None:
     """The engine's tests run all policies with coupled noise; here they run uncoupled with one kind."""
     drafter = FeatureHeadDrafter(model=random_head(kind))
     for temperature, coupled in ((0.0, True), (1.0, True), (1.0, False)):
@@ -83,7 +83,7 @@ def test_same_seed_same_text(kind: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_any_family_hands_out_its_states(family: str) -> None:
+def test_heads_read_hidden_states_of_every_family(family: str) -> None:
     target = Target(tiny(family), check=False)
     drafter = FeatureHeadDrafter(model=random_head(seed=2))
     engine = Engine(target, drafter, registry.policy("beam", depth=3, k=3, nodes=10))

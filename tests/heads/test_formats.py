@@ -118,7 +118,7 @@ def test_what_is_written_is_read_back(tmp_path: Path, kind: str, format: str, li
 
 
 @pytest.mark.parametrize("kind", ["eagle3-pruned", "eagle", "griffin"])
-def test_half_the_bytes_by_default(tmp_path: Path, kind: str) -> None:
+def test_weights_are_written_in_half_precision_by_default(tmp_path: Path, kind: str) -> None:
     write(fit(random_head(kind), target()), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     kinds = {name: tensor.dtype for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
@@ -202,7 +202,7 @@ def test_a_prefix_and_pickled_weights(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("biased", [True, False])
-def test_eagle_inside_a_wrapper_and_without_a_word_about_bias(tmp_path: Path, biased: bool) -> None:
+def test_eagle_configs_nested_or_without_a_bias_setting_are_read(tmp_path: Path, biased: bool) -> None:
     head = random_head("eagle", flags={"fc_bias": biased})
     write(fit(head, target()), tmp_path, dtype=torch.float32)
     change(tmp_path, {"bias": ..., "num_key_value_heads": 2, "rope_theta": ..., "head_dim": ...})
@@ -365,7 +365,7 @@ def test_unambiguous_layers_take_one_pass_of_the_target(
 
 
 @pytest.mark.parametrize("right", [False, True])
-def test_speculators_without_a_word_about_the_residual(tmp_path: Path, right: bool) -> None:
+def test_a_missing_residual_setting_of_speculators_is_inferred(tmp_path: Path, right: bool) -> None:
     judge, head = constant_target(), telling_head((2, 4, 6), norm_before_residual=right)
     with torch.no_grad():  # both directions are on; the norm takes away one of them
         head.fc.weight[1, 2 + 1], head.fc.weight[1, 2] = 0, 0.1
@@ -473,7 +473,7 @@ def test_the_feature_before_the_embedding(tmp_path: Path) -> None:
     assert found.agreement == 1.0 and torch.equal(found.fc.weight, head.fc.weight)
 
 
-def test_a_head_that_never_agrees_is_told_of(tmp_path: Path) -> None:
+def test_a_head_that_never_agrees_with_the_target_gives_a_warning(tmp_path: Path) -> None:
     stored(tmp_path)
     with pytest.warns(HeadWarning, match=r"agrees with .* on \d+% of the tokens only"):
         head = find_head(str(tmp_path), target())
@@ -481,7 +481,7 @@ def test_a_head_that_never_agrees_is_told_of(tmp_path: Path) -> None:
     assert head.config.taps == random_head().config.taps  # no other reading did any better
 
 
-def test_the_command_line_tells_it_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_prints_head_warnings_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target().model.save_pretrained(tmp_path / "target")
     stored(tmp_path / "head")
     capsys.readouterr()
@@ -578,7 +578,7 @@ def test_damaged_files(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_weights_that_are_no_numbers(tmp_path: Path) -> None:
+def test_weights_with_nan_are_refused(tmp_path: Path) -> None:
     stored(tmp_path)
     change(tmp_path, tensors=lambda held: held["fc.weight"].fill_(float("nan")))
     with pytest.raises(InputError, match="computes no finite numbers"):
@@ -630,7 +630,7 @@ def test_a_scale_of_the_logits_is_borrowed_and_written(tmp_path: Path) -> None:
             assert torch.allclose(logits(read(tmp_path / "again")), logits(head), rtol=1e-5, atol=1e-5)
 
 
-def test_a_narrower_head_needs_its_own_words(tmp_path: Path) -> None:
+def test_a_narrower_head_needs_its_own_vocabulary_matrices(tmp_path: Path) -> None:
     config = random_head().config
     layer = type(config.layer)(**{**config.layer.to_dict(), "hidden_size": 16, "head_dim": 8})
     head = type(random_head())(config.__class__(**{**vars(config), "layer": layer}))
@@ -639,7 +639,7 @@ def test_a_narrower_head_needs_its_own_words(tmp_path: Path) -> None:
         find_head(tmp_path, target())
 
 
-def test_nothing_there() -> None:
+def test_missing_heads_are_refused() -> None:
     with pytest.raises(InputError, match=r"there is no folder '\./no-such-head'"):
         read("./no-such-head")
     with pytest.raises(InputError, match="cannot reach the Hugging Face hub for 'nobody/no-head'"):

@@ -51,7 +51,7 @@ def test_only_the_vocabulary_loses_precision(dtype: torch.dtype) -> None:
 
 @needs_int8
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_same_text(temperature: float) -> None:
+def test_an_int8_vocabulary_changes_no_text(temperature: float) -> None:
     target, head, texts = Target(tiny()), random_head("eagle3-pruned"), []
     for precision, graphs in (("full", False), ("int8", False), ("int8", True)):
         drafter = FeatureHeadDrafter(head, vocabulary_precision=precision)
@@ -80,7 +80,7 @@ def test_the_full_vocabulary_goes_and_the_given_head_stays(kind: str) -> None:
 
 
 @needs_int8
-def test_auto_rounds_what_is_large_and_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_quantises_large_vocabularies_if_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attached("auto").head.int8_vocabulary is None
     monkeypatch.setattr(int8_vocabulary, "MIN_ELEMENTS", 0)
     monkeypatch.setattr(int8_vocabulary, "slowdown", lambda product, full: 0.5)
@@ -138,7 +138,9 @@ def wrong(self: int8_vocabulary.Int8Vocabulary, hidden: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("method", "instead"), [("__init__", no_operator), ("__call__", wrong)])
-def test_full_where_there_is_no_such_product(monkeypatch: pytest.MonkeyPatch, method: str, instead: object) -> None:
+def test_the_vocabulary_stays_full_without_the_operator(
+    monkeypatch: pytest.MonkeyPatch, method: str, instead: object
+) -> None:
     monkeypatch.setattr(int8_vocabulary, "MIN_ELEMENTS", 0)
     monkeypatch.setattr(int8_vocabulary, "slowdown", lambda product, full: 0.5)
     monkeypatch.setattr(int8_vocabulary.Int8Vocabulary, method, instead)
@@ -150,7 +152,7 @@ def test_full_where_there_is_no_such_product(monkeypatch: pytest.MonkeyPatch, me
 
 
 @pytest.mark.parametrize("size", [BLOCK * 40, BLOCK * 40 + 1, 5])
-def test_likeliest_is_topk(size: int) -> None:
+def test_likeliest_equals_topk(size: int) -> None:
     logq = torch.randn(3, size, generator=torch.Generator().manual_seed(4))
     logq[1, 4:] = -torch.inf
     values, places = most_likely(logq, min(8, size))

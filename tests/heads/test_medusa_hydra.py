@@ -104,7 +104,7 @@ def test_nodes_of_any_depth_in_one_pass(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "hydra++"])
-def test_over_cycles_with_and_without_drafting(kind: str) -> None:
+def test_drafts_are_right_after_cycles_with_and_without_drafting(kind: str) -> None:
     heads, prompts = random_heads(kind), [prompt(5), prompt(11, seed=1)]
     target = target_model()
     drafter = started(heads, target, prompts)
@@ -215,7 +215,7 @@ def test_a_new_prefix_layer_adds_nothing() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt-neox"])
-def test_same_seed_same_text(family: str) -> None:
+def test_same_seed_gives_same_text(family: str) -> None:
     """The engine's tests run all policies; here a tree of fixed depth and one whose depth depends on the drafts."""
     target = Target(tiny(family), check=False)
     plain = Engine(target, registry.drafter("ngram"), registry.policy("none"))
@@ -297,7 +297,7 @@ def test_their_passes_can_be_measured(kind: str) -> None:
     assert Costs.of_dict(profile.costs.as_dict()) == profile.costs
 
 
-def test_a_first_pass_that_serves_them_all_is_priced_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_pass_of_medusa_has_its_own_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     real, now = MedusaDrafter._guess, [0.0]
 
     def tick(seconds: float) -> float:
@@ -312,7 +312,7 @@ def test_a_first_pass_that_serves_them_all_is_priced_apart(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("opening", "least", "most"), [(0.0, 20, 40), (30.0, 0, 3)])
-def test_auto_counts_a_costly_opening(opening: float, least: int, most: int) -> None:
+def test_auto_counts_the_cost_of_the_first_pass(opening: float, least: int, most: int) -> None:
     engine = Engine(target_model(), drafter_of(random_heads("medusa")), registry.policy("auto"))
     engine.costs = replace(Costs.simple(0.001, (1, 64), (1.0, 1.5)), opening=opening)
     steps = engine.generate(prompt(), max_new_tokens=40).steps
@@ -364,7 +364,7 @@ def test_the_releases_names(tmp_path: Path) -> None:
     assert {"blocks.3.layers.1.bias", "lm_heads.2.weight"} < load_file(tmp_path / "vllm" / "model.safetensors").keys()
 
 
-def test_a_release_of_fewer_words(tmp_path: Path) -> None:
+def test_a_release_with_a_minimal_configuration_is_read(tmp_path: Path) -> None:
     """A pickled file, and a configuration that names fewer heads than there are and nothing else."""
     heads = random_heads("medusa")
     assert isinstance(heads, Medusa)
@@ -474,7 +474,7 @@ def test_heads_downloaded_before_are_found(kind: str, tmp_path: Path, monkeypatc
     assert locate("somebody/heads") == tmp_path
 
 
-def test_nonsense_in_a_config_is_told_in_a_line(tmp_path: Path) -> None:
+def test_a_wrong_config_is_refused_in_one_line(tmp_path: Path) -> None:
     write_medusa(random_heads("medusa"), tmp_path)  # type: ignore[arg-type]
     (tmp_path / "config.json").write_text('{"medusa_num_heads": "x"}')
     with pytest.raises(InputError, match=f"cannot read '{tmp_path}'"):

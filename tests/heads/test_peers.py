@@ -51,6 +51,6 @@ def test_speculators_own_heads(variant: str, tmp_path: Path, place: Path) -> Non
 
 
 @needs_speculators
-def test_a_speculators_file_leaves_nothing_open(tmp_path: Path, place: Path) -> None:
+def test_a_speculators_file_has_a_single_reading(tmp_path: Path, place: Path) -> None:
     peers.make_speculator("qwen3", place).save_pretrained(tmp_path)
     assert len(read_checkpoint(tmp_path, "x", Shape.of(peers.target().decoder.config)).stated) == 1

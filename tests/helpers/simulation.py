@@ -72,11 +72,11 @@ class Simulation:
 
     def expected(self, tree: DraftTree) -> float:
         """1 + the target's probability of every node's path."""
-        reach = torch.ones(len(tree), dtype=torch.float64)
-        for node in range(1, len(tree)):
-            parent = int(tree.parents[node])
-            reach[node] = reach[parent] * float(self.target[tree.tokens[parent], tree.tokens[node]])
-        return float(reach.sum())
+        chances = self.target[tree.tokens[tree.parents[1:]], tree.tokens[1:]].tolist()
+        reach = [1.0]
+        for parent, chance in zip(tree.parents[1:].tolist(), chances, strict=True):
+            reach.append(reach[parent] * chance)
+        return sum(reach)
 
     def draw(self, token: int) -> int:
         return int(torch.multinomial(self.target[token], 1, generator=self.generator))

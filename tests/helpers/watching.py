@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,14 @@ def policy(name: str, folder: Path) -> TreePolicy:
     return registry.policy("ltd", path=str(folder))
 
 
+@cache
+def target_of(family: str) -> Target:
+    return Target(tiny(family, dtype=PRECISE))
+
+
 def both(family: str, kind: str, own: TreePolicy, coupled: bool = True, **sampling: Any) -> list[Generation]:
     """The same text on the host path and on fixed buffers."""
-    target = Target(tiny(family, dtype=PRECISE))
+    target = target_of(family)
     made = [Engine(target, drafter(kind), own, coupled, launch=GpuOptions(graphs)) for graphs in (False, True)]
     found = [each.generate(prompt(), max_new_tokens=LENGTH, eos=(), **sampling) for each in made]
     assert made[1].fallback == "" and made[1].gpu_runner is not None

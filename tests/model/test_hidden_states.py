@@ -67,14 +67,14 @@ def test_a_compiled_model_hands_out_the_same_states() -> None:
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
 
 
-def test_numbers_from_the_end() -> None:
+def test_negative_layer_numbers_count_from_the_end() -> None:
     model, tokens = tiny(), prompt(10)
     [found] = Target(model).prefill([[*tokens, 1]], (-2, -5))
     torch.testing.assert_close(found, features_of(model, tokens, (3, 0))[0])
 
 
-def test_the_hook_is_no_change_of_the_model() -> None:
-    """What is recorded for a model stays, and its fused forward still takes it."""
+def test_the_hook_does_not_count_as_a_change_of_the_model() -> None:
+    """Captured graphs of the model stay valid, and its fused forward still supports it."""
     model = tiny()
     seal = ModelGuard(model)
     Target(model).prefill([prompt(5)], (4,))

@@ -60,7 +60,7 @@ def test_past_its_positions_a_head_goes_on_in_a_window(kind: str, given: dict[st
     check_children(fit(head, Target(model)), model, committed, tree)
 
 
-def test_where_every_text_fits_nothing_changes() -> None:
+def test_a_head_with_enough_positions_gets_no_window() -> None:
     head = random_head(positions=256)
     assert started(head, Target(tiny()), [prompt(5)]).head.config.windows == ()
 
@@ -87,7 +87,7 @@ def test_fixed_buffers_have_the_same_windows(kind: str) -> None:
             assert len(one.drafted) > 1
 
 
-# ---- a text that goes on
+# ---- texts longer than the head's positions
 
 
 def counting_pair() -> tuple[Any, FeatureHead]:
@@ -118,7 +118,7 @@ def test_acceptance_does_not_fall_past_the_positions_of_a_head(graphs: bool, opt
     assert [len(step.tokens) for step in found.steps] == [5] * 20
 
 
-# ---- what is said
+# ---- warnings
 
 
 def warned(record: Any) -> list[str]:
@@ -126,7 +126,7 @@ def warned(record: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_it_is_said_once(graphs: bool, recwarn: pytest.WarningsRecorder) -> None:
+def test_a_limited_head_warns_once(graphs: bool, recwarn: pytest.WarningsRecorder) -> None:
     model, head = counting_pair()
     engine = Engine(Target(model), FeatureHeadDrafter(model=head), registry.policy("chain"), launch=GpuOptions(graphs))
     engine.generate([1, 2, 3], max_new_tokens=20)
@@ -138,7 +138,7 @@ def test_it_is_said_once(graphs: bool, recwarn: pytest.WarningsRecorder) -> None
     assert "window=N" in told
 
 
-def test_nothing_is_said_of_a_window_that_was_asked_for(recwarn: pytest.WarningsRecorder) -> None:
+def test_a_requested_window_gives_no_warning(recwarn: pytest.WarningsRecorder) -> None:
     model, head = counting_pair()
     engine = Engine(Target(model), FeatureHeadDrafter(model=head, window=9), registry.policy("chain"))
     engine.generate([1, 2, 3], max_new_tokens=40)
@@ -150,7 +150,7 @@ def test_nothing_is_said_of_a_window_that_was_asked_for(recwarn: pytest.Warnings
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_where_angles_follow_the_length_drafting_ends_and_says_so(graphs: bool) -> None:
+def test_with_dynamic_rope_drafting_ends_with_a_warning(graphs: bool) -> None:
     model, head = counting_pair()
     head.config.layer.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     target = Target(model)
@@ -164,7 +164,7 @@ def test_where_angles_follow_the_length_drafting_ends_and_says_so(graphs: bool) 
     assert accepted[0] == 5 and accepted[-10:] == [1] * 10
 
 
-def test_a_smaller_model_says_where_it_ends(recwarn: pytest.WarningsRecorder) -> None:
+def test_a_draft_model_with_a_shorter_context_warns_once(recwarn: pytest.WarningsRecorder) -> None:
     drafter = LMDrafter(tiny(seed=1, max_position_embeddings=32))
     engine = Engine(Target(tiny()), drafter, registry.policy("chain"))
     for _ in range(2):
@@ -174,7 +174,7 @@ def test_a_smaller_model_says_where_it_ends(recwarn: pytest.WarningsRecorder) ->
 
 
 @quietly
-def test_the_command_prints_it_as_a_note(tmp_path: Path) -> None:
+def test_the_command_prints_the_warning_as_a_note(tmp_path: Path) -> None:
     model, head = counting_pair()
     model.save_pretrained(tmp_path / "target")
     character_tokenizer().save_pretrained(tmp_path / "target")
@@ -233,7 +233,7 @@ def test_windows_are_read(tmp_path: Path, said: dict[str, Any], windows: tuple[i
         ({**SLIDING, "sliding_window": -5}, "sliding_window: -5, which must be a whole number above 0"),
     ],
 )
-def test_odd_windows_are_refused(tmp_path: Path, said: dict[str, Any], message: str) -> None:
+def test_invalid_windows_are_refused(tmp_path: Path, said: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         read(tmp_path, **said)
 

@@ -66,17 +66,19 @@ def test_selection_is_the_best_of_all_subtrees(seed: int) -> None:
 def test_as_fast_as_the_best_fixed_tree(curve: str, sharpness: float) -> None:
     """Within 4% of the best depth, width and size that a search finds for this drafter and this machine."""
     costs, (target, draft) = CURVES[curve], pair(sharpness)
-    found = 0.0
-    for depth, k in ((1, 1), (1, 4), (1, 8), (2, 1), (2, 8), (3, 4), (4, 2), (4, 8), (6, 8)):
-        for nodes in sorted({2, 6, 16, min(64, 1 + k * k * depth)}):
-            fixed = registry.policy("beam", depth=depth, k=k, nodes=nodes)
-            found = max(found, Simulation(target, draft, costs).throughput(fixed, 60))
+    fixed = [
+        registry.policy("beam", depth=depth, k=k, nodes=nodes)
+        for depth, k in ((1, 1), (1, 4), (1, 8), (2, 1), (2, 8), (3, 4), (4, 2), (4, 8), (6, 8))
+        for nodes in sorted({2, 6, 16, min(64, 1 + k * k * depth)})
+    ]
+    fixed.sort(key=lambda policy: Simulation(target, draft, costs).throughput(policy, 12), reverse=True)
+    found = max(Simulation(target, draft, costs).throughput(policy, 60) for policy in fixed[:8])
     plain = 1 / (costs.verify(1, 32) + costs.overhead)
     ours = Simulation(target, draft, costs).throughput(registry.policy("auto"), 300, warm_up=150)
     assert ours > 0.98 * max(plain, found * 0.98)  # the search keeps its luckiest run of 60 cycles
 
 
-def test_a_useless_drafter_costs_next_to_nothing() -> None:
+def test_a_useless_drafter_costs_at_most_three_percent() -> None:
     """Rows are cheap, but nothing that is drafted is ever accepted."""
     target = torch.zeros(24, 24).scatter_(1, (torch.arange(24)[:, None] + 1) % 24, 1.0)
     draft = torch.full((24, 24), 1 / 23).scatter_(1, (torch.arange(24)[:, None] + 1) % 24, 0.0)
@@ -86,8 +88,8 @@ def test_a_useless_drafter_costs_next_to_nothing() -> None:
 
 
 @pytest.mark.parametrize("gain", [1.0, 12.0])
-def test_what_a_fast_text_makes_time_worth_does_not_end_drafting(gain: float) -> None:
-    """At a high pace a draft pass costs more than the first one alone earns, and it is drafting that made the pace."""
+def test_a_high_speed_up_does_not_end_drafting(gain: float) -> None:
+    """At a high speed-up a draft pass costs more than its first node earns, which must not stop drafting."""
     context = Context(32, 64, 0.0, CURVES["flat, cheap head"], Calibrator())
     context.calibrator.speedup = gain
     assert cheap_rows.suits(context)
@@ -97,7 +99,7 @@ STAIRS = (1.0, 1.03, 1.09, 1.12, 1.26, 1.3, 1.41, 1.42)  # of passes up to 64 ro
 
 
 @pytest.mark.parametrize(("last", "most"), [(1.45, 96), (1.98, 64), (3.5, 64)])
-def test_rows_behind_a_high_stair_are_left_alone(last: float, most: int) -> None:
+def test_sizes_after_a_large_step_in_cost_are_not_used(last: float, most: int) -> None:
     curve = Curve(cheap_rows.ROWS, (*STAIRS, last), stepped=True)
     context = Context(32, 64, 0.0, Costs(Curve((1,), (0.1,)), ((0, curve),)), Calibrator())
     assert cheap_rows.suits(context) and cheap_rows.sizes(context)[-1] == most
@@ -117,8 +119,8 @@ def test_sizes_that_cost_as_much_as_the_next_are_not_used() -> None:
     assert cheap_rows.sizes(even) == (cheap_rows.ROWS[-1],) and cheap_rows.rows(0, 1, cheap_rows.sizes(even)) == 1
 
 
-def test_worthless_speculation_ends() -> None:
-    """Where a second row costs ten, one row is verified from then on, and little time goes into drafting."""
+def test_drafting_stops_if_extra_rows_are_too_expensive() -> None:
+    """If a second row costs ten plain steps, only one row is verified and drafting takes under 2% of the time."""
     simulation, policy = Simulation(*pair(3.0), WORTHLESS), registry.policy("auto")
     steps = [simulation.cycle(policy)[2] for _ in range(200)]
     assert all(len(step.tree) == 1 for step in steps)
@@ -126,7 +128,7 @@ def test_worthless_speculation_ends() -> None:
     assert drafting < 0.02 * 150
 
 
-def test_speculation_comes_back_when_it_pays_again() -> None:
+def test_drafting_resumes_when_the_drafter_is_right_again() -> None:
     simulation, policy = Simulation(*pair(3.0), CURVES["steps"]), registry.policy("auto")
     good = simulation.target
     simulation.target = torch.roll(good, 7, 1)  # the drafter is wrong about everything
@@ -156,8 +158,8 @@ def children(tree: DraftTree, parent: int, *chances: float) -> DraftTree:
     )
 
 
-def test_near_the_end_the_only_pass_is_not_in_vain() -> None:
-    """Decisions look a pass back, but where there is room for a single one, what it brought is verified."""
+def test_near_the_end_the_nodes_of_a_single_pass_are_verified() -> None:
+    """Decisions use the pass before the last; with room for only one pass, the nodes of that pass are verified."""
     policy, context = registry.policy("auto"), Context(32, 2, 0.0, CURVES["flat, cheap head"], Calibrator())
     growth, tree = Growth(policy, context), DraftTree.root(0)
     assert growth.next(tree) is not None
@@ -166,7 +168,7 @@ def test_near_the_end_the_only_pass_is_not_in_vain() -> None:
     assert policy.select(tree, context).tolist() == [0, 1, 2, 3]
 
 
-def test_a_text_of_few_cycles_teaches_too() -> None:
+def test_the_speed_up_is_updated_at_the_end_of_a_short_text() -> None:
     context, root = Context(32, 64, 0.0, CURVES["flat, cheap head"], Calibrator()), DraftTree.root(0)
     stats, path = cheap_rows.CycleStats(), torch.zeros(1, dtype=torch.long)
     for finish in (None, "stop"):
@@ -176,7 +178,7 @@ def test_a_text_of_few_cycles_teaches_too() -> None:
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_a_cycle_in_which_passes_were_recorded_says_nothing_about_the_pace(recorded: bool) -> None:
+def test_cycles_that_captured_graphs_do_not_change_the_speed_up(recorded: bool) -> None:
     context, root = Context(32, 64, 0.0, CURVES["flat, cheap head"], Calibrator()), DraftTree.root(0)
     stats, path, tokens = cheap_rows.CycleStats(), torch.zeros(1, dtype=torch.long), (1, 2, 3, 4)
     context.calibrator.speedup = 2.0
@@ -185,8 +187,8 @@ def test_a_cycle_in_which_passes_were_recorded_says_nothing_about_the_pace(recor
     assert (context.calibrator.speedup > 2) == recorded
 
 
-def test_children_are_foreseen_of_the_chance_that_is_looked_up() -> None:
-    """One sibling at the most is accepted: two that are said to be likely are not."""
+def test_forecasts_are_updated_at_the_normalised_probability() -> None:
+    """At most one sibling can be accepted, so two siblings of probability 0.9 each are counted at less."""
     calibrator, tree = Calibrator(), children(children(DraftTree.root(0), 0, 0.9, 0.9), 1, 0.9)
     before = [calibrator.forecast(1, chance) for chance in (0.5, 0.9)]
     cheap_rows.update_forecasts(tree, calibrator, 0)

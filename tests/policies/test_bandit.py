@@ -1,4 +1,4 @@
-"""The bandit: near the best arm in simulated worlds, also where they change; it remembers, and forgets nothing else."""
+"""The bandit comes near the best arm in simulated worlds, also when speeds change, and keeps what it has learnt."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def test_near_the_best_arm_in_known_worlds() -> None:
     assert len(found) == 54 and all(loss <= 0.03 for loss, _ in found)
 
 
-def test_luck_bounds_the_loss_in_random_worlds() -> None:
+def test_the_loss_in_random_worlds_is_bounded() -> None:
     found = random_worlds(range(20))
     assert all(loss <= most for loss, most in found)
     assert sum(loss > 0.03 for loss, _ in found) <= 4
     assert sum(loss for loss, _ in found) < 0.015 * len(found)
 
 
-def test_a_hiccup_in_the_first_turn_is_no_verdict_either() -> None:
+def test_one_slow_cycle_in_an_arms_first_turn_does_not_rule_it_out() -> None:
     chooser, world = Chooser(2), World(0)
     for seconds in (0.02, 0.02, 0.02, 0.02, 0.04, 60.0, 0.04, 0.04):
         chooser.observe(chooser.arm, 1 + 3 * chooser.arm, seconds)
@@ -41,7 +41,7 @@ def test_a_hiccup_in_the_first_turn_is_no_verdict_either() -> None:
     assert world.speed(chooser, [50.0, 100.0], 0, 400) > 90
 
 
-def test_trials_are_booked_as_they_went() -> None:
+def test_the_loss_of_a_trial_is_its_measured_loss() -> None:
     chooser, world = Chooser(3), World(0)
     world.speed(chooser, [50.0, 80.0, 100.0], 0, 400)
     while not chooser._rival:
@@ -67,7 +67,7 @@ def test_slow_drift_is_followed() -> None:
         assert made >= 0.95 * best
 
 
-def test_a_hiccup_is_no_verdict() -> None:
+def test_one_slow_cycle_does_not_change_the_arm() -> None:
     chooser, cycles = Chooser(2), World(0)
     cycles.speed(chooser, [50.0, 100.0], 0, 800)
     assert chooser.arm == 1
@@ -75,7 +75,7 @@ def test_a_hiccup_is_no_verdict() -> None:
     assert cycles.speed(chooser, [50.0, 100.0], 0, 200) > 95
 
 
-def test_after_a_contradiction_only_what_contradicted_is_known() -> None:
+def test_after_a_change_of_speed_only_the_changed_arms_evidence_is_kept() -> None:
     chooser, cycles = Chooser(3), World(0)
     cycles.speed(chooser, [50.0, 60.0, 100.0], 0, 1200)
     assert max(chooser.known, key=lambda own: own.rate) is chooser.known[2]
@@ -124,7 +124,7 @@ def run(policy: Any, texts: int = 6) -> list[list[int]]:
 
 @pytest.fixture
 def unalarmed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However unsteady the clock of this machine is, nothing is learnt anew."""
+    """Timing noise on this machine never makes the bandit start over."""
     monkeypatch.setattr(bandit, "CHANGE_THRESHOLD", math.inf)
 
 
@@ -137,7 +137,7 @@ def test_texts_share_what_was_learnt_and_stay_the_same() -> None:
     assert mate.chooser is policy.chooser and mate._arms[3] is not policy._arms[3]
 
 
-def test_batch_mates_play_the_same_arm() -> None:
+def test_texts_of_a_batch_play_the_same_arm() -> None:
     policy = registry.policy("bandit", arms="chain:depth=2+beam:depth=2:k=2", block=1)
     engine = Engine(Target(tiny()), some_drafter("small"), policy)
     played = []
@@ -167,7 +167,7 @@ def test_what_was_learnt_is_kept(tmp_path: Path) -> None:
     assert list(file.parent.iterdir()) == [file]
 
 
-def test_a_full_disk_does_not_cost_the_text(tmp_path: Path) -> None:
+def test_a_state_file_that_cannot_be_written_does_not_stop_the_text(tmp_path: Path) -> None:
     file = tmp_path / "state.json"
     policy = registry.policy("bandit", arms="chain", state=str(file))
     file.mkdir()  # cannot be replaced by a file

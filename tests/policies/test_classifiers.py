@@ -1,8 +1,9 @@
-"""Classifiers: what they are shown, what their policies make of it, and that training finds what there is to find."""
+"""Classifiers: their inputs, the decisions of their policies, and their training."""
 
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from windfall.core.tree import DraftTree
 from windfall.core.types import Grow
 from windfall.engine.engine import Engine
 from windfall.model.target import Target
+from windfall.policies.base import TreePolicy
 from windfall.policies.papers import classifiers
 from windfall.policies.papers.classifiers import KINDS
 from windfall.train.classifiers import training
@@ -112,6 +114,22 @@ def test_c2t_prunes_before_the_rerank(tmp_path: Path) -> None:
     assert len(draft(tight, TableDrafter(HAND))[1]) == 3
 
 
+@cache
+def target() -> Target:
+    return Target(tiny())
+
+
+def texts_of(policy: TreePolicy) -> list[list[int]]:
+    """A greedy text and a sampled one."""
+    engine = Engine(target(), some_drafter("small"), policy)
+    return [engine.generate(prompt(), max_new_tokens=24, seed=0, temperature=t).token_ids for t in (0.0, 1.0)]
+
+
+@cache
+def plain_texts() -> list[list[int]]:
+    return texts_of(registry.policy("none"))
+
+
 @pytest.mark.parametrize(("kind", "seed"), [(kind, seed) for kind in KINDS for seed in range(3)])
 def test_any_classifier_gives_the_same_text(kind: str, seed: int, tmp_path: Path) -> None:
     """Random matrices: parent-closed selections, and plain decoding's text."""
@@ -120,16 +138,11 @@ def test_any_classifier_gives_the_same_text(kind: str, seed: int, tmp_path: Path
     for table in range(5):
         tree, keep, _ = draft(policy.fresh(), TableDrafter(random_table(9, table, 2.0)))
         tree.select(keep).check()
-    target, texts = Target(tiny()), []
-    for chosen in (policy, registry.policy("none")):
-        engine = Engine(target, some_drafter("small"), chosen)
-        how = {"max_new_tokens": 24, "seed": 0}
-        texts.append([engine.generate(prompt(), temperature=t, **how).token_ids for t in (0.0, 1.0)])
-    assert texts[0] == texts[1]
+    assert texts_of(policy) == plain_texts()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_shipped_ones_load_and_tell_where_they_come_from(kind: str) -> None:
+def test_bundled_classifiers_load_and_name_their_source(kind: str) -> None:
     made = classifiers.load(kind, None)
     told = json.loads((classifiers.SHIPPED / f"{kind}.json").read_text("utf-8"))
     assert made.kind == kind == told["kind"] and 0.5 < told["accuracy"] < told["auc"] < 1
@@ -215,8 +228,8 @@ def made_up(count: int, seed: int = 0) -> list[training.Cycle]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_finds_what_there_is_to_find(kind: str) -> None:
-    """The drafter's confidence is all there is to know; a fitted classifier ranks nearly as well as it does."""
+def test_a_trained_classifier_ranks_like_the_drafters_confidence(kind: str) -> None:
+    """Only the drafter's confidence carries information here; a fitted classifier ranks nearly as well as it."""
     cycles = made_up(400)
     made, figures = training.fit(kind, cycles, Fitting(epochs=12, rate=3e-3, hidden=16), lambda share: None)
     _, held = training.split(cycles, 0.2, 0)

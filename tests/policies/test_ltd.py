@@ -78,7 +78,7 @@ def test_empty_places_are_missing_candidates() -> None:
         assert made.logits(view(empty)) == pytest.approx(made.logits(view(scores)), rel=1e-3, abs=1e-3)
 
 
-def test_twins_do_not_share_their_work() -> None:
+def test_twin_networks_share_no_buffers() -> None:
     one = network(Rules(parts="PDLE").depth_layout, 5)
     other, seen = one.twin(), view([-1.0, -2.0], entropy=[0.5])
     wanted = one._first(seen).copy()

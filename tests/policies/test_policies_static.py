@@ -226,7 +226,7 @@ def test_sequoia_takes_the_quickest_size() -> None:
     assert (len(tree), keep.tolist()) == (1, [0])
 
 
-def test_sequoia_of_128_nodes_is_quick_and_cached() -> None:
+def test_sequoia_of_128_nodes_is_cached() -> None:
     shape = largest((0.6, 0.14, 0.07, 0.04, 0.03), 128, 9)
     assert len(shape) == 128
     assert largest((0.6, 0.14, 0.07, 0.04, 0.03), 128, 9) is shape
@@ -339,7 +339,7 @@ def test_gt_without_measured_costs_models_the_speed_up() -> None:
     assert policy._speedup == pytest.approx(4 / (4 * 0.1 + ASSUMED.verify(len(keep), 10)))
 
 
-def test_gt_leaves_out_cycles_that_recorded() -> None:
+def test_gt_ignores_cycles_that_captured_graphs() -> None:
     policy, costs = registry.policy("gt", k=1, threshold="c*S"), Costs.simple(0.01, (1, 2), (0.1, 0.1))
     tree, keep, _ = draft(policy, TableDrafter(SURE), costs=costs, room=8)
     cycle = step(tree.select(keep), 3, 4, Split(verify=9.0))
@@ -447,7 +447,7 @@ def test_presets_build_and_draft(name: str) -> None:
     tree.select(keep).check()
 
 
-def test_presets_take_changes_and_refuse_strangers() -> None:
+def test_presets_take_changes_and_refuse_unknown_options() -> None:
     assert registry.preset("eagle-2", nodes=30).nodes == 30
     with pytest.raises(InputError, match="no preset 'eagle-9'; choose from eagle-1, medusa"):
         registry.preset("eagle-9")

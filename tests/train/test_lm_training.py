@@ -133,7 +133,7 @@ def test_the_bundled_model_is_for_one_target_only(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_same_seed_same_text_with_a_light_drafter(target: Target, trained: Path, temperature: float) -> None:
+def test_same_seed_gives_same_text_with_borrowed_embeddings(target: Target, trained: Path, temperature: float) -> None:
     how = {"max_new_tokens": 40, "temperature": temperature, "seed": 3}
     plain = windfall.load(target, policy="none").generate(prompt(), **how)
     drafted = windfall.load(target, str(trained), "beam").generate(prompt(), **how)

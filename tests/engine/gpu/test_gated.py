@@ -58,20 +58,20 @@ def verify_the_same(wanted: Generation, found: Generation, deepest: int) -> list
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "early"),
+    ("name", "settings", "early", "pairs"),
     [
-        *((*each, True) for each in SETTINGS),
-        ("dynatree", DYNATREES["root"], False),
-        ("fixed-tree", FIXED_TREES["broad"], False),
+        *((*each, True, [*PAIRS[:2], PAIRS[2 + turn % 2]]) for turn, each in enumerate(SETTINGS)),
+        ("dynatree", DYNATREES["root"], False, PAIRS[:3]),
+        ("fixed-tree", FIXED_TREES["broad"], False, PAIRS[:3]),
     ],
 )
 def test_the_device_verifies_the_same(
-    name: str, settings: dict[str, Any], early: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, settings: dict[str, Any], early: bool, pairs: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether or not, one pair of models after the other, passes are launched before the plan is asked."""
     passes: set[int] = set()
     breadths: set[int] = set()
-    for turn, (family, kind) in enumerate(PAIRS):
+    for turn, (family, kind) in enumerate(pairs):
         at_once = early == (turn % 2 == 0)
         monkeypatch.setattr(Habit, "likely", lambda self, level, at_once=at_once: at_once)
         own = registry.policy(name, **settings)
