@@ -69,7 +69,7 @@ class GpuPasses:
         self.target.reserve(longest + 2 * MAX_VERIFY_ROWS)
         if self.runner.drafts_on_host:
             return GpuPasses(self.runner)
-        return GpuPasses(self.runner, Cycle(Auto().plan(), self.runner.drafter, self.target))
+        return GpuPasses(self.runner, Cycle(Auto().plan(), self.runner.drafter_form, self.target))
 
     def set_length(self, length: int) -> None:
         """Continue after a text of this length, with nothing drafted."""

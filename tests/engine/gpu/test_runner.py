@@ -39,7 +39,8 @@ from windfall.costs.acceptance import Calibrator
 from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.drafters.lm import LMDrafter
 from windfall.engine.engine import Engine, Generation
-from windfall.engine.gpu.cycle import MAX_PASSES, on_host
+from windfall.engine.gpu.cycle import MAX_PASSES
+from windfall.engine.gpu.drafters import drafter_form
 from windfall.engine.gpu.graphs import GraphCache, Key
 from windfall.engine.gpu.pipeline import Mark, Pipeline
 from windfall.engine.gpu.target import MAX_VERIFY_ROWS
@@ -437,8 +438,8 @@ def test_what_transformers_does_to_a_model_is_no_change(family: str) -> None:
 def test_a_drafter_on_another_device_stays_on_the_host() -> None:
     drafter = LMDrafter()
     drafter.attach(Target(tiny()))
-    assert on_host(drafter, torch.device("cpu")) == ""
-    assert on_host(drafter, torch.device("meta")) == "its drafter is on cpu, the target on meta"
+    assert drafter_form(drafter, torch.device("cpu")) == drafter.gpu_form()
+    assert drafter_form(drafter, torch.device("meta")) == "its drafter is on cpu, the target on meta"
 
 
 def test_a_single_token_is_a_prompt() -> None:

@@ -10,22 +10,19 @@ import torch
 from torch import Tensor
 
 from windfall.core.types import SamplingParams
-from windfall.drafters.base import Drafter
-from windfall.drafters.feature_head import FeatureHeadDrafter
-from windfall.drafters.lm import LMDrafter
+from windfall.drafters.base import GpuForm
 from windfall.engine.gpu.drafters import (
     GpuDrafter,
-    GpuHeadDrafter,
-    GpuModelDrafter,
     Sprouting,
     entropy,
+    gpu_drafter,
     multiplied,
     read,
 )
-from windfall.engine.gpu.forward import Pass, Unsupported
+from windfall.engine.gpu.forward import Pass
 from windfall.engine.gpu.graphs import Key
 from windfall.engine.gpu.mailbox import Mailbox
-from windfall.engine.gpu.target import MAX_VERIFY_ROWS, GpuTarget, fitting
+from windfall.engine.gpu.target import MAX_VERIFY_ROWS, GpuTarget
 from windfall.engine.gpu.tree import ahead, plant, terms
 from windfall.engine.gpu.view import DeviceView
 from windfall.kernels.choose import choose
@@ -48,7 +45,8 @@ WAIT = 3e-5  # seconds that a decision keeps a device waiting, about: for the nu
 class Cycle:
     """What a plan, a drafter and the target need on the device; its methods are recorded or part of what is."""
 
-    def __init__(self, plan: Plan, drafter: Drafter, judge: GpuTarget):
+    def __init__(self, plan: Plan, form: GpuForm | None, judge: GpuTarget):
+        """`form` may be None if the plan has no draft passes."""
         self.plan, self.judge, self.rule = plan, judge, rule_of(plan)
         device, staged, capacity = judge.device, staged_rows(plan), tree_places(plan)
         self.capacity = capacity
@@ -62,8 +60,10 @@ class Cycle:
         self.shape = there.get("shape")
         self.places = torch.full((1,), capacity, device=device)  # only nodes before this one are verified
         self._places = capacity  # the same on the host
-        self.draft = draft_of(drafter, judge, plan.passes + 1, staged) if plan.passes else None
-        if self.draft is not None:
+        self.draft: GpuDrafter | None = None
+        if plan.passes:
+            assert form is not None
+            self.draft = gpu_drafter(form, judge, plan.passes + 1, staged)
             self.draft.length = self.told.device["length"]
         self.ahead = ahead(plan.width, self.told, judge.length if self.draft is None else self.draft.length)
         self._root = torch.zeros(1, dtype=torch.long, device=device)
@@ -321,26 +321,3 @@ class Habit:
     def note(self, level: int, went_on: bool) -> None:
         known = self._shares.get(level, 0.5)
         self._shares[level] = known + (went_on - known) / RECENT
-
-
-def on_host(drafter: Drafter, device: torch.device) -> str:
-    """Why this drafter cannot work on fixed buffers there; nothing if it can."""
-    if isinstance(drafter, LMDrafter):
-        if drafter.decoder.device != device:
-            return f"its drafter is on {drafter.decoder.device}, the target on {device}"
-        try:
-            fitting(drafter.decoder.model)
-        except Unsupported as reason:
-            return f"its drafter works on the host: {reason}"
-        return ""
-    if not isinstance(drafter, FeatureHeadDrafter):
-        return "its drafter works on the host"
-    return "" if drafter.longest is None else "its head's rotary angles depend on the length of the text"
-
-
-def draft_of(drafter: Drafter, judge: GpuTarget, pending: int, staged: int) -> GpuDrafter:
-    """This drafter on fixed buffers."""
-    if isinstance(drafter, FeatureHeadDrafter):
-        return GpuHeadDrafter(drafter.head, judge, pending, staged)
-    assert isinstance(drafter, LMDrafter)
-    return GpuModelDrafter(drafter.decoder, drafter.vocabulary, judge, pending, staged)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from windfall.core.sampling import warp
 from windfall.core.types import SamplingParams
+from windfall.drafters.base import Drafter, GpuForm, HeadForm
 from windfall.engine.gpu.eagle3 import FusedEagle3
 from windfall.engine.gpu.forward import Pass, Unsupported
 from windfall.engine.gpu.target import PIECE, Dials, GpuTarget, Piece, fitting, shape_of
@@ -65,6 +66,7 @@ class GpuDrafter:
     """What all of them share: the columns that were committed but not taken in, and the length of what was."""
 
     lag: int  # a node's draw comes so many positions after its column
+    max_positions: int | None = None  # positions after which nothing can be drafted; None: no limit
     features: Tensor | None = None  # [pending, taps * H] the target's states before each pending column, if wanted
 
     def __init__(self, judge: GpuTarget, pending: int):
@@ -228,6 +230,7 @@ class GpuModelDrafter(GpuDrafter):
     def __init__(self, decoder: Decoder, vocabulary: int, judge: GpuTarget, pending: int, staged: int):
         super().__init__(judge, pending)
         self.decoder, self.size, self.staged = decoder, vocabulary, staged
+        self.max_positions = decoder.context
         self.forward = fitting(decoder.model)
         self.kv = judge.cache(self.forward.shape, decoder.dtype)
 
@@ -252,6 +255,27 @@ class GpuModelDrafter(GpuDrafter):
 
     def _logits(self, rows: Pass) -> Tensor:
         return self.forward(rows, self.kv, (), self.columns)[0][:, : self.size]
+
+
+def drafter_form(drafter: Drafter, device: torch.device) -> GpuForm | str:
+    """What of a drafter runs in fixed buffers on this device; a string if nothing does, which says why."""
+    form = drafter.gpu_form()
+    if isinstance(form, str | HeadForm):
+        return form
+    if form.decoder.device != device:
+        return f"its drafter is on {form.decoder.device}, the target on {device}"
+    try:
+        fitting(form.decoder.model)
+    except Unsupported as reason:
+        return f"its drafter works on the host: {reason}"
+    return form
+
+
+def gpu_drafter(form: GpuForm, judge: GpuTarget, pending: int, staged: int) -> GpuDrafter:
+    """This form with buffers for so many pending columns and staged rows."""
+    if isinstance(form, HeadForm):
+        return GpuHeadDrafter(form.head, judge, pending, staged)
+    return GpuModelDrafter(form.decoder, form.vocab_size, judge, pending, staged)
 
 
 def read(prompt: list[int], judge: GpuTarget, draft: GpuDrafter | None) -> None:

@@ -16,7 +16,7 @@ from windfall.core.sampling import Dice
 from windfall.core.tree import DraftTree, Integers
 from windfall.core.types import Grow, InputError, SamplingParams, Scores
 from windfall.drafters.base import Drafter, add_child_arrays
-from windfall.engine.gpu.drafters import GpuDrafter, GpuHeadDrafter, Sprouting, multiplied
+from windfall.engine.gpu.drafters import GpuDrafter, Sprouting, multiplied
 from windfall.engine.gpu.drafters import entropy as entropy_of
 from windfall.engine.gpu.forward import Pass
 from windfall.engine.gpu.graphs import Key
@@ -113,8 +113,8 @@ class GraphTarget:
 class GraphDrafter(Drafter):
     """A head or a smaller model as Drafter has it, for one sequence."""
 
-    def __init__(self, draft: GpuDrafter, longest: int | None):
-        self.draft, self.longest = draft, longest
+    def __init__(self, draft: GpuDrafter):
+        self.draft, self.max_positions = draft, draft.max_positions
         self.params = SamplingParams()  # of the sequence to come
         self._device = draft.judge.device
         self._opening = PackedBuffer(self._device, tokens=(torch.long, (PENDING,)), waiting=(torch.long, (1,)))
@@ -137,7 +137,7 @@ class GraphDrafter(Drafter):
         given, at = torch.tensor(prompt, device=self._device), 0
         while at < len(prompt) - 1:
             at = self.draft.take_piece(given, at, hidden[0][at : at + PIECE] if hidden else None)
-        self._taken = len(prompt) - (2 if isinstance(self.draft, GpuHeadDrafter) else 1)
+        self._taken = len(prompt) - self.draft.lag
         self._tokens = prompt[-1:]
         self._features = hidden[0][-1:] if hidden else None
 
@@ -166,7 +166,8 @@ class GraphDrafter(Drafter):
         """Whether there is room for these nodes, in the model's positions and in the buffers."""
         if self._staged + len(nodes) > STAGED:
             return False
-        return self.longest is None or self._taken + len(self._tokens) + max(tree.arrays.depth[nodes]) <= self.longest
+        limit = self.max_positions
+        return limit is None or self._taken + len(self._tokens) + max(tree.arrays.depth[nodes]) <= limit
 
     def _open(self, k: int, entropy: bool) -> PackedBuffer:
         """Take in what is pending; the root's children."""

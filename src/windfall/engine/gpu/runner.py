@@ -10,10 +10,9 @@ import torch
 
 from windfall.core.types import GpuOptions, Step
 from windfall.costs.online import OnlineCosts
-from windfall.drafters.base import Drafter
-from windfall.drafters.lm import LMDrafter
-from windfall.engine.gpu.cycle import Cycle, draft_of, on_host, plan_key, staged_rows, unsupported
-from windfall.engine.gpu.drafters import Sprouting
+from windfall.drafters.base import Drafter, GpuForm
+from windfall.engine.gpu.cycle import Cycle, plan_key, staged_rows, unsupported
+from windfall.engine.gpu.drafters import Sprouting, drafter_form, gpu_drafter
 from windfall.engine.gpu.forward import Unsupported
 from windfall.engine.gpu.graphs import GraphCache
 from windfall.engine.gpu.host_policy import PENDING, STAGED, WIDTHS, GraphDrafter, GraphTarget
@@ -34,9 +33,11 @@ class GpuRunner:
     def __init__(self, target: Target, drafter: Drafter, launch: GpuOptions):
         self.target, self.drafter, self.plans = target, drafter, launch.plans
         self.judge = GpuTarget(target.model, drafter.taps, GraphCache(target.device), launch)
-        self.drafts_on_host = on_host(drafter, target.device)  # why the drafter cannot work on the device
+        form = drafter_form(drafter, target.device)
+        self.drafter_form: GpuForm | None = None if isinstance(form, str) else form
+        self.drafts_on_host = form if isinstance(form, str) else ""  # why the drafter cannot work on the device
         self.cycles: dict[tuple[object, ...], Cycle] = {}  # by the plan's key
-        self._seats: tuple[GraphTarget, Drafter] | None = None
+        self._seats: tuple[GraphTarget, GraphDrafter | None] | None = None
         self._made_for = self.judge.resized  # the buffers that these belong to
         self._seal = ModelGuard(target.model)
 
@@ -68,20 +69,16 @@ class GpuRunner:
 
     def seats(self, sequence: Sequence) -> tuple[GraphTarget, Drafter]:
         """Target and drafter on fixed buffers for the engine's own cycle, where a policy decides on the host."""
-        judge, drafter = self.judge, self.drafter
+        judge, form = self.judge, self.drafter_form
         self._reserve(sequence, STAGED + WIDTHS[-1])
         if self._seats is None:
-            seated: Drafter = drafter
-            if not self.drafts_on_host:
-                longest = None
-                if isinstance(drafter, LMDrafter):
-                    longest = drafter.decoder.context
-                seated = GraphDrafter(draft_of(drafter, judge, PENDING, STAGED + WIDTHS[-1]), longest)
+            seated = None if form is None else GraphDrafter(gpu_drafter(form, judge, PENDING, STAGED + WIDTHS[-1]))
             self._seats = (GraphTarget(judge), seated)
         target, seated = self._seats
         target.params = sequence.params
-        if isinstance(seated, GraphDrafter):
-            seated.params = sequence.params
+        if seated is None:
+            return target, self.drafter
+        seated.params = sequence.params
         return target, seated
 
     def _reserve(self, sequence: Sequence, more: int) -> None:
@@ -127,7 +124,7 @@ class GpuRunner:
         judge.sample(sequence.params)
         key = plan_key(plan)
         if key not in self.cycles:
-            self.cycles[key] = Cycle(plan, self.drafter, judge)
+            self.cycles[key] = Cycle(plan, self.drafter_form, judge)
         cycle = self.cycles[key]
         cycle.plan = plan
         return cycle

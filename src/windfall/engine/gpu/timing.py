@@ -31,7 +31,7 @@ def costs(
     lengths = [length for length in lengths if context is None or length + 256 <= context] or [64]
     judge.reserve(max(lengths) + 256)
     plan = NoSpeculation().plan() if resident.drafts_on_host else Auto().plan()
-    cycle = Cycle(plan, resident.drafter, judge)
+    cycle = Cycle(plan, resident.drafter_form, judge)
     try:
         taken = _measured(cycle, lengths, progress)
     finally:
