@@ -60,14 +60,14 @@ def test_recording_goes_on_after_growth_and_measuring(policy: str) -> None:
     """What was dropped with the old buffers leaves nothing behind that a new recording trips over."""
     made = Engine(Target(tiny(max_position_embeddings=8192).cuda()), LMDrafter(), registry.policy(policy))
     wanted = made.generate(prompt(), max_new_tokens=24, eos=()).token_ids
-    resident = made.gpu_runner
-    assert resident is not None
-    recorder, before = resident.judge.recorder, resident.judge.capacity
+    runner = made.gpu_runner
+    assert runner is not None
+    graph_cache, before = runner.gpu_target.graph_cache, runner.gpu_target.capacity
     made.generate(prompt(3000), max_new_tokens=24, eos=())
-    assert resident.judge.capacity > before and recorder.graphs
-    costs(resident, lengths=(64, 512))
+    assert runner.gpu_target.capacity > before and graph_cache.graphs
+    costs(runner, lengths=(64, 512))
     assert made.generate(prompt(), max_new_tokens=24, eos=()).token_ids == wanted
-    assert recorder.graphs and recorder.enabled and not recorder.failures
+    assert graph_cache.graphs and graph_cache.enabled and not graph_cache.failures
 
 
 @pytest.mark.parametrize("policy", ["beam", "chain"])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from windfall.heads.fastest_forward import fit
 
 from helpers.random_heads import random_head
 from helpers.tiny import FAMILIES, features_of, prompt, tiny
@@ -17,7 +18,6 @@ from windfall.engine.gpu.graphs import GraphCache
 from windfall.engine.gpu.model_guard import ModelGuard
 from windfall.engine.gpu.target import GpuTarget
 from windfall.heads import formats
-from windfall.heads.fitting import fit
 from windfall.model.hidden_states import with_states
 from windfall.model.target import Target
 from windfall.train.shards import Batch
@@ -38,8 +38,8 @@ def test_taps_are_boundaries_on_fixed_buffers(family: str) -> None:
     """Llama's skeleton and any other model."""
     model, tokens = tiny(family), prompt(10)
     wanted = features_of(model, tokens, TAPS)[0]
-    judge = GpuTarget(model, TAPS, GraphCache(torch.device("cpu")), GpuOptions(True))
-    [found] = judge.read(torch.tensor(tokens))
+    gpu_target = GpuTarget(model, TAPS, GraphCache(torch.device("cpu")), GpuOptions(True))
+    [found] = gpu_target.prefill(torch.tensor(tokens))
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
 
 
@@ -78,7 +78,7 @@ def test_the_hook_is_no_change_of_the_model() -> None:
     model = tiny()
     seal = ModelGuard(model)
     Target(model).prefill([prompt(5)], (4,))
-    assert not seal.broken
+    assert not seal.changed
     try:
         GpuTarget(model, (4,), GraphCache(torch.device("cpu")), GpuOptions(True, exact=True))
     except (InputError, Unsupported) as reason:

@@ -17,10 +17,10 @@ from helpers.watching import policy as watching
 from windfall import registry
 from windfall.costs.acceptance import Calibrator
 from windfall.engine.engine import Generation
-from windfall.engine.gpu.cycle import Cycle, Habit
+from windfall.engine.gpu.cycle import Cycle, PassPredictor
 from windfall.engine.gpu.graphs import GraphCache
 from windfall.engine.gpu.mailbox import Mailbox
-from windfall.engine.gpu.pipeline import Mark
+from windfall.engine.gpu.pipeline import DeviceEvent
 from windfall.engine.gpu.transfer import PackedBuffer
 
 SHAPED: dict[str, dict[str, Any]] = {"static": {}, "sequoia": {"nodes": 16, "depth": 4}}
@@ -57,14 +57,14 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         real = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda self, *given: device.do(lambda: real(self, *given)))
 
-    for owner, name in ((PackedBuffer, "send"), (PackedBuffer, "tell"), (Cycle, "limit")):
+    for owner, name in ((PackedBuffer, "send"), (PackedBuffer, "publish"), (Cycle, "limit_verified")):
         asked(owner, name)
-    lay, start = PackedBuffer._lay, Cycle.start
+    lay, start = PackedBuffer._allocate, Cycle.start
 
     def apart(self: PackedBuffer, there: torch.Tensor, *given: Any) -> None:
         lay(self, there, *given)
-        self._here = torch.zeros_like(there)
-        self.host = self.read(self._here)
+        self._host_bytes = torch.zeros_like(there)
+        self.host = self.views(self._host_bytes)
 
     def begin(self: Cycle, text: list[int]) -> None:
         device.until(len(device.asked))
@@ -72,7 +72,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         start(self, text)
         device.at_once = not device.late
 
-    def note(self: Mark, stream: Any) -> Mark:
+    def note(self: DeviceEvent, stream: Any) -> DeviceEvent:
         self.moment = len(device.asked)  # type: ignore[attr-defined]
         return self
 
@@ -80,13 +80,13 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         device.until(len(device.asked))
         return self.host
 
-    monkeypatch.setattr(PackedBuffer, "_lay", apart)
-    monkeypatch.setattr(PackedBuffer, "settled", settled)
+    monkeypatch.setattr(PackedBuffer, "_allocate", apart)
+    monkeypatch.setattr(PackedBuffer, "wait_writable", settled)
     monkeypatch.setattr(Cycle, "start", begin)
-    monkeypatch.setattr(Mark, "set", note)
-    monkeypatch.setattr(Mark, "wait", lambda self: device.until(self.moment))
-    monkeypatch.setattr(Mark, "passed", lambda self: self.moment <= device.done)
-    monkeypatch.setattr(Mailbox, "_give_way", lambda self, *given: device.until(device.done + 1))
+    monkeypatch.setattr(DeviceEvent, "record", note)
+    monkeypatch.setattr(DeviceEvent, "wait", lambda self: device.until(self.moment))
+    monkeypatch.setattr(DeviceEvent, "done", lambda self: self.moment <= device.done)
+    monkeypatch.setattr(Mailbox, "_yield_or_fail", lambda self, *given: device.until(device.done + 1))
     monkeypatch.setattr(GraphCache, "run", lambda self, key, work: device.do(work))
     return device
 
@@ -113,7 +113,7 @@ def texts(name: str, folder: Path) -> list[Generation]:
 def test_nothing_is_touched_before_its_time(
     name: str, early: bool, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Habit, "likely", lambda self, level: early)
+    monkeypatch.setattr(PassPredictor, "likely", lambda self, level: early)
     monkeypatch.setattr(Calibrator, "update_speedup", lambda self, *given: None)  # which goes by the clock
     wanted = texts(name, tmp_path)
     device.late = True

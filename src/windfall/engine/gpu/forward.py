@@ -1,5 +1,5 @@
 """A model's forward over fixed buffers: rows of a tree in, logits and tapped states out. Any transformers model runs
-as `Whole`; those with Llama's skeleton run as `FusedLlama` (stack.py), which launches far fewer kernels."""
+as `TransformersForward`; those with Llama's skeleton run as `FusedLlama` (stack.py), which launches far fewer kernels."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class Forward(Protocol):
         ...
 
 
-class Whole:
+class TransformersForward:
     """A transformers model as it is, over a bounded number of columns under an explicit mask."""
 
     bucketed = True
 
     def __init__(self, model: Any, compiled: bool = False):
         config = model.config.get_text_config()
-        refuse(model)
+        check_supported(model)
         self.model = model
         self._last = (getattr(config, "max_position_embeddings", None) or 2**31) - 1
         self._call = torch.compile(model, dynamic=False) if compiled else model
@@ -71,13 +71,13 @@ class Whole:
                 input_ids=rows.tokens[None],
                 position_ids=rows.positions.clamp(max=self._last)[None],  # past it targets keep nothing, drafts suffer
                 attention_mask=as_given(seen[None, None], self.model),
-                past_key_values=Columns(kv, rows.slots, columns),
+                past_key_values=PassCache(kv, rows.slots, columns),
                 use_cache=True,
             )
         return outputs.logits[0], None if states is None else states[0]
 
 
-def refuse(model: Any) -> None:
+def check_supported(model: Any) -> None:
     """Say why no forward over fixed buffers would give what this model gives."""
     config = model.config.get_text_config()
     if attention_windows(config):
@@ -99,11 +99,11 @@ def cache_shape(model: Any) -> tuple[int, int, int]:
     return (len(decoder.cache.layers), *made.pop())
 
 
-class Columns(Cache):  # type: ignore[misc]
+class PassCache(Cache):  # type: ignore[misc]
     """What a transformers model takes for a cache: one pass's view of the buffer."""
 
     def __init__(self, kv: Tensor, slots: Tensor, columns: int):
-        super().__init__(layers=[Column(kv[:, layer], slots, columns) for layer in range(kv.shape[1])])
+        super().__init__(layers=[PassCacheLayer(kv[:, layer], slots, columns) for layer in range(kv.shape[1])])
         self.columns = columns
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -113,7 +113,7 @@ class Columns(Cache):  # type: ignore[misc]
         return self.columns, 0
 
 
-class Column(CacheLayerMixin):  # type: ignore[misc]
+class PassCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer of it."""
 
     is_sliding = False

@@ -24,7 +24,7 @@ class ModelGuard:
         self._made = self._look()
 
     @property
-    def broken(self) -> bool:
+    def changed(self) -> bool:
         return self._look() != self._made
 
     def _look(self) -> list[Any]:
@@ -32,14 +32,14 @@ class ModelGuard:
         plain = {*map(type, weights)} <= {nn.Parameter}  # those made of others may lie nowhere
         return [
             list(map(id, _values(self._children))),
-            [id(hook) for hook in chain(*map(_values, self._hooks)) if foreign(hook)],
+            [id(hook) for hook in chain(*map(_values, self._hooks)) if is_foreign_hook(hook)],
             list(map(dict.get, self._parts, repeat("forward"))),
             list(map(Tensor.data_ptr if plain else id, weights)),
             list(map(attrgetter("dtype"), weights)),
         ]
 
 
-def foreign(hook: Any) -> bool:
+def is_foreign_hook(hook: Any) -> bool:
     """Whether it is neither transformers' nor windfall's own: those only record states and change nothing."""
     return not str(getattr(hook, "__module__", "")).startswith(("transformers.", "windfall."))
 

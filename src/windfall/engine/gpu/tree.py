@@ -1,4 +1,4 @@
-"""A draft tree in fixed arrays on the device: grown by kernels, told to the host once a cycle."""
+"""A draft tree in fixed arrays on the device: grown by kernels, published to the host once a cycle."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Array = np.ndarray[Any, Any]
 ARRAYS = ("tokens", "parents", "depth", "rank", "logq", "score")
 
 
-def plant(
+def tree_buffers(
     device: torch.device, capacity: int, passes: int, deepest: int, staged: int
 ) -> tuple[TreeArrays, PackedBuffer]:
-    """Arrays for this many nodes of at most this depth, a root in place; and the parcel that tells the host of them,
+    """Arrays for this many nodes of at most this depth, a root in place; and the buffer that tells the host of them,
     what plans watch side by side in it."""
     long, number, wide = torch.long, torch.float32, (capacity,)
-    parcel = PackedBuffer(
+    buffer = PackedBuffer(
         device,
         tokens=(long, wide),
         parents=(long, wide),
@@ -42,9 +42,9 @@ def plant(
         summary=(number, (passes + 1, 6)),  # see Ahead
         kept=(long, (MAX_VERIFY_ROWS,)),  # the nodes that were verified, ascending; -1 behind them
         path=(long, (MAX_VERIFY_ROWS,)),  # the accepted ones, as rows of `kept`
-        figures=(long, (4,)),  # nodes, rows, accepted rows, the target's next token
+        outcome=(long, (4,)),  # nodes, rows, accepted rows, the target's next token
     )
-    there = parcel.device
+    there = buffer.device
     line = torch.full((capacity, deepest + 1), -1, dtype=long, device=device)
     line[0, 0] = 0
     there["parents"][0] = -1
@@ -62,12 +62,12 @@ def plant(
         slot=torch.zeros(capacity, dtype=long, device=device),
         count=torch.ones(1, dtype=long, device=device),
     )
-    return tree, parcel
+    return tree, buffer
 
 
-def ahead(width: int, told: PackedBuffer, length: Tensor) -> Ahead:
+def next_rows(width: int, published: PackedBuffer, length: Tensor) -> Ahead:
     """Buffers for the rows of the next draft pass."""
-    expanded = told.device["expanded"].fill_(NOBODY)
+    expanded = published.device["expanded"].fill_(NOBODY)
 
     def integers(size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.long, device=expanded.device)
@@ -83,16 +83,16 @@ def ahead(width: int, told: PackedBuffer, length: Tensor) -> Ahead:
         expanded=expanded,
         staged=integers(1),
         length=length,
-        summary=told.device["summary"],
+        summary=published.device["summary"],
     )
 
 
-def terms(device: torch.device, shape: tuple[int, int] | None = None) -> tuple[Terms, PackedBuffer]:
-    """What the calibrated rule reads, and the parcel that brings it, what a gate reads, and the form of a tree where
+def term_buffers(device: torch.device, shape: tuple[int, int] | None = None) -> tuple[Terms, PackedBuffer]:
+    """What the calibrated rule reads, and the buffer that brings it, what a gate reads, and the form of a tree where
     there is one of this size."""
     number = torch.float32
     form = {} if shape is None else {"shape": (torch.long, shape)}
-    parcel = PackedBuffer(
+    buffer = PackedBuffer(
         device,
         **form,
         weights=(number, (1 + DEPTHS + RANKS,)),
@@ -101,19 +101,19 @@ def terms(device: torch.device, shape: tuple[int, int] | None = None) -> tuple[T
         floor=(number, (1,)),
         bounds=(number, (len(Bounds._fields),)),
     )
-    return Terms(*(parcel.device[name] for name in ("weights", "forecast", "prices"))), parcel
+    return Terms(*(buffer.device[name] for name in ("weights", "forecast", "prices"))), buffer
 
 
-def told(parcel: Mapping[str, Array], root: int, places: int) -> tuple[DraftTree, Tensor, Tensor, int]:
-    """What a cycle told the host: the drafted tree without its empty places, kept nodes, path in them, bonus.
+def read_results(arrays: Mapping[str, Array], root: int, places: int) -> tuple[DraftTree, Tensor, Tensor, int]:
+    """What a cycle published the host: the drafted tree without its empty places, kept nodes, path in them, bonus.
 
     By then the place of the root holds the next one, so the caller says what it was. Only the first `places` count:
     what lies behind them was drafted before it was known that nobody wants it.
     """
-    count, rows, accepted, bonus = parcel["figures"].tolist()
+    count, rows, accepted, bonus = arrays["outcome"].tolist()
     count = min(count, places)
-    tokens, parents, depth, rank, logq, score = (parcel[name][:count].copy() for name in ARRAYS)
-    kept, path = parcel["kept"][:rows].copy(), parcel["path"][:accepted].copy()
+    tokens, parents, depth, rank, logq, score = (arrays[name][:count].copy() for name in ARRAYS)
+    kept, path = arrays["kept"][:rows].copy(), arrays["path"][:accepted].copy()
     tokens[0] = root
     real = score > -math.inf
     if not real.all():

@@ -19,38 +19,38 @@ class DeviceView:
     next. An empty place has a score of -inf.
     """
 
-    def __init__(self, arrays: Mapping[str, Any], width: int, k: int, lag: int):
-        self._own = arrays
-        self._width, self._k, self._lag = width, k, lag
+    def __init__(self, arrays: Mapping[str, Any], width: int, k: int, draw_offset: int):
+        self._arrays = arrays
+        self._width, self._k, self._lag = width, k, draw_offset
 
     @property
     def length(self) -> int:
-        return int(self._own["length"].item(0)) + self._lag - 1
+        return int(self._arrays["length"].item(0)) + self._lag - 1
 
     def summary(self, level: int) -> Summary:
-        return Summary(*self._own["summary"][level].tolist())
+        return Summary(*self._arrays["summary"][level].tolist())
 
     def scores(self, level: int) -> Floats:
-        return _real(self._own["score"][self._start(level) : self._start(level + 1)])
+        return _without_empty(self._arrays["score"][self._start(level) : self._start(level + 1)])
 
     def all_scores(self, level: int) -> Floats:
-        return _real(self._own["score"][1 : self._start(level + 1)])
+        return _without_empty(self._arrays["score"][1 : self._start(level + 1)])
 
     def parent_score(self, level: int) -> float:
-        place = self._own["expanded"][self._width * (level - 2)] if level > 1 else 0
-        return float(self._own["score"][place])
+        place = self._arrays["expanded"][self._width * (level - 2)] if level > 1 else 0
+        return float(self._arrays["score"][place])
 
     def logq(self, level: int) -> Floats:
         start = self._start(level)
-        return _real(self._own["logq"][start : start + self._k])
+        return _without_empty(self._arrays["logq"][start : start + self._k])
 
     def entropies(self, level: int) -> Floats:
         if level == 1:
-            found: Floats = self._own["entropy"][:1]
+            found: Floats = self._arrays["entropy"][:1]
             return found
         first = self._width * (level - 2)
-        entropies: Floats = self._own["entropy"][first + 1 : first + 1 + self._width]
-        real: Floats = entropies[self._own["expanded"][first : first + self._width] >= 0]
+        entropies: Floats = self._arrays["entropy"][first + 1 : first + 1 + self._width]
+        real: Floats = entropies[self._arrays["expanded"][first : first + self._width] >= 0]
         return real
 
     def _start(self, level: int) -> int:
@@ -58,7 +58,7 @@ class DeviceView:
         return 1 + self._k * (1 + self._width * (level - 2)) if level > 1 else level
 
 
-def _real(values: Floats) -> Floats:
+def _without_empty(values: Floats) -> Floats:
     """Without empty places."""
     if len(values) and values[values.argmin()] == -math.inf:
         found: Floats = values[values > np.float32(-math.inf)]
