@@ -170,7 +170,7 @@ def test_texts_are_cut_to_their_first_tokens(target: Target, tmp_path: Path) -> 
 def test_prompts_without_room_are_left_out(target: Target) -> None:
     settings = Settings(("none",), ("mine",), max_new_tokens=200)
     long = Prompt("talk", "", "long", ("a" * 100,))
-    assert runner.fastest_forward([*PROMPTS, long], target, settings) == PROMPTS
+    assert runner.fitting([*PROMPTS, long], target, settings) == PROMPTS
 
 
 def test_a_conversation_ends_where_its_next_answer_has_no_room(target: Target, tmp_path: Path) -> None:

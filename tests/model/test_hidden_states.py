@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from windfall.heads.fastest_forward import fit
 
 from helpers.random_heads import random_head
 from helpers.tiny import FAMILIES, features_of, prompt, tiny
@@ -18,6 +17,7 @@ from windfall.engine.gpu.graphs import GraphCache
 from windfall.engine.gpu.model_guard import ModelGuard
 from windfall.engine.gpu.target import GpuTarget
 from windfall.heads import formats
+from windfall.heads.fitting import fit
 from windfall.model.hidden_states import with_states
 from windfall.model.target import Target
 from windfall.train.shards import Batch
@@ -35,7 +35,7 @@ def test_taps_are_boundaries_on_the_host(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt-neox", "gemma", "gpt2"])
 def test_taps_are_boundaries_on_fixed_buffers(family: str) -> None:
-    """Llama's skeleton and any other model."""
+    """Models with Llama's architecture, and others."""
     model, tokens = tiny(family), prompt(10)
     wanted = features_of(model, tokens, TAPS)[0]
     gpu_target = GpuTarget(model, TAPS, GraphCache(torch.device("cpu")), GpuOptions(True))
@@ -76,9 +76,9 @@ def test_numbers_from_the_end() -> None:
 def test_the_hook_is_no_change_of_the_model() -> None:
     """What is recorded for a model stays, and its fused forward still takes it."""
     model = tiny()
-    seal = ModelGuard(model)
+    guard = ModelGuard(model)
     Target(model).prefill([prompt(5)], (4,))
-    assert not seal.changed
+    assert not guard.changed
     try:
         GpuTarget(model, (4,), GraphCache(torch.device("cpu")), GpuOptions(True, exact=True))
     except (InputError, Unsupported) as reason:

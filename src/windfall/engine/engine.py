@@ -338,9 +338,7 @@ class Engine:
                 reason = f"a chat message is {{'role': text, 'content': text}}; the template says: {first_line(error)}"
             raise InputError(reason) from None
         except TemplateError as error:
-            raise InputError(
-                f"the chat template of {self.target.name} unsupported_reason these messages: {error}"
-            ) from None
+            raise InputError(f"the chat template of {self.target.name} refuses these messages: {error}") from None
 
     def params(self, **sampling: Any) -> SamplingParams:
         """SamplingParams from keywords, checked against this target."""

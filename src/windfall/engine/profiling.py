@@ -75,9 +75,7 @@ class Profile:
     full: bool  # whether all sizes were measured
     rounds: int
     seconds: float  # that measuring took
-    steady: (
-        bool  # whether other work left the machine alone; if not, the profile is used for a short time only
-    )
+    steady: bool  # whether other work left the machine alone; if not, the profile is used for a short time only
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "costs": self.costs.as_dict(), "c": self.costs.ratio}
@@ -300,9 +298,9 @@ def _within(context: int | None, rows: Sequence[int], lengths: Sequence[int]) ->
     """The sizes that fit into the target's context."""
     if context is None:
         return list(rows), list(lengths)
-    fastest_forward = [n for n in rows if n <= max(context // 2, 1)]
-    room = context - max(fastest_forward)
-    return fastest_forward, [length for length in lengths if length <= room] or [max(room // 2, 1)]
+    fitting = [n for n in rows if n <= max(context // 2, 1)]
+    room = context - max(fitting)
+    return fitting, [length for length in lengths if length <= room] or [max(room // 2, 1)]
 
 
 def _text(engine: Engine) -> list[int]:

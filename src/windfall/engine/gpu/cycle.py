@@ -1,4 +1,4 @@
-"""One plan with its buffers: the pieces of work that a cycle launches."""
+"""The device work of one decoding cycle (draft passes, verify pass) for one plan, and the buffers it needs."""
 
 from __future__ import annotations
 
@@ -34,21 +34,24 @@ from windfall.policies.context import Context
 from windfall.policies.plan import NodeFilter, Plan
 from windfall.policies.shape import Shape
 
-MAX_DRAFT_PASSES, MAX_TREE_PLACES, MAX_CHILDREN_PER_NODE, MAX_STAGED_ROWS = 32, 4096, 64, 4096  # of a cycle
-MAX_NODES_PER_PASS, MAX_BOUNDED_NODES_PER_PASS = 128, 32  # nodes of a draft pass
-RESULT_BLOCKS = 3  # cycles of which the host can see what came of them
-REPORT_BLOCKS = 4  # passes of which it can: one that is under way, two before it, and a spare
-MAX_LAUNCH_SHARE, AVERAGED_CYCLES = (
-    0.8,
-    16,
-)  # share of about so many cycles, at the most, from which on a pass is launched unasked
-DECISION_SECONDS = (
-    3e-5  # seconds that a decision keeps a device waiting, about: for the number, the decision, the launch
-)
+MAX_DRAFT_PASSES = 32  # per cycle
+MAX_TREE_PLACES = 4096  # nodes of a cycle's tree, empty places included
+MAX_CHILDREN_PER_NODE = 64
+MAX_STAGED_ROWS = 4096  # nodes that a cycle expands
+MAX_NODES_PER_PASS = 128  # nodes that one draft pass expands
+MAX_BOUNDED_NODES_PER_PASS = 32  # the same for plans with `bounds`
+RESULT_BLOCKS = 3  # cycles whose results stay readable on the host
+REPORT_BLOCKS = 4  # draft passes whose reports stay readable: the running one, the two before it, and a spare
+MAX_LAUNCH_SHARE = 0.8  # a pass that follows in more than this share of cycles is launched before the decision
+AVERAGED_CYCLES = 16  # about the number of recent cycles in that share
+DECISION_SECONDS = 3e-5  # time that the device idles during a decision: polling, deciding and launching
 
 
 class Cycle:
-    """What a plan, a drafter and the target need on the device; its methods are recorded or part of what is."""
+    """Buffers of one plan on the device, and the work on them.
+
+    `first_pass`, `next_pass`, `publish_report` and `verify` only launch kernels, so that a CUDA graph can capture them.
+    """
 
     def __init__(self, plan: Plan, form: GpuForm | None, gpu_target: GpuTarget):
         """`form` may be None if the plan has no draft passes."""
@@ -59,11 +62,11 @@ class Cycle:
         self.tree, self.published = tree_buffers(device, capacity, plan.passes + 1, deepest, staged)
         self.results = Mailbox(self.published, RESULT_BLOCKS)
         self.terms, self.terms_buffer = term_buffers(device, (plan.rows, plan.k) if plan.shape else None)
-        self._terms_version: object = None  # the version of the terms that the device has
+        self._terms_version: object = None  # identifies the terms that the device has
         there = self.terms_buffer.device
         self.bounds, self.floor = (there["bounds"] if plan.bounds else None), (there["floor"] if plan.floor else None)
         self.shape = there.get("shape")
-        self.verify_limit = torch.full((1,), capacity, device=device)  # only nodes before this one are verified
+        self.verify_limit = torch.full((1,), capacity, device=device)  # only nodes before this place are verified
         self._verify_limit = capacity  # the same on the host
         self.draft: GpuDrafter | None = None
         if plan.passes:
@@ -75,19 +78,19 @@ class Cycle:
         )
         self._root = torch.zeros(1, dtype=torch.long, device=device)
         self.reports = Mailbox(self.published.subset(*_watched_arrays(plan)), REPORT_BLOCKS) if plan.watches else None
-        self.views = [self._view(arrays) for arrays in (self.reports.arrays if self.reports else ())]  # block by block
+        self.views = [self._view(arrays) for arrays in (self.reports.arrays if self.reports else ())]  # one per block
         self.filter_weights = {} if plan.keep is None else _to_device(device, plan.keep)
         self._child_offsets = torch.arange(plan.width * plan.k, device=device)
         self.predictor = PassPredictor()
-        self.captured_kinds: set[Key] = set()  # kinds of texts of which all work is recorded
-        self.buffers_id = object() if self.draft is None else self.draft.buffers_id  # in keys of recorded work
+        self.captured_kinds: set[Key] = set()  # kinds of requests whose CUDA graphs are all captured
+        self.buffers_id = object() if self.draft is None else self.draft.buffers_id  # part of the keys of its graphs
 
     def _view(self, arrays: Mapping[str, Any]) -> DeviceView:
         assert self.draft is not None
         return DeviceView(arrays, self.plan.width, self.plan.k, self.draft.draw_offset)
 
     def send_terms(self, ctx: Context) -> None:
-        """Bring the device the numbers that the plan's rule reads in this cycle, if they have changed."""
+        """Send the device the numbers that the plan's rule reads in this cycle, if they have changed."""
         plan, calibrator = self.plan, ctx.calibrator
         version: tuple[object, ...] = (
             plan.bounds() if plan.bounds else None,
@@ -114,18 +117,18 @@ class Cycle:
         self.terms_buffer.send()
 
     def places_after(self, levels: int) -> int:
-        """Places of the tree after so many passes; only these can be told from later ones."""
+        """The number of places in the tree after this number of passes; for rules that are not selective."""
         return 1 + self.plan.k * (1 + self.plan.width * (levels - 1)) if levels else 1
 
     def publish_report(self) -> None:
-        """Let the host see what the plan watches: part of what is recorded."""
+        """Publish what the plan watches to the host."""
         assert self.reports is not None
         self.reports.publish()
 
     def start(self, prompt: list[int]) -> None:
-        """Read a prompt, and begin with its last token as the root."""
+        """Prefill a prompt and make its last token the root of the tree."""
         prefill(prompt, self.gpu_target, self.draft)
-        self.gpu_target.accepted.fill_(MAX_VERIFY_ROWS)  # to the noise, all positions are new
+        self.gpu_target.accepted.fill_(MAX_VERIFY_ROWS)  # makes `update_noise` compute all positions
         self.tree.tokens[:1].fill_(prompt[-1])
         self.clear_tree()
         self.results.reset()
@@ -133,32 +136,32 @@ class Cycle:
             self.reports.reset()
 
     def clear_tree(self) -> None:
-        """Nothing is drafted but the root."""
+        """Drop all nodes but the root."""
         self.tree.count.fill_(1)
         self.next_rows.staged.zero_()
         self.next_rows.expanded.fill_(-1)
 
     def set_length(self, length: int) -> None:
-        """As if behind a text of this length, whatever the buffers hold: for timing."""
+        """Pretend that this number of tokens is committed, whatever the buffers hold. Used for capture and timing."""
         self.clear_tree()
         self.gpu_target.length.fill_(length)
         self.gpu_target.length_bound = length
         if self.draft is not None:
             self.draft.length.fill_(length)
-            self.draft.waiting.fill_(1)
+            self.draft.pending_count.fill_(1)
 
     def limit_verified(self, places: int) -> None:
-        """Verify only nodes before this place from now on."""
+        """From now on, verify only nodes before this place."""
         if places != self._verify_limit:
             self.verify_limit.fill_(places)
             self._verify_limit = places
 
     def noise_buffer(self, params: SamplingParams) -> Tensor | None:
-        """Where that of the positions ahead lies, if this sampling has any and several passes look it up."""
+        """The buffer for the noise of the next positions, which a cycle's passes share; None if there is no noise."""
         return None if params.greedy or self.draft is None else self.gpu_target.noise_buffer(self.plan.passes + 3)
 
     def first_pass(self, sampler: ChildSampler) -> None:
-        """The first draft pass: the root's children, and which nodes come next."""
+        """The first draft pass: add the root's children, and choose the nodes of the next pass."""
         assert self.draft is not None
         if sampler.noise is not None:
             self.gpu_target.update_noise(sampler.noise)
@@ -166,7 +169,7 @@ class Cycle:
         self._add_children(self._root, self._root, logits, self.draft.length, -1, sampler)
 
     def next_pass(self, sampler: ChildSampler) -> None:
-        """A further draft pass."""
+        """A later draft pass: add children of the chosen nodes, and choose the nodes of the next pass."""
         assert self.draft is not None
         rows = self.next_rows
         given = Pass(rows.tokens, rows.positions, rows.slots, rows.mask, self.draft.length)
@@ -176,7 +179,7 @@ class Cycle:
     def _add_children(
         self, nodes: Tensor, slots: Tensor, logits: Tensor | Words, columns: Tensor, offset: int, sampler: ChildSampler
     ) -> None:
-        """Children of these nodes, whose own columns come `offset` after `columns`."""
+        """Add children of these nodes, whose own columns are `columns` + `offset`."""
         assert self.draft is not None
         plan, keep = self.plan, self.plan.keep
         watched, filtered = "entropy" in plan.watches, keep is not None and keep.entropy
@@ -197,7 +200,7 @@ class Cycle:
             grow(self.tree, nodes, tokens, values, self.next_rows, self.rule, *given)
 
     def _filter(self, keep: NodeFilter, nodes: Tensor, tokens: Tensor, values: Tensor, entropy: Tensor | None) -> None:
-        """Children that do not stay join the tree like the others, and cannot be chosen."""
+        """Add the children, and exclude those that the filter drops from expansion and verification."""
         tree, parent = self.tree, nodes.clamp(min=0)
         scores = (tree.score[parent][:, None] + values).masked_fill((nodes < 0)[:, None], -torch.inf)
         depth = (tree.depth[parent] + 1)[:, None].expand_as(scores)
@@ -209,7 +212,7 @@ class Cycle:
         tree.score.index_copy_(0, places, scores.flatten())
 
     def verify(self, rows: int, columns: int, params: SamplingParams, noise: Tensor | None = None) -> None:
-        """Choose the rows, gpu_target them, plant the next tree, and tell the host."""
+        """The verify pass: choose rows, run the target, commit the accepted path, start a new tree, publish results."""
         gpu_target, there = self.gpu_target, self.gpu_target.rows.device
         kept, path = (self.published.device[name][:rows] for name in ("kept", "path"))
         tokens, parents, depth = (there[name][:rows] for name in ("tokens", "parents", "depth"))
@@ -230,7 +233,7 @@ class Cycle:
             gpu_target.move_source[:deepest],
             gpu_target.move_goal[:deepest],
             None if draft is None else draft.tokens[:deepest],
-            None if draft is None else draft.waiting,
+            None if draft is None else draft.pending_count,
             self.tree,
             None if draft is None else self.next_rows.expanded,
             None if draft is None else self.next_rows.staged,
@@ -260,7 +263,7 @@ def kernel_rule(plan: Plan) -> Rule:
 
 
 def tree_places(plan: Plan) -> int:
-    """Places that the tree's arrays have: those of all passes and of one more."""
+    """Places in the tree's arrays: enough for all passes and one more."""
     if plan.layer is not None:
         return plan.layer.budget + 1
     if plan.top is not None:
@@ -269,28 +272,30 @@ def tree_places(plan: Plan) -> int:
 
 
 def staged_rows(plan: Plan) -> int:
-    """Rows that the drafter's passes may stage in a cycle."""
+    """Rows of the drafter's KV cache that the passes of a cycle may need."""
     if plan.layer is not None:
         return plan.layer.budget + plan.width
     return max(plan.width * plan.passes, 1)
 
 
 def plan_key(plan: Plan) -> tuple[object, ...]:
-    """What buffers and recorded graphs depend on."""
+    """Plans with equal keys share buffers and CUDA graphs."""
     keep = None if plan.keep is None else plan.keep.key
     return (kernel_rule(plan), plan.watches, plan.passes, plan.width, plan.k, plan.rows, plan.max_depth, keep)
 
 
 def plan_unsupported(plan: Plan, ctx: Context) -> str:
-    """Why this plan cannot run in fixed buffers; nothing if it can."""
+    """Why this plan cannot run in fixed buffers; empty if it can."""
     if plan.suits is not None and not plan.suits(ctx):
         return "its policy weighs every row, on the host"
     if tree_places(plan) > MAX_TREE_PLACES:
         return f"its trees may have more than {MAX_TREE_PLACES} nodes"
     if plan.passes > MAX_DRAFT_PASSES or staged_rows(plan) > MAX_STAGED_ROWS:
-        return f"its cycles may have more than {MAX_DRAFT_PASSES} draft passes, or expand more than {MAX_STAGED_ROWS} nodes"
+        passes, staged = MAX_DRAFT_PASSES, MAX_STAGED_ROWS
+        return f"its cycles may have more than {passes} draft passes, or expand more than {staged} nodes"
     if plan.rows > MAX_VERIFY_ROWS or plan.k > MAX_CHILDREN_PER_NODE or plan.width > MAX_NODES_PER_PASS:
-        return f"its passes have more than {MAX_VERIFY_ROWS} rows, {MAX_CHILDREN_PER_NODE} children or {MAX_NODES_PER_PASS} nodes"
+        rows, children, nodes = MAX_VERIFY_ROWS, MAX_CHILDREN_PER_NODE, MAX_NODES_PER_PASS
+        return f"its passes have more than {rows} rows, {children} children or {nodes} nodes"
     if plan.bounds is not None and plan.width > MAX_BOUNDED_NODES_PER_PASS:
         return f"its passes expand more than {MAX_BOUNDED_NODES_PER_PASS} nodes, most of which are out of bounds"
     if plan.expanded_only or plan.first_come:
@@ -303,7 +308,7 @@ def plan_unsupported(plan: Plan, ctx: Context) -> str:
 
 
 def _watched_arrays(plan: Plan) -> tuple[str, ...]:
-    """The arrays that a decision needs, in the order in which they lie in the buffer."""
+    """The arrays that a decision reads; entropies are found through the expanded nodes."""
     names = {*plan.watches, *(("expanded",) if "entropy" in plan.watches else ())}
     return tuple(names)
 
@@ -313,20 +318,24 @@ def _to_device(device: torch.device, keep: NodeFilter) -> dict[str, Tensor]:
 
 
 class PassPredictor:
-    """How often drafting went on after each level. Where it nearly always does, the next pass need not wait for the
-    decision: it runs while the host thinks, and is wasted once in a while."""
+    """Predicts after each draft pass whether another one follows, from the share of recent cycles in which it did.
+
+    A pass that is likely to follow is launched before the host decides. If the decision is to stop, it was wasted.
+    """
 
     def __init__(self) -> None:
         self._shares: dict[int, float] = {}
         self._launch_share = MAX_LAUNCH_SHARE
 
     def set_pass_seconds(self, seconds: float) -> None:
-        """What a pass takes, which is lost if nobody wants it."""
+        """Set the cost of a wasted pass; it moves the share from which on a pass counts as likely."""
         self._launch_share = min(seconds / (seconds + DECISION_SECONDS), MAX_LAUNCH_SHARE)
 
     def likely(self, level: int) -> bool:
+        """Whether another pass is likely to follow this one."""
         return self._shares.get(level, 0.0) > self._launch_share
 
     def observe(self, level: int, went_on: bool) -> None:
+        """Learn from a decision."""
         known = self._shares.get(level, 0.5)
         self._shares[level] = known + (went_on - known) / AVERAGED_CYCLES

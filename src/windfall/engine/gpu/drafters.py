@@ -1,4 +1,4 @@
-"""Drafters on fixed buffers: a cycle's first pass takes in what was committed, each later one expands some nodes."""
+"""Drafters on fixed buffers. The first pass of a cycle also adds the newly committed columns to the KV cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from windfall.model.decoder import Decoder
 
 
 class ChildSampler:
-    """From a drafter's logits to children, by one way of sampling: coupled to the coming draws, or not."""
+    """Chooses the children of nodes from a drafter's logits, for one kind of sampling, coupled or not."""
 
     def __init__(self, params: SamplingParams, coupled: bool, sampling: SamplingBuffers, noise: Tensor | None = None):
         self.params, self.sampling, self.noise = params, sampling, noise
@@ -40,13 +40,13 @@ class ChildSampler:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What a recorded pass depends on."""
+        """What a captured draft pass depends on."""
         return ("coupled", *sampling_key(self.params)) if self.coupled else ("alone",)
 
     def children(
         self, logits: Tensor | Words, positions: Tensor, offset: int, k: int, tokens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and tokens [w, k]; the draws after these rows come `offset` after `positions` [w]."""
+        """Log-probabilities and tokens [w, k]; the target draws after these rows at `positions` [w] + `offset`."""
         coupling: dict[str, Any] = {}
         if self.coupled:
             temperature = self.sampling.temperature
@@ -65,60 +65,63 @@ class ChildSampler:
 
 
 def as_logits(logits: Tensor | Words) -> Tensor:
+    """The logits, computed if they are given as a product."""
     return logits.logits if isinstance(logits, Words) else logits
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """[w] nats, of the drafter's own distribution after each row."""
+    """Entropy of the drafter's distribution after each row, [w] nats."""
     found: Tensor = torch.special.entr(logits.float().softmax(-1)).sum(-1)
     return found
 
 
 class GpuDrafter:
-    """What all of them share: the columns that were committed but not taken in, and the length of what was."""
+    """Base class. Committed columns are pending until the next first pass adds them to the KV cache."""
 
-    draw_offset: int  # a node's draw comes so many positions after its column
-    max_positions: int | None = None  # positions after which nothing can be drafted; None: no limit
-    features: Tensor | None = None  # [pending, taps * H] the target's states before each pending column, if wanted
+    draw_offset: int  # position of the draw after a node, relative to the node's column
+    max_positions: int | None = None  # nothing is drafted after these; None: no limit
+    features: Tensor | None = None  # [pending, taps * H] the target's states for each pending column, if needed
 
     def __init__(self, gpu_target: GpuTarget, pending: int):
         device, long = gpu_target.device, torch.long
         self.gpu_target, self.pending = gpu_target, pending
-        self.buffers_id = object()  # in keys of recorded work: no other draft, not even one in the same memory, has it
-        self.tokens = torch.zeros(pending, dtype=long, device=device)  # committed, but not taken in
-        self.waiting = torch.zeros(1, dtype=long, device=device)  # how many of them are
-        self.length = torch.zeros(1, dtype=long, device=device)  # columns taken in
+        self.buffers_id = object()  # a unique id of its buffers, part of the keys of its graphs
+        self.tokens = torch.zeros(pending, dtype=long, device=device)  # of the pending columns
+        self.pending_count = torch.zeros(1, dtype=long, device=device)
+        self.length = torch.zeros(1, dtype=long, device=device)  # columns in the KV cache
         self.chunk = PrefillChunk(device)
-        self.chunk_states: Tensor | None = None  # its features, where a drafter has any
+        self.chunk_states: Tensor | None = None  # features of the chunk's columns, if the drafter has features
         self._causal = torch.ones(pending, pending, dtype=torch.bool, device=device).tril()
 
     @property
     def vocabulary(self) -> Tensor | None:
-        """[M] the token of each column of the logits; None: they are the target's."""
+        """[M] the token of each column of the logits; None: the target's vocabulary."""
         return None
 
     @property
     def columns(self) -> int:
-        """The bound on columns of its passes, on which recorded ones depend."""
+        """The bound on KV columns that its passes read; captured passes depend on it."""
         return self.gpu_target.capacity
 
     def start(self) -> None:
-        """Forget the text before."""
+        """Drop the text of the last request."""
         self.length.zero_()
 
     def prefill(self, tokens: Tensor, following: Tensor, states: Tensor | None, last: bool) -> None:
-        """Take in a piece of a text: n tokens, the token that follows each, and the target's states of them; of the
-        last piece one column stays pending."""
+        """Add a chunk of the prompt: n tokens, the token after each, and the target's states of the n tokens.
+
+        The last column of the last chunk stays pending.
+        """
         raise NotImplementedError
 
     def prefill_chunk(self, text: Tensor, at: int, states: Tensor | None) -> int:
-        """`read` for the piece that begins here; returns where the next one does."""
+        """Call `prefill` for the chunk that starts at `at`; returns the start of the next chunk."""
         until = min(at + PREFILL_CHUNK_TOKENS, len(text) - 1)
         self.prefill(text[at:until], text[at + 1 : until + 1], states, until == len(text) - 1)
         return until
 
     def _add_columns(self, tokens: Tensor, features: Tensor | None) -> None:
-        """Columns of a text, without logits."""
+        """Add columns to the KV cache, without logits."""
         if not len(tokens):
             return
         size = self.chunk.fill(tokens)
@@ -137,13 +140,15 @@ class GpuDrafter:
         raise NotImplementedError
 
     def first_pass(self, rows: int) -> Tensor | Words:
-        """Take in the pending columns, which are `rows` at the most; logits [1, V] after the last. Its draw's position
-        is `draw_offset` - 1 after `length`, as this leaves it."""
-        slots, last, before = take_in(self.length, self.waiting, rows)
+        """Add the pending columns, at most `rows`, to the KV cache; returns the logits [1, V] after the last one.
+
+        The position of the draw after it is the new `length` + `draw_offset` - 1.
+        """
+        slots, last, before = take_in(self.length, self.pending_count, rows)
         return self._first_logits(Pass(self.tokens[:rows], slots, slots, self._causal[:rows, :rows], before), last)
 
     def next_pass(self, rows: Pass, above: Tensor, here: Tensor) -> Tensor | Words:
-        """Run nodes whose parents have the places `above` and which get the places `here`; logits [w, V]."""
+        """Run nodes with the slots `here`, whose parents have the slots `above`; returns logits [w, V]."""
         raise NotImplementedError
 
     def _first_logits(self, rows: Pass, last: Tensor) -> Tensor | Words:
@@ -151,7 +156,7 @@ class GpuDrafter:
 
 
 class GpuHeadDrafter(GpuDrafter):
-    """A head on the target's hidden states. Column t holds token t + 1."""
+    """A draft head on the target's hidden states. Column t holds token t + 1."""
 
     draw_offset = 2
 
@@ -163,9 +168,8 @@ class GpuHeadDrafter(GpuDrafter):
         self.kv = gpu_target.cache((layer.num_hidden_layers, heads, width), dtype)
         self.features = torch.zeros(pending, gpu_target.width, dtype=dtype, device=device)
         self.chunk_states = torch.zeros(PREFILL_CHUNK_TOKENS, gpu_target.width, dtype=dtype, device=device)
-        self.recycled = torch.zeros(
-            staged + 1, layer.hidden_size, dtype=dtype, device=device
-        )  # what the head goes on from
+        # the head's own features, by slot: the input of the next level
+        self.recycled = torch.zeros(staged + 1, layer.hidden_size, dtype=dtype, device=device)
         self._first = torch.zeros(1, dtype=torch.long, device=device)
         try:
             self.fused: FusedEagle3 | None = FusedEagle3(head, gpu_target.capacity)
@@ -183,7 +187,7 @@ class GpuHeadDrafter(GpuDrafter):
         if last:
             self.tokens[:1] = following[-1:]
             self.features[:1] = states[-1]
-            self.waiting.fill_(1)
+            self.pending_count.fill_(1)
 
     def _run_columns(self, rows: Pass, features: Tensor | None) -> None:
         assert features is not None
@@ -202,8 +206,10 @@ class GpuHeadDrafter(GpuDrafter):
     def _run(
         self, rows: Pass, hidden: Tensor, index: Tensor | None, pick: Tensor | None, here: Tensor | None
     ) -> Tensor:
-        """The states of these rows, or of those picked, [n, H]; what is gone on from becomes their own, at `here`.
-        The rows' features lie in `hidden`, at `index`."""
+        """Run the head over these rows; returns the states [n, H] of all rows or of those in `pick`.
+
+        The input features are `hidden`, or its rows `index`. The output features are stored in `recycled` at `here`.
+        """
         if self.fused is not None:
             keep = None if here is None else Keep(self.recycled, here, self.fused.recycles_normed)
             return self.fused(rows, hidden, index, self.kv, pick, keep)
@@ -223,7 +229,7 @@ class GpuHeadDrafter(GpuDrafter):
 
 
 class HeadBuffer:
-    """A head's memory for one pass over the fixed buffer."""
+    """The KV cache of a head in a fixed buffer, for one pass."""
 
     def __init__(self, kv: Tensor, rows: Pass, windows: tuple[int | None, ...]):
         self.kv, self.rows, self.windows = kv, rows, windows
@@ -258,7 +264,7 @@ class GpuModelDrafter(GpuDrafter):
         self._add_columns(tokens, None)
         if last:
             self.tokens[:1] = following[-1:]
-            self.waiting.fill_(1)
+            self.pending_count.fill_(1)
 
     def _run_columns(self, rows: Pass, features: Tensor | None) -> None:
         self._logits(rows)
@@ -274,7 +280,7 @@ class GpuModelDrafter(GpuDrafter):
 
 
 def drafter_form(drafter: Drafter, device: torch.device) -> GpuForm | str:
-    """What of a drafter runs in fixed buffers on this device; a string if nothing does, which says why."""
+    """The drafter's `gpu_form`, or a reason if it cannot run in fixed buffers on this device."""
     form = drafter.gpu_form()
     if isinstance(form, str | HeadForm):
         return form
@@ -288,14 +294,14 @@ def drafter_form(drafter: Drafter, device: torch.device) -> GpuForm | str:
 
 
 def gpu_drafter(form: GpuForm, gpu_target: GpuTarget, pending: int, staged: int) -> GpuDrafter:
-    """This form with buffers for so many pending columns and staged rows."""
+    """A drafter of this form with buffers for `pending` columns and `staged` rows."""
     if isinstance(form, HeadForm):
         return GpuHeadDrafter(form.head, gpu_target, pending, staged)
     return GpuModelDrafter(form.decoder, form.vocab_size, gpu_target, pending, staged)
 
 
 def prefill(prompt: list[int], gpu_target: GpuTarget, draft: GpuDrafter | None) -> None:
-    """Begin a new text: target and drafter take in a prompt but for its last token."""
+    """Start a new request: target and drafter process the prompt except for its last token."""
     given = torch.tensor(prompt, device=gpu_target.device)
     if draft is not None:
         draft.start()

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads of one layer with merged products and fused kernels: what `FusedLlama` is for targets."""
+"""EAGLE-3 heads of one layer with merged weights and fused kernels, as `FusedLlama` is for targets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from windfall.kernels.top import Words
 
 
 class FusedEagle3:
-    """The same function as the head it is made of, in a dozen launches."""
+    """Computes the same as the head, in about a dozen kernel launches."""
 
     def __init__(self, head: FeatureHead, positions: int):
         if not isinstance(head, Eagle3) or len(head.layers) != 1:
@@ -61,8 +61,10 @@ class FusedEagle3:
     def __call__(
         self, rows: Pass, hidden: Tensor, index: Tensor | None, kv: Tensor, pick: Tensor | None, keep: Keep | None
     ) -> Tensor:
-        """What the vocabulary head reads, [n, H] or of the rows picked; what is gone on from is kept. `hidden` [m, H]
-        is read at `index`."""
+        """Run the layer; returns the input of the vocabulary head [n, H], of all rows or of those in `pick`.
+
+        The input features are `hidden`, or its rows `index`. The output features are stored as `keep` says.
+        """
         both, total = self._inputs(rows.tokens, hidden, index)
         qkv = linear(both, self.qkv, self.qkv_bias)
         queries = rotate_and_store(qkv, *self.rotary.tables, kv[0, 0], kv[1, 0], rows.slots, rows.positions)
@@ -74,12 +76,13 @@ class FusedEagle3:
         return add_norm(mlp_out, total, self.head.norm.weight, self.eps, pick, keep)[0]
 
     def logits(self, normed: Tensor) -> Words | Tensor:
+        """The logits, or the product that gives them."""
         if self.head.int8_vocabulary is not None:
             return self.head.int8_vocabulary(normed)
         return Words(normed, self.head.vocabulary, self.head.vocabulary_bias)
 
     def _inputs(self, tokens: Tensor, hidden: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Embedding and feature side by side, normed, and the residual."""
+        """The normed embedding and feature side by side [n, 2H], and the residual [n, H]."""
         head, layer = self.head, self.layer
         count, width = len(tokens), hidden.shape[-1]
         both, residual = hidden.new_empty(count, 2 * width), hidden.new_empty(count, width)

@@ -1,6 +1,8 @@
-"""The target and the drafter of one sequence on fixed buffers, for policies that decide on the host: they take the
-places of Target and Drafter in the engine's own cycle. Each pass is one launch, which brings its rows from the host and
-ends with one small copy back; the host fills and reads the buffers as numpy arrays."""
+"""A target and a drafter for the host loop whose passes are CUDA graphs, for policies that decide on the host.
+
+They replace Target and Drafter for one sequence. Each pass is one graph: it copies its rows from the host, runs the
+model, and copies its results back. The host writes and reads these buffers as numpy arrays.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +26,20 @@ from windfall.engine.gpu.target import MAX_VERIFY_ROWS, PREFILL_CHUNK_TOKENS, VE
 from windfall.engine.gpu.transfer import PackedBuffer
 from windfall.kernels.top import Words
 
-DRAFT_PASS_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # sizes of recorded draft passes
-CHILDREN_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
-MAX_PENDING_COLUMNS = 32  # columns that one opening pass takes in
-MAX_STAGED_NODES = 1024  # nodes expanded in a cycle, at the most
-STAGED_STEP_ROWS = 128  # by which the bound on them grows
+DRAFT_PASS_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # nodes of captured draft passes
+CHILDREN_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # children per node in captured draft passes
+MAX_PENDING_COLUMNS = 32  # pending columns that one pass adds to the KV cache
+MAX_STAGED_NODES = 1024  # nodes that a cycle expands
+STAGED_STEP_ROWS = 128  # step of the bound on staged rows in captured passes
 SLOT_NUMBERS = np.arange(MAX_STAGED_NODES + DRAFT_PASS_SIZES[-1])
 
 
 class GraphTarget:
-    """Prefill, score and commit as Target has them."""
+    """The part of Target that the host loop uses, for one sequence."""
 
     def __init__(self, gpu_target: GpuTarget):
         self.gpu_target, long = gpu_target, torch.long
-        self.buffers_id = object()  # in keys of recorded work
+        self.buffers_id = object()  # part of the keys of its graphs
         self.params = SamplingParams()  # of the sequence to come
         self._verdict = PackedBuffer(gpu_target.device, path=(long, (MAX_VERIFY_ROWS,)), accepted=(long, (1,)))
         self._drawn = PackedBuffer(gpu_target.device, tokens=(long, (MAX_VERIFY_ROWS,)))
@@ -46,12 +48,12 @@ class GraphTarget:
             if gpu_target.taps
             else None
         )
-        self._logits: dict[Key, Tensor] = {}  # where each recorded pass leaves them
-        self._scored = torch.empty(0)  # the last that Python saw
+        self._logits: dict[Key, Tensor] = {}  # memory of each graph that holds its logits
+        self._scored = torch.empty(0)  # logits of the last capture or eager run
 
     @property
     def recordings(self) -> int:
-        """Passes that were recorded so far, the drafter's among them."""
+        """CUDA graphs captured so far, those of the drafter included."""
         return self.gpu_target.graph_cache.captures
 
     @torch.inference_mode()
@@ -63,7 +65,7 @@ class GraphTarget:
         return [torch.cat([piece for piece in pieces if piece is not None])] if taps else None
 
     def score(self, trees: list[DraftTree]) -> list[Scores]:
-        """The draws come with the scores, where they depend on these alone."""
+        """Scores include the target's draws if sampling depends on the logits alone."""
         gpu_target, (tree,), params = self.gpu_target, trees, self.params
         drawn = not (params.reads_prefix or params.logit_bias)
         size = gpu_target.write_rows(tree)
@@ -71,7 +73,7 @@ class GraphTarget:
         key = ("score", self.buffers_id, drawn and sampling_key(params), size, columns)
         fresh = key not in gpu_target.graph_cache.graphs
         gpu_target.graph_cache.refresh(key, lambda: self._score(size, columns, drawn))
-        if fresh:  # those of passes that are no longer recorded go
+        if fresh:  # drop the logits of graphs that no longer exist
             self._logits = {
                 known: kept for known, kept in self._logits.items() if known in gpu_target.graph_cache.graphs
             }
@@ -86,7 +88,7 @@ class GraphTarget:
         gpu_target.rows.send()
         scored = gpu_target.score(size, columns)
         self._scored = scored.logits
-        if self._states is not None and scored.states is not None:  # other recorded work may use their place
+        if self._states is not None and scored.states is not None:  # other graphs may reuse the memory
             self._states[:size].copy_(scored.states)
         if drawn:
             self._drawn.device["tokens"][:size].copy_(gpu_target.draw(scored, self.params))
@@ -94,16 +96,16 @@ class GraphTarget:
 
     def commit(self, paths: list[Tensor]) -> None:
         gpu_target, path = self.gpu_target, paths[0].numpy()
-        count, here = len(path), self._verdict.host
+        count, host = len(path), self._verdict.host
         size = VERIFY_SIZES[bisect_left(VERIFY_SIZES, count)]
-        here["path"][:count] = path
-        here["path"][count:size] = -1
-        here["accepted"][0] = count
+        host["path"][:count] = path
+        host["path"][count:size] = -1
+        host["accepted"][0] = count
         gpu_target.graph_cache.run(("keep", self.buffers_id, size), lambda: self._commit(size))
         gpu_target.length_bound += count
 
     def states(self, hidden: Tensor, path: Tensor) -> Tensor:
-        """Of the path last committed, which the device knows."""
+        """The states of the last committed path, which is on the device already."""
         return hidden.index_select(0, self._verdict.device["path"][: len(path)])
 
     def _commit(self, size: int) -> None:
@@ -115,22 +117,21 @@ class GraphTarget:
 
 
 class GraphDrafter(Drafter):
-    """A head or a smaller model as Drafter has it, for one sequence."""
+    """A Drafter for one sequence whose passes are CUDA graphs."""
 
     def __init__(self, draft: GpuDrafter):
         self.draft, self.max_positions = draft, draft.max_positions
         self.params = SamplingParams()  # of the sequence to come
         self._device = draft.gpu_target.device
-        self._opening = PackedBuffer(
-            self._device, tokens=(torch.long, (MAX_PENDING_COLUMNS,)), waiting=(torch.long, (1,))
+        self._pending_buffer = PackedBuffer(
+            self._device, tokens=(torch.long, (MAX_PENDING_COLUMNS,)), count=(torch.long, (1,))
         )
         self._rows_buffers: dict[tuple[int, int], PackedBuffer] = {}
         self._children_buffers: dict[tuple[int, int], PackedBuffer] = {}
-        self._slots: dict[int, int] = {}  # expanded node → its place; the root's is 0
+        self._slots: dict[int, int] = {}  # expanded node → its slot; the root's is 0
         self._staged_rows = 0
-        self._ancestors = np.zeros(
-            (MAX_STAGED_NODES + 1, MAX_STAGED_NODES), dtype=bool
-        )  # by place: the node and its expanded ancestors
+        # by slot: the staged rows of the node and its ancestors
+        self._ancestors = np.zeros((MAX_STAGED_NODES + 1, MAX_STAGED_NODES), dtype=bool)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -171,14 +172,14 @@ class GraphDrafter(Drafter):
         return [self._with_children(tree, grow, nodes, found)]
 
     def _fits(self, tree: DraftTree, nodes: Integers) -> bool:
-        """Whether there is room for these nodes, in the model's positions and in the buffers."""
+        """Whether the model has enough positions, and the buffers enough rows, for these nodes."""
         if self._staged_rows + len(nodes) > MAX_STAGED_NODES:
             return False
         limit = self.max_positions
         return limit is None or self._taken + len(self._tokens) + max(tree.arrays.depth[nodes]) <= limit
 
     def _run_first_pass(self, k: int, entropy: bool) -> PackedBuffer:
-        """Take in what is pending; the root's children."""
+        """Add the pending columns to the KV cache, and draft the root's children."""
         while len(self._tokens) > MAX_PENDING_COLUMNS:
             self._write_pending(MAX_PENDING_COLUMNS)
             self._run(("absorb",), self._take_in_pending)
@@ -198,17 +199,17 @@ class GraphDrafter(Drafter):
         return found
 
     def _write_pending(self, count: int) -> None:
-        """Put the first pending columns where the draft expects them."""
-        here, draft = self._opening.host, self.draft
-        here["tokens"][:count] = self._tokens[:count]
-        here["waiting"][0] = count
+        """Write the first pending columns into the buffers that the first pass reads."""
+        host, draft = self._pending_buffer.host, self.draft
+        host["tokens"][:count] = self._tokens[:count]
+        host["count"][0] = count
         if self._features is not None and draft.features is not None:
             draft.features[:count] = self._features[:count]
 
     def _first_pass(self, rows: int) -> Tensor | Words:
-        self._opening.send()
-        self.draft.tokens.copy_(self._opening.device["tokens"])
-        self.draft.waiting.copy_(self._opening.device["waiting"])
+        self._pending_buffer.send()
+        self.draft.tokens.copy_(self._pending_buffer.device["tokens"])
+        self.draft.pending_count.copy_(self._pending_buffer.device["count"])
         return self.draft.first_pass(rows)
 
     def _take_in_pending(self) -> None:
@@ -235,33 +236,33 @@ class GraphDrafter(Drafter):
         return found
 
     def _write_nodes(self, tree: DraftTree, nodes: Integers, rows_buffer: PackedBuffer) -> None:
-        """Write the rows of a pass for the device; those past the nodes are padding that nobody sees."""
-        here, known, count, start = rows_buffer.host, tree.arrays, len(nodes), self._staged_rows
-        width, bound = here["mask"].shape
+        """Write the rows of a pass for the device; rows after the nodes are padding."""
+        host, known, count, start = rows_buffer.host, tree.arrays, len(nodes), self._staged_rows
+        width, bound = host["mask"].shape
         above = [self._slots[parent] for parent in known.parents[nodes].tolist()]
-        lines = self._ancestors[above]  # of the parents: theirs and their own places
+        lines = self._ancestors[above]  # of the parents; the nodes' own rows follow
         lines[SLOT_NUMBERS[:count], SLOT_NUMBERS[start : start + count]] = True
         self._ancestors[start + 1 : start + count + 1] = lines
-        here["mask"][:count] = lines[:, :bound]
-        here["staged"][:] = SLOT_NUMBERS[start : start + width]
-        here["tokens"][:count] = known.tokens[nodes]
-        here["depth"][:count] = known.depth[nodes]
-        here["above"][:count] = above
+        host["mask"][:count] = lines[:, :bound]
+        host["staged"][:] = SLOT_NUMBERS[start : start + width]
+        host["tokens"][:count] = known.tokens[nodes]
+        host["depth"][:count] = known.depth[nodes]
+        host["above"][:count] = above
         if count < width:
             for name in ("tokens", "depth", "above", "mask"):
-                here[name][count:] = 0
+                host[name][count:] = 0
         self._slots.update(zip(nodes.tolist(), range(start + 1, start + count + 1), strict=True))
         self._staged_rows += count
 
     def _rows_buffer(self, width: int, bound: int) -> PackedBuffer:
-        """Where a pass of this size finds its rows."""
+        """The buffer with the rows of a pass of this size."""
         if (width, bound) not in self._rows_buffers:
             names = dict.fromkeys(("tokens", "depth", "staged", "above"), (torch.long, (width,)))
             self._rows_buffers[width, bound] = PackedBuffer(self._device, **names, mask=(torch.bool, (width, bound)))
         return self._rows_buffers[width, bound]
 
     def _children_buffer(self, width: int, k: int) -> PackedBuffer:
-        """Where a pass of this size leaves its children."""
+        """The buffer for the children that a pass of this size drafts."""
         if (width, k) not in self._children_buffers:
             number, shape = torch.float32, (width, k)
             arrays = {"values": (number, shape), "tokens": (torch.long, shape), "entropy": (number, (width,))}
@@ -288,17 +289,17 @@ class GraphDrafter(Drafter):
         gpu_target.graph_cache.wait()
 
     def _with_children(self, tree: DraftTree, grow: Grow, nodes: Integers, found: PackedBuffer) -> DraftTree:
-        """The tree with the children that came back."""
-        count, here = len(nodes), found.host
+        """The tree with the drafted children."""
+        count, host = len(nodes), found.host
         if grow.entropy:
-            tree = tree.measure(grow.nodes, torch.from_numpy(here["entropy"][:count]))
-        return add_child_arrays(tree, nodes, here["tokens"][:count, : grow.k], here["values"][:count, : grow.k])
+            tree = tree.measure(grow.nodes, torch.from_numpy(host["entropy"][:count]))
+        return add_child_arrays(tree, nodes, host["tokens"][:count, : grow.k], host["values"][:count, : grow.k])
 
     def commit(
         self, trees: list[DraftTree], paths: list[Tensor], bonus: list[int], hidden: list[Tensor] | None
     ) -> None:
         tree, path = trees[0], paths[0]
-        if self._slots:  # what was pending is taken in
+        if self._slots:  # the pending columns are in the KV cache
             self._taken += len(self._tokens)
             self._tokens, self._features = [], None
         self._tokens = [*self._tokens, *tree.arrays.tokens[path.numpy()[1:]].tolist(), bonus[0]]

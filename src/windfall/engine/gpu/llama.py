@@ -1,4 +1,4 @@
-"""Llama's skeleton, layer by layer: products with merged weights, and few kernels between them."""
+"""The forward of models with Llama's architecture: merged weight matrices, and few kernels between the products."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3
 
 
 class Layer(NamedTuple):
-    """One layer's weights; `qkv` and `gate_up` are products merged along their outputs."""
+    """The weights of one layer; `qkv` and `gate_up` are concatenated along their outputs."""
 
     norm: Tensor
     qkv: Tensor
@@ -36,24 +36,24 @@ class Layer(NamedTuple):
 
 
 class FusedLlama:
-    """The forward of a model with Llama's skeleton. The model's own modules go on working: they share the weights."""
+    """The forward of a model with Llama's architecture. The model's own modules still work: they share the weights."""
 
     bucketed = False
 
     def __init__(self, model: Any):
         config = model.config.get_text_config()
         if type(model).__name__ not in FAMILIES:
-            raise Unsupported(f"{type(model).__name__} has not Llama's skeleton")
+            raise Unsupported(f"{type(model).__name__} does not have Llama's architecture")
         check_supported(model)
         if any(map(_has_altered_forward, model.modules())):
-            raise Unsupported("somebody's code takes part in its forward")
+            raise Unsupported("hooks or a replaced method take part in its forward")
         if getattr(config, "hidden_act", "") != "silu" or getattr(config, "mlp_bias", False):
             raise Unsupported("its feed-forward part is not Llama's")
         body = model.model
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.d = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.eps = config.rms_norm_eps
-        self.split: int | None = None  # keys that attention takes in one go; None: as suits the cache
+        self.split: int | None = None  # keys per part of attention; None: chosen by the size of the cache
         self.scale = float(body.layers[0].self_attn.scaling)
         self.shape = (len(body.layers), self.kv_heads, self.d)
         self.layers = [_layer(layer) for layer in body.layers]
@@ -85,7 +85,7 @@ class FusedLlama:
         return F.linear(normed, self.vocabulary, self.vocabulary_bias), tapped
 
     def _embed(self, rows: Pass, capacity: int) -> tuple[Tensor, CosSin]:
-        """The residual stream [n, H]; cos and sin, [n, d]."""
+        """Embed the tokens; returns the residual stream [n, H], and cos and sin [n, d]."""
         if not self._fixed_angles:
             total = F.embedding(rows.tokens, self.embedding)
             cos, sin = self._rotary_module(total[None], rows.positions[None])
@@ -104,8 +104,10 @@ class FusedLlama:
         rows: Pass,
         kv: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Add what the layer before gave to the stream; queries [n, heads, d], and the stream. Keys and values are
-        stored."""
+        """Add the output of the layer before to the residual stream, and store keys and values.
+
+        Returns queries [n, heads, d] and the residual stream.
+        """
         x, residual = (total, None) if mlp_out is None else (mlp_out, total)
         if layer.q_norm is None or layer.k_norm is None:
             return norm_rotate(
@@ -151,21 +153,23 @@ def _layer(layer: Any) -> Layer:
 
 
 def _has_altered_forward(module: nn.Module) -> bool:
-    """Whether its forward is not its class's own: it has hooks, transformers' own aside, or was replaced."""
+    """Whether its forward was replaced or has hooks other than those of transformers or windfall."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return any(map(is_foreign_hook, hooks)) or "forward" in vars(module)
 
 
 def require_plain(*modules: Any) -> None:
-    """Nothing but a product with its weight: not quantised, no adapter."""
+    """Raise Unsupported unless all are plain linear layers: not quantised, without adapters."""
     for module in modules:
         if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
             raise Unsupported(f"its products are not plain linear layers but {type(module).__name__}")
 
 
 def merge(*modules: Any) -> tuple[Tensor, Tensor | None]:
-    """One weight for several products of the same input, and one bias; the modules' own become views of them, so that
-    nothing is kept twice, and whatever is loaded into these or learnt is seen."""
+    """One weight and one bias for several linear layers of the same input.
+
+    The layers' own parameters become views of them. Memory is not doubled, and in-place updates are seen.
+    """
     require_plain(*modules)
     biases = [module.bias for module in modules]
     return _merged([module.weight for module in modules]), None if biases[0] is None else _merged(biases)
@@ -174,7 +178,7 @@ def merge(*modules: Any) -> tuple[Tensor, Tensor | None]:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _merged(parts: list[Tensor]) -> Tensor:
-    """What these parameters are consecutive views of, or become."""
+    """A tensor that these parameters are consecutive views of; they become views if they are not."""
     whole = _common_storage(parts)
     if whole is None:
         whole = torch.cat([part.detach() for part in parts])
@@ -185,12 +189,12 @@ def _merged(parts: list[Tensor]) -> Tensor:
 
 
 def _common_storage(parts: list[Tensor]) -> Tensor | None:
-    """What these are consecutive views of already."""
+    """The tensor that these are consecutive views of; None if they are not."""
     first = parts[0]
     at, storage = first.storage_offset(), first.untyped_storage().data_ptr()
     for part in parts:
-        beside = part.untyped_storage().data_ptr() == storage and part.storage_offset() == at
-        if not beside or not part.is_contiguous():
+        adjacent = part.untyped_storage().data_ptr() == storage and part.storage_offset() == at
+        if not adjacent or not part.is_contiguous():
             return None
         at += part.numel()
     size = (sum(map(len, parts)), *first.shape[1:])

@@ -1,4 +1,4 @@
-"""Cycles under way: the host launches recorded work and reads, one cycle behind, what was accepted."""
+"""Runs the cycles of one request: launches their CUDA graphs, and reads their results one cycle later."""
 
 from __future__ import annotations
 
@@ -18,55 +18,58 @@ from windfall.engine.sequence import Sequence
 from windfall.policies.context import Context
 from windfall.policies.plan import Decision, Opening
 
-CAPTURE_LENGTH_TOKENS = 64  # tokens behind which work is recorded; it is the same behind any number
+CAPTURE_LENGTH_TOKENS = 64  # committed tokens during capture; the graphs are the same for any number
 
 
 class StartedCycle(NamedTuple):
-    """A cycle of which the first draft passes were launched."""
+    """A cycle whose first draft passes are launched."""
 
     start: DeviceEvent
-    opened: DeviceEvent | None  # behind these passes, where others do not follow at once
+    first_passes_end: DeviceEvent | None  # None: the rest of the cycle is launched at once
     opening: Opening
-    columns: int  # of draft passes
-    captures: int  # before it
+    columns: int  # the bound on columns of its draft passes
+    captures: int  # graphs captured before it
 
 
 class LaunchedCycle(NamedTuple):
-    """A cycle that was launched."""
+    """A cycle whose passes are all launched."""
 
-    number: int  # under which it will be told
-    passes: int
-    places: int  # of the tree that these passes drafted
-    drafting: list[DeviceEvent]  # beginnings and ends
+    number: int  # of its results in the mailbox
+    passes: int  # draft passes
+    places: int  # in the tree after these passes
+    drafting: list[DeviceEvent]  # start and end of each span of draft passes
     end: DeviceEvent
-    decision_seconds: float  # seconds that the device waited for decisions
-    recorded: bool  # whether some of it was recorded, during which the device waited too
+    decision_seconds: float  # time that the device waited for decisions
+    recorded: bool  # whether graphs were captured meanwhile, which makes its times useless
 
 
 class Pipeline:
-    """Launches cycles of one text, and lands them in order, one cycle later."""
+    """Launches the cycles of one request, and collects their results in order.
+
+    While the host collects a cycle, the device runs the next one.
+    """
 
     def __init__(self, cycle: Cycle, sampler: ChildSampler, sequence: Sequence):
         self.cycle, self.sampler, self.sequence = cycle, sampler, sequence
         self._key = (cycle.buffers_id, sampler.key, sampling_key(sequence.params))
         self._started: StartedCycle | None = None
         self._launched: list[LaunchedCycle] = []
-        self._report_numbers: dict[int, int] = {}  # under which so many passes are told
+        self._report_numbers: dict[int, int] = {}  # number of passes → number of their report in the mailbox
         self._spare_events: list[DeviceEvent] = []
         self._stream: Any = current_stream(cycle.gpu_target.device)
-        self._prefill_start: DeviceEvent | None = None  # where reading the prompt begins
-        self.prefill_seconds = 0.0  # that it took
-        self._kappa: float | None = None  # that the device has
-        self._last_launched: DeviceEvent | None = None  # the end of what was launched last
-        self._last_collected: DeviceEvent | None = None  # and of what landed last
-        self.stream_used = False  # whether the stream may have been used for something else since the last launch
-        self._decision_seconds = 0.0  # seconds of this cycle
-        self._decision = Decision(False, 1)  # the last one of this cycle
-        self._report_block = 0  # where the last report lies
-        self._launched_passes = 0  # passes of it, wanted or not
+        self._prefill_start: DeviceEvent | None = None
+        self.prefill_seconds = 0.0  # known after the first `collect`
+        self._kappa: float | None = None  # the value on the device
+        self._last_launched: DeviceEvent | None = None  # end of the last launched cycle
+        self._last_collected: DeviceEvent | None = None  # end of the last collected cycle
+        self.stream_used = False  # whether the caller may have used the stream since the last launch
+        self._decision_seconds = 0.0  # of the current cycle
+        self._decision = Decision(False, 1)  # the last one of the current cycle
+        self._report_block = 0  # block of the last report
+        self._launched_passes = 0  # of the current cycle, wasted ones included
 
     def capture_graphs(self, ctx: Context) -> None:
-        """Record all that cycles of such a text can need, before it begins: in its midst each would wait for that."""
+        """Capture all CUDA graphs that this request may need before it starts, so that no cycle waits for a capture."""
         cycle, plan, gpu_target = self.cycle, self.cycle.plan, self.cycle.gpu_target
         opening = plan.begin(ctx)
         sizes = frozenset(self._verify_size(rows) for rows in plan.sizes or {opening.rows})
@@ -85,18 +88,21 @@ class Pipeline:
             cycle.set_length(CAPTURE_LENGTH_TOKENS)
             self._launch_first_passes(min(count, plan.passes), columns)
         if plan.decide is not None and plan.passes > 1:
-            cycle.set_length(CAPTURE_LENGTH_TOKENS)  # there is room for the passes of a single cycle
+            cycle.set_length(CAPTURE_LENGTH_TOKENS)  # the buffers have room for the passes of one cycle only
             self._launch_pass(2, columns)
 
     def prefill(self) -> None:
-        """Read the prompt."""
+        """Prefill the prompt."""
         self._prefill_start = self._event()
         self.cycle.start(self.sequence.tokens)
 
     def launch_first_passes(self, ctx: Context) -> None:
-        """The first draft passes of another cycle, which run while the host is busy with those before or with nothing.
-        The time between them and the rest is nobody's."""
-        self._started = self._start_cycle(self._start_event(), ctx)._replace(opened=self._event())
+        """Launch the first draft passes of the next cycle; `launch` launches the rest.
+
+        They run while the host collects an earlier cycle or waits for the caller. The time between the two launches
+        does not count as drafting.
+        """
+        self._started = self._start_cycle(self._start_event(), ctx)._replace(first_passes_end=self._event())
 
     def _start_cycle(self, start: DeviceEvent, ctx: Context) -> StartedCycle:
         cycle, plan, draft = self.cycle, self.cycle.plan, self.cycle.draft
@@ -117,16 +123,16 @@ class Pipeline:
         return StartedCycle(start, None, opening, columns, before)
 
     def launch(self, ctx: Context) -> None:
-        """Start another cycle behind those under way, or the rest of one that was started_cycle."""
+        """Launch another cycle, or the rest of one whose first passes are launched."""
         cycle, plan, gpu_target = self.cycle, self.cycle.plan, self.cycle.gpu_target
         self._stream = current_stream(gpu_target.device)
-        started_cycle, self._started = self._started or self._start_cycle(self._start_event(), ctx), None
-        start, opened, (passes, _), columns, before = started_cycle
+        started, self._started = self._started or self._start_cycle(self._start_event(), ctx), None
+        start, first_passes_end, (passes, _), columns, before = started
         drafting = [start]
-        if opened is not None and (self.stream_used or opened.done()):
-            drafting += [opened, self._event()]
-        elif opened is not None:
-            self._spare_events.append(opened)
+        if first_passes_end is not None and (self.stream_used or first_passes_end.done()):
+            drafting += [first_passes_end, self._event()]
+        elif first_passes_end is not None:
+            self._spare_events.append(first_passes_end)
         if plan.decide is not None:
             passes = (self._draft_with_lookahead if plan.lookahead else self._draft_while_wanted)(passes, columns, ctx)
         drafting.append(self._event() if passes else start)
@@ -141,20 +147,20 @@ class Pipeline:
         )
 
     def _verify_size(self, rows: int) -> int:
-        """Rows of the verify pass: the next of the plan's sizes."""
+        """The size of the verify pass for this number of rows: the next of the plan's sizes."""
         plan = self.cycle.plan
         return min(min((size for size in plan.sizes if size >= rows), default=rows), plan.rows)
 
     def _places_after(self, levels: int) -> int:
-        """Places of the tree that so many passes drafted."""
+        """The number of places in the tree after this number of passes."""
         if levels >= self._launched_passes:
             return self.cycle.capacity
-        if self.cycle.rule.selective:  # nodes were moved together
+        if self.cycle.rule.selective:  # its trees have no empty places, so that only the report knows
             return int(self.cycle.views[self._report_block].summary(levels).nodes) if levels else 1
         return self.cycle.places_after(levels)
 
     def _launch_first_passes(self, count: int, columns: int) -> None:
-        """The first draft passes, in one piece; if the plan decides, it does so after them."""
+        """Launch the first draft passes as one graph, with a report at the end if the plan decides."""
         asks = self.cycle.plan.decide is not None
         if asks:
             self._expect_report(count)
@@ -162,6 +168,7 @@ class Pipeline:
         self._launched_passes = count
 
     def _launch_verify(self, rows: int) -> int:
+        """Launch a verify pass; returns the number of its results in the mailbox."""
         cycle, columns = self.cycle, self.cycle.gpu_target.columns(rows)
         number = cycle.results.expect()
         params, noise = self.sequence.params, self.sampler.noise
@@ -169,14 +176,14 @@ class Pipeline:
         return number
 
     def _run_passes(self, count: int, asks: bool) -> None:
-        """Draft passes one after the other, and a report after the last if the plan decides."""
+        """Run the first draft passes, and publish a report if the plan decides."""
         for level in range(1, count + 1):
             (self.cycle.first_pass if level == 1 else self.cycle.next_pass)(self.sampler)
         if asks:
             self.cycle.publish_report()
 
     def _draft_with_lookahead(self, level: int, columns: int, ctx: Context) -> int:
-        """Further passes, each decided on while the one before it runs; returns the number of all."""
+        """Launch further draft passes, and decide about each while the one before it runs; returns the total number."""
         plan = self.cycle.plan
         while level < plan.passes:
             self._launch_pass(level + 1, columns)
@@ -186,8 +193,10 @@ class Pipeline:
         return level
 
     def _draft_while_wanted(self, level: int, columns: int, ctx: Context) -> int:
-        """Further passes for as long as the plan wants them; returns the number of all. One that will probably be
-        wanted is launched before the plan is asked; if it was not, what it drafted is left out."""
+        """Launch further draft passes until the plan stops; returns the total number of passes that it wanted.
+
+        A pass that is likely to follow is launched before the decision. If it is not wanted, its nodes are ignored.
+        """
         plan, predictor = self.cycle.plan, self.cycle.predictor
         predictor.set_pass_seconds(ctx.costs.draft(plan.width))
         while True:
@@ -210,12 +219,12 @@ class Pipeline:
         self._launched_passes = level
 
     def _expect_report(self, level: int) -> None:
-        """So many passes will be told next."""
+        """The next report is the one after this pass."""
         assert self.cycle.reports is not None
         self._report_numbers[level] = self.cycle.reports.expect()
 
     def _decide(self, level: int, early: bool, ctx: Context) -> bool:
-        """The plan's decision after this many passes."""
+        """Store the plan's decision after this pass; returns whether drafting goes on."""
         plan, reports = self.cycle.plan, self.cycle.reports
         if level not in plan.asked:
             self._decision = Decision(level < plan.passes, plan.rows)
@@ -234,21 +243,19 @@ class Pipeline:
         self.cycle.gpu_target.graph_cache.run((*key, *self._key), work)
 
     def _start_event(self) -> DeviceEvent:
-        """Where what is launched next begins: at the end of what was launched last, unless something may have come
-        between, if only that there was nothing to do. A mark of its own would hold the device up a little."""
-        return (
-            self._event()
-            if self.stream_used or self._last_launched is None or self._last_launched.done()
-            else self._last_launched
-        )
+        """The start of the next cycle: the end of the last launched one if the device goes on without a pause.
+
+        This saves recording an event, which delays the device slightly.
+        """
+        last = self._last_launched
+        return self._event() if self.stream_used or last is None or last.done() else last
 
     def _event(self) -> DeviceEvent:
-        return (self._spare_events.pop() if self._spare_events else DeviceEvent(self.cycle.gpu_target.device)).record(
-            self._stream
-        )
+        event = self._spare_events.pop() if self._spare_events else DeviceEvent(self.cycle.gpu_target.device)
+        return event.record(self._stream)
 
     def collect(self) -> Step:
-        """Wait for the oldest cycle under way, and make its Step."""
+        """Wait for the oldest launched cycle and return its Step."""
         sequence, cycle, results = self.sequence, self._launched.pop(0), self.cycle.results
         cycle.end.wait()
         arrays = results.arrays[results.wait(cycle.number)]
@@ -261,7 +268,7 @@ class Pipeline:
         return Step(tokens, text, tree, path, drafted, kept, cycle.passes, split, finish, recorded)
 
     def _split(self, cycle: LaunchedCycle) -> Split:
-        """Where the time since the last cycle's end went."""
+        """The time since the end of the last collected cycle, divided among drafting, verifying and the rest."""
         events, last = cycle.drafting, self._last_collected or cycle.drafting[0]
         draft = sum(start.seconds_until(end) for start, end in zip(events[::2], events[1::2], strict=True))
         verify, total = events[-1].seconds_until(cycle.end), last.seconds_until(cycle.end)
@@ -274,16 +281,16 @@ class Pipeline:
 
 
 class DeviceEvent:
-    """A moment in the order of the device's work."""
+    """A CUDA event; on a CPU, a time of the host's clock."""
 
     def __init__(self, device: torch.device):
         self._time = 0.0
         self._cuda_event: Any = None
-        if device.type == "cuda":  # making one takes longer than setting it
+        if device.type == "cuda":  # creating one takes longer than recording it
             self._cuda_event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     def record(self, stream: Any) -> DeviceEvent:
-        """It is now, and no longer when it was before."""
+        """Mark this point of the stream; an earlier mark is lost."""
         self._time = time.perf_counter()
         if self._cuda_event is not None:
             self._cuda_event.record(stream)
@@ -297,12 +304,11 @@ class DeviceEvent:
         return self._cuda_event is None or bool(self._cuda_event.query())
 
     def seconds_until(self, other: DeviceEvent) -> float:
-        """Seconds."""
         if self._cuda_event is None or other._cuda_event is None:
             return other._time - self._time
         return 0.0 if self is other else float(self._cuda_event.elapsed_time(other._cuda_event)) / 1000
 
 
 def current_stream(device: torch.device) -> Any:
-    """Where work on this device is launched just now; asking takes longer than setting a mark."""
+    """The current CUDA stream; asking for it takes longer than recording an event."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None

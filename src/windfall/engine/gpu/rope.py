@@ -1,4 +1,4 @@
-"""Rotary angles of all positions, looked up instead of computed in every pass."""
+"""A table of rotary angles for all positions, so that passes need not compute them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ CosSin = tuple[Tensor, Tensor]
 
 
 class RotaryTable:
-    """cos and sin by position, as far as a buffer reaches."""
+    """cos and sin for the first `positions` positions."""
 
     def __init__(self, rotary: Callable[[Tensor, Tensor], CosSin], like: Tensor, positions: int):
         places = torch.arange(positions, device=like.device)
-        cos, sin = rotary(like[:1, None], places[None])  # transformers looks at the dtype and device of `like`
+        cos, sin = rotary(like[:1, None], places[None])  # transformers uses the dtype and device of the first argument
         self.table = torch.cat([cos[0], sin[0]], -1)  # [positions, 2d]
         self.tables: CosSin = cos_and_sin(self.table)
 
@@ -31,5 +31,5 @@ def cos_and_sin(table: Tensor) -> CosSin:
 
 
 def has_fixed_angles(config: Any) -> bool:
-    """Whether the angles of this model's positions never change."""
+    """Whether the rotary angles of this model depend on the position alone."""
     return rope_kind(config) in FIXED_ROPE_TYPES

@@ -1,4 +1,4 @@
-"""Single texts that stay on the device: what holds their buffers, and the loop over their cycles."""
+"""Decodes single requests on the device: owns the buffers, and loops over the cycles."""
 
 from __future__ import annotations
 
@@ -30,26 +30,28 @@ from windfall.model.target import Target
 from windfall.policies.context import Context
 from windfall.policies.plan import Plan
 
-CALLER_BUSY_SECONDS = 2e-5  # seconds in which whoever takes a step may have found other work for the device
+CALLER_BUSY_SECONDS = 2e-5  # a caller that holds a Step for longer may have used the device
 
 
 class GpuRunner:
-    """Generates one sequence at a time on the device, for the policies, drafters and ways of sampling it knows."""
+    """Decodes one sequence at a time on the device, if its policy, drafter and sampling can run in fixed buffers."""
 
     def __init__(self, target: Target, drafter: Drafter, launch: GpuOptions):
         self.target, self.drafter, self.plans = target, drafter, launch.plans
         self.gpu_target = GpuTarget(target.model, drafter.taps, GraphCache(target.device), launch)
         form = drafter_form(drafter, target.device)
         self.drafter_form: GpuForm | None = None if isinstance(form, str) else form
-        self.drafter_unsupported = form if isinstance(form, str) else ""  # why the drafter cannot work on the device
-        self.cycles: dict[tuple[object, ...], Cycle] = {}  # by the plan's key
+        self.drafter_unsupported = (
+            form if isinstance(form, str) else ""
+        )  # why it cannot run in fixed buffers; empty if it can
+        self.cycles: dict[tuple[object, ...], Cycle] = {}  # by `plan_key`
         self._host_policy_pair: tuple[GraphTarget, GraphDrafter | None] | None = None
-        self._buffers_version = self.gpu_target.buffers_version  # the buffers that these belong to
+        self._buffers_version = self.gpu_target.buffers_version  # of the buffers that these use
         self._guard = ModelGuard(target.model)
 
     @classmethod
     def of(cls, target: Target, drafter: Drafter, launch: GpuOptions) -> tuple[GpuRunner | None, str]:
-        """One for this pair, or why there is none."""
+        """A runner for this target and drafter; None and the reason if the target cannot run in fixed buffers."""
         try:
             return cls(target, drafter, launch), ""
         except Unsupported as reason:
@@ -57,11 +59,11 @@ class GpuRunner:
 
     @property
     def outdated(self) -> bool:
-        """Whether the target is no longer what this was made of."""
+        """Whether the target's modules, hooks or weights were replaced since this runner was built."""
         return self._guard.changed
 
     def unsupported_reason(self, sequence: Sequence, ctx: Context) -> str:
-        """Why this text cannot be generated here; nothing if it can."""
+        """Why this runner cannot decode this request; empty if it can."""
         plan, params = sequence.policy.cached_plan, sequence.params
         if plan is None or not self.plans:
             return "its policy decides on the host"
@@ -74,17 +76,14 @@ class GpuRunner:
         return ""
 
     def host_policy_pair(self, sequence: Sequence) -> tuple[GraphTarget, Drafter]:
-        """Target and drafter on fixed buffers for the engine's own cycle, where a policy decides on the host."""
+        """Target and drafter for the host loop: each pass is a CUDA graph, and the policy decides on the host."""
         gpu_target, form = self.gpu_target, self.drafter_form
         self._reserve(sequence, MAX_STAGED_NODES + DRAFT_PASS_SIZES[-1])
         if self._host_policy_pair is None:
-            graph_drafter = (
-                None
-                if form is None
-                else GraphDrafter(
-                    gpu_drafter(form, gpu_target, MAX_PENDING_COLUMNS, MAX_STAGED_NODES + DRAFT_PASS_SIZES[-1])
-                )
-            )
+            graph_drafter = None
+            if form is not None:
+                staged = MAX_STAGED_NODES + DRAFT_PASS_SIZES[-1]
+                graph_drafter = GraphDrafter(gpu_drafter(form, gpu_target, MAX_PENDING_COLUMNS, staged))
             self._host_policy_pair = (GraphTarget(gpu_target), graph_drafter)
         target, graph_drafter = self._host_policy_pair
         target.params = sequence.params
@@ -94,21 +93,20 @@ class GpuRunner:
         return target, graph_drafter
 
     def _reserve(self, sequence: Sequence, more: int) -> None:
-        """Room for this text and more rows behind it; what was made for other buffers goes."""
+        """Make room for this text and `more` rows; if the buffers grow, drop everything that uses the old ones."""
         self.gpu_target.reserve(min(sequence.end, len(sequence.tokens) + sequence.params.max_new_tokens) + more)
         if self._buffers_version != self.gpu_target.buffers_version:
             self.cycles, self._host_policy_pair, self._buffers_version = {}, None, self.gpu_target.buffers_version
 
     @torch.inference_mode()
     def run(self, sequence: Sequence, online_costs: OnlineCosts) -> Iterator[Step]:
-        """The Steps of this text; the first has the seconds of the prefill."""
+        """Yield the Steps of this request; the first one has the prefill time."""
         plan = sequence.policy.cached_plan
         assert plan is not None
         cycle = self._cycle(plan, sequence)
-        params, dials = sequence.params, self.gpu_target.sampling
-        pipeline = Pipeline(
-            cycle, ChildSampler(params, sequence.dice is not None, dials, cycle.noise_buffer(params)), sequence
-        )
+        params, noise = sequence.params, cycle.noise_buffer(sequence.params)
+        sampler = ChildSampler(params, sequence.dice is not None, self.gpu_target.sampling, noise)
+        pipeline = Pipeline(cycle, sampler, sequence)
         context = sequence.begin_cycle(online_costs.costs)
         pipeline.capture_graphs(context)
         pipeline.prefill()
@@ -123,7 +121,7 @@ class GpuRunner:
                 step, first = replace(step, prefill_seconds=pipeline.prefill_seconds), False
             try:
                 yield step
-            finally:  # nobody waits for what is learnt from it
+            finally:  # learning comes after the caller has the Step
                 pipeline.stream_used = time.perf_counter() - collected > CALLER_BUSY_SECONDS
                 sequence.observe(step)
                 record_costs(online_costs, step, plan.width, context.length)
@@ -132,7 +130,7 @@ class GpuRunner:
             context = sequence.begin_cycle(online_costs.costs)
 
     def _cycle(self, plan: Plan, sequence: Sequence) -> Cycle:
-        """The plan's buffers, with room for this text."""
+        """The buffers of this plan, with room for this request."""
         gpu_target = self.gpu_target
         self._reserve(sequence, 3 * (plan.passes + 2) + staged_rows(plan))
         gpu_target.set_sampling(sequence.params)
@@ -145,7 +143,7 @@ class GpuRunner:
 
 
 def record_costs(online_costs: OnlineCosts, step: Step, width: int, length: int) -> None:
-    """Learn from a cycle what its passes take; but not from one in which some were recorded."""
+    """Learn the costs of passes from a cycle, unless CUDA graphs were captured during it."""
     if online_costs.learns and not step.recorded:
         if step.draft_passes:
             online_costs.record_drafts([0, *[width] * (step.draft_passes - 1)], step.seconds.draft)

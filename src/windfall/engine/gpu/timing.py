@@ -1,4 +1,4 @@
-"""What passes cost on fixed buffers: recorded work of every size, replayed and timed."""
+"""Measures the costs of passes on fixed buffers: replays CUDA graphs of each size and times them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from windfall.policies import cheap_rows
 from windfall.policies.auto import Auto
 from windfall.policies.none import NoSpeculation
 
-LENGTHS = (64, 512, 2048, 8192)
-ROUNDS = 9
+LENGTHS = (64, 512, 2048, 8192)  # committed tokens before a verify pass
+ROUNDS = 9  # timed runs of each pass
 
 
 @torch.inference_mode()
 def costs(
     runner: GpuRunner, lengths: Sequence[int] = LENGTHS, progress: Callable[[float], None] = lambda share: None
 ) -> Costs:
-    """Verify passes of the sizes that plans ask for, behind texts of these lengths, and one draft pass."""
+    """The costs of verify passes of the sizes that plans use, after texts of these lengths, and of draft passes."""
     gpu_target, before, context = runner.gpu_target, runner.gpu_target.capacity, runner.target.context
     lengths = [length for length in lengths if context is None or length + 256 <= context] or [64]
     gpu_target.reserve(max(lengths) + 256)
@@ -36,7 +36,7 @@ def costs(
         taken = _measured(cycle, lengths, progress)
     finally:
         gpu_target.graph_cache.forget(cycle.buffers_id)
-        if gpu_target.capacity != before:  # on which memory and, in half precision, rounding depend
+        if gpu_target.capacity != before:  # memory and, in half precision, rounding depend on it
             gpu_target.resize(before)
     return _folded(taken, lengths, plan.width)
 
@@ -44,7 +44,7 @@ def costs(
 def _measured(
     cycle: Cycle, lengths: Sequence[int], progress: Callable[[float], None]
 ) -> dict[tuple[object, ...], float]:
-    """Median seconds of each piece of work, in rounds of another order each; the first, which records, counts not."""
+    """Median seconds of each kind of pass. Each round has its own order; the first one captures and does not count."""
     params = SamplingParams()
     sampler = ChildSampler(params, False, cycle.gpu_target.sampling)
     works: dict[tuple[object, ...], Callable[[], None]] = {}
@@ -87,7 +87,7 @@ def _draft(cycle: Cycle, sampler: ChildSampler, passes: int) -> None:
 
 
 def _timed(cycle: Cycle, key: tuple[object, ...], work: Callable[[], None], length: int) -> float:
-    """Seconds of this work behind a text of this length."""
+    """Seconds of this work after a text of this length."""
     gpu_target, device = cycle.gpu_target, cycle.gpu_target.device
     cycle.set_length(length)
     columns = gpu_target.columns(64), 0 if cycle.draft is None else cycle.draft.columns

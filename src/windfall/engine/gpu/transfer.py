@@ -1,4 +1,4 @@
-"""Named arrays that travel between host and device in one copy: tensors there, numpy here."""
+"""Named arrays that are copied between host and device in one piece: numpy on the host, tensors on the device."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from windfall.kernels.publish import tell
 
-ALIGNMENT_BYTES = 16  # bytes
-ArraySpec = tuple[torch.dtype, tuple[int, ...]]  # what an array is made of
+ALIGNMENT_BYTES = 16  # of each array in the block
+ArraySpec = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape
 
 
 class PackedBuffer:
-    """The same arrays on both sides, in one block of bytes each; `send` and `tell` copy all of them at once."""
+    """The same arrays on host and device, in one block of bytes each; `send` and `publish` copy the whole block."""
 
     def __init__(self, device: torch.device, **arrays: ArraySpec):
         places, size = {}, 0
@@ -31,12 +31,12 @@ class PackedBuffer:
         self._device_bytes = there
         self._host_bytes = torch.zeros(len(there), dtype=torch.uint8, pin_memory=True) if pinned else there
         self._arrays, self._places = arrays, places
-        self._last_send: Any = None  # the end of the last copy to the device
+        self._last_send: Any = None  # CUDA event after the last copy to the device
         self.device = {name: _view(self._device_bytes, places[name], *array) for name, array in arrays.items()}
         self.host = self.views(self._host_bytes)
 
     def subset(self, *names: str) -> PackedBuffer:
-        """These arrays, and any that lie between them, as a parcel of their own: a smaller copy of the same memory."""
+        """A buffer of these arrays and any between them: it shares the device memory, and copies less."""
         order = list(self._arrays)
         first, last = (pick(map(order.index, names)) for pick in (min, max))
         start = self._places[order[first]]
@@ -47,13 +47,13 @@ class PackedBuffer:
         return made
 
     def wait_writable(self) -> dict[str, NDArray[Any]]:
-        """The host's arrays, once the last `send` has read them."""
+        """Wait until the last `send` has read the host's arrays; returns them."""
         if self._last_send is not None:
             self._last_send.synchronize()
         return self.host
 
     def send(self) -> None:
-        """Copy host to device, in the order of the stream; see `wait_writable` before changing the host's side."""
+        """Copy host to device in stream order; call `wait_writable` before the host changes its arrays again."""
         if self._host_bytes is not self._device_bytes:
             self._device_bytes.copy_(self._host_bytes, non_blocking=True)
         if self._device_bytes.is_cuda:
@@ -61,17 +61,17 @@ class PackedBuffer:
             self._last_send.record()
 
     def publish(self) -> None:
-        """Device to host, likewise."""
+        """Copy device to host in stream order."""
         if self._host_bytes is not self._device_bytes:
             tell(self._device_bytes, self._host_bytes)
 
     @property
     def bytes(self) -> Tensor:
-        """The device's side."""
+        """The block on the device."""
         return self._device_bytes
 
     def views(self, block: Tensor) -> dict[str, NDArray[Any]]:
-        """The arrays in such a block of bytes, which may be longer."""
+        """The arrays in another host block of this layout, which may be longer."""
         return {name: _view(block, self._places[name], *array).numpy() for name, array in self._arrays.items()}
 
 

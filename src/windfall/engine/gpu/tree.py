@@ -1,4 +1,4 @@
-"""A draft tree in fixed arrays on the device: grown by kernels, published to the host once a cycle."""
+"""A draft tree in fixed arrays on the device. Kernels grow it, and publish it to the host once per cycle."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ ARRAYS = ("tokens", "parents", "depth", "rank", "logq", "score")
 def tree_buffers(
     device: torch.device, capacity: int, passes: int, deepest: int, staged: int
 ) -> tuple[TreeArrays, PackedBuffer]:
-    """Arrays for this many nodes of at most this depth, a root in place; and the buffer that tells the host of them,
-    what plans watch side by side in it."""
+    """A tree with room for `capacity` nodes that holds only a root, and the buffer to publish it with.
+
+    Arrays that plans may watch lie side by side in the buffer.
+    """
     long, number, wide = torch.long, torch.float32, (capacity,)
     buffer = PackedBuffer(
         device,
@@ -38,9 +40,9 @@ def tree_buffers(
         score=(number, wide),
         expanded=(long, (staged,)),  # see Ahead
         entropy=(number, (staged + 1,)),  # nats, after each expanded node, by its slot; only where it is watched
-        length=(long, (1,)),  # columns that the drafter has taken in
+        length=(long, (1,)),  # columns in the drafter's KV cache
         summary=(number, (passes + 1, 6)),  # see Ahead
-        kept=(long, (MAX_VERIFY_ROWS,)),  # the nodes that were verified, ascending; -1 behind them
+        kept=(long, (MAX_VERIFY_ROWS,)),  # the nodes that were verified, ascending, then -1
         path=(long, (MAX_VERIFY_ROWS,)),  # the accepted ones, as rows of `kept`
         outcome=(long, (4,)),  # nodes, rows, accepted rows, the target's next token
     )
@@ -88,8 +90,10 @@ def next_rows(width: int, published: PackedBuffer, length: Tensor) -> Ahead:
 
 
 def term_buffers(device: torch.device, shape: tuple[int, int] | None = None) -> tuple[Terms, PackedBuffer]:
-    """What the calibrated rule reads, and the buffer that brings it, what a gate reads, and the form of a tree where
-    there is one of this size."""
+    """What the calibrated rule reads, and the buffer to send it with.
+
+    The buffer also holds the bounds, the floor and, for plans with a shape, a table of this size for it.
+    """
     number = torch.float32
     form = {} if shape is None else {"shape": (torch.long, shape)}
     buffer = PackedBuffer(
@@ -105,10 +109,11 @@ def term_buffers(device: torch.device, shape: tuple[int, int] | None = None) -> 
 
 
 def read_results(arrays: Mapping[str, Array], root: int, places: int) -> tuple[DraftTree, Tensor, Tensor, int]:
-    """What a cycle published the host: the drafted tree without its empty places, kept nodes, path in them, bonus.
+    """The results of a cycle: the drafted tree without empty places, the verified nodes, the accepted path as rows of
+    these, and the bonus token.
 
-    By then the place of the root holds the next one, so the caller says what it was. Only the first `places` count:
-    what lies behind them was drafted before it was known that nobody wants it.
+    The caller gives the root's token, as the published arrays hold the next root already. Only the first `places`
+    count: later ones come from draft passes that were launched before the decision to stop.
     """
     count, rows, accepted, bonus = arrays["outcome"].tolist()
     count = min(count, places)
@@ -117,7 +122,7 @@ def read_results(arrays: Mapping[str, Array], root: int, places: int) -> tuple[D
     tokens[0] = root
     real = score > -math.inf
     if not real.all():
-        place = real.cumsum() - 1  # each place's node
+        place = real.cumsum() - 1  # the node at each place
         tokens, parents, depth, rank, logq, score = (x[real] for x in (tokens, parents, depth, rank, logq, score))
         parents[1:] = place[parents[1:]]
         kept = place[kept]

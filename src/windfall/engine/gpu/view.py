@@ -1,4 +1,4 @@
-"""What a plan's decision sees of a tree that grows on the device: the part that the device reports."""
+"""The part of a tree on the device that a draft pass reports, for the plan's decision."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from windfall.policies.plan import Summary
 
 
 class DeviceView:
-    """Arrays as a draft pass reported them; the plan's `watches` say which. A TreeView.
+    """A TreeView of the arrays that a draft pass reported; the plan's `watches` say which.
 
     The nodes of a level lie side by side: the children of the first node that was expanded for it, then those of the
     next. An empty place has a score of -inf.
@@ -21,11 +21,11 @@ class DeviceView:
 
     def __init__(self, arrays: Mapping[str, Any], width: int, k: int, draw_offset: int):
         self._arrays = arrays
-        self._width, self._k, self._lag = width, k, draw_offset
+        self._width, self._k, self._draw_offset = width, k, draw_offset
 
     @property
     def length(self) -> int:
-        return int(self._arrays["length"].item(0)) + self._lag - 1
+        return int(self._arrays["length"].item(0)) + self._draw_offset - 1
 
     def summary(self, level: int) -> Summary:
         return Summary(*self._arrays["summary"][level].tolist())
@@ -59,7 +59,7 @@ class DeviceView:
 
 
 def _without_empty(values: Floats) -> Floats:
-    """Without empty places."""
+    """The values of places that are not empty."""
     if len(values) and values[values.argmin()] == -math.inf:
         found: Floats = values[values > np.float32(-math.inf)]
         return found
