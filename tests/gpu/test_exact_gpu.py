@@ -66,7 +66,7 @@ def test_texts_are_those_of_plain_decoding(model: Any, policy: str, sampling: di
 
 
 def test_plain_decoding_is_exact_again_in_a_larger_cache(model: Any) -> None:
-    """Neither what was recorded nor the capacity of the buffers has a part in it."""
+    """Earlier graphs and the capacity of the buffers do not matter."""
     made = engine(model, "beam")
     asked: dict[str, Any] = {"max_new_tokens": 96, "eos": ()}
     wanted = engine(model, "none").generate(prompt(100), **asked).token_ids

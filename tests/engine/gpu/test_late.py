@@ -1,5 +1,7 @@
-"""A device may begin its work long after the host has asked for it. Here it does so as late as it can: whatever the
-host reads before it has waited, or writes before it was copied, shows. (Elsewhere it works at once: the other extreme.)
+"""A device may run work long after the host launched it. Here it runs as late as possible.
+
+If the host reads a buffer before it waits, or overwrites one before it is copied, the texts differ. In the other tests
+the work runs at once, which is the other extreme.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ SHAPED: dict[str, dict[str, Any]] = {"static": {}, "sequoia": {"nodes": 16, "dep
 
 
 class Device:
-    """Does what it was asked for, in order: at once or, where it is late, when somebody waits for it."""
+    """Runs launched work in order: at once or, if it is late, when the host waits for it."""
 
     def __init__(self) -> None:
         self.asked: list[Callable[[], None]] = []
@@ -49,8 +51,7 @@ class Device:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    """It is under parcels, which have memory of their own on either side, recorded work and marks; prompts it reads at
-    once."""
+    """Replaces copies, CUDA graphs and events. Host and device get separate memory; prefill runs at once."""
     device = Device()
 
     def asked(owner: type, name: str) -> None:
@@ -92,7 +93,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def texts(name: str, folder: Path) -> list[Generation]:
-    """Three of one engine, the second of which is left unfinished."""
+    """Three texts of one engine; the second one is left unfinished."""
     made = engine("llama", "eagle3", "beam", graphs=True, coupled=False)
     known = {**ON_DEVICE, **LEARNING, **SHAPED}
     made.policy = registry.policy(name, **known[name]) if name in known else watching(name, folder)

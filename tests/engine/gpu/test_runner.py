@@ -1,6 +1,6 @@
-"""Decoding on fixed buffers gives the host path's text and, for the policies that the device follows, its trees.
+"""Decoding on fixed buffers gives the same texts as the host loop and, for policies with a plan, the same trees.
 
-Off a GPU the same work runs unrecorded, so all of it but the graphs themselves is held here.
+Without a GPU the same work runs without CUDA graphs. Everything but the graphs themselves is tested here.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def test_auto_follows_the_plain_rule(kind: str, least: int, monkeypatch: pytest.
     ("family", "kind", "policy"),
     [*(("llama", "eagle3", policy) for policy in ON_HOST), ("gpt-neox", "lm", "salf"), ("olmo2", "griffin", "bandit")],
 )
-def test_policies_on_the_host_have_seats(family: str, kind: str, policy: str) -> None:
+def test_policies_on_the_host_use_the_graph_pair(family: str, kind: str, policy: str) -> None:
     wanted, found, device = both(family, kind, policy)
     assert device.fallback and device.gpu_runner is not None
     assert found.token_ids == wanted.token_ids
@@ -122,7 +122,7 @@ def test_sampling(policy: str, sampling: str, coupled: bool) -> None:
 
 @pytest.mark.parametrize("policy", ["beam", "salf"])
 def test_one_engine_after_another_sampling(policy: str) -> None:
-    """Neither seeds, temperatures nor lengths of a text before matter, nor one that was left unfinished."""
+    """Earlier requests, also unfinished ones, do not change a text."""
     texts = [prompt(9), prompt(30, seed=1), prompt(2, seed=2), prompt(9)]
     ways: list[dict[str, Any]] = [
         {},
@@ -247,7 +247,7 @@ def test_what_does_not_fit_says_why_and_runs_all_the_same() -> None:
 
 
 class Operations(TorchDispatchMode):
-    """Notes every operation with its shapes and numbers."""
+    """Lists every operation with its shapes and numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,7 +275,7 @@ class Operations(TorchDispatchMode):
 def test_a_key_means_the_same_work(
     family: str, kind: str, policy: str, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A graph repeats what its work did the second time, with the numbers that were Python's then."""
+    """A graph repeats the captured run, with the Python numbers of that time."""
     known: dict[Key, list[list[Any]]] = {}
 
     def run(self: GraphCache, key: Key, work: Callable[[], None]) -> None:
@@ -472,10 +472,10 @@ def test_steps_account_for_their_time() -> None:
 
 @pytest.mark.parametrize(("kind", "temperature"), [("lm", 0.0), ("eagle3", 0.7)])
 @pytest.mark.parametrize("policy", [*ON_DEVICE, *WATCHING, *LEARNING, *SELECTIVE])
-def test_no_cycle_waits_for_a_recording(
+def test_no_cycle_waits_for_a_capture(
     policy: str, kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that the cycles of a text may need is recorded before it begins."""
+    """All graphs that a request may need are captured before it starts."""
     monkeypatch.setattr(GraphCache, "_capture", lambda self, key, work: self.graphs.update({key: Replayed(work)}))
     device = engine("llama", kind, policy, graphs=True)
     assert device.gpu_runner is not None
@@ -489,15 +489,15 @@ def test_no_cycle_waits_for_a_recording(
 
 
 @pytest.mark.parametrize("plans", [True, False])
-def test_recording_is_not_taken_for_slowness(plans: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cycle in which a pass of a new size is recorded takes longer than it ever will again."""
+def test_costs_are_not_learnt_from_cycles_with_a_capture(plans: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The capture of a pass of a new size makes its cycle slow once."""
     paced: list[float] = []
 
-    def record(self: GraphCache, key: Key, work: Callable[[], None]) -> None:
+    def capture(self: GraphCache, key: Key, work: Callable[[], None]) -> None:
         time.sleep(0.05)
         self.graphs[key] = Replayed(work)  # type: ignore[assignment]
 
-    monkeypatch.setattr(GraphCache, "_capture", record)
+    monkeypatch.setattr(GraphCache, "_capture", capture)
     monkeypatch.setattr(Pipeline, "capture_graphs", lambda self, ctx: None)
     monkeypatch.setattr(Calibrator, "update_speedup", lambda self, tokens, seconds, plain: paced.append(seconds))
     device = engine("llama", "lm", "auto", graphs=True, plans=plans)
@@ -549,7 +549,7 @@ def test_a_tree_too_large_for_the_device_is_left_to_the_host() -> None:
     ("name", "settings"),
     [("gt-static", {"c": 1e-4}), ("fixed-tree", {"tau": 0.0}), ("optimal", {"nodes": MAX_VERIFY_ROWS - 1})],
 )
-def test_the_largest_trees_have_seats(name: str, settings: dict[str, Any]) -> None:
+def test_the_largest_trees_run_in_the_graph_pair(name: str, settings: dict[str, Any]) -> None:
     """256 drafted nodes and the root are more than 256 rows."""
     own, target = registry.policy(name, **settings), Target(tiny(dtype=PRECISE))
     made = [
@@ -563,8 +563,8 @@ def test_the_largest_trees_have_seats(name: str, settings: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "lm"])
-def test_plans_and_seats_share_the_drafter_s_cache(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is one text at a time, so one buffer serves all of them; what was made for a smaller one goes."""
+def test_plans_and_the_graph_pair_share_the_drafter_s_cache(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One buffer serves all, as there is one request at a time; growth drops everything that uses the old one."""
     monkeypatch.setattr("windfall.engine.gpu.target.INITIAL_CAPACITY_ROWS", 2048 - MAX_VERIFY_ROWS)
     device = engine("llama", kind, "beam", graphs=True, max_position_embeddings=8192)
     for name in ("beam", "chain", "bandit"):

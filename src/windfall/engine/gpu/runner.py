@@ -36,24 +36,22 @@ CALLER_BUSY_SECONDS = 2e-5  # a caller that holds a Step for longer may have use
 class GpuRunner:
     """Decodes one sequence at a time on the device, if its policy, drafter and sampling can run in fixed buffers."""
 
-    def __init__(self, target: Target, drafter: Drafter, launch: GpuOptions):
-        self.target, self.drafter, self.plans = target, drafter, launch.plans
-        self.gpu_target = GpuTarget(target.model, drafter.taps, GraphCache(target.device), launch)
+    def __init__(self, target: Target, drafter: Drafter, options: GpuOptions):
+        self.target, self.drafter, self.plans = target, drafter, options.plans
+        self.gpu_target = GpuTarget(target.model, drafter.taps, GraphCache(target.device), options)
         form = drafter_form(drafter, target.device)
         self.drafter_form: GpuForm | None = None if isinstance(form, str) else form
-        self.drafter_unsupported = (
-            form if isinstance(form, str) else ""
-        )  # why it cannot run in fixed buffers; empty if it can
+        self.drafter_unsupported = form if isinstance(form, str) else ""  # why there is no form
         self.cycles: dict[tuple[object, ...], Cycle] = {}  # by `plan_key`
         self._host_policy_pair: tuple[GraphTarget, GraphDrafter | None] | None = None
         self._buffers_version = self.gpu_target.buffers_version  # of the buffers that these use
         self._guard = ModelGuard(target.model)
 
     @classmethod
-    def of(cls, target: Target, drafter: Drafter, launch: GpuOptions) -> tuple[GpuRunner | None, str]:
+    def of(cls, target: Target, drafter: Drafter, options: GpuOptions) -> tuple[GpuRunner | None, str]:
         """A runner for this target and drafter; None and the reason if the target cannot run in fixed buffers."""
         try:
-            return cls(target, drafter, launch), ""
+            return cls(target, drafter, options), ""
         except Unsupported as reason:
             return None, str(reason)
 

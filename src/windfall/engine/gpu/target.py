@@ -73,9 +73,9 @@ class Scored(NamedTuple):
 class GpuTarget:
     """Scores the rows of one tree, draws the target's tokens, and commits the accepted path."""
 
-    def __init__(self, model: Any, taps: tuple[int, ...], graph_cache: GraphCache, launch: GpuOptions):
-        self.exact = launch.exact  # whether rounding of a row must not depend on the other rows
-        self.forward = exact_forward(model) if self.exact else fastest_forward(model, launch.compiled)
+    def __init__(self, model: Any, taps: tuple[int, ...], graph_cache: GraphCache, options: GpuOptions):
+        self.exact = options.exact  # whether rounding of a row must not depend on the other rows
+        self.forward = exact_forward(model) if self.exact else fastest_forward(model, options.compiled)
         self.taps, self.graph_cache = taps, graph_cache
         embedding = model.get_input_embeddings().weight
         self.device, self.dtype = embedding.device, embedding.dtype
@@ -98,9 +98,9 @@ class GpuTarget:
             torch.zeros(1, dtype=long, device=device), torch.ones(1, device=device), torch.ones(1, device=device)
         )
         self.chunk = PrefillChunk(device)
-        self.chunk_states = (
-            torch.zeros(PREFILL_CHUNK_TOKENS, self.width, dtype=self.dtype, device=device) if taps else None
-        )  # of the chunk
+        self.chunk_states: Tensor | None = None  # tapped states of the chunk
+        if taps:
+            self.chunk_states = torch.zeros(PREFILL_CHUNK_TOKENS, self.width, dtype=self.dtype, device=device)
         self._places = torch.arange(MAX_VERIFY_ROWS, device=device)
         self._vocabulary = len(model.get_output_embeddings().weight)
         self._noise: dict[int, Tensor] = {}
