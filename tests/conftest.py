@@ -21,7 +21,7 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What tests measure and save is not the user's. Off a GPU a pass reads all of its buffer: here it is small."""
     patch = pytest.MonkeyPatch()
     if not torch.cuda.is_available():
-        patch.setattr("windfall.engine.gpu.target.CAPACITY", 704)
+        patch.setattr("windfall.engine.gpu.target.INITIAL_CAPACITY_ROWS", 704)
     for module in ("profiling", "loading"):
         patch.setattr(f"windfall.engine.{module}.cache_dir", lambda: Path(os.environ.get("WINDFALL_CACHE", folder)))
     patch.delenv("COLUMNS", raising=False)  # workers of pytest-xdist have it

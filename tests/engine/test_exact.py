@@ -65,5 +65,5 @@ def test_exact_passes_are_refused_for_other_models() -> None:
         Target(tiny("gpt-neox")), LMDrafter(), registry.policy("beam"), gpu_options=GpuOptions(True, exact=True)
     )
     for _ in range(2):  # the second time too
-        with pytest.raises(InputError, match="exact passes are for models with Llama's skeleton"):
+        with pytest.raises(InputError, match="exact passes are for models with Llama's architecture"):
             made.generate(prompt(), max_new_tokens=4)

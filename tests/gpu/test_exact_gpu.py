@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from helpers.exact import POLICIES, check_rows, check_texts, engine
 from helpers.tiny import prompt, tiny
-from windfall.engine.gpu.target import EXACT
+from windfall.engine.gpu.target import EXACT_PASS_ROWS
 from windfall.kernels.backend import installed
 
 pytestmark = [
@@ -43,7 +43,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 def test_products_of_one_size_round_every_row_alike(inner: int, outer: int) -> None:
     """What the matrix products must bring along: a row's place and its neighbours change nothing."""
     torch.manual_seed(0)
-    x, weight = (torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16) for rows in (EXACT, outer))
+    x, weight = (torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16) for rows in (EXACT_PASS_ROWS, outer))
     made = F.linear(x, weight)
     for turn in (1, 7, 32, 63):
         assert torch.equal(F.linear(x.roll(turn, 0), weight), made.roll(turn, 0))
@@ -66,11 +66,11 @@ def test_texts_are_those_of_plain_decoding(model: Any, policy: str, sampling: di
 
 
 def test_plain_decoding_is_exact_again_in_a_larger_cache(model: Any) -> None:
-    """Neither what was recorded nor the capacity of the buffers has a part in it."""
+    """Earlier graphs and the capacity of the buffers do not matter."""
     made = engine(model, "beam")
     asked: dict[str, Any] = {"max_new_tokens": 96, "eos": ()}
     wanted = engine(model, "none").generate(prompt(100), **asked).token_ids
     assert made.generate(prompt(100), **asked).token_ids == wanted
     assert made.gpu_runner is not None
-    made.gpu_runner.judge.reserve(3 * made.gpu_runner.judge.capacity)
+    made.gpu_runner.gpu_target.reserve(3 * made.gpu_runner.gpu_target.capacity)
     assert made.generate(prompt(100), **asked).token_ids == wanted

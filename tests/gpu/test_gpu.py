@@ -56,23 +56,23 @@ def test_cpu_and_gpu_write_the_same_text(target: Target) -> None:
 
 
 @pytest.mark.parametrize("policy", ["beam", "ltd", "svip", "salf"])
-def test_recording_goes_on_after_growth_and_measuring(policy: str) -> None:
-    """What was dropped with the old buffers leaves nothing behind that a new recording trips over."""
+def test_capture_works_after_growth_and_measuring(policy: str) -> None:
+    """Graphs of dropped buffers do not break later captures."""
     made = Engine(Target(tiny(max_position_embeddings=8192).cuda()), LMDrafter(), registry.policy(policy))
     wanted = made.generate(prompt(), max_new_tokens=24, eos=()).token_ids
-    resident = made.gpu_runner
-    assert resident is not None
-    recorder, before = resident.judge.recorder, resident.judge.capacity
+    runner = made.gpu_runner
+    assert runner is not None
+    graph_cache, before = runner.gpu_target.graph_cache, runner.gpu_target.capacity
     made.generate(prompt(3000), max_new_tokens=24, eos=())
-    assert resident.judge.capacity > before and recorder.graphs
-    costs(resident, lengths=(64, 512))
+    assert runner.gpu_target.capacity > before and graph_cache.graphs
+    costs(runner, lengths=(64, 512))
     assert made.generate(prompt(), max_new_tokens=24, eos=()).token_ids == wanted
-    assert recorder.graphs and recorder.enabled and not recorder.failures
+    assert graph_cache.graphs and graph_cache.enabled and not graph_cache.failures
 
 
 @pytest.mark.parametrize("policy", ["beam", "chain"])
-def test_recorded_drafts_see_the_whole_text(policy: str) -> None:
-    """A drafter that is the target itself stays right however far the bound on columns moves."""
+def test_captured_drafts_see_the_whole_text(policy: str) -> None:
+    """A drafter that is the target itself stays right while the bound on columns grows."""
     target = Target(tiny("gpt-neox", max_position_embeddings=2048).cuda())
     host, made = (Engine(target, LMDrafter(), registry.policy(policy), launch=GpuOptions(on)) for on in (False, True))
     texts = [each.generate(prompt(200), max_new_tokens=700, eos=()) for each in (host, made)]

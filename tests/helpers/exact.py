@@ -33,7 +33,7 @@ def engine(target: Any, policy: str, drafter: Drafter | None = None, exact: bool
     return Engine(Target(target), drafter or LMDrafter(), chosen, launch=GpuOptions(True, exact=exact))
 
 
-def seat(target: Any) -> GraphTarget:
+def graph_target(target: Any) -> GraphTarget:
     device = next(target.parameters()).device
     return GraphTarget(GpuTarget(target, (), GraphCache(device), GpuOptions(True, exact=True)))
 
@@ -43,10 +43,10 @@ def check_rows(target: Any, length: int, size: int) -> None:
     """All rows on the way to the deepest node of a tree give the logits of plain decoding, to the bit."""
     tree = random_tree(size, seed=size, width=VOCABULARY)
     text = prompt(length, seed=length)
-    seated, plain = seat(target), seat(target)
-    for each in (seated, plain):
+    tree_target, plain = graph_target(target), graph_target(target)
+    for each in (tree_target, plain):
         each.prefill([text])
-    (found,) = seated.score([tree])
+    (found,) = tree_target.score([tree])
     path = tree.mask()[tree.depth.argmax()].nonzero()[:, 0]
     assert len(path) > 3
     for row in path.tolist():

@@ -19,7 +19,7 @@ from windfall.drafters.base import Drafter
 from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.drafters.lm import LMDrafter
 from windfall.engine.engine import Engine, Generation
-from windfall.engine.gpu.cycle import unsupported
+from windfall.engine.gpu.cycle import plan_unsupported
 from windfall.model.target import Target
 from windfall.policies.base import TreePolicy
 from windfall.policies.context import Context
@@ -43,7 +43,7 @@ ON_DEVICE: dict[str, dict[str, Any]] = {
 LEARNING: dict[str, dict[str, Any]] = {"gammatune": {"depth": 5, "k": 4, "nodes": 20}, "auto": {}, "dynatree": {}}
 
 
-WATCHING: dict[str, dict[str, Any]] = {"svip": {"depth": 5, "k": 4, "nodes": 20}}  # more in test_resident_watching.py
+WATCHING: dict[str, dict[str, Any]] = {"svip": {"depth": 5, "k": 4, "nodes": 20}}  # more in test_watching.py
 
 
 SELECTIVE: dict[str, dict[str, Any]] = {"talon": {"nodes": 20, "k": 4, "children": 5, "mu": 0.01}}
@@ -53,7 +53,7 @@ ON_HOST: dict[str, dict[str, Any]] = {
     "salf": {"fill": False},
     "fixed-tree": {"nodes": 20},
     "bandit": {"arms": "beam:depth=4:k=4:nodes=12"},
-    "optimal": {"nodes": 150, "beams": 150, "width": 8, "steps": 6},  # expands more than STEP nodes
+    "optimal": {"nodes": 150, "beams": 150, "width": 8, "steps": 6},  # expands more than STAGED_STEP_ROWS nodes
 }
 
 
@@ -67,7 +67,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 def plan_of(policy: TreePolicy) -> Plan | None:
     """The policy's plan, if it runs in fixed buffers."""
     plan, ctx = policy.plan(), Context(10, 64, 0.0, ASSUMED, Calibrator())
-    return None if plan is None or unsupported(plan, ctx) else plan
+    return None if plan is None or plan_unsupported(plan, ctx) else plan
 
 
 def drafter(kind: str) -> Drafter:

@@ -35,11 +35,11 @@ def test_taps_are_boundaries_on_the_host(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt-neox", "gemma", "gpt2"])
 def test_taps_are_boundaries_on_fixed_buffers(family: str) -> None:
-    """Llama's skeleton and any other model."""
+    """Models with Llama's architecture, and others."""
     model, tokens = tiny(family), prompt(10)
     wanted = features_of(model, tokens, TAPS)[0]
-    judge = GpuTarget(model, TAPS, GraphCache(torch.device("cpu")), GpuOptions(True))
-    [found] = judge.read(torch.tensor(tokens))
+    gpu_target = GpuTarget(model, TAPS, GraphCache(torch.device("cpu")), GpuOptions(True))
+    [found] = gpu_target.prefill(torch.tensor(tokens))
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
 
 
@@ -76,9 +76,9 @@ def test_negative_layer_numbers_count_from_the_end() -> None:
 def test_the_hook_does_not_count_as_a_change_of_the_model() -> None:
     """Captured graphs of the model stay valid, and its fused forward still supports it."""
     model = tiny()
-    seal = ModelGuard(model)
+    guard = ModelGuard(model)
     Target(model).prefill([prompt(5)], (4,))
-    assert not seal.broken
+    assert not guard.changed
     try:
         GpuTarget(model, (4,), GraphCache(torch.device("cpu")), GpuOptions(True, exact=True))
     except (InputError, Unsupported) as reason:

@@ -9,15 +9,15 @@ from typing import Any
 from windfall.core.types import GpuOptions, SamplingParams
 from windfall.engine.engine import Engine
 from windfall.engine.gpu.cycle import Cycle
-from windfall.engine.gpu.drafters import Sprouting
-from windfall.engine.gpu.host_policy import STAGED, WIDTHS
-from windfall.engine.gpu.rope import steady
+from windfall.engine.gpu.drafters import ChildSampler
+from windfall.engine.gpu.host_policy import DRAFT_PASS_SIZES, MAX_STAGED_NODES
+from windfall.engine.gpu.rope import has_fixed_angles
 from windfall.engine.gpu.runner import GpuRunner
 from windfall.engine.gpu.target import MAX_VERIFY_ROWS as MAX_VERIFY_ROWS
-from windfall.engine.gpu.target import ROWS, GpuTarget
+from windfall.engine.gpu.target import VERIFY_SIZES, GpuTarget
 from windfall.policies.auto import Auto
 
-VERIFY_ROWS = ROWS  # the sizes of verify passes that are timed
+VERIFY_ROWS = VERIFY_SIZES  # the sizes of verify passes that are timed
 
 
 def uses_graphs(engine: Engine) -> bool:
@@ -29,12 +29,12 @@ def reserve(engines: Iterable[Engine], tokens: int) -> None:
     """Make room for texts of this length at once: when buffers grow later, all CUDA graphs are captured again."""
     for engine in engines:
         if engine.gpu_runner is not None:
-            engine.gpu_runner.judge.reserve(tokens + STAGED + WIDTHS[-1])
+            engine.gpu_runner.gpu_target.reserve(tokens + MAX_STAGED_NODES + DRAFT_PASS_SIZES[-1])
 
 
 def has_fixed_rotary_positions(config: Any) -> bool:
     """Whether a model has rotary positions whose frequencies do not depend on the length of the text."""
-    return getattr(config, "rope_parameters", None) is not None and steady(config)
+    return getattr(config, "rope_parameters", None) is not None and has_fixed_angles(config)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class GpuPasses:
 
     @property
     def target(self) -> GpuTarget:
-        return self.runner.judge
+        return self.runner.gpu_target
 
     @property
     def forward_name(self) -> str:
@@ -67,45 +67,45 @@ class GpuPasses:
     def prepared(self, longest: int) -> GpuPasses:
         """The same with buffers for a text of this length."""
         self.target.reserve(longest + 2 * MAX_VERIFY_ROWS)
-        if self.runner.drafts_on_host:
+        if self.runner.drafter_unsupported:
             return GpuPasses(self.runner)
-        return GpuPasses(self.runner, Cycle(Auto().plan(), self.runner.drafter, self.target))
+        return GpuPasses(self.runner, Cycle(Auto().plan(), self.runner.drafter_form, self.target))
 
     def set_length(self, length: int) -> None:
         """Continue after a text of this length, with nothing drafted."""
         self.target.length.fill_(length)
-        self.target.known = length
+        self.target.length_bound = length
         if self.cycle is not None:
-            self.cycle.rewind(length)
+            self.cycle.set_length(length)
 
     def place(self, length: int, tree: Any) -> None:
         """Put the rows of a tree after a text of this length."""
         self.set_length(length)
-        self.target.place(tree)
+        self.target.send_rows(tree)
 
     def forward(self, rows: int) -> None:
         """The target's forward alone, over the rows that were placed."""
         target = self.target
         columns = target.columns(rows)
-        target.recorder.refresh(("score", rows, columns, target.capacity), lambda: target.score(rows, columns))
+        target.graph_cache.refresh(("score", rows, columns, target.capacity), lambda: target.score(rows, columns))
 
     def verify(self, rows: int) -> None:
         """What a cycle does after its last draft pass: choose rows, forward, draw, walk, gather the cache."""
         cycle = self.cycle
         assert cycle is not None
-        columns, params = cycle.judge.columns(rows), SamplingParams()
-        key = ("speed", cycle.name, "verify", rows, columns, cycle.judge.capacity)
-        cycle.judge.recorder.run(key, lambda: cycle.verify(rows, columns, params))
+        columns, params = cycle.gpu_target.columns(rows), SamplingParams()
+        key = ("speed", cycle.buffers_id, "verify", rows, columns, cycle.gpu_target.capacity)
+        cycle.gpu_target.graph_cache.run(key, lambda: cycle.verify(rows, columns, params))
 
     def draft(self, passes: int) -> None:
         """The first draft passes of a cycle."""
         cycle = self.cycle
         assert cycle is not None
-        sprouting = Sprouting(SamplingParams(), False, cycle.judge.dials)
+        sampler = ChildSampler(SamplingParams(), False, cycle.gpu_target.sampling)
 
         def work() -> None:
-            cycle.open(sprouting)
+            cycle.first_pass(sampler)
             for _ in range(1, passes):
-                cycle.expand(sprouting)
+                cycle.next_pass(sampler)
 
-        cycle.judge.recorder.run(("speed", cycle.name, "draft", passes, cycle.judge.capacity), work)
+        cycle.gpu_target.graph_cache.run(("speed", cycle.buffers_id, "draft", passes, cycle.gpu_target.capacity), work)

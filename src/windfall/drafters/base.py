@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -16,9 +16,27 @@ from windfall.core.tree import DraftTree, Floats, Integers
 from windfall.core.types import Grow
 
 if TYPE_CHECKING:
+    from windfall.heads.base import FeatureHead
+    from windfall.model.decoder import Decoder
     from windfall.model.target import Target
 
 BLOCK = 64  # candidates that `most_likely` looks at together
+
+
+class HeadForm(NamedTuple):
+    """A drafter that runs one draft head on the target's hidden states at `Drafter.taps`."""
+
+    head: FeatureHead
+
+
+class ModelForm(NamedTuple):
+    """A drafter that runs one causal language model over the tokens of the text."""
+
+    decoder: Decoder
+    vocab_size: int  # the first columns of the model's logits, which are those of the target's vocabulary
+
+
+GpuForm = HeadForm | ModelForm
 
 
 @dataclass
@@ -68,6 +86,14 @@ class Drafter:
     def retain(self, keep: list[int]) -> None:
         """Keep these sequences only."""
         raise NotImplementedError
+
+    def gpu_form(self) -> GpuForm | str:
+        """What the GPU runner runs in fixed buffers in place of `start` to `retain`; called after `attach`.
+
+        It must draft what `expand` drafts. A string says why there is no such form: then `expand` runs as it is, on
+        the host loop. A subclass that changes what `expand` drafts must override this method too.
+        """
+        return "its drafter works on the host"
 
 
 def add_children(

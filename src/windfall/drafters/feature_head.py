@@ -20,7 +20,7 @@ from windfall.core.options import option
 from windfall.core.sampling import Dice
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow, InputError
-from windfall.drafters.base import Drafter, add_children
+from windfall.drafters.base import Drafter, GpuForm, HeadForm, add_children
 from windfall.heads.base import FeatureHead, Guess
 from windfall.heads.layers import masked_attention, within
 from windfall.model.batch import Packed, Rows, pack
@@ -29,6 +29,7 @@ from windfall.model.target import Target
 
 MAX_CHUNK = 1024  # columns of one catch-up pass
 WINDOW_HINT = " (drafter option window=N: the last N, in every text)"
+FOLLOWS_LENGTH = "its head's rotary angles depend on the length of the text"
 MAX_PENDING = 32  # pending columns that run with the first draft pass; more run before it
 
 
@@ -127,6 +128,9 @@ class FeatureHeadDrafter(Drafter):
         self._tokens, self._features = [self._tokens[b] for b in keep], [self._features[b] for b in keep]
         self._slots, self._recycled = [self._slots[b] for b in keep], [self._recycled[b] for b in keep]
         self._dice = [self._dice[b] for b in keep]
+
+    def gpu_form(self) -> GpuForm | str:
+        return HeadForm(self.head) if self.longest is None else FOLLOWS_LENGTH
 
     def _fitting(self, b: int, tree: DraftTree, grow: Grow | None) -> Grow | None:
         """None if there is no feature to start from, or if the head has too few positions for all of these nodes."""

@@ -17,7 +17,7 @@ from windfall.core.options import option
 from windfall.core.sampling import Dice
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow
-from windfall.drafters.base import Drafter, add_children
+from windfall.drafters.base import Drafter, GpuForm, ModelForm, add_children
 from windfall.model.batch import Rows
 from windfall.model.decoder import Decoder
 from windfall.model.target import Target, refuse_unsupported, uncompiled
@@ -114,6 +114,9 @@ class LMDrafter(Drafter):
         self._pending = [self._pending[b] for b in keep]
         self._slots = [self._slots[b] for b in keep]
         self._dice = [self._dice[b] for b in keep]
+
+    def gpu_form(self) -> GpuForm | str:
+        return ModelForm(self.decoder, self.vocabulary)
 
     def expect(self, length: int) -> None:
         limit = self.decoder.context

@@ -60,4 +60,4 @@ class Dispatcher:
         built = self.build()
         if built.runner is None:
             return built
-        return Route(built.runner, built.runner.refuses(sequence, sequence.context(costs)))
+        return Route(built.runner, built.runner.unsupported_reason(sequence, sequence.context(costs)))

@@ -260,7 +260,7 @@ class Engine:
         runner, fallback = self._route
         if runner is not None and not fallback:
             return ({0: step} for step in runner.run(sequences[0], self.online_costs))
-        target, drafter = (self.target, self.drafter) if runner is None else runner.seats(sequences[0])
+        target, drafter = (self.target, self.drafter) if runner is None else runner.host_policy_pair(sequences[0])
         costs_are_of_gpu = self.online_costs.learns and self.gpu_runner is not None
         device = self.target.device
         return HostLoop(sequences, target, drafter, device, self.online_costs, costs_are_of_gpu, lockstep).run()

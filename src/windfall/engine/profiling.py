@@ -272,7 +272,7 @@ def _measure_gpu(engine: Engine, runner: GpuRunner, budget: Budget) -> Profile:
     from windfall.engine.gpu.timing import costs
 
     found = costs(runner, progress=budget.progress)
-    if runner.drafts_on_host:
+    if runner.drafter_unsupported:
         text, drafts = _text(engine), defaultdict(list)
         try:
             for _ in range(MAX_ROUNDS // 2):

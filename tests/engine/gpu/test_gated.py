@@ -14,8 +14,8 @@ from windfall import registry
 from windfall.core.types import GpuOptions
 from windfall.costs.acceptance import Calibrator
 from windfall.engine.engine import Engine, Generation
-from windfall.engine.gpu.cycle import MAX_CHILDREN, Cycle, Habit
-from windfall.engine.gpu.drafters import Sprouting
+from windfall.engine.gpu.cycle import MAX_CHILDREN_PER_NODE, Cycle, PassPredictor
+from windfall.engine.gpu.drafters import ChildSampler
 from windfall.engine.gpu.target import MAX_VERIFY_ROWS
 from windfall.engine.gpu.transfer import PackedBuffer
 from windfall.model.target import Target
@@ -73,7 +73,7 @@ def test_the_device_verifies_the_same(
     breadths: set[int] = set()
     for turn, (family, kind) in enumerate(pairs):
         at_once = early == (turn % 2 == 0)
-        monkeypatch.setattr(Habit, "likely", lambda self, level, at_once=at_once: at_once)
+        monkeypatch.setattr(PassPredictor, "likely", lambda self, level, at_once=at_once: at_once)
         own = registry.policy(name, **settings)
         plan = plan_of(own)
         assert plan is not None
@@ -103,12 +103,12 @@ def test_the_device_hears_of_the_history(monkeypatch: pytest.MonkeyPatch) -> Non
     """Of every change, and of nothing else."""
     heard: list[Bounds] = []
     meant: list[Bounds] = []
-    begin, send_terms = Cycle.open, Cycle.send_terms
+    begin, send_terms = Cycle.first_pass, Cycle.send_terms
 
-    def opened(self: Cycle, sprouting: Sprouting) -> None:
+    def opened(self: Cycle, sampler: ChildSampler) -> None:
         assert self.bounds is not None
         heard.append(Bounds(*self.bounds.tolist()))
-        begin(self, sprouting)
+        begin(self, sampler)
 
     def sending(self: Cycle, ctx: Context) -> None:
         assert self.plan.bounds is not None
@@ -116,7 +116,7 @@ def test_the_device_hears_of_the_history(monkeypatch: pytest.MonkeyPatch) -> Non
         send_terms(self, ctx)
 
     sent, send = [], PackedBuffer.send
-    monkeypatch.setattr(Cycle, "open", opened)
+    monkeypatch.setattr(Cycle, "first_pass", opened)
     monkeypatch.setattr(Cycle, "send_terms", sending)
     monkeypatch.setattr(PackedBuffer, "send", lambda self: (sent.append("bounds" in self.host), send(self)))
     for history in ("paper", "none"):
@@ -155,7 +155,7 @@ def test_what_has_a_plan() -> None:
         ("dynatree", {"tau": 0.0, "rho_stop": 0.0}),
         ("fixed-tree", {"nodes": 189}),
         ("fixed-tree", {"tau": 0.0}),
-        ("fixed-tree", {"breadth": MAX_CHILDREN + 1, "depth": 1}),
+        ("fixed-tree", {"breadth": MAX_CHILDREN_PER_NODE + 1, "depth": 1}),
         ("fixed-tree", {**wide, "breadth": 2, "depth": 7, "tau": 0.03}),  # 33 nodes in a pass
     ):
         assert plan_of(registry.policy(name, **settings)) is None, settings

@@ -1,5 +1,7 @@
-"""A device may begin its work long after the host has asked for it. Here it does so as late as it can: whatever the
-host reads before it has waited, or writes before it was copied, shows. (Elsewhere it works at once: the other extreme.)
+"""A device may run work long after the host launched it. Here it runs as late as possible.
+
+If the host reads a buffer before it waits, or overwrites one before it is copied, the texts differ. In the other tests
+the work runs at once, which is the other extreme.
 """
 
 from __future__ import annotations
@@ -17,17 +19,17 @@ from helpers.watching import policy as watching
 from windfall import registry
 from windfall.costs.acceptance import Calibrator
 from windfall.engine.engine import Generation
-from windfall.engine.gpu.cycle import Cycle, Habit
+from windfall.engine.gpu.cycle import Cycle, PassPredictor
 from windfall.engine.gpu.graphs import GraphCache
 from windfall.engine.gpu.mailbox import Mailbox
-from windfall.engine.gpu.pipeline import Mark
+from windfall.engine.gpu.pipeline import DeviceEvent
 from windfall.engine.gpu.transfer import PackedBuffer
 
 SHAPED: dict[str, dict[str, Any]] = {"static": {}, "sequoia": {"nodes": 16, "depth": 4}}
 
 
 class Device:
-    """Does what it was asked for, in order: at once or, where it is late, when somebody waits for it."""
+    """Runs launched work in order: at once or, if it is late, when the host waits for it."""
 
     def __init__(self) -> None:
         self.asked: list[Callable[[], None]] = []
@@ -49,22 +51,21 @@ class Device:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    """It is under parcels, which have memory of their own on either side, recorded work and marks; prompts it reads at
-    once."""
+    """Replaces copies, CUDA graphs and events. Host and device get separate memory; prefill runs at once."""
     device = Device()
 
     def asked(owner: type, name: str) -> None:
         real = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda self, *given: device.do(lambda: real(self, *given)))
 
-    for owner, name in ((PackedBuffer, "send"), (PackedBuffer, "tell"), (Cycle, "limit")):
+    for owner, name in ((PackedBuffer, "send"), (PackedBuffer, "publish"), (Cycle, "limit_verified")):
         asked(owner, name)
-    lay, start = PackedBuffer._lay, Cycle.start
+    lay, start = PackedBuffer._allocate, Cycle.start
 
     def apart(self: PackedBuffer, there: torch.Tensor, *given: Any) -> None:
         lay(self, there, *given)
-        self._here = torch.zeros_like(there)
-        self.host = self.read(self._here)
+        self._host_bytes = torch.zeros_like(there)
+        self.host = self.views(self._host_bytes)
 
     def begin(self: Cycle, text: list[int]) -> None:
         device.until(len(device.asked))
@@ -72,7 +73,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         start(self, text)
         device.at_once = not device.late
 
-    def note(self: Mark, stream: Any) -> Mark:
+    def note(self: DeviceEvent, stream: Any) -> DeviceEvent:
         self.moment = len(device.asked)  # type: ignore[attr-defined]
         return self
 
@@ -80,19 +81,19 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         device.until(len(device.asked))
         return self.host
 
-    monkeypatch.setattr(PackedBuffer, "_lay", apart)
-    monkeypatch.setattr(PackedBuffer, "settled", settled)
+    monkeypatch.setattr(PackedBuffer, "_allocate", apart)
+    monkeypatch.setattr(PackedBuffer, "wait_writable", settled)
     monkeypatch.setattr(Cycle, "start", begin)
-    monkeypatch.setattr(Mark, "set", note)
-    monkeypatch.setattr(Mark, "wait", lambda self: device.until(self.moment))
-    monkeypatch.setattr(Mark, "passed", lambda self: self.moment <= device.done)
-    monkeypatch.setattr(Mailbox, "_give_way", lambda self, *given: device.until(device.done + 1))
+    monkeypatch.setattr(DeviceEvent, "record", note)
+    monkeypatch.setattr(DeviceEvent, "wait", lambda self: device.until(self.moment))
+    monkeypatch.setattr(DeviceEvent, "done", lambda self: self.moment <= device.done)
+    monkeypatch.setattr(Mailbox, "_yield_or_fail", lambda self, *given: device.until(device.done + 1))
     monkeypatch.setattr(GraphCache, "run", lambda self, key, work: device.do(work))
     return device
 
 
 def texts(name: str, folder: Path) -> list[Generation]:
-    """Three of one engine, the second of which is left unfinished."""
+    """Three texts of one engine; the second one is left unfinished."""
     made = engine("llama", "eagle3", "beam", graphs=True, coupled=False)
     known = {**ON_DEVICE, **LEARNING, **SHAPED}
     made.policy = registry.policy(name, **known[name]) if name in known else watching(name, folder)
@@ -113,7 +114,7 @@ def texts(name: str, folder: Path) -> list[Generation]:
 def test_nothing_is_touched_before_its_time(
     name: str, early: bool, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Habit, "likely", lambda self, level: early)
+    monkeypatch.setattr(PassPredictor, "likely", lambda self, level: early)
     monkeypatch.setattr(Calibrator, "update_speedup", lambda self, *given: None)  # which goes by the clock
     wanted = texts(name, tmp_path)
     device.late = True

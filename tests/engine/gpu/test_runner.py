@@ -1,6 +1,6 @@
-"""Decoding on fixed buffers gives the host path's text and, for the policies that the device follows, its trees.
+"""Decoding on fixed buffers gives the same texts as the host loop and, for policies with a plan, the same trees.
 
-Off a GPU the same work runs unrecorded, so all of it but the graphs themselves is held here.
+Without a GPU the same work runs without CUDA graphs. Everything but the graphs themselves is tested here.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ from windfall.costs.acceptance import Calibrator
 from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.drafters.lm import LMDrafter
 from windfall.engine.engine import Engine, Generation
-from windfall.engine.gpu.cycle import MAX_PASSES, on_host
+from windfall.engine.gpu.cycle import MAX_DRAFT_PASSES
+from windfall.engine.gpu.drafters import drafter_form
 from windfall.engine.gpu.graphs import GraphCache, Key
-from windfall.engine.gpu.pipeline import Mark, Pipeline
+from windfall.engine.gpu.pipeline import DeviceEvent, Pipeline
 from windfall.engine.gpu.target import MAX_VERIFY_ROWS
 from windfall.engine.gpu.timing import costs
 from windfall.model.target import Target
@@ -85,7 +86,7 @@ def test_policies_that_learn_write_the_same_text(family: str, kind: str, policy:
 @pytest.mark.parametrize("least", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["eagle3", "lm"])
 def test_auto_follows_the_plain_rule(kind: str, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    # nothing is learnt, so that the device cannot lag behind
+    # nothing is learnt, so that the device cannot draw_offset behind
     for name in ("observe", "update_forecast", "update_speedup", "record_draft_passes"):
         monkeypatch.setattr(Calibrator, name, lambda self, *given: None)
     monkeypatch.setattr(Calibrator, "min_draft_passes", least)
@@ -99,7 +100,7 @@ def test_auto_follows_the_plain_rule(kind: str, least: int, monkeypatch: pytest.
     ("family", "kind", "policy"),
     [*(("llama", "eagle3", policy) for policy in ON_HOST), ("gpt-neox", "lm", "salf"), ("olmo2", "griffin", "bandit")],
 )
-def test_policies_on_the_host_have_seats(family: str, kind: str, policy: str) -> None:
+def test_policies_on_the_host_use_the_graph_pair(family: str, kind: str, policy: str) -> None:
     wanted, found, device = both(family, kind, policy)
     assert device.fallback and device.gpu_runner is not None
     assert found.token_ids == wanted.token_ids
@@ -121,7 +122,7 @@ def test_sampling(policy: str, sampling: str, coupled: bool) -> None:
 
 @pytest.mark.parametrize("policy", ["beam", "salf"])
 def test_one_engine_after_another_sampling(policy: str) -> None:
-    """Neither seeds, temperatures nor lengths of a text before matter, nor one that was left unfinished."""
+    """Earlier requests, also unfinished ones, do not change a text."""
     texts = [prompt(9), prompt(30, seed=1), prompt(2, seed=2), prompt(9)]
     ways: list[dict[str, Any]] = [
         {},
@@ -143,13 +144,13 @@ def test_the_buffers_grow(policy: str) -> None:
     host, device = (engine("llama", "eagle3", policy, graphs, **changes) for graphs in (False, True))
     before = device.generate(prompt(), max_new_tokens=8, eos=())
     assert device.gpu_runner is not None
-    capacity = device.gpu_runner.judge.capacity
+    capacity = device.gpu_runner.gpu_target.capacity
     wanted = host.generate(prompt(), max_new_tokens=LENGTH, eos=())
     last = next(
         place for place, token in enumerate(wanted.token_ids) if place > 9 and token not in wanted.token_ids[:place]
     )
     longer = device.generate(prompt(), max_new_tokens=4000, eos=(wanted.token_ids[last],))
-    assert device.gpu_runner.judge.capacity > capacity
+    assert device.gpu_runner.gpu_target.capacity > capacity
     assert longer.token_ids == wanted.token_ids[: last + 1] and longer.finish_reason == "stop"
     assert before.token_ids == wanted.token_ids[:8]
 
@@ -181,11 +182,13 @@ def test_exact_passes_have_one_size(policy: str, monkeypatch: pytest.MonkeyPatch
         Target(tiny()), FeatureHeadDrafter(random_head()), registry.policy(policy), launch=GpuOptions(True, exact=True)
     )
     assert made.gpu_runner is not None
-    forward = made.gpu_runner.judge.forward
+    forward = made.gpu_runner.gpu_target.forward
     monkeypatch.setattr(
-        made.gpu_runner.judge, "forward", lambda rows, *rest: (sizes.add(len(rows.tokens)), forward(rows, *rest))[1]
+        made.gpu_runner.gpu_target,
+        "forward",
+        lambda rows, *rest: (sizes.add(len(rows.tokens)), forward(rows, *rest))[1],
     )
-    monkeypatch.setattr(made.gpu_runner.judge.forward, "bucketed", False, raising=False)  # of the stand-in
+    monkeypatch.setattr(made.gpu_runner.gpu_target.forward, "bucketed", False, raising=False)  # of the stand-in
     found = made.generate(prompt(60), max_new_tokens=LENGTH, eos=())
     assert found.token_ids == plain.generate(prompt(60), max_new_tokens=LENGTH, eos=()).token_ids
     assert sizes == {64}
@@ -244,7 +247,7 @@ def test_what_does_not_fit_says_why_and_runs_all_the_same() -> None:
 
 
 class Operations(TorchDispatchMode):
-    """Notes every operation with its shapes and numbers."""
+    """Lists every operation with its shapes and numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +275,7 @@ class Operations(TorchDispatchMode):
 def test_a_key_means_the_same_work(
     family: str, kind: str, policy: str, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A graph repeats what its work did the second time, with the numbers that were Python's then."""
+    """A graph repeats the captured run, with the Python numbers of that time."""
     known: dict[Key, list[list[Any]]] = {}
 
     def run(self: GraphCache, key: Key, work: Callable[[], None]) -> None:
@@ -358,7 +361,7 @@ def test_merged_weights_are_kept_once_and_can_be_trained() -> None:
     ]
     for each in made:
         each.generate(prompt(), max_new_tokens=4, eos=())
-    one, other = (each.gpu_runner.judge.forward.layers[0] for each in made)  # type: ignore[union-attr]
+    one, other = (each.gpu_runner.gpu_target.forward.layers[0] for each in made)  # type: ignore[union-attr]
     assert one.qkv.data_ptr() == other.qkv.data_ptr() and one.gate_up.data_ptr() == other.gate_up.data_ptr()
     attention = target.model.model.layers[0].self_attn
     assert torch.equal(one.qkv, torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]))
@@ -437,8 +440,8 @@ def test_what_transformers_does_to_a_model_is_no_change(family: str) -> None:
 def test_a_drafter_on_another_device_stays_on_the_host() -> None:
     drafter = LMDrafter()
     drafter.attach(Target(tiny()))
-    assert on_host(drafter, torch.device("cpu")) == ""
-    assert on_host(drafter, torch.device("meta")) == "its drafter is on cpu, the target on meta"
+    assert drafter_form(drafter, torch.device("cpu")) == drafter.gpu_form()
+    assert drafter_form(drafter, torch.device("meta")) == "its drafter is on cpu, the target on meta"
 
 
 def test_a_single_token_is_a_prompt() -> None:
@@ -453,9 +456,9 @@ def test_measuring_leaves_no_trace(policy: str) -> None:
     device = engine("llama", "lm", policy, graphs=True, max_position_embeddings=4096)
     before = device.generate(prompt(), max_new_tokens=LENGTH, eos=())
     assert device.gpu_runner is not None
-    capacity = device.gpu_runner.judge.capacity
+    capacity = device.gpu_runner.gpu_target.capacity
     found = costs(device.gpu_runner, lengths=(2048,))
-    assert device.gpu_runner.judge.capacity == capacity and found.verify(1, 2048) > 0
+    assert device.gpu_runner.gpu_target.capacity == capacity and found.verify(1, 2048) > 0
     after = device.generate(prompt(), max_new_tokens=LENGTH, eos=())
     assert after.token_ids == before.token_ids
     assert [paths(step.drafted) for step in after.steps] == [paths(step.drafted) for step in before.steps]
@@ -469,14 +472,14 @@ def test_steps_account_for_their_time() -> None:
 
 @pytest.mark.parametrize(("kind", "temperature"), [("lm", 0.0), ("eagle3", 0.7)])
 @pytest.mark.parametrize("policy", [*ON_DEVICE, *WATCHING, *LEARNING, *SELECTIVE])
-def test_no_cycle_waits_for_a_recording(
+def test_no_cycle_waits_for_a_capture(
     policy: str, kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that the cycles of a text may need is recorded before it begins."""
-    monkeypatch.setattr(GraphCache, "_record", lambda self, key, work: self.graphs.update({key: Replayed(work)}))
+    """All graphs that a request may need are captured before it starts."""
+    monkeypatch.setattr(GraphCache, "_capture", lambda self, key, work: self.graphs.update({key: Replayed(work)}))
     device = engine("llama", kind, policy, graphs=True)
     assert device.gpu_runner is not None
-    device.gpu_runner.judge.recorder.enabled = True
+    device.gpu_runner.gpu_target.graph_cache.enabled = True
     made = {"max_new_tokens": LENGTH, "eos": (), "temperature": temperature, "seed": 0}
     wanted = engine("llama", kind, policy, graphs=False).generate(prompt(), **made)
     for _ in range(2):
@@ -486,20 +489,20 @@ def test_no_cycle_waits_for_a_recording(
 
 
 @pytest.mark.parametrize("plans", [True, False])
-def test_recording_is_not_taken_for_slowness(plans: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cycle in which a pass of a new size is recorded takes longer than it ever will again."""
+def test_costs_are_not_learnt_from_cycles_with_a_capture(plans: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The capture of a pass of a new size makes its cycle slow once."""
     paced: list[float] = []
 
-    def record(self: GraphCache, key: Key, work: Callable[[], None]) -> None:
+    def capture(self: GraphCache, key: Key, work: Callable[[], None]) -> None:
         time.sleep(0.05)
         self.graphs[key] = Replayed(work)  # type: ignore[assignment]
 
-    monkeypatch.setattr(GraphCache, "_record", record)
-    monkeypatch.setattr(Pipeline, "prepare", lambda self, ctx: None)
+    monkeypatch.setattr(GraphCache, "_capture", capture)
+    monkeypatch.setattr(Pipeline, "capture_graphs", lambda self, ctx: None)
     monkeypatch.setattr(Calibrator, "update_speedup", lambda self, tokens, seconds, plain: paced.append(seconds))
     device = engine("llama", "lm", "auto", graphs=True, plans=plans)
     assert device.gpu_runner is not None
-    device.gpu_runner.judge.recorder.enabled = True
+    device.gpu_runner.gpu_target.graph_cache.enabled = True
     wanted = engine("llama", "lm", "auto", graphs=False).generate(prompt(), max_new_tokens=LENGTH, eos=())
     paced.clear()
     found = device.generate(prompt(), max_new_tokens=LENGTH, eos=())
@@ -511,10 +514,10 @@ def test_recording_is_not_taken_for_slowness(plans: bool, monkeypatch: pytest.Mo
     assert paced and sum(paced) == pytest.approx(measured, rel=0.2)  # the last lap is behind the lesson
 
 
-@pytest.mark.parametrize("settings", [{"confidence": 0.1}, {"schedule": "heuristic"}, {"depth": MAX_PASSES}])
+@pytest.mark.parametrize("settings", [{"confidence": 0.1}, {"schedule": "heuristic"}, {"depth": MAX_DRAFT_PASSES}])
 def test_all_chains_run_on_the_device_up_to_its_limit(settings: dict[str, Any]) -> None:
     assert plan_of(registry.policy("chain", **settings)) is not None
-    assert plan_of(registry.policy("chain", depth=MAX_PASSES + 1)) is None
+    assert plan_of(registry.policy("chain", depth=MAX_DRAFT_PASSES + 1)) is None
 
 
 def test_the_speed_up_is_learnt_on_the_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -546,7 +549,7 @@ def test_a_tree_too_large_for_the_device_is_left_to_the_host() -> None:
     ("name", "settings"),
     [("gt-static", {"c": 1e-4}), ("fixed-tree", {"tau": 0.0}), ("optimal", {"nodes": MAX_VERIFY_ROWS - 1})],
 )
-def test_the_largest_trees_have_seats(name: str, settings: dict[str, Any]) -> None:
+def test_the_largest_trees_run_in_the_graph_pair(name: str, settings: dict[str, Any]) -> None:
     """256 drafted nodes and the root are more than 256 rows."""
     own, target = registry.policy(name, **settings), Target(tiny(dtype=PRECISE))
     made = [
@@ -560,25 +563,25 @@ def test_the_largest_trees_have_seats(name: str, settings: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "lm"])
-def test_plans_and_seats_share_the_drafter_s_cache(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is one text at a time, so one buffer serves all of them; what was made for a smaller one goes."""
-    monkeypatch.setattr("windfall.engine.gpu.target.CAPACITY", 2048 - MAX_VERIFY_ROWS)
+def test_plans_and_the_graph_pair_share_the_drafter_s_cache(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One buffer serves all, as there is one request at a time; growth drops everything that uses the old one."""
+    monkeypatch.setattr("windfall.engine.gpu.target.INITIAL_CAPACITY_ROWS", 2048 - MAX_VERIFY_ROWS)
     device = engine("llama", kind, "beam", graphs=True, max_position_embeddings=8192)
     for name in ("beam", "chain", "bandit"):
         device.policy = registry.policy(name)
         device.generate(prompt(), max_new_tokens=4, eos=())
-    resident = device.gpu_runner
-    assert resident is not None and len(resident.cycles) == 2
-    caches = {cycle.draft.kv.data_ptr() for cycle in resident.cycles.values() if cycle.draft is not None}
-    assert caches == {resident._seats[1].draft.kv.data_ptr()}  # type: ignore[index,attr-defined]
+    runner = device.gpu_runner
+    assert runner is not None and len(runner.cycles) == 2
+    caches = {cycle.draft.kv.data_ptr() for cycle in runner.cycles.values() if cycle.draft is not None}
+    assert caches == {runner._host_policy_pair[1].draft.kv.data_ptr()}  # type: ignore[index,attr-defined]
     next(device.stream(prompt(), max_new_tokens=4000))
-    assert not resident.cycles and resident._seats is not None
+    assert not runner.cycles and runner._host_policy_pair is not None
 
 
 def test_measuring_may_be_interrupted() -> None:
     device = engine("llama", "lm", "beam", graphs=True, max_position_embeddings=4096)
     assert device.gpu_runner is not None
-    capacity = device.gpu_runner.judge.capacity
+    capacity = device.gpu_runner.gpu_target.capacity
 
     def interrupt(share: float) -> None:
         if share > 0:
@@ -586,7 +589,7 @@ def test_measuring_may_be_interrupted() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         costs(device.gpu_runner, lengths=(2048,), progress=interrupt)
-    assert device.gpu_runner.judge.capacity == capacity
+    assert device.gpu_runner.gpu_target.capacity == capacity
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
@@ -596,7 +599,7 @@ def test_time_between_steps_is_not_counted_as_drafting(
 ) -> None:
     """Also if the device is still busy when the caller asks for the next step: it may be the caller's work."""
     if busy:
-        monkeypatch.setattr(Mark, "passed", lambda self: False)
+        monkeypatch.setattr(DeviceEvent, "done", lambda self: False)
     clock = FakeClock()
     for module in ("pipeline", "runner"):
         monkeypatch.setattr(f"windfall.engine.gpu.{module}.time", clock)

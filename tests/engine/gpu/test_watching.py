@@ -1,4 +1,4 @@
-"""Plans that watch the tree grow decide what their policies decide: same trees, same texts, on fixed buffers."""
+"""Plans that watch the tree: the same decisions, trees and texts on fixed buffers as on the host."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from windfall import registry
 from windfall.core.types import GpuOptions
 from windfall.costs.acceptance import Calibrator
 from windfall.engine.engine import Engine
-from windfall.engine.gpu.cycle import Cycle, Habit, plan_key
-from windfall.engine.gpu.drafters import Sprouting
+from windfall.engine.gpu.cycle import Cycle, PassPredictor, plan_key
+from windfall.engine.gpu.drafters import ChildSampler
 from windfall.engine.gpu.graphs import GraphCache
 from windfall.engine.gpu.target import MAX_VERIFY_ROWS
 from windfall.model.target import Target
@@ -40,38 +40,38 @@ def test_plans_decide_as_their_policies(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("sampling", "coupled"), [("warm", True), ("warm", False), ("nucleus", True)])
 @pytest.mark.parametrize("name", ["svip", "disco", "specdecpp", "c2t", "c2t-entropy", "ltd", "ltd-release"])
 def test_sampling(name: str, sampling: str, coupled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How sharp the drafter is taken to be stays as it is: the device hears of it a cycle later than the host."""
+    """Kappa is held constant: the device gets a new value one cycle later than the host."""
     monkeypatch.setattr(Calibrator, "_fit_kappa", lambda self, *given: None)
     wanted, found = both("llama", "lm", policy(name, tmp_path), coupled, **SAMPLINGS[sampling])
     same_trees(wanted, found, deepest=6)
 
 
 @pytest.mark.parametrize(("seconds", "wanted"), [(0.1, False), (1e-3, False), (6e-5, True)])
-def test_a_pass_is_launched_unasked_where_waiting_costs_more(seconds: float, wanted: bool) -> None:
-    """Two of three cycles went on: enough for a pass that takes no longer than a wait for it, not for a long one."""
-    habit = Habit()
-    habit.weigh(seconds)
+def test_a_pass_is_launched_early_if_waiting_costs_more(seconds: float, wanted: bool) -> None:
+    """Drafting went on in two of three cycles: enough to launch a short pass early, not a long one."""
+    predictor = PassPredictor()
+    predictor.set_pass_seconds(seconds)
     for cycle in range(300):
-        habit.note(3, cycle % 3 > 0)
-    assert habit.likely(3) == wanted and not habit.likely(4)
+        predictor.observe(3, cycle % 3 > 0)
+    assert predictor.likely(3) == wanted and not predictor.likely(4)
     for _ in range(100):
-        habit.note(3, True)
-    assert habit.likely(3)
+        predictor.observe(3, True)
+    assert predictor.likely(3)
 
 
 @pytest.mark.parametrize("name", ["ddd", "gt", "svip", "c2t", "ltd-padded"])
 def test_passes_that_did_not_wait_leave_no_trace(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether a pass is launched before the plan is asked changes no tree."""
+    """Launching a pass before the plan decides changes no tree."""
     launched = {True: 0, False: 0}
-    expand = Cycle.expand
+    expand = Cycle.next_pass
     for early in launched:
 
-        def counted(self: Cycle, sprouting: Sprouting, early: bool = early) -> None:
+        def counted(self: Cycle, sampler: ChildSampler, early: bool = early) -> None:
             launched[early] += 1
-            expand(self, sprouting)
+            expand(self, sampler)
 
-        monkeypatch.setattr(Cycle, "expand", counted)
-        monkeypatch.setattr(Habit, "likely", lambda self, level, early=early: early)
+        monkeypatch.setattr(Cycle, "next_pass", counted)
+        monkeypatch.setattr(PassPredictor, "likely", lambda self, level, early=early: early)
         own = registry.policy(name, **ON_DEVICE[name]) if name in ON_DEVICE else policy(name, tmp_path)
         wanted, found = both(*(("qwen3", "eagle") if name == "ltd-padded" else ("llama", "eagle3")), own)
         same_trees(wanted, found, deepest=6)
@@ -79,15 +79,15 @@ def test_passes_that_did_not_wait_leave_no_trace(name: str, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("name", [*WATCHING, "ddd", "salf"])
-def test_no_cycle_waits_for_a_recording(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what is recorded beforehand has room: also where the plan is asked after its last pass, or the one before."""
-    monkeypatch.setattr(GraphCache, "_record", lambda self, key, work: self.graphs.update({key: Replayed(work)}))
+def test_no_cycle_waits_for_a_capture(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captures fit into the buffers, also if the plan decides after its last pass or the one before."""
+    monkeypatch.setattr(GraphCache, "_capture", lambda self, key, work: self.graphs.update({key: Replayed(work)}))
     short = {"ddd": {"depth": 5, "k": 4, "nodes": 12, "checks": "4,5"}, "salf": {"k": 4, "width": 4, "cap": 3}}
     own = registry.policy(name, **short[name]) if name in short else policy(name, tmp_path)
     target = Target(tiny("llama", dtype=PRECISE))
     made = [Engine(target, drafter("eagle3"), own, launch=GpuOptions(graphs)) for graphs in (False, True)]
     assert made[1].gpu_runner is not None
-    made[1].gpu_runner.judge.recorder.enabled = True
+    made[1].gpu_runner.gpu_target.graph_cache.enabled = True
     found = [each.generate(prompt(), max_new_tokens=LENGTH, eos=()) for each in made]
     assert made[1].fallback == "" and found[0].token_ids == found[1].token_ids
     assert not any(step.recorded for step in found[1].steps)
@@ -97,7 +97,7 @@ def test_no_cycle_waits_for_a_recording(name: str, tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("settings", [{}, {"th": 0.2, "nodes": 12}, {"th": 0.0, "nodes": 9, "width": 3, "cap": 5}])
 def test_salf_verifies_the_same(settings: dict[str, Any], early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes and verified nodes are the same; the device keeps only nodes that can still be verified."""
-    monkeypatch.setattr(Habit, "likely", lambda self, level: early)
+    monkeypatch.setattr(PassPredictor, "likely", lambda self, level: early)
     passes: set[int] = set()
     for family, kind in PAIRS:
         wanted, found = both(family, kind, registry.policy("salf", **{"k": 4, "width": 4, "cap": 6, **settings}))
@@ -114,7 +114,7 @@ def test_salf_verifies_the_same(settings: dict[str, Any], early: bool, monkeypat
 
 @pytest.mark.parametrize("name", ["ltd", "ltd-padded", "ltd-release", "ltd-entropies"])
 def test_ltd_sees_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not only decides the same: scores in the order that the networks know, the text's true length, entropies."""
+    """The inputs of the networks are the same: ordered scores, the length of the text, entropies."""
     views: list[View] = []
     for asked in ("stops", "nodes"):
 
@@ -145,7 +145,7 @@ def test_the_shipped_policies_have_plans() -> None:
     for name in set(registry.policies()) - {"bandit", "auto"}:
         assert plan_of(registry.policy(name)) is not None
     keys = {plan_key(plan) for beta in (0.1, 0.2) if (plan := plan_of(registry.policy("c2t", beta=beta)))}
-    assert len(keys) == 2, "recorded work has its threshold inside"
+    assert len(keys) == 2, "captured graphs contain the threshold"
     plan = plan_of(registry.policy("ltd"))
     assert plan is not None and plan.rows <= MAX_VERIFY_ROWS
     assert plan_of(registry.policy("beam", nodes=MAX_VERIFY_ROWS + 1)) is None
@@ -170,7 +170,7 @@ def test_policies_can_be_made_to_decide_on_the_host(tmp_path: Path) -> None:
         assert [each.fallback for each in made] == ["", "its policy decides on the host"]
 
 
-def test_steps_tell_what_decisions_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Habit, "likely", lambda self, level: False)
+def test_steps_have_the_time_of_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PassPredictor, "likely", lambda self, level: False)
     _, found = both("llama", "lm", policy("ltd", tmp_path))
     assert all(step.seconds.policy > 0 and step.seconds.draft > 0 for step in found.steps)

@@ -1,4 +1,4 @@
-"""One plan with its buffers: the pieces of work that a cycle launches."""
+"""The device work of one decoding cycle (draft passes, verify pass) for one plan, and the buffers it needs."""
 
 from __future__ import annotations
 
@@ -10,23 +10,20 @@ import torch
 from torch import Tensor
 
 from windfall.core.types import SamplingParams
-from windfall.drafters.base import Drafter
-from windfall.drafters.feature_head import FeatureHeadDrafter
-from windfall.drafters.lm import LMDrafter
+from windfall.drafters.base import GpuForm
 from windfall.engine.gpu.drafters import (
+    ChildSampler,
     GpuDrafter,
-    GpuHeadDrafter,
-    GpuModelDrafter,
-    Sprouting,
+    as_logits,
     entropy,
-    multiplied,
-    read,
+    gpu_drafter,
+    prefill,
 )
-from windfall.engine.gpu.forward import Pass, Unsupported
+from windfall.engine.gpu.forward import Pass
 from windfall.engine.gpu.graphs import Key
 from windfall.engine.gpu.mailbox import Mailbox
-from windfall.engine.gpu.target import MAX_VERIFY_ROWS, GpuTarget, fitting
-from windfall.engine.gpu.tree import ahead, plant, terms
+from windfall.engine.gpu.target import MAX_VERIFY_ROWS, GpuTarget
+from windfall.engine.gpu.tree import next_rows, term_buffers, tree_buffers
 from windfall.engine.gpu.view import DeviceView
 from windfall.kernels.choose import choose
 from windfall.kernels.gate import prune
@@ -37,50 +34,63 @@ from windfall.policies.context import Context
 from windfall.policies.plan import NodeFilter, Plan
 from windfall.policies.shape import Shape
 
-MAX_PASSES, MAX_PLACES, MAX_CHILDREN, MAX_STAGED = 32, 4096, 64, 4096  # of a cycle
-MAX_WIDTH, MAX_BOUNDED_WIDTH = 128, 32  # nodes of a draft pass
-TALES = 3  # cycles of which the host can see what came of them
-SIGNALS = 4  # passes of which it can: one that is under way, two before it, and a spare
-LIKELY, RECENT = 0.8, 16  # share of about so many cycles, at the most, from which on a pass is launched unasked
-WAIT = 3e-5  # seconds that a decision keeps a device waiting, about: for the number, the decision, the launch
+MAX_DRAFT_PASSES = 32  # per cycle
+MAX_TREE_PLACES = 4096  # nodes of a cycle's tree, empty places included
+MAX_CHILDREN_PER_NODE = 64
+MAX_STAGED_ROWS = 4096  # nodes that a cycle expands
+MAX_NODES_PER_PASS = 128  # nodes that one draft pass expands
+MAX_BOUNDED_NODES_PER_PASS = 32  # the same for plans with `bounds`
+RESULT_BLOCKS = 3  # cycles whose results stay readable on the host
+REPORT_BLOCKS = 4  # draft passes whose reports stay readable: the running one, the two before it, and a spare
+MAX_LAUNCH_SHARE = 0.8  # a pass that follows in more than this share of cycles is launched before the decision
+AVERAGED_CYCLES = 16  # about the number of recent cycles in that share
+DECISION_SECONDS = 3e-5  # time that the device idles during a decision: polling, deciding and launching
 
 
 class Cycle:
-    """What a plan, a drafter and the target need on the device; its methods are recorded or part of what is."""
+    """Buffers of one plan on the device, and the work on them.
 
-    def __init__(self, plan: Plan, drafter: Drafter, judge: GpuTarget):
-        self.plan, self.judge, self.rule = plan, judge, rule_of(plan)
-        device, staged, capacity = judge.device, staged_rows(plan), tree_places(plan)
+    `first_pass`, `next_pass`, `publish_report` and `verify` only launch kernels, so that a CUDA graph can capture them.
+    """
+
+    def __init__(self, plan: Plan, form: GpuForm | None, gpu_target: GpuTarget):
+        """`form` may be None if the plan has no draft passes."""
+        self.plan, self.gpu_target, self.rule = plan, gpu_target, kernel_rule(plan)
+        device, staged, capacity = gpu_target.device, staged_rows(plan), tree_places(plan)
         self.capacity = capacity
         deepest = plan.passes + 1 if plan.max_depth is None else min(plan.passes + 1, plan.max_depth)
-        self.tree, self.told = plant(device, capacity, plan.passes + 1, deepest, staged)
-        self.tales = Mailbox(self.told, TALES)
-        self.terms, self.terms_sent = terms(device, (plan.rows, plan.k) if plan.shape else None)
-        self._told_terms: object = None  # the version of the terms that the device has
-        there = self.terms_sent.device
+        self.tree, self.published = tree_buffers(device, capacity, plan.passes + 1, deepest, staged)
+        self.results = Mailbox(self.published, RESULT_BLOCKS)
+        self.terms, self.terms_buffer = term_buffers(device, (plan.rows, plan.k) if plan.shape else None)
+        self._terms_version: object = None  # identifies the terms that the device has
+        there = self.terms_buffer.device
         self.bounds, self.floor = (there["bounds"] if plan.bounds else None), (there["floor"] if plan.floor else None)
         self.shape = there.get("shape")
-        self.places = torch.full((1,), capacity, device=device)  # only nodes before this one are verified
-        self._places = capacity  # the same on the host
-        self.draft = draft_of(drafter, judge, plan.passes + 1, staged) if plan.passes else None
-        if self.draft is not None:
-            self.draft.length = self.told.device["length"]
-        self.ahead = ahead(plan.width, self.told, judge.length if self.draft is None else self.draft.length)
+        self.verify_limit = torch.full((1,), capacity, device=device)  # only nodes before this place are verified
+        self._verify_limit = capacity  # the same on the host
+        self.draft: GpuDrafter | None = None
+        if plan.passes:
+            assert form is not None
+            self.draft = gpu_drafter(form, gpu_target, plan.passes + 1, staged)
+            self.draft.length = self.published.device["length"]
+        self.next_rows = next_rows(
+            plan.width, self.published, gpu_target.length if self.draft is None else self.draft.length
+        )
         self._root = torch.zeros(1, dtype=torch.long, device=device)
-        self.signals = Mailbox(self.told.part(*_watched(plan)), SIGNALS) if plan.watches else None
-        self.views = [self._view(arrays) for arrays in (self.signals.arrays if self.signals else ())]  # block by block
-        self.filter_weights = {} if plan.keep is None else _on(device, plan.keep)
-        self._cells = torch.arange(plan.width * plan.k, device=device)
-        self.habit = Habit()
-        self.prepared: set[Key] = set()  # kinds of texts of which all work is recorded
-        self.name = object() if self.draft is None else self.draft.name  # in keys of recorded work
+        self.reports = Mailbox(self.published.subset(*_watched_arrays(plan)), REPORT_BLOCKS) if plan.watches else None
+        self.views = [self._view(arrays) for arrays in (self.reports.arrays if self.reports else ())]  # one per block
+        self.filter_weights = {} if plan.keep is None else _to_device(device, plan.keep)
+        self._child_offsets = torch.arange(plan.width * plan.k, device=device)
+        self.predictor = PassPredictor()
+        self.captured_kinds: set[Key] = set()  # kinds of requests whose CUDA graphs are all captured
+        self.buffers_id = object() if self.draft is None else self.draft.buffers_id  # part of the keys of its graphs
 
     def _view(self, arrays: Mapping[str, Any]) -> DeviceView:
         assert self.draft is not None
-        return DeviceView(arrays, self.plan.width, self.plan.k, self.draft.lag)
+        return DeviceView(arrays, self.plan.width, self.plan.k, self.draft.draw_offset)
 
     def send_terms(self, ctx: Context) -> None:
-        """Bring the device the numbers that the plan's rule reads in this cycle, if they have changed."""
+        """Send the device the numbers that the plan's rule reads in this cycle, if they have changed."""
         plan, calibrator = self.plan, ctx.calibrator
         version: tuple[object, ...] = (
             plan.bounds() if plan.bounds else None,
@@ -88,11 +98,11 @@ class Cycle:
             (calibrator, calibrator.version, *plan.prices(ctx)) if plan.prices else None,
             plan.shape(ctx) if plan.shape else None,
         )
-        if version == self._told_terms:
+        if version == self._terms_version:
             return
-        self._told_terms = version
+        self._terms_version = version
         bounds, floor, _, shape = version
-        host = self.terms_sent.settled()
+        host = self.terms_buffer.wait_writable()
         if bounds is not None:
             host["bounds"][:] = bounds
         if floor is not None:
@@ -104,135 +114,137 @@ class Cycle:
             host["shape"][:] = -1
             for (parent, rank), child in shape.numbered().items():
                 host["shape"][parent, rank] = child
-        self.terms_sent.send()
+        self.terms_buffer.send()
 
-    def verified_places(self, levels: int) -> int:
-        """Places of the tree after so many passes; only these can be told from later ones."""
+    def places_after(self, levels: int) -> int:
+        """The number of places in the tree after this number of passes; for rules that are not selective."""
         return 1 + self.plan.k * (1 + self.plan.width * (levels - 1)) if levels else 1
 
-    def show(self) -> None:
-        """Let the host see what the plan watches: part of what is recorded."""
-        assert self.signals is not None
-        self.signals.tell()
+    def publish_report(self) -> None:
+        """Publish what the plan watches to the host."""
+        assert self.reports is not None
+        self.reports.publish()
 
     def start(self, prompt: list[int]) -> None:
-        """Read a prompt, and begin with its last token as the root."""
-        read(prompt, self.judge, self.draft)
-        self.judge.accepted.fill_(MAX_VERIFY_ROWS)  # to the noise, all positions are new
+        """Prefill a prompt and make its last token the root of the tree."""
+        prefill(prompt, self.gpu_target, self.draft)
+        self.gpu_target.accepted.fill_(MAX_VERIFY_ROWS)  # makes `update_noise` compute all positions
         self.tree.tokens[:1].fill_(prompt[-1])
-        self.clear()
-        self.tales.start()
-        if self.signals is not None:
-            self.signals.start()
+        self.clear_tree()
+        self.results.reset()
+        if self.reports is not None:
+            self.reports.reset()
 
-    def clear(self) -> None:
-        """Nothing is drafted but the root."""
+    def clear_tree(self) -> None:
+        """Drop all nodes but the root."""
         self.tree.count.fill_(1)
-        self.ahead.staged.zero_()
-        self.ahead.expanded.fill_(-1)
+        self.next_rows.staged.zero_()
+        self.next_rows.expanded.fill_(-1)
 
-    def rewind(self, length: int) -> None:
-        """As if behind a text of this length, whatever the buffers hold: for timing."""
-        self.clear()
-        self.judge.length.fill_(length)
-        self.judge.known = length
+    def set_length(self, length: int) -> None:
+        """Pretend that this number of tokens is committed, whatever the buffers hold. Used for capture and timing."""
+        self.clear_tree()
+        self.gpu_target.length.fill_(length)
+        self.gpu_target.length_bound = length
         if self.draft is not None:
             self.draft.length.fill_(length)
-            self.draft.waiting.fill_(1)
+            self.draft.pending_count.fill_(1)
 
-    def limit(self, places: int) -> None:
-        """Verify only nodes before this place from now on."""
-        if places != self._places:
-            self.places.fill_(places)
-            self._places = places
+    def limit_verified(self, places: int) -> None:
+        """From now on, verify only nodes before this place."""
+        if places != self._verify_limit:
+            self.verify_limit.fill_(places)
+            self._verify_limit = places
 
-    def noise(self, params: SamplingParams) -> Tensor | None:
-        """Where that of the positions ahead lies, if this sampling has any and several passes look it up."""
-        return None if params.greedy or self.draft is None else self.judge.noise(self.plan.passes + 3)
+    def noise_buffer(self, params: SamplingParams) -> Tensor | None:
+        """The buffer for the noise of the next positions, which a cycle's passes share; None if there is no noise."""
+        return None if params.greedy or self.draft is None else self.gpu_target.noise_buffer(self.plan.passes + 3)
 
-    def open(self, sprouting: Sprouting) -> None:
-        """The first draft pass: the root's children, and which nodes come next."""
+    def first_pass(self, sampler: ChildSampler) -> None:
+        """The first draft pass: add the root's children, and choose the nodes of the next pass."""
         assert self.draft is not None
-        if sprouting.noise is not None:
-            self.judge.roll(sprouting.noise)
-        logits = self.draft.open(self.draft.pending)
-        self._sprout(self._root, self._root, logits, self.draft.length, -1, sprouting)
+        if sampler.noise is not None:
+            self.gpu_target.update_noise(sampler.noise)
+        logits = self.draft.first_pass(self.draft.pending)
+        self._add_children(self._root, self._root, logits, self.draft.length, -1, sampler)
 
-    def expand(self, sprouting: Sprouting) -> None:
-        """A further draft pass."""
+    def next_pass(self, sampler: ChildSampler) -> None:
+        """A later draft pass: add children of the chosen nodes, and choose the nodes of the next pass."""
         assert self.draft is not None
-        rows = self.ahead
+        rows = self.next_rows
         given = Pass(rows.tokens, rows.positions, rows.slots, rows.mask, self.draft.length)
-        logits = self.draft.grow(given, rows.above, rows.here)
-        self._sprout(rows.nodes, rows.here, logits, rows.positions, 0, sprouting)
+        logits = self.draft.next_pass(given, rows.above, rows.here)
+        self._add_children(rows.nodes, rows.here, logits, rows.positions, 0, sampler)
 
-    def _sprout(
-        self, nodes: Tensor, slots: Tensor, logits: Tensor | Words, columns: Tensor, offset: int, sprouting: Sprouting
+    def _add_children(
+        self, nodes: Tensor, slots: Tensor, logits: Tensor | Words, columns: Tensor, offset: int, sampler: ChildSampler
     ) -> None:
-        """Children of these nodes, whose own columns come `offset` after `columns`."""
+        """Add children of these nodes, whose own columns are `columns` + `offset`."""
         assert self.draft is not None
         plan, keep = self.plan, self.plan.keep
         watched, filtered = "entropy" in plan.watches, keep is not None and keep.entropy
         if watched or filtered:
-            logits = multiplied(logits)
+            logits = as_logits(logits)
             uncertainty = entropy(logits)
         if watched:
-            self.told.device["entropy"].index_copy_(0, slots, uncertainty)
-        values, tokens = sprouting.children(logits, columns, offset + self.draft.lag, plan.k, self.draft.vocabulary)
+            self.published.device["entropy"].index_copy_(0, slots, uncertainty)
+        values, tokens = sampler.children(
+            logits, columns, offset + self.draft.draw_offset, plan.k, self.draft.vocabulary
+        )
         if self.bounds is not None:
             prune(self.tree, nodes, values, self.bounds)
         if keep is not None:
             self._filter(keep, nodes, tokens, values, uncertainty if filtered else None)
         else:
             given = (self.terms, self.shape, self.bounds, self.floor)
-            grow(self.tree, nodes, tokens, values, self.ahead, self.rule, *given)
+            grow(self.tree, nodes, tokens, values, self.next_rows, self.rule, *given)
 
     def _filter(self, keep: NodeFilter, nodes: Tensor, tokens: Tensor, values: Tensor, entropy: Tensor | None) -> None:
-        """Children that do not stay join the tree like the others, and cannot be chosen."""
+        """Add the children, and exclude those that the filter drops from expansion and verification."""
         tree, parent = self.tree, nodes.clamp(min=0)
         scores = (tree.score[parent][:, None] + values).masked_fill((nodes < 0)[:, None], -torch.inf)
         depth = (tree.depth[parent] + 1)[:, None].expand_as(scores)
         before = None if entropy is None else entropy[:, None].expand_as(scores)
         chosen = values.masked_fill(~keep.keeps(self.filter_weights, scores, depth, before), -torch.inf)
-        grow(tree, nodes, tokens, chosen, self.ahead, self.rule)
-        places = tree.count - values.numel() + self._cells[: values.numel()]
+        grow(tree, nodes, tokens, chosen, self.next_rows, self.rule)
+        places = tree.count - values.numel() + self._child_offsets[: values.numel()]
         tree.logq.index_copy_(0, places, values.flatten())
         tree.score.index_copy_(0, places, scores.flatten())
 
     def verify(self, rows: int, columns: int, params: SamplingParams, noise: Tensor | None = None) -> None:
-        """Choose the rows, judge them, plant the next tree, and tell the host."""
-        judge, there = self.judge, self.judge.rows.device
-        kept, path = (self.told.device[name][:rows] for name in ("kept", "path"))
+        """The verify pass: choose rows, run the target, commit the accepted path, start a new tree, publish results."""
+        gpu_target, there = self.gpu_target, self.gpu_target.rows.device
+        kept, path = (self.published.device[name][:rows] for name in ("kept", "path"))
         tokens, parents, depth = (there[name][:rows] for name in ("tokens", "parents", "depth"))
         mask = there["mask"][:rows, :rows]
-        choose(self.tree, rows, kept, tokens, parents, depth, mask, there["count"], self.places)
-        scored = judge.score(rows, columns)
-        draws, deepest, draft = judge.draw(scored, params, noise), min(rows, self.plan.passes + 1), self.draft
+        choose(self.tree, rows, kept, tokens, parents, depth, mask, there["count"], self.verify_limit)
+        scored = gpu_target.score(rows, columns)
+        draws, deepest, draft = gpu_target.draw(scored, params, noise), min(rows, self.plan.passes + 1), self.draft
         settle(
             draws,
             tokens,
             parents,
             mask,
             there["count"],
-            judge.length,
+            gpu_target.length,
             path,
-            judge.accepted,
-            judge.bonus,
-            judge.source[:deepest],
-            judge.goal[:deepest],
+            gpu_target.accepted,
+            gpu_target.bonus,
+            gpu_target.move_source[:deepest],
+            gpu_target.move_goal[:deepest],
             None if draft is None else draft.tokens[:deepest],
-            None if draft is None else draft.waiting,
+            None if draft is None else draft.pending_count,
             self.tree,
-            None if draft is None else self.ahead.expanded,
-            None if draft is None else self.ahead.staged,
-            self.told.device["figures"],
+            None if draft is None else self.next_rows.expanded,
+            None if draft is None else self.next_rows.staged,
+            self.published.device["outcome"],
         )
         wanted = None if draft is None or draft.features is None else draft.features[:deepest]
-        judge.advance(deepest, scored.states, path, wanted)
-        self.tales.tell()
+        gpu_target.commit_path(deepest, scored.states, path, wanted)
+        self.results.publish()
 
 
-def rule_of(plan: Plan) -> Rule:
+def kernel_rule(plan: Plan) -> Rule:
     """The plan's rule as the kernels read it."""
     made = Rule(
         whole=plan.order == "best",
@@ -251,7 +263,7 @@ def rule_of(plan: Plan) -> Rule:
 
 
 def tree_places(plan: Plan) -> int:
-    """Places that the tree's arrays have: those of all passes and of one more."""
+    """Places in the tree's arrays: enough for all passes and one more."""
     if plan.layer is not None:
         return plan.layer.budget + 1
     if plan.top is not None:
@@ -260,30 +272,32 @@ def tree_places(plan: Plan) -> int:
 
 
 def staged_rows(plan: Plan) -> int:
-    """Rows that the drafter's passes may stage in a cycle."""
+    """Rows of the drafter's KV cache that the passes of a cycle may need."""
     if plan.layer is not None:
         return plan.layer.budget + plan.width
     return max(plan.width * plan.passes, 1)
 
 
 def plan_key(plan: Plan) -> tuple[object, ...]:
-    """What buffers and recorded graphs depend on."""
+    """Plans with equal keys share buffers and CUDA graphs."""
     keep = None if plan.keep is None else plan.keep.key
-    return (rule_of(plan), plan.watches, plan.passes, plan.width, plan.k, plan.rows, plan.max_depth, keep)
+    return (kernel_rule(plan), plan.watches, plan.passes, plan.width, plan.k, plan.rows, plan.max_depth, keep)
 
 
-def unsupported(plan: Plan, ctx: Context) -> str:
-    """Why this plan cannot run in fixed buffers; nothing if it can."""
+def plan_unsupported(plan: Plan, ctx: Context) -> str:
+    """Why this plan cannot run in fixed buffers; empty if it can."""
     if plan.suits is not None and not plan.suits(ctx):
         return "its policy weighs every row, on the host"
-    if tree_places(plan) > MAX_PLACES:
-        return f"its trees may have more than {MAX_PLACES} nodes"
-    if plan.passes > MAX_PASSES or staged_rows(plan) > MAX_STAGED:
-        return f"its cycles may have more than {MAX_PASSES} draft passes, or expand more than {MAX_STAGED} nodes"
-    if plan.rows > MAX_VERIFY_ROWS or plan.k > MAX_CHILDREN or plan.width > MAX_WIDTH:
-        return f"its passes have more than {MAX_VERIFY_ROWS} rows, {MAX_CHILDREN} children or {MAX_WIDTH} nodes"
-    if plan.bounds is not None and plan.width > MAX_BOUNDED_WIDTH:
-        return f"its passes expand more than {MAX_BOUNDED_WIDTH} nodes, most of which are out of bounds"
+    if tree_places(plan) > MAX_TREE_PLACES:
+        return f"its trees may have more than {MAX_TREE_PLACES} nodes"
+    if plan.passes > MAX_DRAFT_PASSES or staged_rows(plan) > MAX_STAGED_ROWS:
+        passes, staged = MAX_DRAFT_PASSES, MAX_STAGED_ROWS
+        return f"its cycles may have more than {passes} draft passes, or expand more than {staged} nodes"
+    if plan.rows > MAX_VERIFY_ROWS or plan.k > MAX_CHILDREN_PER_NODE or plan.width > MAX_NODES_PER_PASS:
+        rows, children, nodes = MAX_VERIFY_ROWS, MAX_CHILDREN_PER_NODE, MAX_NODES_PER_PASS
+        return f"its passes have more than {rows} rows, {children} children or {nodes} nodes"
+    if plan.bounds is not None and plan.width > MAX_BOUNDED_NODES_PER_PASS:
+        return f"its passes expand more than {MAX_BOUNDED_NODES_PER_PASS} nodes, most of which are out of bounds"
     if plan.expanded_only or plan.first_come:
         return "it verifies nodes by their order, on the host"
     if plan.shape is not None:
@@ -293,54 +307,35 @@ def unsupported(plan: Plan, ctx: Context) -> str:
     return ""
 
 
-def _watched(plan: Plan) -> tuple[str, ...]:
-    """The arrays that a decision needs, in the order in which they lie in the buffer."""
+def _watched_arrays(plan: Plan) -> tuple[str, ...]:
+    """The arrays that a decision reads; entropies are found through the expanded nodes."""
     names = {*plan.watches, *(("expanded",) if "entropy" in plan.watches else ())}
     return tuple(names)
 
 
-def _on(device: torch.device, keep: NodeFilter) -> dict[str, Tensor]:
+def _to_device(device: torch.device, keep: NodeFilter) -> dict[str, Tensor]:
     return {name: torch.from_numpy(array).to(device) for name, array in keep.weights().items()}
 
 
-class Habit:
-    """How often drafting went on after each level. Where it nearly always does, the next pass need not wait for the
-    decision: it runs while the host thinks, and is wasted once in a while."""
+class PassPredictor:
+    """Predicts after each draft pass whether another one follows, from the share of recent cycles in which it did.
+
+    A pass that is likely to follow is launched before the host decides. If the decision is to stop, it was wasted.
+    """
 
     def __init__(self) -> None:
         self._shares: dict[int, float] = {}
-        self._enough = LIKELY
+        self._launch_share = MAX_LAUNCH_SHARE
 
-    def weigh(self, seconds: float) -> None:
-        """What a pass takes, which is lost if nobody wants it."""
-        self._enough = min(seconds / (seconds + WAIT), LIKELY)
+    def set_pass_seconds(self, seconds: float) -> None:
+        """Set the cost of a wasted pass; it moves the share from which on a pass counts as likely."""
+        self._launch_share = min(seconds / (seconds + DECISION_SECONDS), MAX_LAUNCH_SHARE)
 
     def likely(self, level: int) -> bool:
-        return self._shares.get(level, 0.0) > self._enough
+        """Whether another pass is likely to follow this one."""
+        return self._shares.get(level, 0.0) > self._launch_share
 
-    def note(self, level: int, went_on: bool) -> None:
+    def observe(self, level: int, went_on: bool) -> None:
+        """Learn from a decision."""
         known = self._shares.get(level, 0.5)
-        self._shares[level] = known + (went_on - known) / RECENT
-
-
-def on_host(drafter: Drafter, device: torch.device) -> str:
-    """Why this drafter cannot work on fixed buffers there; nothing if it can."""
-    if isinstance(drafter, LMDrafter):
-        if drafter.decoder.device != device:
-            return f"its drafter is on {drafter.decoder.device}, the target on {device}"
-        try:
-            fitting(drafter.decoder.model)
-        except Unsupported as reason:
-            return f"its drafter works on the host: {reason}"
-        return ""
-    if not isinstance(drafter, FeatureHeadDrafter):
-        return "its drafter works on the host"
-    return "" if drafter.longest is None else "its head's rotary angles depend on the length of the text"
-
-
-def draft_of(drafter: Drafter, judge: GpuTarget, pending: int, staged: int) -> GpuDrafter:
-    """This drafter on fixed buffers."""
-    if isinstance(drafter, FeatureHeadDrafter):
-        return GpuHeadDrafter(drafter.head, judge, pending, staged)
-    assert isinstance(drafter, LMDrafter)
-    return GpuModelDrafter(drafter.decoder, drafter.vocabulary, judge, pending, staged)
+        self._shares[level] = known + (went_on - known) / AVERAGED_CYCLES

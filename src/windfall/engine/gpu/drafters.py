@@ -1,4 +1,4 @@
-"""Drafters on fixed buffers: a cycle's first pass takes in what was committed, each later one expands some nodes."""
+"""Drafters on fixed buffers. The first pass of a cycle also adds the newly committed columns to the KV cache."""
 
 from __future__ import annotations
 
@@ -10,9 +10,17 @@ from torch import Tensor
 
 from windfall.core.sampling import warp
 from windfall.core.types import SamplingParams
+from windfall.drafters.base import Drafter, GpuForm, HeadForm
 from windfall.engine.gpu.eagle3 import FusedEagle3
 from windfall.engine.gpu.forward import Pass, Unsupported
-from windfall.engine.gpu.target import PIECE, Dials, GpuTarget, Piece, fitting, shape_of
+from windfall.engine.gpu.target import (
+    PREFILL_CHUNK_TOKENS,
+    GpuTarget,
+    PrefillChunk,
+    SamplingBuffers,
+    fastest_forward,
+    sampling_key,
+)
 from windfall.heads.base import FeatureHead
 from windfall.heads.layers import head_dim
 from windfall.kernels.attention import tree_attention
@@ -22,190 +30,206 @@ from windfall.kernels.top import Words, top_children
 from windfall.model.decoder import Decoder
 
 
-class Sprouting:
-    """From a drafter's logits to children, by one way of sampling: coupled to the coming draws, or not."""
+class ChildSampler:
+    """Chooses the children of nodes from a drafter's logits, for one kind of sampling, coupled or not."""
 
-    def __init__(self, params: SamplingParams, coupled: bool, dials: Dials, noise: Tensor | None = None):
-        self.params, self.dials, self.noise = params, dials, noise
+    def __init__(self, params: SamplingParams, coupled: bool, sampling: SamplingBuffers, noise: Tensor | None = None):
+        self.params, self.sampling, self.noise = params, sampling, noise
         self.coupled = coupled and not params.greedy
         self.warped = self.coupled and params.filters
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What a recorded pass depends on."""
-        return ("coupled", *shape_of(self.params)) if self.coupled else ("alone",)
+        """What a captured draft pass depends on."""
+        return ("coupled", *sampling_key(self.params)) if self.coupled else ("alone",)
 
     def children(
         self, logits: Tensor | Words, positions: Tensor, offset: int, k: int, tokens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and tokens [w, k]; the draws after these rows come `offset` after `positions` [w]."""
-        dice: dict[str, Any] = {}
+        """Log-probabilities and tokens [w, k]; the target draws after these rows at `positions` [w] + `offset`."""
+        coupling: dict[str, Any] = {}
         if self.coupled:
-            temperature = self.dials.temperature
+            temperature = self.sampling.temperature
             if self.warped:
-                logits = warp(multiplied(logits).float().log_softmax(-1) / self.params.temperature, self.params)
+                logits = warp(as_logits(logits).float().log_softmax(-1) / self.params.temperature, self.params)
                 temperature = torch.ones_like(temperature)
-            dice = {"positions": positions, "offset": offset, "seed": self.dials.seed, "temperature": temperature}
-            dice |= {"kappa": self.dials.kappa, "noise": self.noise}
+            coupling = {
+                "positions": positions,
+                "offset": offset,
+                "seed": self.sampling.seed,
+                "temperature": temperature,
+            }
+            coupling |= {"kappa": self.sampling.kappa, "noise": self.noise}
         columns = len(logits.vocabulary) if isinstance(logits, Words) else logits.shape[-1]
-        return top_children(logits, min(k, columns), tokens=tokens, **dice)
+        return top_children(logits, min(k, columns), tokens=tokens, **coupling)
 
 
-def multiplied(logits: Tensor | Words) -> Tensor:
+def as_logits(logits: Tensor | Words) -> Tensor:
+    """The logits, computed if they are given as a product."""
     return logits.logits if isinstance(logits, Words) else logits
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """[w] nats, of the drafter's own distribution after each row."""
+    """Entropy of the drafter's distribution after each row, [w] nats."""
     found: Tensor = torch.special.entr(logits.float().softmax(-1)).sum(-1)
     return found
 
 
 class GpuDrafter:
-    """What all of them share: the columns that were committed but not taken in, and the length of what was."""
+    """Base class. Committed columns are pending until the next first pass adds them to the KV cache."""
 
-    lag: int  # a node's draw comes so many positions after its column
-    features: Tensor | None = None  # [pending, taps * H] the target's states before each pending column, if wanted
+    draw_offset: int  # position of the draw after a node, relative to the node's column
+    max_positions: int | None = None  # nothing is drafted after these; None: no limit
+    features: Tensor | None = None  # [pending, taps * H] the target's states for each pending column, if needed
 
-    def __init__(self, judge: GpuTarget, pending: int):
-        device, long = judge.device, torch.long
-        self.judge, self.pending = judge, pending
-        self.name = object()  # in keys of recorded work: no other draft, not even one in the same memory, has it
-        self.tokens = torch.zeros(pending, dtype=long, device=device)  # committed, but not taken in
-        self.waiting = torch.zeros(1, dtype=long, device=device)  # how many of them are
-        self.length = torch.zeros(1, dtype=long, device=device)  # columns taken in
-        self.piece = Piece(device)
-        self.taken_in: Tensor | None = None  # its features, where a drafter has any
+    def __init__(self, gpu_target: GpuTarget, pending: int):
+        device, long = gpu_target.device, torch.long
+        self.gpu_target, self.pending = gpu_target, pending
+        self.buffers_id = object()  # a unique id of its buffers, part of the keys of its graphs
+        self.tokens = torch.zeros(pending, dtype=long, device=device)  # of the pending columns
+        self.pending_count = torch.zeros(1, dtype=long, device=device)
+        self.length = torch.zeros(1, dtype=long, device=device)  # columns in the KV cache
+        self.chunk = PrefillChunk(device)
+        self.chunk_states: Tensor | None = None  # features of the chunk's columns, if the drafter has features
         self._causal = torch.ones(pending, pending, dtype=torch.bool, device=device).tril()
 
     @property
     def vocabulary(self) -> Tensor | None:
-        """[M] the token of each column of the logits; None: they are the target's."""
+        """[M] the token of each column of the logits; None: the target's vocabulary."""
         return None
 
     @property
     def columns(self) -> int:
-        """The bound on columns of its passes, on which recorded ones depend."""
-        return self.judge.capacity
+        """The bound on KV columns that its passes read; captured passes depend on it."""
+        return self.gpu_target.capacity
 
     def start(self) -> None:
-        """Forget the text before."""
+        """Drop the text of the last request."""
         self.length.zero_()
 
-    def read(self, tokens: Tensor, following: Tensor, states: Tensor | None, last: bool) -> None:
-        """Take in a piece of a text: n tokens, the token that follows each, and the target's states of them; of the
-        last piece one column stays pending."""
+    def prefill(self, tokens: Tensor, following: Tensor, states: Tensor | None, last: bool) -> None:
+        """Add a chunk of the prompt: n tokens, the token after each, and the target's states of the n tokens.
+
+        The last column of the last chunk stays pending.
+        """
         raise NotImplementedError
 
-    def take_piece(self, text: Tensor, at: int, states: Tensor | None) -> int:
-        """`read` for the piece that begins here; returns where the next one does."""
-        until = min(at + PIECE, len(text) - 1)
-        self.read(text[at:until], text[at + 1 : until + 1], states, until == len(text) - 1)
+    def prefill_chunk(self, text: Tensor, at: int, states: Tensor | None) -> int:
+        """Call `prefill` for the chunk that starts at `at`; returns the start of the next chunk."""
+        until = min(at + PREFILL_CHUNK_TOKENS, len(text) - 1)
+        self.prefill(text[at:until], text[at + 1 : until + 1], states, until == len(text) - 1)
         return until
 
-    def _take_in(self, tokens: Tensor, features: Tensor | None) -> None:
-        """Columns of a text, without logits."""
+    def _add_columns(self, tokens: Tensor, features: Tensor | None) -> None:
+        """Add columns to the KV cache, without logits."""
         if not len(tokens):
             return
-        size = self.piece.take(tokens)
-        if features is not None and self.taken_in is not None:
-            self.taken_in[: len(tokens)] = features
-        key = ("take in", self.name, size, self.columns)
-        self.judge.recorder.run(key, partial(self._run_piece, size))
+        size = self.chunk.fill(tokens)
+        if features is not None and self.chunk_states is not None:
+            self.chunk_states[: len(tokens)] = features
+        key = ("take in", self.buffers_id, size, self.columns)
+        self.gpu_target.graph_cache.run(key, partial(self._add_chunk, size))
 
-    def _run_piece(self, size: int) -> None:
-        self._read(self.piece.rows(size, self.length), None if self.taken_in is None else self.taken_in[:size])
-        self.length.add_(self.piece.count)
+    def _add_chunk(self, size: int) -> None:
+        self._run_columns(
+            self.chunk.rows(size, self.length), None if self.chunk_states is None else self.chunk_states[:size]
+        )
+        self.length.add_(self.chunk.count)
 
-    def _read(self, rows: Pass, features: Tensor | None) -> None:
+    def _run_columns(self, rows: Pass, features: Tensor | None) -> None:
         raise NotImplementedError
 
-    def open(self, rows: int) -> Tensor | Words:
-        """Take in the pending columns, which are `rows` at the most; logits [1, V] after the last. Its draw's position
-        is `lag` - 1 after `length`, as this leaves it."""
-        slots, last, before = take_in(self.length, self.waiting, rows)
-        return self._opened(Pass(self.tokens[:rows], slots, slots, self._causal[:rows, :rows], before), last)
+    def first_pass(self, rows: int) -> Tensor | Words:
+        """Add the pending columns, at most `rows`, to the KV cache; returns the logits [1, V] after the last one.
 
-    def grow(self, rows: Pass, above: Tensor, here: Tensor) -> Tensor | Words:
-        """Run nodes whose parents have the places `above` and which get the places `here`; logits [w, V]."""
+        The position of the draw after it is the new `length` + `draw_offset` - 1.
+        """
+        slots, last, before = take_in(self.length, self.pending_count, rows)
+        return self._first_logits(Pass(self.tokens[:rows], slots, slots, self._causal[:rows, :rows], before), last)
+
+    def next_pass(self, rows: Pass, above: Tensor, here: Tensor) -> Tensor | Words:
+        """Run nodes with the slots `here`, whose parents have the slots `above`; returns logits [w, V]."""
         raise NotImplementedError
 
-    def _opened(self, rows: Pass, last: Tensor) -> Tensor | Words:
+    def _first_logits(self, rows: Pass, last: Tensor) -> Tensor | Words:
         raise NotImplementedError
 
 
 class GpuHeadDrafter(GpuDrafter):
-    """A head on the target's hidden states. Column t holds token t + 1."""
+    """A draft head on the target's hidden states. Column t holds token t + 1."""
 
-    lag = 2
+    draw_offset = 2
 
-    def __init__(self, head: FeatureHead, judge: GpuTarget, pending: int, staged: int):
-        super().__init__(judge, pending)
+    def __init__(self, head: FeatureHead, gpu_target: GpuTarget, pending: int, staged: int):
+        super().__init__(gpu_target, pending)
         self.head = head
-        layer, device, dtype = head.config.layer, judge.device, head.dtype
+        layer, device, dtype = head.config.layer, gpu_target.device, head.dtype
         heads, width = layer.num_key_value_heads, head_dim(layer)
-        self.kv = judge.cache((layer.num_hidden_layers, heads, width), dtype)
-        self.features = torch.zeros(pending, judge.width, dtype=dtype, device=device)
-        self.taken_in = torch.zeros(PIECE, judge.width, dtype=dtype, device=device)
-        self.own = torch.zeros(staged + 1, layer.hidden_size, dtype=dtype, device=device)  # what the head goes on from
+        self.kv = gpu_target.cache((layer.num_hidden_layers, heads, width), dtype)
+        self.features = torch.zeros(pending, gpu_target.width, dtype=dtype, device=device)
+        self.chunk_states = torch.zeros(PREFILL_CHUNK_TOKENS, gpu_target.width, dtype=dtype, device=device)
+        # the head's own features, by slot: the input of the next level
+        self.recycled = torch.zeros(staged + 1, layer.hidden_size, dtype=dtype, device=device)
         self._first = torch.zeros(1, dtype=torch.long, device=device)
         try:
-            self.swift: FusedEagle3 | None = FusedEagle3(head, judge.capacity)
+            self.fused: FusedEagle3 | None = FusedEagle3(head, gpu_target.capacity)
         except Unsupported:
-            self.swift = None
+            self.fused = None
 
     @property
     def vocabulary(self) -> Tensor | None:
         return self.head.draft_tokens
 
-    def read(self, tokens: Tensor, following: Tensor, states: Tensor | None, last: bool) -> None:
+    def prefill(self, tokens: Tensor, following: Tensor, states: Tensor | None, last: bool) -> None:
         assert states is not None and self.features is not None
         count = len(following) - last
-        self._take_in(following[:count], states[:count])
+        self._add_columns(following[:count], states[:count])
         if last:
             self.tokens[:1] = following[-1:]
             self.features[:1] = states[-1]
-            self.waiting.fill_(1)
+            self.pending_count.fill_(1)
 
-    def _read(self, rows: Pass, features: Tensor | None) -> None:
+    def _run_columns(self, rows: Pass, features: Tensor | None) -> None:
         assert features is not None
         self._run(rows, self._fuse(features), None, None, None)
 
-    def _opened(self, rows: Pass, last: Tensor) -> Tensor | Words:
+    def _first_logits(self, rows: Pass, last: Tensor) -> Tensor | Words:
         assert self.features is not None
         return self._logits(self._run(rows, self._fuse(self.features[: len(rows.tokens)]), None, last, self._first))
 
-    def grow(self, rows: Pass, above: Tensor, here: Tensor) -> Tensor | Words:
-        return self._logits(self._run(rows, self.own, above, None, here))
+    def next_pass(self, rows: Pass, above: Tensor, here: Tensor) -> Tensor | Words:
+        return self._logits(self._run(rows, self.recycled, above, None, here))
 
     def _fuse(self, features: Tensor) -> Tensor:
-        return self.head.fuse(features) if self.swift is None else self.swift.fuse(features)
+        return self.head.fuse(features) if self.fused is None else self.fused.fuse(features)
 
     def _run(
         self, rows: Pass, hidden: Tensor, index: Tensor | None, pick: Tensor | None, here: Tensor | None
     ) -> Tensor:
-        """The states of these rows, or of those picked, [n, H]; what is gone on from becomes their own, at `here`.
-        The rows' features lie in `hidden`, at `index`."""
-        if self.swift is not None:
-            keep = None if here is None else Keep(self.own, here, self.swift.recycles_normed)
-            return self.swift(rows, hidden, index, self.kv, pick, keep)
+        """Run the head over these rows; returns the states [n, H] of all rows or of those in `pick`.
+
+        The input features are `hidden`, or its rows `index`. The output features are stored in `recycled` at `here`.
+        """
+        if self.fused is not None:
+            keep = None if here is None else Keep(self.recycled, here, self.fused.recycles_normed)
+            return self.fused(rows, hidden, index, self.kv, pick, keep)
         hidden = hidden if index is None else hidden.index_select(0, index)
-        memory = Static(self.kv, rows, self.head.config.windows)
+        memory = HeadBuffer(self.kv, rows, self.head.config.windows)
         guess = self.head(rows.tokens[None], hidden[None], rows.positions[None], memory)
         state: Tensor = guess.state[0]
         recycled: Tensor = guess.recycled[0]
         if pick is not None:
             state, recycled = state.index_select(0, pick), recycled.index_select(0, pick)
         if here is not None:
-            self.own.index_copy_(0, here, recycled)
+            self.recycled.index_copy_(0, here, recycled)
         return state
 
     def _logits(self, state: Tensor) -> Tensor | Words:
-        return self.head.logits(state) if self.swift is None else self.swift.words(state)
+        return self.head.logits(state) if self.fused is None else self.fused.logits(state)
 
 
-class Static:
-    """A head's memory for one pass over the fixed buffer."""
+class HeadBuffer:
+    """The KV cache of a head in a fixed buffer, for one pass."""
 
     def __init__(self, kv: Tensor, rows: Pass, windows: tuple[int | None, ...]):
         self.kv, self.rows, self.windows = kv, rows, windows
@@ -223,43 +247,65 @@ class Static:
 class GpuModelDrafter(GpuDrafter):
     """A smaller language model. Column t holds token t."""
 
-    lag = 1
+    draw_offset = 1
 
-    def __init__(self, decoder: Decoder, vocabulary: int, judge: GpuTarget, pending: int, staged: int):
-        super().__init__(judge, pending)
-        self.decoder, self.size, self.staged = decoder, vocabulary, staged
-        self.forward = fitting(decoder.model)
-        self.kv = judge.cache(self.forward.shape, decoder.dtype)
+    def __init__(self, decoder: Decoder, vocabulary: int, gpu_target: GpuTarget, pending: int, staged: int):
+        super().__init__(gpu_target, pending)
+        self.decoder, self.vocab_size, self.staged = decoder, vocabulary, staged
+        self.max_positions = decoder.context
+        self.forward = fastest_forward(decoder.model)
+        self.kv = gpu_target.cache(self.forward.shape, decoder.dtype)
 
     @property
     def columns(self) -> int:
-        return self.judge.bound(max(self.pending + self.staged, PIECE), self.forward)
+        return self.gpu_target.column_bound(max(self.pending + self.staged, PREFILL_CHUNK_TOKENS), self.forward)
 
-    def read(self, tokens: Tensor, following: Tensor, states: Tensor | None, last: bool) -> None:
-        self._take_in(tokens, None)
+    def prefill(self, tokens: Tensor, following: Tensor, states: Tensor | None, last: bool) -> None:
+        self._add_columns(tokens, None)
         if last:
             self.tokens[:1] = following[-1:]
-            self.waiting.fill_(1)
+            self.pending_count.fill_(1)
 
-    def _read(self, rows: Pass, features: Tensor | None) -> None:
+    def _run_columns(self, rows: Pass, features: Tensor | None) -> None:
         self._logits(rows)
 
-    def _opened(self, rows: Pass, last: Tensor) -> Tensor:
+    def _first_logits(self, rows: Pass, last: Tensor) -> Tensor:
         return self._logits(rows).index_select(0, last)
 
-    def grow(self, rows: Pass, above: Tensor, here: Tensor) -> Tensor:
+    def next_pass(self, rows: Pass, above: Tensor, here: Tensor) -> Tensor:
         return self._logits(rows)
 
     def _logits(self, rows: Pass) -> Tensor:
-        return self.forward(rows, self.kv, (), self.columns)[0][:, : self.size]
+        return self.forward(rows, self.kv, (), self.columns)[0][:, : self.vocab_size]
 
 
-def read(prompt: list[int], judge: GpuTarget, draft: GpuDrafter | None) -> None:
-    """Begin a new text: target and drafter take in a prompt but for its last token."""
-    given = torch.tensor(prompt, device=judge.device)
+def drafter_form(drafter: Drafter, device: torch.device) -> GpuForm | str:
+    """The drafter's `gpu_form`, or a reason if it cannot run in fixed buffers on this device."""
+    form = drafter.gpu_form()
+    if isinstance(form, str | HeadForm):
+        return form
+    if form.decoder.device != device:
+        return f"its drafter is on {form.decoder.device}, the target on {device}"
+    try:
+        fastest_forward(form.decoder.model)
+    except Unsupported as reason:
+        return f"its drafter works on the host: {reason}"
+    return form
+
+
+def gpu_drafter(form: GpuForm, gpu_target: GpuTarget, pending: int, staged: int) -> GpuDrafter:
+    """A drafter of this form with buffers for `pending` columns and `staged` rows."""
+    if isinstance(form, HeadForm):
+        return GpuHeadDrafter(form.head, gpu_target, pending, staged)
+    return GpuModelDrafter(form.decoder, form.vocab_size, gpu_target, pending, staged)
+
+
+def prefill(prompt: list[int], gpu_target: GpuTarget, draft: GpuDrafter | None) -> None:
+    """Start a new request: target and drafter process the prompt except for its last token."""
+    given = torch.tensor(prompt, device=gpu_target.device)
     if draft is not None:
         draft.start()
     at = 0
-    for states in judge.read(given[:-1]):
+    for states in gpu_target.prefill(given[:-1]):
         if draft is not None:
-            at = draft.take_piece(given, at, states)
+            at = draft.prefill_chunk(given, at, states)

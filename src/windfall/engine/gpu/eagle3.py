@@ -1,4 +1,4 @@
-"""EAGLE-3 heads of one layer with merged products and fused kernels: what `FusedLlama` is for targets."""
+"""EAGLE-3 heads of one layer with merged weights and fused kernels, as `FusedLlama` is for targets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers.activations import ACT2FN
 
 from windfall.engine.gpu.forward import Pass, Unsupported
 from windfall.engine.gpu.llama import merge
-from windfall.engine.gpu.rope import Angles, steady
+from windfall.engine.gpu.rope import RotaryTable, has_fixed_angles
 from windfall.heads.base import FeatureHead
 from windfall.heads.eagle3 import Eagle3
 from windfall.heads.layers import Attention
@@ -24,7 +24,7 @@ from windfall.kernels.top import Words
 
 
 class FusedEagle3:
-    """The same function as the head it is made of, in a dozen launches."""
+    """Computes the same as the head, in about a dozen kernel launches."""
 
     def __init__(self, head: FeatureHead, positions: int):
         if not isinstance(head, Eagle3) or len(head.layers) != 1:
@@ -34,13 +34,15 @@ class FusedEagle3:
         config = head.config.layer
         if attention.q_norm is not None or not isinstance(layer.mlp.act, type(ACT2FN["silu"])):
             raise Unsupported("its layer is not Llama's")
-        if layer.mlp.gate_proj.bias is not None or not steady(config) or head.rotary.rotated != attention.dim:
+        if layer.mlp.gate_proj.bias is not None or not has_fixed_angles(config) or head.rotary.rotated != attention.dim:
             raise Unsupported("its layer is not Llama's")
         self.head, self.layer, self.attention = head, layer, attention
         self.qkv, self.qkv_bias = merge(attention.q_proj, attention.k_proj, attention.v_proj)
         self.gate_up, _ = merge(layer.mlp.gate_proj, layer.mlp.up_proj)
         self.eps = config.rms_norm_eps
-        self.turn = Angles(head.rotary.angles, torch.empty(1, 1, dtype=head.dtype, device=head.device), positions)
+        self.rotary = RotaryTable(
+            head.rotary.angles, torch.empty(1, 1, dtype=head.dtype, device=head.device), positions
+        )
         self.recycles_normed = head.config.flag("norm_output")
         norms: Any = head.fc_norm if head.config.flag("fc_norm") else ()
         self.tap_norms = torch.stack([norm.weight.detach() for norm in norms]) if norms else None
@@ -59,25 +61,28 @@ class FusedEagle3:
     def __call__(
         self, rows: Pass, hidden: Tensor, index: Tensor | None, kv: Tensor, pick: Tensor | None, keep: Keep | None
     ) -> Tensor:
-        """What the vocabulary head reads, [n, H] or of the rows picked; what is gone on from is kept. `hidden` [m, H]
-        is read at `index`."""
+        """Run the layer; returns the input of the vocabulary head [n, H], of all rows or of those in `pick`.
+
+        The input features are `hidden`, or its rows `index`. The output features are stored as `keep` says.
+        """
         both, total = self._inputs(rows.tokens, hidden, index)
         qkv = linear(both, self.qkv, self.qkv_bias)
-        queries = rotate_and_store(qkv, *self.turn.tables, kv[0, 0], kv[1, 0], rows.slots, rows.positions)
+        queries = rotate_and_store(qkv, *self.rotary.tables, kv[0, 0], kv[1, 0], rows.slots, rows.positions)
         given = queries, kv[0, 0], kv[1, 0], rows.length, rows.mask
         out = tree_attention(*given, positions=rows.positions, window=self.head.config.window(0))
         attended = linear(out.flatten(1), self.attention.o_proj.weight, self.attention.o_proj.bias)
         gates, total = norm_gate(attended, total, self.layer.post_attention_layernorm.weight, self.eps, self.gate_up)
-        fed = linear(gates, self.layer.mlp.down_proj.weight)
-        return add_norm(fed, total, self.head.norm.weight, self.eps, pick, keep)[0]
+        mlp_out = linear(gates, self.layer.mlp.down_proj.weight)
+        return add_norm(mlp_out, total, self.head.norm.weight, self.eps, pick, keep)[0]
 
-    def words(self, normed: Tensor) -> Words | Tensor:
+    def logits(self, normed: Tensor) -> Words | Tensor:
+        """The logits, or the product that gives them."""
         if self.head.int8_vocabulary is not None:
             return self.head.int8_vocabulary(normed)
         return Words(normed, self.head.vocabulary, self.head.vocabulary_bias)
 
     def _inputs(self, tokens: Tensor, hidden: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Embedding and feature side by side, normed, and the residual."""
+        """The normed embedding and feature side by side [n, 2H], and the residual [n, H]."""
         head, layer = self.head, self.layer
         count, width = len(tokens), hidden.shape[-1]
         both, residual = hidden.new_empty(count, 2 * width), hidden.new_empty(count, width)

@@ -1,5 +1,8 @@
-"""A model's forward over fixed buffers: rows of a tree in, logits and tapped states out. Any transformers model runs
-as `Whole`; those with Llama's skeleton run as `FusedLlama` (stack.py), which launches far fewer kernels."""
+"""A model's forward over fixed buffers, from the rows of a tree to logits and tapped states.
+
+Most transformers models run as `TransformersForward`. Models with Llama's architecture run as `FusedLlama` (llama.py),
+which launches far fewer kernels.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ from windfall.model.hidden_states import with_states
 
 
 class Unsupported(Exception):
-    """This model, drafter or sampling cannot run on fixed buffers; the message says why."""
+    """This model cannot run in fixed buffers; the message says why."""
 
 
 class Paths(NamedTuple):
-    """What each row sees, in the order of the text: for sums that depend on nothing else (`path_attention`)."""
+    """The keys that each row sees, in text order, for attention whose rounding depends on nothing else."""
 
-    reach: Tensor  # [n] long: how many keys, itself included; 0 for padding
+    reach: Tensor  # [n] long: the number of keys, its own included; 0 for padding
     lineage: Tensor  # [n, S] int32: slot, from `length` on, of its ancestor at each depth
 
 
@@ -34,28 +37,28 @@ class Pass(NamedTuple):
     slots: Tensor  # [n] long, where keys and values go
     mask: Tensor  # [n, S] bool, over the slots from `length` on
     length: Tensor  # [1] long
-    paths: Paths | None = None  # the same as `mask`, where rounding must not depend on the rows beside a row
+    paths: Paths | None = None  # the same as `mask`, for exact mode
 
 
 class Forward(Protocol):
     """Runs rows through a model whose keys and values lie in `kv`, [2, layers, kv_heads, capacity, d]."""
 
     shape: tuple[int, int, int]  # layers, kv_heads, d
-    bucketed: bool  # whether a pass reads columns up to a bound that the host must give
+    bucketed: bool  # whether a pass reads the KV cache up to a bound that the host must give
 
     def __call__(self, rows: Pass, kv: Tensor, taps: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor | None]:
         """Logits [n, V] and the states at `taps` (see windfall.model.hidden_states), side by side [n, taps * H]."""
         ...
 
 
-class Whole:
-    """A transformers model as it is, over a bounded number of columns under an explicit mask."""
+class TransformersForward:
+    """An unchanged transformers model that reads a bounded number of KV columns under an explicit mask."""
 
     bucketed = True
 
     def __init__(self, model: Any, compiled: bool = False):
         config = model.config.get_text_config()
-        refuse(model)
+        check_supported(model)
         self.model = model
         self._last = (getattr(config, "max_position_embeddings", None) or 2**31) - 1
         self._call = torch.compile(model, dynamic=False) if compiled else model
@@ -69,27 +72,27 @@ class Whole:
                 self.model,
                 taps,
                 input_ids=rows.tokens[None],
-                position_ids=rows.positions.clamp(max=self._last)[None],  # past it targets keep nothing, drafts suffer
+                position_ids=rows.positions.clamp(max=self._last)[None],  # later rows are never committed
                 attention_mask=as_given(seen[None, None], self.model),
-                past_key_values=Columns(kv, rows.slots, columns),
+                past_key_values=PassCache(kv, rows.slots, columns),
                 use_cache=True,
             )
         return outputs.logits[0], None if states is None else states[0]
 
 
-def refuse(model: Any) -> None:
-    """Say why no forward over fixed buffers would give what this model gives."""
+def check_supported(model: Any) -> None:
+    """Raise Unsupported if a forward over fixed buffers would differ from this model."""
     config = model.config.get_text_config()
     if attention_windows(config):
         raise Unsupported("its attention has sliding windows")
-    if follows_length(config):  # a tree may reach past the end, where they change for all rows
+    if follows_length(config):  # rows past the end of the text would change the angles of all rows
         raise Unsupported("its rotary angles depend on the length of the text")
     if len({weight.device for weight in model.parameters()}) > 1:
         raise Unsupported("its weights lie on several devices")
 
 
 def cache_shape(model: Any) -> tuple[int, int, int]:
-    """Layers, heads and width of the keys and values, as the model makes them: configurations do not always say."""
+    """Layers, heads and dimensions of keys and values, from a forward: configurations do not always have them."""
     decoder = Decoder(model)
     decoder.reset(1)
     decoder.extend([[0]])
@@ -99,11 +102,11 @@ def cache_shape(model: Any) -> tuple[int, int, int]:
     return (len(decoder.cache.layers), *made.pop())
 
 
-class Columns(Cache):  # type: ignore[misc]
-    """What a transformers model takes for a cache: one pass's view of the buffer."""
+class PassCache(Cache):  # type: ignore[misc]
+    """A transformers Cache over the fixed buffer, for one pass."""
 
     def __init__(self, kv: Tensor, slots: Tensor, columns: int):
-        super().__init__(layers=[Column(kv[:, layer], slots, columns) for layer in range(kv.shape[1])])
+        super().__init__(layers=[PassCacheLayer(kv[:, layer], slots, columns) for layer in range(kv.shape[1])])
         self.columns = columns
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -113,8 +116,8 @@ class Columns(Cache):  # type: ignore[misc]
         return self.columns, 0
 
 
-class Column(CacheLayerMixin):  # type: ignore[misc]
-    """One layer of it."""
+class PassCacheLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer of a PassCache."""
 
     is_sliding = False
 

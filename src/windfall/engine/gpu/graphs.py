@@ -1,4 +1,4 @@
-"""Work that is launched as one CUDA graph from its second time on; on other devices it simply runs."""
+"""Device work as CUDA graphs: captured when it first runs, replayed afterwards. On other devices it just runs."""
 
 from __future__ import annotations
 
@@ -11,100 +11,100 @@ from functools import cache
 import torch
 
 Key = tuple[object, ...]
-PATIENCE = 3  # failures to record
-MAX_GRAPHS = 1024  # graphs kept, those used last
+MAX_CAPTURE_FAILURES = 3  # after these, no more graphs are captured
+MAX_GRAPHS = 1024  # the least recently used ones are dropped
 
 
 @cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Where work on this device is recorded; torch's own default is one for all devices."""
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream for captures on this device; torch's default is one stream for all devices."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class GraphCache:
-    """Remembers device work by key.
+    """CUDA graphs by key.
 
-    What is recorded must read and write buffers that stay in their place, and must neither allocate anything that
-    outlives it nor wait for the device. The first time it runs as written, which also loads its kernels; then it is
-    recorded, which runs nothing; afterwards it is replayed.
+    Work must read and write buffers whose addresses do not change. It must neither wait for the device nor allocate
+    anything that outlives it. The first run is eager, which also loads the kernels. A capture follows, which runs
+    nothing. Later runs replay the graph.
     """
 
     def __init__(self, device: torch.device, enabled: bool = True):
         self.device = device
         self.enabled = enabled and device.type == "cuda"
-        self._there: AbstractContextManager[object] = nullcontext()
-        if device.type == "cuda":  # kernels are launched on the current device, which need not be that of their tensors
-            self._there = torch.cuda.device(device)
+        self._device_context: AbstractContextManager[object] = nullcontext()
+        if device.type == "cuda":  # kernels run on the current device, not on that of their tensors
+            self._device_context = torch.cuda.device(device)
         self.graphs: dict[Key, torch.cuda.CUDAGraph] = {}
-        self.recordings = 0  # tried
+        self.captures = 0  # failed ones included
         self.failures = 0
-        self.refused = ""  # why the last work that could not be recorded could not
+        self.last_failure = ""  # the reason of the last failed capture
 
     def run(self, key: Key, work: Callable[[], object]) -> None:
-        """Do this work; the same key always means the same work on the same buffers."""
-        with self._there:
+        """Run this work. Equal keys must mean the same work on the same buffers."""
+        with self._device_context:
             graph = self.graphs.pop(key, None)
             if graph is not None:
-                self.graphs[key] = graph  # as the one used last
+                self.graphs[key] = graph  # now the most recently used one
                 graph.replay()
                 return
             work()
             if self.enabled:
-                self.recordings += 1
-                self._record(key, work)
+                self.captures += 1
+                self._capture(key, work)
 
     def refresh(self, key: Key, work: Callable[[], object]) -> None:
-        """The same for work that may run twice and whose results are its own: they are those of the recorded run."""
+        """The same for work that may run twice and returns its results in memory of the graph, not in fixed buffers."""
         fresh = self.enabled and key not in self.graphs
         self.run(key, work)
-        with self._there:
+        with self._device_context:
             if fresh and key in self.graphs:
                 self.graphs[key].replay()
             elif fresh:
                 work()
 
-    def forget(self, name: object) -> None:
-        """Drop what was recorded under keys with this name in them."""
+    def forget(self, buffers_id: object) -> None:
+        """Drop all graphs whose key contains this id."""
         self.wait()
-        self.graphs = {key: graph for key, graph in self.graphs.items() if name not in key}
+        self.graphs = {key: graph for key, graph in self.graphs.items() if buffers_id not in key}
 
     def clear(self) -> None:
-        """Drop everything that was recorded."""
+        """Drop all graphs."""
         self.wait()
         self.graphs.clear()
 
     def wait(self) -> None:
-        """For the work under way, on the stream that it is launched on."""
+        """Wait for all work on the current stream."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def _record(self, key: Key, work: Callable[[], object]) -> None:
-        """Record it; what cannot be recorded (it waits for the device, say) runs as written from now on."""
+    def _capture(self, key: Key, work: Callable[[], object]) -> None:
+        """Capture this work; if that fails, for example because it waits for the device, it keeps running eagerly."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
         while len(self.graphs) >= MAX_GRAPHS:
             del self.graphs[next(iter(self.graphs))]
-        memory = next(iter(self.graphs.values())).pool() if self.graphs else None  # that of no living graph is refused
+        memory = next(iter(self.graphs.values())).pool() if self.graphs else None  # a pool needs a living graph
         stream = torch.cuda.current_stream(self.device)
         collecting = gc.isenabled()
-        gc.disable()  # an old graph that is collected now would free memory, which ends the recording
+        gc.disable()  # collecting an old graph would free memory, which breaks the capture
         try:
-            with torch.cuda.graph(graph, pool=memory, stream=_stream(self.device)):
+            with torch.cuda.graph(graph, pool=memory, stream=_capture_stream(self.device)):
                 work()
         except RuntimeError as error:
-            torch.cuda.set_stream(stream)  # where recording could not even begin, it is still the recording's
-            self._refuse(str(error).partition("\n")[0])
+            torch.cuda.set_stream(stream)  # if the capture failed at its start, its stream is still current
+            self._note_failure(str(error).partition("\n")[0])
         else:
             self.graphs[key] = graph
         finally:
             if collecting:
                 gc.enable()
 
-    def _refuse(self, reason: str) -> None:
-        """Give up for good after a few failures: some may be bad luck."""
+    def _note_failure(self, reason: str) -> None:
+        """Count a failure; stop capturing after `MAX_CAPTURE_FAILURES`."""
         self.failures += 1
-        self.refused = reason
+        self.last_failure = reason
         torch.cuda.synchronize(self.device)
-        if self.failures >= PATIENCE:
+        if self.failures >= MAX_CAPTURE_FAILURES:
             self.enabled = False
             warnings.warn(f"passes are launched kernel by kernel: {reason}", stacklevel=2)

@@ -1,4 +1,4 @@
-"""Llama's skeleton, layer by layer: products with merged weights, and few kernels between them."""
+"""The forward of models with Llama's architecture: merged weight matrices, and few kernels between the products."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from windfall.engine.gpu.forward import Pass, Unsupported, refuse
-from windfall.engine.gpu.model_guard import foreign
-from windfall.engine.gpu.rope import Angles, Turn, halves, steady
+from windfall.engine.gpu.forward import Pass, Unsupported, check_supported
+from windfall.engine.gpu.model_guard import is_foreign_hook
+from windfall.engine.gpu.rope import CosSin, RotaryTable, cos_and_sin, has_fixed_angles
 from windfall.kernels.attention import path_attention, tree_attention
 from windfall.kernels.norm import add_norm, rotate_and_store
 from windfall.kernels.product import linear, norm_gate, norm_rotate
@@ -21,7 +21,7 @@ FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3
 
 
 class Layer(NamedTuple):
-    """One layer's weights; `qkv` and `gate_up` are products merged along their outputs."""
+    """The weights of one layer; `qkv` and `gate_up` are concatenated along their outputs."""
 
     norm: Tensor
     qkv: Tensor
@@ -36,24 +36,24 @@ class Layer(NamedTuple):
 
 
 class FusedLlama:
-    """The forward of a model with Llama's skeleton. The model's own modules go on working: they share the weights."""
+    """The forward of a model with Llama's architecture. The model's own modules still work: they share the weights."""
 
     bucketed = False
 
     def __init__(self, model: Any):
         config = model.config.get_text_config()
         if type(model).__name__ not in FAMILIES:
-            raise Unsupported(f"{type(model).__name__} has not Llama's skeleton")
-        refuse(model)
-        if any(map(_altered, model.modules())):
-            raise Unsupported("somebody's code takes part in its forward")
+            raise Unsupported(f"{type(model).__name__} does not have Llama's architecture")
+        check_supported(model)
+        if any(map(_has_altered_forward, model.modules())):
+            raise Unsupported("hooks or a replaced method take part in its forward")
         if getattr(config, "hidden_act", "") != "silu" or getattr(config, "mlp_bias", False):
             raise Unsupported("its feed-forward part is not Llama's")
         body = model.model
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.d = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.eps = config.rms_norm_eps
-        self.split: int | None = None  # keys that attention takes in one go; None: as suits the cache
+        self.split: int | None = None  # keys per part of attention; None: chosen by the size of the cache
         self.scale = float(body.layers[0].self_attn.scaling)
         self.shape = (len(body.layers), self.kv_heads, self.d)
         self.layers = [_layer(layer) for layer in body.layers]
@@ -62,54 +62,56 @@ class FusedLlama:
         if type(body.embed_tokens) is not nn.Embedding:
             raise Unsupported(f"its embedding is not plain but {type(body.embed_tokens).__name__}")
         self.vocabulary, self.vocabulary_bias = model.lm_head.weight, model.lm_head.bias
-        self._turn = body.rotary_emb
-        self._angles: Angles | None = None
-        self._steady = steady(config)
+        self._rotary_module = body.rotary_emb
+        self._rotary_table: RotaryTable | None = None
+        self._fixed_angles = has_fixed_angles(config)
 
     @torch.no_grad()
     def __call__(self, rows: Pass, kv: Tensor, taps: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor | None]:
-        total, turn = self._enter(rows, kv.shape[3])
+        total, rotary = self._embed(rows, kv.shape[3])
         states: dict[int, Tensor] = {}
-        fed: Tensor | None = None
+        mlp_out: Tensor | None = None
         for place, layer in enumerate(self.layers):
-            queries, total = self._look(layer, fed, total, turn, rows, kv[:, place])
+            queries, total = self._attention_inputs(layer, mlp_out, total, rotary, rows, kv[:, place])
             states[place] = total
             attended = self._attend(layer, queries, rows, kv[:, place])
             gates, total = norm_gate(attended, total, layer.post_norm, self.eps, layer.gate_up)
-            fed = linear(gates, layer.down)
-        assert fed is not None, "a model without layers"
-        normed, total = add_norm(fed, total, self.norm, self.eps)
+            mlp_out = linear(gates, layer.down)
+        assert mlp_out is not None, "a model without layers"
+        normed, total = add_norm(mlp_out, total, self.norm, self.eps)
         count = len(self.layers)
         states |= {count: total, -1: normed}
         tapped = torch.cat([states[boundary(tap, count)] for tap in taps], -1) if taps else None
         return F.linear(normed, self.vocabulary, self.vocabulary_bias), tapped
 
-    def _enter(self, rows: Pass, capacity: int) -> tuple[Tensor, Turn]:
-        """The residual stream [n, H]; cos and sin, [n, d]."""
-        if not self._steady:
+    def _embed(self, rows: Pass, capacity: int) -> tuple[Tensor, CosSin]:
+        """Embed the tokens; returns the residual stream [n, H], and cos and sin [n, d]."""
+        if not self._fixed_angles:
             total = F.embedding(rows.tokens, self.embedding)
-            cos, sin = self._turn(total[None], rows.positions[None])
+            cos, sin = self._rotary_module(total[None], rows.positions[None])
             return total, (cos[0], sin[0])
-        if self._angles is None or len(self._angles.table) < capacity:
-            self._angles = Angles(self._turn, self.embedding, capacity)
-        total, turns = embed(rows.tokens, self.embedding, rows.positions, self._angles.table)
-        return total, halves(turns)
+        if self._rotary_table is None or len(self._rotary_table.table) < capacity:
+            self._rotary_table = RotaryTable(self._rotary_module, self.embedding, capacity)
+        total, turns = embed(rows.tokens, self.embedding, rows.positions, self._rotary_table.table)
+        return total, cos_and_sin(turns)
 
-    def _look(
+    def _attention_inputs(
         self,
         layer: Layer,
-        fed: Tensor | None,
+        mlp_out: Tensor | None,
         total: Tensor,
-        turn: Turn,
+        rotary: CosSin,
         rows: Pass,
         kv: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Add what the layer before gave to the stream; queries [n, heads, d], and the stream. Keys and values are
-        stored."""
-        x, residual = (total, None) if fed is None else (fed, total)
+        """Add the output of the layer before to the residual stream, and store keys and values.
+
+        Returns queries [n, heads, d] and the residual stream.
+        """
+        x, residual = (total, None) if mlp_out is None else (mlp_out, total)
         if layer.q_norm is None or layer.k_norm is None:
             return norm_rotate(
-                x, residual, layer.norm, self.eps, layer.qkv, layer.qkv_bias, *turn, kv[0], kv[1], rows.slots
+                x, residual, layer.norm, self.eps, layer.qkv, layer.qkv_bias, *rotary, kv[0], kv[1], rows.slots
             )
         normed, total = add_norm(x, residual, layer.norm, self.eps)
         split = F.linear(normed, layer.qkv, layer.qkv_bias).view(len(normed), -1, self.d)  # [n, heads + 2 kv_heads, d]
@@ -119,7 +121,7 @@ class FusedLlama:
             for part, norm in ((q, layer.q_norm), (k, layer.k_norm))
         )
         qkv = torch.cat([q, k, v], 1).flatten(1)
-        return rotate_and_store(qkv, *turn, kv[0], kv[1], rows.slots), total
+        return rotate_and_store(qkv, *rotary, kv[0], kv[1], rows.slots), total
 
     def _attend(self, layer: Layer, queries: Tensor, rows: Pass, kv: Tensor) -> Tensor:
         """queries [n, heads, d] → [n, H]"""
@@ -150,22 +152,24 @@ def _layer(layer: Any) -> Layer:
     )
 
 
-def _altered(module: nn.Module) -> bool:
-    """Whether its forward is not its class's own: it has hooks, transformers' own aside, or was replaced."""
+def _has_altered_forward(module: nn.Module) -> bool:
+    """Whether its forward was replaced or has hooks other than those of transformers or windfall."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return any(map(foreign, hooks)) or "forward" in vars(module)
+    return any(map(is_foreign_hook, hooks)) or "forward" in vars(module)
 
 
 def require_plain(*modules: Any) -> None:
-    """Nothing but a product with its weight: not quantised, no adapter."""
+    """Raise Unsupported unless all are plain linear layers: not quantised, without adapters."""
     for module in modules:
         if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
             raise Unsupported(f"its products are not plain linear layers but {type(module).__name__}")
 
 
 def merge(*modules: Any) -> tuple[Tensor, Tensor | None]:
-    """One weight for several products of the same input, and one bias; the modules' own become views of them, so that
-    nothing is kept twice, and whatever is loaded into these or learnt is seen."""
+    """One weight and one bias for several linear layers of the same input.
+
+    The layers' own parameters become views of them. Memory is not doubled, and in-place updates are seen.
+    """
     require_plain(*modules)
     biases = [module.bias for module in modules]
     return _merged([module.weight for module in modules]), None if biases[0] is None else _merged(biases)
@@ -174,8 +178,8 @@ def merge(*modules: Any) -> tuple[Tensor, Tensor | None]:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _merged(parts: list[Tensor]) -> Tensor:
-    """What these parameters are consecutive views of, or become."""
-    whole = _beside(parts)
+    """A tensor that these parameters are consecutive views of; they become views if they are not."""
+    whole = _common_storage(parts)
     if whole is None:
         whole = torch.cat([part.detach() for part in parts])
         at = 0
@@ -184,13 +188,13 @@ def _merged(parts: list[Tensor]) -> Tensor:
     return whole
 
 
-def _beside(parts: list[Tensor]) -> Tensor | None:
-    """What these are consecutive views of already."""
+def _common_storage(parts: list[Tensor]) -> Tensor | None:
+    """The tensor that these are consecutive views of; None if they are not."""
     first = parts[0]
     at, storage = first.storage_offset(), first.untyped_storage().data_ptr()
     for part in parts:
-        beside = part.untyped_storage().data_ptr() == storage and part.storage_offset() == at
-        if not beside or not part.is_contiguous():
+        adjacent = part.untyped_storage().data_ptr() == storage and part.storage_offset() == at
+        if not adjacent or not part.is_contiguous():
             return None
         at += part.numel()
     size = (sum(map(len, parts)), *first.shape[1:])

@@ -1,4 +1,4 @@
-"""What the device tells the host again and again while it works on: each time into the next of a few blocks."""
+"""Results that the device publishes to the host while it keeps running, in a ring of pinned host buffers."""
 
 from __future__ import annotations
 
@@ -13,55 +13,58 @@ from windfall.engine.gpu.transfer import PackedBuffer
 from windfall.kernels.backend import on_triton
 from windfall.kernels.publish import NUMBER, announce
 
-PATIENCE = 4096  # looks before others get a chance to run
+POLLS_PER_YIELD = 4096  # polls before other threads get a chance to run
 
 
 class Mailbox:
-    """Blocks of a parcel's arrays on the host. The device numbers what it tells, and the host what it asked for: so the
-    host can look for a number, instead of waiting for all work up to some mark."""
+    """A ring of host copies (blocks) of a buffer's arrays.
 
-    def __init__(self, parcel: PackedBuffer, blocks: int):
-        self._there, device = parcel.bytes, parcel.bytes.device
-        self._turn = torch.zeros(1, dtype=torch.long, device=device)  # of what was told last
-        self._done = torch.zeros(1, dtype=torch.int32, device=device)
-        size, pinned = len(self._there), device.type == "cuda"
+    Each published block carries a sequence number. The host knows the number of each publication in advance and polls
+    for it, so that it need not wait for a stream or an event.
+    """
+
+    def __init__(self, buffer: PackedBuffer, blocks: int):
+        self._source, device = buffer.bytes, buffer.bytes.device
+        self._last_number = torch.zeros(1, dtype=torch.long, device=device)  # of the last published block
+        self._finished_blocks = torch.zeros(1, dtype=torch.int32, device=device)  # the kernel's counter
+        size, pinned = len(self._source), device.type == "cuda"
         self._blocks = torch.zeros(blocks, size + NUMBER, dtype=torch.uint8, pin_memory=pinned)
         self._numbers = [memoryview(block[size : size + 8].view(torch.long).numpy()) for block in self._blocks]
-        self.arrays: list[dict[str, NDArray[Any]]] = [parcel.read(block) for block in self._blocks]
-        self._asked = 0  # never behind what was launched
-        self._ordered = on_triton(self._there) or not pinned  # else a number may come before what it numbers
-        if pinned:  # the device may still write there when nobody knows of it any more
+        self.arrays: list[dict[str, NDArray[Any]]] = [buffer.views(block) for block in self._blocks]
+        self._expected = 0  # at least the number of the last launched publication
+        self._ordered = on_triton(self._source) or not pinned  # else the number may arrive before the data
+        if pinned:  # the device may still write to the blocks when this object is freed
             weakref.finalize(self, torch.cuda.synchronize, device).atexit = False
 
-    def tell(self) -> None:
-        """The parcel as it is now, into the next block: part of what is recorded."""
-        announce(self._there, self._blocks, self._turn, self._done)
+    def publish(self) -> None:
+        """Copy the buffer into the next block; a CUDA graph can capture this."""
+        announce(self._source, self._blocks, self._last_number, self._finished_blocks)
 
-    def start(self) -> None:
-        """What was told before counts no longer, nor what was asked for and never launched."""
-        self._asked += 1
-        self._turn.fill_(self._asked)
+    def reset(self) -> None:
+        """Start anew: earlier publications do not count, nor those that were expected but never launched."""
+        self._expected += 1
+        self._last_number.fill_(self._expected)
 
-    def ask(self) -> int:
-        """The number of what the work launched next will tell."""
-        self._asked += 1
-        return self._asked
+    def expect(self) -> int:
+        """The sequence number of the next publication; call this once for each, before its launch."""
+        self._expected += 1
+        return self._expected
 
     def wait(self, number: int) -> int:
-        """Its block, once it is there; it stays until as many others as there are blocks were told."""
+        """Wait for this publication; returns its block, which later publications overwrite once the ring is full."""
         if not self._ordered:
-            torch.cuda.current_stream(self._there.device).synchronize()
-        place, looks = number % len(self._blocks), 0
-        seen = self._numbers[place]
-        while seen[0] != number:
-            looks += 1
-            if looks % PATIENCE == 0:
-                self._give_way(seen, number)
+            torch.cuda.current_stream(self._source.device).synchronize()
+        place, polls = number % len(self._blocks), 0
+        published = self._numbers[place]
+        while published[0] != number:
+            polls += 1
+            if polls % POLLS_PER_YIELD == 0:
+                self._yield_or_fail(published, number)
         return place
 
-    def _give_way(self, seen: memoryview, number: int) -> None:
-        """Let others run. Where the device has nothing left to do, or failed, waiting on would be for ever."""
-        idle = self._there.device.type != "cuda" or torch.cuda.current_stream(self._there.device).query()
-        if idle and seen[0] != number:
-            raise RuntimeError(f"the device has told {seen[0]} where the host waits for {number}")
+    def _yield_or_fail(self, published: memoryview, number: int) -> None:
+        """Let other threads run; raise an error if the device is idle or failed, as the number would never come."""
+        idle = self._source.device.type != "cuda" or torch.cuda.current_stream(self._source.device).query()
+        if idle and published[0] != number:
+            raise RuntimeError(f"the device has published {published[0]} where the host waits for {number}")
         time.sleep(0)

@@ -1,4 +1,4 @@
-"""Cycles under way: the host launches recorded work and reads, one cycle behind, what was accepted."""
+"""Runs the cycles of one request: launches their CUDA graphs, and reads their results one cycle later."""
 
 from __future__ import annotations
 
@@ -10,291 +10,305 @@ import torch
 
 from windfall.core.types import Split, Step, Verdict
 from windfall.engine.gpu.cycle import Cycle
-from windfall.engine.gpu.drafters import Sprouting
+from windfall.engine.gpu.drafters import ChildSampler
 from windfall.engine.gpu.graphs import Key
-from windfall.engine.gpu.target import shape_of
-from windfall.engine.gpu.tree import told
+from windfall.engine.gpu.target import sampling_key
+from windfall.engine.gpu.tree import read_results
 from windfall.engine.sequence import Sequence
 from windfall.policies.context import Context
 from windfall.policies.plan import Decision, Opening
 
-SOMEWHERE = 64  # tokens behind which work is recorded; it is the same behind any number
+CAPTURE_LENGTH_TOKENS = 64  # committed tokens during capture; the graphs are the same for any number
 
 
-class Begun(NamedTuple):
-    """A cycle of which the first draft passes were launched."""
+class StartedCycle(NamedTuple):
+    """A cycle whose first draft passes are launched."""
 
-    start: Mark
-    opened: Mark | None  # behind these passes, where others do not follow at once
+    start: DeviceEvent
+    first_passes_end: DeviceEvent | None  # None: the rest of the cycle is launched at once
     opening: Opening
-    columns: int  # of draft passes
-    recordings: int  # before it
+    columns: int  # the bound on columns of its draft passes
+    captures: int  # graphs captured before it
 
 
-class Underway(NamedTuple):
-    """A cycle that was launched."""
+class LaunchedCycle(NamedTuple):
+    """A cycle whose passes are all launched."""
 
-    number: int  # under which it will be told
-    passes: int
-    places: int  # of the tree that these passes drafted
-    drafting: list[Mark]  # beginnings and ends
-    end: Mark
-    deciding: float  # seconds that the device waited for decisions
-    recorded: bool  # whether some of it was recorded, during which the device waited too
+    number: int  # of its results in the mailbox
+    passes: int  # draft passes
+    places: int  # in the tree after these passes
+    drafting: list[DeviceEvent]  # start and end of each span of draft passes
+    end: DeviceEvent
+    decision_seconds: float  # time that the device waited for decisions
+    recorded: bool  # whether graphs were captured meanwhile, which makes its times useless
 
 
 class Pipeline:
-    """Launches cycles of one text, and lands them in order, one cycle later."""
+    """Launches the cycles of one request, and collects their results in order.
 
-    def __init__(self, cycle: Cycle, sprouting: Sprouting, sequence: Sequence):
-        self.cycle, self.sprouting, self.sequence = cycle, sprouting, sequence
-        self._key = (cycle.name, sprouting.key, shape_of(sequence.params))
-        self._begun: Begun | None = None
-        self._under_way: list[Underway] = []
-        self._numbers: dict[int, int] = {}  # under which so many passes are told
-        self._spare: list[Mark] = []
-        self._stream: Any = stream_of(cycle.judge.device)
-        self._asked: Mark | None = None  # where reading the prompt begins
-        self.prefill_seconds = 0.0  # that it took
-        self._kappa: float | None = None  # that the device has
-        self._newest: Mark | None = None  # the end of what was launched last
-        self._last: Mark | None = None  # and of what landed last
-        self.away = False  # whether the stream may have been used for something else since the last launch
-        self._deciding = 0.0  # seconds of this cycle
-        self._decision = Decision(False, 1)  # the last one of this cycle
-        self._block = 0  # where the last report lies
-        self._drafted = 0  # passes of it, wanted or not
+    While the host collects a cycle, the device runs the next one.
+    """
 
-    def prepare(self, ctx: Context) -> None:
-        """Record all that cycles of such a text can need, before it begins: in its midst each would wait for that."""
-        cycle, plan, judge = self.cycle, self.cycle.plan, self.cycle.judge
+    def __init__(self, cycle: Cycle, sampler: ChildSampler, sequence: Sequence):
+        self.cycle, self.sampler, self.sequence = cycle, sampler, sequence
+        self._key = (cycle.buffers_id, sampler.key, sampling_key(sequence.params))
+        self._started: StartedCycle | None = None
+        self._launched: list[LaunchedCycle] = []
+        self._report_numbers: dict[int, int] = {}  # number of passes → number of their report in the mailbox
+        self._spare_events: list[DeviceEvent] = []
+        self._stream: Any = current_stream(cycle.gpu_target.device)
+        self._prefill_start: DeviceEvent | None = None
+        self.prefill_seconds = 0.0  # known after the first `collect`
+        self._kappa: float | None = None  # the value on the device
+        self._last_launched: DeviceEvent | None = None  # end of the last launched cycle
+        self._last_collected: DeviceEvent | None = None  # end of the last collected cycle
+        self.stream_used = False  # whether the caller may have used the stream since the last launch
+        self._decision_seconds = 0.0  # of the current cycle
+        self._decision = Decision(False, 1)  # the last one of the current cycle
+        self._report_block = 0  # block of the last report
+        self._launched_passes = 0  # of the current cycle, wasted ones included
+
+    def capture_graphs(self, ctx: Context) -> None:
+        """Capture all CUDA graphs that this request may need before it starts, so that no cycle waits for a capture."""
+        cycle, plan, gpu_target = self.cycle, self.cycle.plan, self.cycle.gpu_target
         opening = plan.begin(ctx)
-        sizes = frozenset(self._size(rows) for rows in plan.sizes or {opening.rows})
+        sizes = frozenset(self._verify_size(rows) for rows in plan.sizes or {opening.rows})
         openings = frozenset(plan.openings or {opening.passes})
         kind = (*self._key, sizes, openings)  # plans that share their buffers may differ in these
-        if kind in cycle.prepared or not judge.recorder.enabled or judge.forward.bucketed:
+        if kind in cycle.captured_kinds or not gpu_target.graph_cache.enabled or gpu_target.forward.bucketed:
             return
-        cycle.prepared.add(kind)
+        cycle.captured_kinds.add(kind)
         for rows in sizes:
-            cycle.rewind(SOMEWHERE)
-            self._verify(rows)
+            cycle.set_length(CAPTURE_LENGTH_TOKENS)
+            self._launch_verify(rows)
         if cycle.draft is None:
             return
         columns = cycle.draft.columns
         for count in openings:
-            cycle.rewind(SOMEWHERE)
-            self._open(min(count, plan.passes), columns)
+            cycle.set_length(CAPTURE_LENGTH_TOKENS)
+            self._launch_first_passes(min(count, plan.passes), columns)
         if plan.decide is not None and plan.passes > 1:
-            cycle.rewind(SOMEWHERE)  # there is room for the passes of a single cycle
-            self._pass(2, columns)
+            cycle.set_length(CAPTURE_LENGTH_TOKENS)  # the buffers have room for the passes of one cycle only
+            self._launch_pass(2, columns)
 
-    def start(self) -> None:
-        """Read the prompt."""
-        self._asked = self._mark()
+    def prefill(self) -> None:
+        """Prefill the prompt."""
+        self._prefill_start = self._event()
         self.cycle.start(self.sequence.tokens)
 
-    def begin(self, ctx: Context) -> None:
-        """The first draft passes of another cycle, which run while the host is busy with those before or with nothing.
-        The time between them and the rest is nobody's."""
-        self._begun = self._begin(self._behind(), ctx)._replace(opened=self._mark())
+    def launch_first_passes(self, ctx: Context) -> None:
+        """Launch the first draft passes of the next cycle; `launch` launches the rest.
 
-    def _begin(self, start: Mark, ctx: Context) -> Begun:
+        They run while the host collects an earlier cycle or waits for the caller. The time between the two launches
+        does not count as drafting.
+        """
+        self._started = self._start_cycle(self._start_event(), ctx)._replace(first_passes_end=self._event())
+
+    def _start_cycle(self, start: DeviceEvent, ctx: Context) -> StartedCycle:
         cycle, plan, draft = self.cycle, self.cycle.plan, self.cycle.draft
-        before, columns = cycle.judge.recorder.recordings, 0
+        before, columns = cycle.gpu_target.graph_cache.captures, 0
         opening = plan.begin(ctx)
-        self._deciding, self._drafted = 0.0, 0
+        self._decision_seconds, self._launched_passes = 0.0, 0
         self._decision = Decision(False, opening.rows)
         dice = self.sequence.dice
         if dice and dice.kappa != self._kappa:
-            cycle.judge.dials.kappa.fill_(dice.kappa)
+            cycle.gpu_target.sampling.kappa.fill_(dice.kappa)
             self._kappa = dice.kappa
         if plan.passes:
             assert draft is not None
             columns = draft.columns
             self.sequence.policy.start_cycle(ctx)
             cycle.send_terms(ctx)
-            self._open(opening.passes, columns)
-        return Begun(start, None, opening, columns, before)
+            self._launch_first_passes(opening.passes, columns)
+        return StartedCycle(start, None, opening, columns, before)
 
     def launch(self, ctx: Context) -> None:
-        """Start another cycle behind those under way, or the rest of one that was begun."""
-        cycle, plan, judge = self.cycle, self.cycle.plan, self.cycle.judge
-        self._stream = stream_of(judge.device)
-        begun, self._begun = self._begun or self._begin(self._behind(), ctx), None
-        start, opened, (passes, _), columns, before = begun
+        """Launch another cycle, or the rest of one whose first passes are launched."""
+        cycle, plan, gpu_target = self.cycle, self.cycle.plan, self.cycle.gpu_target
+        self._stream = current_stream(gpu_target.device)
+        started, self._started = self._started or self._start_cycle(self._start_event(), ctx), None
+        start, first_passes_end, (passes, _), columns, before = started
         drafting = [start]
-        if opened is not None and (self.away or opened.passed()):
-            drafting += [opened, self._mark()]
-        elif opened is not None:
-            self._spare.append(opened)
+        if first_passes_end is not None and (self.stream_used or first_passes_end.done()):
+            drafting += [first_passes_end, self._event()]
+        elif first_passes_end is not None:
+            self._spare_events.append(first_passes_end)
         if plan.decide is not None:
-            passes = (self._draft_ahead if plan.lookahead else self._draft_on)(passes, columns, ctx)
-        drafting.append(self._mark() if passes else start)
+            passes = (self._draft_with_lookahead if plan.lookahead else self._draft_while_wanted)(passes, columns, ctx)
+        drafting.append(self._event() if passes else start)
         _, rows, levels = self._decision
-        cycle.limit(self._places(passes if levels is None else levels))
-        judge.known += passes + 1
-        number, self._newest = self._verify(self._size(rows)), self._mark()
-        self.away, recorded = False, judge.recorder.recordings > before
-        places = self._places(passes)
-        self._under_way.append(Underway(number, passes, places, drafting, self._newest, self._deciding, recorded))
+        cycle.limit_verified(self._places_after(passes if levels is None else levels))
+        gpu_target.length_bound += passes + 1
+        number, self._last_launched = self._launch_verify(self._verify_size(rows)), self._event()
+        self.stream_used, recorded = False, gpu_target.graph_cache.captures > before
+        places = self._places_after(passes)
+        self._launched.append(
+            LaunchedCycle(number, passes, places, drafting, self._last_launched, self._decision_seconds, recorded)
+        )
 
-    def _size(self, rows: int) -> int:
-        """Rows of the verify pass: the next of the plan's sizes."""
+    def _verify_size(self, rows: int) -> int:
+        """The size of the verify pass for this number of rows: the next of the plan's sizes."""
         plan = self.cycle.plan
         return min(min((size for size in plan.sizes if size >= rows), default=rows), plan.rows)
 
-    def _places(self, levels: int) -> int:
-        """Places of the tree that so many passes drafted."""
-        if levels >= self._drafted:
+    def _places_after(self, levels: int) -> int:
+        """The number of places in the tree after this number of passes."""
+        if levels >= self._launched_passes:
             return self.cycle.capacity
-        if self.cycle.rule.selective:  # nodes were moved together
-            return int(self.cycle.views[self._block].summary(levels).nodes) if levels else 1
-        return self.cycle.verified_places(levels)
+        if self.cycle.rule.selective:  # its trees have no empty places, so that only the report knows
+            return int(self.cycle.views[self._report_block].summary(levels).nodes) if levels else 1
+        return self.cycle.places_after(levels)
 
-    def _open(self, count: int, columns: int) -> None:
-        """The first draft passes, in one piece; if the plan decides, it does so after them."""
+    def _launch_first_passes(self, count: int, columns: int) -> None:
+        """Launch the first draft passes as one graph, with a report at the end if the plan decides."""
         asks = self.cycle.plan.decide is not None
         if asks:
-            self._expect(count)
-        self._do(("draft", count, asks, columns), lambda: self._passes(count, asks))
-        self._drafted = count
+            self._expect_report(count)
+        self._run(("draft", count, asks, columns), lambda: self._run_passes(count, asks))
+        self._launched_passes = count
 
-    def _verify(self, rows: int) -> int:
-        cycle, columns = self.cycle, self.cycle.judge.columns(rows)
-        number = cycle.tales.ask()
-        params, noise = self.sequence.params, self.sprouting.noise
-        self._do(("verify", rows, columns), lambda: cycle.verify(rows, columns, params, noise))
+    def _launch_verify(self, rows: int) -> int:
+        """Launch a verify pass; returns the number of its results in the mailbox."""
+        cycle, columns = self.cycle, self.cycle.gpu_target.columns(rows)
+        number = cycle.results.expect()
+        params, noise = self.sequence.params, self.sampler.noise
+        self._run(("verify", rows, columns), lambda: cycle.verify(rows, columns, params, noise))
         return number
 
-    def _passes(self, count: int, asks: bool) -> None:
-        """Draft passes one after the other, and a report after the last if the plan decides."""
+    def _run_passes(self, count: int, asks: bool) -> None:
+        """Run the first draft passes, and publish a report if the plan decides."""
         for level in range(1, count + 1):
-            (self.cycle.open if level == 1 else self.cycle.expand)(self.sprouting)
+            (self.cycle.first_pass if level == 1 else self.cycle.next_pass)(self.sampler)
         if asks:
-            self.cycle.show()
+            self.cycle.publish_report()
 
-    def _draft_ahead(self, level: int, columns: int, ctx: Context) -> int:
-        """Further passes, each decided on while the one before it runs; returns the number of all."""
+    def _draft_with_lookahead(self, level: int, columns: int, ctx: Context) -> int:
+        """Launch further draft passes, and decide about each while the one before it runs; returns the total number."""
         plan = self.cycle.plan
         while level < plan.passes:
-            self._pass(level + 1, columns)
-            if not self._goes_on(level, True, ctx):
+            self._launch_pass(level + 1, columns)
+            if not self._decide(level, True, ctx):
                 return level + 1
             level += 1
         return level
 
-    def _draft_on(self, level: int, columns: int, ctx: Context) -> int:
-        """Further passes for as long as the plan wants them; returns the number of all. One that will probably be
-        wanted is launched before the plan is asked; if it was not, what it drafted is left out."""
-        plan, habit = self.cycle.plan, self.cycle.habit
-        habit.weigh(ctx.costs.draft(plan.width))
+    def _draft_while_wanted(self, level: int, columns: int, ctx: Context) -> int:
+        """Launch further draft passes until the plan stops; returns the total number of passes that it wanted.
+
+        A pass that is likely to follow is launched before the decision. If it is not wanted, its nodes are ignored.
+        """
+        plan, predictor = self.cycle.plan, self.cycle.predictor
+        predictor.set_pass_seconds(ctx.costs.draft(plan.width))
         while True:
-            early = level < plan.passes and habit.likely(level)
+            early = level < plan.passes and predictor.likely(level)
             if early:
-                self._pass(level + 1, columns)
-            if not self._goes_on(level, early, ctx):
+                self._launch_pass(level + 1, columns)
+            if not self._decide(level, early, ctx):
                 return level
             level += 1
             if not early:
-                self._pass(level, columns)
+                self._launch_pass(level, columns)
 
-    def _pass(self, level: int, columns: int) -> None:
+    def _launch_pass(self, level: int, columns: int) -> None:
         def work() -> None:
-            self.cycle.expand(self.sprouting)
-            self.cycle.show()
+            self.cycle.next_pass(self.sampler)
+            self.cycle.publish_report()
 
-        self._expect(level)
-        self._do(("pass", columns), work)
-        self._drafted = level
+        self._expect_report(level)
+        self._run(("pass", columns), work)
+        self._launched_passes = level
 
-    def _expect(self, level: int) -> None:
-        """So many passes will be told next."""
-        assert self.cycle.signals is not None
-        self._numbers[level] = self.cycle.signals.ask()
+    def _expect_report(self, level: int) -> None:
+        """The next report is the one after this pass."""
+        assert self.cycle.reports is not None
+        self._report_numbers[level] = self.cycle.reports.expect()
 
-    def _goes_on(self, level: int, early: bool, ctx: Context) -> bool:
-        """The plan's decision after this many passes."""
-        plan, signals = self.cycle.plan, self.cycle.signals
+    def _decide(self, level: int, early: bool, ctx: Context) -> bool:
+        """Store the plan's decision after this pass; returns whether drafting goes on."""
+        plan, reports = self.cycle.plan, self.cycle.reports
         if level not in plan.asked:
             self._decision = Decision(level < plan.passes, plan.rows)
             return self._decision.go_on
-        assert signals is not None
-        self._block = signals.wait(self._numbers[level])
+        assert reports is not None
+        self._report_block = reports.wait(self._report_numbers[level])
         started = time.perf_counter()
-        self._decision = plan.decision(level, self.cycle.views[self._block], ctx)
+        self._decision = plan.decision(level, self.cycle.views[self._report_block], ctx)
         if not early:
-            self._deciding += time.perf_counter() - started
+            self._decision_seconds += time.perf_counter() - started
         if level < plan.passes:
-            self.cycle.habit.note(level, self._decision.go_on)
+            self.cycle.predictor.observe(level, self._decision.go_on)
         return self._decision.go_on
 
-    def _do(self, key: Key, work: Callable[[], None]) -> None:
-        self.cycle.judge.recorder.run((*key, *self._key), work)
+    def _run(self, key: Key, work: Callable[[], None]) -> None:
+        self.cycle.gpu_target.graph_cache.run((*key, *self._key), work)
 
-    def _behind(self) -> Mark:
-        """Where what is launched next begins: at the end of what was launched last, unless something may have come
-        between, if only that there was nothing to do. A mark of its own would hold the device up a little."""
-        return self._mark() if self.away or self._newest is None or self._newest.passed() else self._newest
+    def _start_event(self) -> DeviceEvent:
+        """The start of the next cycle: the end of the last launched one if the device goes on without a pause.
 
-    def _mark(self) -> Mark:
-        return (self._spare.pop() if self._spare else Mark(self.cycle.judge.device)).set(self._stream)
+        This saves recording an event, which delays the device slightly.
+        """
+        last = self._last_launched
+        return self._event() if self.stream_used or last is None or last.done() else last
 
-    def land(self) -> Step:
-        """Wait for the oldest cycle under way, and make its Step."""
-        sequence, cycle, tales = self.sequence, self._under_way.pop(0), self.cycle.tales
+    def _event(self) -> DeviceEvent:
+        event = self._spare_events.pop() if self._spare_events else DeviceEvent(self.cycle.gpu_target.device)
+        return event.record(self._stream)
+
+    def collect(self) -> Step:
+        """Wait for the oldest launched cycle and return its Step."""
+        sequence, cycle, results = self.sequence, self._launched.pop(0), self.cycle.results
         cycle.end.wait()
-        told_arrays = tales.arrays[tales.wait(cycle.number)]
-        drafted, kept, path, bonus = told(told_arrays, sequence.tokens[-1], cycle.places)
+        arrays = results.arrays[results.wait(cycle.number)]
+        drafted, kept, path, bonus = read_results(arrays, sequence.tokens[-1], cycle.places)
         split = self._split(cycle)
         tree = drafted.select(kept)
         tokens, text = sequence.accept(tree, Verdict(path, bonus))
-        self.cycle.judge.known = len(sequence.tokens) + sum(other.passes + 1 for other in self._under_way)
+        self.cycle.gpu_target.length_bound = len(sequence.tokens) + sum(other.passes + 1 for other in self._launched)
         finish, recorded = sequence.finish, cycle.recorded
         return Step(tokens, text, tree, path, drafted, kept, cycle.passes, split, finish, recorded)
 
-    def _split(self, cycle: Underway) -> Split:
-        """Where the time since the last cycle's end went."""
-        marks, last = cycle.drafting, self._last or cycle.drafting[0]
-        draft = sum(start.until(end) for start, end in zip(marks[::2], marks[1::2], strict=True))
-        verify, total = marks[-1].until(cycle.end), last.until(cycle.end)
-        if self._last is None and self._asked is not None:
-            self.prefill_seconds = self._asked.until(last)
-        self._spare += {*marks, last}
-        self._last = cycle.end
-        policy = min(cycle.deciding, draft)
+    def _split(self, cycle: LaunchedCycle) -> Split:
+        """The time since the end of the last collected cycle, divided among drafting, verifying and the rest."""
+        events, last = cycle.drafting, self._last_collected or cycle.drafting[0]
+        draft = sum(start.seconds_until(end) for start, end in zip(events[::2], events[1::2], strict=True))
+        verify, total = events[-1].seconds_until(cycle.end), last.seconds_until(cycle.end)
+        if self._last_collected is None and self._prefill_start is not None:
+            self.prefill_seconds = self._prefill_start.seconds_until(last)
+        self._spare_events += {*events, last}
+        self._last_collected = cycle.end
+        policy = min(cycle.decision_seconds, draft)
         return Split(draft - policy, verify, policy, other=max(total - draft - verify, 0.0))
 
 
-class Mark:
-    """A moment in the order of the device's work."""
+class DeviceEvent:
+    """A CUDA event; on a CPU, a time of the host's clock."""
 
     def __init__(self, device: torch.device):
         self._time = 0.0
-        self._event: Any = None
-        if device.type == "cuda":  # making one takes longer than setting it
-            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._cuda_event: Any = None
+        if device.type == "cuda":  # creating one takes longer than recording it
+            self._cuda_event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
-    def set(self, stream: Any) -> Mark:
-        """It is now, and no longer when it was before."""
+    def record(self, stream: Any) -> DeviceEvent:
+        """Mark this point of the stream; an earlier mark is lost."""
         self._time = time.perf_counter()
-        if self._event is not None:
-            self._event.record(stream)
+        if self._cuda_event is not None:
+            self._cuda_event.record(stream)
         return self
 
     def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
+        if self._cuda_event is not None:
+            self._cuda_event.synchronize()
 
-    def passed(self) -> bool:
-        return self._event is None or bool(self._event.query())
+    def done(self) -> bool:
+        return self._cuda_event is None or bool(self._cuda_event.query())
 
-    def until(self, other: Mark) -> float:
-        """Seconds."""
-        if self._event is None or other._event is None:
+    def seconds_until(self, other: DeviceEvent) -> float:
+        if self._cuda_event is None or other._cuda_event is None:
             return other._time - self._time
-        return 0.0 if self is other else float(self._event.elapsed_time(other._event)) / 1000
+        return 0.0 if self is other else float(self._cuda_event.elapsed_time(other._cuda_event)) / 1000
 
 
-def stream_of(device: torch.device) -> Any:
-    """Where work on this device is launched just now; asking takes longer than setting a mark."""
+def current_stream(device: torch.device) -> Any:
+    """The current CUDA stream; asking for it takes longer than recording an event."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None

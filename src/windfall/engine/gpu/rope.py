@@ -1,4 +1,4 @@
-"""Rotary angles of all positions, looked up instead of computed in every pass."""
+"""A table of rotary angles for all positions, so that passes need not compute them."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from torch import Tensor
 
 from windfall.heads.layers import rope_kind
 
-STEADY = ("default", "linear", "llama3", "yarn")  # rope types whose angles depend on the position alone
-Turn = tuple[Tensor, Tensor]
+FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # rope types whose angles depend on the position alone
+CosSin = tuple[Tensor, Tensor]
 
 
-class Angles:
-    """cos and sin by position, as far as a buffer reaches."""
+class RotaryTable:
+    """cos and sin for the first `positions` positions."""
 
-    def __init__(self, rotary: Callable[[Tensor, Tensor], Turn], like: Tensor, positions: int):
+    def __init__(self, rotary: Callable[[Tensor, Tensor], CosSin], like: Tensor, positions: int):
         places = torch.arange(positions, device=like.device)
-        cos, sin = rotary(like[:1, None], places[None])  # transformers looks at the dtype and device of `like`
+        cos, sin = rotary(like[:1, None], places[None])  # transformers uses the dtype and device of the first argument
         self.table = torch.cat([cos[0], sin[0]], -1)  # [positions, 2d]
-        self.tables: Turn = halves(self.table)
+        self.tables: CosSin = cos_and_sin(self.table)
 
 
-def halves(table: Tensor) -> Turn:
+def cos_and_sin(table: Tensor) -> CosSin:
     """[n, 2d] → cos and sin [n, d]"""
     cos, sin = table.chunk(2, -1)
     return cos, sin
 
 
-def steady(config: Any) -> bool:
-    """Whether the angles of this model's positions never change."""
-    return rope_kind(config) in STEADY
+def has_fixed_angles(config: Any) -> bool:
+    """Whether the rotary angles of this model depend on the position alone."""
+    return rope_kind(config) in FIXED_ROPE_TYPES

@@ -1,4 +1,4 @@
-"""Single texts that stay on the device: what holds their buffers, and the loop over their cycles."""
+"""Decodes single requests on the device: owns the buffers, and loops over the cycles."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ import torch
 
 from windfall.core.types import GpuOptions, Step
 from windfall.costs.online import OnlineCosts
-from windfall.drafters.base import Drafter
-from windfall.drafters.lm import LMDrafter
-from windfall.engine.gpu.cycle import Cycle, draft_of, on_host, plan_key, staged_rows, unsupported
-from windfall.engine.gpu.drafters import Sprouting
+from windfall.drafters.base import Drafter, GpuForm
+from windfall.engine.gpu.cycle import Cycle, plan_key, plan_unsupported, staged_rows
+from windfall.engine.gpu.drafters import ChildSampler, drafter_form, gpu_drafter
 from windfall.engine.gpu.forward import Unsupported
 from windfall.engine.gpu.graphs import GraphCache
-from windfall.engine.gpu.host_policy import PENDING, STAGED, WIDTHS, GraphDrafter, GraphTarget
+from windfall.engine.gpu.host_policy import (
+    DRAFT_PASS_SIZES,
+    MAX_PENDING_COLUMNS,
+    MAX_STAGED_NODES,
+    GraphDrafter,
+    GraphTarget,
+)
 from windfall.engine.gpu.model_guard import ModelGuard
 from windfall.engine.gpu.pipeline import Pipeline
 from windfall.engine.gpu.target import GpuTarget
@@ -25,116 +30,118 @@ from windfall.model.target import Target
 from windfall.policies.context import Context
 from windfall.policies.plan import Plan
 
-AWAY = 2e-5  # seconds in which whoever takes a step may have found other work for the device
+CALLER_BUSY_SECONDS = 2e-5  # a caller that holds a Step for longer may have used the device
 
 
 class GpuRunner:
-    """Generates one sequence at a time on the device, for the policies, drafters and ways of sampling it knows."""
+    """Decodes one sequence at a time on the device, if its policy, drafter and sampling can run in fixed buffers."""
 
-    def __init__(self, target: Target, drafter: Drafter, launch: GpuOptions):
-        self.target, self.drafter, self.plans = target, drafter, launch.plans
-        self.judge = GpuTarget(target.model, drafter.taps, GraphCache(target.device), launch)
-        self.drafts_on_host = on_host(drafter, target.device)  # why the drafter cannot work on the device
-        self.cycles: dict[tuple[object, ...], Cycle] = {}  # by the plan's key
-        self._seats: tuple[GraphTarget, Drafter] | None = None
-        self._made_for = self.judge.resized  # the buffers that these belong to
-        self._seal = ModelGuard(target.model)
+    def __init__(self, target: Target, drafter: Drafter, options: GpuOptions):
+        self.target, self.drafter, self.plans = target, drafter, options.plans
+        self.gpu_target = GpuTarget(target.model, drafter.taps, GraphCache(target.device), options)
+        form = drafter_form(drafter, target.device)
+        self.drafter_form: GpuForm | None = None if isinstance(form, str) else form
+        self.drafter_unsupported = form if isinstance(form, str) else ""  # why there is no form
+        self.cycles: dict[tuple[object, ...], Cycle] = {}  # by `plan_key`
+        self._host_policy_pair: tuple[GraphTarget, GraphDrafter | None] | None = None
+        self._buffers_version = self.gpu_target.buffers_version  # of the buffers that these use
+        self._guard = ModelGuard(target.model)
 
     @classmethod
-    def of(cls, target: Target, drafter: Drafter, launch: GpuOptions) -> tuple[GpuRunner | None, str]:
-        """One for this pair, or why there is none."""
+    def of(cls, target: Target, drafter: Drafter, options: GpuOptions) -> tuple[GpuRunner | None, str]:
+        """A runner for this target and drafter; None and the reason if the target cannot run in fixed buffers."""
         try:
-            return cls(target, drafter, launch), ""
+            return cls(target, drafter, options), ""
         except Unsupported as reason:
             return None, str(reason)
 
     @property
     def outdated(self) -> bool:
-        """Whether the target is no longer what this was made of."""
-        return self._seal.broken
+        """Whether the target's modules, hooks or weights were replaced since this runner was built."""
+        return self._guard.changed
 
-    def refuses(self, sequence: Sequence, ctx: Context) -> str:
-        """Why this text cannot be generated here; nothing if it can."""
+    def unsupported_reason(self, sequence: Sequence, ctx: Context) -> str:
+        """Why this runner cannot decode this request; empty if it can."""
         plan, params = sequence.policy.cached_plan, sequence.params
         if plan is None or not self.plans:
             return "its policy decides on the host"
-        if reason := unsupported(plan, ctx):
+        if reason := plan_unsupported(plan, ctx):
             return reason
-        if plan.passes and self.drafts_on_host:
-            return self.drafts_on_host
+        if plan.passes and self.drafter_unsupported:
+            return self.drafter_unsupported
         if params.reads_prefix or params.logit_bias:
             return "its sampling looks at the text so far"
         return ""
 
-    def seats(self, sequence: Sequence) -> tuple[GraphTarget, Drafter]:
-        """Target and drafter on fixed buffers for the engine's own cycle, where a policy decides on the host."""
-        judge, drafter = self.judge, self.drafter
-        self._reserve(sequence, STAGED + WIDTHS[-1])
-        if self._seats is None:
-            seated: Drafter = drafter
-            if not self.drafts_on_host:
-                longest = None
-                if isinstance(drafter, LMDrafter):
-                    longest = drafter.decoder.context
-                seated = GraphDrafter(draft_of(drafter, judge, PENDING, STAGED + WIDTHS[-1]), longest)
-            self._seats = (GraphTarget(judge), seated)
-        target, seated = self._seats
+    def host_policy_pair(self, sequence: Sequence) -> tuple[GraphTarget, Drafter]:
+        """Target and drafter for the host loop: each pass is a CUDA graph, and the policy decides on the host."""
+        gpu_target, form = self.gpu_target, self.drafter_form
+        self._reserve(sequence, MAX_STAGED_NODES + DRAFT_PASS_SIZES[-1])
+        if self._host_policy_pair is None:
+            graph_drafter = None
+            if form is not None:
+                staged = MAX_STAGED_NODES + DRAFT_PASS_SIZES[-1]
+                graph_drafter = GraphDrafter(gpu_drafter(form, gpu_target, MAX_PENDING_COLUMNS, staged))
+            self._host_policy_pair = (GraphTarget(gpu_target), graph_drafter)
+        target, graph_drafter = self._host_policy_pair
         target.params = sequence.params
-        if isinstance(seated, GraphDrafter):
-            seated.params = sequence.params
-        return target, seated
+        if graph_drafter is None:
+            return target, self.drafter
+        graph_drafter.params = sequence.params
+        return target, graph_drafter
 
     def _reserve(self, sequence: Sequence, more: int) -> None:
-        """Room for this text and more rows behind it; what was made for other buffers goes."""
-        self.judge.reserve(min(sequence.end, len(sequence.tokens) + sequence.params.max_new_tokens) + more)
-        if self._made_for != self.judge.resized:
-            self.cycles, self._seats, self._made_for = {}, None, self.judge.resized
+        """Make room for this text and `more` rows; if the buffers grow, drop everything that uses the old ones."""
+        self.gpu_target.reserve(min(sequence.end, len(sequence.tokens) + sequence.params.max_new_tokens) + more)
+        if self._buffers_version != self.gpu_target.buffers_version:
+            self.cycles, self._host_policy_pair, self._buffers_version = {}, None, self.gpu_target.buffers_version
 
     @torch.inference_mode()
     def run(self, sequence: Sequence, online_costs: OnlineCosts) -> Iterator[Step]:
-        """The Steps of this text; the first has the seconds of the prefill."""
+        """Yield the Steps of this request; the first one has the prefill time."""
         plan = sequence.policy.cached_plan
         assert plan is not None
         cycle = self._cycle(plan, sequence)
-        params, dials = sequence.params, self.judge.dials
-        flight = Pipeline(cycle, Sprouting(params, sequence.dice is not None, dials, cycle.noise(params)), sequence)
+        params, noise = sequence.params, cycle.noise_buffer(sequence.params)
+        sampler = ChildSampler(params, sequence.dice is not None, self.gpu_target.sampling, noise)
+        pipeline = Pipeline(cycle, sampler, sequence)
         context = sequence.begin_cycle(online_costs.costs)
-        flight.prepare(context)
-        flight.start()
-        flight.launch(context)
+        pipeline.capture_graphs(context)
+        pipeline.prefill()
+        pipeline.launch(context)
         first = True
         while True:
-            flight.launch(context)
+            pipeline.launch(context)
             if plan.lookahead:
-                flight.begin(context)
-            step, landed = flight.land(), time.perf_counter()
+                pipeline.launch_first_passes(context)
+            step, collected = pipeline.collect(), time.perf_counter()
             if first:
-                step, first = replace(step, prefill_seconds=flight.prefill_seconds), False
+                step, first = replace(step, prefill_seconds=pipeline.prefill_seconds), False
             try:
                 yield step
-            finally:  # nobody waits for what is learnt from it
-                flight.away = time.perf_counter() - landed > AWAY
+            finally:  # learning comes after the caller has the Step
+                pipeline.stream_used = time.perf_counter() - collected > CALLER_BUSY_SECONDS
                 sequence.observe(step)
-                book(online_costs, step, plan.width, context.length)
+                record_costs(online_costs, step, plan.width, context.length)
             if step.finish:
                 return
             context = sequence.begin_cycle(online_costs.costs)
 
     def _cycle(self, plan: Plan, sequence: Sequence) -> Cycle:
-        """The plan's buffers, with room for this text."""
-        judge = self.judge
+        """The buffers of this plan, with room for this request."""
+        gpu_target = self.gpu_target
         self._reserve(sequence, 3 * (plan.passes + 2) + staged_rows(plan))
-        judge.sample(sequence.params)
+        gpu_target.set_sampling(sequence.params)
         key = plan_key(plan)
         if key not in self.cycles:
-            self.cycles[key] = Cycle(plan, self.drafter, judge)
+            self.cycles[key] = Cycle(plan, self.drafter_form, gpu_target)
         cycle = self.cycles[key]
         cycle.plan = plan
         return cycle
 
 
-def book(online_costs: OnlineCosts, step: Step, width: int, length: int) -> None:
-    """Learn from a cycle what its passes take; but not from one in which some were recorded."""
+def record_costs(online_costs: OnlineCosts, step: Step, width: int, length: int) -> None:
+    """Learn the costs of passes from a cycle, unless CUDA graphs were captured during it."""
     if online_costs.learns and not step.recorded:
         if step.draft_passes:
             online_costs.record_drafts([0, *[width] * (step.draft_passes - 1)], step.seconds.draft)

@@ -1,4 +1,4 @@
-"""The target on fixed buffers: a tree's rows go in, the accepted path comes out, and the cache keeps its rows."""
+"""The target on fixed buffers: scores the rows of a tree, and commits the accepted path to the KV cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from windfall.core.sampling import process, signed
 from windfall.core.tree import DraftTree
 from windfall.core.types import GpuOptions, InputError, SamplingParams
-from windfall.engine.gpu.forward import Forward, Pass, Paths, Unsupported, Whole
+from windfall.engine.gpu.forward import Forward, Pass, Paths, TransformersForward, Unsupported
 from windfall.engine.gpu.graphs import GraphCache
 from windfall.engine.gpu.llama import FusedLlama
 from windfall.engine.gpu.transfer import PackedBuffer
@@ -24,59 +24,59 @@ from windfall.kernels.draw import draw, roll
 from windfall.kernels.move import move
 from windfall.kernels.rows import stand
 
-ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320)  # sizes of recorded verify passes
-MAX_VERIFY_ROWS = ROWS[-1]
-PIECE = 128  # tokens of a text that are read at a time
-EXACT = 64  # rows of every pass where rounding must not depend on them; larger trees take several passes
-CAPACITY = 2048 - MAX_VERIFY_ROWS  # rows of the cache to begin with, beside those of a pass
-STEP = 1024
-COLUMNS = 256  # step of the bound on columns, for forwards that need one
+VERIFY_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320)  # rows of captured verify passes
+MAX_VERIFY_ROWS = VERIFY_SIZES[-1]
+PREFILL_CHUNK_TOKENS = 128
+EXACT_PASS_ROWS = 64  # rows of every pass in exact mode; larger trees take several passes
+INITIAL_CAPACITY_ROWS = 2048 - MAX_VERIFY_ROWS  # of the KV cache, in addition to the rows of a pass
+CAPACITY_STEP_ROWS = 1024
+COLUMN_STEP = 256  # of the bound on KV columns, for forwards that need a bound
 
 
-class Dials(NamedTuple):
-    """What sampling needs on the device, so that a recorded pass serves every seed and temperature."""
+class SamplingBuffers(NamedTuple):
+    """Sampling settings on the device, so that a captured pass works for every seed and temperature."""
 
     seed: Tensor  # [1] long
     temperature: Tensor  # [1] fp32
     kappa: Tensor  # [1] fp32
 
 
-class Piece:
-    """Consecutive tokens of a text that is read, in buffers that stay in their place."""
+class PrefillChunk:
+    """Consecutive tokens of a prompt, in fixed buffers."""
 
     def __init__(self, device: torch.device):
-        self.tokens = torch.zeros(PIECE, dtype=torch.long, device=device)
+        self.tokens = torch.zeros(PREFILL_CHUNK_TOKENS, dtype=torch.long, device=device)
         self.count = torch.zeros(1, dtype=torch.long, device=device)
-        self._places = torch.arange(PIECE, device=device)
-        self._causal = torch.ones(PIECE, PIECE, dtype=torch.bool, device=device).tril()
+        self._places = torch.arange(PREFILL_CHUNK_TOKENS, device=device)
+        self._causal = torch.ones(PREFILL_CHUNK_TOKENS, PREFILL_CHUNK_TOKENS, dtype=torch.bool, device=device).tril()
 
-    def take(self, tokens: Tensor) -> int:
-        """These tokens come next; returns the size of the pass that takes them."""
+    def fill(self, tokens: Tensor) -> int:
+        """Write the next tokens; returns the size of the pass that processes them."""
         self.tokens[: len(tokens)] = tokens
         self.count.fill_(len(tokens))
-        return ROWS[bisect_left(ROWS, len(tokens))]
+        return VERIFY_SIZES[bisect_left(VERIFY_SIZES, len(tokens))]
 
     def rows(self, size: int, length: Tensor) -> Pass:
-        """The pass: a chain behind `length` rows, padded to its size."""
+        """The rows of the pass: a chain after `length` committed rows, padded to its size."""
         slots = length + self._places[:size]
         return Pass(self.tokens[:size], slots, slots, self._causal[:size, :size], length)
 
 
 class Scored(NamedTuple):
-    """What a pass over n rows gave; in recorded work it lies where other work may write later."""
+    """The output of a pass over n rows; the memory belongs to the graph, and other graphs may reuse it."""
 
-    logits: Tensor  # [n, V], and the pass's padding behind
+    logits: Tensor  # [n, V], then the rows of the padding
     states: Tensor | None  # [n, taps * H]
     positions: Tensor  # [n] long, of the rows
 
 
 class GpuTarget:
-    """Scores the rows of one tree, follows the target's draws through it, and commits what was accepted."""
+    """Scores the rows of one tree, draws the target's tokens, and commits the accepted path."""
 
-    def __init__(self, model: Any, taps: tuple[int, ...], recorder: GraphCache, launch: GpuOptions):
-        self.exact = launch.exact  # whether a row must depend on its own text alone, to the bit
-        self.forward = invariant(model) if self.exact else fitting(model, launch.compiled)
-        self.taps, self.recorder = taps, recorder
+    def __init__(self, model: Any, taps: tuple[int, ...], graph_cache: GraphCache, options: GpuOptions):
+        self.exact = options.exact  # whether rounding of a row must not depend on the other rows
+        self.forward = exact_forward(model) if self.exact else fastest_forward(model, options.compiled)
+        self.taps, self.graph_cache = taps, graph_cache
         embedding = model.get_input_embeddings().weight
         self.device, self.dtype = embedding.device, embedding.dtype
         width = model.config.get_text_config().hidden_size
@@ -91,42 +91,47 @@ class GpuTarget:
         )
         self.length = torch.zeros(1, dtype=long, device=device)  # committed rows
         self.width = len(taps) * width  # of the tapped states
-        self.source, self.goal = (torch.zeros(MAX_VERIFY_ROWS, dtype=long, device=device) for _ in range(2))
+        self.move_source, self.move_goal = (torch.zeros(MAX_VERIFY_ROWS, dtype=long, device=device) for _ in range(2))
         self.accepted = torch.zeros(1, dtype=long, device=device)
         self.bonus = torch.zeros(1, dtype=long, device=device)
-        self.dials = Dials(
+        self.sampling = SamplingBuffers(
             torch.zeros(1, dtype=long, device=device), torch.ones(1, device=device), torch.ones(1, device=device)
         )
-        self.piece = Piece(device)
-        self.taken_in = torch.zeros(PIECE, self.width, dtype=self.dtype, device=device) if taps else None  # its states
+        self.chunk = PrefillChunk(device)
+        self.chunk_states: Tensor | None = None  # tapped states of the chunk
+        if taps:
+            self.chunk_states = torch.zeros(PREFILL_CHUNK_TOKENS, self.width, dtype=self.dtype, device=device)
         self._places = torch.arange(MAX_VERIFY_ROWS, device=device)
         self._vocabulary = len(model.get_output_embeddings().weight)
         self._noise: dict[int, Tensor] = {}
-        self.known = 0  # the host's bound on `length`
-        self._caches: dict[tuple[tuple[int, int, int], torch.dtype], Tensor] = {}  # of drafters
-        self.capacity = self.resized = 0  # rows, and how often they were made anew
-        self.reserve(CAPACITY)
+        self.length_bound = 0  # an upper bound on `length` that the host knows
+        self._caches: dict[tuple[tuple[int, int, int], torch.dtype], Tensor] = {}  # of drafters, by shape and dtype
+        self.capacity = 0  # rows of the KV cache
+        self.buffers_version = 0  # grows when the KV cache is allocated anew
+        self.reserve(INITIAL_CAPACITY_ROWS)
 
     @torch.inference_mode()
     def reserve(self, rows: int) -> None:
-        """Make room for texts of this length; where the buffer grows, whatever was recorded points at the old one."""
+        """Make room for texts of this length; if the buffers grow, all graphs are dropped."""
         if rows + MAX_VERIFY_ROWS > self.capacity:
-            self.resize(-(-max(rows + MAX_VERIFY_ROWS, 2 * self.capacity) // STEP) * STEP)
+            self.resize(-(-max(rows + MAX_VERIFY_ROWS, 2 * self.capacity) // CAPACITY_STEP_ROWS) * CAPACITY_STEP_ROWS)
 
     @torch.inference_mode()
     def resize(self, capacity: int) -> None:
-        """A buffer of so many rows, with nothing in it."""
+        """Allocate an empty KV cache of this number of rows, and drop all graphs."""
         layers, heads, width = self.forward.shape
-        self.recorder.clear()
-        self.kv, self._caches = torch.empty(0, device=self.device), {}  # what was there goes first
+        self.graph_cache.clear()
+        self.kv, self._caches = torch.empty(0, device=self.device), {}  # frees the old ones first
         self.kv = torch.zeros(2, layers, heads, capacity, width, dtype=self.dtype, device=self.device)
         self.capacity = capacity
-        self.resized += 1
+        self.buffers_version += 1
 
     @torch.inference_mode()
     def cache(self, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
-        """Keys and values for a drafter with so many layers, heads and dimensions, [2, layers, heads, capacity, d]: one
-        buffer for all plans, of which one at a time has a text."""
+        """The KV cache of a drafter with these layers, heads and dimensions, [2, layers, heads, capacity, d].
+
+        All plans share it, as there is one request at a time.
+        """
         layers, heads, width = shape
         if (shape, dtype) not in self._caches:
             size = (2, layers, heads, self.capacity, width)
@@ -134,37 +139,37 @@ class GpuTarget:
         return self._caches[shape, dtype]
 
     @torch.inference_mode()
-    def read(self, text: Tensor) -> Iterator[Tensor | None]:
-        """Take in a new text [n], piece by piece; yields the tapped states of each piece, good until the next."""
+    def prefill(self, text: Tensor) -> Iterator[Tensor | None]:
+        """Prefill a new text [n] in chunks; yields the tapped states of each chunk, valid until the next."""
         self.length.zero_()
-        self.known = 0
-        for piece in torch.split(text, PIECE):
-            size = self.piece.take(piece)
+        self.length_bound = 0
+        for chunk in torch.split(text, PREFILL_CHUNK_TOKENS):
+            size = self.chunk.fill(chunk)
             columns = self.columns(size)
-            self.recorder.run(("read", size, columns, self.capacity), partial(self._read, size, columns))
-            self.known += len(piece)
-            yield None if self.taken_in is None else self.taken_in[: len(piece)]
+            self.graph_cache.run(("read", size, columns, self.capacity), partial(self._run_chunk, size, columns))
+            self.length_bound += len(chunk)
+            yield None if self.chunk_states is None else self.chunk_states[: len(chunk)]
 
-    def _read(self, size: int, columns: int) -> None:
-        given = self.piece.rows(size, self.length)
+    def _run_chunk(self, size: int, columns: int) -> None:
+        given = self.chunk.rows(size, self.length)
         _, states = self.forward(given, self.kv, self.taps, columns)
-        if self.taken_in is not None and states is not None:
-            self.taken_in[:size] = states
-        self.length.add_(self.piece.count)
+        if self.chunk_states is not None and states is not None:
+            self.chunk_states[:size] = states
+        self.length.add_(self.chunk.count)
 
     @torch.inference_mode()
-    def sample(self, params: SamplingParams, kappa: float = 1.0) -> None:
-        """Set the dials."""
-        self.dials.seed.fill_(signed(params.noise_seed))
-        self.dials.temperature.fill_(params.temperature or 1.0)
-        self.dials.kappa.fill_(kappa)
+    def set_sampling(self, params: SamplingParams, kappa: float = 1.0) -> None:
+        """Write the sampling settings of a request to the device."""
+        self.sampling.seed.fill_(signed(params.noise_seed))
+        self.sampling.temperature.fill_(params.temperature or 1.0)
+        self.sampling.kappa.fill_(kappa)
 
-    def lay(self, tree: DraftTree) -> int:
-        """Write a tree's rows on the host's side of `rows`; returns the size of the pass that takes them."""
+    def write_rows(self, tree: DraftTree) -> int:
+        """Write a tree's rows into the host's arrays of `rows`; returns the size of the pass."""
         count, known, here = len(tree), tree.arrays, self.rows.host
         if count > MAX_VERIFY_ROWS:
             raise InputError(f"a verify pass takes {MAX_VERIFY_ROWS} rows at the most on a GPU, not {count}")
-        size = ROWS[bisect_left(ROWS, count)]
+        size = VERIFY_SIZES[bisect_left(VERIFY_SIZES, count)]
         for name, given in (("tokens", known.tokens), ("parents", known.parents), ("depth", known.depth)):
             here[name][:count] = given
             here[name][count:size] = 0
@@ -177,32 +182,32 @@ class GpuTarget:
         return size
 
     @torch.inference_mode()
-    def place(self, tree: DraftTree) -> int:
-        """The same, and send them to the device."""
-        size = self.lay(tree)
+    def send_rows(self, tree: DraftTree) -> int:
+        """Write a tree's rows and send them to the device; returns the size of the pass."""
+        size = self.write_rows(tree)
         self.rows.send()
         return size
 
     def columns(self, size: int) -> int:
-        """The bound on columns of a pass of this size, for forwards that read up to a bound."""
-        return self.bound(size, self.forward)
+        """The bound on KV columns that a pass of this size reads."""
+        return self.column_bound(size, self.forward)
 
-    def bound(self, size: int, forward: Forward) -> int:
-        """The same for another model that reads this text."""
+    def column_bound(self, size: int, forward: Forward) -> int:
+        """The same for the forward of another model on the same text."""
         if not forward.bucketed:
             return self.capacity
-        return min(-(-(self.known + size) // COLUMNS) * COLUMNS, self.capacity)
+        return min(-(-(self.length_bound + size) // COLUMN_STEP) * COLUMN_STEP, self.capacity)
 
     def score(self, size: int, columns: int) -> Scored:
-        """The rows through the model; keys and values are staged behind the committed ones."""
+        """Run the rows through the model; their keys and values are staged after the committed ones."""
         given = self._rows(size)
-        parts = self._parts(given) if self.exact else [given]
+        parts = self._exact_passes(given) if self.exact else [given]
         found = [self.forward(part, self.kv, self.taps, columns) for part in parts]
-        states = _joined([states for _, states in found if states is not None])[:size] if self.taps else None
-        return Scored(_joined([logits for logits, _ in found]), states, given.positions[:size])
+        states = _concatenated([states for _, states in found if states is not None])[:size] if self.taps else None
+        return Scored(_concatenated([logits for logits, _ in found]), states, given.positions[:size])
 
     def _rows(self, size: int) -> Pass:
-        """What is in `rows`, padded where passes have a size of their own."""
+        """The rows on the device; in exact mode, padded to a multiple of the pass size."""
         rows, more = self.rows.device, self.padding(size)
         tokens, depth, mask = rows["tokens"][:size], rows["depth"][:size], rows["mask"][:size, :size]
         if more:
@@ -214,47 +219,48 @@ class GpuTarget:
         reach = (positions + 1) * (self._places[: size + more] < rows["count"])
         return given._replace(paths=Paths(reach, lineage(mask, depth)))
 
-    def _parts(self, rows: Pass) -> Iterator[Pass]:
-        """Passes of the one size. Parents come before their children, so what a row sees is there by then."""
+    def _exact_passes(self, rows: Pass) -> Iterator[Pass]:
+        """Split rows into passes of `EXACT_PASS_ROWS`. Parents come before their children, which read their keys."""
         assert rows.paths is not None
-        for start in range(0, len(rows.tokens), EXACT):
-            own = slice(start, start + EXACT)
+        for start in range(0, len(rows.tokens), EXACT_PASS_ROWS):
+            own = slice(start, start + EXACT_PASS_ROWS)
             tokens, positions, slots, mask = (x[own] for x in (rows.tokens, rows.positions, rows.slots, rows.mask))
             yield Pass(tokens, positions, slots, mask, rows.length, Paths(*(x[own] for x in rows.paths)))
 
     def padding(self, size: int) -> int:
-        """Rows that the passes of so many have beside them."""
-        return -size % EXACT if self.exact else 0
+        """The number of padding rows that exact mode adds to this number of rows."""
+        return -size % EXACT_PASS_ROWS if self.exact else 0
 
-    def noise(self, positions: int) -> Tensor:
-        """Where the noise of so many positions can lie, [positions, V]: the same place every time."""
+    def noise_buffer(self, positions: int) -> Tensor:
+        """The fixed buffer for the noise of this number of positions, [positions, V]."""
         if positions not in self._noise:
             self._noise[positions] = torch.zeros(positions, self._vocabulary, device=self.device)
         return self._noise[positions]
 
-    def roll(self, noise: Tensor) -> None:
-        """Bring it up to date, once a cycle."""
-        roll(noise, self.length, self.accepted, self.dials.seed)
+    def update_noise(self, noise: Tensor) -> None:
+        """Update the noise for the current positions; once per cycle."""
+        roll(noise, self.length, self.accepted, self.sampling.seed)
 
     def draw(self, scored: Scored, params: SamplingParams, noise: Tensor | None = None) -> Tensor:
-        """The target's own token after each row, [n]; by the noise as it was looked up, if it was."""
-        logits, temperature, size = scored.logits, self.dials.temperature, len(scored.positions)
+        """The target's token after each row, [n]; with `noise` if it is in a buffer, else it is computed."""
+        logits, temperature, size = scored.logits, self.sampling.temperature, len(scored.positions)
         if not params.greedy and params.filters:
-            parts = torch.split(logits, EXACT if self.exact else size)  # here, too, the number of rows is one
-            logits, temperature = _joined([process(x, None, 0, params) for x in parts]), torch.ones_like(temperature)
-        return draw(logits[:size], scored.positions, self.dials.seed, temperature, params.greedy, 1, noise)
+            parts = torch.split(logits, EXACT_PASS_ROWS if self.exact else size)  # exact mode needs one size here too
+            logits = _concatenated([process(part, None, 0, params) for part in parts])
+            temperature = torch.ones_like(temperature)
+        return draw(logits[:size], scored.positions, self.sampling.seed, temperature, params.greedy, 1, noise)
 
-    def keep(self, verdict: PackedBuffer, deepest: int) -> None:
-        """Commit a path that the host walked."""
+    def commit_host_path(self, verdict: PackedBuffer, deepest: int) -> None:
+        """Commit a path that the host chose."""
         path = verdict.device["path"][:deepest]
         goal = self.length + self._places[:deepest]
         move(self._flat, torch.where(path >= 0, self.length + path, goal), goal)
         self.length.add_(verdict.device["accepted"])
 
-    def advance(self, deepest: int, states: Tensor | None, path: Tensor, features: Tensor | None) -> None:
-        """Move the rows of a path as `source` and `goal` say, and hand out its states, where they are wanted."""
+    def commit_path(self, deepest: int, states: Tensor | None, path: Tensor, features: Tensor | None) -> None:
+        """Move the KV rows of a path from `move_source` to `move_goal`, and copy its states to `features` if given."""
         states = None if features is None else states
-        move(self._flat, self.source[:deepest], self.goal[:deepest], states, path[:deepest], features)
+        move(self._flat, self.move_source[:deepest], self.move_goal[:deepest], states, path[:deepest], features)
 
     @property
     def _flat(self) -> Tensor:
@@ -262,8 +268,8 @@ class GpuTarget:
         return self.kv.view(-1, *self.kv.shape[-2:])
 
 
-def shape_of(params: SamplingParams) -> tuple[object, ...]:
-    """What of the sampling a recorded pass depends on."""
+def sampling_key(params: SamplingParams) -> tuple[object, ...]:
+    """The part of the sampling settings that a captured pass depends on."""
     if params.greedy:
         return ("greedy",)
     if not params.filters:
@@ -271,23 +277,23 @@ def shape_of(params: SamplingParams) -> tuple[object, ...]:
     return ("warped", params.temperature, params.top_k, params.top_p, params.min_p)
 
 
-def fitting(model: Any, compiled: bool = False) -> Forward:
-    """The fastest forward that this model can run as."""
+def fastest_forward(model: Any, compiled: bool = False) -> Forward:
+    """The fastest forward that supports this model; raises Unsupported if there is none."""
     try:
         return FusedLlama(model)
     except Unsupported:
-        return Whole(model, compiled)
+        return TransformersForward(model, compiled)
 
 
-def invariant(model: Any) -> FusedLlama:
-    """A forward whose rows do not depend on the rows beside them, if all passes have the same number."""
+def exact_forward(model: Any) -> FusedLlama:
+    """A forward whose rounding of a row does not depend on the other rows, if all passes have the same size."""
     try:
         forward = FusedLlama(model)
     except Unsupported as reason:
-        raise InputError(f"exact passes are for models with Llama's skeleton, and not here: {reason}") from None
+        raise InputError(f"exact passes are for models with Llama's architecture: {reason}") from None
     forward.split = PART
     return forward
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _concatenated(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)

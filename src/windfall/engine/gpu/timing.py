@@ -1,4 +1,4 @@
-"""What passes cost on fixed buffers: recorded work of every size, replayed and timed."""
+"""Measures the costs of passes on fixed buffers: replays CUDA graphs of each size and times them."""
 
 from __future__ import annotations
 
@@ -12,48 +12,48 @@ import torch
 from windfall.core.types import SamplingParams
 from windfall.costs.curves import Costs, Curve, monotone
 from windfall.engine.gpu.cycle import Cycle
-from windfall.engine.gpu.drafters import Sprouting
+from windfall.engine.gpu.drafters import ChildSampler
 from windfall.engine.gpu.runner import GpuRunner
 from windfall.policies import cheap_rows
 from windfall.policies.auto import Auto
 from windfall.policies.none import NoSpeculation
 
-LENGTHS = (64, 512, 2048, 8192)
-ROUNDS = 9
+LENGTHS = (64, 512, 2048, 8192)  # committed tokens before a verify pass
+ROUNDS = 9  # timed runs of each pass
 
 
 @torch.inference_mode()
 def costs(
-    resident: GpuRunner, lengths: Sequence[int] = LENGTHS, progress: Callable[[float], None] = lambda share: None
+    runner: GpuRunner, lengths: Sequence[int] = LENGTHS, progress: Callable[[float], None] = lambda share: None
 ) -> Costs:
-    """Verify passes of the sizes that plans ask for, behind texts of these lengths, and one draft pass."""
-    judge, before, context = resident.judge, resident.judge.capacity, resident.target.context
+    """The costs of verify passes of the sizes that plans use, after texts of these lengths, and of draft passes."""
+    gpu_target, before, context = runner.gpu_target, runner.gpu_target.capacity, runner.target.context
     lengths = [length for length in lengths if context is None or length + 256 <= context] or [64]
-    judge.reserve(max(lengths) + 256)
-    plan = NoSpeculation().plan() if resident.drafts_on_host else Auto().plan()
-    cycle = Cycle(plan, resident.drafter, judge)
+    gpu_target.reserve(max(lengths) + 256)
+    plan = NoSpeculation().plan() if runner.drafter_unsupported else Auto().plan()
+    cycle = Cycle(plan, runner.drafter_form, gpu_target)
     try:
         taken = _measured(cycle, lengths, progress)
     finally:
-        judge.recorder.forget(cycle.name)
-        if judge.capacity != before:  # on which memory and, in half precision, rounding depend
-            judge.resize(before)
+        gpu_target.graph_cache.forget(cycle.buffers_id)
+        if gpu_target.capacity != before:  # memory and, in half precision, rounding depend on it
+            gpu_target.resize(before)
     return _folded(taken, lengths, plan.width)
 
 
 def _measured(
     cycle: Cycle, lengths: Sequence[int], progress: Callable[[float], None]
 ) -> dict[tuple[object, ...], float]:
-    """Median seconds of each piece of work, in rounds of another order each; the first, which records, counts not."""
+    """Median seconds of each kind of pass. Each round has its own order; the first one captures and does not count."""
     params = SamplingParams()
-    sprouting = Sprouting(params, False, cycle.judge.dials)
+    sampler = ChildSampler(params, False, cycle.gpu_target.sampling)
     works: dict[tuple[object, ...], Callable[[], None]] = {}
     for length in lengths:
         for rows in cheap_rows.ROWS:
             works["verify", length, rows] = _verify(cycle, rows, params)
     if cycle.draft is not None:
-        works["draft", 1] = lambda: _draft(cycle, sprouting, 1)
-        works["draft", 4] = lambda: _draft(cycle, sprouting, 4)
+        works["draft", 1] = lambda: _draft(cycle, sampler, 1)
+        works["draft", 4] = lambda: _draft(cycle, sampler, 4)
     found: dict[tuple[object, ...], list[float]] = {key: [] for key in works}
     for turn in range(ROUNDS + 1):
         progress(turn / (ROUNDS + 1))
@@ -77,23 +77,23 @@ def _folded(taken: dict[tuple[object, ...], float], lengths: Sequence[int], widt
 
 
 def _verify(cycle: Cycle, rows: int, params: SamplingParams) -> Callable[[], None]:
-    return lambda: cycle.verify(rows, cycle.judge.columns(rows), params)
+    return lambda: cycle.verify(rows, cycle.gpu_target.columns(rows), params)
 
 
-def _draft(cycle: Cycle, sprouting: Sprouting, passes: int) -> None:
-    cycle.open(sprouting)
+def _draft(cycle: Cycle, sampler: ChildSampler, passes: int) -> None:
+    cycle.first_pass(sampler)
     for _ in range(1, passes):
-        cycle.expand(sprouting)
+        cycle.next_pass(sampler)
 
 
 def _timed(cycle: Cycle, key: tuple[object, ...], work: Callable[[], None], length: int) -> float:
-    """Seconds of this work behind a text of this length."""
-    judge, device = cycle.judge, cycle.judge.device
-    cycle.rewind(length)
-    columns = judge.columns(64), 0 if cycle.draft is None else cycle.draft.columns
+    """Seconds of this work after a text of this length."""
+    gpu_target, device = cycle.gpu_target, cycle.gpu_target.device
+    cycle.set_length(length)
+    columns = gpu_target.columns(64), 0 if cycle.draft is None else cycle.draft.columns
     _wait(device)
     started = time.perf_counter()
-    judge.recorder.run(("timing", cycle.name, columns, *key), work)
+    gpu_target.graph_cache.run(("timing", cycle.buffers_id, columns, *key), work)
     _wait(device)
     return time.perf_counter() - started
 

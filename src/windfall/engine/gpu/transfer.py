@@ -1,4 +1,4 @@
-"""Named arrays that travel between host and device in one copy: tensors there, numpy here."""
+"""Named arrays that are copied between host and device in one piece: numpy on the host, tensors on the device."""
 
 from __future__ import annotations
 
@@ -12,66 +12,66 @@ from torch import Tensor
 
 from windfall.kernels.publish import tell
 
-ALIGNED = 16  # bytes
-Array = tuple[torch.dtype, tuple[int, ...]]  # what an array is made of
+ALIGNMENT_BYTES = 16  # of each array in the block
+ArraySpec = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape
 
 
 class PackedBuffer:
-    """The same arrays on both sides, in one block of bytes each; `send` and `tell` copy all of them at once."""
+    """The same arrays on host and device, in one block of bytes each; `send` and `publish` copy the whole block."""
 
-    def __init__(self, device: torch.device, **arrays: Array):
+    def __init__(self, device: torch.device, **arrays: ArraySpec):
         places, size = {}, 0
         for name, (dtype, shape) in arrays.items():
             places[name] = size
-            size += -(-math.prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED
-        self._lay(torch.zeros(size, dtype=torch.uint8, device=device), arrays, places)
+            size += -(-math.prod(shape) * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._allocate(torch.zeros(size, dtype=torch.uint8, device=device), arrays, places)
 
-    def _lay(self, there: Tensor, arrays: Mapping[str, Array], places: Mapping[str, int]) -> None:
+    def _allocate(self, there: Tensor, arrays: Mapping[str, ArraySpec], places: Mapping[str, int]) -> None:
         pinned = there.device.type == "cuda"
-        self._there = there
-        self._here = torch.zeros(len(there), dtype=torch.uint8, pin_memory=True) if pinned else there
+        self._device_bytes = there
+        self._host_bytes = torch.zeros(len(there), dtype=torch.uint8, pin_memory=True) if pinned else there
         self._arrays, self._places = arrays, places
-        self._sent: Any = None  # the end of the last copy to the device
-        self.device = {name: _view(self._there, places[name], *array) for name, array in arrays.items()}
-        self.host = self.read(self._here)
+        self._last_send: Any = None  # CUDA event after the last copy to the device
+        self.device = {name: _view(self._device_bytes, places[name], *array) for name, array in arrays.items()}
+        self.host = self.views(self._host_bytes)
 
-    def part(self, *names: str) -> PackedBuffer:
-        """These arrays, and any that lie between them, as a parcel of their own: a smaller copy of the same memory."""
+    def subset(self, *names: str) -> PackedBuffer:
+        """A buffer of these arrays and any between them: it shares the device memory, and copies less."""
         order = list(self._arrays)
         first, last = (pick(map(order.index, names)) for pick in (min, max))
         start = self._places[order[first]]
-        end = self._places[order[last + 1]] if last + 1 < len(order) else len(self._there)
+        end = self._places[order[last + 1]] if last + 1 < len(order) else len(self._device_bytes)
         within = {name: self._arrays[name] for name in order[first : last + 1]}
         made = PackedBuffer.__new__(PackedBuffer)
-        made._lay(self._there[start:end], within, {name: self._places[name] - start for name in within})
+        made._allocate(self._device_bytes[start:end], within, {name: self._places[name] - start for name in within})
         return made
 
-    def settled(self) -> dict[str, NDArray[Any]]:
-        """The host's arrays, once the last `send` has read them."""
-        if self._sent is not None:
-            self._sent.synchronize()
+    def wait_writable(self) -> dict[str, NDArray[Any]]:
+        """Wait until the last `send` has read the host's arrays; returns them."""
+        if self._last_send is not None:
+            self._last_send.synchronize()
         return self.host
 
     def send(self) -> None:
-        """Copy host to device, in the order of the stream; see `settled` before changing the host's side."""
-        if self._here is not self._there:
-            self._there.copy_(self._here, non_blocking=True)
-        if self._there.is_cuda:
-            self._sent = self._sent or torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._sent.record()
+        """Copy host to device in stream order; call `wait_writable` before the host changes its arrays again."""
+        if self._host_bytes is not self._device_bytes:
+            self._device_bytes.copy_(self._host_bytes, non_blocking=True)
+        if self._device_bytes.is_cuda:
+            self._last_send = self._last_send or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._last_send.record()
 
-    def tell(self) -> None:
-        """Device to host, likewise."""
-        if self._here is not self._there:
-            tell(self._there, self._here)
+    def publish(self) -> None:
+        """Copy device to host in stream order."""
+        if self._host_bytes is not self._device_bytes:
+            tell(self._device_bytes, self._host_bytes)
 
     @property
     def bytes(self) -> Tensor:
-        """The device's side."""
-        return self._there
+        """The block on the device."""
+        return self._device_bytes
 
-    def read(self, block: Tensor) -> dict[str, NDArray[Any]]:
-        """The arrays in such a block of bytes, which may be longer."""
+    def views(self, block: Tensor) -> dict[str, NDArray[Any]]:
+        """The arrays in another host block of this layout, which may be longer."""
         return {name: _view(block, self._places[name], *array).numpy() for name, array in self._arrays.items()}
 
 

@@ -1,4 +1,4 @@
-"""A draft tree in fixed arrays on the device: grown by kernels, told to the host once a cycle."""
+"""A draft tree in fixed arrays on the device. Kernels grow it, and publish it to the host once per cycle."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ Array = np.ndarray[Any, Any]
 ARRAYS = ("tokens", "parents", "depth", "rank", "logq", "score")
 
 
-def plant(
+def tree_buffers(
     device: torch.device, capacity: int, passes: int, deepest: int, staged: int
 ) -> tuple[TreeArrays, PackedBuffer]:
-    """Arrays for this many nodes of at most this depth, a root in place; and the parcel that tells the host of them,
-    what plans watch side by side in it."""
+    """A tree with room for `capacity` nodes that holds only a root, and the buffer to publish it with.
+
+    Arrays that plans may watch lie side by side in the buffer.
+    """
     long, number, wide = torch.long, torch.float32, (capacity,)
-    parcel = PackedBuffer(
+    buffer = PackedBuffer(
         device,
         tokens=(long, wide),
         parents=(long, wide),
@@ -38,13 +40,13 @@ def plant(
         score=(number, wide),
         expanded=(long, (staged,)),  # see Ahead
         entropy=(number, (staged + 1,)),  # nats, after each expanded node, by its slot; only where it is watched
-        length=(long, (1,)),  # columns that the drafter has taken in
+        length=(long, (1,)),  # columns in the drafter's KV cache
         summary=(number, (passes + 1, 6)),  # see Ahead
-        kept=(long, (MAX_VERIFY_ROWS,)),  # the nodes that were verified, ascending; -1 behind them
+        kept=(long, (MAX_VERIFY_ROWS,)),  # the nodes that were verified, ascending, then -1
         path=(long, (MAX_VERIFY_ROWS,)),  # the accepted ones, as rows of `kept`
-        figures=(long, (4,)),  # nodes, rows, accepted rows, the target's next token
+        outcome=(long, (4,)),  # nodes, rows, accepted rows, the target's next token
     )
-    there = parcel.device
+    there = buffer.device
     line = torch.full((capacity, deepest + 1), -1, dtype=long, device=device)
     line[0, 0] = 0
     there["parents"][0] = -1
@@ -62,12 +64,12 @@ def plant(
         slot=torch.zeros(capacity, dtype=long, device=device),
         count=torch.ones(1, dtype=long, device=device),
     )
-    return tree, parcel
+    return tree, buffer
 
 
-def ahead(width: int, told: PackedBuffer, length: Tensor) -> Ahead:
+def next_rows(width: int, published: PackedBuffer, length: Tensor) -> Ahead:
     """Buffers for the rows of the next draft pass."""
-    expanded = told.device["expanded"].fill_(NOBODY)
+    expanded = published.device["expanded"].fill_(NOBODY)
 
     def integers(size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.long, device=expanded.device)
@@ -83,16 +85,18 @@ def ahead(width: int, told: PackedBuffer, length: Tensor) -> Ahead:
         expanded=expanded,
         staged=integers(1),
         length=length,
-        summary=told.device["summary"],
+        summary=published.device["summary"],
     )
 
 
-def terms(device: torch.device, shape: tuple[int, int] | None = None) -> tuple[Terms, PackedBuffer]:
-    """What the calibrated rule reads, and the parcel that brings it, what a gate reads, and the form of a tree where
-    there is one of this size."""
+def term_buffers(device: torch.device, shape: tuple[int, int] | None = None) -> tuple[Terms, PackedBuffer]:
+    """What the calibrated rule reads, and the buffer to send it with.
+
+    The buffer also holds the bounds, the floor and, for plans with a shape, a table of this size for it.
+    """
     number = torch.float32
     form = {} if shape is None else {"shape": (torch.long, shape)}
-    parcel = PackedBuffer(
+    buffer = PackedBuffer(
         device,
         **form,
         weights=(number, (1 + DEPTHS + RANKS,)),
@@ -101,23 +105,24 @@ def terms(device: torch.device, shape: tuple[int, int] | None = None) -> tuple[T
         floor=(number, (1,)),
         bounds=(number, (len(Bounds._fields),)),
     )
-    return Terms(*(parcel.device[name] for name in ("weights", "forecast", "prices"))), parcel
+    return Terms(*(buffer.device[name] for name in ("weights", "forecast", "prices"))), buffer
 
 
-def told(parcel: Mapping[str, Array], root: int, places: int) -> tuple[DraftTree, Tensor, Tensor, int]:
-    """What a cycle told the host: the drafted tree without its empty places, kept nodes, path in them, bonus.
+def read_results(arrays: Mapping[str, Array], root: int, places: int) -> tuple[DraftTree, Tensor, Tensor, int]:
+    """The results of a cycle: the drafted tree without empty places, the verified nodes, the accepted path as rows of
+    these, and the bonus token.
 
-    By then the place of the root holds the next one, so the caller says what it was. Only the first `places` count:
-    what lies behind them was drafted before it was known that nobody wants it.
+    The caller gives the root's token, as the published arrays hold the next root already. Only the first `places`
+    count: later ones come from draft passes that were launched before the decision to stop.
     """
-    count, rows, accepted, bonus = parcel["figures"].tolist()
+    count, rows, accepted, bonus = arrays["outcome"].tolist()
     count = min(count, places)
-    tokens, parents, depth, rank, logq, score = (parcel[name][:count].copy() for name in ARRAYS)
-    kept, path = parcel["kept"][:rows].copy(), parcel["path"][:accepted].copy()
+    tokens, parents, depth, rank, logq, score = (arrays[name][:count].copy() for name in ARRAYS)
+    kept, path = arrays["kept"][:rows].copy(), arrays["path"][:accepted].copy()
     tokens[0] = root
     real = score > -math.inf
     if not real.all():
-        place = real.cumsum() - 1  # each place's node
+        place = real.cumsum() - 1  # the node at each place
         tokens, parents, depth, rank, logq, score = (x[real] for x in (tokens, parents, depth, rank, logq, score))
         parents[1:] = place[parents[1:]]
         kept = place[kept]

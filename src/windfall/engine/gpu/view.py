@@ -1,4 +1,4 @@
-"""What a plan's decision sees of a tree that grows on the device: the part that the device reports."""
+"""The part of a tree on the device that a draft pass reports, for the plan's decision."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from windfall.policies.plan import NotWatched, Summary
 
 
 class DeviceView:
-    """Arrays as a draft pass reported them; the plan's `watches` say which. A TreeView.
+    """A TreeView of the arrays that a draft pass reported; the plan's `watches` say which.
 
     The nodes of a level lie side by side: the children of the first node that was expanded for it, then those of the
     next. An empty place has a score of -inf.
     """
 
-    def __init__(self, arrays: Mapping[str, Any], width: int, k: int, lag: int):
-        self._own = arrays
-        self._width, self._k, self._lag = width, k, lag
+    def __init__(self, arrays: Mapping[str, Any], width: int, k: int, draw_offset: int):
+        self._arrays = arrays
+        self._width, self._k, self._draw_offset = width, k, draw_offset
 
     def _array(self, name: str) -> Any:
         try:
-            return self._own[name]
+            return self._arrays[name]
         except KeyError:
             raise NotWatched(name) from None
 
     @property
     def length(self) -> int:
-        return int(self._array("length").item(0)) + self._lag - 1
+        return int(self._array("length").item(0)) + self._draw_offset - 1
 
     def summary(self, level: int) -> Summary:
         return Summary(*self._array("summary")[level].tolist())
 
     def scores(self, level: int) -> Floats:
-        return _real(self._array("score")[self._start(level) : self._start(level + 1)])
+        return _without_empty(self._array("score")[self._start(level) : self._start(level + 1)])
 
     def all_scores(self, level: int) -> Floats:
-        return _real(self._array("score")[1 : self._start(level + 1)])
+        return _without_empty(self._array("score")[1 : self._start(level + 1)])
 
     def parent_score(self, level: int) -> float:
         expanded = self._array("expanded")
@@ -48,7 +48,7 @@ class DeviceView:
 
     def logq(self, level: int) -> Floats:
         start = self._start(level)
-        return _real(self._array("logq")[start : start + self._k])
+        return _without_empty(self._array("logq")[start : start + self._k])
 
     def entropies(self, level: int) -> Floats:
         if level == 1:
@@ -64,8 +64,8 @@ class DeviceView:
         return 1 + self._k * (1 + self._width * (level - 2)) if level > 1 else level
 
 
-def _real(values: Floats) -> Floats:
-    """Without empty places."""
+def _without_empty(values: Floats) -> Floats:
+    """The values of places that are not empty."""
     if len(values) and values[values.argmin()] == -math.inf:
         found: Floats = values[values > np.float32(-math.inf)]
         return found
