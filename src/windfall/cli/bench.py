@@ -24,8 +24,9 @@ from windfall.render.tables import Figures, Wrapped
 
 if TYPE_CHECKING:
     from windfall.bench.reading import Run
-    from windfall.bench.results import Difference, Estimate, Row
+    from windfall.bench.results import Difference, Row
     from windfall.bench.runner import Part, Settings
+    from windfall.core.stats import Estimate
 
 MAX_SHOWN_DIFFERENCES = 5
 ADDED = "+"  # prefix of a method that is added to those of a suite

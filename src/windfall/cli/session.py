@@ -42,7 +42,10 @@ class Session:
         """Generate and show a text; Ctrl-C ends it and keeps the tokens so far."""
         generation = _collect(self.engine.stream(prompt, raw=self.raw, **self.sampling), self._show())
         if not self.json:
-            console.end_text(generation, self.coloured)
+            print(flush=True)  # end the line of the streamed text
+            if self.coloured:
+                console.print_origins(generation.steps)
+            console.note(console.summary(generation.stats, generation.finish_reason == INTERRUPTED))
         if self.engine.policy.uses_costs:
             from windfall.engine.profiling import remember
 
@@ -52,12 +55,20 @@ class Session:
     def report(self, generation: Generation) -> dict[str, Any]:
         """The object that `--json` prints."""
         source = {"target": self.engine.target.name, **self.names, "seed": generation.seed}
-        return {**console.as_record(generation), **source}
+        return {**as_record(generation), **source}
 
     def _show(self) -> console.Show:
         if self.json:
             return console.show_nothing
-        return console.DraftColours(self.engine, self.sampling["stop"]) if self.coloured else console.show_text
+        if self.coloured:
+            return console.DraftColours(self.engine.target.tokenizer, self.sampling["stop"])
+        return console.show_text
+
+
+def as_record(generation: Generation) -> dict[str, Any]:
+    """A generation as plain data."""
+    names = ("text", "token_ids", "finish_reason")
+    return {**{name: getattr(generation, name) for name in names}, "stats": generation.stats.as_dict()}
 
 
 def with_seed(sampling: dict[str, Any], announce: bool = False) -> dict[str, Any]:

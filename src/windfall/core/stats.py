@@ -1,12 +1,20 @@
-"""Statistics of a generation, computed from its steps."""
+"""Statistics of a generation, computed from its steps, and figures with an interval."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from windfall.core.types import Split, Step
+
+
+class Estimate(NamedTuple):
+    """A figure with its 95% interval."""
+
+    value: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)

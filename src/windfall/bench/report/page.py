@@ -11,13 +11,14 @@ from typing import Any
 
 from windfall.bench import reading, results
 from windfall.bench.disturbance import disturbances
-from windfall.bench.papers import compare, tables
+from windfall.bench.papers import tables
 from windfall.bench.reading import ALL, Run
-from windfall.bench.report import parts
+from windfall.bench.report import compare, parts
 from windfall.bench.report.parts import DASH, Progress, Report, Section, Table, interval, number
 from windfall.bench.report.run_figures import drawings
-from windfall.bench.results import PLAIN, Estimate, Row
+from windfall.bench.results import PLAIN, Row
 from windfall.core.files import make_folder, replace_text
+from windfall.core.stats import Estimate
 from windfall.core.types import InputError
 
 PLAIN_DELTA = 0.01  # draft passes per target pass; a method with fewer decodes plainly
@@ -362,17 +363,6 @@ def _list(names: Sequence[str]) -> str:
 # ---- files
 
 
-def columns(row: Row) -> dict[str, Any]:
-    """The figures of a row as CSV columns; nested ones get a column for each part."""
-    flat: dict[str, Any] = {}
-    for name, value in row.as_dict().items():
-        if isinstance(value, dict):
-            flat.update({name if part == "value" else f"{name}_{part}": each for part, each in value.items()})
-        else:
-            flat[name] = value
-    return flat
-
-
 def write(folder: Path, out: Path | None = None, progress: Progress = lambda share: None) -> list[Path]:
     """Write the page, report.md, report.csv and the figures; returns the first three, the page first."""
     from windfall.render import plots
@@ -384,7 +374,7 @@ def write(folder: Path, out: Path | None = None, progress: Progress = lambda sha
     texts = {
         out: parts.as_html(report, drawn),
         folder / "report.md": parts.as_markdown(report, "figures"),
-        folder / "report.csv": parts.as_csv([columns(row) for row in report.rows]),
+        folder / "report.csv": results.as_csv([row.as_columns() for row in report.rows]),
     }
     for file, text in texts.items():
         make_folder(file.parent)

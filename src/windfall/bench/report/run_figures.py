@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from windfall.bench import reading, results
 from windfall.bench.reading import Run
-from windfall.bench.report import figures
 from windfall.bench.report.parts import Drawing
 from windfall.bench.results import Row
+from windfall.render import figures
 
 MAX_LINES = 7  # of a plot: the fastest methods
 MAX_HEAT_MAPS = 6
@@ -53,7 +53,7 @@ def drawings(run: Run, rows: list[Row], ranked: list[Row], heat: float) -> list[
             "it passes are wasted. The target adds a token of its own to each pass, so a drafter that is always right, "
             "with a pass for each token, lies one below."
         )
-        points = {name: prompt_efficiency(records) for name, records in fastest.items()}
+        points = {name: results.tau_and_delta(records) for name, records in fastest.items()}
         add("efficiency", "Drafting against what it brings", caption, lambda: figures.efficiency(points))
     if predicted:
         caption = (
@@ -116,11 +116,3 @@ def _rank_shares(records: list[reading.Record]) -> dict[str, float]:
     shares = results.rank_share(records)
     first = {f"rank {rank + 1}": 100 * shares.get(rank, 0.0) for rank in range(4)}
     return {**first, "rank 5 and later": 100 * sum(share for rank, share in shares.items() if rank > 3)}
-
-
-def prompt_efficiency(records: Sequence[reading.Record]) -> list[tuple[float, float]]:
-    """(tau, delta) of every prompt, its repeats together."""
-    prompts: dict[tuple[str, str], list[reading.Record]] = {}
-    for record in records:
-        prompts.setdefault((record.task, record.id), []).append(record)
-    return [(results.tau(own), results.delta(own)) for own in prompts.values()]

@@ -27,7 +27,8 @@ from windfall.bench.papers.tables import (
 )
 from windfall.bench.reading import Record, Run
 from windfall.bench.report.parts import DASH, Section, Table
-from windfall.bench.results import PLAIN, Estimate
+from windfall.bench.results import PLAIN
+from windfall.core.stats import Estimate
 
 HERE = "here"
 SLASH = "\u00a0/\u00a0"  # between the figures of a cell, which stay on one line
