@@ -452,6 +452,34 @@ def _alternate(asked: Sequence[str], replies: Sequence[str]) -> list[str]:
     return [text for pair in zip(asked, [*replies, ""], strict=True) for text in pair][:-1]
 
 
+@dataclass(frozen=True)
+class Case:
+    """A prompt's first question as token ids, and how its answer is drawn."""
+
+    prompt: Prompt
+    ids: list[int]
+    params: SamplingParams
+
+    def cut(self, tokens: int) -> Case:
+        """The same with an answer of at most this many tokens."""
+        return replace(self, params=replace(self.params, max_new_tokens=min(tokens, self.params.max_new_tokens)))
+
+    def at(self, temperature: float) -> SamplingParams:
+        return replace(self.params, temperature=temperature)
+
+
+def first_questions(
+    prompts: Sequence[Prompt], engine: Engine, seed: int, prompt_tokens: int = PROMPT_TOKENS, **sampling: Any
+) -> list[Case]:
+    """The first questions of the prompts that leave room for an answer in the target's context."""
+    tokens = sampling["max_new_tokens"]
+    asked = [(prompt, question(prompt, (), engine, prompt_tokens)) for prompt in prompts]
+    fitting = [(prompt, ids) for prompt, ids in asked if len(ids) <= room(engine.target, tokens)]
+    if not fitting:
+        raise InputError(f"no prompt fits the context of {engine.target.name} with {tokens} new tokens")
+    return [Case(p, ids, engine.params(seed=seed_of(seed, 0, p), **sampling)) for p, ids in fitting]
+
+
 def fitting(prompts: Sequence[Prompt], target: Target, settings: Settings) -> list[Prompt]:
     """The prompts whose first answer fits into the target's context."""
     most = room(target, settings.max_new_tokens)

@@ -47,6 +47,7 @@ def tune(
     Measurements are kept next to the file (FILE.search); the same command continues an interrupted search.
     """
     from windfall.bench import tune as tuning
+    from windfall.bench.runner import first_questions
     from windfall.engine.loading import attach_costs
 
     fixed = split_settings(settings)
@@ -57,7 +58,7 @@ def tune(
     sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     engine = model.load("none")
     attach_costs(engine, registry.policy(policy, **fixed))
-    prompts = tuning.first_questions(engine, loaded, max_new_tokens)
+    prompts = [case.ids for case in first_questions(loaded, engine, **sampling)]
     about = {"policy": policy, "search": search, "fixed": fixed}
     about |= tuning.describe(engine, model.drafter_spec, prompts, sampling)
     kept = tuning.Search.open(out.with_name(out.name + ".search"), about)

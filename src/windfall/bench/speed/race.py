@@ -11,9 +11,8 @@ from typing import Any
 
 from windfall.bench.gpu_internals import MAX_VERIFY_ROWS, VERIFY_ROWS
 from windfall.bench.hf_generate import hf_generate
-from windfall.bench.runner import Contender, State, answer, question, room, seed_of
+from windfall.bench.runner import Case, Contender, State, answer, room
 from windfall.bench.speed.profiled import inside, unobserved
-from windfall.bench.tasks import Prompt
 from windfall.core.clock import now
 from windfall.core.errors import InputError
 from windfall.core.types import GpuOptions, SamplingParams
@@ -79,22 +78,6 @@ class Regime:
     def label(self) -> str:
         coupling = "coupled" if self.coupled else "uncoupled"
         return f"T={self.temperature:g} {coupling}" if self.temperature else "T=0"
-
-
-@dataclass(frozen=True)
-class Case:
-    """A prompt as token ids."""
-
-    prompt: Prompt
-    ids: list[int]
-    params: SamplingParams
-
-    def cut(self, tokens: int) -> Case:
-        """The same with an answer of at most this many tokens."""
-        return replace(self, params=replace(self.params, max_new_tokens=min(tokens, self.params.max_new_tokens)))
-
-    def at(self, temperature: float) -> SamplingParams:
-        return replace(self.params, temperature=temperature)
 
 
 @dataclass(frozen=True)
@@ -169,23 +152,6 @@ def entries(contenders: Sequence[Contender], settings: Settings, assistant: Any)
 def assisted_by(assistant: Any) -> str:
     """What transformers drafts with: a language model or, if the drafter is none, prompt lookup."""
     return f"prompt lookup of {assistant}" if isinstance(assistant, int) else "the drafter's model"
-
-
-def cases_of(prompts: Sequence[Prompt], contender: Contender, settings: Settings) -> list[Case]:
-    """The first questions of the prompts that fit into the target's context."""
-    engine, found = contender.engine, []
-    most = room(engine.target, settings.max_new_tokens)
-    eos = () if settings.ignore_eos else None
-    for prompt in prompts:
-        ids = question(prompt, (), engine, settings.prompt_tokens)
-        seed = seed_of(settings.seed, 0, prompt)
-        params = engine.params(max_new_tokens=settings.max_new_tokens, seed=seed, eos=eos)
-        found += [Case(prompt, ids, params)] if len(ids) <= most else []
-    if not found:
-        raise InputError(
-            f"no prompt fits the context of {engine.target.name} with {settings.max_new_tokens} new tokens"
-        )
-    return found
 
 
 def limited(cases: Sequence[Case], limit: int | None) -> list[Case]:
