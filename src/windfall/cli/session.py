@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,12 +106,12 @@ def exit_if_interrupted(generation: Generation) -> None:
 
 
 @contextmanager
-def stop_on_interrupt(message: str) -> Iterator[None]:
-    """Ctrl-C prints this note and exits."""
+def stop_on_interrupt(message: str | Callable[[], str]) -> Iterator[None]:
+    """Ctrl-C prints this note, or the one that the function returns, and exits."""
     try:
         yield
     except KeyboardInterrupt:
-        console.note(message)
+        console.note(message if isinstance(message, str) else message())
         raise typer.Exit(ON_INTERRUPT) from None
 
 

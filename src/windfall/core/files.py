@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,17 @@ def replace_file(file: Path, write: Callable[[Path], Any], mode: int = 0o666) ->
 
 def replace_text(file: Path, text: str, mode: int = 0o666) -> None:
     replace_file(file, lambda temporary: temporary.write_text(text, "utf-8"), mode)
+
+
+def replace_arrays(file: Path, arrays: Mapping[str, Any]) -> None:
+    """Write numpy arrays as a compressed .npz file."""
+    import numpy as np
+
+    def write(temporary: Path) -> None:
+        with temporary.open("wb") as stream:
+            np.savez_compressed(stream, **arrays)
+
+    replace_file(file, write)
 
 
 def make_folder(folder: Path) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from windfall.core.errors import InputError
-from windfall.core.files import replace_file
+from windfall.core.files import replace_arrays
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow, Step
 from windfall.policies.beam import Beam
@@ -85,13 +85,7 @@ class Recording:
             node, step = node + size, step + steps
 
     def save(self, file: Path) -> None:
-        arrays: dict[str, Any] = {**self.arrays, "about": np.array(json.dumps(self.about))}
-
-        def write(temporary: Path) -> None:
-            with temporary.open("wb") as stream:
-                np.savez_compressed(stream, **arrays)
-
-        replace_file(file, write)
+        replace_arrays(file, {**self.arrays, "about": np.array(json.dumps(self.about))})
 
     @classmethod
     def load(cls, file: Path) -> Recording:
