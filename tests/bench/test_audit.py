@@ -14,9 +14,10 @@ from helpers.cli import folder, refused, windfall
 from helpers.tiny import prompt, tiny
 from windfall import registry
 from windfall.bench.inspect import audit as auditing
-from windfall.bench.inspect.audit import Audit, Comparison, Divergence, Outcome, first_difference
+from windfall.bench.inspect.audit import Audit, Comparison, Divergence, Outcome
 from windfall.bench.runner import Case
 from windfall.bench.tasks import Prompt
+from windfall.core.stats import first_difference
 from windfall.core.tree import DraftTree
 from windfall.core.types import SamplingParams, Scores
 from windfall.engine.engine import Engine

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from windfall.bench.reading import ALL, Record, Run, Turn
-from windfall.core.stats import Estimate
+from windfall.core.stats import Estimate, first_difference
 
 PLAIN = "none"  # the method that is plain decoding
 BOOTSTRAP_RESAMPLES = 2000
@@ -277,11 +277,9 @@ def differences(run: Run) -> list[Difference]:
     wanted = {record.key: [turn.digest for turn in record.turns] for record in run.select(PLAIN)}
     found = []
     for record in compared(run.records):
-        ours, theirs = [turn.digest for turn in record.turns], wanted[record.key]
-        if ours != theirs:
-            pairs = zip(ours, theirs, strict=False)
-            turn = next((place for place, (a, b) in enumerate(pairs, 1) if a != b), min(len(ours), len(theirs)) + 1)
-            found.append(Difference(record.method, *record.key, turn))
+        place = first_difference([turn.digest for turn in record.turns], wanted[record.key])
+        if place is not None:
+            found.append(Difference(record.method, *record.key, place + 1))
     return found
 
 

@@ -25,6 +25,7 @@ from windfall.bench.paths import shorten
 from windfall.bench.reading import Run, load
 from windfall.bench.recording import repeated_share, turn_record
 from windfall.bench.store import Store
+from windfall.bench.suites import PROMPT_TOKENS, Workload
 from windfall.bench.tasks import Prompt
 from windfall.core.clock import now
 from windfall.core.errors import InputError
@@ -45,7 +46,6 @@ from windfall.prompts.samples import SAMPLES
 MAX_WARM_UP_TOKENS = 64  # of the answer to a warm-up prompt
 PREFILL_STEP = 32  # tokens: prompts whose lengths differ by less need the same CUDA graphs
 MAX_TOKEN_CHARACTERS = 16  # on average; the rest of a long text need not be tokenized
-PROMPT_TOKENS = 200  # of a text to be continued
 MAX_TEMPLATE_TOKENS = 32  # that a chat template puts around a turn
 PROFILE_KEYS = ("costs", "c", "rounds", "steady")  # kept of a profile, which also names models and folders
 
@@ -64,29 +64,19 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Workload):
     """The settings of a run; with model, prompts and machine they determine its outcome."""
 
-    methods: tuple[str, ...]
-    tasks: tuple[str, ...]
-    temperatures: tuple[float, ...] = (0.0,)
-    repeats: int = 3
-    limit: int | None = None
-    max_new_tokens: int = 128
-    prompt_tokens: int = PROMPT_TOKENS
     seed: int = 0
     batch: int = 1
     timing: bool = True
     coupled: bool = True
-    ignore_eos: bool = False
-    warm_up: int = 2  # prompts for each method and temperature
     drafter: str = ""
     suite: str | None = None
     graphs: bool | None = None  # this and the next three are those of GpuOptions
     compiled: bool = False
     exact: bool = False
     plans: bool = True
-    memory: bool = False  # whether each method's peak memory is measured separately, on CUDA
     parts: tuple[Part, ...] = ()  # if empty, every method answers every task
 
     def __post_init__(self) -> None:
@@ -102,10 +92,7 @@ class Settings:
             raise InputError("conversations of a batch share their passes and cannot be timed apart; add --no-timing")
         if self.repeats > 1 and not self.timing and not any(self.temperatures):
             raise InputError("greedy answers repeat themselves: leave out --repeats or --no-timing")
-        if not self.temperatures or len(set(self.temperatures)) < len(self.temperatures):
-            raise InputError("give each temperature once, for example 0,1")
-        for temperature in self.temperatures:
-            SamplingParams(temperature=temperature)
+        check_temperatures(self.temperatures)
 
     def wants(self, method: str, task: str | None, temperature: float) -> bool:
         """Whether a method answers a task (None: any) at a temperature; plain decoding answers all that others do."""
@@ -125,6 +112,14 @@ class Settings:
         return any(p.memory and (method == PLAIN or method in p.methods) for p in self.parts) or (
             self.memory and not self.parts
         )
+
+
+def check_temperatures(temperatures: Sequence[float]) -> None:
+    """Raise an InputError unless these are different and valid sampling temperatures."""
+    if not temperatures or len(set(temperatures)) < len(temperatures):
+        raise InputError("give each temperature once, for example 0,1")
+    for temperature in temperatures:
+        SamplingParams(temperature=temperature)
 
 
 @dataclass(frozen=True)
@@ -368,7 +363,8 @@ class Bench:
             if uses_graphs(contender.engine):
                 contender.reset(State(contender.method.make()))
                 self._capture_prefills(contender.engine, prompts)
-            for temperature in (heat for heat in self.settings.temperatures if self.settings.wants(label, None, heat)):
+            own = [each for each in self.settings.temperatures if self.settings.wants(label, None, each)]
+            for temperature in own:
                 contender.reset(State(contender.method.make()))
                 for sample in SAMPLES[: self.settings.warm_up]:
                     params = self._params(temperature, self.settings.seed, tokens)

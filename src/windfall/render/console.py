@@ -193,20 +193,16 @@ def print_policy_stats(rows: Mapping[str, Stats]) -> None:
 
 def print_agreement(baseline: str, wanted: list[int], others: Mapping[str, list[int]], tokenizer: Any) -> None:
     """Whether the other texts have the baseline's tokens, and if not, where they first differ."""
-    wrong = {name: ids for name, ids in others.items() if ids != wanted}
+    from windfall.core.stats import first_difference
+
+    places = {name: first_difference(wanted, ids) for name, ids in others.items()}
+    wrong = {name: place for name, place in places.items() if place is not None}
     if not wrong:
         stdout().print(Text(f"Same {counted(len(wanted), 'token')}", style="green"))
-    for name, ids in wrong.items():
-        at = first_difference(wanted, ids)
-        one, other = (_token_at(each, at, tokenizer) for each in (wanted, ids))
+    for name, at in wrong.items():
+        one, other = (_token_at(each, at, tokenizer) for each in (wanted, others[name]))
         message = f"Different from token {at + 1} on: {baseline} has {one}, {name} has {other}"
         stdout().print(Text(message, style="red"))
-
-
-def first_difference(one: list[int], other: list[int]) -> int:
-    """The first index at which two lists differ; the end of the shorter list counts as a difference."""
-    pairs = zip(one, other, strict=False)
-    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _token_at(ids: list[int], place: int, tokenizer: Any) -> str:

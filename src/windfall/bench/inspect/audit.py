@@ -15,6 +15,7 @@ import torch
 from windfall.bench.hf_generate import hf_generate
 from windfall.bench.runner import Case, NoDrafter
 from windfall.core.sampling import gumbel, process
+from windfall.core.stats import first_difference
 from windfall.core.tree import DraftTree
 from windfall.core.types import SamplingParams
 from windfall.engine.engine import Engine
@@ -175,13 +176,6 @@ class Audit:
         if token is not None and instead is not None:
             gap = logit_gap(self.reference, [*case.ids, *one[:place]], token, instead, case.params)
         return Divergence(place, token, instead, gap)
-
-
-def first_difference(one: Tokens, other: Tokens) -> int | None:
-    """The first place where two answers differ, possibly the end of the shorter one; None if they are equal."""
-    pairs = zip(one, other, strict=False)
-    ends = None if len(one) == len(other) else min(len(one), len(other))
-    return next((place for place, (a, b) in enumerate(pairs) if a != b), ends)
 
 
 @torch.inference_mode()

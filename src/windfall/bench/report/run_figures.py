@@ -17,23 +17,23 @@ MAX_CYCLE_TOKENS = 12  # the last column of the table of lengths
 MAX_DEPTH, MAX_RANK = 10, 10  # of a heat map
 
 
-def drawings(run: Run, rows: list[Row], ranked: list[Row], heat: float) -> list[Drawing]:
+def drawings(run: Run, rows: list[Row], ranked: list[Row], temperature: float) -> list[Drawing]:
     """The figures that these records allow."""
-    trees = {row.method: run.select(row.method, temperature=heat) for row in ranked if row.delta > 0}
+    trees = {row.method: run.select(row.method, temperature=temperature) for row in ranked if row.delta > 0}
     fastest = dict(list(trees.items())[:MAX_LINES])
     gains = {row.method: row.speedup for row in ranked if row.speedup}
     predicted = {row.method: (row.predicted, row.speedup) for row in ranked if row.predicted and row.speedup}
     found: list[Drawing] = []
 
     def add(name: str, title: str, caption: str, draw: Callable[[], Any]) -> None:
-        found.append(Drawing(f"{name}-t{heat:g}".replace(".", "-"), title, caption, draw))
+        found.append(Drawing(f"{name}-t{temperature:g}".replace(".", "-"), title, caption, draw))
 
     if len(gains) > 1:
         caption = "Tokens per second over those of plain decoding (dashed). Whiskers: 95% interval over the prompts."
         add("speedup", "Speed-up", caption, lambda: figures.bars(gains, "speed-up over plain decoding (×)", base=1.0))
     if len(run.tasks) > 1:
         caption = "The longer the accepted drafts, the brighter."
-        add("tau", "Tokens per target pass, by task", caption, lambda: _tau_figure(run, rows, ranked, heat))
+        add("tau", "Tokens per target pass, by task", caption, lambda: _tau_figure(run, rows, ranked, temperature))
     if any(row.split for row in ranked):
         caption = "Milliseconds for each token of the text. A shorter bar is a faster method; prompts are not counted."
         label = "milliseconds per token"
@@ -77,8 +77,8 @@ def _rank_figure(fastest: dict[str, list[reading.Record]]) -> Any:
     return figures.stack(shares, "share of verified nodes (%)", colours)
 
 
-def _tau_figure(run: Run, rows: list[Row], ranked: list[Row], heat: float) -> Any:
-    found = {(row.method, row.task): row.tau for row in rows if row.temperature == heat}
+def _tau_figure(run: Run, rows: list[Row], ranked: list[Row], temperature: float) -> Any:
+    found = {(row.method, row.task): row.tau for row in rows if row.temperature == temperature}
     methods = [row.method for row in ranked]
     cells = [[found.get((method, task)) for task in run.tasks] for method in methods]
     return figures.table(methods, run.tasks, cells, "tau: tokens per target pass")

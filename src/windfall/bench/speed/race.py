@@ -11,7 +11,7 @@ from typing import Any
 
 from windfall.bench.gpu_internals import MAX_VERIFY_ROWS, VERIFY_ROWS
 from windfall.bench.hf_generate import hf_generate
-from windfall.bench.runner import Case, Contender, State, answer, room
+from windfall.bench.runner import Case, Contender, State, answer, check_temperatures, room
 from windfall.bench.speed.profiled import inside, unobserved
 from windfall.core.clock import now
 from windfall.core.errors import InputError
@@ -48,10 +48,7 @@ class Settings:
     launch: GpuOptions = GpuOptions()
 
     def __post_init__(self) -> None:
-        if not self.temperatures or len(set(self.temperatures)) < len(self.temperatures):
-            raise InputError("give each temperature once, for example 0,1")
-        for temperature in self.temperatures:
-            SamplingParams(temperature=temperature)
+        check_temperatures(self.temperatures)
         if not all(length >= 1 for length in self.lengths):
             raise InputError(f"context lengths are at least 1, not {min(self.lengths)}")
         if not all(1 <= rows <= MAX_VERIFY_ROWS for rows in self.rows):
@@ -281,8 +278,10 @@ class Race:
 
     def _reference(self, label: str, entry: Entry) -> Entry | None:
         """The entry of another method at the same temperature; its coupling does not matter."""
-        heat = entry.regime.temperature
-        return next((e for e in self.entries if e.label == label and e.regime.temperature == heat and e.rounds), None)
+        temperature = entry.regime.temperature
+        return next(
+            (e for e in self.entries if e.label == label and e.regime.temperature == temperature and e.rounds), None
+        )
 
     def _same_texts(self, entry: Entry) -> tuple[int | None, int | None]:
         """The number of texts equal to plain decoding's, and of all; None where transformers draws with other noise."""
