@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from windfall.cli.declare import argument, json_option, option
 from windfall.cli.options import TargetOptions
@@ -42,7 +42,7 @@ def data(
     settings = Settings(max_new_tokens, temperature, greedy_share, held_out, seed, max_length, cut_loops, shard)
     target = model.load_target()
     with stop_on_interrupt("stopped; the data so far is kept, and --resume continues"), _progress() as report:
-        how = {"self_prompts": self_prompts, "limit": limit, "batch": batch, "resume": resume}
+        how: dict[str, Any] = {"self_prompts": self_prompts, "limit": limit, "batch": batch, "resume": resume}
         about = make_data(target, prompts or [], out, settings, **how, report=report, notify=console.note)
     if json:
         console.print_json(about, indent=2)

@@ -55,7 +55,7 @@ def tune(
     chosen = tuning.candidates(policy, search, names, candidates, seed, fixed, given)
     loaded = load_tasks(words(tasks, "--tasks") or ["builtin"], limit)
     check_out_file(out)
-    sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    sampling: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     engine = model.load("none")
     attach_costs(engine, registry.policy(policy, **fixed))
     prompts = [case.ids for case in first_questions(loaded, engine, **sampling)]
