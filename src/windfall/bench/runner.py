@@ -160,7 +160,7 @@ class Contender:
 
 @dataclass
 class NoDrafter(Drafter):
-    """A drafter for plain decoding, which never asks it for anything."""
+    """The drafter of engines that decode plainly, which never use it."""
 
     def start(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
         pass
@@ -266,7 +266,7 @@ def measure_memory(
     trust_remote_code: bool,
     launch: GpuOptions,
 ) -> Iterator[tuple[str, int]]:
-    """The peak memory of methods, each in an engine of its own, on the longest prompt; only on CUDA."""
+    """The peak memory of methods on the longest prompt, each measured in a new engine; only on CUDA."""
     chosen = [each for each in contenders if settings.measures_memory(each.method.label)]
     if not chosen or target.device.type != "cuda":
         return
@@ -335,7 +335,7 @@ class Bench:
             self.progress(len(self.store.done), total)
 
     def schedule(self, prompts: Sequence[Prompt]) -> Iterator[Job]:
-        """Rounds over the prompts; for each prompt and temperature all methods in turn, starting with another one."""
+        """All jobs in order: for each prompt and temperature every method has a turn, and the first one alternates."""
         size, count = self.settings.batch, len(self.contenders)
         chunks = [prompts[start : start + size] for start in range(0, len(prompts), size)]
         for repeat in range(self.settings.repeats):
@@ -379,7 +379,7 @@ class Bench:
         self.store.keep_warm_up(learned)
 
     def _capture_prefills(self, engine: Engine, prompts: Sequence[Prompt]) -> None:
-        """Read prompts of every length, so that the CUDA graphs for them are captured before anything is timed."""
+        """Prefill a prompt of each length, so that the CUDA graphs for them are captured before anything is timed."""
         asked = [question(prompt, [], engine, self.settings.prompt_tokens) for prompt in prompts]
         for ids in {len(ids) // PREFILL_STEP: ids for ids in asked}.values():
             answer(engine, [ids], [SamplingParams(max_new_tokens=1)])

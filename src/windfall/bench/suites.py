@@ -1,4 +1,4 @@
-"""Named benchmarks: a quick one, and the papers' tables as far as their methods are here. The data is in suites.toml.
+"""Named benchmarks: a quick one, and tables of papers whose methods windfall has. The data is in suites.toml.
 
 Suites do not name a drafter: it is the one of `--drafter`. At temperature above 0 the papers hide the sampling noise
 from it, as `--uncoupled` does.

@@ -149,7 +149,7 @@ class Audit:
         return made.token_ids
 
     def _measure_generate(self, chunk: Sequence[Case], plain: Sequence[Tokens], steps: Iterator[None]) -> None:
-        """The same conversations, greedily, by `generate`: each by itself, then all together."""
+        """Decode the same conversations greedily with `generate`: one by one, then in one batch."""
         greedy = [replace(case, params=case.at(0.0)) for case in chunk]
         alone = []
         for case, drawn, own in zip(greedy, chunk, plain, strict=True):

@@ -1,4 +1,4 @@
-"""Methods in turns against plain decoding and transformers' own `generate`, on the same prompts."""
+"""Time methods alternately with plain decoding and transformers' own `generate`, on the same prompts."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def entries(contenders: Sequence[Contender], settings: Settings, assistant: Any)
 
 
 def assisted_by(assistant: Any) -> str:
-    """What transformers drafts with: a language model or, if the drafter is none, prompt lookup."""
+    """What transformers drafts with: the drafter's language model or, if it has none, prompt lookup."""
     return f"prompt lookup of {assistant}" if isinstance(assistant, int) else "the drafter's model"
 
 
@@ -162,7 +162,7 @@ def limited(cases: Sequence[Case], limit: int | None) -> list[Case]:
 
 
 class Race:
-    """Methods in turns over the same prompts; `rows` has the figures of what is finished."""
+    """Runs methods alternately over the same prompts; `rows` has the figures of the rounds that are finished."""
 
     def __init__(self, target: Target, entries: Sequence[Entry], cases: Sequence[Case], settings: Settings):
         self.target, self.entries, self.cases, self.settings = target, list(entries), list(cases), settings

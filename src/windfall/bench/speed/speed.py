@@ -49,7 +49,7 @@ class Result:
 
 
 def peak_of(target: Target, method: Method, drafter: DrafterSpec, case: Case, settings: Settings) -> int:
-    """The most bytes of a CUDA device that this method alone needs for one answer, weights included."""
+    """The peak bytes of a CUDA device that this method needs for one answer, weights included."""
     loaded = size_of(drafter.model) if isinstance(drafter, Ready) and not method.plain and not method.drafter else 0
 
     def make() -> Engine:

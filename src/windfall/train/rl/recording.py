@@ -220,7 +220,7 @@ def _arrays(engine: Engine, steps: Sequence[Step], length: int, sampling: dict[s
 
 
 def _path(tree: DraftTree, text: Sequence[int]) -> list[int]:
-    """The nodes below the root whose tokens are the text's, as far as the tree has them."""
+    """The nodes that follow the text, from depth 1 to where the text leaves the tree."""
     edges = zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
     child = {edge: node for node, edge in enumerate(edges)}
     path, node = list[int](), 0
