@@ -14,7 +14,10 @@ from helpers.cli import folder, refused, windfall
 from helpers.tiny import prompt, tiny
 from windfall import registry
 from windfall.bench.inspect import audit as auditing
-from windfall.bench.inspect.audit import Audit, Case, Comparison, Divergence, Outcome, first_difference
+from windfall.bench.inspect.audit import Audit, Comparison, Divergence, Outcome
+from windfall.bench.runner import Case
+from windfall.bench.tasks import Prompt
+from windfall.core.stats import first_difference
 from windfall.core.tree import DraftTree
 from windfall.core.types import SamplingParams, Scores
 from windfall.engine.engine import Engine
@@ -31,7 +34,7 @@ def engine(dtype: torch.dtype = torch.float32) -> Engine:
 
 def cases(count: int = 5, **sampling: Any) -> list[Case]:
     params = SamplingParams(max_new_tokens=LENGTH, **sampling)
-    return [Case("letters", str(i), prompt(5 + 2 * i, seed=i), params) for i in range(count)]
+    return [Case(Prompt("letters", "", str(i), ()), prompt(5 + 2 * i, seed=i), params) for i in range(count)]
 
 
 def swapped_at(place: int, score: Callable[..., list[Scores]]) -> Callable[..., list[Scores]]:
@@ -64,15 +67,15 @@ def test_in_float32_nothing_differs(temperature: float) -> None:
 def test_a_flipped_choice_is_found_with_its_place_and_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     [case], place = cases(1), 9
     work = Audit(engine(), batch=1)
-    flip = swapped_at(len(case.prompt) + place, Target.score)
+    flip = swapped_at(len(case.ids) + place, Target.score)
     monkeypatch.setattr(work.engine.target, "score", lambda trees: flip(work.engine.target, trees))
     work.run([case])
     [outcome] = work.speculative.diverging
     assert outcome.divergence is not None and work.failed
-    found, plain = outcome.divergence, work.plain.decode([case.prompt], [case.params])[0].token_ids
+    found, plain = outcome.divergence, work.plain.decode([case.ids], [case.params])[0].token_ids
     assert (found.place, found.token, outcome.tokens) == (place, plain[place], place + 1)
     with torch.inference_mode():
-        logits = work.reference.model(torch.tensor([case.prompt + plain[:place]])).logits[0, -1]
+        logits = work.reference.model(torch.tensor([case.ids + plain[:place]])).logits[0, -1]
     best, second = logits.topk(2).indices.tolist()
     assert (found.token, found.other) == (best, second)
     assert found.gap == pytest.approx(float(logits[best] - logits[second]), rel=1e-4)
@@ -120,7 +123,7 @@ def test_differences_of_batched_generate_are_found(monkeypatch: pytest.MonkeyPat
 
 def test_generate_stops_at_the_same_end_of_text() -> None:
     work = Audit(engine(), batch=3)
-    answers = [work.plain.decode([case.prompt], [case.params])[0].token_ids for case in cases(3)]
+    answers = [work.plain.decode([case.ids], [case.params])[0].token_ids for case in cases(3)]
     own = work.reference.model.generation_config
     own.do_sample, own.repetition_penalty = True, 3.0  # would change every text
     ends = cases(3, eos=(answers[0][7], answers[1][11]))

@@ -12,7 +12,8 @@ import pytest
 
 from windfall.bench import reading, results
 from windfall.bench.reading import Record, Run, Turn
-from windfall.bench.results import Difference, Estimate
+from windfall.bench.results import Difference
+from windfall.core.stats import Estimate
 from windfall.core.types import InputError
 
 

@@ -16,10 +16,10 @@ from helpers.random_heads import random_head
 from helpers.tiny import prompt, tiny
 from helpers.widen import LARGER
 from windfall.bench.methods import DrafterSpec, parse_methods
-from windfall.bench.runner import Contender, State, assemble
+from windfall.bench.runner import Case, Contender, State, assemble, first_questions
 from windfall.bench.speed import passes, race, speed
 from windfall.bench.speed.profiled import Kernel, after
-from windfall.bench.speed.race import Case, Entry, Race, Regime, Settings, Timing
+from windfall.bench.speed.race import Entry, Race, Regime, Settings, Timing
 from windfall.bench.speed.speed import Result
 from windfall.bench.tasks import Prompt
 from windfall.core.types import GpuOptions, InputError, SamplingParams
@@ -152,7 +152,7 @@ def test_each_method_has_its_own_reason_to_leave_the_gpu() -> None:
     for each in contenders:
         each.engine.costs = COSTS
     settings = Settings(**{**SHORT, "rounds": 1, "hf": False, "temperatures": (0.0,)})
-    cases = race.cases_of(PROMPTS, contenders[0], settings)
+    cases = first_questions(PROMPTS, contenders[0].engine, 0, max_new_tokens=4, eos=())
     made = Race(target, race.entries(contenders, settings, None), cases, settings)
     list(made.run())
     told = [row["fallback"] for row in made.rows]

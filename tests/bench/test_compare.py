@@ -16,10 +16,10 @@ from windfall import registry
 from windfall.bench import reading, results
 from windfall.bench.methods import parse_methods
 from windfall.bench.package_data import read_toml
-from windfall.bench.papers import compare, tables
+from windfall.bench.papers import tables
 from windfall.bench.papers.tables import PaperTable, paper_tables
+from windfall.bench.report import compare, results_page
 from windfall.bench.report import page as report
-from windfall.bench.report import results_page
 from windfall.bench.store import Store
 from windfall.bench.suites import SUITES
 from windfall.cli import app

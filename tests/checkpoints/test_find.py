@@ -569,7 +569,7 @@ def test_pick_dtype() -> None:
 
 
 def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     monkeypatch.setenv("WINDFALL_CACHE", "/own")
     assert find.cache_dir() == Path("/own")

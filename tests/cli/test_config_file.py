@@ -129,19 +129,19 @@ def test_the_place_of_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     usual = tmp_path / ".config" / "windfall" / "config.toml"
     assert config_file.file_in_use() is None and config_file.read() == {}
-    assert doctor.config_file() == f"none; {usual} would be read"
+    assert config_file.describe() == f"none; {usual} would be read"
     usual.parent.mkdir(parents=True)
     usual.write_text("target = '~/model'\n")
     assert config_file.file_in_use() == usual and config_file.read() == {"target": str(tmp_path / "model")}
-    assert doctor.config_file() == f"{usual} sets target"
+    assert config_file.describe() == f"{usual} sets target"
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "other"))
     assert config_file.file_in_use() is None
     monkeypatch.setenv("WINDFALL_CONFIG", "")
-    assert doctor.config_file() == "none"
+    assert config_file.describe() == "none"
 
 
 def doctor_checks() -> list[doctor.Check]:
-    return [doctor._check("config file", doctor.config_file)]
+    return [doctor._check("config file", config_file.describe)]
 
 
 def test_the_example_of_a_config_file_is_one(write: Any) -> None:

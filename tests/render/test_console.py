@@ -6,7 +6,6 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,7 +123,7 @@ def test_profile(width: int, capsys: pytest.CaptureFixture[str]) -> None:
         "drafter": {"class": "windfall.drafters.feature_head.FeatureHeadDrafter"},
     }
     costs = Costs(Curve((1, 8), (0.001, 0.002)), curves, 0.0001)
-    console.print_costs(SimpleNamespace(costs=costs, about=about, rounds=3))  # type: ignore[arg-type]
+    console.print_costs(costs, about, rounds=3)
     text = capsys.readouterr().out
     tables = text.partition("\n")[2].partition("overhead")[0]
     check(tables, width)

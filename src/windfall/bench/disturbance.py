@@ -30,11 +30,11 @@ class Disturbance(NamedTuple):
 def disturbances(run: Run, rows: Sequence[Row]) -> list[Disturbance]:
     """One for each temperature at which plain decoding was disturbed; `rows` is the summary of the run."""
     found = []
-    for heat in run.temperatures:
-        plain = [record for record in run.select(PLAIN, None, heat) if record.seconds is not None]
-        known = [_against_profile(run, plain), _against_median(plain), _against_tokens(rows, heat)]
+    for temperature in run.temperatures:
+        plain = [record for record in run.select(PLAIN, None, temperature) if record.seconds is not None]
+        known = [_against_profile(run, plain), _against_median(plain), _against_tokens(rows, temperature)]
         if evidence := next((each for each in known if each is not None), None):
-            found.append(Disturbance(heat, *evidence))
+            found.append(Disturbance(temperature, *evidence))
     return found
 
 
@@ -67,10 +67,10 @@ def _against_median(plain: Sequence[Record]) -> Evidence | None:
     return (factor, evidence) if factor > MAX_SLOWDOWN else None
 
 
-def _against_tokens(rows: Sequence[Row], heat: float) -> Evidence | None:
+def _against_tokens(rows: Sequence[Row], temperature: float) -> Evidence | None:
     """Compare speed-ups with tokens per target pass, which they cannot exceed: a pass over a tree is not cheaper than
     one over a single row."""
-    own = [row for row in rows if row.temperature == heat and row.method != PLAIN and row.speedup is not None]
+    own = [row for row in rows if row.temperature == temperature and row.method != PLAIN and row.speedup is not None]
     pooled = [row for row in own if row.task == ALL] or own
     worst = max(pooled, key=lambda row: row.speedup.low / row.tau if row.speedup else 0.0, default=None)
     if worst is None or worst.speedup is None or worst.speedup.low <= MAX_SPEEDUP_PER_TAU * worst.tau:

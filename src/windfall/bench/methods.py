@@ -110,7 +110,7 @@ def parse_policies(text: str, option: str = "--policies") -> dict[str, TreePolic
 
 
 def parse_method(item: str) -> Method:
-    """Parse one method, and check its names and settings as far as this needs no model."""
+    """Parse one method; its names and settings are checked without loading a model."""
     from windfall import registry
 
     drafter, policy_text = _split(item)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from windfall.bench.reading import ALL, Record, Run, Turn
+from windfall.core.stats import Estimate, first_difference
 
 PLAIN = "none"  # the method that is plain decoding
 BOOTSTRAP_RESAMPLES = 2000
@@ -21,14 +24,6 @@ PARTS = ("draft", "verify", "policy", "other")
 
 Floats = NDArray[np.float64]
 Place = tuple[int, int]  # depth and rank in a tree
-
-
-class Estimate(NamedTuple):
-    """A figure with its 95% interval."""
-
-    value: float
-    low: float
-    high: float
 
 
 # ---- tokens per pass
@@ -58,6 +53,14 @@ def delta(records: Sequence[Record]) -> float:
 def mean_rows(records: Sequence[Record]) -> float:
     """Verified rows per target pass, including the root."""
     return _per_cycle(records, "rows")
+
+
+def tau_and_delta(records: Sequence[Record]) -> list[tuple[float, float]]:
+    """(tau, delta) of every prompt, its repeats together."""
+    prompts: dict[tuple[str, str], list[Record]] = defaultdict(list)
+    for record in records:
+        prompts[record.task, record.id].append(record)
+    return [(tau(own), delta(own)) for own in prompts.values()]
 
 
 def accepted_lengths(records: Sequence[Record]) -> dict[tuple[str, str], list[int]]:
@@ -274,11 +277,9 @@ def differences(run: Run) -> list[Difference]:
     wanted = {record.key: [turn.digest for turn in record.turns] for record in run.select(PLAIN)}
     found = []
     for record in compared(run.records):
-        ours, theirs = [turn.digest for turn in record.turns], wanted[record.key]
-        if ours != theirs:
-            pairs = zip(ours, theirs, strict=False)
-            turn = next((place for place, (a, b) in enumerate(pairs, 1) if a != b), min(len(ours), len(theirs)) + 1)
-            found.append(Difference(record.method, *record.key, turn))
+        place = first_difference([turn.digest for turn in record.turns], wanted[record.key])
+        if place is not None:
+            found.append(Difference(record.method, *record.key, place + 1))
     return found
 
 
@@ -325,6 +326,26 @@ class Row:
         values = {name: None if isinstance(v, float) and math.isnan(v) else v for name, v in asdict(self).items()}
         estimates = {name: value._asdict() for name, value in vars(self).items() if isinstance(value, Estimate)}
         return {**values, **estimates}
+
+    def as_columns(self) -> dict[str, Any]:
+        """As columns of a table; nested figures get a column for each part."""
+        flat: dict[str, Any] = {}
+        for name, value in self.as_dict().items():
+            if isinstance(value, dict):
+                flat.update({name if part == "value" else f"{name}_{part}": each for part, each in value.items()})
+            else:
+                flat[name] = value
+        return flat
+
+
+def as_csv(lines: Sequence[dict[str, Any]]) -> str:
+    """Lines as CSV, with every column that any line has."""
+    names = list(dict.fromkeys(name for line in lines for name in line))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
 
 
 def summary(run: Run) -> list[Row]:

@@ -25,6 +25,7 @@ from windfall.bench.paths import shorten
 from windfall.bench.reading import Run, load
 from windfall.bench.recording import repeated_share, turn_record
 from windfall.bench.store import Store
+from windfall.bench.suites import PROMPT_TOKENS, Workload
 from windfall.bench.tasks import Prompt
 from windfall.core.clock import now
 from windfall.core.errors import InputError
@@ -45,7 +46,6 @@ from windfall.prompts.samples import SAMPLES
 MAX_WARM_UP_TOKENS = 64  # of the answer to a warm-up prompt
 PREFILL_STEP = 32  # tokens: prompts whose lengths differ by less need the same CUDA graphs
 MAX_TOKEN_CHARACTERS = 16  # on average; the rest of a long text need not be tokenized
-PROMPT_TOKENS = 200  # of a text to be continued
 MAX_TEMPLATE_TOKENS = 32  # that a chat template puts around a turn
 PROFILE_KEYS = ("costs", "c", "rounds", "steady")  # kept of a profile, which also names models and folders
 
@@ -64,29 +64,19 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Workload):
     """The settings of a run; with model, prompts and machine they determine its outcome."""
 
-    methods: tuple[str, ...]
-    tasks: tuple[str, ...]
-    temperatures: tuple[float, ...] = (0.0,)
-    repeats: int = 3
-    limit: int | None = None
-    max_new_tokens: int = 128
-    prompt_tokens: int = PROMPT_TOKENS
     seed: int = 0
     batch: int = 1
     timing: bool = True
     coupled: bool = True
-    ignore_eos: bool = False
-    warm_up: int = 2  # prompts for each method and temperature
     drafter: str = ""
     suite: str | None = None
     graphs: bool | None = None  # this and the next three are those of GpuOptions
     compiled: bool = False
     exact: bool = False
     plans: bool = True
-    memory: bool = False  # whether each method's peak memory is measured separately, on CUDA
     parts: tuple[Part, ...] = ()  # if empty, every method answers every task
 
     def __post_init__(self) -> None:
@@ -102,10 +92,7 @@ class Settings:
             raise InputError("conversations of a batch share their passes and cannot be timed apart; add --no-timing")
         if self.repeats > 1 and not self.timing and not any(self.temperatures):
             raise InputError("greedy answers repeat themselves: leave out --repeats or --no-timing")
-        if not self.temperatures or len(set(self.temperatures)) < len(self.temperatures):
-            raise InputError("give each temperature once, for example 0,1")
-        for temperature in self.temperatures:
-            SamplingParams(temperature=temperature)
+        check_temperatures(self.temperatures)
 
     def wants(self, method: str, task: str | None, temperature: float) -> bool:
         """Whether a method answers a task (None: any) at a temperature; plain decoding answers all that others do."""
@@ -125,6 +112,14 @@ class Settings:
         return any(p.memory and (method == PLAIN or method in p.methods) for p in self.parts) or (
             self.memory and not self.parts
         )
+
+
+def check_temperatures(temperatures: Sequence[float]) -> None:
+    """Raise an InputError unless these are different and valid sampling temperatures."""
+    if not temperatures or len(set(temperatures)) < len(temperatures):
+        raise InputError("give each temperature once, for example 0,1")
+    for temperature in temperatures:
+        SamplingParams(temperature=temperature)
 
 
 @dataclass(frozen=True)
@@ -165,7 +160,7 @@ class Contender:
 
 @dataclass
 class NoDrafter(Drafter):
-    """A drafter for plain decoding, which never asks it for anything."""
+    """The drafter of engines that decode plainly, which never use it."""
 
     def start(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
         pass
@@ -271,7 +266,7 @@ def measure_memory(
     trust_remote_code: bool,
     launch: GpuOptions,
 ) -> Iterator[tuple[str, int]]:
-    """The peak memory of methods, each in an engine of its own, on the longest prompt; only on CUDA."""
+    """The peak memory of methods on the longest prompt, each measured in a new engine; only on CUDA."""
     chosen = [each for each in contenders if settings.measures_memory(each.method.label)]
     if not chosen or target.device.type != "cuda":
         return
@@ -340,7 +335,7 @@ class Bench:
             self.progress(len(self.store.done), total)
 
     def schedule(self, prompts: Sequence[Prompt]) -> Iterator[Job]:
-        """Rounds over the prompts; for each prompt and temperature all methods in turn, starting with another one."""
+        """All jobs in order: for each prompt and temperature every method has a turn, and the first one alternates."""
         size, count = self.settings.batch, len(self.contenders)
         chunks = [prompts[start : start + size] for start in range(0, len(prompts), size)]
         for repeat in range(self.settings.repeats):
@@ -368,7 +363,8 @@ class Bench:
             if uses_graphs(contender.engine):
                 contender.reset(State(contender.method.make()))
                 self._capture_prefills(contender.engine, prompts)
-            for temperature in (heat for heat in self.settings.temperatures if self.settings.wants(label, None, heat)):
+            own = [each for each in self.settings.temperatures if self.settings.wants(label, None, each)]
+            for temperature in own:
                 contender.reset(State(contender.method.make()))
                 for sample in SAMPLES[: self.settings.warm_up]:
                     params = self._params(temperature, self.settings.seed, tokens)
@@ -383,7 +379,7 @@ class Bench:
         self.store.keep_warm_up(learned)
 
     def _capture_prefills(self, engine: Engine, prompts: Sequence[Prompt]) -> None:
-        """Read prompts of every length, so that the CUDA graphs for them are captured before anything is timed."""
+        """Prefill a prompt of each length, so that the CUDA graphs for them are captured before anything is timed."""
         asked = [question(prompt, [], engine, self.settings.prompt_tokens) for prompt in prompts]
         for ids in {len(ids) // PREFILL_STEP: ids for ids in asked}.values():
             answer(engine, [ids], [SamplingParams(max_new_tokens=1)])
@@ -450,6 +446,34 @@ def question(prompt: Prompt, replies: Sequence[str], engine: Engine, prompt_toke
 
 def _alternate(asked: Sequence[str], replies: Sequence[str]) -> list[str]:
     return [text for pair in zip(asked, [*replies, ""], strict=True) for text in pair][:-1]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt's first question as token ids, and how its answer is drawn."""
+
+    prompt: Prompt
+    ids: list[int]
+    params: SamplingParams
+
+    def cut(self, tokens: int) -> Case:
+        """The same with an answer of at most this many tokens."""
+        return replace(self, params=replace(self.params, max_new_tokens=min(tokens, self.params.max_new_tokens)))
+
+    def at(self, temperature: float) -> SamplingParams:
+        return replace(self.params, temperature=temperature)
+
+
+def first_questions(
+    prompts: Sequence[Prompt], engine: Engine, seed: int, prompt_tokens: int = PROMPT_TOKENS, **sampling: Any
+) -> list[Case]:
+    """The first questions of the prompts that leave room for an answer in the target's context."""
+    tokens = sampling["max_new_tokens"]
+    asked = [(prompt, question(prompt, (), engine, prompt_tokens)) for prompt in prompts]
+    fitting = [(prompt, ids) for prompt, ids in asked if len(ids) <= room(engine.target, tokens)]
+    if not fitting:
+        raise InputError(f"no prompt fits the context of {engine.target.name} with {tokens} new tokens")
+    return [Case(p, ids, engine.params(seed=seed_of(seed, 0, p), **sampling)) for p, ids in fitting]
 
 
 def fitting(prompts: Sequence[Prompt], target: Target, settings: Settings) -> list[Prompt]:

@@ -23,7 +23,7 @@ Done = tuple[str, str, str, float, int]  # method, task, id, temperature, repeat
 
 
 class Store:
-    """Opens a folder for a new run, or (`resume`) for the rest of the run that is in it."""
+    """Opens a folder for a new run, or with `resume` to continue the run in it."""
 
     def __init__(self, folder: Path, resume: bool = False):
         self.folder = folder

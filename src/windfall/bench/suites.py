@@ -1,4 +1,4 @@
-"""Named benchmarks: a quick one, and the papers' tables as far as their methods are here. The data is in suites.toml.
+"""Named benchmarks: a quick one, and tables of papers whose methods windfall has. The data is in suites.toml.
 
 Suites do not name a drafter: it is the one of `--drafter`. At temperature above 0 the papers hide the sampling noise
 from it, as `--uncoupled` does.
@@ -7,28 +7,36 @@ from it, as `--uncoupled` does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from windfall.bench.package_data import read_toml
 from windfall.core.errors import InputError
 
+PROMPT_TOKENS = 200  # of a text to be continued
+
 
 @dataclass(frozen=True)
-class Suite:
-    """What `windfall bench run --suite` runs; options on the command line take precedence."""
+class Workload:
+    """Which methods answer which tasks, and how the texts are generated."""
 
-    about: str
     methods: tuple[str, ...]
     tasks: tuple[str, ...]
     temperatures: tuple[float, ...] = (0.0,)
     repeats: int = 3
     limit: int | None = None
     max_new_tokens: int = 128
-    prompt_tokens: int = 200
+    prompt_tokens: int = PROMPT_TOKENS
     ignore_eos: bool = False
-    warm_up: int = 2
-    memory: bool = False  # whether each method's peak memory is measured separately
+    warm_up: int = 2  # prompts for each method and temperature
+    memory: bool = False  # whether each method's peak memory is measured separately, on CUDA
+
+
+@dataclass(frozen=True)
+class Suite(Workload):
+    """What `windfall bench run --suite` runs; options on the command line take precedence."""
+
+    about: str = ""
 
 
 def _suite(given: dict[str, Any]) -> Suite:
@@ -53,18 +61,15 @@ def join(names: Sequence[str]) -> Suite:
         if len({getattr(suite, option) for suite in found}) > 1:
             raise InputError(f"{names[0]} and the other suites differ in {option}; run those that differ by themselves")
     limits = [suite.limit for suite in found]
-    return Suite(
-        "; ".join(suite.about for suite in found),
-        _union(suite.methods for suite in found),
-        _union(suite.tasks for suite in found),
-        tuple(sorted({heat for suite in found for heat in suite.temperatures})),
-        max(suite.repeats for suite in found),
-        None if None in limits else max(limit for limit in limits if limit is not None),
-        max(suite.max_new_tokens for suite in found),
-        found[0].prompt_tokens,
-        found[0].ignore_eos,
-        max(suite.warm_up for suite in found),
-        any(suite.memory for suite in found),
+    return replace(
+        found[0],
+        about="; ".join(suite.about for suite in found),
+        methods=_union(suite.methods for suite in found),
+        tasks=_union(suite.tasks for suite in found),
+        temperatures=tuple(sorted({temperature for suite in found for temperature in suite.temperatures})),
+        limit=None if None in limits else max(limit for limit in limits if limit is not None),
+        memory=any(suite.memory for suite in found),
+        **{name: max(getattr(suite, name) for suite in found) for name in ("repeats", "max_new_tokens", "warm_up")},
     )
 
 

@@ -49,7 +49,7 @@ def limited(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
 
 
 def spread(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
-    """`limit` of these prompts, from every category in turn, in their order."""
+    """`limit` of these prompts, chosen evenly from all categories; their order is kept."""
     places: dict[str, list[int]] = defaultdict(list)
     for place, prompt in enumerate(prompts):
         places[prompt.category].append(place)

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from windfall import registry
 from windfall.bench.methods import DrafterSpec
 from windfall.bench.paths import shorten
-from windfall.bench.tasks import Prompt
 from windfall.core.files import replace_text
 from windfall.core.options import options_of
 from windfall.core.types import InputError
@@ -293,17 +292,6 @@ def describe(engine: Any, drafter: DrafterSpec, prompts: Sequence[Any], sampling
         "sampling": sampling,
         "prompts": digest(prompts),
     }
-
-
-def first_questions(engine: Any, prompts: Sequence[Prompt], tokens: int) -> list[list[int]]:
-    """The token ids of the first question of each prompt that leaves room for this many new tokens."""
-    from windfall.bench.runner import PROMPT_TOKENS, question, room
-
-    found = [question(prompt, (), engine, PROMPT_TOKENS) for prompt in prompts]
-    fitting = [ids for ids in found if len(ids) <= room(engine.target, tokens)]
-    if not fitting:
-        raise InputError(f"no prompt leaves room for {tokens} new tokens in the context of {engine.target.name}")
-    return fitting
 
 
 def timed(engine: Any, policy: str, fixed: Settings, prompts: Sequence[Any], sampling: Settings) -> Measure:

@@ -8,9 +8,7 @@ import hashlib
 import importlib
 import json
 import math
-import os
 import shutil
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -25,7 +23,7 @@ from safetensors import SafetensorError
 
 from windfall.checkpoints.model_dir import check_report
 from windfall.checkpoints.quiet_libs import announced, first_line, quiet
-from windfall.core.files import replace_text
+from windfall.core.files import replace_text, user_folder
 from windfall.core.types import InputError
 
 if TYPE_CHECKING:
@@ -47,15 +45,7 @@ SINGLE_DIGIT_TOKENIZERS = ("smollm", "starcoder", "refact", "command-r", "codesh
 
 def cache_dir() -> Path:
     """The folder of converted models."""
-    if own := os.environ.get("WINDFALL_CACHE"):
-        return Path(own).expanduser()
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared).expanduser() / "windfall"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "windfall"
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "windfall"
-    return Path.home() / ".cache" / "windfall"
+    return user_folder("CACHE", mac="Library/Caches", linux=".cache")
 
 
 def converted(file: Path, name: str, convert: Callable[[Path, Path], None] | None = None) -> Path:

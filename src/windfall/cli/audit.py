@@ -14,14 +14,11 @@ from windfall.bench.tasks import load_tasks
 from windfall.cli.declare import ignore_eos_option, json_option, option, tasks_option, words
 from windfall.cli.options import ModelOptions, PolicyOptions
 from windfall.cli.session import DIFFERENT, ON_INTERRUPT, check_out_file, command_line, write_json
-from windfall.core.errors import InputError
 from windfall.render import console
 from windfall.render.tables import Figures
 
 if TYPE_CHECKING:
-    from windfall.bench.inspect.audit import Audit, Case, Comparison
-    from windfall.bench.tasks import Prompt
-    from windfall.engine.engine import Engine
+    from windfall.bench.inspect.audit import Audit, Comparison
 
 MAX_SHOWN_DIFFERENCES = 5
 
@@ -55,21 +52,25 @@ def audit(
     """Compare texts with plain decoding, token by token; in float32 any difference is a failure."""
     from windfall.bench.inspect.audit import Audit
     from windfall.bench.provenance import describe
+    from windfall.bench.runner import first_questions
 
     prompts, made_policy = load_tasks(options.names, options.limit), policy.make()
     check_out_file(out)
     engine = model.load(made_policy)
-    cases = _cases(prompts, engine, options)
+    sampling = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "seed")}
+    cases = first_questions(prompts, engine, eos=() if options.ignore_eos else None, **sampling)
+    if left_out := len(prompts) - len(cases):
+        console.note(f"{left_out} of {len(prompts)} prompts are too long and left out")
     work, interrupted = Audit(engine, policy.name, options.batch), False
     try:
         with console.progress("Decoding") as progress:
-            work.run([case for _, case in cases], progress)
+            work.run(cases, progress)
     except KeyboardInterrupt:
         interrupted = True
         console.note(f"stopped; {len(work.speculative.outcomes)} of {len(cases)} conversations are finished")
         if not work.speculative.outcomes:
             raise typer.Exit(ON_INTERRUPT) from None
-    used = [prompt for prompt, _ in cases]
+    used = [case.prompt for case in cases]
     report = {
         "provenance": describe({model.drafter_name: engine}, engine.target, used, command_line()),
         "settings": _settings(options, model, policy),
@@ -85,29 +86,6 @@ def audit(
         _show(work)
     if interrupted or work.failed:
         raise typer.Exit(ON_INTERRUPT if interrupted else DIFFERENT)
-
-
-def _cases(prompts: list[Prompt], engine: Engine, options: AuditOptions) -> list[tuple[Prompt, Case]]:
-    """The first question of each prompt that fits the target's context."""
-    from windfall.bench.inspect.audit import Case
-    from windfall.bench.runner import PROMPT_TOKENS, question, room, seed_of
-
-    max_length, found = room(engine.target, options.max_new_tokens), []
-    for prompt in prompts:
-        ids = question(prompt, (), engine, PROMPT_TOKENS)
-        params = engine.params(
-            max_new_tokens=options.max_new_tokens,
-            temperature=options.temperature,
-            seed=seed_of(options.seed, 0, prompt),
-            eos=() if options.ignore_eos else None,
-        )
-        if len(ids) <= max_length:
-            found.append((prompt, Case(prompt.task, prompt.id, ids, params)))
-    if not found:
-        raise InputError(f"no prompt fits the context of {engine.target.name} with {options.max_new_tokens} new tokens")
-    if len(found) < len(prompts):
-        console.note(f"{len(prompts) - len(found)} of {len(prompts)} prompts are too long and left out")
-    return found
 
 
 def _settings(options: AuditOptions, model: ModelOptions, policy: PolicyOptions) -> dict[str, Any]:

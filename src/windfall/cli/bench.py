@@ -13,10 +13,10 @@ from rich.text import Text
 
 from windfall.bench.methods import parse_methods
 from windfall.bench.paths import shorten
-from windfall.bench.suites import SUITES, Suite, find, join
+from windfall.bench.suites import SUITES, Suite, Workload, find, join
 from windfall.cli.declare import argument, ignore_eos_option, json_option, numbers, option, tasks_option, words
 from windfall.cli.options import ModelOptions
-from windfall.cli.session import DIFFERENT, ON_INTERRUPT, command_line
+from windfall.cli.session import DIFFERENT, command_line, stop_on_interrupt
 from windfall.core.errors import InputError
 from windfall.core.wording import counted
 from windfall.render import console
@@ -24,8 +24,9 @@ from windfall.render.tables import Figures, Wrapped
 
 if TYPE_CHECKING:
     from windfall.bench.reading import Run
-    from windfall.bench.results import Difference, Estimate, Row
+    from windfall.bench.results import Difference, Row
     from windfall.bench.runner import Part, Settings
+    from windfall.core.stats import Estimate
 
 MAX_SHOWN_DIFFERENCES = 5
 ADDED = "+"  # prefix of a method that is added to those of a suite
@@ -69,8 +70,7 @@ class BenchOptions:
 
         base = self._suite
         given = {"repeats": self.rounds} | {name: value for name, value in vars(self).items() if value is not None}
-        shared = {f.name: given.get(f.name, getattr(base, f.name)) for f in dataclasses.fields(Suite)}
-        del shared["about"]
+        shared = {f.name: given.get(f.name, getattr(base, f.name)) for f in dataclasses.fields(Workload)}
         chosen = {
             "methods": tuple(methods),
             "tasks": tuple(map(shorten, self.task_names)),
@@ -96,7 +96,7 @@ class BenchOptions:
 
     @property
     def _suite(self) -> Suite:
-        return join(self.suites) if self.suites else Suite("", ("auto",), ("builtin",))
+        return join(self.suites) if self.suites else Suite(("auto",), ("builtin",))
 
     @property
     def _temperatures(self) -> tuple[float, ...]:
@@ -172,13 +172,12 @@ def run(
     prompts = _fitting(prompts, target, settings)
     if target.device.type != "cuda" and any(settings.measures_memory(method.label) for method in methods):
         console.note(f"peak memory is measured on CUDA devices only, not on {target.device.type}")
-    try:
-        with console.progress("Benchmark", counts=True) as progress:
-            work = settings, methods, prompts, target, store, drafter, profiles
-            done = runner.run(*work, command_line(), model.trust_remote_code, progress)
-    except KeyboardInterrupt:
-        console.note(f"stopped; {counted(len(store.done), 'conversation')} kept, and --resume continues")
-        raise typer.Exit(ON_INTERRUPT) from None
+    with (
+        stop_on_interrupt(lambda: f"stopped; {counted(len(store.done), 'conversation')} kept, and --resume continues"),
+        console.progress("Benchmark", counts=True) as progress,
+    ):
+        work = settings, methods, prompts, target, store, drafter, profiles
+        done = runner.run(*work, command_line(), model.trust_remote_code, progress)
     _show(done, json)
     _check_exact(done)
 

@@ -7,7 +7,7 @@ import sys
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from windfall.core.errors import InputError
 
@@ -16,7 +16,10 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+T = TypeVar("T")
+
 VARIABLE = "WINDFALL_CONFIG"
+RECORDS: list[type] = []  # whose options the file may set
 KEY_NAMES = {  # options whose key in the file has another name, that of `windfall.load`
     "drafter_settings": "drafter_options",
     "settings": "policy_options",
@@ -41,15 +44,15 @@ REPLACED_BY_FLAG = {  # a flag on the command line: the keys that are then ignor
 }
 
 
+def configurable(record: type[T]) -> type[T]:
+    """Let the file set the options of this record."""
+    RECORDS.append(record)
+    return record
+
+
 def keys() -> dict[str, Any]:
     """The keys that the file may have, each with the type of its option."""
-    from windfall.cli.options import ModelOptions, PolicyOptions, SamplingOptions
-
-    options = {
-        name: hint
-        for record in (ModelOptions, PolicyOptions, SamplingOptions)
-        for name, hint in typing.get_type_hints(record).items()
-    }
+    options = {name: hint for record in RECORDS for name, hint in typing.get_type_hints(record).items()}
     return {KEY_NAMES.get(name, name): hint for name, hint in options.items() if name not in NOT_IN_FILE}
 
 
@@ -65,6 +68,14 @@ def file_in_use() -> Path | None:
     if named is None:
         return usual_file() if usual_file().exists() else None
     return Path(named).expanduser() if named else None
+
+
+def describe() -> str:
+    """Which file is in use and what it sets, for `windfall doctor`."""
+    file = file_in_use()
+    if file is None:
+        return "none" if os.environ.get(VARIABLE) == "" else f"none; {usual_file()} would be read"
+    return f"{file} sets {', '.join(parse(file)) or 'nothing'}"
 
 
 def read() -> dict[str, Any]:

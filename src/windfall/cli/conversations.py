@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from windfall.core.errors import InputError
-from windfall.core.files import is_unicode, make_folder, parse_json, read_text, replace_text
+from windfall.core.files import is_unicode, make_folder, parse_json, read_text, replace_text, user_folder
 
 FORMAT = "windfall conversation"
 VERSION = 1
@@ -120,18 +118,7 @@ def write_new(file: Path, conversation: Conversation) -> None:
 
 def data_dir() -> Path:
     """The folder for conversations and the history of typed messages."""
-    if own := os.environ.get("WINDFALL_DATA"):
-        return Path(own).expanduser()
-    if shared := os.environ.get("XDG_DATA_HOME"):
-        return Path(shared).expanduser() / "windfall"
-    home = Path(os.path.expanduser("~"))
-    if not home.is_absolute():
-        raise InputError("the home folder is unknown")
-    if sys.platform == "darwin":
-        return home / "Library" / "Application Support" / "windfall"
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local") / "windfall"
-    return home / ".local" / "share" / "windfall"
+    return user_folder("DATA", mac="Library/Application Support", linux=".local/share")
 
 
 def folder() -> Path:

@@ -41,7 +41,7 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     """Convert a command to a function that typer can read.
 
     Parameters declared with `option` become options. A parameter whose type is a dataclass stands for the options that
-    its fields declare. The config file may set options of records with CONFIGURED that the command line leaves out. The
+    its fields declare. The config file may set options of `configurable` records that the command line leaves out. The
     static method `prepare` of a record, if it has one, is called before the command.
     """
     hints = typing.get_type_hints(command, include_extras=True)
@@ -53,9 +53,7 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
         elif name != "context":
             parameters.append(_parameter(name, hints[name], parameter.default))
     parameters.append(inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
-    configured = {
-        f.name for kind in records.values() if getattr(kind, "CONFIGURED", False) for f in dataclasses.fields(kind)
-    }
+    configured = {f.name for kind in records.values() if kind in config_file.RECORDS for f in dataclasses.fields(kind)}
 
     @functools.wraps(command)
     def run(context: typer.Context, **values: Any) -> None:

@@ -14,6 +14,7 @@ from windfall.cli.session import (
     DIFFERENT,
     INTERRUPTED,
     Session,
+    as_record,
     capture_graphs,
     check_chat,
     exit_if_interrupted,
@@ -102,11 +103,11 @@ def _compare(session: Session, prompt: Prompt) -> None:
     equal = plain.token_ids == chosen.token_ids
     if session.json:
         speedup = console.speedup(plain.stats, chosen.stats)
-        more = {"plain": console.as_record(plain), "equal": equal, "speedup": speedup}
+        more = {"plain": as_record(plain), "equal": equal, "speedup": speedup}
         console.print_json({**session.report(chosen), **more})
     else:
         console.stdout().print(console.stats_table({"plain": plain.stats, name: chosen.stats}, baseline=plain.stats))
-        console.print_agreement("plain", plain.token_ids, {name: chosen.token_ids}, engine)
+        console.print_agreement("plain", plain.token_ids, {name: chosen.token_ids}, engine.target.tokenizer)
     if not equal:
         raise typer.Exit(DIFFERENT)
 

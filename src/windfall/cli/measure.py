@@ -37,11 +37,11 @@ def profile(
     with console.progress("Measuring") as progress:
         measured = profiling.load_or_measure(engine, quick=not full, again=again, progress=progress)
     if plot is not None:
-        plots.plot_costs(measured, plot)
+        plots.plot_costs(measured.costs, measured.about, plot)
     if json:
         console.print_json(measured.as_dict(), indent=2)
         return
-    console.print_costs(measured)
+    console.print_costs(measured.costs, measured.about, measured.rounds)
     if not measured.steady:
         console.note("the machine was busy with other work, so these times are approximate")
 
@@ -105,7 +105,8 @@ def compare(
         console.print_json(_report(engine, model, medians, wrong, rounds))
     else:
         console.print_policy_stats({name: run.stats for name, run in medians.items()})
-        console.print_agreement("none", wanted, {name: run.token_ids for name, run in wrong.items()}, engine)
+        others = {name: run.token_ids for name, run in wrong.items()}
+        console.print_agreement("none", wanted, others, engine.target.tokenizer)
     if wrong:
         raise typer.Exit(DIFFERENT)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from windfall.cli.config_file import configurable
 from windfall.cli.declare import argument, complete, ignore_eos_option, option, system_option
 from windfall.core.errors import HeadWarning, InputError
 from windfall.core.options import split_settings
@@ -64,12 +65,12 @@ def message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
+@configurable
 @dataclass
 class TargetOptions:
     """The target model and where it runs."""
 
     PANEL = "Model"
-    CONFIGURED = True
 
     target: str | None = option(None, "Target model: folder, GGUF file or hub id. Default: the embedded model.")
     device: str | None = option(None, "cpu, cuda, cuda:1 or mps. Default: the best device available.")
@@ -96,6 +97,7 @@ class TargetOptions:
         return {"device": self.device, "dtype": self.dtype, "trust_remote_code": self.trust_remote_code}
 
 
+@configurable
 @dataclass
 class ModelOptions(TargetOptions):
     """The target, the drafter, and how they run."""
@@ -157,12 +159,12 @@ class ModelOptions(TargetOptions):
         return DrafterSpec(self.drafter_name, split_settings(self.drafter_settings))
 
 
+@configurable
 @dataclass
 class PolicyOptions:
     """The policy that shapes the draft trees."""
 
     PANEL = "Policy"
-    CONFIGURED = True
 
     policy: str | None = option(
         None, "Tree policy: a name (see `windfall policies`), or FILE.py:CLASS.", autocompletion=complete("policies")
@@ -186,12 +188,12 @@ class PolicyOptions:
         return self.preset or self.policy or DEFAULT_POLICY
 
 
+@configurable
 @dataclass
 class SamplingOptions:
     """How tokens are sampled; the defaults are those of SamplingParams."""
 
     PANEL = "Sampling"
-    CONFIGURED = True
 
     max_new_tokens: int = option(256, "Maximum length of the answer.")
     temperature: float = option(0.0, "Sampling temperature; 0 is greedy.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +42,10 @@ class Session:
         """Generate and show a text; Ctrl-C ends it and keeps the tokens so far."""
         generation = _collect(self.engine.stream(prompt, raw=self.raw, **self.sampling), self._show())
         if not self.json:
-            console.end_text(generation, self.coloured)
+            print(flush=True)  # end the line of the streamed text
+            if self.coloured:
+                console.print_origins(generation.steps)
+            console.note(console.summary(generation.stats, generation.finish_reason == INTERRUPTED))
         if self.engine.policy.uses_costs:
             from windfall.engine.profiling import remember
 
@@ -52,12 +55,20 @@ class Session:
     def report(self, generation: Generation) -> dict[str, Any]:
         """The object that `--json` prints."""
         source = {"target": self.engine.target.name, **self.names, "seed": generation.seed}
-        return {**console.as_record(generation), **source}
+        return {**as_record(generation), **source}
 
     def _show(self) -> console.Show:
         if self.json:
             return console.show_nothing
-        return console.DraftColours(self.engine, self.sampling["stop"]) if self.coloured else console.show_text
+        if self.coloured:
+            return console.DraftColours(self.engine.target.tokenizer, self.sampling["stop"])
+        return console.show_text
+
+
+def as_record(generation: Generation) -> dict[str, Any]:
+    """A generation as plain data."""
+    names = ("text", "token_ids", "finish_reason")
+    return {**{name: getattr(generation, name) for name in names}, "stats": generation.stats.as_dict()}
 
 
 def with_seed(sampling: dict[str, Any], announce: bool = False) -> dict[str, Any]:
@@ -95,12 +106,12 @@ def exit_if_interrupted(generation: Generation) -> None:
 
 
 @contextmanager
-def stop_on_interrupt(message: str) -> Iterator[None]:
-    """Ctrl-C prints this note and exits."""
+def stop_on_interrupt(message: str | Callable[[], str]) -> Iterator[None]:
+    """Ctrl-C prints this note, or the one that the function returns, and exits."""
     try:
         yield
     except KeyboardInterrupt:
-        console.note(message)
+        console.note(message if isinstance(message, str) else message())
         raise typer.Exit(ON_INTERRUPT) from None
 
 

@@ -11,6 +11,7 @@ import typer
 from rich.text import Text
 
 from windfall import registry
+from windfall.cli import config_file
 from windfall.cli.declare import argument, complete, json_option, option
 from windfall.cli.options import ModelOptions, PolicyOptions, PromptOptions, SamplingOptions
 from windfall.cli.session import check_chat, with_seed
@@ -112,7 +113,7 @@ def doctor(json: bool = json_option()) -> None:
     """Check the installation: versions, devices, the embedded model, and that speculation changes no token."""
     from windfall.bench.inspect.doctor import examine
 
-    checks = [check._asdict() for check in examine()]
+    checks = [check._asdict() for check in examine(config_file.describe)]
     ok = all(check["ok"] for check in checks if check["needed"])
     if json:
         console.print_json({"ok": ok, "checks": checks}, indent=2)

@@ -61,11 +61,12 @@ def _record(
 ) -> Cycles:
     """The cycles in a file, after recording those of the prompts that are missing."""
     from windfall.bench import tune
+    from windfall.bench.runner import first_questions
     from windfall.train.classifiers import training
 
     make_folder(file.parent)
     engine = model.load("none")
-    prompts = tune.first_questions(engine, loaded, recording.max_new_tokens)
+    prompts = [case.ids for case in first_questions(loaded, engine, **recording.sampling(seed))]
     about = tune.describe(engine, model.drafter_spec, prompts, recording.sampling(seed))
     del about["machine"]  # it changes the speed only
     about |= {"beam": {"depth": recording.depth, "k": recording.k, "nodes": recording.nodes}}

@@ -6,10 +6,11 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from windfall.cli.declare import argument, json_option, option
 from windfall.cli.options import TargetOptions
+from windfall.cli.session import stop_on_interrupt
 from windfall.core.wording import counted
 from windfall.render import console
 
@@ -40,23 +41,9 @@ def data(
 
     settings = Settings(max_new_tokens, temperature, greedy_share, held_out, seed, max_length, cut_loops, shard)
     target = model.load_target()
-    try:
-        with _progress() as report:
-            about = make_data(
-                target,
-                prompts or [],
-                out,
-                settings,
-                self_prompts=self_prompts,
-                limit=limit,
-                batch=batch,
-                resume=resume,
-                report=report,
-                notify=console.note,
-            )
-    except KeyboardInterrupt:
-        console.note("stopped; the data so far is kept, and --resume continues")
-        raise
+    with stop_on_interrupt("stopped; the data so far is kept, and --resume continues"), _progress() as report:
+        how: dict[str, Any] = {"self_prompts": self_prompts, "limit": limit, "batch": batch, "resume": resume}
+        about = make_data(target, prompts or [], out, settings, **how, report=report, notify=console.note)
     if json:
         console.print_json(about, indent=2)
         return

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from windfall.cli.declare import argument, option
 from windfall.cli.options import TargetOptions
+from windfall.cli.session import stop_on_interrupt
 from windfall.render import console
 from windfall.train.recipe import Recipe
 
@@ -97,17 +98,17 @@ def follow(events: Iterator[Event], folder: Path) -> None:
             pass
         return
     log: Log | None = None  # the folder exists from the first event on
-    with console.live_progress("Training") as progress:
-        try:
-            for event in events:
-                log = log or Log(folder)
-                log.write(event)
-                description = f"step {event.step} · loss {event.loss:.3f} · right {_shares(event.hits)}"
-                progress(event.progress, description, _held_out(event) if event.held_out else "")
-        except KeyboardInterrupt:
-            kept = (folder / CHECKPOINT).exists()
-            console.note("stopped; " + ("--resume continues from the last checkpoint" if kept else "nothing is kept"))
-            raise
+
+    def stopped() -> str:
+        kept = (folder / CHECKPOINT).exists()
+        return "stopped; " + ("--resume continues from the last checkpoint" if kept else "nothing is kept")
+
+    with stop_on_interrupt(stopped), console.live_progress("Training") as progress:
+        for event in events:
+            log = log or Log(folder)
+            log.write(event)
+            description = f"step {event.step} · loss {event.loss:.3f} · right {_shares(event.hits)}"
+            progress(event.progress, description, _held_out(event) if event.held_out else "")
 
 
 def _held_out(event: Event) -> str:

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from windfall.bench.tasks import load_tasks
 from windfall.cli.declare import json_option, option, tasks_option, words
 from windfall.cli.options import ModelOptions
-from windfall.cli.session import ON_INTERRUPT, write_json
+from windfall.cli.session import stop_on_interrupt, write_json
 from windfall.core.errors import InputError
 from windfall.core.files import make_folder
 from windfall.core.options import describe, split_settings
@@ -75,16 +73,16 @@ def write_recording(engine: Engine, drafter: str, texts: TextOptions, out: Path,
     done, due = set(whole.ids) if whole else set(), time.monotonic() + SAVE_SECONDS
     prompts = [(name, prompt) for name, prompt in texts.prompts() if name not in done]
     try:
-        with console.progress("Recording") as progress:
+        with (
+            stop_on_interrupt("stopped; the same command adds the texts that are missing"),
+            console.progress("Recording") as progress,
+        ):
             how = {"depth": depth, "k": k, "drafter": drafter, **texts.sampling()}
             for made in recording.record(engine, prompts, progress, **how):
                 whole = made if whole is None else whole.joined(made)
                 if time.monotonic() > due:
                     whole.save(out)
                     due = time.monotonic() + SAVE_SECONDS
-    except KeyboardInterrupt:
-        console.note("stopped; the same command adds the texts that are missing")
-        raise typer.Exit(ON_INTERRUPT) from None
     finally:
         if whole is not None:
             whole.save(out)
@@ -126,12 +124,9 @@ def ltd(
         source = _engine_source(model, texts, config)
     else:
         source = _replay_source(model, texts, config, recorded, costs, out)
-    try:
+    kept = f"the best policies so far are in {out}, and --resume continues"
+    with stop_on_interrupt(lambda: f"stopped; {kept if (out / CHECKPOINT).exists() else 'nothing is kept'}"):
         learner = _train(source, config, out, resume)
-    except KeyboardInterrupt:
-        kept = f"the best policies so far are in {out}, and --resume continues"
-        console.note(f"stopped; {kept if (out / CHECKPOINT).exists() else 'nothing is kept'}")
-        raise typer.Exit(ON_INTERRUPT) from None
     _report(learner, searched=backend == "replay", json=json)
 
 

@@ -48,6 +48,7 @@ def tune(
     Measurements are kept next to the file (FILE.search); the same command continues an interrupted search.
     """
     from windfall.bench import tune as tuning
+    from windfall.bench.runner import first_questions
     from windfall.engine.loading import attach_costs
 
     fixed = split_settings(settings)
@@ -55,10 +56,10 @@ def tune(
     chosen = tuning.candidates(policy, search, names, candidates, seed, fixed, given)
     loaded = load_tasks(words(tasks, "--tasks") or ["builtin"], limit)
     check_out_file(out)
-    sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    sampling: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     engine = model.load("none")
     attach_costs(engine, registry.policy(policy, **fixed))
-    prompts = tuning.first_questions(engine, loaded, max_new_tokens)
+    prompts = [case.ids for case in first_questions(loaded, engine, **sampling)]
     about = {"policy": policy, "search": search, "fixed": fixed}
     about |= tuning.describe(engine, model.drafter_spec, prompts, sampling)
     kept = tuning.Search.open(out.with_name(out.name + ".search"), about)

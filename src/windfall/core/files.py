@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,31 @@ def replace_file(file: Path, write: Callable[[Path], Any], mode: int = 0o666) ->
 
 def replace_text(file: Path, text: str, mode: int = 0o666) -> None:
     replace_file(file, lambda temporary: temporary.write_text(text, "utf-8"), mode)
+
+
+def replace_arrays(file: Path, arrays: Mapping[str, Any]) -> None:
+    """Write numpy arrays as a compressed .npz file."""
+    import numpy as np
+
+    def write(temporary: Path) -> None:
+        with temporary.open("wb") as stream:
+            np.savez_compressed(stream, **arrays)
+
+    replace_file(file, write)
+
+
+def user_folder(kind: str, mac: str, linux: str) -> Path:
+    """The user's folder for files of a kind (CACHE or DATA), from the environment or as usual on this system."""
+    if own := os.environ.get(f"WINDFALL_{kind}"):
+        return Path(own).expanduser()
+    if shared := os.environ.get(f"XDG_{kind}_HOME"):
+        return Path(shared).expanduser() / "windfall"
+    home = Path(os.path.expanduser("~"))
+    if not home.is_absolute():
+        raise InputError("the home folder is unknown")
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local") / "windfall"
+    return home / (mac if sys.platform == "darwin" else linux) / "windfall"
 
 
 def make_folder(folder: Path) -> None:

@@ -136,6 +136,12 @@ def describe(cls: type) -> list[dict[str, Any]]:
     ]
 
 
+def parse_ranges(text: str) -> set[int]:
+    """'3,5,10-20' → these numbers; a ValueError if it is something else."""
+    pairs = (part.partition("-") for part in text.split(",") if part.strip())
+    return {number for first, dash, last in pairs for number in range(int(first), int(last if dash else first) + 1)}
+
+
 def split_settings(items: list[str]) -> dict[str, str]:
     """Command-line settings such as `["depth=6", "k=4"]` as a dict."""
     settings = {}

@@ -1,12 +1,27 @@
-"""Statistics of a generation, computed from its steps."""
+"""Statistics of a generation, computed from its steps; intervals and comparisons of figures and tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from windfall.core.types import Split, Step
+
+
+def first_difference(one: Sequence[Any], other: Sequence[Any]) -> int | None:
+    """The first place where two lists differ, possibly the end of the shorter one; None if they are equal."""
+    pairs = zip(one, other, strict=False)
+    end = None if len(one) == len(other) else min(len(one), len(other))
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), end)
+
+
+class Estimate(NamedTuple):
+    """A figure with its 95% interval."""
+
+    value: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Turn draft confidence into acceptance probability; the fit is updated from what the target accepted."""
+"""Estimate how likely drafted tokens are to be accepted, from the drafter's confidence and past cycles."""
 
 from __future__ import annotations
 
@@ -14,29 +14,31 @@ from windfall.core.tree import DraftTree
 from windfall.core.types import Step
 
 Floats = NDArray[np.float64]
-DEPTHS, RANKS = 6, 5  # deeper levels and later siblings share the last one's correction
-MAX_LOG_ODDS = 5.0  # draft confidence is clipped here
-EVIDENCE_DECAY = 0.998  # per cycle, because the text changes
-PRIOR_DRIFT = 0.9995  # share of the fit that a cycle without evidence keeps
-PRIOR_OBSERVATIONS = 4.0  # weight of the prior, in each direction
-CHANCE_BUCKETS = (0.35, 0.75)  # edges of the buckets of a parent's own chance
-FORECAST_CHILDREN = 8  # children of a node whose acceptance is forecast
-FORECAST_DECAY = 0.97  # per expanded node
+DEPTHS, RANKS = 6, 5  # deeper levels and higher ranks use the correction of the last one
+MAX_LOG_ODDS = 5.0  # the drafter's log-odds are clipped to ± this
+EVIDENCE_DECAY = 0.998  # per cycle: recent cycles weigh more, because the text changes
+PRIOR_DRIFT = 0.9995  # share of the weights that is kept after a cycle without verified nodes
+PRIOR_OBSERVATIONS = 4.0  # weight of the prior, for each parameter
+CHANCE_BUCKETS = (0.35, 0.75)  # forecasts are kept for three ranges of the parent's acceptance probability
+FORECAST_CHILDREN = 8  # number of children of a node that are forecast
+FORECAST_DECAY = 0.97  # of a running mean, per expanded node
 KAPPA_RANGE = (0.4, 2.5)
-MAX_LOG_RATIO = 80.0  # between the probabilities of two siblings
-MAX_UNASKED_PASSES = 8  # draft passes that run before the first decision
-SPEEDUP_STEP = 0.02  # of the running mean, per plain step's time
-FIT_EVERY_CYCLES = 4  # after the first EAGER_FIT_NODES nodes
-EAGER_FIT_NODES = 64  # observed nodes up to which every cycle is fitted at once
+MAX_LOG_RATIO = 80.0  # of the probabilities of two siblings, against overflow
+MAX_UNASKED_PASSES = 8  # upper bound of `min_draft_passes`
+SPEEDUP_STEP = 0.02  # of the running mean, per time of a plain decoding step
+FIT_EVERY_CYCLES = 4  # once EAGER_FIT_NODES nodes were observed
+EAGER_FIT_NODES = 64  # up to this many observed nodes, the fit is updated after every cycle
 
 
 class Forecast(NamedTuple):
-    """Acceptance chances of children that are not drafted yet, by rank, when drafting goes badly and when it goes
-    well."""
+    """Acceptance probabilities of the children of a node that is not expanded yet, by rank.
+
+    Past expansions are split into two cases by the first child: `good` if its probability was high, else `bad`.
+    """
 
     bad: list[float]  # [FORECAST_CHILDREN]
     good: list[float]  # [FORECAST_CHILDREN]
-    good_share: float  # of the nodes whose drafting went well
+    good_share: float  # share of the expansions that were good
 
     @property
     def mean(self) -> list[float]:
@@ -44,11 +46,13 @@ class Forecast(NamedTuple):
 
 
 class Calibrator:
-    """P(accepted | parent accepted) = σ(w · logit(q) + depth + rank), which starts at q itself.
+    """Estimates P(accepted | parent accepted) = σ(w · logit(q) + b[depth] + c[rank]) from the drafter's probability q.
 
-    The fit is one damped Newton step on the logistic loss every few cycles; old evidence decays. The calibrator also
-    forecasts how likely the children of a node will be accepted before they are drafted, and it keeps the recent
-    speed-up and the usual number of draft passes.
+    Before the first cycle w = 1 and b = c = 0, so the estimate is q. The parameters are fitted online: every few cycles
+    by one Newton step on the logistic loss, with a prior, and older cycles weigh less.
+
+    A calibrator also forecasts the acceptance probabilities of children before they are drafted, and tracks the recent
+    speed-up over plain decoding and the number of draft passes that nearly all cycles have.
     """
 
     def __init__(self) -> None:
@@ -56,27 +60,27 @@ class Calibrator:
         self.weights[0] = 1.0
         self._prior = np.eye(len(self.weights)) * PRIOR_OBSERVATIONS
         self._evidence = np.zeros_like(self._prior)
-        self.kappa = 1.0
+        self.kappa = 1.0  # temperature of the drafter's distribution in coupled sampling, see `Dice.couple`
         self.observed = 0  # nodes
         self._unread: list[Step] = []
         cases = [[first * 0.4**rank for rank in range(FORECAST_CHILDREN)] for first in (0.25, 0.75)]
         self._forecast = [[[list(case) for case in cases] for _ in range(3)] for _ in range(DEPTHS)]
-        # ^ by the parent's depth, the bucket of its chance, bad or good, the child's rank
+        # ^ indexed by the parent's depth, the range of its probability, bad (0) or good (1), the child's rank
         self._good_share = [[0.5] * 3 for _ in range(DEPTHS)]
         self.speedup = 1.0  # recent tokens per second over plain decoding's
         self.timed = True  # whether the speed-up is updated from measured seconds
         self.usual_passes = 1.0  # draft passes that nearly all recent cycles have
-        self.version = 0  # changes with everything above except kappa and usual_passes
+        self.version = 0  # increases when anything above changes, except kappa and usual_passes
 
     def chances(self, tree: DraftTree) -> Floats:
-        """`accept` for all nodes but the root, [N - 1], in numpy: faster for many nodes."""
+        """The same as `accept` for all nodes except the root, [N - 1], computed in numpy; faster for many nodes."""
         logq, depth, rank = (x[1:] for x in (tree.arrays.logq, tree.arrays.depth, tree.arrays.rank))
         slope, corrections = self.weights[0], self.weights[1:]
         scores = slope * _log_odds(logq) + corrections[np.minimum(depth, DEPTHS) - 1]
         return _sigmoid(scores + corrections[DEPTHS + np.minimum(rank, RANKS - 1)])
 
     def accept(self, tree: DraftTree, start: int = 1) -> list[float]:
-        """Each node's chance to be accepted if its parent is, from node `start` on."""
+        """The probability of each node, from node `start` on, to be accepted if its parent is."""
         slope, *corrections = self.weights.tolist()
         known = tree.arrays
         nodes = zip(*(x[start:].tolist() for x in (known.logq, known.depth, known.rank)), strict=True)
@@ -89,20 +93,20 @@ class Calibrator:
         return [1 / (1 + math.exp(-max(-30.0, min(30.0, score)))) for score in scores]
 
     def forecast(self, depth: int, chance: float) -> Forecast:
-        """What to expect of the children of a node at this depth that itself had this chance."""
+        """The forecast for the children of a node at this depth with this acceptance probability."""
         depth, bucket = min(depth, DEPTHS - 1), bisect_left(CHANCE_BUCKETS, chance)
         bad, good = self._forecast[depth][bucket]
         return Forecast(bad, good, self._good_share[depth][bucket])
 
     def mean_forecasts(self) -> list[list[list[float]]]:
-        """The mean of every forecast: by the parent's depth, the bucket of its chance, the child's rank."""
+        """The mean of every forecast, by the parent's depth, the range of its probability, and the child's rank."""
         return [
             [Forecast(bad, good, share).mean for (bad, good), share in zip(buckets, shares, strict=True)]
             for buckets, shares in zip(self._forecast, self._good_share, strict=True)
         ]
 
     def update_forecast(self, depth: int, chance: float, children: Sequence[float]) -> None:
-        """Learn from the chances of children that were just drafted; an empty list if there were none."""
+        """Update the forecast with the acceptance probabilities of the children of a node that was just expanded."""
         self.version += 1
         seen = [*children[:FORECAST_CHILDREN], *[0.0] * (FORECAST_CHILDREN - len(children))]
         depth, bucket = min(depth, DEPTHS - 1), bisect_left(CHANCE_BUCKETS, chance)
@@ -112,7 +116,7 @@ class Calibrator:
         self._good_share[depth][bucket] += rate * (good - self._good_share[depth][bucket])
 
     def update_speedup(self, tokens: float, seconds: float, plain: float) -> None:
-        """Learn how much faster than plain decoding (one token in `plain` seconds) the cycles are."""
+        """Update the speed-up with a cycle of this many tokens and seconds; plain decoding takes `plain` per token."""
         if not self.timed:
             return
         self.speedup += SPEEDUP_STEP * seconds / plain * (tokens * plain / seconds - self.speedup)
@@ -121,16 +125,16 @@ class Calibrator:
 
     @property
     def min_draft_passes(self) -> int:
-        """Draft passes that run without a decision, where each decision costs time."""
+        """The number of draft passes after which a policy is first asked whether to stop."""
         return int(self.usual_passes)
 
     def record_draft_passes(self, passes: int) -> None:
-        """Learn how many passes cycles have; the estimate settles where one cycle in five would have had fewer."""
+        """Update the usual number of passes. It settles where about one cycle in five has fewer."""
         change = 0.1 if passes > self.min_draft_passes + 1 else -0.4
         self.usual_passes = min(max(self.usual_passes + change, 1.0), MAX_UNASKED_PASSES)
 
     def observe(self, step: Step) -> None:
-        """Learn from a cycle: every verified node whose parent was accepted was either accepted or rejected."""
+        """Learn from the verified nodes of a cycle whose parents were accepted."""
         if len(step.tree) == 1:
             return
         self._unread.append(step)
@@ -138,7 +142,7 @@ class Calibrator:
             self._fit()
 
     def _fit(self) -> None:
-        """One step of the fit over the cycles since the last one."""
+        """Update the parameters by one Newton step over the cycles since the last update."""
         cycles, self._unread = self._unread, []
         parts: list[tuple[NDArray[Any], ...]] = []
         nodes_before = 0
@@ -158,21 +162,25 @@ class Calibrator:
         self.version += 1
 
     def drift_to_prior(self) -> None:
-        """Move a little towards the prior after a cycle that verified nothing, so that drafting is tried again."""
+        """Move the parameters slightly towards the prior.
+
+        This is done after cycles that verified no drafted node, so that drafting is tried again at some time.
+        """
         self.version += 1
         self._evidence *= PRIOR_DRIFT
         self.weights *= PRIOR_DRIFT
         self.weights[0] += 1 - PRIOR_DRIFT
 
     def _fit_kappa(self, logq: Floats, accepted: Floats, families: NDArray[np.int64]) -> None:
-        """One step up the likelihood of which sibling was drawn, as a function of the drafter's sharpness.
+        """Update kappa by one gradient step that makes the accepted siblings likelier.
 
-        Families of which no child was drawn are left out: within the others the softmax over siblings is exact.
+        `families` is the parent of each node. Families without an accepted child are ignored: in the others, the
+        probabilities of siblings relative to each other are exact.
         """
         hits = np.flatnonzero(accepted)
         drawn = np.full(families.max() + 1, np.nan)  # by family
         drawn[families[hits]] = logq[hits]
-        over = logq - drawn[families]  # a sibling's log-probability minus that of the one that was drawn
+        over = logq - drawn[families]  # each sibling's log-probability relative to the accepted one; NaN if none was
         inside = over == over
         family, over = families[inside], over[inside]
         share = np.exp(np.minimum(over, MAX_LOG_RATIO))
@@ -191,7 +199,7 @@ class Calibrator:
         return features
 
     def as_dict(self) -> dict[str, Any]:
-        """The learnt state as plain data."""
+        """The learned state as plain data."""
         if self._unread:
             self._fit()
         return {
@@ -233,12 +241,12 @@ class Reliability(NamedTuple):
     """Confidence and outcome of every verified node whose parent was accepted."""
 
     drafted: Floats  # the drafter's probability
-    calibrated: Floats  # the calibrator's, before it learnt from the outcome
+    calibrated: Floats  # the calibrator's estimate before the outcome was known
     accepted: Floats  # 1.0 or 0.0
 
     @classmethod
     def of(cls, steps: Iterable[Step], calibrator: Calibrator) -> Reliability:
-        """Replay cycles in order; the calibrator predicts each one before it learns from it."""
+        """Replay cycles in order; each is predicted before the calibrator learns from it."""
         parts = []
         for step in steps:
             nodes, accepted = outcomes(step)
@@ -266,7 +274,7 @@ def confidence_bins(chances: Floats, outcomes: Floats, count: int) -> list[tuple
 
 
 def expected_calibration_error(chances: Floats, outcomes: Floats, bins: int = 15) -> float:
-    """Mean gap between confidence and frequency over bins of equal width (Guo et al. 2017)."""
+    """Mean gap between confidence and acceptance frequency over bins of equal width (Guo et al. 2017)."""
     found = confidence_bins(chances, outcomes, bins)
     return sum(abs(confidence - frequency) * size / len(chances) for confidence, frequency, size in found)
 

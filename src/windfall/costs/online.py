@@ -1,6 +1,6 @@
-"""Correct measured costs by the times of the passes that run.
+"""Correct measured costs with the times of passes during decoding.
 
-A profile that was measured while the machine was busy is put right within a few cycles.
+A profile that was measured while the machine was busy is corrected within a few cycles.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHANGE_FACTOR = 1.1  # a smaller change does not update the costs
 RECOVERY_FACTOR = 1.5  # a verify pass this much faster than before means that other work on the machine has ended
 MIN_SLOPE = 0.0005  # of the smallest pass's time, per added row or node: a larger pass is never free
 LENGTH_STEP = 64  # tokens; shorter differences in context length are ignored
-DISTURBED_FACTOR = 2.0  # a pass slower than this times its expected time does not count as a look at its size
+DISTURBED_FACTOR = 2.0  # a pass slower than this times its expected time is not a measurement of its size
 WARM_UP_CYCLES = 3  # of slower passes, which only count where they are faster than expected
 INITIAL_PROBE_STEPS = 4.0  # plain steps' time that may be spent on probes at the start
 PROBE_SHARE = 0.01  # of the decoding time that may be spent on probes later
@@ -58,7 +58,7 @@ class OnlineCosts:
     def record_verify(self, rows: int, length: int, seconds: float, at_most: bool = False) -> None:
         """Learn from a verify pass, the end of each cycle. `at_most`: it had more to do than such a pass usually has.
 
-        When passes suddenly become much faster, what was learnt on the busy machine is forgotten.
+        When passes suddenly become much faster, what was learned on the busy machine is discarded.
         """
         self._cycles += 1
         self._budget += PROBE_SHARE * seconds

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from windfall.core.options import option
+from windfall.core.options import option, parse_ranges
 from windfall.core.types import InputError
 from windfall.drafters.lm import LMDrafter
 from windfall.model.target import Target
@@ -37,11 +37,8 @@ def parse_layers(text: str, count: int) -> list[int]:
     """'middle' or '3,5,10-20' → layer numbers below `count`."""
     if text == "middle":  # where skipping hurts a model without early-exit training least
         return list(range(count // 2, count // 2 + max(1, count // 6)))
-    layers: set[int] = set()
     try:
-        for part in filter(None, text.split(",")):
-            first, dash, last = part.partition("-")
-            layers.update(range(int(first), int(last if dash else first) + 1))
+        layers = parse_ranges(text)
     except ValueError:
         raise InputError(f"skip takes 'middle' or layer numbers such as '3,5,10-20', not '{text}'") from None
     if unknown := layers - set(range(count)):

@@ -54,7 +54,7 @@ class Hydra(Heads):
 
 
 class Grounded(nn.Module):
-    """Residual blocks; the first reads the context and the embeddings of some tokens, with a learnt residual."""
+    """Residual blocks; the first reads the context and the embeddings of some tokens, with a learned residual."""
 
     def __init__(self, width: int, tokens: int, blocks: int):
         super().__init__()

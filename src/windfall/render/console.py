@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
     from windfall.core.stats import Stats
     from windfall.core.types import Step
-    from windfall.engine.engine import Engine, Generation
-    from windfall.engine.profiling import Profile
+    from windfall.costs.curves import Costs
 
 Show = Callable[["Step"], None]
 
@@ -110,10 +109,10 @@ def show_text(step: Step) -> None:
 class DraftColours:
     """Prints accepted draft tokens in one colour and the target's own tokens in another."""
 
-    def __init__(self, engine: Engine, stop: tuple[str, ...]) -> None:
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
         from windfall.core.detokenizer import Detokenizer
 
-        self._text = Detokenizer(engine.target.tokenizer, stop)
+        self._text = Detokenizer(tokenizer, stop)
         self._console = stdout()
 
     def __call__(self, step: Step) -> None:
@@ -124,22 +123,18 @@ class DraftColours:
             self._console.out(self._text.take(final=last), style=style, highlight=False, end="")
 
 
-def end_text(generation: Generation, coloured: bool) -> None:
-    """End the line of a streamed text, and print its statistics on stderr."""
-    print(flush=True)
-    if coloured:
-        drafted = sum(min(step.accepted, len(step.tokens)) for step in generation.steps)
-        own = generation.stats.tokens - drafted
-        parts = (("drafted and accepted", DRAFTED), f": {drafted}, ", ("the target's own", OWN), f": {own}")
-        stderr().print(Text.assemble(*parts))
-    note(summary(generation))
+def print_origins(steps: Sequence[Step]) -> None:
+    """Print on stderr how many tokens were drafted and how many are the target's own, in their colours."""
+    drafted = sum(min(step.accepted, len(step.tokens)) for step in steps)
+    own = sum(len(step.tokens) for step in steps) - drafted
+    parts = (("drafted and accepted", DRAFTED), f": {drafted}, ", ("the target's own", OWN), f": {own}")
+    stderr().print(Text.assemble(*parts))
 
 
-def summary(generation: Generation) -> str:
+def summary(stats: Stats, interrupted: bool) -> str:
     """The statistics of a text in one line, with the seed if tokens were sampled."""
-    stats = generation.stats
     speed = f"{stats.tokens_per_second:.1f} tokens/s, {stats.tau:.2f} tokens per pass"
-    ending = ", interrupted" if generation.finish_reason == "interrupted" else ""
+    ending = ", interrupted" if interrupted else ""
     prompt = f"prompt: {counted(stats.prompt_tokens, 'token')}, {stats.prompt_tokens_per_second:.1f} tokens/s"
     seed = "" if stats.seed is None else f"; seed {stats.seed}"
     return f"{counted(stats.tokens, 'token')}, {speed}{ending}; {prompt}{seed}"
@@ -161,16 +156,6 @@ def fail(message: str) -> None:
 
 def print_json(value: Any, indent: int | None = None) -> None:
     print(json.dumps(value, ensure_ascii=False, indent=indent), flush=True)
-
-
-def as_record(generation: Generation) -> dict[str, Any]:
-    """A generation as plain data."""
-    return {
-        "text": generation.text,
-        "token_ids": generation.token_ids,
-        "finish_reason": generation.finish_reason,
-        "stats": generation.stats.as_dict(),
-    }
 
 
 # ---- tables
@@ -206,26 +191,22 @@ def print_policy_stats(rows: Mapping[str, Stats]) -> None:
     stdout().print(table)
 
 
-def print_agreement(baseline: str, wanted: list[int], others: Mapping[str, list[int]], engine: Engine) -> None:
+def print_agreement(baseline: str, wanted: list[int], others: Mapping[str, list[int]], tokenizer: Any) -> None:
     """Whether the other texts have the baseline's tokens, and if not, where they first differ."""
-    wrong = {name: ids for name, ids in others.items() if ids != wanted}
+    from windfall.core.stats import first_difference
+
+    places = {name: first_difference(wanted, ids) for name, ids in others.items()}
+    wrong = {name: place for name, place in places.items() if place is not None}
     if not wrong:
         stdout().print(Text(f"Same {counted(len(wanted), 'token')}", style="green"))
-    for name, ids in wrong.items():
-        at = first_difference(wanted, ids)
-        one, other = (_token_at(each, at, engine) for each in (wanted, ids))
+    for name, at in wrong.items():
+        one, other = (_token_at(each, at, tokenizer) for each in (wanted, others[name]))
         message = f"Different from token {at + 1} on: {baseline} has {one}, {name} has {other}"
         stdout().print(Text(message, style="red"))
 
 
-def first_difference(one: list[int], other: list[int]) -> int:
-    """The first index at which two lists differ; the end of the shorter list counts as a difference."""
-    pairs = zip(one, other, strict=False)
-    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
-
-
-def _token_at(ids: list[int], place: int, engine: Engine) -> str:
-    return f"{engine.target.tokenizer.decode([ids[place]])!r}" if place < len(ids) else "ended"
+def _token_at(ids: list[int], place: int, tokenizer: Any) -> str:
+    return f"{tokenizer.decode([ids[place]])!r}" if place < len(ids) else "ended"
 
 
 def print_equality(different: int, texts: int, failed: bool = True) -> None:
@@ -240,9 +221,9 @@ def print_equality(different: int, texts: int, failed: bool = True) -> None:
     stdout().print(line)
 
 
-def print_costs(profile: Profile) -> None:
-    """Milliseconds of draft passes by width, and of verify passes by rows and context length."""
-    costs, about, out = profile.costs, profile.about, stdout()
+def print_costs(costs: Costs, about: Mapping[str, Any], rounds: int) -> None:
+    """Milliseconds of draft passes by width, and of verify passes by rows and context length, as a profile has them."""
+    out = stdout()
     where = about["machine"]["gpu"] or f"{about['machine']['cpu']}, {counted(about['machine']['threads'], 'thread')}"
     dtype = about["target"]["dtype"].removeprefix("torch.")
     out.print(Text.assemble((about["target"]["name"], "bold"), f" in {dtype} on {where}"))
@@ -252,7 +233,7 @@ def print_costs(profile: Profile) -> None:
     rows = {f"{size}": [curve.at(size) for _, curve in costs.verifies] for size in costs.verifies[0][1].sizes}
     out.print(_milliseconds("rows", [f"verify pass, context {length}" for length, _ in costs.verifies], rows))
     figures = f"overhead of a cycle {1000 * costs.overhead:.2f} ms · c = draft pass / plain step = {costs.ratio:.3f}"
-    out.print(Text(f"{figures} · rounds: {profile.rounds}"))
+    out.print(Text(f"{figures} · rounds: {rounds}"))
 
 
 def _milliseconds(first: str, columns: list[str], rows: Mapping[str, list[float]]) -> Figures:

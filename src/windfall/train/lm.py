@@ -111,17 +111,12 @@ def choose_layers(text: str | None, count: int) -> list[int]:
     if text is None:
         return list(range(max(1, count // 8)))
     try:
-        layers = set(range(int(text))) if text.strip().isdecimal() else _numbers(text)
+        layers = set(range(int(text))) if text.strip().isdecimal() else options.parse_ranges(text)
     except ValueError:
         raise InputError(f"--layers takes a number, or layers such as 0,1,27-29, not '{text}'") from None
     if not layers or not layers <= set(range(count)):
         raise InputError(f"--layers must choose from the target's {count} layers, 0 to {count - 1}, not '{text}'")
     return sorted(layers)
-
-
-def _numbers(text: str) -> set[int]:
-    pairs = (part.partition("-") for part in text.split(",") if part.strip())
-    return {layer for first, dash, last in pairs for layer in range(int(first), int(last if dash else first) + 1)}
 
 
 def _cut_config(config: Any, layers: list[int], intermediate: int | None) -> Any:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from windfall.core.errors import InputError
-from windfall.heads import hydra, medusa
 from windfall.heads.base import FeatureHead, HeadConfig
 from windfall.heads.eagle import Eagle
 from windfall.heads.eagle3 import Eagle3
@@ -88,17 +87,8 @@ def layer_like(target: Target, shape: dict[str, Any]) -> LlamaConfig:
     )
 
 
-def new_medusa(target: Target, shape: dict[str, Any], **options: Any) -> medusa.Medusa:
-    """Heads that begin as copies of the target's prediction; `options` are those of `heads.medusa.new_medusa`."""
-    return _parallel(medusa.new_medusa, target, shape, options)
-
-
-def new_hydra(target: Target, shape: dict[str, Any], **options: Any) -> hydra.Hydra:
-    """Heads that begin as copies of the target's prediction; `options` are those of `heads.hydra.new_hydra`."""
-    return _parallel(hydra.new_hydra, target, shape, options)
-
-
-def _parallel(make: Callable[..., Head], target: Target, shape: dict[str, Any], options: dict[str, Any]) -> Head:
+def new_parallel(make: Callable[..., Head], target: Target, shape: dict[str, Any], **options: Any) -> Head:
+    """Heads that begin as copies of the target's prediction; `make` is `new_medusa` or `new_hydra`."""
     for name in ("taps", "intermediate"):
         _refuse(shape, name, f"these heads read the target's last state and have their own shape; leave out {name}")
     if (shape.get("layers") or 1) > 1:

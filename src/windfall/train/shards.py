@@ -224,7 +224,7 @@ class TokenData:
 
 
 def _cut(indices: list[int], lengths: Any, max_tokens: int) -> list[list[int]]:
-    """Cut texts, sorted by length, into batches of at most `max_tokens` with padding. A longer text is alone."""
+    """Cut texts, sorted by length, into batches of at most `max_tokens` with padding; a longer text is a batch."""
     batches: list[list[int]] = []
     for index in indices:
         if batches and (len(batches[-1]) + 1) * lengths[index] <= max_tokens:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from windfall.bench.hf_generate import hf_generate
-from windfall.bench.runner import NoDrafter
+from windfall.bench.runner import Case, NoDrafter
 from windfall.core.sampling import gumbel, process
+from windfall.core.stats import first_difference
 from windfall.core.tree import DraftTree
 from windfall.core.types import SamplingParams
 from windfall.engine.engine import Engine
@@ -25,16 +26,6 @@ EXACT_DTYPES = (torch.float32, torch.float64)  # in these, every text must equal
 
 Tokens = list[int]
 Progress = Callable[[float], None]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One conversation's first question, and how its answer is drawn."""
-
-    task: str
-    id: str
-    prompt: Tokens
-    params: SamplingParams
 
 
 @dataclass(frozen=True)
@@ -152,21 +143,21 @@ class Audit:
         return plain
 
     def _answer(self, engine: Engine, case: Case, steps: Iterator[None]) -> Tokens:
-        [made] = engine.decode([case.prompt], [case.params])
+        [made] = engine.decode([case.ids], [case.params])
         engine.target.decoder.reset(0)
         next(steps)
         return made.token_ids
 
     def _measure_generate(self, chunk: Sequence[Case], plain: Sequence[Tokens], steps: Iterator[None]) -> None:
-        """The same conversations, greedily, by `generate`: each by itself, then all together."""
-        greedy = [replace(case, params=replace(case.params, temperature=0.0)) for case in chunk]
+        """Decode the same conversations greedily with `generate`: one by one, then in one batch."""
+        greedy = [replace(case, params=case.at(0.0)) for case in chunk]
         alone = []
         for case, drawn, own in zip(greedy, chunk, plain, strict=True):
-            alone += hf_generate(self.reference, [case.prompt], case.params)
+            alone += hf_generate(self.reference, [case.ids], case.params)
             next(steps)
             if drawn.params.greedy:
                 self._compare(self.others, case, alone[-1], own)
-        prompts = [case.prompt for case in greedy]
+        prompts = [case.ids for case in greedy]
         together = hf_generate(self.reference, prompts, greedy[0].params) if len(greedy) > 1 else []
         for case, one, other in zip(greedy, alone, together, strict=False):
             self._compare(self.batched, case, one, other)
@@ -177,21 +168,14 @@ class Audit:
         place = first_difference(one, other)
         found = None if place is None else self._divergence(case, one, other, place)
         tokens = len(one) if place is None else place + 1
-        comparison.outcomes.append(Outcome(case.task, case.id, tokens, found))
+        comparison.outcomes.append(Outcome(case.prompt.task, case.prompt.id, tokens, found))
 
     def _divergence(self, case: Case, one: Tokens, other: Tokens, place: int) -> Divergence:
         token, instead = (tokens[place] if place < len(tokens) else None for tokens in (one, other))
         gap = None
         if token is not None and instead is not None:
-            gap = logit_gap(self.reference, [*case.prompt, *one[:place]], token, instead, case.params)
+            gap = logit_gap(self.reference, [*case.ids, *one[:place]], token, instead, case.params)
         return Divergence(place, token, instead, gap)
-
-
-def first_difference(one: Tokens, other: Tokens) -> int | None:
-    """The first place where two answers differ, possibly the end of the shorter one; None if they are equal."""
-    pairs = zip(one, other, strict=False)
-    ends = None if len(one) == len(other) else min(len(one), len(other))
-    return next((place for place, (a, b) in enumerate(pairs) if a != b), ends)
 
 
 @torch.inference_mode()

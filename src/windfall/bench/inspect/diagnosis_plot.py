@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from windfall.bench.inspect.diagnosis import RANKS, Diagnosis
-from windfall.bench.report.figures import FADED, heat_image, new_figure
-from windfall.render.plots import COLOURS
+from windfall.render.figures import heat_image
+from windfall.render.plots import COLOURS, FADED, new_figure
 
 MAX_RANKS = 12  # of a heat map; the last column stands for all further ranks
 

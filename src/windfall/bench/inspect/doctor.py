@@ -27,8 +27,8 @@ class Check(NamedTuple):
     detail: str
 
 
-def examine() -> list[Check]:
-    """Every check, in order."""
+def examine(config_file: Callable[[], str]) -> list[Check]:
+    """Every check, in order; `config_file` describes the file with the defaults of the commands."""
     return [
         _check("python", lambda: f"{platform.python_version()} on {platform.platform(terse=True)}"),
         *(_check(name, lambda name=name: version(name)) for name in ("windfall", "torch", "transformers")),
@@ -91,16 +91,6 @@ def cache() -> str:
     return str(folder)
 
 
-def config_file() -> str:
-    """The file with the defaults of the commands, which must be readable."""
-    from windfall.cli import config_file as config
-
-    file = config.file_in_use()
-    if file is None:
-        return "none" if os.environ.get(config.VARIABLE) == "" else f"none; {config.usual_file()} would be read"
-    return f"{file} sets {', '.join(config.parse(file)) or 'nothing'}"
-
-
 def embedded_model() -> str:
     from windfall.checkpoints import find as models
     from windfall.checkpoints import gguf
@@ -124,9 +114,8 @@ def same_text() -> str:
 
     model, prompt = tiny_model().to(pick_device(None)), list(range(1, 9))
     plain = loading.load(model, registry.drafter("lm"), registry.policy("none"))
-    speculative = loading.load(
-        model, registry.drafter("lm"), registry.policy("beam")
-    )  # the target drafts for itself: every guess is right
+    # The target drafts for itself, so every guess is right.
+    speculative = loading.load(model, registry.drafter("lm"), registry.policy("beam"))
     for temperature in (0.8, 0.0):
         how: dict[str, Any] = {"max_new_tokens": TEXT_TOKENS, "temperature": temperature, "seed": 0}
         wanted, found = plain.generate(prompt, **how), speculative.generate(prompt, **how)

@@ -16,11 +16,12 @@ from windfall.bench.methods import Method, parse_method
 from windfall.bench.package_data import read_toml
 from windfall.bench.papers.tables import MEAN, paper_tables, task_name
 from windfall.bench.reading import ALL, Run
-from windfall.bench.report import figures
-from windfall.bench.report.figures import Panel, Series
-from windfall.bench.results import PLAIN, Estimate, Row
+from windfall.bench.results import PLAIN, Row
 from windfall.core.files import replace_text
+from windfall.core.stats import Estimate
 from windfall.core.types import InputError
+from windfall.render import figures, plots
+from windfall.render.figures import Panel, Series
 
 if TYPE_CHECKING:
     from windfall.bench.runner import Settings
@@ -179,21 +180,12 @@ def _point(study: Study, leg: Leg, run: Run, row: Row) -> Point:
 
 def draw(study: Study, out: Path) -> list[Path]:
     """Draw the figure as SVG and PNG, and write its data as CSV."""
-    from windfall.render import plots
-
     found = points(study, out)
     plots.check(out / f"{study.name}.svg")
     files = figures.save(study.figure(study, found), out, study.name)
     table = out / f"{study.name}.csv"
-    replace_text(table, as_csv(found))
+    replace_text(table, results.as_csv([{"series": p.series, "x": p.x, **p.row.as_columns()} for p in found]))
     return [*files, table]
-
-
-def as_csv(found: Sequence[Point]) -> str:
-    from windfall.bench.report import parts
-    from windfall.bench.report.page import columns
-
-    return parts.as_csv([{"series": point.series, "x": point.x, **columns(point.row)} for point in found])
 
 
 # ---- figures
@@ -277,10 +269,7 @@ def _milliseconds(point: Point, part: str) -> float:
 
 
 def _efficiency(study: Study, found: list[Point]) -> Any:
-    from windfall.bench.report.run_figures import prompt_efficiency
-
-    drafting = {p.row.method: prompt_efficiency(p.records) for p in found if p.row.delta > 0}
-    return figures.efficiency(drafting)
+    return figures.efficiency({p.row.method: results.tau_and_delta(p.records) for p in found if p.row.delta > 0})
 
 
 def _drafters(study: Study, found: list[Point]) -> Any:

@@ -59,7 +59,7 @@ class PaperTable:
     pooled: tuple[str, ...] = ()  # the tasks that `ALL` stands for
     absent: str = ""  # what the paper has and we do not
     remarks: tuple[str, ...] = field(default=())  # on how figures are meant here
-    reference: bool = False  # whether it is shown beside any run of the same policies
+    reference: bool = False  # whether it is shown next to any run of the same policies
     taus: str = ""  # the key of the table with the tokens per pass, where this one has none
 
     @property
@@ -201,18 +201,20 @@ class Published(NamedTuple):
     speedup: float | None  # over plain decoding
 
 
-def published_for(policy: str, temperature: float | None = None) -> list[Published]:
-    """The cells that were published for the method that a policy implements."""
+def published_for(policy: str, wanted: float | None = None) -> list[Published]:
+    """The cells published for the method that a policy implements, at a wanted temperature or (None) at all."""
     policies, found = read_toml(FILE)["policies"], []
     for table in (table for table in paper_tables().values() if table.reference):
         other = paper_tables()[table.taus] if table.taus else table
         name = f"{table.table} and {other.table}" if table.taus else table.table
-        for heat, methods in table.published.items():
+        for temperature, methods in table.published.items():
             for method in (method for method in methods if policies.get(method) == policy):
-                for model, cells in methods[method].items() if temperature in (None, heat) else ():
-                    taus = other.published[heat][method][model]
+                for model, cells in methods[method].items() if wanted in (None, temperature) else ():
+                    taus = other.published[temperature][method][model]
                     found += [
-                        Published(table.paper, name, model, method, task, heat, _value(other, taus[task], TAU), speedup)
+                        Published(
+                            table.paper, name, model, method, task, temperature, _value(other, taus[task], TAU), speedup
+                        )
                         for task, values in cells.items()
                         if task != MEAN and (speedup := _value(table, values, SPEEDUP)) is not None
                     ]

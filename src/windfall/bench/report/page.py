@@ -1,4 +1,4 @@
-"""The report of one run: a summary in words, tables, figures, and the papers' numbers beside ours."""
+"""The report of one run: a summary in words, tables, figures, and the papers' numbers next to ours."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 
 from windfall.bench import reading, results
 from windfall.bench.disturbance import disturbances
-from windfall.bench.papers import compare, tables
+from windfall.bench.papers import tables
 from windfall.bench.reading import ALL, Run
-from windfall.bench.report import parts
+from windfall.bench.report import compare, parts
 from windfall.bench.report.parts import DASH, Progress, Report, Section, Table, interval, number
 from windfall.bench.report.run_figures import drawings
-from windfall.bench.results import PLAIN, Estimate, Row
+from windfall.bench.results import PLAIN, Row
 from windfall.core.files import make_folder, replace_text
+from windfall.core.stats import Estimate
 from windfall.core.types import InputError
 
 PLAIN_DELTA = 0.01  # draft passes per target pass; a method with fewer decodes plainly
@@ -60,12 +61,12 @@ def _setting(run: Run) -> str:
     prompts = len({(record.task, record.id) for record in run.records})
     repeats = len({record.repeat for record in run.records})
     tokens = sum(record.tokens for record in run.select(PLAIN))
-    heats = _list([f"{each:g}" for each in run.temperatures])
+    temperatures = _list([f"{each:g}" for each in run.temperatures])
     more = f", {repeats} times each" if repeats > 1 else ""
     methods = _few(run.methods, "methods", MAX_NAMED_METHODS)
     return (
-        f"The model {_target(run)} answered {prompts} prompts ({_list(run.tasks)}){more}, at temperature {heats}, with "
-        f"{methods}. Plain decoding wrote {tokens:,} tokens of text. {_machine(run)}."
+        f"The model {_target(run)} answered {prompts} prompts ({_list(run.tasks)}){more}, at temperature "
+        f"{temperatures}, with {methods}. Plain decoding wrote {tokens:,} tokens of text. {_machine(run)}."
     )
 
 
@@ -88,17 +89,17 @@ def _machine(run: Run) -> str:
 def _winners(run: Run, rows: list[Row], warnings: Mapping[float, str]) -> list[str]:
     """The fastest method at each temperature, unless the times are wrong."""
     found = []
-    for heat in run.temperatures:
-        if heat in warnings:
-            found.append(f"At temperature {heat:g} {warnings[heat]}.")
+    for temperature in run.temperatures:
+        if temperature in warnings:
+            found.append(f"At temperature {temperature:g} {warnings[temperature]}.")
         elif not run.settings.get("parts"):
-            found += _winner(_ranked(rows, _whole(run), heat), heat)
+            found += _winner(_ranked(rows, _whole(run), temperature), temperature)
     return found
 
 
-def _winner(rows: list[Row], heat: float) -> list[str]:
+def _winner(rows: list[Row], temperature: float) -> list[str]:
     """The fastest method, its speed-up, and whether that is certain."""
-    at = f"At temperature {heat:g}"
+    at = f"At temperature {temperature:g}"
     timed = [row for row in rows if row.speedup is not None and row.method != PLAIN]
     if not timed:
         best = max((row for row in rows if row.method != PLAIN), key=lambda row: row.tau, default=None)
@@ -172,13 +173,13 @@ def _why_not(run: Run) -> str:
 def _facts(run: Run, rows: list[Row], warnings: Mapping[float, str]) -> list[tuple[str, str]]:
     """The large figures of the page with their descriptions."""
     found = []
-    for heat in run.temperatures:
-        if heat in warnings:
-            found.append(("disturbed", f"temperature {heat:g}: {warnings[heat]}"))
+    for temperature in run.temperatures:
+        if temperature in warnings:
+            found.append(("disturbed", f"temperature {temperature:g}: {warnings[temperature]}"))
             continue
-        ranked = [row for row in _ranked(rows, _whole(run), heat) if row.method != PLAIN and row.speedup]
+        ranked = [row for row in _ranked(rows, _whole(run), temperature) if row.method != PLAIN and row.speedup]
         if ranked and ranked[0].speedup:
-            gain, what = ranked[0].speedup, f"speed-up of {ranked[0].method}, temperature {heat:g}"
+            gain, what = ranked[0].speedup, f"speed-up of {ranked[0].method}, temperature {temperature:g}"
             found.append((f"{gain.value:.2f}×", f"{what} ({_bounds(gain)})"))
     if judged := len(results.compared(run.records)):
         same = 1 - len(results.differences(run)) / judged
@@ -191,12 +192,12 @@ def _facts(run: Run, rows: list[Row], warnings: Mapping[float, str]) -> list[tup
 
 def _sections(run: Run, rows: list[Row], warnings: Mapping[float, str]) -> list[Section]:
     found = []
-    for heat in run.temperatures:
-        ranked = _ranked(rows, _whole(run), heat)
-        name = f"Temperature {heat:g}" + (" (greedy)" if heat == 0 else "")
-        shown = [_overall(ranked, name), *_by_task(run, rows, ranked, heat)]
-        text = f"{_capital(warnings[heat])}.\n\n{_TERMS}" if heat in warnings else _TERMS
-        found.append(Section(name, text, shown, drawings(run, rows, ranked, heat)))
+    for temperature in run.temperatures:
+        ranked = _ranked(rows, _whole(run), temperature)
+        name = f"Temperature {temperature:g}" + (" (greedy)" if temperature == 0 else "")
+        shown = [_overall(ranked, name), *_by_task(run, rows, ranked, temperature)]
+        text = f"{_capital(warnings[temperature])}.\n\n{_TERMS}" if temperature in warnings else _TERMS
+        found.append(Section(name, text, shown, drawings(run, rows, ranked, temperature)))
     return found
 
 
@@ -211,9 +212,9 @@ def _whole(run: Run) -> str:
     return ALL if len(run.tasks) > 1 else run.tasks[0]
 
 
-def _ranked(rows: Sequence[Row], task: str, heat: float) -> list[Row]:
+def _ranked(rows: Sequence[Row], task: str, temperature: float) -> list[Row]:
     """The rows by speed-up; without times, by tokens per pass."""
-    own = [row for row in rows if row.task == task and row.temperature == heat]
+    own = [row for row in rows if row.task == task and row.temperature == temperature]
     return sorted(own, key=lambda row: (-(row.speedup.value if row.speedup else 0.0), -row.tau))
 
 
@@ -246,10 +247,10 @@ def _shares(row: Row) -> list[str]:
     return [DASH] * len(parts) if row.split is None else [f"{100 * row.split[part]:.0f}%" for part in parts]
 
 
-def _by_task(run: Run, rows: list[Row], ranked: list[Row], heat: float) -> list[Table]:
+def _by_task(run: Run, rows: list[Row], ranked: list[Row], temperature: float) -> list[Table]:
     if len(run.tasks) < 2:
         return []
-    found = {(row.method, row.task): row for row in rows if row.temperature == heat}
+    found = {(row.method, row.task): row for row in rows if row.temperature == temperature}
     methods, columns = [row.method for row in ranked], ("method", *run.tasks)
 
     def cells(text: Callable[[Row], str]) -> list[list[str]]:
@@ -268,7 +269,7 @@ def _by_task(run: Run, rows: list[Row], ranked: list[Row], heat: float) -> list[
 
 
 def compared_with_papers(run: Run, rows: list[Row]) -> Section:
-    """Our figures beside the papers' for the same method, and what differs."""
+    """Our figures next to the papers' for the same method, and what differs."""
     found = [line for row in rows if row.task == _whole(run) for line in _published(row, run.tasks)]
     columns = ("method", "T", "speed-up here", "tau here", "published as", "models", "tasks", "speed-up", "tau")
     theirs = dict.fromkeys(paper for paper, _ in found)
@@ -362,17 +363,6 @@ def _list(names: Sequence[str]) -> str:
 # ---- files
 
 
-def columns(row: Row) -> dict[str, Any]:
-    """The figures of a row as CSV columns; nested ones get a column for each part."""
-    flat: dict[str, Any] = {}
-    for name, value in row.as_dict().items():
-        if isinstance(value, dict):
-            flat.update({name if part == "value" else f"{name}_{part}": each for part, each in value.items()})
-        else:
-            flat[name] = value
-    return flat
-
-
 def write(folder: Path, out: Path | None = None, progress: Progress = lambda share: None) -> list[Path]:
     """Write the page, report.md, report.csv and the figures; returns the first three, the page first."""
     from windfall.render import plots
@@ -384,7 +374,7 @@ def write(folder: Path, out: Path | None = None, progress: Progress = lambda sha
     texts = {
         out: parts.as_html(report, drawn),
         folder / "report.md": parts.as_markdown(report, "figures"),
-        folder / "report.csv": parts.as_csv([columns(row) for row in report.rows]),
+        folder / "report.csv": results.as_csv([row.as_columns() for row in report.rows]),
     }
     for file, text in texts.items():
         make_folder(file.parent)

@@ -1,17 +1,16 @@
-"""The content of a report, and how it is rendered as HTML, Markdown and CSV."""
+"""The content of a report, and how it is rendered as HTML and Markdown."""
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from windfall.bench.results import Estimate, Row
+from windfall.bench.results import Row
+from windfall.core.stats import Estimate
 
 DASH = "–"  # a missing figure
 WORDY_CELL = 30  # characters: a table with longer cells is set as text
@@ -97,7 +96,7 @@ def interval(value: Estimate | None) -> str:
 
 def as_html(report: Report, drawn: Mapping[str, str]) -> str:
     """The report as one page without outside references; `drawn` has the figures as SVG by name."""
-    from windfall.bench.report.figures import bare_svg
+    from windfall.render.figures import bare_svg
 
     trees = [(name, bare_svg(text, f"tree{place}")) for place, (name, text) in enumerate(report.trees)]
     return _render("page.html.jinja", escape=True, report=report, drawn=drawn, trees=trees)
@@ -115,19 +114,9 @@ def _render(name: str, escape: bool, **context: Any) -> str:
     return Environment(autoescape=escape, trim_blocks=True, lstrip_blocks=True).from_string(text).render(context)
 
 
-def as_csv(lines: Sequence[dict[str, Any]]) -> str:
-    """Lines as CSV, with every column that any line has."""
-    names = list(dict.fromkeys(name for line in lines for name in line))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, names, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return text.getvalue()
-
-
 def draw(report: Report, folder: Path, progress: Progress = lambda share: None) -> dict[str, str]:
     """Draw every figure as an SVG file in a folder; returns the same as elements for a page."""
-    from windfall.bench.report import figures
+    from windfall.render import figures
 
     drawings = [drawing for section in report.sections for drawing in section.drawings]
     found = {}

@@ -10,10 +10,9 @@ from tempfile import TemporaryDirectory
 
 from windfall.bench import reading
 from windfall.bench.disturbance import disturbances
-from windfall.bench.papers import compare
 from windfall.bench.papers.tables import paper_tables
 from windfall.bench.reading import Run
-from windfall.bench.report import page, parts
+from windfall.bench.report import compare, page, parts
 from windfall.bench.report.parts import Drawing, Progress, Report, Section
 from windfall.bench.results import summary as summary_of
 from windfall.core.errors import InputError

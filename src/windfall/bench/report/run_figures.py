@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from windfall.bench import reading, results
 from windfall.bench.reading import Run
-from windfall.bench.report import figures
 from windfall.bench.report.parts import Drawing
 from windfall.bench.results import Row
+from windfall.render import figures
 
 MAX_LINES = 7  # of a plot: the fastest methods
 MAX_HEAT_MAPS = 6
@@ -17,23 +17,23 @@ MAX_CYCLE_TOKENS = 12  # the last column of the table of lengths
 MAX_DEPTH, MAX_RANK = 10, 10  # of a heat map
 
 
-def drawings(run: Run, rows: list[Row], ranked: list[Row], heat: float) -> list[Drawing]:
+def drawings(run: Run, rows: list[Row], ranked: list[Row], temperature: float) -> list[Drawing]:
     """The figures that these records allow."""
-    trees = {row.method: run.select(row.method, temperature=heat) for row in ranked if row.delta > 0}
+    trees = {row.method: run.select(row.method, temperature=temperature) for row in ranked if row.delta > 0}
     fastest = dict(list(trees.items())[:MAX_LINES])
     gains = {row.method: row.speedup for row in ranked if row.speedup}
     predicted = {row.method: (row.predicted, row.speedup) for row in ranked if row.predicted and row.speedup}
     found: list[Drawing] = []
 
     def add(name: str, title: str, caption: str, draw: Callable[[], Any]) -> None:
-        found.append(Drawing(f"{name}-t{heat:g}".replace(".", "-"), title, caption, draw))
+        found.append(Drawing(f"{name}-t{temperature:g}".replace(".", "-"), title, caption, draw))
 
     if len(gains) > 1:
         caption = "Tokens per second over those of plain decoding (dashed). Whiskers: 95% interval over the prompts."
         add("speedup", "Speed-up", caption, lambda: figures.bars(gains, "speed-up over plain decoding (×)", base=1.0))
     if len(run.tasks) > 1:
         caption = "The longer the accepted drafts, the brighter."
-        add("tau", "Tokens per target pass, by task", caption, lambda: _tau_figure(run, rows, ranked, heat))
+        add("tau", "Tokens per target pass, by task", caption, lambda: _tau_figure(run, rows, ranked, temperature))
     if any(row.split for row in ranked):
         caption = "Milliseconds for each token of the text. A shorter bar is a faster method; prompts are not counted."
         label = "milliseconds per token"
@@ -53,7 +53,7 @@ def drawings(run: Run, rows: list[Row], ranked: list[Row], heat: float) -> list[
             "it passes are wasted. The target adds a token of its own to each pass, so a drafter that is always right, "
             "with a pass for each token, lies one below."
         )
-        points = {name: prompt_efficiency(records) for name, records in fastest.items()}
+        points = {name: results.tau_and_delta(records) for name, records in fastest.items()}
         add("efficiency", "Drafting against what it brings", caption, lambda: figures.efficiency(points))
     if predicted:
         caption = (
@@ -77,8 +77,8 @@ def _rank_figure(fastest: dict[str, list[reading.Record]]) -> Any:
     return figures.stack(shares, "share of verified nodes (%)", colours)
 
 
-def _tau_figure(run: Run, rows: list[Row], ranked: list[Row], heat: float) -> Any:
-    found = {(row.method, row.task): row.tau for row in rows if row.temperature == heat}
+def _tau_figure(run: Run, rows: list[Row], ranked: list[Row], temperature: float) -> Any:
+    found = {(row.method, row.task): row.tau for row in rows if row.temperature == temperature}
     methods = [row.method for row in ranked]
     cells = [[found.get((method, task)) for task in run.tasks] for method in methods]
     return figures.table(methods, run.tasks, cells, "tau: tokens per target pass")
@@ -116,11 +116,3 @@ def _rank_shares(records: list[reading.Record]) -> dict[str, float]:
     shares = results.rank_share(records)
     first = {f"rank {rank + 1}": 100 * shares.get(rank, 0.0) for rank in range(4)}
     return {**first, "rank 5 and later": 100 * sum(share for rank, share in shares.items() if rank > 3)}
-
-
-def prompt_efficiency(records: Sequence[reading.Record]) -> list[tuple[float, float]]:
-    """(tau, delta) of every prompt, its repeats together."""
-    prompts: dict[tuple[str, str], list[reading.Record]] = {}
-    for record in records:
-        prompts.setdefault((record.task, record.id), []).append(record)
-    return [(results.tau(own), results.delta(own)) for own in prompts.values()]

@@ -1,4 +1,4 @@
-"""Times of verify and draft passes by rows and by context length, beside the time to read their bytes from memory."""
+"""Times of verify and draft passes by rows and by context length, next to the time to read their bytes from memory."""
 
 from __future__ import annotations
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from windfall.bench.report.figures import FADED, new_figure
 from windfall.bench.speed.race import Regime
-from windfall.render.plots import COLOURS
+from windfall.render.plots import COLOURS, FADED, new_figure
 
 
 def plot(measured: dict[str, Any], file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Methods in turns against plain decoding and transformers' own `generate`, on the same prompts."""
+"""Time methods alternately with plain decoding and transformers' own `generate`, on the same prompts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any
 
 from windfall.bench.gpu_internals import MAX_VERIFY_ROWS, VERIFY_ROWS
 from windfall.bench.hf_generate import hf_generate
-from windfall.bench.runner import Contender, State, answer, question, room, seed_of
+from windfall.bench.runner import Case, Contender, State, answer, check_temperatures, room
 from windfall.bench.speed.profiled import inside, unobserved
-from windfall.bench.tasks import Prompt
 from windfall.core.clock import now
 from windfall.core.errors import InputError
 from windfall.core.types import GpuOptions, SamplingParams
@@ -49,10 +48,7 @@ class Settings:
     launch: GpuOptions = GpuOptions()
 
     def __post_init__(self) -> None:
-        if not self.temperatures or len(set(self.temperatures)) < len(self.temperatures):
-            raise InputError("give each temperature once, for example 0,1")
-        for temperature in self.temperatures:
-            SamplingParams(temperature=temperature)
+        check_temperatures(self.temperatures)
         if not all(length >= 1 for length in self.lengths):
             raise InputError(f"context lengths are at least 1, not {min(self.lengths)}")
         if not all(1 <= rows <= MAX_VERIFY_ROWS for rows in self.rows):
@@ -79,22 +75,6 @@ class Regime:
     def label(self) -> str:
         coupling = "coupled" if self.coupled else "uncoupled"
         return f"T={self.temperature:g} {coupling}" if self.temperature else "T=0"
-
-
-@dataclass(frozen=True)
-class Case:
-    """A prompt as token ids."""
-
-    prompt: Prompt
-    ids: list[int]
-    params: SamplingParams
-
-    def cut(self, tokens: int) -> Case:
-        """The same with an answer of at most this many tokens."""
-        return replace(self, params=replace(self.params, max_new_tokens=min(tokens, self.params.max_new_tokens)))
-
-    def at(self, temperature: float) -> SamplingParams:
-        return replace(self.params, temperature=temperature)
 
 
 @dataclass(frozen=True)
@@ -167,25 +147,8 @@ def entries(contenders: Sequence[Contender], settings: Settings, assistant: Any)
 
 
 def assisted_by(assistant: Any) -> str:
-    """What transformers drafts with: a language model or, if the drafter is none, prompt lookup."""
+    """What transformers drafts with: the drafter's language model or, if it has none, prompt lookup."""
     return f"prompt lookup of {assistant}" if isinstance(assistant, int) else "the drafter's model"
-
-
-def cases_of(prompts: Sequence[Prompt], contender: Contender, settings: Settings) -> list[Case]:
-    """The first questions of the prompts that fit into the target's context."""
-    engine, found = contender.engine, []
-    most = room(engine.target, settings.max_new_tokens)
-    eos = () if settings.ignore_eos else None
-    for prompt in prompts:
-        ids = question(prompt, (), engine, settings.prompt_tokens)
-        seed = seed_of(settings.seed, 0, prompt)
-        params = engine.params(max_new_tokens=settings.max_new_tokens, seed=seed, eos=eos)
-        found += [Case(prompt, ids, params)] if len(ids) <= most else []
-    if not found:
-        raise InputError(
-            f"no prompt fits the context of {engine.target.name} with {settings.max_new_tokens} new tokens"
-        )
-    return found
 
 
 def limited(cases: Sequence[Case], limit: int | None) -> list[Case]:
@@ -199,7 +162,7 @@ def limited(cases: Sequence[Case], limit: int | None) -> list[Case]:
 
 
 class Race:
-    """Methods in turns over the same prompts; `rows` has the figures of what is finished."""
+    """Runs methods alternately over the same prompts; `rows` has the figures of the rounds that are finished."""
 
     def __init__(self, target: Target, entries: Sequence[Entry], cases: Sequence[Case], settings: Settings):
         self.target, self.entries, self.cases, self.settings = target, list(entries), list(cases), settings
@@ -315,8 +278,10 @@ class Race:
 
     def _reference(self, label: str, entry: Entry) -> Entry | None:
         """The entry of another method at the same temperature; its coupling does not matter."""
-        heat = entry.regime.temperature
-        return next((e for e in self.entries if e.label == label and e.regime.temperature == heat and e.rounds), None)
+        temperature = entry.regime.temperature
+        return next(
+            (e for e in self.entries if e.label == label and e.regime.temperature == temperature and e.rounds), None
+        )
 
     def _same_texts(self, entry: Entry) -> tuple[int | None, int | None]:
         """The number of texts equal to plain decoding's, and of all; None where transformers draws with other noise."""

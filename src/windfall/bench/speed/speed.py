@@ -11,7 +11,7 @@ import torch
 from windfall.bench.gpu_internals import GpuPasses
 from windfall.bench.memory import clear, peak_apart
 from windfall.bench.methods import DrafterSpec, Method
-from windfall.bench.runner import Contender, assemble
+from windfall.bench.runner import Case, Contender, assemble, first_questions
 from windfall.bench.speed.passes import (
     bandwidth,
     count_launches,
@@ -20,7 +20,7 @@ from windfall.bench.speed.passes import (
     size_of,
     weights_read,
 )
-from windfall.bench.speed.race import LOOKUP_TOKENS, Case, Race, Settings, cases_of, entries, timed_generate
+from windfall.bench.speed.race import LOOKUP_TOKENS, Race, Settings, entries, timed_generate
 from windfall.bench.tasks import Prompt
 from windfall.drafters.base import Drafter
 from windfall.drafters.feature_head import FeatureHeadDrafter
@@ -49,7 +49,7 @@ class Result:
 
 
 def peak_of(target: Target, method: Method, drafter: DrafterSpec, case: Case, settings: Settings) -> int:
-    """The most bytes of a CUDA device that this method alone needs for one answer, weights included."""
+    """The peak bytes of a CUDA device that this method needs for one answer, weights included."""
     loaded = size_of(drafter.model) if isinstance(drafter, Ready) and not method.plain and not method.drafter else 0
 
     def make() -> Engine:
@@ -113,7 +113,9 @@ def measure(
     contenders = assemble(methods, target, drafter, settings.couplings[0], trust_remote_code, settings.launch)
     drafting = next((each.engine for each in contenders if not each.method.plain), contenders[0].engine)
     assistant = drafting.drafter.decoder.model if isinstance(drafting.drafter, LMDrafter) else LOOKUP_TOKENS
-    cases = cases_of(prompts, contenders[0], settings)
+    eos = () if settings.ignore_eos else None
+    asked = prompts, contenders[0].engine, settings.seed, settings.prompt_tokens
+    cases = first_questions(*asked, max_new_tokens=settings.max_new_tokens, eos=eos)
     race = Race(target, entries(contenders, settings, assistant), cases, settings)
 
     speed = bandwidth(target.device)

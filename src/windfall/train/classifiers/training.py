@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from windfall.core.errors import InputError
-from windfall.core.files import replace_file
+from windfall.core.files import replace_arrays
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow, Step
 from windfall.policies.beam import Beam
@@ -124,12 +124,7 @@ class Cycles:
             "prompts": np.array(self.prompts),
             "about": np.array(json.dumps(self.about)),
         }
-
-        def fill(temporary: Path) -> None:
-            with temporary.open("wb") as stream:
-                np.savez_compressed(stream, allow_pickle=False, **own, **nodes)
-
-        replace_file(file, fill)
+        replace_arrays(file, {**own, **nodes})
 
 
 def _node_arrays(cycle: Cycle) -> dict[str, NDArray[Any]]:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from windfall.core.options import option
+from windfall.heads.hydra import new_hydra
 from windfall.heads.layers import Unrolled
-from windfall.train.new_heads import new_hydra
+from windfall.train.new_heads import new_parallel
 from windfall.train.objectives.medusa import HeadsLoss
 from windfall.train.teacher import TeacherOutput
 from windfall.train.unroll import answer_rows
@@ -29,8 +30,8 @@ class HydraLoss(HeadsLoss):
 
     def new_head(self, target: Any, shape: dict[str, Any]) -> Any:
         blocks = self.blocks or (4 if self.plus else 1)
-        shared = not self.own_vocabulary
-        return new_hydra(target, shape, heads=self.heads, blocks=blocks, prefix=self.plus, shared_vocabulary=shared)
+        options = {"blocks": blocks, "prefix": self.plus, "shared_vocabulary": not self.own_vocabulary}
+        return new_parallel(new_hydra, target, shape, heads=self.heads, **options)
 
     def states(self, head: Any, outputs: TeacherOutput) -> Tensor:
         head.dropout.p = (0.2 if self.plus else 0.0) if self.dropout is None else self.dropout

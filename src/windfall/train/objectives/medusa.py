@@ -11,8 +11,9 @@ from torch import Tensor
 
 from windfall.core.errors import InputError
 from windfall.core.options import option
+from windfall.heads.medusa import new_medusa
 from windfall.train.losses import Report, distill, draft_indices, token_cross_entropy
-from windfall.train.new_heads import new_medusa
+from windfall.train.new_heads import new_parallel
 from windfall.train.objectives.base import Objective
 from windfall.train.teacher import Teacher, TeacherOutput
 from windfall.train.unroll import answer_rows, by_row
@@ -83,7 +84,7 @@ class MedusaLoss(HeadsLoss):
 
     def new_head(self, target: Any, shape: dict[str, Any]) -> Any:
         shared = not self.own_vocabulary
-        return new_medusa(target, shape, heads=self.heads, blocks=self.blocks, shared_vocabulary=shared)
+        return new_parallel(new_medusa, target, shape, heads=self.heads, blocks=self.blocks, shared_vocabulary=shared)
 
     def states(self, head: Any, outputs: TeacherOutput) -> Tensor:
         features = outputs.features[:, :-1]

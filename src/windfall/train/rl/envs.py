@@ -69,7 +69,7 @@ class CycleEnv(gymnasium.Env[Array, np.int64]):
 
 
 def no_choice(view: View) -> int:
-    """Stands for a decision whose time is configured."""
+    """Used instead of a network if the time of a decision is configured."""
     return 0
 
 

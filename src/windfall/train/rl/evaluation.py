@@ -12,7 +12,7 @@ import numpy as np
 from windfall.core.errors import InputError
 from windfall.policies.papers import ltd
 from windfall.policies.papers.ltd import Pair
-from windfall.render.plots import COLOURS, check
+from windfall.render.plots import COLOURS, FADED, check, new_figure
 from windfall.train.rl.learner import DEFAULT_BEAM, STAGES, Event, Learner
 from windfall.train.rl.rollout import Outcome, tau, throughput
 
@@ -87,7 +87,7 @@ def plot_curves(events: Sequence[Event], file: Path, default: float) -> None:
         axes[0][column].plot(steps, smooth, color=COLOURS[0])
         measured = [event.step for event in validations], [event.throughput for event in validations]
         axes[1][column].plot(*measured, "o-", ms=3, color=COLOURS[1])
-        axes[1][column].axhline(default, ls="--", color="#999999")
+        axes[1][column].axhline(default, ls="--", color=FADED)
         axes[0][column].set(title=name, ylabel="reward" if not column else "")
         axes[1][column].set(xlabel="steps", ylabel="validation tokens/s" if not column else "")
     figure.savefig(file, dpi=130)
@@ -112,14 +112,8 @@ def plot_decisions(found: Mapping[str, Sequence[Outcome]], file: Path) -> None:
 
 
 def _figure(rows: int, columns: int) -> tuple[Any, Any]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(3.6 * columns, 2.8 * rows), layout="constrained")
-    FigureCanvasAgg(figure)  # draws to the file without a window
-    axes = figure.subplots(rows, columns, squeeze=False)
+    figure, axes = new_figure(3.6 * columns, 2.8 * rows, rows, columns)
     for each in axes.flat:
-        each.spines[["top", "right"]].set_visible(False)
         each.title.set_fontsize(9)
         each.locator_params(axis="x", nbins=4)
     return figure, axes

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from windfall.core.errors import InputError
-from windfall.core.files import replace_file
+from windfall.core.files import replace_arrays
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow, Step
 from windfall.policies.beam import Beam
@@ -85,13 +85,7 @@ class Recording:
             node, step = node + size, step + steps
 
     def save(self, file: Path) -> None:
-        arrays: dict[str, Any] = {**self.arrays, "about": np.array(json.dumps(self.about))}
-
-        def write(temporary: Path) -> None:
-            with temporary.open("wb") as stream:
-                np.savez_compressed(stream, **arrays)
-
-        replace_file(file, write)
+        replace_arrays(file, {**self.arrays, "about": np.array(json.dumps(self.about))})
 
     @classmethod
     def load(cls, file: Path) -> Recording:
@@ -226,7 +220,7 @@ def _arrays(engine: Engine, steps: Sequence[Step], length: int, sampling: dict[s
 
 
 def _path(tree: DraftTree, text: Sequence[int]) -> list[int]:
-    """The nodes below the root whose tokens are the text's, as far as the tree has them."""
+    """The nodes that follow the text, from depth 1 to where the text leaves the tree."""
     edges = zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
     child = {edge: node for node, edge in enumerate(edges)}
     path, node = list[int](), 0

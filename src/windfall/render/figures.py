@@ -10,13 +10,13 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from windfall.bench.results import Estimate
 from windfall.core.files import make_folder, replace_file, replace_text
-from windfall.render.plots import COLOURS
+from windfall.core.stats import Estimate
+from windfall.render.plots import COLOURS, FADED, new_figure
 
 Cells = Sequence[Sequence[float | None]]
 
-INK, FADED = "#1f2329", "#8c959f"  # text and frames; baselines
+INK = "#1f2329"  # text and frames
 MARKERS = "osD^vPX*<>"
 PARTS = {"draft": "#0072b2", "verify": "#e69f00", "policy": "#009e73", "other": "#999999"}  # of a cycle's time
 RANKS = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#999999")
@@ -261,23 +261,6 @@ def _style() -> Iterator[None]:
     look = {"font.size": 9.5, "axes.linewidth": 0.8, "axes.axisbelow": True, "legend.fontsize": 9}
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "windfall", **frame, **look}):
         yield
-
-
-def new_figure(
-    width: float, height: float, rows: int = 1, columns: int = 1, width_ratios: Sequence[float] | None = None
-) -> tuple[Any, Any]:
-    """An empty figure of this size in inches, and its grid of axes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)  # opens no window, independently of the user's settings
-    grid = figure.subplots(rows, columns, squeeze=False, width_ratios=width_ratios)
-    for axes in grid.flat:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color=FADED, alpha=0.3, linewidth=0.6)
-        axes.set_axisbelow(True)
-    return figure, grid
 
 
 def _single(height: float, width: float = WIDTH_INCHES) -> tuple[Any, Any]:

@@ -27,7 +27,8 @@ from windfall.bench.papers.tables import (
 )
 from windfall.bench.reading import Record, Run
 from windfall.bench.report.parts import DASH, Section, Table
-from windfall.bench.results import PLAIN, Estimate
+from windfall.bench.results import PLAIN
+from windfall.core.stats import Estimate
 
 HERE = "here"
 SLASH = "\u00a0/\u00a0"  # between the figures of a cell, which stay on one line
@@ -73,7 +74,7 @@ def sections(runs: Sequence[Run], notes: Mapping[str, str] | None = None) -> lis
     """A section for every table that these runs measured; the first one of a paper says how the paper measured."""
     found, introduced = [], set[str]()
     for table in paper_tables().values():
-        measured = [each for heat in table.temperatures if (each := compare(table, runs, heat)).own]
+        measured = [each for temperature in table.temperatures if (each := compare(table, runs, temperature)).own]
         if not measured:
             continue
         how = [] if table.paper in introduced else [f"How the paper measured: {measured_how(table.paper)}"]
@@ -90,7 +91,7 @@ def missing(runs: Sequence[Run]) -> list[str]:
     return [
         f"{table.paper}, {table.table}"
         for table in paper_tables().values()
-        if not any(compare(table, runs, heat).own for heat in table.temperatures)
+        if not any(compare(table, runs, temperature).own for temperature in table.temperatures)
     ]
 
 
@@ -166,10 +167,10 @@ def as_table(comparison: Comparison) -> Table:
             rows.append(["" if number else line.name, where, *texts])
     over = "mean" if len(shared) == len(table.tasks) else f"mean of {len(shared)}"
     columns = ("method", "where", *table.tasks, *([over] if several else []))
-    heat = f"temperature {comparison.temperature:g}" if comparison.temperature else "greedy"
+    sampling = f"temperature {comparison.temperature:g}" if comparison.temperature else "greedy"
     note = f"In a cell: {' / '.join(figure.name for figure in table.figures)}."
     note += _other_task_names(comparison) + _coupling(comparison)
-    return Table(f"{table.table}, {heat}", columns, rows, note, frozenset(best))
+    return Table(f"{table.table}, {sampling}", columns, rows, note, frozenset(best))
 
 
 def _cell(values: Values | None, figures: Sequence[Figure]) -> str:
