@@ -1,5 +1,5 @@
-"""Children that a policy does not want, between drafting them and growing the tree: those of nodes that are not to be
-expanded, and those beyond their parent's breadth."""
+"""Drop drafted children before they join the tree: those of nodes that must not be expanded, and those beyond the
+maximum number of children of their parent."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Bounds(NamedTuple):
 
 def prune(
     tree: TreeArrays,
-    nodes: Tensor,  # [w] long, just expanded, NOBODY: an empty row
+    nodes: Tensor,  # [w] long, just expanded, NO_NODE for an empty row
     values: Tensor,  # [w, k] fp32, written: log-probabilities of their children, the likeliest first
     bounds: Tensor,  # [9] fp32, see Bounds
 ) -> None:
-    """Children that are out of bounds get a log-probability of -inf, with which they are empty places."""
+    """Set the log-probability of children that are out of bounds to -inf, which makes them empty entries."""
     if on_triton(values):
         from windfall.kernels.triton.gate import prune as run
     else:

@@ -28,11 +28,12 @@ from windfall.engine.gpu.mailbox import Mailbox
 from windfall.engine.gpu.target import MAX_VERIFY_ROWS, GpuTarget, fitting
 from windfall.engine.gpu.tree import ahead, plant, terms
 from windfall.engine.gpu.view import DeviceView
+from windfall.kernels.accept import accept_path
 from windfall.kernels.choose import choose
 from windfall.kernels.gate import prune
-from windfall.kernels.grow import Rule, grow
-from windfall.kernels.settle import settle
-from windfall.kernels.top import Words
+from windfall.kernels.grow import grow
+from windfall.kernels.rules import Rule
+from windfall.kernels.top import LazyLogits
 from windfall.policies.context import Context
 from windfall.policies.plan import NodeFilter, Plan
 from windfall.policies.shape import Shape
@@ -163,11 +164,17 @@ class Cycle:
         assert self.draft is not None
         rows = self.ahead
         given = Pass(rows.tokens, rows.positions, rows.slots, rows.mask, self.draft.length)
-        logits = self.draft.grow(given, rows.above, rows.here)
-        self._sprout(rows.nodes, rows.here, logits, rows.positions, 0, sprouting)
+        logits = self.draft.grow(given, rows.parent_slots, rows.own_slots)
+        self._sprout(rows.nodes, rows.own_slots, logits, rows.positions, 0, sprouting)
 
     def _sprout(
-        self, nodes: Tensor, slots: Tensor, logits: Tensor | Words, columns: Tensor, offset: int, sprouting: Sprouting
+        self,
+        nodes: Tensor,
+        slots: Tensor,
+        logits: Tensor | LazyLogits,
+        columns: Tensor,
+        offset: int,
+        sprouting: Sprouting,
     ) -> None:
         """Children of these nodes, whose own columns come `offset` after `columns`."""
         assert self.draft is not None
@@ -208,7 +215,7 @@ class Cycle:
         choose(self.tree, rows, kept, tokens, parents, depth, mask, there["count"], self.places)
         scored = judge.score(rows, columns)
         draws, deepest, draft = judge.draw(scored, params, noise), min(rows, self.plan.passes + 1), self.draft
-        settle(
+        accept_path(
             draws,
             tokens,
             parents,

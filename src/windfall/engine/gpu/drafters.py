@@ -16,9 +16,9 @@ from windfall.engine.gpu.target import PIECE, Dials, GpuTarget, Piece, fitting, 
 from windfall.heads.base import FeatureHead
 from windfall.heads.layers import head_dim
 from windfall.kernels.attention import tree_attention
-from windfall.kernels.keep import Keep
-from windfall.kernels.rows import take_in
-from windfall.kernels.top import Words, top_children
+from windfall.kernels.rows import append_rows
+from windfall.kernels.scatter import Scatter
+from windfall.kernels.top import LazyLogits, top_children
 from windfall.model.decoder import Decoder
 
 
@@ -36,7 +36,7 @@ class Sprouting:
         return ("coupled", *shape_of(self.params)) if self.coupled else ("alone",)
 
     def children(
-        self, logits: Tensor | Words, positions: Tensor, offset: int, k: int, tokens: Tensor | None
+        self, logits: Tensor | LazyLogits, positions: Tensor, offset: int, k: int, tokens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and tokens [w, k]; the draws after these rows come `offset` after `positions` [w]."""
         dice: dict[str, Any] = {}
@@ -47,12 +47,12 @@ class Sprouting:
                 temperature = torch.ones_like(temperature)
             dice = {"positions": positions, "offset": offset, "seed": self.dials.seed, "temperature": temperature}
             dice |= {"kappa": self.dials.kappa, "noise": self.noise}
-        columns = len(logits.vocabulary) if isinstance(logits, Words) else logits.shape[-1]
+        columns = len(logits.weight) if isinstance(logits, LazyLogits) else logits.shape[-1]
         return top_children(logits, min(k, columns), tokens=tokens, **dice)
 
 
-def multiplied(logits: Tensor | Words) -> Tensor:
-    return logits.logits if isinstance(logits, Words) else logits
+def multiplied(logits: Tensor | LazyLogits) -> Tensor:
+    return logits.logits if isinstance(logits, LazyLogits) else logits
 
 
 def entropy(logits: Tensor) -> Tensor:
@@ -120,17 +120,17 @@ class GpuDrafter:
     def _read(self, rows: Pass, features: Tensor | None) -> None:
         raise NotImplementedError
 
-    def open(self, rows: int) -> Tensor | Words:
+    def open(self, rows: int) -> Tensor | LazyLogits:
         """Take in the pending columns, which are `rows` at the most; logits [1, V] after the last. Its draw's position
         is `lag` - 1 after `length`, as this leaves it."""
-        slots, last, before = take_in(self.length, self.waiting, rows)
+        slots, last, before = append_rows(self.length, self.waiting, rows)
         return self._opened(Pass(self.tokens[:rows], slots, slots, self._causal[:rows, :rows], before), last)
 
-    def grow(self, rows: Pass, above: Tensor, here: Tensor) -> Tensor | Words:
+    def grow(self, rows: Pass, above: Tensor, here: Tensor) -> Tensor | LazyLogits:
         """Run nodes whose parents have the places `above` and which get the places `here`; logits [w, V]."""
         raise NotImplementedError
 
-    def _opened(self, rows: Pass, last: Tensor) -> Tensor | Words:
+    def _opened(self, rows: Pass, last: Tensor) -> Tensor | LazyLogits:
         raise NotImplementedError
 
 
@@ -171,11 +171,11 @@ class GpuHeadDrafter(GpuDrafter):
         assert features is not None
         self._run(rows, self._fuse(features), None, None, None)
 
-    def _opened(self, rows: Pass, last: Tensor) -> Tensor | Words:
+    def _opened(self, rows: Pass, last: Tensor) -> Tensor | LazyLogits:
         assert self.features is not None
         return self._logits(self._run(rows, self._fuse(self.features[: len(rows.tokens)]), None, last, self._first))
 
-    def grow(self, rows: Pass, above: Tensor, here: Tensor) -> Tensor | Words:
+    def grow(self, rows: Pass, above: Tensor, here: Tensor) -> Tensor | LazyLogits:
         return self._logits(self._run(rows, self.own, above, None, here))
 
     def _fuse(self, features: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ class GpuHeadDrafter(GpuDrafter):
         """The states of these rows, or of those picked, [n, H]; what is gone on from becomes their own, at `here`.
         The rows' features lie in `hidden`, at `index`."""
         if self.swift is not None:
-            keep = None if here is None else Keep(self.own, here, self.swift.recycles_normed)
+            keep = None if here is None else Scatter(self.own, here, self.swift.recycles_normed)
             return self.swift(rows, hidden, index, self.kv, pick, keep)
         hidden = hidden if index is None else hidden.index_select(0, index)
         memory = Static(self.kv, rows, self.head.config.windows)
@@ -200,7 +200,7 @@ class GpuHeadDrafter(GpuDrafter):
             self.own.index_copy_(0, here, recycled)
         return state
 
-    def _logits(self, state: Tensor) -> Tensor | Words:
+    def _logits(self, state: Tensor) -> Tensor | LazyLogits:
         return self.head.logits(state) if self.swift is None else self.swift.words(state)
 
 

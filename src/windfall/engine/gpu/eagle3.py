@@ -16,11 +16,11 @@ from windfall.heads.base import FeatureHead
 from windfall.heads.eagle3 import Eagle3
 from windfall.heads.layers import Attention
 from windfall.kernels.attention import tree_attention
-from windfall.kernels.keep import Keep
 from windfall.kernels.norm import add_norm, rotate_and_store
 from windfall.kernels.pair import pair_norm
 from windfall.kernels.product import linear, norm_gate
-from windfall.kernels.top import Words
+from windfall.kernels.scatter import Scatter
+from windfall.kernels.top import LazyLogits
 
 
 class FusedEagle3:
@@ -57,7 +57,7 @@ class FusedEagle3:
         return F.linear(features, self.head.fc.weight, self.head.fc.bias)
 
     def __call__(
-        self, rows: Pass, hidden: Tensor, index: Tensor | None, kv: Tensor, pick: Tensor | None, keep: Keep | None
+        self, rows: Pass, hidden: Tensor, index: Tensor | None, kv: Tensor, pick: Tensor | None, keep: Scatter | None
     ) -> Tensor:
         """What the vocabulary head reads, [n, H] or of the rows picked; what is gone on from is kept. `hidden` [m, H]
         is read at `index`."""
@@ -71,10 +71,10 @@ class FusedEagle3:
         fed = linear(gates, self.layer.mlp.down_proj.weight)
         return add_norm(fed, total, self.head.norm.weight, self.eps, pick, keep)[0]
 
-    def words(self, normed: Tensor) -> Words | Tensor:
+    def words(self, normed: Tensor) -> LazyLogits | Tensor:
         if self.head.int8_vocabulary is not None:
             return self.head.int8_vocabulary(normed)
-        return Words(normed, self.head.vocabulary, self.head.vocabulary_bias)
+        return LazyLogits(normed, self.head.vocabulary, self.head.vocabulary_bias)
 
     def _inputs(self, tokens: Tensor, hidden: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
         """Embedding and feature side by side, normed, and the residual."""

@@ -22,7 +22,7 @@ from windfall.engine.gpu.forward import Pass
 from windfall.engine.gpu.graphs import Key
 from windfall.engine.gpu.target import MAX_VERIFY_ROWS, PIECE, ROWS, GpuTarget, shape_of
 from windfall.engine.gpu.transfer import PackedBuffer
-from windfall.kernels.top import Words
+from windfall.kernels.top import LazyLogits
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # sizes of recorded draft passes
 CHILDREN = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -194,7 +194,7 @@ class GraphDrafter(Drafter):
         if self._features is not None and draft.features is not None:
             draft.features[:count] = self._features[:count]
 
-    def _opened(self, rows: int) -> Tensor | Words:
+    def _opened(self, rows: int) -> Tensor | LazyLogits:
         self._opening.send()
         self.draft.tokens.copy_(self._opening.device["tokens"])
         self.draft.waiting.copy_(self._opening.device["waiting"])
@@ -258,7 +258,7 @@ class GraphDrafter(Drafter):
         return self._found[width, k]
 
     def _children(
-        self, logits: Tensor | Words, positions: Tensor, offset: int, k: int, entropy: bool, found: PackedBuffer
+        self, logits: Tensor | LazyLogits, positions: Tensor, offset: int, k: int, entropy: bool, found: PackedBuffer
     ) -> None:
         if entropy:
             logits = multiplied(logits)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from windfall.engine.gpu.transfer import PackedBuffer
 from windfall.kernels.backend import on_triton
-from windfall.kernels.publish import NUMBER, announce
+from windfall.kernels.publish import SEQUENCE_BYTES, publish
 
 PATIENCE = 4096  # looks before others get a chance to run
 
@@ -25,7 +25,7 @@ class Mailbox:
         self._turn = torch.zeros(1, dtype=torch.long, device=device)  # of what was told last
         self._done = torch.zeros(1, dtype=torch.int32, device=device)
         size, pinned = len(self._there), device.type == "cuda"
-        self._blocks = torch.zeros(blocks, size + NUMBER, dtype=torch.uint8, pin_memory=pinned)
+        self._blocks = torch.zeros(blocks, size + SEQUENCE_BYTES, dtype=torch.uint8, pin_memory=pinned)
         self._numbers = [memoryview(block[size : size + 8].view(torch.long).numpy()) for block in self._blocks]
         self.arrays: list[dict[str, NDArray[Any]]] = [parcel.read(block) for block in self._blocks]
         self._asked = 0  # never behind what was launched
@@ -35,7 +35,7 @@ class Mailbox:
 
     def tell(self) -> None:
         """The parcel as it is now, into the next block: part of what is recorded."""
-        announce(self._there, self._blocks, self._turn, self._done)
+        publish(self._there, self._blocks, self._turn, self._done)
 
     def start(self) -> None:
         """What was told before counts no longer, nor what was asked for and never launched."""

@@ -20,9 +20,9 @@ from windfall.engine.gpu.graphs import GraphCache
 from windfall.engine.gpu.llama import FusedLlama
 from windfall.engine.gpu.transfer import PackedBuffer
 from windfall.kernels.attention import PART, lineage
-from windfall.kernels.draw import draw, roll
+from windfall.kernels.draw import draw, update_noise
 from windfall.kernels.move import move
-from windfall.kernels.rows import stand
+from windfall.kernels.rows import positions_and_slots
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320)  # sizes of recorded verify passes
 MAX_VERIFY_ROWS = ROWS[-1]
@@ -207,7 +207,7 @@ class GpuTarget:
         tokens, depth, mask = rows["tokens"][:size], rows["depth"][:size], rows["mask"][:size, :size]
         if more:
             tokens, depth, mask = pad(tokens, (0, more)), pad(depth, (0, more)), pad(mask, (0, more, 0, more))
-        positions, slots = stand(self.length, depth)
+        positions, slots = positions_and_slots(self.length, depth)
         given = Pass(tokens, positions, slots, mask, self.length)
         if not self.exact:
             return given
@@ -234,7 +234,7 @@ class GpuTarget:
 
     def roll(self, noise: Tensor) -> None:
         """Bring it up to date, once a cycle."""
-        roll(noise, self.length, self.accepted, self.dials.seed)
+        update_noise(noise, self.length, self.accepted, self.dials.seed)
 
     def draw(self, scored: Scored, params: SamplingParams, noise: Tensor | None = None) -> Tensor:
         """The target's own token after each row, [n]; by the noise as it was looked up, if it was."""

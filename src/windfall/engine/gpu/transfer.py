@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from windfall.kernels.publish import tell
+from windfall.kernels.publish import copy_to_host
 
 ALIGNED = 16  # bytes
 Array = tuple[torch.dtype, tuple[int, ...]]  # what an array is made of
@@ -63,7 +63,7 @@ class PackedBuffer:
     def tell(self) -> None:
         """Device to host, likewise."""
         if self._here is not self._there:
-            tell(self._there, self._here)
+            copy_to_host(self._there, self._here)
 
     @property
     def bytes(self) -> Tensor:

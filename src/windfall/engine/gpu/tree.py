@@ -15,7 +15,7 @@ from windfall.costs.acceptance import CHANCE_BUCKETS, DEPTHS, FORECAST_CHILDREN,
 from windfall.engine.gpu.target import MAX_VERIFY_ROWS
 from windfall.engine.gpu.transfer import PackedBuffer
 from windfall.kernels.gate import Bounds
-from windfall.kernels.trees import NOBODY, Ahead, Terms, TreeArrays
+from windfall.kernels.trees import NO_NODE, Calibration, NextPass, TreeArrays
 
 FORECAST_SHAPE = (DEPTHS, len(CHANCE_BUCKETS) + 1, FORECAST_CHILDREN)
 Array = np.ndarray[Any, Any]
@@ -36,10 +36,10 @@ def plant(
         rank=(long, wide),
         logq=(number, wide),
         score=(number, wide),
-        expanded=(long, (staged,)),  # see Ahead
+        expanded=(long, (staged,)),  # see NextPass
         entropy=(number, (staged + 1,)),  # nats, after each expanded node, by its slot; only where it is watched
         length=(long, (1,)),  # columns that the drafter has taken in
-        summary=(number, (passes + 1, 6)),  # see Ahead
+        summary=(number, (passes + 1, 6)),  # see NextPass
         kept=(long, (MAX_VERIFY_ROWS,)),  # the nodes that were verified, ascending; -1 behind them
         path=(long, (MAX_VERIFY_ROWS,)),  # the accepted ones, as rows of `kept`
         figures=(long, (4,)),  # nodes, rows, accepted rows, the target's next token
@@ -58,27 +58,27 @@ def plant(
         key=torch.zeros(capacity, device=device),
         chance=torch.ones(capacity, device=device),
         taken=torch.ones(capacity, dtype=torch.bool, device=device),
-        line=line,
+        ancestors=line,
         slot=torch.zeros(capacity, dtype=long, device=device),
         count=torch.ones(1, dtype=long, device=device),
     )
     return tree, parcel
 
 
-def ahead(width: int, told: PackedBuffer, length: Tensor) -> Ahead:
+def ahead(width: int, told: PackedBuffer, length: Tensor) -> NextPass:
     """Buffers for the rows of the next draft pass."""
-    expanded = told.device["expanded"].fill_(NOBODY)
+    expanded = told.device["expanded"].fill_(NO_NODE)
 
     def integers(size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.long, device=expanded.device)
 
-    return Ahead(
+    return NextPass(
         nodes=integers(width),
         tokens=integers(width),
         positions=integers(width),
         slots=integers(width),
-        above=integers(width),
-        here=integers(width),
+        parent_slots=integers(width),
+        own_slots=integers(width),
         mask=torch.zeros(width, len(expanded), dtype=torch.bool, device=expanded.device),
         expanded=expanded,
         staged=integers(1),
@@ -87,7 +87,7 @@ def ahead(width: int, told: PackedBuffer, length: Tensor) -> Ahead:
     )
 
 
-def terms(device: torch.device, shape: tuple[int, int] | None = None) -> tuple[Terms, PackedBuffer]:
+def terms(device: torch.device, shape: tuple[int, int] | None = None) -> tuple[Calibration, PackedBuffer]:
     """What the calibrated rule reads, and the parcel that brings it, what a gate reads, and the form of a tree where
     there is one of this size."""
     number = torch.float32
@@ -101,7 +101,7 @@ def terms(device: torch.device, shape: tuple[int, int] | None = None) -> tuple[T
         floor=(number, (1,)),
         bounds=(number, (len(Bounds._fields),)),
     )
-    return Terms(*(parcel.device[name] for name in ("weights", "forecast", "prices"))), parcel
+    return Calibration(*(parcel.device[name] for name in ("weights", "forecast", "prices"))), parcel
 
 
 def told(parcel: Mapping[str, Array], root: int, places: int) -> tuple[DraftTree, Tensor, Tensor, int]:
