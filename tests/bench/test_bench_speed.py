@@ -201,7 +201,7 @@ def test_kernels_are_sorted_into_models_and_the_rest() -> None:
         "sm90_xmma_gemm_bf16": True,
         "_attend": True,
         "_add_norm": True,
-        "_pick": True,
+        "_pick_children": True,
         "_grow": False,
         "Memcpy DtoH": False,
     }

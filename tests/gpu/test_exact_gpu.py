@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from helpers.exact import POLICIES, check_rows, check_texts, engine
 from helpers.tiny import prompt, tiny
 from windfall.engine.gpu.target import EXACT_PASS_ROWS
-from windfall.kernels.backend import installed
+from windfall.kernels.backend import triton_installed
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or not installed(), reason="no CUDA device or no Triton"),
+    pytest.mark.skipif(not torch.cuda.is_available() or not triton_installed(), reason="no CUDA device or no Triton"),
 ]
 SHAPE = {  # the embedded model's, of fewer layers
     "vocab_size": 49_152,

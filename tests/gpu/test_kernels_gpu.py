@@ -11,23 +11,23 @@ from helpers.kernels import (
     check_chain,
     check_draw,
     check_enter,
+    check_lazy_logits,
+    check_noise,
     check_norm,
     check_paths,
-    check_roll,
     check_rotation,
     check_top,
     check_window,
-    check_words,
     make_cache,
     random_tree,
 )
 from windfall.core.sampling import signed
 from windfall.kernels import draw, tree_attention
-from windfall.kernels.backend import installed
+from windfall.kernels.backend import triton_installed
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or not installed(), reason="no CUDA device or no Triton"),
+    pytest.mark.skipif(not torch.cuda.is_available() or not triton_installed(), reason="no CUDA device or no Triton"),
 ]
 
 
@@ -69,7 +69,7 @@ def test_paths(n: int, heads: int, shared: int, width: int, length: int, capacit
 
 @pytest.mark.parametrize(("count", "width"), [(4, 16_384), (15, 49_152), (35, 151_936)])
 def test_the_noise_of_the_positions_ahead(count: int, width: int) -> None:
-    check_roll(count, width, "cuda")
+    check_noise(count, width, "cuda")
 
 
 @both
@@ -91,8 +91,8 @@ def test_top_children(w: int, k: int, columns: int, dice: bool, named: bool, dty
 @pytest.mark.parametrize(("w", "k"), [(1, 1), (10, 10), (16, 16)])
 @pytest.mark.parametrize(("columns", "width"), [(32_768, 576), (49_152, 576), (32_768, 4096), (131_072, 1024)])
 @pytest.mark.parametrize(("dice", "bias"), [(False, False), (True, True)])
-def test_words(w: int, k: int, columns: int, width: int, dice: bool, bias: bool) -> None:
-    check_words(w, k, columns, width, dice, bias, "cuda")
+def test_lazy_logits(w: int, k: int, columns: int, width: int, dice: bool, bias: bool) -> None:
+    check_lazy_logits(w, k, columns, width, dice, bias, "cuda")
 
 
 @both

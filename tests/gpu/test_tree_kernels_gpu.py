@@ -7,34 +7,35 @@ import torch
 
 from helpers.tree_kernels import (
     SELECTIVE,
-    check_announcing,
+    check_accepting,
+    check_copy_to_host,
     check_growth,
     check_moving,
     check_pair,
     check_pruning,
+    check_publish,
     check_rows,
     check_selection,
-    check_settling,
     check_shape,
-    check_telling,
-    empty_rows,
+    drafted_children,
+    empty_next_pass,
     empty_tree,
+    make_calibration,
     rules,
     same,
-    some_terms,
-    sprouts,
 )
 from windfall.costs.acceptance import Calibrator
-from windfall.kernels.backend import installed
-from windfall.kernels.grow import RULES, grow
-from windfall.kernels.publish import NUMBER, announce, tell
-from windfall.kernels.settle import plant
-from windfall.kernels.trees import Ahead, TreeArrays
+from windfall.kernels.accept import reset_to_root
+from windfall.kernels.backend import triton_installed
+from windfall.kernels.grow import grow
+from windfall.kernels.publish import SEQUENCE_BYTES, copy_to_host, publish
+from windfall.kernels.rules import RULES
+from windfall.kernels.trees import NextPass, TreeArrays
 from windfall.policies.static import SHAPES
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or not installed(), reason="no CUDA device or no Triton"),
+    pytest.mark.skipif(not torch.cuda.is_available() or not triton_installed(), reason="no CUDA device or no Triton"),
 ]
 both = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "half"])
 
@@ -71,9 +72,9 @@ def test_pruning(width: int, k: int) -> None:
 @pytest.mark.parametrize(
     ("size", "rows", "steps"), [(1, 1, 1), (7, 8, 40), (60, 60, 7), (128, 128, 64), (230, 241, 9), (257, 320, 9)]
 )
-def test_settling(size: int, rows: int, steps: int, drafter: bool) -> None:
+def test_accepting(size: int, rows: int, steps: int, drafter: bool) -> None:
     for seed in range(10):
-        check_settling(size, rows, steps, seed, drafter, "cuda")
+        check_accepting(size, rows, steps, seed, drafter, "cuda")
 
 
 @both
@@ -105,66 +106,72 @@ def test_selection(name: str, width: int, k: int, tied: bool) -> None:
 def test_a_graph_serves_every_pass(rule: str) -> None:
     """Captured once, replayed pass after pass over the same buffers."""
     width, k, passes = 8, 6, 5
-    terms = some_terms(Calibrator(), "cuda") if rule == "calibrated" else None
-    tree, ahead = empty_tree(400, passes, "cuda"), empty_rows(width, width * passes, "cuda")
-    tokens, logq = (x.cuda() for x in sprouts(width, k, 0, False))
+    calibration = make_calibration(Calibrator(), "cuda") if rule == "calibrated" else None
+    tree, next_pass = empty_tree(400, passes, "cuda"), empty_next_pass(width, width * passes, "cuda")
+    tokens, logq = (x.cuda() for x in drafted_children(width, k, 0, False))
 
-    def begin(tree: TreeArrays, ahead: Ahead) -> None:
+    def begin(tree: TreeArrays, next_pass: NextPass) -> None:
         tree.slot.zero_()
-        plant(tree, torch.tensor([5], device="cuda"))
-        ahead.staged.zero_()
-        ahead.expanded.fill_(-1)
-        ahead.nodes.fill_(-1)
-        ahead.nodes[0] = 0
+        reset_to_root(tree, torch.tensor([5], device="cuda"))
+        next_pass.staged.zero_()
+        next_pass.expanded.fill_(-1)
+        next_pass.nodes.fill_(-1)
+        next_pass.nodes[0] = 0
 
-    begin(tree, ahead)
-    grow(tree, ahead.nodes, tokens, logq, ahead, RULES[rule], terms)
+    begin(tree, next_pass)
+    grow(tree, next_pass.nodes, tokens, logq, next_pass, RULES[rule], calibration)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        grow(tree, ahead.nodes, tokens, logq, ahead, RULES[rule], terms)
-    twin, other = empty_tree(400, passes, "cuda"), empty_rows(width, width * passes, "cuda")
-    begin(tree, ahead)
+        grow(tree, next_pass.nodes, tokens, logq, next_pass, RULES[rule], calibration)
+    twin, other = empty_tree(400, passes, "cuda"), empty_next_pass(width, width * passes, "cuda")
+    begin(tree, next_pass)
     begin(twin, other)
     for turn in range(passes):
-        drawn = sprouts(width, k, turn + 1, turn % 2 == 1)
+        drawn = drafted_children(width, k, turn + 1, turn % 2 == 1)
         tokens.copy_(drawn[0])
         logq.copy_(drawn[1])
         graph.replay()
-        grow(twin, other.nodes, tokens, logq, other, RULES[rule], terms)
+        grow(twin, other.nodes, tokens, logq, other, RULES[rule], calibration)
         same(tree, twin, 1 + (turn + 1) * width * k)
-        same(ahead, other, 0)
+        same(next_pass, other, 0)
 
 
 @pytest.mark.parametrize("size", [16, 1000, 12_000, 50_000])
-def test_telling(size: int) -> None:
-    check_telling(size, "cuda")
+def test_copy_to_host(size: int) -> None:
+    check_copy_to_host(size, "cuda")
 
 
 @pytest.mark.parametrize("size", [16, 1000, 12_000, 50_000])
-def test_announcing(size: int) -> None:
-    check_announcing(size, "cuda")
+def test_publish(size: int) -> None:
+    check_publish(size, "cuda")
 
 
 @pytest.mark.parametrize("size", [16, 12_000])
-def test_what_is_announced_is_there_when_its_number_is(size: int) -> None:
-    """The host looks on while the device writes, and never sees a number before what it numbers."""
-    there = torch.zeros(size, dtype=torch.uint8, device="cuda")
-    blocks, numbers = torch.zeros(2, size + NUMBER, dtype=torch.uint8, pin_memory=True), there.view(torch.int64)
-    turn, done = torch.zeros(1, dtype=torch.long, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
-    announce(there, blocks, turn, done)
-    turn.zero_()
+def test_a_block_is_complete_when_its_number_is_visible(size: int) -> None:
+    """The host polls while the device writes, and never sees a sequence number before its block is complete."""
+    source = torch.zeros(size, dtype=torch.uint8, device="cuda")
+    blocks, numbers = (
+        torch.zeros(2, size + SEQUENCE_BYTES, dtype=torch.uint8, pin_memory=True),
+        source.view(torch.int64),
+    )
+    sequence, finished = (
+        torch.zeros(1, dtype=torch.long, device="cuda"),
+        torch.zeros(1, dtype=torch.int32, device="cuda"),
+    )
+    publish(source, blocks, sequence, finished)
+    sequence.zero_()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         numbers.add_(1)
-        announce(there, blocks, turn, done)
+        publish(source, blocks, sequence, finished)
     seen = blocks.view(torch.int64).numpy()
     for number in range(1, 400):
         graph.replay()
-        told = seen[number % 2]
-        while told[size // 8] != number:
+        block = seen[number % 2]
+        while block[size // 8] != number:
             pass
-        assert (told[: size // 8] == number).all()
+        assert (block[: size // 8] == number).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -173,16 +180,16 @@ def test_rows(n: int, width: int, across: int, dtype: torch.dtype) -> None:
     check_rows(n, width, across, dtype, "cuda")
 
 
-def test_what_a_recorded_pass_tells_is_there_when_it_is_waited_for() -> None:
-    there = torch.zeros(16, dtype=torch.uint8, device="cuda")
-    here, numbers = torch.zeros(16, dtype=torch.uint8, pin_memory=True), there.view(torch.int64)
-    tell(there, here)
+def test_a_captured_copy_to_host_is_complete_after_an_event() -> None:
+    source = torch.zeros(16, dtype=torch.uint8, device="cuda")
+    target, numbers = torch.zeros(16, dtype=torch.uint8, pin_memory=True), source.view(torch.int64)
+    copy_to_host(source, target)
     torch.cuda.synchronize()
     graph, done = torch.cuda.CUDAGraph(), torch.cuda.Event()
     with torch.cuda.graph(graph):
         numbers.add_(1)
-        tell(there, here)
-    seen = here.view(torch.int64).numpy()
+        copy_to_host(source, target)
+    seen = target.view(torch.int64).numpy()
     for turn in range(1, 200):
         graph.replay()
         done.record()

@@ -24,11 +24,11 @@ from windfall.drafters.base import add_children
 from windfall.kernels import add_norm, draw, path_attention, rotate_and_store, silu_mul, top_children, tree_attention
 from windfall.kernels.attention import lineage
 from windfall.kernels.backend import on_triton
-from windfall.kernels.draw import roll
-from windfall.kernels.keep import Keep
+from windfall.kernels.draw import update_noise
 from windfall.kernels.norm import add_norm_reference, rotate_and_store_reference, silu_mul_reference
-from windfall.kernels.product import form_of, linear, norm_gate, norm_rotate
-from windfall.kernels.top import Words
+from windfall.kernels.product import linear, norm_gate, norm_rotate, tiling_for
+from windfall.kernels.scatter import Scatter
+from windfall.kernels.top import LazyLogits
 
 SEED = 2**63 + 12345  # its int64 is negative
 
@@ -50,7 +50,7 @@ def random_tree(size: int, seed: int, width: int = 50) -> DraftTree:
 def make_cache(
     shared: int, capacity: int, width: int, used: int, dtype: torch.dtype, device: str
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values as slices of something larger; what must not be read is NaN."""
+    """Keys and values as slices of a larger buffer; slots that must not be read are NaN."""
     buffer = torch.randn(3, 2, shared, capacity + 7, width, device=device).to(dtype)
     buffer[:, :, :, used:] = torch.nan
     return buffer[1, 0, :, :capacity], buffer[1, 1, :, :capacity]
@@ -73,19 +73,19 @@ def check_attention(
     torch.testing.assert_close(made.double(), wanted, atol=close, rtol=close)
     rounded = tree_attention(queries, keys, values, given, mask)
     torch.testing.assert_close(rounded, made.to(dtype), atol=close, rtol=close)
-    # a row is the same, to the bit, whatever is beside it
+    # a row's result is the same, to the bit, without the other rows
     for row in {0, n // 2, n - 1} if device == "cuda" else {n // 2}:
         alone = unrounded(queries[row : row + 1], keys, values, given, mask[row : row + 1])
         assert_same(alone[0], made[row], close)
 
 
 def unrounded(queries: Tensor, keys: Tensor, values: Tensor, length: Tensor, mask: Tensor) -> Tensor:
-    """Attention into fp32, where bits do not agree by rounding."""
+    """Attention with fp32 output, where rounding does not hide differences."""
     return tree_attention(queries, keys, values, length, mask, out=torch.empty_like(queries, dtype=torch.float32))
 
 
 def assert_same(one: Tensor, other: Tensor, close: float) -> None:
-    """To the bit on Triton; torch's own kernels may choose another order of sums."""
+    """Bit-identical on Triton; torch's own kernels may sum in another order."""
     if one.is_cuda or INTERPRETED:
         assert torch.equal(one, other)
     else:
@@ -93,22 +93,22 @@ def assert_same(one: Tensor, other: Tensor, close: float) -> None:
 
 
 def check_chain(n: int, width: int, length: int, capacity: int, dtype: torch.dtype, device: str = "cpu") -> None:
-    """A chain verified in one pass is what decoding its tokens one by one gives: blocks of keys have fixed places."""
+    """Verifying a chain in one pass gives the same as decoding its tokens one by one, since key blocks are aligned."""
     torch.manual_seed(n)
     keys, values = make_cache(2, capacity, width, length + n, dtype, device)
     queries, chain = torch.randn(n, 6, width, device=device).to(dtype), torch.ones(n, n, device=device).tril() > 0
     made = unrounded(queries, keys, values, torch.tensor([length], device=device), chain)
     for row in range(n):
-        behind = torch.tensor([length + row], device=device)
-        alone = unrounded(queries[row : row + 1], keys, values, behind, chain[:1, :1])
+        committed = torch.tensor([length + row], device=device)
+        alone = unrounded(queries[row : row + 1], keys, values, committed, chain[:1, :1])
         assert_same(alone[0], made[row], 2e-6 if dtype == torch.float32 else 1e-2)
 
 
 def check_paths(
     n: int, heads: int, shared: int, width: int, length: int, capacity: int, dtype: torch.dtype, device: str = "cpu"
 ) -> None:
-    """Rows of a tree give what attention gives, and to the bit what they give where their path is a text of its own:
-    in a larger cache, with their ancestors committed or staged elsewhere, beside other rows, alone."""
+    """Rows of a tree agree with tree_attention, and are bit-identical to decoding their path as a plain sequence: in a
+    larger cache, with ancestors committed or in other slots, with other rows or alone."""
     torch.manual_seed(n + length)
     queries = torch.randn(n, heads, width, device=device).to(dtype)
     keys, values = make_cache(shared, capacity, width, length + n, dtype, device)
@@ -131,8 +131,8 @@ def check_paths(
 def alone(
     query: Tensor, keys: Tensor, values: Tensor, text: Tensor, staged: int, above: int, beside: int, capacity: int
 ) -> Tensor:
-    """The last row of a text whose last `staged` rows are a chain that lies, backwards, `above` rows behind the
-    committed ones; so many rows are `beside` it."""
+    """The last row of a text whose last `staged` rows are a chain, stored in reverse `above` slots after the committed
+    rows; the pass has `beside` other rows."""
     shared, width, length = keys.shape[0], keys.shape[2], len(text) - staged
     moved = make_cache(shared, capacity, width, length + above + staged, keys.dtype, str(keys.device))
     slots = above + torch.arange(staged, device=keys.device).flip(0)  # of the chain, by depth
@@ -173,22 +173,22 @@ def check_window(
     assert_same(attend(slice(n // 2, n // 2 + 1))[0], made[n // 2], close)
 
 
-def rolled(positions: Tensor, width: int, device: str) -> Tensor:
-    """The noise of these positions."""
+def noise_at(positions: Tensor, width: int, device: str) -> Tensor:
+    """Precomputed noise that covers these positions."""
     count = int(positions.max() - positions.min()) + 1
     noise, seed = torch.full((count, width), math.nan, device=device), torch.tensor([signed(SEED)], device=device)
-    roll(noise, positions.min().reshape(1), torch.tensor([count], device=device), seed)
+    update_noise(noise, positions.min().reshape(1), torch.tensor([count], device=device), seed)
     return noise
 
 
-def check_roll(count: int, width: int, device: str = "cpu") -> None:
-    """A window that moves on; only what comes into it is made."""
+def check_noise(count: int, width: int, device: str = "cpu") -> None:
+    """The ring buffer advances; only the rows of new positions are written."""
     noise, seed = torch.zeros(count, width, device=device), torch.tensor([signed(SEED)], device=device)
     length = torch.tensor([5], device=device)
     for step in (320, 1, count - 1, count, 2):
         entered, before = torch.tensor([step], device=device), noise.clone()
         length += step
-        roll(noise, length, entered, seed)
+        update_noise(noise, length, entered, seed)
         positions = length + torch.arange(count, device=device)
         wanted = gumbel(SEED, positions, torch.arange(width, device=device))
         assert torch.equal(noise[positions % count], wanted)
@@ -207,14 +207,14 @@ def check_draw(n: int, vocabulary: int, dtype: torch.dtype, temperature: float, 
         wanted = wanted / heat + gumbel(SEED, positions, torch.arange(vocabulary, device=device))
     assert torch.equal(draw(logits, positions, seed, heat), wanted.argmax(-1))
     assert torch.equal(draw(logits, positions - 2, seed, heat, offset=2), wanted.argmax(-1))
-    found = draw(logits, positions - 2, seed, heat, offset=2, noise=rolled(positions, vocabulary + 3, device))
+    found = draw(logits, positions - 2, seed, heat, offset=2, noise=noise_at(positions, vocabulary + 3, device))
     assert torch.equal(found, wanted.argmax(-1))
     first = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)  # bf16 has ties
     assert torch.equal(draw(logits, positions, seed, heat, greedy=True), first)
 
 
 def check_top(w: int, k: int, columns: int, dtype: torch.dtype, dice: bool, named: bool, device: str = "cpu") -> None:
-    """Against what `add_children` makes of the same scores."""
+    """Against `add_children` on the same scores."""
     torch.manual_seed(w + k)
     logits = (torch.randn(w, columns, device=device) * 3).to(dtype)
     tokens = torch.randperm(3 * columns, device=device)[:columns].sort().values if named else None
@@ -222,48 +222,48 @@ def check_top(w: int, k: int, columns: int, dtype: torch.dtype, dice: bool, name
     params = SamplingParams(temperature=0.8, seed=SEED)
     dealt = Dice(params, committed=[0] * 11)
     dealt.kappa = 1.25
-    scores, more = logits.float().log_softmax(-1), k + 1  # one more, to know whether the last was clear
+    scores, more = logits.float().log_softmax(-1), k + 1  # one more, to see whether the last one is ambiguous
     grown = add_children(tree, Grow(torch.arange(w), more), scores, dealt if dice else None, tokens)
-    wanted, told = (x[w:].reshape(w, more) for x in (grown.logq, grown.tokens))
+    wanted, found = (x[w:].reshape(w, more) for x in (grown.logq, grown.tokens))
     given = (torch.tensor([x], device=device) for x in (signed(SEED), params.temperature, dealt.kappa))
     rest = ((11 + tree.depth).to(device), *given) if dice else ()
     values, names = top_children(logits, k, *rest, tokens=tokens)
     if dice:
         later = top_children(logits, k, rest[0] - 3, *rest[1:], tokens=tokens, offset=3)
         assert torch.equal(later[0], values) and torch.equal(later[1], names)
-        known = top_children(logits, k, *rest, tokens=tokens, noise=rolled(rest[0], 3 * columns, device))
+        known = top_children(logits, k, *rest, tokens=tokens, noise=noise_at(rest[0], 3 * columns, device))
         torch.testing.assert_close(known[0], values, atol=1e-6, rtol=1e-6)
         assert torch.equal(known[1], names)
     torch.testing.assert_close(values.cpu(), wanted[:, :k], atol=1e-5, rtol=0)
     assert values.dtype == torch.float32 and names.dtype == torch.long
     gaps = wanted.diff(dim=1).abs() > 1e-5  # [w, k]
     clear = gaps & F.pad(gaps, (1, -1), value=True)
-    assert clear.any() and torch.equal(names.cpu()[clear], told[:, :k][clear])
+    assert clear.any() and torch.equal(names.cpu()[clear], found[:, :k][clear])
 
 
-def check_words(w: int, k: int, columns: int, width: int, dice: bool, bias: bool, device: str = "cpu") -> None:
-    """Against the product of torch and what is found in it."""
+def check_lazy_logits(w: int, k: int, columns: int, width: int, dice: bool, bias: bool, device: str = "cpu") -> None:
+    """Against torch's product and its top k."""
     torch.manual_seed(w)
     dtype = torch.bfloat16 if device == "cuda" else HALF
     states, vocabulary = torch.randn(w, width, device=device).to(dtype), torch.randn(columns, width, device=device)
-    words = Words(states, vocabulary.to(dtype), torch.randn(columns, device=device).to(dtype) if bias else None)
+    lazy = LazyLogits(states, vocabulary.to(dtype), torch.randn(columns, device=device).to(dtype) if bias else None)
     tokens = torch.randperm(2 * columns, device=device)[:columns].sort().values
     given = (torch.tensor([x], device=device) for x in (signed(SEED), 0.8, 1.25))
     rest: Any = (torch.arange(w, device=device) + 7, *given) if dice else (None,) * 4
-    wanted, told = top_children(words.logits, k + 1, *rest, tokens, 2)
-    noise = rolled(rest[0] + 2, 2 * columns, device) if dice else None
+    wanted, found = top_children(lazy.logits, k + 1, *rest, tokens, 2)
+    noise = noise_at(rest[0] + 2, 2 * columns, device) if dice else None
     if on_triton(states):
-        from windfall.kernels.triton.top import fits, top_words
+        from windfall.kernels.triton.top import fits, top_children_of_product
 
-        assert fits(states, words.vocabulary)
-        values, names = top_words(*words, k, rest[0], *rest[2:], tokens, 2, noise)
+        assert fits(states, lazy.weight)
+        values, names = top_children_of_product(*lazy, k, rest[0], *rest[2:], tokens, 2, noise)
     else:
-        values, names = top_children(words, k, *rest, tokens, 2, noise)
-    off = 0.02 * float(words.logits.abs().max())  # both products are rounded to half precision
+        values, names = top_children(lazy, k, *rest, tokens, 2, noise)
+    off = 0.02 * float(lazy.logits.abs().max())  # both products are rounded to half precision
     torch.testing.assert_close(values, wanted[:, :k], atol=off, rtol=0)
     gaps = wanted.diff(dim=1).abs() > off
     clear = gaps & F.pad(gaps, (1, -1), value=True)
-    assert torch.equal(names[clear], told[:, :k][clear]) and (names.sort(1).values.diff(dim=1) > 0).all()
+    assert torch.equal(names[clear], found[:, :k][clear]) and (names.sort(1).values.diff(dim=1) > 0).all()
 
 
 def check_norm(n: int, width: int, dtype: torch.dtype, device: str = "cpu") -> None:
@@ -290,14 +290,14 @@ def check_norm(n: int, width: int, dtype: torch.dtype, device: str = "cpu") -> N
 
 
 def check_picked(x: Tensor, residual: Tensor | None, weight: Tensor, normed: Tensor, summed: Tensor) -> None:
-    """Some rows of a norm, which also go elsewhere, as they are or before it."""
+    """Some rows of a norm, also scattered to a buffer, after or before the norm."""
     n, width = x.shape
     for pick in (None, torch.tensor([n - 1], device=x.device)):
         chosen = slice(None) if pick is None else pick
         at = torch.randperm(n + 3, device=x.device)[: len(normed[chosen])]
         for before in (False, True):
             rows = torch.zeros(n + 3, width, dtype=x.dtype, device=x.device)
-            made, total = add_norm(x, residual, weight, 1e-5, pick, Keep(rows, at, not before))
+            made, total = add_norm(x, residual, weight, 1e-5, pick, Scatter(rows, at, not before))
             assert torch.equal(made, normed[chosen]) and torch.equal(total, summed[chosen])
             wanted = torch.zeros_like(rows)
             wanted[at] = total if before else made
@@ -317,18 +317,18 @@ def check_rotation(n: int, heads: int, shared: int, width: int, dtype: torch.dty
     wanted = [keys.clone(), values.clone()]
     wanted[0][:, slots], wanted[1][:, slots] = turned[0], rows[0, heads + shared :]
     order = torch.randperm(n, device=device)
-    tables = torch.cat([cos[0], sin[0]], -1)[order].chunk(2, -1)  # in another order, to be looked up
+    tables = torch.cat([cos[0], sin[0]], -1)[order].chunk(2, -1)  # permuted tables, indexed by positions
     for turn in ((cos[0], sin[0], None), (*tables, order.argsort())):
         given = [keys.clone(), values.clone()]
         made = rotate_and_store(qkv, *turn[:2], *given, slots, turn[2])
         assert torch.equal(made, queries[0].transpose(0, 1))
         assert torch.equal(given[0], wanted[0]) and torch.equal(given[1], wanted[1])
     ends = [rotate_and_store(qkv, *tables, keys, values, slots, order * 0 + n - 1 + more) for more in (0, 50)]
-    assert torch.equal(*ends)  # past the tables
+    assert torch.equal(*ends)  # positions past the tables use the last row
 
 
 def check_enter(n: int, width: int, inner: int, heads: int, shared: int, d: int, device: str = "cpu") -> None:
-    """Both ways into a layer's half against separate torch operations; rows alone are the same to the bit."""
+    """The fused products against separate torch operations; a single row gives the same bits."""
     chance = torch.Generator().manual_seed(n)
 
     def numbers(*size: int, scale: float = 1.0) -> Tensor:
@@ -349,7 +349,7 @@ def check_enter(n: int, width: int, inner: int, heads: int, shared: int, d: int,
 
         gate_up = numbers(2 * inner, width, scale=width**-0.5)
         gated, total = norm_gate(*given, gate_up)
-        assert (form_of(x, gate_up) is not None) == on_triton(x)
+        assert (tiling_for(x, gate_up) is not None) == on_triton(x)
         assert torch.equal(total, stream)
         torch.testing.assert_close(gated, silu_mul_reference(F.linear(normed, gate_up)), atol=0.02, rtol=0.02)
         if on_triton(x):
@@ -372,11 +372,11 @@ def check_enter(n: int, width: int, inner: int, heads: int, shared: int, d: int,
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """By the kernel, where there is Triton, be they chained or not."""
+    """By the Triton kernel if Triton runs, with or without dependent launch."""
     if not on_triton(x):
         return linear(x, weight, bias)
     from windfall.kernels.triton.product import linear as run
 
-    form = form_of(x, weight)
-    assert form is not None
-    return run(x, weight, bias, form)
+    tiling = tiling_for(x, weight)
+    assert tiling is not None
+    return run(x, weight, bias, tiling)

@@ -1,4 +1,4 @@
-"""Checks of the kernels that grow and settle trees."""
+"""Checks of the kernels that grow trees, choose rows and accept paths."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from helpers.interpreter import INTERPRETED
 from windfall.core import verify
 from windfall.core.tree import DraftTree
 from windfall.costs.acceptance import Calibrator
+from windfall.kernels import accept as accepting
 from windfall.kernels import choose as choosing
 from windfall.kernels import gate as gating
 from windfall.kernels import grow as growing
-from windfall.kernels import settle as settling
+from windfall.kernels.accept import accept_path, reset_to_root
 from windfall.kernels.choose import choose
 from windfall.kernels.gate import prune
-from windfall.kernels.grow import RULES, Rule, grow
+from windfall.kernels.grow import grow
 from windfall.kernels.move import move
 from windfall.kernels.pair import pair_norm
-from windfall.kernels.publish import NUMBER, announce, tell
-from windfall.kernels.rows import embed, stand, take_in
-from windfall.kernels.settle import plant, settle
-from windfall.kernels.trees import Ahead, Terms, TreeArrays
+from windfall.kernels.publish import SEQUENCE_BYTES, copy_to_host, publish
+from windfall.kernels.rows import append_rows, embed, positions_and_slots
+from windfall.kernels.rules import RULES, Rule
+from windfall.kernels.trees import Calibration, NextPass, TreeArrays
 from windfall.policies.plan import Bounds
 from windfall.policies.ranking import best_nodes
 from windfall.policies.shape import Shape
@@ -40,7 +41,7 @@ SIDE = 324  # of masks whose first rows are used
 
 
 def empty_tree(capacity: int, deepest: int, device: str) -> TreeArrays:
-    """Every place is full of what must not be used."""
+    """A tree whose entries hold values that no kernel may use."""
     long = [torch.full((capacity,), 7_000_000, device=device) for _ in range(5)]
     floats = [torch.full((capacity,), math.inf, device=device) for _ in range(4)]
     taken = torch.zeros(capacity, dtype=torch.bool, device=device)
@@ -48,21 +49,21 @@ def empty_tree(capacity: int, deepest: int, device: str) -> TreeArrays:
     return TreeArrays(*long[:4], *floats, taken, line, long[4], torch.zeros(1, dtype=torch.long, device=device))
 
 
-def empty_rows(width: int, room: int, device: str) -> Ahead:
+def empty_next_pass(width: int, room: int, device: str) -> NextPass:
     long = [torch.full((width,), 7_000_000, device=device) for _ in range(6)]
     mask = torch.ones(width, room + 3, dtype=torch.bool, device=device)[:, :room]
     one = torch.zeros(1, dtype=torch.long, device=device)
     expanded = torch.full((room,), -1, device=device)
-    return Ahead(*long, mask, expanded, one, one + LENGTH, torch.zeros(16, 6, device=device))
+    return NextPass(*long, mask, expanded, one, one + LENGTH, torch.zeros(16, 6, device=device))
 
 
-def some_terms(calibrator: Calibrator, device: str) -> Terms:
+def make_calibration(calibrator: Calibrator, device: str) -> Calibration:
     forecast = [[calibrator.forecast(depth, chance).mean for chance in (0.3, 0.5, 0.9)] for depth in range(6)]
     given = (calibrator.weights.tolist(), forecast, [0.05, 0.02])
-    return Terms(*(torch.tensor(x, dtype=torch.float32, device=device) for x in given))
+    return Calibration(*(torch.tensor(x, dtype=torch.float32, device=device) for x in given))
 
 
-def a_calibrator(seed: int) -> Calibrator:
+def make_calibrator(seed: int) -> Calibrator:
     calibrator = Calibrator()
     noise = torch.randn(len(calibrator.weights), generator=torch.Generator().manual_seed(seed)) * 0.3
     calibrator.weights += noise.float().double().numpy()
@@ -72,7 +73,7 @@ def a_calibrator(seed: int) -> Calibrator:
 
 @dataclass
 class Host:
-    """The same tree as the host keeps it: real nodes only, and the place of each on the device."""
+    """The same tree on the host: real nodes only, with their places on the device."""
 
     tree: DraftTree
     places: list[int]
@@ -101,8 +102,8 @@ class Host:
         self.used += len(nodes) * k
 
 
-def sprouts(width: int, k: int, seed: int, tied: bool) -> tuple[Tensor, Tensor]:
-    """Tokens and log-probabilities as a drafter gives them; ties across siblings and cousins, certainty and nothing."""
+def drafted_children(width: int, k: int, seed: int, tied: bool) -> tuple[Tensor, Tensor]:
+    """Tokens and log-probabilities of children, as from a drafter; `tied`: with ties, 0 and -inf among them."""
     chance = torch.Generator().manual_seed(seed)
     logits = torch.randn(width, 50, generator=chance) * 3
     logq, tokens = logits.log_softmax(-1).topk(k)
@@ -112,8 +113,8 @@ def sprouts(width: int, k: int, seed: int, tied: bool) -> tuple[Tensor, Tensor]:
     return tokens, logq
 
 
-def same(one: TreeArrays | Ahead, other: TreeArrays | Ahead, count: int) -> None:
-    """What the kernel made and what the reference made."""
+def same(one: TreeArrays | NextPass, other: TreeArrays | NextPass, count: int) -> None:
+    """Assert that kernel and reference agree."""
     for name, made, wanted in zip(one._fields, one, other, strict=True):
         cut = slice(count if isinstance(one, TreeArrays) and name != "count" else None)
         close = torch.allclose(made[cut].float(), wanted[cut].float(), rtol=2e-6, atol=2e-6)
@@ -130,36 +131,36 @@ def check_growth(
     tied: bool = False,
     device: str = "cpu",
 ) -> None:
-    """Grow a tree pass by pass with empty rows on the way, then choose what is verified."""
-    calibrator = a_calibrator(seed) if rule == "calibrated" else None
-    terms = some_terms(calibrator, device) if calibrator else None
+    """Grow a tree pass by pass, with some empty rows, then choose the rows to verify."""
+    calibrator = make_calibrator(seed) if rule == "calibrated" else None
+    calibration = make_calibration(calibrator, device) if calibrator else None
     width, room = widths[-1], widths[-1] * (len(widths) - 1)
     tree = empty_tree(1 + k * sum(widths) + 5, deepest, device)
-    ahead = empty_rows(width, room, device)
-    plant(tree, torch.tensor([3], device=device))
+    next_pass = empty_next_pass(width, room, device)
+    reset_to_root(tree, torch.tensor([3], device=device))
     tree.slot[0] = 0
     host = Host(DraftTree.root(3), [0], [0.0], [1.0])
     nodes = torch.zeros(1, dtype=torch.long, device=device)
     staged: list[int] = []
     for turn, given in enumerate(widths):
-        tokens, logq = sprouts(given, k, 100 * seed + turn, tied)
-        twin, rows_twin = TreeArrays(*(x.clone() for x in tree)), Ahead(*(x.clone() for x in ahead))
+        tokens, logq = drafted_children(given, k, 100 * seed + turn, tied)
+        twin, rows_twin = TreeArrays(*(x.clone() for x in tree)), NextPass(*(x.clone() for x in next_pass))
         host.extend(nodes.tolist(), tokens, logq, calibrator)
         fresh = host.used - given * k
-        growing.reference(twin, nodes.clone(), tokens.to(device), logq.to(device), rows_twin, RULES[rule], terms)
-        grow(tree, nodes, tokens.to(device), logq.to(device), ahead, RULES[rule], terms)
+        growing.reference(twin, nodes.clone(), tokens.to(device), logq.to(device), rows_twin, RULES[rule], calibration)
+        grow(tree, nodes, tokens.to(device), logq.to(device), next_pass, RULES[rule], calibration)
         same(tree, twin, host.used)
-        same(ahead, rows_twin, 0)
+        same(next_pass, rows_twin, 0)
         check_tree(tree, host)
-        frontier = check_frontier(tree, ahead, host, fresh if rule == "beam" else 0, staged)
+        frontier = check_frontier(tree, next_pass, host, fresh if rule == "beam" else 0, staged)
         if rule == "beam" and turn + 1 < deepest and not tied:
             newest = torch.nonzero(host.tree.depth == host.tree.depth[-1]).flatten()
             widest = best_nodes(host.tree, newest.numpy(), width)
             assert sorted(frontier) == [host.places[node] for node in widest.tolist()]
-        check_summary(ahead, turn + 1, tree, host, terms)
+        check_summary(next_pass, turn + 1, tree, host, calibration)
         fits = len(staged) + width <= room
         staged += frontier + [-1] * (width - len(frontier)) if fits else []
-        nodes = ahead.nodes  # the kernel writes where it reads
+        nodes = next_pass.nodes  # the kernel writes where it reads
     check_choice(tree, host, rows, None, device)
     check_choice(tree, host, rows, 1 + k * sum(widths[:-1]), device)
 
@@ -174,42 +175,42 @@ SELECTIVE = {
 
 
 def check_selection(name: str, width: int, k: int, seed: int, tied: bool, device: str = "cpu") -> None:
-    """Rules that keep some of the children: the kernel does what the reference does, pass by pass."""
+    """Rules that keep only some children: kernel and reference agree after each pass."""
     rule, passes = SELECTIVE[name], 6
     capacity = 1 + k * (1 + width * passes)
-    tree, ahead = empty_tree(capacity, passes + 1, device), empty_rows(width, width * passes, device)
-    plant(tree, torch.tensor([3], device=device))
+    tree, next_pass = empty_tree(capacity, passes + 1, device), empty_next_pass(width, width * passes, device)
+    reset_to_root(tree, torch.tensor([3], device=device))
     tree.slot[0] = 0
     nodes = torch.zeros(1, dtype=torch.long, device=device)
     for turn in range(passes):
-        tokens, logq = (x.to(device) for x in sprouts(len(nodes), k, 100 * seed + turn, tied))
-        twin, rows_twin = TreeArrays(*(x.clone() for x in tree)), Ahead(*(x.clone() for x in ahead))
+        tokens, logq = (x.to(device) for x in drafted_children(len(nodes), k, 100 * seed + turn, tied))
+        twin, rows_twin = TreeArrays(*(x.clone() for x in tree)), NextPass(*(x.clone() for x in next_pass))
         growing.reference(twin, nodes.clone(), tokens, logq, rows_twin, rule)
-        grow(tree, nodes, tokens, logq, ahead, rule)
+        grow(tree, nodes, tokens, logq, next_pass, rule)
         same(tree, twin, int(tree.count))
-        same(ahead, rows_twin, 0)
-        nodes = ahead.nodes
+        same(next_pass, rows_twin, 0)
+        nodes = next_pass.nodes
 
 
 def check_shape(shape: Shape, width: int, seed: int, device: str = "cpu") -> None:
-    """A tree of known form, level by level; what is verified is that form, whatever the scores."""
+    """A tree of a fixed shape grows level by level; its nodes are the shape's, whatever their scores."""
     passes, k, rows = shape.extent
     table = torch.full((rows, k + 2), -1, device=device)
     for (parent, rank), child in shape.numbered().items():
         table[parent, rank] = child
     tree = empty_tree(1 + k * (1 + width * passes), passes + 1, device)
-    ahead = empty_rows(width, width * passes, device)
-    plant(tree, torch.tensor([3], device=device))
+    next_pass = empty_next_pass(width, width * passes, device)
+    reset_to_root(tree, torch.tensor([3], device=device))
     tree.slot[0] = 0
     nodes = torch.zeros(1, dtype=torch.long, device=device)
     for turn in range(passes):
-        tokens, logq = (x.to(device) for x in sprouts(len(nodes), k, 100 * seed + turn, False))
-        twin, rows_twin = TreeArrays(*(x.clone() for x in tree)), Ahead(*(x.clone() for x in ahead))
+        tokens, logq = (x.to(device) for x in drafted_children(len(nodes), k, 100 * seed + turn, False))
+        twin, rows_twin = TreeArrays(*(x.clone() for x in tree)), NextPass(*(x.clone() for x in next_pass))
         growing.reference(twin, nodes.clone(), tokens, logq, rows_twin, RULES["shape"], None, table)
-        grow(tree, nodes, tokens, logq, ahead, RULES["shape"], shape=table)
+        grow(tree, nodes, tokens, logq, next_pass, RULES["shape"], shape=table)
         same(tree, twin, int(tree.count))
-        same(ahead, rows_twin, 0)
-        nodes = ahead.nodes
+        same(next_pass, rows_twin, 0)
+        nodes = next_pass.nodes
     parents, rank, key = (x.tolist() for x in (tree.parents, tree.rank, tree.key))
     found: dict[int, tuple[int, ...]] = {0: ()}
     for place in range(1, int(tree.count)):
@@ -232,55 +233,57 @@ def check_tree(tree: TreeArrays, host: Host) -> None:
     torch.testing.assert_close(tree.score.cpu()[places], wanted.score, **close)
     torch.testing.assert_close(tree.key.cpu()[places], torch.tensor(host.keys), **close)
     torch.testing.assert_close(tree.chance.cpu()[places], torch.tensor(host.chances), **close)
-    line = tree.line.cpu()
+    line = tree.ancestors.cpu()
     for node in range(0, len(wanted), 7):
         path = [host.places[each] for each in wanted.path(node)]
         assert line[host.places[node]].tolist() == path + [-1] * (line.shape[1] - len(path))
 
 
-def check_frontier(tree: TreeArrays, ahead: Ahead, host: Host, first: int, staged: list[int]) -> list[int]:
-    """The best by the tree's own keys, as rows; returns the chosen ones."""
+def check_frontier(tree: TreeArrays, next_pass: NextPass, host: Host, first: int, staged: list[int]) -> list[int]:
+    """The rows are the best nodes by key; returns these nodes."""
     keys, depth = tree.key.tolist(), tree.depth.tolist()
-    width, room, deepest = len(ahead.nodes), len(ahead.expanded), tree.line.shape[1] - 1
+    width, room, deepest = len(next_pass.nodes), len(next_pass.expanded), tree.ancestors.shape[1] - 1
     spent = {0, *staged} if not first else {0}
     able = [place for place in host.places if place >= first and place not in spent and depth[place] < deepest]
     wanted = sorted(able, key=lambda place: (-keys[place], place))[:width]
     spare = [-1] * (width - len(wanted))
-    assert ahead.nodes.tolist() == wanted + spare
-    assert ahead.tokens.tolist() == tree.tokens[wanted].tolist() + [0] * len(spare)
-    assert ahead.positions.tolist() == [LENGTH - 1 + depth[place] for place in wanted] + [LENGTH - 1] * len(spare)
+    assert next_pass.nodes.tolist() == wanted + spare
+    assert next_pass.tokens.tolist() == tree.tokens[wanted].tolist() + [0] * len(spare)
+    assert next_pass.positions.tolist() == [LENGTH - 1 + depth[place] for place in wanted] + [LENGTH - 1] * len(spare)
     begin = len(staged)
-    assert ahead.slots.tolist() == list(range(LENGTH + begin, LENGTH + begin + width))
-    assert ahead.here.tolist() == list(range(1 + begin, 1 + begin + width))
+    assert next_pass.slots.tolist() == list(range(LENGTH + begin, LENGTH + begin + width))
+    assert next_pass.own_slots.tolist() == list(range(1 + begin, 1 + begin + width))
     parents = tree.parents[wanted].tolist()
-    assert ahead.above.tolist() == [1 + staged.index(p) if p else 0 for p in parents] + [0] * len(spare)
+    assert next_pass.parent_slots.tolist() == [1 + staged.index(p) if p else 0 for p in parents] + [0] * len(spare)
     now = [*staged, *wanted, *spare] if begin + width <= room else staged
-    assert ahead.expanded.tolist() == now + [-1] * (room - len(now)) and ahead.staged.tolist() == [len(now)]
+    assert next_pass.expanded.tolist() == now + [-1] * (room - len(now)) and next_pass.staged.tolist() == [len(now)]
     assert all(tree.taken[place] for place in (*wanted, 0))
     ancestors = host.tree.mask()
-    for row, place in enumerate(ahead.nodes.tolist()):
+    for row, place in enumerate(next_pass.nodes.tolist()):
         sees = [
             min(place, other) >= 0 and bool(ancestors[host.places.index(place), host.places.index(other)])
-            for other in ahead.expanded.tolist()
+            for other in next_pass.expanded.tolist()
         ]
-        assert ahead.mask[row].tolist() == sees
+        assert next_pass.mask[row].tolist() == sees
     return wanted
 
 
-def check_summary(ahead: Ahead, level: int, tree: TreeArrays, host: Host, terms: Terms | None) -> None:
-    chosen = [node for node in ahead.nodes.tolist() if node >= 0]
+def check_summary(
+    next_pass: NextPass, level: int, tree: TreeArrays, host: Host, calibration: Calibration | None
+) -> None:
+    chosen = [node for node in next_pass.nodes.tolist() if node >= 0]
     keys = tree.key.cpu()[chosen].double()
     expected = [float(keys.max()), float(keys.logsumexp(0))] if chosen else [-math.inf] * 2
     expected += [0.0, 0.0, float(len(host.tree)), 0.0]
-    if terms is not None:
-        fee, price = terms.prices.tolist()
+    if calibration is not None:
+        fee, price = calibration.prices.tolist()
         expected[2] = -fee
         for node, key in zip(chosen, keys.tolist(), strict=True):
             own, depth = float(tree.chance[node]), min(int(tree.depth[node]), 5)
-            for hope in terms.forecast[depth, (own > 0.35) + (own > 0.75)].tolist():
+            for hope in calibration.forecast[depth, (own > 0.35) + (own > 0.75)].tolist():
                 expected[2] += max(0.0, math.exp(key) * hope - price)
         expected[3] = float(sum(math.exp(tree.key[place]) > price for place in host.places[1:]))
-    torch.testing.assert_close(ahead.summary[level].cpu(), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(next_pass.summary[level].cpu(), torch.tensor(expected), rtol=1e-4, atol=1e-5)
 
 
 def check_choice(tree: TreeArrays, host: Host, rows: int, limit: int | None, device: str) -> None:
@@ -311,11 +314,13 @@ def check_choice(tree: TreeArrays, host: Host, rows: int, limit: int | None, dev
 
 
 def check_pruning(width: int, k: int, seed: int, ordinary: float = 2.0, device: str = "cpu") -> None:
-    """Against a loop over nodes of all depths, some of which are not there."""
+    """Against a loop over nodes of all depths, including empty rows."""
     bounds = Bounds(-2.0, ordinary, -1.0, 0.5, 0.2, 1, 2, max(k - 1, 1), 1 if seed % 2 else k)
     tree, chance = empty_tree(width + 3, 4, device), torch.Generator().manual_seed(seed)
     tree.depth[: width + 2] = torch.randint(1, 5, (width + 2,), generator=chance).to(device)
-    tree.score[: width + 2] = (-torch.randint(0, 7, (width + 2,), generator=chance) / 2.0).to(device)  # bounds are met
+    tree.score[: width + 2] = (-torch.randint(0, 7, (width + 2,), generator=chance) / 2.0).to(
+        device
+    )  # some are equal to the bounds
     tree.depth[0], tree.score[0] = 0, 0.0
     nodes = torch.randperm(width + 2, generator=chance)[:width]
     nodes[torch.rand(width, generator=chance) < 0.2] = -1
@@ -347,7 +352,7 @@ def a_tree(size: int, seed: int) -> DraftTree:
     return tree
 
 
-def check_settling(size: int, rows: int, steps: int, seed: int, drafter: bool, device: str = "cpu") -> None:
+def check_accepting(size: int, rows: int, steps: int, seed: int, drafter: bool, device: str = "cpu") -> None:
     wanted = a_tree(size, seed)
     draws = torch.randint(3, (rows,), generator=torch.Generator().manual_seed(seed))
     verdict = verify.walk(wanted, draws.tolist().__getitem__)
@@ -355,7 +360,7 @@ def check_settling(size: int, rows: int, steps: int, seed: int, drafter: bool, d
     steps = max(steps, count)
     (tokens, parents), mask = torch.zeros(2, SIDE, dtype=torch.long), torch.zeros(SIDE, SIDE, dtype=torch.bool)
     tokens[:size], parents[:size], mask[:size, :size] = wanted.tokens, wanted.parents.clamp(min=0), wanted.mask()
-    mask[:, 0] = True  # what padding sees does not matter
+    mask[:, 0] = True  # the mask of padding has no effect
 
     def arrays() -> tuple[list[Tensor | None], TreeArrays]:
         given = [draws, tokens, parents, mask[:rows, :rows], torch.tensor([size]), torch.tensor([LENGTH])]
@@ -369,10 +374,10 @@ def check_settling(size: int, rows: int, steps: int, seed: int, drafter: bool, d
         return made, tree
 
     made, tree = arrays()
-    settle(*made[:13], tree, *made[13:])
+    accept_path(*made[:13], tree, *made[13:])
     if device == "cuda" or INTERPRETED:
         twins, other = arrays()
-        settling.reference(*twins[:13], other, *twins[13:])
+        accepting.reference(*twins[:13], other, *twins[13:])
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(made, twins, strict=True))
         same(tree, other, 9)
     (*_, length, walked, accepted, bonus, source, goal, pending, waiting, expanded, staged, figures) = (
@@ -408,7 +413,7 @@ def check_moving(heads: int, width: int, steps: int, features: int, dtype: torch
 
 
 def check_pair(n: int, width: int, dtype: torch.dtype, normed: bool, device: str = "cpu") -> None:
-    if INTERPRETED:  # in a process of its own, where transformers would have to be imported for this alone
+    if INTERPRETED:  # avoids importing transformers in the second process
         from torch.nn import RMSNorm
     else:
         from windfall.heads.layers import RMSNorm  # type: ignore[assignment]
@@ -430,41 +435,41 @@ def check_pair(n: int, width: int, dtype: torch.dtype, normed: bool, device: str
         assert torch.equal(residual, both[:, width:] if normed else rows)
 
 
-def check_telling(size: int, device: str = "cpu") -> None:
-    there = torch.randint(256, (size + 16,), dtype=torch.uint8, device=device)[16:]  # a part of something
-    here = torch.zeros(size + 8, dtype=torch.uint8, pin_memory=device == "cuda")
-    tell(there, here[:size])
+def check_copy_to_host(size: int, device: str = "cpu") -> None:
+    source = torch.randint(256, (size + 16,), dtype=torch.uint8, device=device)[16:]  # a slice
+    target = torch.zeros(size + 8, dtype=torch.uint8, pin_memory=device == "cuda")
+    copy_to_host(source, target[:size])
     if device == "cuda":
         torch.cuda.synchronize()
-    assert torch.equal(here[:size], there.cpu()) and not here[size:].any()
+    assert torch.equal(target[:size], source.cpu()) and not target[size:].any()
 
 
-def check_announcing(size: int, device: str = "cpu") -> None:
-    """More often than there are blocks; each is what it was when its turn came."""
-    there = torch.zeros(size + 16, dtype=torch.uint8, device=device)[16:]
-    blocks = torch.zeros(3, size + NUMBER, dtype=torch.uint8, pin_memory=device == "cuda")
-    turn, done = torch.full((1,), 40, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+def check_publish(size: int, device: str = "cpu") -> None:
+    """Publish more times than source are blocks; each block keeps its own content."""
+    source = torch.zeros(size + 16, dtype=torch.uint8, device=device)[16:]
+    blocks = torch.zeros(3, size + SEQUENCE_BYTES, dtype=torch.uint8, pin_memory=device == "cuda")
+    sequence, finished = torch.full((1,), 40, device=device), torch.zeros(1, dtype=torch.int32, device=device)
     for number in range(41, 46):
-        there.fill_(number)
-        announce(there, blocks, turn, done)
+        source.fill_(number)
+        publish(source, blocks, sequence, finished)
     if device == "cuda":
         torch.cuda.synchronize()
-    assert turn.item() == 45 and done.item() == 0
+    assert sequence.item() == 45 and finished.item() == 0
     for number in (43, 44, 45):
-        told = blocks[number % 3]
-        assert (told[:size] == number).all() and told[size : size + 8].view(torch.long).item() == number
+        block = blocks[number % 3]
+        assert (block[:size] == number).all() and block[size : size + 8].view(torch.long).item() == number
 
 
 def check_rows(n: int, width: int, across: int, dtype: torch.dtype, device: str = "cpu") -> None:
-    """Where rows stand and what they bring; tables have rows that are further apart than they are long."""
+    """Positions, slots, embeddings and angles of rows; the embedding has a row stride above its width."""
     chance = torch.Generator().manual_seed(n)
     depth, length = (torch.randint(40, (size,), generator=chance).to(device) for size in (n, 1))
-    positions, slots = stand(length, depth)
+    positions, slots = positions_and_slots(length, depth)
     assert torch.equal(positions, depth + length) and (slots - length).tolist() == list(range(n))
     embedding, angles = (torch.randn(50, size, generator=chance).to(device, dtype) for size in (width + 8, across))
-    words, turns = embed(depth, embedding[:, :width], positions, angles)
-    assert torch.equal(words, embedding[depth, :width]) and torch.equal(turns, angles[positions.clamp(max=49)])
+    embedded, turned = embed(depth, embedding[:, :width], positions, angles)
+    assert torch.equal(embedded, embedding[depth, :width]) and torch.equal(turned, angles[positions.clamp(max=49)])
     waiting, before = torch.tensor([min(n, 3)], device=device), length.clone()
-    slots, last, was = take_in(length, waiting, n)
+    slots, last, was = append_rows(length, waiting, n)
     assert torch.equal(length, before + waiting) and torch.equal(was, before) and torch.equal(last, waiting - 1)
     assert (slots - before).tolist() == list(range(n))

@@ -16,13 +16,13 @@ from helpers.kernels import (
     check_chain,
     check_draw,
     check_enter,
+    check_lazy_logits,
+    check_noise,
     check_norm,
     check_paths,
-    check_roll,
     check_rotation,
     check_top,
     check_window,
-    check_words,
     make_cache,
 )
 from windfall.kernels import path_attention, top_children, tree_attention
@@ -101,7 +101,7 @@ def test_attention_takes_scale_and_out_and_padding() -> None:
 
 @pytest.mark.parametrize(("count", "width"), [(4, 700), (9, 30), (2, 1500)])
 def test_the_noise_of_the_positions_ahead(count: int, width: int) -> None:
-    check_roll(count, width)
+    check_noise(count, width)
 
 
 @both
@@ -123,8 +123,8 @@ def test_top_children(w: int, k: int, columns: int, dice: bool, named: bool, dty
     ("w", "k", "columns", "width", "dice", "bias"),
     [(3, 4, 512, 64, False, False), (16, 10, 256, 128, True, True), (1, 1, 128, 64, True, False)],
 )
-def test_words(w: int, k: int, columns: int, width: int, dice: bool, bias: bool) -> None:
-    check_words(w, k, columns, width, dice, bias)
+def test_lazy_logits(w: int, k: int, columns: int, width: int, dice: bool, bias: bool) -> None:
+    check_lazy_logits(w, k, columns, width, dice, bias)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -163,14 +163,18 @@ def test_into_a_layer(n: int, width: int, inner: int, heads: int, shared: int, d
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_small_products_fit() -> None:
-    from windfall.kernels.triton.product import MOST, PROGRAMS, ROWS, form
+    from windfall.kernels.triton.product import MAX_PROGRAMS, MAX_ROWS, ROWS, choose_tiling
 
     for rows in (1, 16, 17, 64):
         for columns, k in ((3072, 576), (960, 576), (5120, 960), (1600, 960), (48, 64)):
-            chosen = form(rows, columns, k, 232_448)
-            if chosen is not None:
-                assert columns // chosen.outputs * -(-rows // ROWS) <= PROGRAMS and columns % chosen.outputs == 0
-                assert chosen.first <= k <= chosen.first + chosen.rest
-    assert form(MOST, 3072, 576, 232_448) is not None and form(MOST, 3072, 576, 101_376) is None  # a smaller GPU
-    assert form(MOST, 960, 2560, 232_448) is None and form(1, 576, 3584, 232_448) is None  # with their rows
-    assert form(MOST + 1, 3072, 576, 232_448) is None and form(1, 28_672, 4096, 232_448) is None
+            tiling = choose_tiling(rows, columns, k, 232_448)
+            if tiling is not None:
+                assert columns // tiling.outputs * -(-rows // ROWS) <= MAX_PROGRAMS and columns % tiling.outputs == 0
+                assert tiling.first <= k <= tiling.first + tiling.rest
+    assert (
+        choose_tiling(MAX_ROWS, 3072, 576, 232_448) is not None and choose_tiling(MAX_ROWS, 3072, 576, 101_376) is None
+    )  # a smaller GPU
+    assert (
+        choose_tiling(MAX_ROWS, 960, 2560, 232_448) is None and choose_tiling(1, 576, 3584, 232_448) is None
+    )  # with their rows
+    assert choose_tiling(MAX_ROWS + 1, 3072, 576, 232_448) is None and choose_tiling(1, 28_672, 4096, 232_448) is None

@@ -12,29 +12,30 @@ from helpers.interpreter import HALF, INTERPRETED, outside, passes_under_the_int
 from helpers.tree_kernels import (
     SELECTIVE,
     Host,
-    a_calibrator,
-    check_announcing,
+    check_accepting,
     check_choice,
+    check_copy_to_host,
     check_growth,
     check_moving,
     check_pair,
     check_pruning,
+    check_publish,
     check_rows,
     check_selection,
-    check_settling,
     check_shape,
-    check_telling,
-    empty_rows,
+    drafted_children,
+    empty_next_pass,
     empty_tree,
+    make_calibration,
+    make_calibrator,
     rules,
-    some_terms,
-    sprouts,
 )
 from windfall.core.tree import DraftTree
 from windfall.kernels import choose as choosing
 from windfall.kernels import grow as growing
-from windfall.kernels.grow import RULES, grow
-from windfall.kernels.settle import plant
+from windfall.kernels.accept import reset_to_root
+from windfall.kernels.grow import grow
+from windfall.kernels.rules import RULES
 from windfall.policies.shape import Shape
 from windfall.policies.static import SHAPES
 
@@ -61,7 +62,7 @@ def test_shapes(shape: Shape, width: int) -> None:
         ((1, 10, 10), 6, 18, 60, True),  # two blocks of `line`
         ((1, 3, 3, 3), 2, 2, 9, True),  # nothing below the second level: an exhausted frontier
         ((1, 8, 8, 8, 8), 8, 5, 241, False),
-        ((1, 16, 16), 16, 3, choosing.MOST, False),
+        ((1, 16, 16), 16, 3, choosing.MAX_VERIFY_ROWS, False),
         ((1, 1, 1), 1, 3, 1, False),
     ],
 )
@@ -79,26 +80,26 @@ def test_selection(name: str, width: int, k: int, tied: bool) -> None:
 def test_the_choice_from_a_large_tree() -> None:
     """As many places as the device takes; each level has its own parents, and ties abound."""
     tree, passes, width, k = empty_tree(2500, 24, "cpu"), 24, 10, 10
-    plant(tree, torch.tensor([3]))
+    reset_to_root(tree, torch.tensor([3]))
     host, nodes = Host(DraftTree.root(3), [0], [0.0], [1.0]), torch.zeros(1, dtype=torch.long)
     for turn in range(passes):
-        tokens, logq = sprouts(len(nodes), k, turn, tied=True)
+        tokens, logq = drafted_children(len(nodes), k, turn, tied=True)
         host.extend(nodes.tolist(), tokens, logq, None)
         growing.append(tree, nodes, tokens, logq, None)
         nodes = torch.tensor(host.places[-width:])
     assert host.used == 1 + k * (1 + width * (passes - 1)) > 2048
-    for rows, limit in ((61, None), (61, 1 + k * (1 + width * 10)), (choosing.MOST, None)):
+    for rows, limit in ((61, None), (61, 1 + k * (1 + width * 10)), (choosing.MAX_VERIFY_ROWS, None)):
         check_choice(tree, host, rows, limit, "cpu")
 
 
 def test_certainty_and_its_opposite() -> None:
     """Calibrator.accept clips: log-probabilities of 0 and far below are finite chances."""
-    calibrator = a_calibrator(5)
-    tree, ahead = empty_tree(20, 3, "cpu"), empty_rows(2, 4, "cpu")
-    plant(tree, torch.tensor([1]))
+    calibrator = make_calibrator(5)
+    tree, next_pass = empty_tree(20, 3, "cpu"), empty_next_pass(2, 4, "cpu")
+    reset_to_root(tree, torch.tensor([1]))
     logq = torch.tensor([[0.0, -1e-7, -1e-3, -0.7, -9.0, -200.0]])
-    root, terms = torch.zeros(1, dtype=torch.long), some_terms(calibrator, "cpu")
-    grow(tree, root, torch.arange(6)[None], logq, ahead, RULES["calibrated"], terms)
+    root, calibration = torch.zeros(1, dtype=torch.long), make_calibration(calibrator, "cpu")
+    grow(tree, root, torch.arange(6)[None], logq, next_pass, RULES["calibrated"], calibration)
     drawn = DraftTree.root(1).extend(torch.zeros(6, dtype=torch.long), torch.arange(6), logq[0], torch.arange(6))
     chances = calibrator.accept(drawn)
     torch.testing.assert_close(tree.chance[1:7], torch.tensor(chances) / max(1.0, sum(chances)), rtol=1e-5, atol=0)
@@ -115,9 +116,9 @@ def test_pruning(width: int, k: int, ordinary: float) -> None:
     ("size", "rows", "steps", "drafter"),
     [(1, 1, 1, False), (1, 4, 6, True), (30, 30, 5, True), (50, 64, 9, True), (257, 257, 9, True), (230, 320, 9, True)],
 )
-def test_settling(size: int, rows: int, steps: int, drafter: bool) -> None:
+def test_accepting(size: int, rows: int, steps: int, drafter: bool) -> None:
     for seed in range(2 if INTERPRETED else 6):
-        check_settling(size, rows, steps, seed, drafter)
+        check_accepting(size, rows, steps, seed, drafter)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
@@ -133,13 +134,13 @@ def test_pair_norm(n: int, width: int, normed: bool, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("size", [8, 16, 1000, 9000])
-def test_telling(size: int) -> None:
-    check_telling(size)
+def test_copy_to_host(size: int) -> None:
+    check_copy_to_host(size)
 
 
 @pytest.mark.parametrize("size", [16, 24, 1000, 9000])
-def test_announcing(size: int) -> None:
-    check_announcing(size)
+def test_publish(size: int) -> None:
+    check_publish(size)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -1,5 +1,8 @@
-"""The small kernels between the matrix products of a pass: Triton on CUDA, plain torch elsewhere, one signature for
-both. Nothing here waits for the device or looks at a value on the host: all of it can be captured in a CUDA graph."""
+"""The small kernels between the matrix products of a forward pass.
+
+Each function has one signature and two implementations: Triton on CUDA, plain torch elsewhere. No function synchronizes
+with the device or reads a device value on the host, so all of them can be captured in a CUDA graph.
+"""
 
 from windfall.kernels.attention import path_attention, tree_attention
 from windfall.kernels.draw import draw

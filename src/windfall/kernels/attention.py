@@ -1,4 +1,4 @@
-"""Attention of a tree's rows over a long static cache, of which only the rows in use are read."""
+"""Attention of a tree's rows over a preallocated KV cache. Only the rows in use are read."""
 
 from __future__ import annotations
 
@@ -8,33 +8,35 @@ from torch.nn import functional as F
 
 from windfall.kernels.backend import on_triton
 
-PART = 256  # keys that are summed up by themselves, where rounding must not depend on the cache's size
+PART = 256  # keys per partial sum, where rounding must not depend on the size of the KV cache
 
 
 def tree_attention(
-    queries: Tensor,  # [n, heads, d], any strides but d's
+    queries: Tensor,  # [n, heads, d], contiguous in d
     keys: Tensor,  # [kv_heads, capacity, d]
     values: Tensor,  # [kv_heads, capacity, d]
-    length: Tensor,  # one integer on the device: committed rows, seen by all
+    length: Tensor,  # one integer on the device: committed rows, which every row sees
     mask: Tensor,  # [n, S] bool: row i sees the staged row at slot length + j
     scale: float | None = None,
     out: Tensor | None = None,  # [n, heads, d]
     last: bool = True,
     split: int | None = None,
-    positions: Tensor | None = None,  # [n] long, of the rows; committed rows have their slots' numbers
+    positions: Tensor | None = None,  # [n] long, of the rows; the position of a committed row is its slot
     window: int | None = None,
 ) -> Tensor:
-    """Grouped-query attention of n rows over `length` committed and S staged cache rows → [n, heads, d].
+    """Grouped-query attention of n rows over `length` committed and S staged rows of a KV cache → [n, heads, d].
 
-    Nothing past length + S has any influence, and on Triton it is not read. A row that sees nothing gives zeros there.
-    Staged rows that a row does not see must still hold finite numbers. On Triton a long cache is split; `last` lets the
-    last program to finish combine the parts, which one stream at a time may do, instead of a second kernel. A part has
-    `split` keys, a multiple of 128; None: as many as suit the cache's capacity, on which rounding then depends.
-    `scale` is positive. `length` must not be what the kernel just before has written: this one may be there before that
-    has ended.
+    Slots from length + S on do not affect the result, and Triton does not read them. With Triton, a row that sees no
+    keys gives zeros. Staged rows must hold finite numbers, even those that a row does not see. `scale` is positive.
+
+    Triton splits a long cache into parts of `split` keys, a multiple of 128. By default their size depends on the
+    capacity, and so does rounding. With `last`, the last program to finish combines the parts; only one stream at a
+    time may do so. Otherwise a second kernel combines them.
+
+    The previous kernel on the stream must not write `length`, since this kernel reads it before that one has finished.
 
     With a `window`, a row sees only keys whose position is less than `window` before its own. This needs `positions`,
-    each at least `length`; the staged rows that a row sees must be consecutive positions up to its own, in ascending
+    each at least `length`; the staged rows that a row sees must have consecutive positions up to its own, in ascending
     order.
     """
     heads, shared, capacity, staged = queries.shape[1], keys.shape[0], keys.shape[1], mask.shape[1]
@@ -43,7 +45,7 @@ def tree_attention(
     window = None if window is None or window >= capacity else window
     assert window is None or positions is not None
     if window is not None and window < staged:
-        mask = newest(mask, window)
+        mask = limit_to_window(mask, window)
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device) if out is None else out
     if on_triton(queries):
         from windfall.kernels.triton.attention import attend
@@ -55,8 +57,8 @@ def tree_attention(
     return out.copy_(reference(queries, keys, values, length, mask, scale, positions, window))
 
 
-def newest(mask: Tensor, window: int) -> Tensor:
-    """Of the staged rows that each row sees, the last `window`."""
+def limit_to_window(mask: Tensor, window: int) -> Tensor:
+    """Keep the last `window` of the staged rows that each row sees."""
     return mask & (mask.flip(1).cumsum(1).flip(1) <= window)
 
 
@@ -70,13 +72,13 @@ def reference(
     positions: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """The same with torch: the whole capacity under an explicit mask, so that no shape depends on the length."""
+    """`tree_attention` with torch over the whole capacity, with a mask, so that no shape depends on the length."""
     seen = visible(length, mask, keys.shape[1])
     if positions is not None and window is not None:
         columns = torch.arange(keys.shape[1], device=mask.device)
         seen &= (columns >= length.reshape(1)) | (columns > positions[:, None] - window)
     groups = queries.shape[1] // keys.shape[0]
-    unseen = ~seen.any(0)[:, None]  # may hold anything, even NaN
+    unseen = ~seen.any(0)[:, None]  # may hold any value, even NaN
     keys, values = (x.masked_fill(unseen, 0).repeat_interleave(groups, 0)[None] for x in (keys, values))
     rows = queries.transpose(0, 1)[None]  # [1, heads, n, d]
     return F.scaled_dot_product_attention(rows, keys, values, seen, scale=scale)[0].transpose(0, 1)
@@ -91,22 +93,24 @@ def visible(length: Tensor, mask: Tensor, capacity: int) -> Tensor:
 
 
 def path_attention(
-    queries: Tensor,  # [n, heads, d], any strides but d's
+    queries: Tensor,  # [n, heads, d], contiguous in d
     keys: Tensor,  # [kv_heads, capacity, d]
     values: Tensor,  # [kv_heads, capacity, d]
     length: Tensor,  # one integer on the device: committed rows
-    reach: Tensor,  # [n] integers: how many keys each row sees, itself included; 0: none, which gives zeros
-    lineage: Tensor,  # [n, S] integers: slot, behind the committed rows, of each row's ancestor at each depth
+    reach: Tensor,  # [n] integers: number of keys each row sees, its own included; 0 gives zeros
+    lineage: Tensor,  # [n, S] integers: slot, counted from `length`, of each row's ancestor at each depth
     scale: float | None = None,
 ) -> Tensor:
-    """The same as `tree_attention` for rows that see every committed row, their ancestors and themselves, to the bit
-    what each would give behind its own text alone: keys are taken by their positions in the text, not in the cache.
+    """`tree_attention` for rows that see all committed rows, their ancestors and themselves → [n, heads, d].
+
+    A row's result is bit-identical to that of decoding its path as a plain sequence: keys are summed in the order of
+    their positions in the text, not of their slots in the KV cache.
     """
     heads, shared = queries.shape[1], keys.shape[0]
     assert heads % shared == 0 and keys.shape == values.shape
     scale = queries.shape[-1] ** -0.5 if scale is None else scale
     if on_triton(queries):
-        from windfall.kernels.triton.paths import attend
+        from windfall.kernels.triton.path_attention import attend
 
         out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
         attend(queries, keys, values, length, reach, lineage, scale, out, PART)
@@ -117,8 +121,11 @@ def path_attention(
 def path_reference(
     queries: Tensor, keys: Tensor, values: Tensor, length: Tensor, reach: Tensor, lineage: Tensor, scale: float
 ) -> Tensor:
-    """The same with torch, part by part; sums of products, whose order no shape changes. Parts behind a row's last
-    change nothing; all are taken where looking at their number would wait for the device."""
+    """`path_attention` with torch, part by part. The order of each sum does not depend on any shape.
+
+    Parts after a row's last key do not change its result. On CUDA all parts are computed, since reading the number of
+    keys would synchronize with the device.
+    """
     n, shared = len(queries), keys.shape[0]
     end = keys.shape[1] if reach.is_cuda else int(reach.max())
     wide = torch.promote_types(queries.dtype, torch.float32)
@@ -126,9 +133,9 @@ def path_reference(
     top = torch.full(rows.shape[:3], -torch.inf, dtype=wide, device=rows.device)
     total, sums = torch.zeros_like(top), torch.zeros_like(rows[:, :, :, 0])
     for start in range(0, end, PART):
-        column, seen = along(length, reach, lineage, start)  # [n, PART]
+        column, seen = path_columns(length, reach, lineage, start)  # [n, PART]
         column = column.clamp(max=keys.shape[1] - 1)
-        unseen = ~seen[:, None, :, None]  # may hold anything, even NaN
+        unseen = ~seen[:, None, :, None]  # may hold any value, even NaN
         k, v = (x[:, column].transpose(0, 1).to(wide).masked_fill(unseen, 0)[:, :, None] for x in (keys, values))
         scores = ((rows * k).sum(-1) * scale).masked_fill(~seen[:, None, None], -torch.inf)
         higher = torch.maximum(top, scores.amax(-1))
@@ -141,8 +148,8 @@ def path_reference(
     return (sums / total[..., None]).to(queries.dtype).reshape(n, -1, queries.shape[2])
 
 
-def along(length: Tensor, reach: Tensor, lineage: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    """Where each row's keys of the positions from `start` on lie, and whether there are any: both [n, PART]."""
+def path_columns(length: Tensor, reach: Tensor, lineage: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """Slots of each row's keys at positions start, start + 1, ..., and whether the row sees them; both [n, PART]."""
     position = start + torch.arange(PART, device=lineage.device).expand(len(lineage), -1)
     staged = position - length.reshape(1)
     above = lineage.gather(1, staged.clamp(0, lineage.shape[1] - 1))
@@ -150,10 +157,12 @@ def along(length: Tensor, reach: Tensor, lineage: Tensor, start: int) -> tuple[T
 
 
 def lineage(mask: Tensor, depth: Tensor) -> Tensor:
-    """From which staged rows a row sees ([n, S] bool: its ancestors and itself) and how deep they are ([S] long) to
-    [n, S] int32: the one at each depth, 0 where there is none."""
+    """Each row's ancestor (or itself) at each depth, as a staged row → [n, S] int32, 0 where there is none.
+
+    `mask` [n, S] bool marks the staged rows that a row sees: its ancestors and itself. `depth` [S] long is their depth.
+    """
     n, staged = mask.shape
-    names = torch.arange(staged, dtype=torch.int32, device=mask.device).expand(n, -1)
+    indices = torch.arange(staged, dtype=torch.int32, device=mask.device).expand(n, -1)
     found = torch.zeros(n, staged + 1, dtype=torch.int32, device=mask.device)
-    places = depth.expand(n, -1).masked_fill(~mask, staged)  # those unseen all in the last column
-    return found.scatter_(1, places, names)[:, :staged]
+    columns = depth.expand(n, -1).masked_fill(~mask, staged)  # rows that are not seen go to the last column
+    return found.scatter_(1, columns, indices)[:, :staged]

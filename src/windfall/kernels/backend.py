@@ -1,4 +1,8 @@
-"""Where a kernel runs: Triton for tensors on CUDA (or anywhere under Triton's interpreter), torch for all others."""
+"""Which backend runs a kernel: Triton for tensors on CUDA (or on any device under Triton's interpreter), else torch.
+
+It also holds the launch options for programmatic dependent launch (PDL), by which a kernel may start before its
+predecessor on the stream has finished.
+"""
 
 from __future__ import annotations
 
@@ -12,43 +16,47 @@ from torch import Tensor
 
 
 @cache
-def installed() -> bool:
+def triton_installed() -> bool:
     return find_spec("triton") is not None
 
 
 def on_triton(x: Tensor) -> bool:
-    """Whether the Triton kernels take this tensor; their sums are fp32, which is too little for fp64."""
-    there = x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
-    return there and x.dtype != torch.float64 and installed()
+    """Whether Triton kernels run on this tensor. They accumulate in fp32, so fp64 tensors are left to torch."""
+    available = x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+    return available and x.dtype != torch.float64 and triton_installed()
 
 
 @cache
-def chains(device: torch.device) -> bool:
-    """Whether kernels there may begin before the one ahead of them has ended."""
+def supports_pdl(device: torch.device) -> bool:
+    """Whether the device has programmatic dependent launch (compute capability 9.0 or newer)."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def leads(x: Tensor) -> dict[str, Any]:
-    """Options of a kernel behind which another of ours comes: that one may be there before this one has ended."""
-    return {"CHAINED": chains(x.device)}
+def pdl_trigger(x: Tensor) -> dict[str, Any]:
+    """Launch options of a kernel that lets its successor start early, but is itself launched in the ordinary way."""
+    return {"PDL": supports_pdl(x.device)}
 
 
-def follows(x: Tensor) -> dict[str, Any]:
-    """Options of a kernel that comes behind another of ours, mostly: both `begin` with waiting (jit/chain.py)."""
-    return {"CHAINED": True, "launch_pdl": True} if chains(x.device) else {"CHAINED": False}
+def pdl_launch(x: Tensor) -> dict[str, Any]:
+    """Launch options of a kernel that may start before its predecessor has finished, and lets its successor do so.
+
+    The kernel must call `pdl_wait` (triton/pdl.py) before it reads what its predecessor wrote. The same holds for its
+    predecessor, if that is one of these kernels.
+    """
+    return {"PDL": True, "launch_pdl": True} if supports_pdl(x.device) else {"PDL": False}
 
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that the threads of a program can share on this device."""
+    """Bytes of shared memory that one program can use on this device."""
     if device.type != "cuda":
         return 1 << 20  # under the interpreter
     from triton.runtime import driver
 
-    place = torch.cuda.current_device() if device.index is None else device.index
-    return int(driver.active.utils.get_device_properties(place)["max_shared_mem"])
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 def power_of_two(least: int) -> int:
-    """The smallest power of two that is no smaller."""
+    """The smallest power of two that is at least `least`."""
     return 1 << max(least - 1, 0).bit_length()

@@ -1,4 +1,4 @@
-"""The rows of a verify pass: the best nodes of the whole tree, in their order, with their parents and ancestors."""
+"""The rows of a verify pass: the best nodes of the tree in ascending order, with their parents and ancestors."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from torch import Tensor
 
 from windfall.kernels.backend import on_triton
 from windfall.kernels.grow import sees
-from windfall.kernels.trees import NOBODY, TreeArrays
+from windfall.kernels.trees import NO_NODE, TreeArrays
 
-MOST = 320  # rows
+MAX_VERIFY_ROWS = 320
 
 
 def choose(
     tree: TreeArrays,
     rows: int,
-    kept: Tensor,  # [≥ rows] long, written as are all that follow: the nodes, ascending, NOBODY behind them
-    tokens: Tensor,  # [≥ rows] long, padding 0
-    parents: Tensor,  # [≥ rows] long: as rows, 0 for the root and padding
-    depth: Tensor,  # [≥ rows] long, padding 0
-    mask: Tensor,  # [rows, rows] bool, any row stride: each row's ancestors and itself, nothing for padding
+    kept: Tensor,  # [≥ rows] long, written, like all that follow: the nodes, ascending, then NO_NODE
+    tokens: Tensor,  # [≥ rows] long, 0 for padding
+    parents: Tensor,  # [≥ rows] long: the parent's row, 0 for the root and padding
+    depth: Tensor,  # [≥ rows] long, 0 for padding
+    mask: Tensor,  # [rows, rows] bool, any row stride: each row's ancestors and itself, none for padding
     count: Tensor,  # [1] long: rows that are not padding
-    limit: Tensor | None = None,  # [1] long: only the places before this one
+    limit: Tensor | None = None,  # [1] long: choose only among entries before this one
 ) -> None:
-    """The `rows` places of the highest key, ties to the lower index."""
-    assert 0 < rows <= MOST and mask.shape == (rows, rows)
+    """Choose the `rows` nodes with the highest keys; the lower index wins ties."""
+    assert 0 < rows <= MAX_VERIFY_ROWS and mask.shape == (rows, rows)
     if on_triton(kept):
         from windfall.kernels.triton.choose import choose as compiled
 
@@ -46,6 +46,7 @@ def reference(
     count: Tensor,
     limit: Tensor | None = None,
 ) -> None:
+    """`choose` with torch."""
     places = torch.arange(len(tree.key), device=kept.device)
     eligible = places < tree.count
     if limit is not None:
@@ -54,13 +55,13 @@ def reference(
     far = len(places)
     best = torch.where(values > -math.inf, order, far)[:rows].sort().values
     live = best < far
-    kept[:rows] = NOBODY
-    kept[: len(best)] = torch.where(live, best, NOBODY)
+    kept[:rows] = NO_NODE
+    kept[: len(best)] = torch.where(live, best, NO_NODE)
     nodes = kept[:rows]
     real, live = nodes.clamp(min=0), nodes >= 0
     tokens[:rows] = torch.where(live, tree.tokens[real], 0)
     depth[:rows] = torch.where(live, tree.depth[real], 0)
-    above = torch.where(live, tree.parents[real], NOBODY)
+    above = torch.where(live, tree.parents[real], NO_NODE)
     parents[:rows] = ((above[:, None] == nodes) & (above >= 0)[:, None]).long().argmax(1)  # 0 where there is none
     mask.copy_(sees(tree, nodes, nodes))
     count.copy_(live.sum())

@@ -1,4 +1,4 @@
-"""The target's draw at every row of a pass, and the noise of (seed, position, token) that it is made of."""
+"""The target's sampled token at every row of a pass, by Gumbel noise that depends only on (seed, position, token)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def draw(
     seed: Tensor,  # one int64, see `sampling.signed`
     temperature: Tensor,  # one fp32
     greedy: bool = False,
-    offset: int = 0,  # that the draws' positions have over these
-    noise: Tensor | None = None,  # what `roll` made, where it has been
+    offset: int = 0,  # added to `positions`, to get the positions of the drawn tokens
+    noise: Tensor | None = None,  # precomputed by `update_noise`
 ) -> Tensor:
-    """argmax of logits / temperature + noise, the lower token at ties → [n] long.
+    """argmax of logits / temperature + noise → [n] long. The lower token wins ties.
 
-    Seed and temperature stay on the device, so that a captured graph serves all of them; at temperature 0 the noise is
-    left out, and `greedy` says so in advance.
+    Seed and temperature are device tensors, so one captured graph serves all their values. At temperature 0 no noise
+    is added; `greedy` compiles a kernel for this case.
     """
     if on_triton(logits):
         from windfall.kernels.triton.draw import draw as compiled
@@ -39,6 +39,7 @@ def reference(
     offset: int = 0,
     noise: Tensor | None = None,
 ) -> Tensor:
+    """`draw` with torch."""
     scores = logits.float()
     if greedy:
         return scores.argmax(-1)
@@ -47,15 +48,15 @@ def reference(
     return torch.where(temperature == 0, scores, drawn).argmax(-1)
 
 
-def roll(
-    noise: Tensor,  # [R, V] fp32, written: that of each position, by position modulo R
-    length: Tensor,  # [1] long: the first position that matters
-    entered: Tensor,  # [1] long: how many of the R from there on are not there yet, the last ones
+def update_noise(
+    noise: Tensor,  # [R, V] fp32, written: a ring buffer; row (p % R) belongs to position p
+    length: Tensor,  # [1] long: the first position that is needed
+    entered: Tensor,  # [1] long: how many of the R positions from there on are new; these are the last ones
     seed: Tensor,  # one int64
 ) -> None:
-    """Bring the noise up to date. Its logarithms take longer than reading it, and several rows have one position."""
+    """Compute the noise of new positions. Rows share positions, and reading noise is faster than computing it."""
     if on_triton(noise):
-        from windfall.kernels.triton.draw import roll as compiled
+        from windfall.kernels.triton.draw import update_noise as compiled
 
         compiled(noise, length, entered, seed)
         return
@@ -67,12 +68,12 @@ def roll(
 
 
 def noise_at(seed: Tensor, positions: Tensor, tokens: Tensor, noise: Tensor | None) -> Tensor:
-    """`gumbel`, looked up where `roll` has made it."""
+    """`gumbel`, read from `noise` if that is given."""
     return gumbel(seed, positions, tokens) if noise is None else noise[positions % len(noise)][:, tokens]
 
 
 def gumbel(seed: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """`sampling.gumbel` with the seed on the device: positions [n], tokens [V] → [n, V] fp32."""
+    """`sampling.gumbel` with the seed as a device tensor: positions [n], tokens [V] → [n, V] fp32."""
     key = mix(mix(seed.reshape(1)) + (positions + 1) * GOLDEN)
     bits = mix(key[:, None] + (tokens + 1) * GOLDEN)
     uniform = (shift(bits, 12).double() + 0.5) * 2.0**-52

@@ -13,7 +13,7 @@ from windfall.kernels.trees import TreeArrays
 
 def prune(
     tree: TreeArrays,
-    nodes: Tensor,  # [w] long: the nodes that were just expanded; NOBODY: an empty row
+    nodes: Tensor,  # [w] long: the nodes that were just expanded; NO_NODE: an empty row
     values: Tensor,  # [w, k] fp32, written: log-probabilities of their children, the likeliest first
     bounds: Tensor,  # [9] fp32: the numbers of policies.plan.Bounds
 ) -> None:

@@ -1,4 +1,4 @@
-"""Accepted rows go to where the committed ones end, in every layer's cache; their states are kept for the drafter."""
+"""Move accepted rows to the end of the committed rows in every layer's KV cache; copy their states for the drafter."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from windfall.kernels.backend import on_triton
 
 
 def move(
-    kv: Tensor,  # [layers and heads of keys and values, capacity, d]
+    kv: Tensor,  # [layers * 2 * kv_heads, capacity, d]
     source: Tensor,  # [P] long
-    goal: Tensor,  # [P] long, ascending, nowhere above source
-    states: Tensor | None = None,  # [n, F]; with it come the next two
-    path: Tensor | None = None,  # [≥ P] long: rows of states, below 0: any
+    goal: Tensor,  # [P] long, ascending, never above source
+    states: Tensor | None = None,  # [n, F]; needs the next two arguments
+    path: Tensor | None = None,  # [≥ P] long: rows of states; negative entries select any row
     kept_states: Tensor | None = None,  # [≥ P, F], written
 ) -> None:
-    """kv[:, goal] = kv[:, source] as if all were read before any is written; kept_states[:P] = states[path[:P]]."""
+    """kv[:, goal] = kv[:, source], reading all rows before writing any; kept_states[:P] = states[path[:P]]."""
     if on_triton(kv):
         from windfall.kernels.triton.move import move as compiled
 
@@ -32,6 +32,7 @@ def reference(
     path: Tensor | None = None,
     kept_states: Tensor | None = None,
 ) -> None:
+    """`move` with torch."""
     kv.index_copy_(1, goal, kv.index_select(1, source))
     if states is not None:
         assert path is not None and kept_states is not None

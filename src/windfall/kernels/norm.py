@@ -1,4 +1,4 @@
-"""What lies between a layer's matrix products, fused, each rounding where transformers' Llama rounds."""
+"""Fused element-wise operations of a transformer layer. Results are rounded where transformers' Llama rounds them."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from windfall.kernels.backend import on_triton
-from windfall.kernels.keep import Keep
+from windfall.kernels.scatter import Scatter
 
 
 def add_norm(
     x: Tensor,  # [n, width]
-    residual: Tensor | None,  # [n, width]; without it the sum is x itself
-    weight: Tensor,  # [width], or [p, width]: row i has that of i % p
+    residual: Tensor | None,  # [n, width]; None: the sum is x
+    weight: Tensor,  # [width], or [p, width]: row i uses weight i % p
     eps: float,
-    pick: Tensor | None = None,  # [m] long: the rows that are wanted; all of them, if not given
-    keep: Keep | None = None,
+    pick: Tensor | None = None,  # [m] long: the rows to compute; None: all rows
+    scatter: Scatter | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(weight * normalised(x + residual), x + residual), both [n, width], or [m, width] of the rows picked."""
+    """(weight * normalised(x + residual), x + residual), both [n, width], or [m, width] with `pick`."""
     if on_triton(x):
         from windfall.kernels.triton.norm import add_norm as run
     else:
         run = add_norm_reference
-    return run(x, residual, weight, eps, pick, keep)
+    return run(x, residual, weight, eps, pick, scatter)
 
 
 def add_norm_reference(
@@ -32,8 +32,9 @@ def add_norm_reference(
     weight: Tensor,
     eps: float,
     pick: Tensor | None = None,
-    keep: Keep | None = None,
+    scatter: Scatter | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """`add_norm` with torch."""
     x = x if residual is None else residual + x
     if weight.dim() == 2:
         weight = weight.repeat(-(-len(x) // len(weight)), 1)[: len(x)]
@@ -42,8 +43,8 @@ def add_norm_reference(
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     normed = weight * wide.to(x.dtype)
-    if keep is not None:
-        keep.rows.index_copy_(0, keep.at, normed if keep.normed else x)
+    if scatter is not None:
+        scatter.buffer.index_copy_(0, scatter.rows, normed if scatter.normed else x)
     return normed, x
 
 
@@ -57,6 +58,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def silu_mul_reference(gate_up: Tensor) -> Tensor:
+    """`silu_mul` with torch."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
 
@@ -67,11 +69,13 @@ def rotate_and_store(
     sin: Tensor,  # [n, d]
     keys: Tensor,  # [kv_heads, capacity, d], written
     values: Tensor,  # [kv_heads, capacity, d], written
-    slots: Tensor,  # [n] integers: each row's place in the cache
-    positions: Tensor
-    | None = None,  # [n] long: which rows of cos and sin, of any number then; those past them: the last
+    slots: Tensor,  # [n] integers: each row's slot in the KV cache
+    positions: Tensor | None = None,  # [n] long
 ) -> Tensor:
-    """Turn queries and keys by their positions, put keys and values in the cache → queries [n, heads, d]."""
+    """Apply rotary embedding to queries and keys, store keys and values in the KV cache → queries [n, heads, d].
+
+    With `positions`, cos and sin are tables [p, d], indexed by them. Positions past the tables use the last row.
+    """
     if on_triton(qkv):
         from windfall.kernels.triton.norm import rotate_and_store as run
     else:
@@ -88,13 +92,14 @@ def rotate_and_store_reference(
     slots: Tensor,
     positions: Tensor | None = None,
 ) -> Tensor:
+    """`rotate_and_store` with torch."""
     if positions is not None:
         cos, sin = (x[positions.clamp(max=len(x) - 1)] for x in (cos, sin))
     shared, width = keys.shape[0], keys.shape[2]
     rows = qkv.reshape(len(qkv), -1, width)  # [n, heads + 2 * kv_heads, d]
-    plain, value = rows[:, :-shared], rows[:, -shared:]
-    left, right = plain.chunk(2, -1)
-    turned = plain * cos[:, None] + torch.cat([-right, left], -1) * sin[:, None]
-    keys.index_copy_(1, slots.long(), turned[:, -shared:].transpose(0, 1))
+    queries_and_keys, value = rows[:, :-shared], rows[:, -shared:]
+    left, right = queries_and_keys.chunk(2, -1)
+    rotated = queries_and_keys * cos[:, None] + torch.cat([-right, left], -1) * sin[:, None]
+    keys.index_copy_(1, slots.long(), rotated[:, -shared:].transpose(0, 1))
     values.index_copy_(1, slots.long(), value.transpose(0, 1))
-    return turned[:, :-shared]
+    return rotated[:, :-shared]

@@ -1,4 +1,4 @@
-"""The input of a head that reads a token's embedding and a feature side by side, each normalised by itself."""
+"""The input of an EAGLE-3 head: a token's embedding and a feature, normalised separately and concatenated."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ def pair_norm(
     tokens: Tensor,  # [n] long
     embedding: Tensor,  # [V, H]
     embedding_weight: Tensor,  # [H]
-    hidden: Tensor,  # [n, H], or more rows with an index
+    hidden: Tensor,  # [n, H], or [m, H] with an index
     index: Tensor | None,  # [n] long: rows of hidden
     hidden_weight: Tensor,  # [H]
     eps: float,
     both: Tensor,  # [n, 2H], written: the embedding's norm, then the feature's
-    residual: Tensor,  # [n, H], written: the feature, normed or as it is
+    residual: Tensor,  # [n, H], written: the feature, normalised or not
     normed_residual: bool = False,
 ) -> None:
-    """Rounds as the heads' RMSNorm does."""
+    """Normalise both parts, rounding as the heads' RMSNorm does."""
     if on_triton(hidden):
         from windfall.kernels.triton.pair import pair_norm as run
     else:
@@ -40,6 +40,7 @@ def reference(
     residual: Tensor,
     normed_residual: bool = False,
 ) -> None:
+    """`pair_norm` with torch."""
     rows = hidden[: len(tokens)] if index is None else hidden[index]
     width = rows.shape[1]
     normed = add_norm_reference(rows, None, hidden_weight, eps)[0]

@@ -1,7 +1,8 @@
-"""A layer's products with what comes before and after: add to the stream, norm, multiply, turn or gate the outputs.
+"""A layer's matrix products, fused with the operations around them: residual sum, norm, rotary embedding or SiLU gate.
 
-Where the weights are small, launches and latency are what a pass is made of. All of that is one kernel then, and loads
-its weight while the kernel before it still runs. Else it is one kernel for each, around torch's product.
+With small weights, a pass spends most of its time on launches and latency. One fused kernel then computes all of it,
+and loads its weight while the previous kernel still runs. With large weights, torch computes the product and separate
+kernels do the rest.
 """
 
 from __future__ import annotations
@@ -12,40 +13,40 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from windfall.kernels.backend import chains, on_triton, shared_memory
+from windfall.kernels.backend import on_triton, shared_memory, supports_pdl
 from windfall.kernels.norm import add_norm, rotate_and_store, silu_mul
 
 if TYPE_CHECKING:
-    from windfall.kernels.triton.product import Form
+    from windfall.kernels.triton.product import Tiling
 
-HALVES = (torch.bfloat16, torch.float16)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` of rows [n, K]; unchained, torch's own is as fast."""
-    form = form_of(x, weight) if chains(x.device) else None
-    if form is None:
+    """`F.linear` of rows [n, K]. Without dependent launch, torch's own kernel is as fast and is used."""
+    tiling = tiling_for(x, weight) if supports_pdl(x.device) else None
+    if tiling is None:
         return F.linear(x, weight, bias)
     from windfall.kernels.triton.product import linear as run
 
-    return run(x, weight, bias, form)
+    return run(x, weight, bias, tiling)
 
 
 def norm_gate(
     x: Tensor,  # [n, K]
-    residual: Tensor | None,  # [n, K]; without it the stream is x itself
+    residual: Tensor | None,  # [n, K]; None: the sum is x
     norm: Tensor,  # [K]
     eps: float,
-    weight: Tensor,  # [2m, K]: gates, then what they gate
+    weight: Tensor,  # [2m, K]: gate projection, then up projection
 ) -> tuple[Tensor, Tensor]:
-    """(silu(gates) * the others [n, m], x + residual)"""
-    form = form_of(x, weight)
-    if form is None:
+    """With normed = norm(x + residual): (silu(gate(normed)) * up(normed) [n, m], x + residual)."""
+    tiling = tiling_for(x, weight)
+    if tiling is None:
         normed, total = add_norm(x, residual, norm, eps)
         return silu_mul(F.linear(normed, weight)), total
     from windfall.kernels.triton.product import norm_gate as run
 
-    return run(x, residual, norm, eps, weight, form)
+    return run(x, residual, norm, eps, weight, tiling)
 
 
 def norm_rotate(
@@ -53,7 +54,7 @@ def norm_rotate(
     residual: Tensor | None,  # [n, K]
     norm: Tensor,  # [K]
     eps: float,
-    weight: Tensor,  # [(heads + 2 * kv_heads) * d, K]: of queries, keys, values
+    weight: Tensor,  # [(heads + 2 * kv_heads) * d, K]: projections of queries, keys, values
     bias: Tensor | None,
     cos: Tensor,  # [n, d]
     sin: Tensor,  # [n, d]
@@ -61,20 +62,20 @@ def norm_rotate(
     values: Tensor,  # [kv_heads, capacity, d], written
     slots: Tensor,  # [n] integers
 ) -> tuple[Tensor, Tensor]:
-    """(what `rotate_and_store` makes of the product [n, heads, d], x + residual)"""
-    form = form_of(x, weight)
-    if form is None or keys.shape[2] % form.outputs:  # a program's outputs are of one head
+    """(`rotate_and_store` of the product of norm(x + residual) [n, heads, d], x + residual)."""
+    tiling = tiling_for(x, weight)
+    if tiling is None or keys.shape[2] % tiling.outputs:  # the outputs of a program must belong to one head
         normed, total = add_norm(x, residual, norm, eps)
         return rotate_and_store(F.linear(normed, weight, bias), cos, sin, keys, values, slots), total
     from windfall.kernels.triton.product import norm_rotate as run
 
-    return run(x, residual, norm, eps, weight, bias, cos, sin, keys, values, slots, form)
+    return run(x, residual, norm, eps, weight, bias, cos, sin, keys, values, slots, tiling)
 
 
-def form_of(x: Tensor, weight: Tensor) -> Form | None:
-    """How one kernel multiplies these; None: torch does."""
-    if not on_triton(x) or x.dtype not in HALVES or x.dtype != weight.dtype or not weight.is_contiguous():
+def tiling_for(x: Tensor, weight: Tensor) -> Tiling | None:
+    """The tiling of a fused kernel for these operands; None: use torch's product."""
+    if not on_triton(x) or x.dtype not in HALF_DTYPES or x.dtype != weight.dtype or not weight.is_contiguous():
         return None
-    from windfall.kernels.triton.product import form
+    from windfall.kernels.triton.product import choose_tiling
 
-    return form(len(x), len(weight), x.shape[1], shared_memory(x.device))
+    return choose_tiling(len(x), len(weight), x.shape[1], shared_memory(x.device))

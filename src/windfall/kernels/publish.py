@@ -1,4 +1,4 @@
-"""Bytes for the host, written there by a kernel: a copy among kernels would take several times as long."""
+"""Results for the host. A kernel writes them to pinned host memory, which costs less than a copy between kernels."""
 
 from __future__ import annotations
 
@@ -7,41 +7,46 @@ from torch import Tensor
 
 from windfall.kernels.backend import on_triton
 
-NUMBER = 16  # bytes behind a block's own, of which the first eight are its number
+SEQUENCE_BYTES = 16  # at the end of a block; the first eight are its sequence number
 
 
-def tell(there: Tensor, here: Tensor) -> None:
-    """here[:] = there, in the order of the stream; bytes, a multiple of 8, pinned on the host's side. What is told is
-    there for the host once this is through."""
-    assert there.numel() == here.numel() and there.numel() % 8 == 0
-    if on_triton(there) and (here.is_pinned() or not there.is_cuda):
-        from windfall.kernels.triton.publish import tell as compiled
+def copy_to_host(source: Tensor, target: Tensor) -> None:
+    """target[:] = source, in stream order. Both are bytes, a multiple of 8; `target` is pinned host memory.
 
-        compiled(there, here)
+    The host may read `target` after it has synchronized with the stream.
+    """
+    assert source.numel() == target.numel() and source.numel() % 8 == 0
+    if on_triton(source) and (target.is_pinned() or not source.is_cuda):
+        from windfall.kernels.triton.publish import copy_to_host as compiled
+
+        compiled(source, target)
     else:
-        here.copy_(there, non_blocking=True)
+        target.copy_(source, non_blocking=True)
 
 
-def announce(
-    there: Tensor,  # [n] bytes, a multiple of 8
-    blocks: Tensor,  # [b, n + NUMBER] bytes, pinned on the host's side
-    turn: Tensor,  # [1] long, written: how often this was done
-    done: Tensor,  # [1] int32, 0 before and after
+def publish(
+    source: Tensor,  # [n] bytes, a multiple of 8
+    blocks: Tensor,  # [b, n + SEQUENCE_BYTES] bytes: a ring of blocks in pinned host memory
+    sequence: Tensor,  # [1] long, written: sequence number of the last publication
+    finished: Tensor,  # [1] int32: counts finished programs; 0 before and after
 ) -> None:
-    """turn += 1; the block turn % b becomes `there`, and behind it the turn, which the host sees last: once it is
-    there, so is the rest."""
-    assert blocks.shape[1] == len(there) + NUMBER and len(there) % 8 == 0
-    if on_triton(there) and (blocks.is_pinned() or not there.is_cuda):
-        from windfall.kernels.triton.publish import announce as compiled
+    """Increment the sequence number and copy `source` and the number into block (number % b).
 
-        compiled(there, blocks, turn, done)
+    The number becomes visible to the host last: a host that polls it finds the whole block once it reads the number.
+    """
+    assert blocks.shape[1] == len(source) + SEQUENCE_BYTES and len(source) % 8 == 0
+    if on_triton(source) and (blocks.is_pinned() or not source.is_cuda):
+        from windfall.kernels.triton.publish import publish as compiled
+
+        compiled(source, blocks, sequence, finished)
     else:
-        reference(there, blocks, turn, done)
+        reference(source, blocks, sequence, finished)
 
 
-def reference(there: Tensor, blocks: Tensor, turn: Tensor, done: Tensor) -> None:
-    turn.add_(1)
-    told = torch.cat([there, turn.view(torch.uint8), turn.view(torch.uint8)])
-    found = blocks.to(there.device, non_blocking=True)
-    found.index_copy_(0, turn % len(blocks), told[None])
-    blocks.copy_(found, non_blocking=True)
+def reference(source: Tensor, blocks: Tensor, sequence: Tensor, finished: Tensor) -> None:
+    """`publish` with torch."""
+    sequence.add_(1)
+    block = torch.cat([source, sequence.view(torch.uint8), sequence.view(torch.uint8)])
+    ring = blocks.to(source.device, non_blocking=True)
+    ring.index_copy_(0, sequence % len(blocks), block[None])
+    blocks.copy_(ring, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The rows of a pass before its first layer, where they stand and what they bring: little work, in one launch each."""
+"""Inputs of a forward pass: positions, KV cache slots, embeddings and rotary angles, one launch each."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from torch.nn import functional as F
 from windfall.kernels.backend import on_triton
 
 
-def stand(length: Tensor, depth: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions `length` [1] + `depth` [n], and slots from `length` on, [n] each."""
+def positions_and_slots(length: Tensor, depth: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions `length` [1] + `depth` [n], and KV cache slots `length` + 0, 1, ..., n - 1; both [n]."""
     if on_triton(depth):
-        from windfall.kernels.triton.rows import stand as compiled
+        from windfall.kernels.triton.rows import positions_and_slots as compiled
 
         return compiled(length, depth)
     return length + depth, length + torch.arange(len(depth), device=depth.device)
 
 
-def take_in(length: Tensor, waiting: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Slots of this many rows from `length` [1] on, `waiting` [1] - 1, which is the last that counts, and the length as
-    it was; `length` becomes what it is behind those that wait."""
+def append_rows(length: Tensor, waiting: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Append `waiting` [1] of `rows` rows to a KV cache of `length` [1] rows; the other rows are padding.
+
+    Adds `waiting` to `length` in place. Returns the slots of all rows [rows], the index of the last row that is not
+    padding [1], and the length before [1].
+    """
     if on_triton(length):
-        from windfall.kernels.triton.rows import take_in as compiled
+        from windfall.kernels.triton.rows import append_rows as compiled
 
         return compiled(length, waiting, rows)
     before = length.clone()
@@ -31,7 +34,7 @@ def take_in(length: Tensor, waiting: Tensor, rows: int) -> tuple[Tensor, Tensor,
 
 
 def embed(tokens: Tensor, embedding: Tensor, positions: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
-    """embedding[tokens] [n, H], and angles[positions] [n, 2d], where positions past the last count as that."""
+    """embedding[tokens] [n, H] and angles[positions] [n, 2d]. Positions past the table use its last row."""
     if on_triton(embedding) and embedding.stride(1) == angles.stride(1) == 1:
         from windfall.kernels.triton.rows import embed as compiled
 

@@ -1,4 +1,4 @@
-"""The likeliest children of the nodes of a draft pass, ranked by what the target will draw where that is known."""
+"""The likeliest children of the nodes of a draft pass, or with sampling those that the target likeliest draws."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from windfall.kernels.backend import chains, on_triton
+from windfall.kernels.backend import on_triton, supports_pdl
 from windfall.kernels.draw import noise_at
 
-MOST = 16  # children of a node that the kernel takes
+MAX_CHILDREN = 16  # per node, in the kernel
 
 
-class Words(NamedTuple):
-    """Logits [w, V] that nobody has multiplied yet."""
+class LazyLogits(NamedTuple):
+    """Logits [w, V] that are not computed yet: the operands of their matrix product."""
 
-    states: Tensor  # [w, H]
-    vocabulary: Tensor  # [V, H]
+    hidden: Tensor  # [w, H]
+    weight: Tensor  # [V, H]
     bias: Tensor | None = None  # [V]
 
     @property
@@ -27,32 +27,32 @@ class Words(NamedTuple):
 
 
 def top_children(
-    logits: Tensor | Words,  # [w, V]
+    logits: Tensor | LazyLogits,  # [w, V]
     k: int,
-    positions: Tensor | None = None,  # [w] long; with it come the next three, each one number on the device
+    positions: Tensor | None = None,  # [w] long; needs the next three arguments, each one number on the device
     seed: Tensor | None = None,  # int64
     temperature: Tensor | None = None,  # fp32, above 0
     kappa: Tensor | None = None,  # fp32
     tokens: Tensor | None = None,  # [V] long: the token of each column
-    offset: int = 0,  # that the draws' positions have over these
-    noise: Tensor | None = None,  # what `roll` made, where it has been
+    offset: int = 0,  # added to `positions`, to get the positions of the drawn tokens
+    noise: Tensor | None = None,  # precomputed by `update_noise`
 ) -> tuple[Tensor, Tensor]:
-    """The k largest of log_softmax(x) for each row and their tokens → [w, k] fp32, [w, k] long.
+    """The k largest entries of log_softmax(x) in each row, and their tokens → [w, k] fp32, [w, k] long.
 
-    x is logits, or with dice (logits / temperature + noise) / kappa; the lower column goes first at ties, but for more
-    than MOST children on a GPU, where torch decides. Words are multiplied and searched in one kernel where that is
-    possible and faster; else they are multiplied by torch.
+    Without `positions`, x is the logits; with them, x is (logits / temperature + noise) / kappa. The lower column wins
+    ties, except with more than MAX_CHILDREN children on a GPU, where torch's topk decides. LazyLogits are multiplied
+    and searched in one kernel if that is possible and faster; otherwise torch multiplies them.
     """
-    if isinstance(logits, Words):
-        quick = positions is None or noise is not None
-        if quick and k <= MOST and on_triton(logits.states) and chains(logits.states.device):
-            from windfall.kernels.triton.top import fits, top_words
+    if isinstance(logits, LazyLogits):
+        noise_known = positions is None or noise is not None
+        if noise_known and k <= MAX_CHILDREN and on_triton(logits.hidden) and supports_pdl(logits.hidden.device):
+            from windfall.kernels.triton.top import fits, top_children_of_product
 
             if fits(*logits[:2]):
-                return top_words(*logits, k, positions, temperature, kappa, tokens, offset, noise)
+                return top_children_of_product(*logits, k, positions, temperature, kappa, tokens, offset, noise)
         logits = logits.logits
     assert 0 < k <= logits.shape[-1]
-    if on_triton(logits) and k > MOST:
+    if on_triton(logits) and k > MAX_CHILDREN:
         values, order = _scores(logits, positions, seed, temperature, kappa, tokens, offset, noise).topk(k, dim=-1)
         return values, order if tokens is None else tokens[order]
     if on_triton(logits):
@@ -73,6 +73,7 @@ def reference(
     offset: int = 0,
     noise: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """`top_children` with torch."""
     scores = _scores(logits, positions, seed, temperature, kappa, tokens, offset, noise)
     values, order = scores.sort(dim=-1, descending=True, stable=True)
     values, order = values[:, :k], order[:, :k]

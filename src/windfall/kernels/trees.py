@@ -1,4 +1,4 @@
-"""A tree that lives on the device, as the kernels have it: its arrays, the rows ahead, and the terms of its growth."""
+"""A draft tree in device memory, as the kernels see it: its arrays, the next draft pass, and the calibration."""
 
 from __future__ import annotations
 
@@ -6,45 +6,48 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-NOBODY = -1
+NO_NODE = -1
 
 
 class TreeArrays(NamedTuple):
-    """A tree of `count` places, C at the most; a place whose key is -inf holds no node. Behind `count`: anything."""
+    """A tree in arrays of capacity C, of which the first `count` entries are in use.
+
+    An entry whose key is -inf holds no node. Entries from `count` on have arbitrary content.
+    """
 
     tokens: Tensor  # [C] long
-    parents: Tensor  # [C] long, the root's is NOBODY
+    parents: Tensor  # [C] long, NO_NODE for the root
     depth: Tensor  # [C] long
-    rank: Tensor  # [C] long
-    logq: Tensor  # [C] fp32
-    score: Tensor  # [C] fp32, the sum of logq from the root
-    key: Tensor  # [C] fp32, by which nodes are chosen; never above the parent's
-    chance: Tensor  # [C] fp32, of being accepted if the parent is
-    taken: Tensor  # [C] bool: expanded, or about to be
-    line: Tensor  # [C, D + 1] long: ancestors by depth, itself included, NOBODY elsewhere
-    slot: Tensor  # [C] long: an expanded node's place among the drafter's features; the root's is 0
+    rank: Tensor  # [C] long: index among the children of its parent, likeliest first
+    logq: Tensor  # [C] fp32: the drafter's log-probability
+    score: Tensor  # [C] fp32: the sum of logq from the root
+    key: Tensor  # [C] fp32: nodes with higher keys are chosen first; never above the parent's key
+    chance: Tensor  # [C] fp32: probability of being accepted if the parent is accepted
+    taken: Tensor  # [C] bool: already expanded, or a row of the next draft pass
+    ancestors: Tensor  # [C, D + 1] long: the node on its path at each depth, itself included; NO_NODE below it
+    slot: Tensor  # [C] long: row of an expanded node among the drafter's features; 0 for the root
     count: Tensor  # type: ignore[assignment]  # [1] long
 
 
-class Ahead(NamedTuple):
-    """The rows of the next draft pass, W of them, and the S rows that the passes of a cycle have staged so far."""
+class NextPass(NamedTuple):
+    """The W rows of the next draft pass, and the S rows that the draft passes of this cycle can stage."""
 
-    nodes: Tensor  # [W] long, NOBODY: an empty row
+    nodes: Tensor  # [W] long, NO_NODE for an empty row
     tokens: Tensor  # [W] long
     positions: Tensor  # [W] long
-    slots: Tensor  # [W] long: places in the drafter's cache
-    above: Tensor  # [W] long: the slot of each one's parent
-    here: Tensor  # [W] long: its own
-    mask: Tensor  # [W, S] bool: which staged rows are a row's ancestors or itself
-    expanded: Tensor  # [S] long: the node of each staged row, NOBODY behind them
-    staged: Tensor  # [1] long
-    length: Tensor  # [1] long: the drafter's committed columns, only read
-    summary: Tensor  # [passes + 1, 6] fp32: policies.plan.Summary after each pass; the first number counts the passes
+    slots: Tensor  # [W] long: rows of the drafter's KV cache
+    parent_slots: Tensor  # [W] long: `TreeArrays.slot` of each row's parent
+    own_slots: Tensor  # [W] long: `TreeArrays.slot` of each row
+    mask: Tensor  # [W, S] bool: which staged rows are ancestors of a row, or the row itself
+    expanded: Tensor  # [S] long: the node of each staged row, NO_NODE after the last
+    staged: Tensor  # [1] long: number of staged rows
+    length: Tensor  # [1] long: committed rows of the drafter's KV cache, only read
+    summary: Tensor  # [passes + 1, 6] fp32: policies.plan.Summary after each pass; entry [0, 0] counts the passes
 
 
-class Terms(NamedTuple):
-    """What the calibrated rule believes, and what things cost."""
+class Calibration(NamedTuple):
+    """Calibrated acceptance probabilities and costs, for calibrated rules."""
 
     weights: Tensor  # [1 + DEPTHS + RANKS] fp32: see Calibrator.accept
-    forecast: Tensor  # [DEPTHS, 3, children] fp32: mean chances of the children to come, see Calibrator.forecast
-    prices: Tensor  # [2] fp32: of a pass and of a row, in tokens
+    forecast: Tensor  # [DEPTHS, 3, children] fp32: mean chances of future children, see Calibrator.forecast
+    prices: Tensor  # [2] fp32: cost of a draft pass and of a verified row, in tokens

@@ -20,7 +20,7 @@ MAX_LISTED_KERNELS = 30
 TIMED_ANSWERS = 5
 PRODUCTS = ("gemm", "gemv", "cutlass", "nvjet", "cublas", "splitk", "flash", "fmha", "attention", "triton_")
 FUSED = ("_embed", "_attend", "_combine", "_norm", "_linear", "_silu_mul", "_rotate_and_store")
-CHILDREN = ("_multiplied", "_stretches", "_pick")  # a drafter's best tokens: the end of its pass
+CHILDREN = ("_multiply_vocabulary", "_block_maxima", "_pick_children")  # a drafter's best tokens: the end of its pass
 MODEL = PRODUCTS + FUSED + CHILDREN  # in the names of kernels of a target's or a drafter's pass
 
 

@@ -25,11 +25,12 @@ from windfall.engine.gpu.mailbox import Mailbox
 from windfall.engine.gpu.target import MAX_VERIFY_ROWS, GpuTarget
 from windfall.engine.gpu.tree import next_rows, term_buffers, tree_buffers
 from windfall.engine.gpu.view import DeviceView
+from windfall.kernels.accept import accept_path
 from windfall.kernels.choose import choose
 from windfall.kernels.gate import prune
-from windfall.kernels.grow import Rule, grow
-from windfall.kernels.settle import settle
-from windfall.kernels.top import Words
+from windfall.kernels.grow import grow
+from windfall.kernels.rules import Rule
+from windfall.kernels.top import LazyLogits
 from windfall.policies.context import Context
 from windfall.policies.plan import NodeFilter, Plan
 from windfall.policies.shape import Shape
@@ -173,11 +174,17 @@ class Cycle:
         assert self.draft is not None
         rows = self.next_rows
         given = Pass(rows.tokens, rows.positions, rows.slots, rows.mask, self.draft.length)
-        logits = self.draft.next_pass(given, rows.above, rows.here)
-        self._add_children(rows.nodes, rows.here, logits, rows.positions, 0, sampler)
+        logits = self.draft.next_pass(given, rows.parent_slots, rows.own_slots)
+        self._add_children(rows.nodes, rows.own_slots, logits, rows.positions, 0, sampler)
 
     def _add_children(
-        self, nodes: Tensor, slots: Tensor, logits: Tensor | Words, columns: Tensor, offset: int, sampler: ChildSampler
+        self,
+        nodes: Tensor,
+        slots: Tensor,
+        logits: Tensor | LazyLogits,
+        columns: Tensor,
+        offset: int,
+        sampler: ChildSampler,
     ) -> None:
         """Add children of these nodes, whose own columns are `columns` + `offset`."""
         assert self.draft is not None
@@ -220,7 +227,7 @@ class Cycle:
         choose(self.tree, rows, kept, tokens, parents, depth, mask, there["count"], self.verify_limit)
         scored = gpu_target.score(rows, columns)
         draws, deepest, draft = gpu_target.draw(scored, params, noise), min(rows, self.plan.passes + 1), self.draft
-        settle(
+        accept_path(
             draws,
             tokens,
             parents,

@@ -24,9 +24,9 @@ from windfall.engine.gpu.target import (
 from windfall.heads.base import FeatureHead
 from windfall.heads.layers import head_dim
 from windfall.kernels.attention import tree_attention
-from windfall.kernels.keep import Keep
-from windfall.kernels.rows import take_in
-from windfall.kernels.top import Words, top_children
+from windfall.kernels.rows import append_rows
+from windfall.kernels.scatter import Scatter
+from windfall.kernels.top import LazyLogits, top_children
 from windfall.model.decoder import Decoder
 
 
@@ -44,7 +44,7 @@ class ChildSampler:
         return ("coupled", *sampling_key(self.params)) if self.coupled else ("alone",)
 
     def children(
-        self, logits: Tensor | Words, positions: Tensor, offset: int, k: int, tokens: Tensor | None
+        self, logits: Tensor | LazyLogits, positions: Tensor, offset: int, k: int, tokens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and tokens [w, k]; the target draws after these rows at `positions` [w] + `offset`."""
         coupling: dict[str, Any] = {}
@@ -60,13 +60,13 @@ class ChildSampler:
                 "temperature": temperature,
             }
             coupling |= {"kappa": self.sampling.kappa, "noise": self.noise}
-        columns = len(logits.vocabulary) if isinstance(logits, Words) else logits.shape[-1]
+        columns = len(logits.weight) if isinstance(logits, LazyLogits) else logits.shape[-1]
         return top_children(logits, min(k, columns), tokens=tokens, **coupling)
 
 
-def as_logits(logits: Tensor | Words) -> Tensor:
+def as_logits(logits: Tensor | LazyLogits) -> Tensor:
     """The logits, computed if they are given as a product."""
-    return logits.logits if isinstance(logits, Words) else logits
+    return logits.logits if isinstance(logits, LazyLogits) else logits
 
 
 def entropy(logits: Tensor) -> Tensor:
@@ -139,19 +139,19 @@ class GpuDrafter:
     def _run_columns(self, rows: Pass, features: Tensor | None) -> None:
         raise NotImplementedError
 
-    def first_pass(self, rows: int) -> Tensor | Words:
+    def first_pass(self, rows: int) -> Tensor | LazyLogits:
         """Add the pending columns, at most `rows`, to the KV cache; returns the logits [1, V] after the last one.
 
         The position of the draw after it is the new `length` + `draw_offset` - 1.
         """
-        slots, last, before = take_in(self.length, self.pending_count, rows)
+        slots, last, before = append_rows(self.length, self.pending_count, rows)
         return self._first_logits(Pass(self.tokens[:rows], slots, slots, self._causal[:rows, :rows], before), last)
 
-    def next_pass(self, rows: Pass, above: Tensor, here: Tensor) -> Tensor | Words:
+    def next_pass(self, rows: Pass, above: Tensor, here: Tensor) -> Tensor | LazyLogits:
         """Run nodes with the slots `here`, whose parents have the slots `above`; returns logits [w, V]."""
         raise NotImplementedError
 
-    def _first_logits(self, rows: Pass, last: Tensor) -> Tensor | Words:
+    def _first_logits(self, rows: Pass, last: Tensor) -> Tensor | LazyLogits:
         raise NotImplementedError
 
 
@@ -193,11 +193,11 @@ class GpuHeadDrafter(GpuDrafter):
         assert features is not None
         self._run(rows, self._fuse(features), None, None, None)
 
-    def _first_logits(self, rows: Pass, last: Tensor) -> Tensor | Words:
+    def _first_logits(self, rows: Pass, last: Tensor) -> Tensor | LazyLogits:
         assert self.features is not None
         return self._logits(self._run(rows, self._fuse(self.features[: len(rows.tokens)]), None, last, self._first))
 
-    def next_pass(self, rows: Pass, above: Tensor, here: Tensor) -> Tensor | Words:
+    def next_pass(self, rows: Pass, above: Tensor, here: Tensor) -> Tensor | LazyLogits:
         return self._logits(self._run(rows, self.recycled, above, None, here))
 
     def _fuse(self, features: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ class GpuHeadDrafter(GpuDrafter):
         The input features are `hidden`, or its rows `index`. The output features are stored in `recycled` at `here`.
         """
         if self.fused is not None:
-            keep = None if here is None else Keep(self.recycled, here, self.fused.recycles_normed)
+            keep = None if here is None else Scatter(self.recycled, here, self.fused.recycles_normed)
             return self.fused(rows, hidden, index, self.kv, pick, keep)
         hidden = hidden if index is None else hidden.index_select(0, index)
         memory = HeadBuffer(self.kv, rows, self.head.config.windows)
@@ -224,7 +224,7 @@ class GpuHeadDrafter(GpuDrafter):
             self.recycled.index_copy_(0, here, recycled)
         return state
 
-    def _logits(self, state: Tensor) -> Tensor | Words:
+    def _logits(self, state: Tensor) -> Tensor | LazyLogits:
         return self.head.logits(state) if self.fused is None else self.fused.logits(state)
 
 

@@ -16,11 +16,11 @@ from windfall.heads.base import FeatureHead
 from windfall.heads.eagle3 import Eagle3
 from windfall.heads.layers import Attention
 from windfall.kernels.attention import tree_attention
-from windfall.kernels.keep import Keep
 from windfall.kernels.norm import add_norm, rotate_and_store
 from windfall.kernels.pair import pair_norm
 from windfall.kernels.product import linear, norm_gate
-from windfall.kernels.top import Words
+from windfall.kernels.scatter import Scatter
+from windfall.kernels.top import LazyLogits
 
 
 class FusedEagle3:
@@ -59,7 +59,7 @@ class FusedEagle3:
         return F.linear(features, self.head.fc.weight, self.head.fc.bias)
 
     def __call__(
-        self, rows: Pass, hidden: Tensor, index: Tensor | None, kv: Tensor, pick: Tensor | None, keep: Keep | None
+        self, rows: Pass, hidden: Tensor, index: Tensor | None, kv: Tensor, pick: Tensor | None, keep: Scatter | None
     ) -> Tensor:
         """Run the layer; returns the input of the vocabulary head [n, H], of all rows or of those in `pick`.
 
@@ -75,11 +75,11 @@ class FusedEagle3:
         mlp_out = linear(gates, self.layer.mlp.down_proj.weight)
         return add_norm(mlp_out, total, self.head.norm.weight, self.eps, pick, keep)[0]
 
-    def logits(self, normed: Tensor) -> Words | Tensor:
+    def logits(self, normed: Tensor) -> LazyLogits | Tensor:
         """The logits, or the product that gives them."""
         if self.head.int8_vocabulary is not None:
             return self.head.int8_vocabulary(normed)
-        return Words(normed, self.head.vocabulary, self.head.vocabulary_bias)
+        return LazyLogits(normed, self.head.vocabulary, self.head.vocabulary_bias)
 
     def _inputs(self, tokens: Tensor, hidden: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
         """The normed embedding and feature side by side [n, 2H], and the residual [n, H]."""

@@ -24,7 +24,7 @@ from windfall.engine.gpu.forward import Pass
 from windfall.engine.gpu.graphs import Key
 from windfall.engine.gpu.target import MAX_VERIFY_ROWS, PREFILL_CHUNK_TOKENS, VERIFY_SIZES, GpuTarget, sampling_key
 from windfall.engine.gpu.transfer import PackedBuffer
-from windfall.kernels.top import Words
+from windfall.kernels.top import LazyLogits
 
 DRAFT_PASS_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # nodes of captured draft passes
 CHILDREN_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # children per node in captured draft passes
@@ -206,7 +206,7 @@ class GraphDrafter(Drafter):
         if self._features is not None and draft.features is not None:
             draft.features[:count] = self._features[:count]
 
-    def _first_pass(self, rows: int) -> Tensor | Words:
+    def _first_pass(self, rows: int) -> Tensor | LazyLogits:
         self._pending_buffer.send()
         self.draft.tokens.copy_(self._pending_buffer.device["tokens"])
         self.draft.pending_count.copy_(self._pending_buffer.device["count"])
@@ -270,7 +270,7 @@ class GraphDrafter(Drafter):
         return self._children_buffers[width, k]
 
     def _publish_children(
-        self, logits: Tensor | Words, positions: Tensor, offset: int, k: int, entropy: bool, found: PackedBuffer
+        self, logits: Tensor | LazyLogits, positions: Tensor, offset: int, k: int, entropy: bool, found: PackedBuffer
     ) -> None:
         if entropy:
             logits = as_logits(logits)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from windfall.engine.gpu.transfer import PackedBuffer
 from windfall.kernels.backend import on_triton
-from windfall.kernels.publish import NUMBER, announce
+from windfall.kernels.publish import SEQUENCE_BYTES, publish
 
 POLLS_PER_YIELD = 4096  # polls before other threads get a chance to run
 
@@ -28,7 +28,7 @@ class Mailbox:
         self._last_number = torch.zeros(1, dtype=torch.long, device=device)  # of the last published block
         self._finished_blocks = torch.zeros(1, dtype=torch.int32, device=device)  # the kernel's counter
         size, pinned = len(self._source), device.type == "cuda"
-        self._blocks = torch.zeros(blocks, size + NUMBER, dtype=torch.uint8, pin_memory=pinned)
+        self._blocks = torch.zeros(blocks, size + SEQUENCE_BYTES, dtype=torch.uint8, pin_memory=pinned)
         self._numbers = [memoryview(block[size : size + 8].view(torch.long).numpy()) for block in self._blocks]
         self.arrays: list[dict[str, NDArray[Any]]] = [buffer.views(block) for block in self._blocks]
         self._expected = 0  # at least the number of the last launched publication
@@ -38,7 +38,7 @@ class Mailbox:
 
     def publish(self) -> None:
         """Copy the buffer into the next block; a CUDA graph can capture this."""
-        announce(self._source, self._blocks, self._last_number, self._finished_blocks)
+        publish(self._source, self._blocks, self._last_number, self._finished_blocks)
 
     def reset(self) -> None:
         """Start anew: earlier publications do not count, nor those that were expected but never launched."""

@@ -20,9 +20,9 @@ from windfall.engine.gpu.graphs import GraphCache
 from windfall.engine.gpu.llama import FusedLlama
 from windfall.engine.gpu.transfer import PackedBuffer
 from windfall.kernels.attention import PART, lineage
-from windfall.kernels.draw import draw, roll
+from windfall.kernels.draw import draw, update_noise
 from windfall.kernels.move import move
-from windfall.kernels.rows import stand
+from windfall.kernels.rows import positions_and_slots
 
 VERIFY_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320)  # rows of captured verify passes
 MAX_VERIFY_ROWS = VERIFY_SIZES[-1]
@@ -212,7 +212,7 @@ class GpuTarget:
         tokens, depth, mask = rows["tokens"][:size], rows["depth"][:size], rows["mask"][:size, :size]
         if more:
             tokens, depth, mask = pad(tokens, (0, more)), pad(depth, (0, more)), pad(mask, (0, more, 0, more))
-        positions, slots = stand(self.length, depth)
+        positions, slots = positions_and_slots(self.length, depth)
         given = Pass(tokens, positions, slots, mask, self.length)
         if not self.exact:
             return given
@@ -239,7 +239,7 @@ class GpuTarget:
 
     def update_noise(self, noise: Tensor) -> None:
         """Update the noise for the current positions; once per cycle."""
-        roll(noise, self.length, self.accepted, self.sampling.seed)
+        update_noise(noise, self.length, self.accepted, self.sampling.seed)
 
     def draw(self, scored: Scored, params: SamplingParams, noise: Tensor | None = None) -> Tensor:
         """The target's token after each row, [n]; with `noise` if it is in a buffer, else it is computed."""

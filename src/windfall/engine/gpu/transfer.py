@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from windfall.kernels.publish import tell
+from windfall.kernels.publish import copy_to_host
 
 ALIGNMENT_BYTES = 16  # of each array in the block
 ArraySpec = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape
@@ -63,7 +63,7 @@ class PackedBuffer:
     def publish(self) -> None:
         """Copy device to host in stream order."""
         if self._host_bytes is not self._device_bytes:
-            tell(self._device_bytes, self._host_bytes)
+            copy_to_host(self._device_bytes, self._host_bytes)
 
     @property
     def bytes(self) -> Tensor:

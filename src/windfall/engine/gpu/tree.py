@@ -14,7 +14,7 @@ from windfall.core.tree import Arrays, DraftTree
 from windfall.costs.acceptance import CHANCE_BUCKETS, DEPTHS, FORECAST_CHILDREN, RANKS
 from windfall.engine.gpu.target import MAX_VERIFY_ROWS
 from windfall.engine.gpu.transfer import PackedBuffer
-from windfall.kernels.trees import NOBODY, Ahead, Terms, TreeArrays
+from windfall.kernels.trees import NO_NODE, Calibration, NextPass, TreeArrays
 from windfall.policies.plan import Bounds
 
 FORECAST_SHAPE = (DEPTHS, len(CHANCE_BUCKETS) + 1, FORECAST_CHILDREN)
@@ -38,10 +38,10 @@ def tree_buffers(
         rank=(long, wide),
         logq=(number, wide),
         score=(number, wide),
-        expanded=(long, (staged,)),  # see Ahead
+        expanded=(long, (staged,)),  # see NextPass
         entropy=(number, (staged + 1,)),  # nats, after each expanded node, by its slot; only where it is watched
         length=(long, (1,)),  # columns in the drafter's KV cache
-        summary=(number, (passes + 1, 6)),  # see Ahead
+        summary=(number, (passes + 1, 6)),  # see NextPass
         kept=(long, (MAX_VERIFY_ROWS,)),  # the nodes that were verified, ascending, then -1
         path=(long, (MAX_VERIFY_ROWS,)),  # the accepted ones, as rows of `kept`
         outcome=(long, (4,)),  # nodes, rows, accepted rows, the target's next token
@@ -60,27 +60,27 @@ def tree_buffers(
         key=torch.zeros(capacity, device=device),
         chance=torch.ones(capacity, device=device),
         taken=torch.ones(capacity, dtype=torch.bool, device=device),
-        line=line,
+        ancestors=line,
         slot=torch.zeros(capacity, dtype=long, device=device),
         count=torch.ones(1, dtype=long, device=device),
     )
     return tree, buffer
 
 
-def next_rows(width: int, published: PackedBuffer, length: Tensor) -> Ahead:
+def next_rows(width: int, published: PackedBuffer, length: Tensor) -> NextPass:
     """Buffers for the rows of the next draft pass."""
-    expanded = published.device["expanded"].fill_(NOBODY)
+    expanded = published.device["expanded"].fill_(NO_NODE)
 
     def integers(size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.long, device=expanded.device)
 
-    return Ahead(
+    return NextPass(
         nodes=integers(width),
         tokens=integers(width),
         positions=integers(width),
         slots=integers(width),
-        above=integers(width),
-        here=integers(width),
+        parent_slots=integers(width),
+        own_slots=integers(width),
         mask=torch.zeros(width, len(expanded), dtype=torch.bool, device=expanded.device),
         expanded=expanded,
         staged=integers(1),
@@ -89,7 +89,7 @@ def next_rows(width: int, published: PackedBuffer, length: Tensor) -> Ahead:
     )
 
 
-def term_buffers(device: torch.device, shape: tuple[int, int] | None = None) -> tuple[Terms, PackedBuffer]:
+def term_buffers(device: torch.device, shape: tuple[int, int] | None = None) -> tuple[Calibration, PackedBuffer]:
     """What the calibrated rule reads, and the buffer to send it with.
 
     The buffer also holds the bounds, the floor and, for plans with a shape, a table of this size for it.
@@ -105,7 +105,7 @@ def term_buffers(device: torch.device, shape: tuple[int, int] | None = None) -> 
         floor=(number, (1,)),
         bounds=(number, (len(Bounds._fields),)),
     )
-    return Terms(*(buffer.device[name] for name in ("weights", "forecast", "prices"))), buffer
+    return Calibration(*(buffer.device[name] for name in ("weights", "forecast", "prices"))), buffer
 
 
 def read_results(arrays: Mapping[str, Array], root: int, places: int) -> tuple[DraftTree, Tensor, Tensor, int]:

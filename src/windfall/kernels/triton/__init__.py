@@ -1,1 +1,1 @@
-"""The Triton side of `windfall.kernels`; imported only where Triton is to run."""
+"""The Triton kernels of `windfall.kernels`. The wrappers import these modules only when they run a Triton kernel."""

@@ -1,4 +1,4 @@
-"""One program: the least key that is kept is found bit by bit, then a running count gives every kept node its row."""
+"""One program finds the lowest key to keep bit by bit (radix select); a prefix sum gives each kept node its row."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 
 import torch
@@ -6,12 +6,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windfall.kernels.backend import leads, power_of_two
+from windfall.kernels.backend import pdl_trigger, power_of_two
 from windfall.kernels.trees import TreeArrays
-from windfall.kernels.triton.chain import begin
 from windfall.kernels.triton.grow import order_of
+from windfall.kernels.triton.pdl import pdl_wait
 
-TILE = 2048  # cells of the mask made at a time; four times as many for large ones
+TILE = 2048  # mask entries per iteration; four times as many for large masks
 
 
 @triton.jit
@@ -20,7 +20,7 @@ def _choose(
     all_tokens,
     all_parents,
     all_depth,
-    line,
+    ancestors,
     count_at,
     limit_at,
     kept,
@@ -37,18 +37,19 @@ def _choose(
     BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_I: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    begin(CHAINED)
+    """One program."""
+    pdl_wait(PDL)
     place = tl.arange(0, BLOCK_C)
     known = (place < tl.load(count_at)) & (place < CAPACITY)
     if LIMITED:
         known = known & (place < tl.load(limit_at))
     keys = tl.load(key + place, mask=known, other=float("-inf"))
     known = known & (keys > float("-inf"))
-    order = tl.where(known, order_of(keys).to(tl.uint32, bitcast=True) ^ 0x80000000, 0)  # 0: below every float's
+    order = tl.where(known, order_of(keys).to(tl.uint32, bitcast=True) ^ 0x80000000, 0)  # 0 is below every float
     many = (tl.sum(known.to(tl.int32), 0) > ROWS).to(tl.uint32)
-    last = many & 0  # will be the least order that is kept, or something below it and above the next
+    last = many & 0  # becomes the lowest order that is kept, or a value between it and the next lower one
     bit = many << 31
     while bit > 0:
         higher = last | bit
@@ -57,11 +58,11 @@ def _choose(
         bit = (bit >> 1) * (found != ROWS).to(tl.uint32)
     above = known & (order > last)
     level = known & (order == last)
-    spare = ROWS - tl.sum(above.to(tl.int32), 0)
-    so_far = tl.cumsum(above.to(tl.int32) + (level.to(tl.int32) << 16), 0)  # both counts at once
-    ties = so_far >> 16
-    row = (so_far & 0xFFFF) + tl.minimum(ties, spare) - 1
-    chosen = above | (level & (ties <= spare))
+    free = ROWS - tl.sum(above.to(tl.int32), 0)
+    running = tl.cumsum(above.to(tl.int32) + (level.to(tl.int32) << 16), 0)  # both prefix sums at once
+    ties = running >> 16
+    row = (running & 0xFFFF) + tl.minimum(ties, free) - 1
+    chosen = above | (level & (ties <= free))
     total = tl.sum(chosen.to(tl.int32), 0)
     tl.store(kept + row, place.to(tl.int64), mask=chosen)
     one = tl.arange(0, BLOCK_N)
@@ -80,7 +81,7 @@ def _choose(
         tl.store(tokens + mine, tl.load(all_tokens + node, mask=real, other=0), mask=inside)
         tl.store(depth + mine, tl.load(all_depth + node, mask=real, other=0), mask=inside)
         asked = real[:, None] & (one < total)[None, :]
-        found = tl.load(line + node[:, None] * (DEEPEST + 1) + at[None, :], mask=asked, other=-2).to(tl.int32)
+        found = tl.load(ancestors + node[:, None] * (DEEPEST + 1) + at[None, :], mask=asked, other=-2).to(tl.int32)
         seen = found == other[None, :]
         cells = mask + mine[:, None] * mask_row + one[None, :]
         tl.store(cells, seen.to(tl.uint8), mask=inside[:, None] & (one < ROWS)[None, :])
@@ -100,7 +101,7 @@ def choose(
     count: Tensor,
     limit: Tensor | None,
 ) -> None:
-    capacity, columns = tree.line.shape
+    capacity, columns = tree.ancestors.shape
     assert mask.stride(1) == 1 and all(x.is_contiguous() for x in (*tree, kept, tokens, parents, depth))
     block, across = power_of_two(capacity), power_of_two(rows)
     tile = TILE if across <= 128 else 4 * TILE
@@ -109,7 +110,7 @@ def choose(
         tree.tokens,
         tree.parents,
         tree.depth,
-        tree.line,
+        tree.ancestors,
         tree.count,
         tree.count if limit is None else limit,
         kept,
@@ -127,5 +128,5 @@ def choose(
         BLOCK_N=across,
         BLOCK_I=min(across, max(tile // across, 1)),
         num_warps=4 if block <= 512 and rows <= 32 else 8,
-        **leads(kept),
+        **pdl_trigger(kept),
     )

@@ -1,4 +1,4 @@
-"""Two kernels: the best of each stretch of the vocabulary, then the best of those."""
+"""Argmax over the vocabulary in two kernels: the best of each block of columns, then the best of these."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 
 import torch
@@ -6,11 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windfall.kernels.backend import follows, leads, power_of_two
-from windfall.kernels.triton.chain import begin
+from windfall.kernels.backend import pdl_launch, pdl_trigger, power_of_two
 from windfall.kernels.triton.noise import gumbel, noise_key
+from windfall.kernels.triton.pdl import pdl_wait
 
-BLOCK = 1024  # columns of one program
+BLOCK = 1024  # columns per program
 
 
 @triton.jit
@@ -27,40 +27,40 @@ def _best(
     noise_row,
     OFFSET: tl.constexpr,
     GREEDY: tl.constexpr,
-    KNOWN: tl.constexpr,
+    NOISE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Program (row, stretch)."""
-    begin(CHAINED)
+    """Program (row, block of columns)."""
+    pdl_wait(PDL)
     row = tl.program_id(0)
-    stretch = tl.program_id(1)
-    column = stretch * BLOCK + tl.arange(0, BLOCK)
+    block = tl.program_id(1)
+    column = block * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     scores = tl.load(logits + row.to(tl.int64) * logits_row + column, mask=inside, other=float("-inf")).to(tl.float32)
     if not GREEDY:
         temperature = tl.load(temperature_at)
         if temperature != 0:
             position = tl.load(positions + row) + OFFSET
-            if KNOWN > 0:
-                added = tl.load(noise + position % KNOWN * noise_row + column, mask=inside, other=0.0)
+            if NOISE_ROWS > 0:
+                added = tl.load(noise + position % NOISE_ROWS * noise_row + column, mask=inside, other=0.0)
             else:
                 added = gumbel(noise_key(tl.load(seed_at), position), column)
             scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature) + added
     value, place = tl.max(scores, 0, return_indices=True)
-    tl.store(values + row * tl.num_programs(1) + stretch, value)
-    tl.store(columns + row * tl.num_programs(1) + stretch, stretch * BLOCK + place)
+    tl.store(values + row * tl.num_programs(1) + block, value)
+    tl.store(columns + row * tl.num_programs(1) + block, block * BLOCK + place)
 
 
 @triton.jit
-def _reduce(values, columns, out, stretches, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+def _reduce(values, columns, out, blocks, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Program (row)."""
-    begin(CHAINED)
+    pdl_wait(PDL)
     row = tl.program_id(0)
-    stretch = tl.arange(0, BLOCK)
-    found = tl.load(values + row * stretches + stretch, mask=stretch < stretches, other=float("-inf"))
+    block = tl.arange(0, BLOCK)
+    found = tl.load(values + row * blocks + block, mask=block < blocks, other=float("-inf"))
     _, place = tl.max(found, 0, return_indices=True)
-    tl.store(out + row, tl.load(columns + row * stretches + place).to(tl.int64))
+    tl.store(out + row, tl.load(columns + row * blocks + place).to(tl.int64))
 
 
 def draw(
@@ -75,11 +75,11 @@ def draw(
     (rows, width), device = logits.shape, logits.device
     assert logits.stride(1) == 1 and positions.is_contiguous()
     assert noise is None or (noise.is_contiguous() and noise.shape[1] >= width)
-    stretches = -(-width // BLOCK)
-    values = torch.empty((rows, stretches), device=device)
-    columns = torch.empty((rows, stretches), dtype=torch.int32, device=device)
+    blocks = -(-width // BLOCK)
+    values = torch.empty((rows, blocks), device=device)
+    columns = torch.empty((rows, blocks), dtype=torch.int32, device=device)
     out = torch.empty(rows, dtype=torch.long, device=device)
-    _best[(rows, stretches)](
+    _best[(rows, blocks)](
         logits,
         positions,
         seed,
@@ -92,32 +92,34 @@ def draw(
         0 if noise is None else noise.stride(0),
         OFFSET=offset,
         GREEDY=greedy,
-        KNOWN=0 if noise is None else len(noise),
+        NOISE_ROWS=0 if noise is None else len(noise),
         BLOCK=BLOCK,
         num_warps=4,
-        **leads(logits),
+        **pdl_trigger(logits),
     )
-    _reduce[(rows,)](values, columns, out, stretches, BLOCK=power_of_two(stretches), num_warps=1, **follows(logits))
+    _reduce[(rows,)](values, columns, out, blocks, BLOCK=power_of_two(blocks), num_warps=1, **pdl_launch(logits))
     return out
 
 
 @triton.jit
-def _roll(
-    noise, length_at, entered_at, seed_at, width, COUNT: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr
+def _update_noise(
+    noise, length_at, entered_at, seed_at, width, COUNT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """Program (one of the positions ahead, stretch)."""
-    begin(CHAINED)
-    ahead = tl.program_id(0)
-    if ahead >= COUNT - tl.load(entered_at):
-        position = tl.load(length_at) + ahead
+    """Program (offset from the first position, block of columns)."""
+    pdl_wait(PDL)
+    offset = tl.program_id(0)
+    if offset >= COUNT - tl.load(entered_at):
+        position = tl.load(length_at) + offset
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         made = gumbel(noise_key(tl.load(seed_at), position), column)
         tl.store(noise + position % COUNT * width + column, made, mask=column < width)
 
 
-def roll(noise: Tensor, length: Tensor, entered: Tensor, seed: Tensor) -> None:
+def update_noise(noise: Tensor, length: Tensor, entered: Tensor, seed: Tensor) -> None:
     count, width = noise.shape
     assert noise.is_contiguous()
     block = BLOCK // 2
     grid = (count, -(-width // block))
-    _roll[grid](noise, length, entered, seed, width, COUNT=count, BLOCK=block, num_warps=4, **leads(noise))
+    _update_noise[grid](
+        noise, length, entered, seed, width, COUNT=count, BLOCK=block, num_warps=4, **pdl_trigger(noise)
+    )

@@ -1,4 +1,4 @@
-"""One program: every thread writes only what it has read."""
+"""One program. Each thread writes only values that it has read."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 
 import torch

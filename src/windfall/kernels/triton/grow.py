@@ -1,8 +1,8 @@
-"""One program: children are appended, the best are found by one maximum after the other, and laid out as rows.
+"""One program appends the children, finds the best nodes by repeated maximum, and writes the rows of the next pass.
 
-Reductions are of 32-bit integers, which a warp does in one instruction. What one thread stores and another reads has a
-barrier between. The kernel ahead brings the children's names and values; all that can be known without them, down to
-the best of the nodes that were there before, is done while that one still runs.
+Reductions are of 32-bit integers, which a warp does in one instruction. A barrier separates stores of one thread from
+loads of another. The previous kernel computes the children's tokens and log-probabilities. Everything that does not
+depend on them, including the choice of the best older nodes, is done before waiting for that kernel.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 
@@ -11,31 +11,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windfall.kernels.backend import follows, power_of_two
-from windfall.kernels.grow import Rule
-from windfall.kernels.trees import Ahead, Terms, TreeArrays
-from windfall.kernels.triton.chain import begin
+from windfall.kernels.backend import pdl_launch, power_of_two
+from windfall.kernels.rules import Rule
+from windfall.kernels.trees import Calibration, NextPass, TreeArrays
+from windfall.kernels.triton.pdl import pdl_wait
 
-NONE = tl.constexpr(-(2**31))  # below every float's order
+NONE = tl.constexpr(-(2**31))  # below the order of every float
 FAR = tl.constexpr(2**31 - 1)
-COLUMNS = 16  # of `line`, copied at a time
-TILE = 4096  # cells of the mask made at a time
+COLUMNS = 16  # of `ancestors`, copied per iteration
+TILE = 4096  # mask entries per iteration
 
 
 @triton.jit
 def order_of(values):
-    """32-bit integers that sort like these floats."""
+    """Orders: 32-bit integers that sort like these floats."""
     bits = (values + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def value_of(order):
+    """The floats of these orders."""
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _believed(logq, slope, by_depth, by_rank):
+def _acceptance(logq, slope, by_depth, by_rank):
     """Calibrator.accept in fp64."""
     wide = logq.to(tl.float64)
     odds = wide - tl.log(1.0 - tl.exp(tl.minimum(wide, -1e-6)))
@@ -48,105 +49,107 @@ def _believed(logq, slope, by_depth, by_rank):
 
 
 @triton.jit
-def _lines(line, parent, start, DEEPEST: tl.constexpr, COLUMNS: tl.constexpr):
-    """These columns of `line` for these nodes, [BLOCK_W, COLUMNS]."""
+def _load_ancestors(ancestors, parent, start, MAX_DEPTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Columns of `ancestors` from `start` on, for these nodes → [BLOCK_W, COLUMNS]."""
     level = start + tl.arange(0, COLUMNS)
-    return tl.load(line + parent[:, None] * (DEEPEST + 1) + level[None, :], mask=(level <= DEEPEST)[None, :], other=-1)
+    return tl.load(
+        ancestors + parent[:, None] * (MAX_DEPTH + 1) + level[None, :], mask=(level <= MAX_DEPTH)[None, :], other=-1
+    )
 
 
 @triton.jit
-def _descend(
-    line,
+def _store_ancestors(
+    ancestors,
     above,
     place,
     below,
     fits,
     start,
-    DEEPEST: tl.constexpr,
+    MAX_DEPTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The same columns for their children, who have themselves at their own depth."""
+    """Store the same columns for the children. A child is its own entry at its own depth."""
     level = start + tl.arange(0, COLUMNS)
     itself = level[None, None, :] == below[:, None, None]
-    ancestors = tl.where(itself, place[:, :, None].to(tl.int64), above[:, None, :])
-    goal = line + place[:, :, None] * (DEEPEST + 1) + level[None, None, :]
-    tl.store(goal, ancestors, mask=fits[:, :, None] & (level <= DEEPEST)[None, None, :])
+    column = tl.where(itself, place[:, :, None].to(tl.int64), above[:, None, :])
+    goal = ancestors + place[:, :, None] * (MAX_DEPTH + 1) + level[None, None, :]
+    tl.store(goal, column, mask=fits[:, :, None] & (level <= MAX_DEPTH)[None, None, :])
 
 
 @triton.jit
 def best(order, place, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """The places of the highest orders, best first, ties to the lower, -1 behind them; and those orders."""
+    """The places of the highest orders, best first, then -1; and these orders. The lower place wins ties."""
     lane = tl.arange(0, BLOCK)
     chosen = tl.full([BLOCK], -1, tl.int32)
     orders = tl.full([BLOCK], NONE, tl.int32)
-    for turn in range(COUNT):
+    for i in range(COUNT):
         first = tl.max(order, 0)
         found = tl.min(tl.where(order == first, place, FAR), 0)
-        chosen = tl.where((lane == turn) & (first > NONE), found, chosen)
-        orders = tl.where(lane == turn, first, orders)
+        chosen = tl.where((lane == i) & (first > NONE), found, chosen)
+        orders = tl.where(lane == i, first, orders)
         order = tl.where(place == found, NONE, order)
     return chosen, orders
 
 
 @triton.jit
-def _standing(
+def _best_older(
     key,
     taken,
     depth,
     count,
     price,
     CAPACITY: tl.constexpr,
-    DEEPEST: tl.constexpr,
+    MAX_DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_C: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """The best of the nodes so far that can still be expanded, their orders, and how many are worth a row."""
+    """The best older nodes that can still be expanded, their orders, and the number of older nodes worth a row."""
     place = tl.arange(0, BLOCK_C)
     known = (place < count) & (place < CAPACITY)
     every = tl.load(key + place, mask=known, other=float("-inf"))
-    idle = tl.load(taken + place, mask=known, other=1) == 0
-    shallow = tl.load(depth + place, mask=known, other=DEEPEST) < DEEPEST
-    order = tl.where(known & idle & shallow & (every > float("-inf")), order_of(every), NONE)
-    worthy = tl.sum((known & (place > 0) & (tl.exp(every) > price)).to(tl.int32), 0)
+    unexpanded = tl.load(taken + place, mask=known, other=1) == 0
+    shallow = tl.load(depth + place, mask=known, other=MAX_DEPTH) < MAX_DEPTH
+    order = tl.where(known & unexpanded & shallow & (every > float("-inf")), order_of(every), NONE)
+    worth_a_row = tl.sum((known & (place > 0) & (tl.exp(every) > price)).to(tl.int32), 0)
     chosen, orders = best(order, place, WIDTH, LANES)
-    return chosen, orders, worthy
+    return chosen, orders, worth_a_row
 
 
 @triton.jit
 def _forecast(keys, level, likely, forecast, CHILDREN: tl.constexpr, BLOCK: tl.constexpr, price):
-    """What the children of these nodes should bring, less the price of their rows."""
+    """Expected gain of the children of these nodes, minus the price of their rows."""
     child = tl.arange(0, BLOCK)
     bucket = (likely > 0.35).to(tl.int32) + (likely > 0.75).to(tl.int32)
     entry = (tl.minimum(level, 5) * 3 + bucket)[:, None] * CHILDREN + child[None, :]
-    hopes = tl.load(forecast + entry, mask=(child < CHILDREN)[None, :], other=0.0)
-    worth = tl.where((child < CHILDREN)[None, :], tl.maximum(tl.exp(keys)[:, None] * hopes - price, 0.0), 0.0)
+    chances = tl.load(forecast + entry, mask=(child < CHILDREN)[None, :], other=0.0)
+    worth = tl.where((child < CHILDREN)[None, :], tl.maximum(tl.exp(keys)[:, None] * chances - price, 0.0), 0.0)
     return tl.sum(tl.sum(worth, 1), 0)
 
 
 @triton.jit
-def _staged(expanded, depth, staged, start, ROOM: tl.constexpr, BLOCK: tl.constexpr):
-    """The nodes staged so far, -1 for none, and their depths."""
+def _staged_nodes(expanded, depth, staged, start, STAGED_ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The nodes of the staged rows from `start` on, -1 if there is none, and their depths."""
     other = start + tl.arange(0, BLOCK)
-    who = tl.load(expanded + other, mask=other < tl.minimum(staged, ROOM), other=-1).to(tl.int32)
-    return who, tl.load(depth + tl.maximum(who, 0), mask=who >= 0, other=0).to(tl.int32)
+    nodes = tl.load(expanded + other, mask=other < tl.minimum(staged, STAGED_ROWS), other=-1).to(tl.int32)
+    return nodes, tl.load(depth + tl.maximum(nodes, 0), mask=nodes >= 0, other=0).to(tl.int32)
 
 
 @triton.jit
 def unsigned(values, real):
-    """Unsigned integers above 0 that sort like these floats; 0 where they are not real."""
+    """Unsigned orders: positive integers that sort like these floats; 0 where `real` is false."""
     return tl.where(real, order_of(values).to(tl.uint32, bitcast=True) ^ 0x80000000, 0)
 
 
 @triton.jit
 def float_of(order):
-    """The float of an unsigned order."""
+    """The floats of these unsigned orders."""
     return value_of((order ^ 0x80000000).to(tl.int32, bitcast=True))
 
 
 @triton.jit
 def threshold(first, second, want):
-    """The `want`-th highest of these unsigned orders; 0 if there are fewer of them above 0."""
+    """The `want`-th highest of these unsigned orders, bit by bit; 0 if fewer than `want` are positive."""
     found = tl.sum((first > 0).to(tl.int32), 0) + tl.sum((second > 0).to(tl.int32), 0)
     many = (found >= want).to(tl.uint32)
     last = many & 0
@@ -167,7 +170,7 @@ def at_least(order, last, spare):
 
 
 @triton.jit
-def _kept(
+def _stays(
     fresh,
     usable,
     old_order,
@@ -175,12 +178,12 @@ def _kept(
     deep,
     TOP: tl.constexpr,
     BUDGET: tl.constexpr,
-    SHARE: tl.constexpr,
-    FIRST: tl.constexpr,
-    LEVELS: tl.constexpr,
+    LOG_SHARE: tl.constexpr,
+    FIRST_WIDTH: tl.constexpr,
+    FIRST_LEVELS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Which of the newest nodes stay in the tree, and the order of the last of the best TOP nodes."""
+    """Which new nodes stay in the tree, and the order of the last one that is good enough."""
     order = unsigned(fresh, usable)
     nothing = tl.zeros([1], tl.uint32)
     if TOP > 0:
@@ -191,17 +194,17 @@ def _kept(
     else:
         room = tl.minimum(BUDGET - count, WIDTH)
         highest = tl.max(tl.where(usable, fresh, float("-inf")), 0)
-        if deep <= LEVELS:
-            room = tl.minimum(room, FIRST)
+        if deep <= FIRST_LEVELS:
+            room = tl.minimum(room, FIRST_WIDTH)
         else:
-            order = tl.where(fresh >= highest + SHARE, order, 0)
+            order = tl.where(fresh >= highest + LOG_SHARE, order, 0)
         last = threshold(order, nothing, room)
         stays = at_least(order, last, room - tl.sum((order > last).to(tl.int32), 0))
     return stays, last
 
 
 @triton.jit
-def _next_of_top(
+def _choose_among_top(
     key,
     taken,
     depth,
@@ -211,19 +214,19 @@ def _next_of_top(
     last,
     WHOLE: tl.constexpr,
     TOP: tl.constexpr,
-    LAST: tl.constexpr,
-    DEEPEST: tl.constexpr,
+    INCLUDE_LAST: tl.constexpr,
+    MAX_DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Choose the nodes of the next pass among the best TOP, ascending; the probability that these sum to."""
+    """Choose the nodes of the next pass among the best TOP, ascending; returns the sum of their probabilities."""
     place = tl.arange(0, BLOCK_C)
     known = place < count
     every = tl.load(key + place, mask=known, other=float("-inf"))
     used = tl.load(taken + place, mask=known, other=1).to(tl.int32)
     order = unsigned(every, known)
-    eligible = known & (tl.load(depth + place, mask=known, other=DEEPEST) < DEEPEST) & (order >= last)
+    eligible = known & (tl.load(depth + place, mask=known, other=MAX_DEPTH) < MAX_DEPTH) & (order >= last)
     if WHOLE:  # noqa: SIM108
         eligible = eligible & (used < 1)
     else:
@@ -234,7 +237,7 @@ def _next_of_top(
     chosen = at_least(open_order, limit, WIDTH - tl.sum((open_order > limit).to(tl.int32), 0))
     tl.store(taken + place, tl.full([BLOCK_C], 1, tl.uint8), mask=chosen)
     strict = (last > 0).to(tl.int32)
-    if LAST:
+    if INCLUDE_LAST:
         used = tl.maximum(used, chosen.to(tl.int32))
         expanded = tl.sum((known & (used > 0) & (order >= last)).to(tl.int32), 0)
         strict = strict * (expanded >= TOP).to(tl.int32)
@@ -250,10 +253,52 @@ def _next_of_top(
 
 
 @triton.jit
-def _grow(
-    nodes,
-    names,
-    values,
+def _child_keys(
+    child_logq,
+    node,
+    parent_score,
+    parent_key,
+    child_depth,
+    rank,
+    slope,
+    by_depth,
+    by_rank,
+    shape,
+    shape_row,
+    floor,
+    CALIBRATED: tl.constexpr,
+    SHAPED: tl.constexpr,
+    FLOORED: tl.constexpr,
+    DECAY: tl.constexpr,
+):
+    """Scores, keys and acceptance probabilities of the children [BLOCK_W, BLOCK_K]; -inf, -inf and 0 for none."""
+    alive = (node >= 0)[:, None] & (child_logq > float("-inf"))
+    if SHAPED:
+        number = (0.0 - parent_key).to(tl.int32)
+        child = tl.load(shape + number[:, None] * shape_row + rank[None, :], mask=alive, other=-1).to(tl.int32)
+        alive = alive & (child >= 0)
+    scores = tl.where(alive, parent_score[:, None] + child_logq, float("-inf"))
+    if CALIBRATED:
+        calibrated = tl.where(alive, _acceptance(tl.where(alive, child_logq, -1.0), slope, by_depth, by_rank), 0.0)
+        calibrated = calibrated / tl.maximum(tl.sum(calibrated, 1), 1.0)[:, None]
+        step = tl.log(tl.where(alive, calibrated, 1.0)).to(tl.float32)
+        keys = tl.where(alive, parent_key[:, None] + step, float("-inf"))
+        chances = calibrated.to(tl.float32)
+    elif SHAPED:
+        keys = tl.where(alive, 0.0 - child.to(tl.float32), float("-inf"))
+        chances = tl.where(alive, tl.exp(child_logq), 0.0)
+    else:
+        keys = scores
+        if DECAY != 0.0:
+            keys = scores + DECAY * child_depth.to(tl.float32)[:, None]
+        chances = tl.where(alive, tl.exp(child_logq), 0.0)
+    if FLOORED:
+        keys = tl.where(keys > tl.load(floor), keys, float("-inf"))
+    return scores, keys, chances
+
+
+@triton.jit
+def _store_children(
     tokens,
     parents,
     depth,
@@ -263,7 +308,259 @@ def _grow(
     key,
     chance,
     taken,
-    line,
+    ancestors,
+    place,
+    fits,
+    child_tokens,
+    parent,
+    child_depth,
+    child_rank,
+    child_logq,
+    scores,
+    keys,
+    chances,
+    parent_ancestors,
+    MAX_DEPTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Store the children at these places of the tree."""
+    deep = tl.broadcast_to(child_depth[:, None], (BLOCK_W, BLOCK_K))
+    tl.store(tokens + place, child_tokens, mask=fits)
+    tl.store(parents + place, tl.broadcast_to(parent[:, None], (BLOCK_W, BLOCK_K)).to(tl.int64), mask=fits)
+    tl.store(depth + place, deep.to(tl.int64), mask=fits)
+    tl.store(rank + place, tl.broadcast_to(child_rank[None, :], (BLOCK_W, BLOCK_K)).to(tl.int64), mask=fits)
+    tl.store(logq + place, child_logq, mask=fits)
+    tl.store(score + place, scores, mask=fits)
+    tl.store(key + place, keys, mask=fits)
+    tl.store(chance + place, chances, mask=fits)
+    tl.store(taken + place, tl.zeros([BLOCK_W, BLOCK_K], tl.uint8), mask=fits)
+    _store_ancestors(ancestors, parent_ancestors, place, child_depth, fits, 0, MAX_DEPTH, COLUMNS)
+    for start in range(COLUMNS, MAX_DEPTH + 1, COLUMNS):
+        further = _load_ancestors(ancestors, parent, start, MAX_DEPTH, COLUMNS)
+        _store_ancestors(ancestors, further, place, child_depth, fits, start, MAX_DEPTH, COLUMNS)
+
+
+@triton.jit
+def _choose_selected(
+    key,
+    taken,
+    depth,
+    next_nodes,
+    count,
+    grown,
+    last,
+    level,
+    WHOLE: tl.constexpr,
+    TOP: tl.constexpr,
+    INCLUDE_LAST: tl.constexpr,
+    MAX_DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The nodes of the next pass for selective rules, ascending, then -1; their keys; the probability of the best TOP.
+
+    Without TOP these are all new nodes, which start at `count` and have depth `level`.
+    """
+    lane = tl.arange(0, BLOCK_N)
+    mass = 0.0
+    if TOP > 0:
+        mass = _choose_among_top(
+            key,
+            taken,
+            depth,
+            next_nodes,
+            count + grown,
+            count,
+            last,
+            WHOLE,
+            TOP,
+            INCLUDE_LAST,
+            MAX_DEPTH,
+            WIDTH,
+            BLOCK_C,
+            BLOCK_N,
+        )
+        tl.debug_barrier()
+        chosen = tl.load(next_nodes + lane, mask=lane < WIDTH, other=-1).to(tl.int32)
+    else:
+        chosen = tl.where((lane < grown) & (level < MAX_DEPTH), count + lane, -1)
+    keys = tl.load(key + tl.maximum(chosen, 0), mask=chosen >= 0, other=float("-inf"))
+    return chosen, keys, mass
+
+
+@triton.jit
+def _choose_by_key(
+    scores,
+    keys,
+    place,
+    fits,
+    child_depth,
+    bounds,
+    older,
+    older_orders,
+    WHOLE: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    MAX_DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The nodes of the next pass by key, best first, then -1; and their keys. WHOLE: older nodes are candidates too."""
+    CELLS: tl.constexpr = BLOCK_W * BLOCK_K
+    deep = tl.broadcast_to(child_depth[:, None], (BLOCK_W, BLOCK_K))
+    eligible = fits & (deep < MAX_DEPTH) & (keys > float("-inf"))
+    if BOUNDED:
+        within = (scores >= tl.load(bounds)) & (
+            (deep.to(tl.float32) < tl.load(bounds + 1)) | (scores > tl.load(bounds + 2))
+        )
+        eligible = eligible & within
+    order = tl.reshape(tl.where(eligible, order_of(keys), NONE), (CELLS,))
+    candidate = tl.reshape(place, (CELLS,))
+    if WHOLE:
+        order = tl.reshape(tl.join(order, older_orders), (2 * CELLS,))
+        candidate = tl.reshape(tl.join(candidate, older), (2 * CELLS,))
+    chosen, orders = best(order, candidate, WIDTH, BLOCK_N)
+    return chosen, tl.where(chosen >= 0, value_of(orders), float("-inf"))
+
+
+@triton.jit
+def _store_next_pass(
+    chosen,
+    staged,
+    length,
+    tokens,
+    parents,
+    level,
+    taken,
+    slot,
+    next_nodes,
+    next_tokens,
+    positions,
+    slots,
+    parent_slots,
+    own_slots,
+    expanded,
+    WIDTH: tl.constexpr,
+    STAGED_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Write the rows of the next pass, and stage them if all of them fit; `level` holds the depths of these nodes."""
+    lane = tl.arange(0, BLOCK_N)
+    live = lane < WIDTH
+    real = chosen >= 0
+    node = tl.maximum(chosen, 0)
+    parent = tl.load(parents + node, mask=real, other=0)
+    fits = 0 * lane + staged + WIDTH <= STAGED_ROWS  # a vector, since masks are vectors
+    tl.store(next_nodes + lane, chosen.to(tl.int64), mask=live)
+    tl.store(next_tokens + lane, tl.load(tokens + node, mask=real, other=0), mask=live)
+    tl.store(positions + lane, (length - 1 + level).to(tl.int64), mask=live)
+    tl.store(slots + lane, (length + staged + lane).to(tl.int64), mask=live)
+    tl.store(parent_slots + lane, tl.load(slot + parent, mask=real, other=0), mask=live)
+    tl.store(own_slots + lane, (1 + staged + lane).to(tl.int64), mask=live)
+    tl.store(taken + node, tl.full([BLOCK_N], 1, tl.uint8), mask=real)
+    tl.store(slot + node, (1 + staged + lane).to(tl.int64), mask=real & fits)
+    tl.store(expanded + staged + lane, chosen.to(tl.int64), mask=live & fits)
+
+
+@triton.jit
+def _store_mask(
+    mask,
+    mask_row,
+    ancestors,
+    depth,
+    expanded,
+    chosen,
+    staged,
+    other_nodes,
+    other_depths,
+    MAX_DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STAGED_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Write which staged rows each row of the next pass sees: its ancestors and itself.
+
+    `other_nodes` and `other_depths` describe the first BLOCK_S staged rows.
+    """
+    lane = tl.arange(0, BLOCK_N)
+    real = chosen >= 0
+    node = tl.maximum(chosen, 0)
+    fits = 0 * lane + staged + WIDTH <= STAGED_ROWS
+    for start in range(0, STAGED_ROWS, BLOCK_S):
+        other = start + tl.arange(0, BLOCK_S)
+        seen = (other[None, :] == staged + lane[:, None]) & (real & fits)[
+            :, None
+        ]  # itself; new rows see no other new row
+        if start < staged:
+            if start > 0:
+                other_nodes, other_depths = _staged_nodes(expanded, depth, staged, start, STAGED_ROWS, BLOCK_S)
+            asked = real[:, None] & (other_nodes >= 0)[None, :]
+            at = ancestors + node[:, None] * (MAX_DEPTH + 1) + other_depths[None, :]
+            found = tl.load(at, mask=asked, other=-2).to(tl.int32)
+            seen = seen | (found == other_nodes[None, :])
+        tl.store(
+            mask + lane[:, None] * mask_row + other[None, :],
+            seen.to(tl.uint8),
+            mask=(lane < WIDTH)[:, None] & (other < STAGED_ROWS)[None, :],
+        )
+
+
+@triton.jit
+def _store_summary(
+    summary,
+    summary_row,
+    keys,
+    level,
+    chances,
+    forecast,
+    pass_price,
+    row_price,
+    worth_a_row,
+    nodes,
+    mass,
+    CALIBRATED: tl.constexpr,
+    CHILDREN: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+):
+    """Write the summary of this pass, see policies.plan.Summary."""
+    goal = summary + summary_row * 6
+    highest = tl.max(keys, 0)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    total = tl.sum(tl.exp(keys - base), 0)
+    gain = 0.0
+    worth = 0.0
+    if CALIBRATED:
+        gain = _forecast(keys, level, chances, forecast, CHILDREN, BLOCK_O, row_price) - pass_price
+        worth = worth_a_row.to(tl.float32)
+    tl.store(goal, highest)
+    tl.store(goal + 1, highest + tl.log(tl.maximum(total, 1.0)))  # the best node alone contributes 1
+    tl.store(goal + 2, gain)
+    tl.store(goal + 3, worth)
+    tl.store(goal + 4, nodes)
+    tl.store(goal + 5, mass)
+    tl.store(summary, summary_row.to(tl.float32))
+
+
+@triton.jit
+def _grow(
+    nodes,
+    child_tokens,
+    child_logq,
+    tokens,
+    parents,
+    depth,
+    rank,
+    logq,
+    score,
+    key,
+    chance,
+    taken,
+    ancestors,
     slot,
     count_at,
     weights,
@@ -276,8 +573,8 @@ def _grow(
     next_tokens,
     positions,
     slots,
-    above,
-    here,
+    parent_slots,
+    own_slots,
     mask,
     expanded,
     staged_at,
@@ -292,17 +589,17 @@ def _grow(
     FLOORED: tl.constexpr,
     DECAY: tl.constexpr,
     TOP: tl.constexpr,
-    LAST: tl.constexpr,
+    INCLUDE_LAST: tl.constexpr,
     BUDGET: tl.constexpr,
-    SHARE: tl.constexpr,
-    FIRST: tl.constexpr,
-    LEVELS: tl.constexpr,
+    LOG_SHARE: tl.constexpr,
+    FIRST_WIDTH: tl.constexpr,
+    FIRST_LEVELS: tl.constexpr,
     CAPACITY: tl.constexpr,
-    DEEPEST: tl.constexpr,
-    GIVEN: tl.constexpr,
+    MAX_DEPTH: tl.constexpr,
+    PARENTS: tl.constexpr,
     K: tl.constexpr,
     WIDTH: tl.constexpr,
-    ROOM: tl.constexpr,
+    STAGED_ROWS: tl.constexpr,
     CHILDREN: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -311,8 +608,9 @@ def _grow(
     BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_O: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    """One program. Up to `pdl_wait` it only reads what earlier kernels than the previous one have written."""
     CELLS: tl.constexpr = BLOCK_W * BLOCK_K
     SELECTIVE: tl.constexpr = (TOP > 0) | (BUDGET > 0)
     row = tl.arange(0, BLOCK_W)
@@ -320,181 +618,203 @@ def _grow(
     count = tl.load(count_at).to(tl.int32)
     staged = tl.load(staged_at).to(tl.int32)
     length = tl.load(length_at).to(tl.int32)
-    node = tl.load(nodes + row, mask=row < GIVEN, other=-1).to(tl.int32)
-    who, at = _staged(expanded, depth, staged, 0, ROOM, BLOCK_S)
+    node = tl.load(nodes + row, mask=row < PARENTS, other=-1).to(tl.int32)
+    staged_nodes, staged_depths = _staged_nodes(expanded, depth, staged, 0, STAGED_ROWS, BLOCK_S)
     parent = tl.maximum(node, 0)
-    below = tl.load(depth + parent).to(tl.int32) + 1  # the children's depth
-    base = tl.load(score + parent)
+    child_depth = tl.load(depth + parent).to(tl.int32) + 1
+    parent_score = tl.load(score + parent)
     parent_key = tl.load(key + parent)
-    lines = _lines(line, parent, 0, DEEPEST, COLUMNS)
-    fee = 0.0
-    price = 0.0
+    parent_ancestors = _load_ancestors(ancestors, parent, 0, MAX_DEPTH, COLUMNS)
+    pass_price = 0.0
+    row_price = 0.0
+    slope = 0.0
+    by_depth = child_depth
+    by_rank = column
     if CALIBRATED:
-        fee = tl.load(prices)
-        price = tl.load(prices + 1)
+        pass_price = tl.load(prices)
+        row_price = tl.load(prices + 1)
         slope = tl.load(weights)
-        by_depth = tl.load(weights + tl.minimum(below, 6))
+        by_depth = tl.load(weights + tl.minimum(child_depth, 6))
         by_rank = tl.load(weights + 7 + tl.minimum(column, 4))
     row_before = tl.load(summary).to(tl.int32)
-    row_now = tl.where(count == 1, 1, row_before + 1)
+    summary_row = tl.where(count == 1, 1, row_before + 1)
     nodes_before = tl.where(count == 1, 1.0, tl.load(summary + row_before * 6 + 4))
     old_order = tl.zeros([1], tl.uint32)
     if TOP > 0:
         every = tl.arange(0, BLOCK_C)
         old_order = unsigned(tl.load(key + every, mask=every < count, other=0.0), every < count)
+    older = node
+    older_orders = node
+    worth_a_row = tl.full([], 0, tl.int32)
     if WHOLE and not SELECTIVE:
-        old, old_orders, worthy = _standing(key, taken, depth, count, price, CAPACITY, DEEPEST, WIDTH, BLOCK_C, CELLS)
-    begin(CHAINED)
+        older, older_orders, worth_a_row = _best_older(
+            key, taken, depth, count, row_price, CAPACITY, MAX_DEPTH, WIDTH, BLOCK_C, CELLS
+        )
+    pdl_wait(PDL)
 
-    inside = (row < GIVEN)[:, None] & (column < K)[None, :]
+    inside = (row < PARENTS)[:, None] & (column < K)[None, :]
     cell = row[:, None] * K + column[None, :]
-    own = tl.load(values + cell, mask=inside, other=float("-inf"))
-    name = tl.load(names + cell, mask=inside, other=0)
+    logqs = tl.load(child_logq + cell, mask=inside, other=float("-inf"))
+    names = tl.load(child_tokens + cell, mask=inside, other=0)
     place = count + cell
     fits = inside & (place < CAPACITY)
-    alive = (node >= 0)[:, None] & (own > float("-inf"))
-    if SHAPED:
-        called = (0.0 - parent_key).to(tl.int32)
-        child = tl.load(shape + called[:, None] * shape_row + column[None, :], mask=alive, other=-1).to(tl.int32)
-        alive = alive & (child >= 0)
-    total = tl.where(alive, base[:, None] + own, float("-inf"))
-    if CALIBRATED:
-        hope = tl.where(alive, _believed(tl.where(alive, own, -1.0), slope, by_depth, by_rank), 0.0)
-        hope = hope / tl.maximum(tl.sum(hope, 1), 1.0)[:, None]
-        step = tl.log(tl.where(alive, hope, 1.0)).to(tl.float32)
-        fresh = tl.where(alive, parent_key[:, None] + step, float("-inf"))
-        chances = hope.to(tl.float32)
-    elif SHAPED:
-        fresh = tl.where(alive, 0.0 - child.to(tl.float32), float("-inf"))
-        chances = tl.where(alive, tl.exp(own), 0.0)
-    else:
-        fresh = total
-        if DECAY != 0.0:
-            fresh = total + DECAY * below.to(tl.float32)[:, None]
-        chances = tl.where(alive, tl.exp(own), 0.0)
-    if FLOORED:
-        fresh = tl.where(fresh > tl.load(floor), fresh, float("-inf"))
-    deep = tl.broadcast_to(below[:, None], (BLOCK_W, BLOCK_K))
-    grown = GIVEN * K
-    last = tl.full([], 0, tl.uint32)
+    scores, keys, chances = _child_keys(
+        logqs,
+        node,
+        parent_score,
+        parent_key,
+        child_depth,
+        column,
+        slope,
+        by_depth,
+        by_rank,
+        shape,
+        shape_row,
+        floor,
+        CALIBRATED,
+        SHAPED,
+        FLOORED,
+        DECAY,
+    )
+    grown = PARENTS * K
     if SELECTIVE:
-        usable = tl.reshape(inside & (fresh > float("-inf")), (CELLS,))
-        level_now = tl.max(tl.where(node >= 0, below, 0), 0)
-        cells = tl.reshape(fresh, (CELLS,))
-        stays, last = _kept(cells, usable, old_order, count, level_now, TOP, BUDGET, SHARE, FIRST, LEVELS, WIDTH)
+        usable = tl.reshape(inside & (keys > float("-inf")), (CELLS,))
+        level = tl.max(tl.where(node >= 0, child_depth, 0), 0)
+        cells = tl.reshape(keys, (CELLS,))
+        stays, last = _stays(
+            cells, usable, old_order, count, level, TOP, BUDGET, LOG_SHARE, FIRST_WIDTH, FIRST_LEVELS, WIDTH
+        )
         grown = tl.sum(stays.to(tl.int32), 0)
         place = tl.reshape(count + tl.cumsum(stays.to(tl.int32), 0) - 1, (BLOCK_W, BLOCK_K))
         fits = tl.reshape(stays, (BLOCK_W, BLOCK_K)) & (place < CAPACITY)
-    tl.store(tokens + place, name, mask=fits)
-    tl.store(parents + place, tl.broadcast_to(parent[:, None], (BLOCK_W, BLOCK_K)).to(tl.int64), mask=fits)
-    tl.store(depth + place, deep.to(tl.int64), mask=fits)
-    tl.store(rank + place, tl.broadcast_to(column[None, :], (BLOCK_W, BLOCK_K)).to(tl.int64), mask=fits)
-    tl.store(logq + place, own, mask=fits)
-    tl.store(score + place, total, mask=fits)
-    tl.store(key + place, fresh, mask=fits)
-    tl.store(chance + place, chances, mask=fits)
-    tl.store(taken + place, tl.zeros([BLOCK_W, BLOCK_K], tl.uint8), mask=fits)
-    _descend(line, lines, place, below, fits, 0, DEEPEST, COLUMNS)
-    for start in range(COLUMNS, DEEPEST + 1, COLUMNS):
-        _descend(line, _lines(line, parent, start, DEEPEST, COLUMNS), place, below, fits, start, DEEPEST, COLUMNS)
+    _store_children(
+        tokens,
+        parents,
+        depth,
+        rank,
+        logq,
+        score,
+        key,
+        chance,
+        taken,
+        ancestors,
+        place,
+        fits,
+        names,
+        parent,
+        child_depth,
+        column,
+        logqs,
+        scores,
+        keys,
+        chances,
+        parent_ancestors,
+        MAX_DEPTH,
+        COLUMNS,
+        BLOCK_W,
+        BLOCK_K,
+    )
     tl.debug_barrier()
 
-    lane = tl.arange(0, BLOCK_N)
-    live = lane < WIDTH
     mass = 0.0
     if SELECTIVE:
-        if TOP > 0:
-            mass = _next_of_top(
-                key,
-                taken,
-                depth,
-                next_nodes,
-                count + grown,
-                count,
-                last,
-                WHOLE,
-                TOP,
-                LAST,
-                DEEPEST,
-                WIDTH,
-                BLOCK_C,
-                BLOCK_N,
-            )
-            tl.debug_barrier()
-            chosen = tl.load(next_nodes + lane, mask=live, other=-1).to(tl.int32)
-        else:
-            chosen = tl.where((lane < grown) & (level_now < DEEPEST), count + lane, -1)
-        keys = tl.load(key + tl.maximum(chosen, 0), mask=chosen >= 0, other=float("-inf"))
+        chosen, chosen_keys, mass = _choose_selected(
+            key,
+            taken,
+            depth,
+            next_nodes,
+            count,
+            grown,
+            last,
+            level,
+            WHOLE,
+            TOP,
+            INCLUDE_LAST,
+            MAX_DEPTH,
+            WIDTH,
+            BLOCK_C,
+            BLOCK_N,
+        )
         advance = tl.sum((chosen >= 0).to(tl.int32), 0)
     else:
-        choosable = fits & (deep < DEEPEST) & (fresh > float("-inf"))
-        if BOUNDED:
-            likely = (total >= tl.load(bounds)) & (
-                (deep.to(tl.float32) < tl.load(bounds + 1)) | (total > tl.load(bounds + 2))
-            )
-            choosable = choosable & likely
-        order = tl.reshape(tl.where(choosable, order_of(fresh), NONE), (CELLS,))
-        candidate = tl.reshape(place, (CELLS,))
         if WHOLE:
-            worthy += tl.sum(tl.sum((fits & (tl.exp(fresh) > price)).to(tl.int32), 1), 0)
-            order = tl.reshape(tl.join(order, old_orders), (2 * CELLS,))
-            candidate = tl.reshape(tl.join(candidate, old), (2 * CELLS,))
-        chosen, orders = best(order, candidate, WIDTH, BLOCK_N)
-        keys = tl.where(chosen >= 0, value_of(orders), float("-inf"))
-        advance = WIDTH
-    nodes_now = nodes_before + tl.sum(tl.sum((fits & (fresh > float("-inf"))).to(tl.float32), 1), 0)
-    count += grown
-
-    real = chosen >= 0
-    node = tl.maximum(chosen, 0)
-    level = tl.load(depth + node, mask=real, other=0).to(tl.int32)
-    likely = tl.load(chance + node, mask=real, other=0.0)
-    parent = tl.load(parents + node, mask=real, other=0)
-    fits = staged + WIDTH <= ROOM
-    room = 0 * lane + staged + WIDTH <= ROOM  # the same as a vector, for masks
-    tl.store(next_nodes + lane, chosen.to(tl.int64), mask=live)
-    tl.store(next_tokens + lane, tl.load(tokens + node, mask=real, other=0), mask=live)
-    tl.store(positions + lane, (length - 1 + level).to(tl.int64), mask=live)
-    tl.store(slots + lane, (length + staged + lane).to(tl.int64), mask=live)
-    tl.store(above + lane, tl.load(slot + parent, mask=real, other=0), mask=live)
-    tl.store(here + lane, (1 + staged + lane).to(tl.int64), mask=live)
-    tl.store(taken + node, tl.full([BLOCK_N], 1, tl.uint8), mask=real)
-    tl.store(slot + node, (1 + staged + lane).to(tl.int64), mask=real & room)
-    tl.store(expanded + staged + lane, chosen.to(tl.int64), mask=live & room)
-    for start in range(0, ROOM, BLOCK_S):
-        other = start + tl.arange(0, BLOCK_S)
-        itself = (other[None, :] == staged + lane[:, None]) & (real & room)[:, None]  # no other of these is an ancestor
-        seen = itself
-        if start < staged:
-            if start > 0:
-                who, at = _staged(expanded, depth, staged, start, ROOM, BLOCK_S)
-            asked = real[:, None] & (who >= 0)[None, :]
-            found = tl.load(line + node[:, None] * (DEEPEST + 1) + at[None, :], mask=asked, other=-2).to(tl.int32)
-            seen = seen | (found == who[None, :])
-        tl.store(
-            mask + lane[:, None] * mask_row + other[None, :],
-            seen.to(tl.uint8),
-            mask=live[:, None] & (other < ROOM)[None, :],
+            worth_a_row += tl.sum(tl.sum((fits & (tl.exp(keys) > row_price)).to(tl.int32), 1), 0)
+        chosen, chosen_keys = _choose_by_key(
+            scores,
+            keys,
+            place,
+            fits,
+            child_depth,
+            bounds,
+            older,
+            older_orders,
+            WHOLE,
+            BOUNDED,
+            MAX_DEPTH,
+            WIDTH,
+            BLOCK_W,
+            BLOCK_K,
+            BLOCK_N,
         )
+        advance = WIDTH
+    nodes_now = nodes_before + tl.sum(tl.sum((fits & (keys > float("-inf"))).to(tl.float32), 1), 0)
 
-    goal = summary + row_now * 6
-    most = tl.max(keys, 0)
-    base = tl.where(most == float("-inf"), 0.0, most)
-    total = tl.sum(tl.exp(keys - base), 0)
-    coming = 0.0
-    worth = 0.0
-    if CALIBRATED:
-        coming = _forecast(keys, level, likely, forecast, CHILDREN, BLOCK_O, price) - fee
-        worth = worthy.to(tl.float32)
-    tl.store(goal, most)
-    tl.store(goal + 1, most + tl.log(tl.maximum(total, 1.0)))  # 1 of it is the best's own
-    tl.store(goal + 2, coming)
-    tl.store(goal + 3, worth)
-    tl.store(goal + 4, nodes_now)
-    tl.store(goal + 5, mass)
-    tl.store(summary, row_now.to(tl.float32))
-    tl.store(count_at, count.to(tl.int64))
-    tl.store(staged_at, (staged + tl.where(fits, advance, 0)).to(tl.int64))
+    chosen_depth = tl.load(depth + tl.maximum(chosen, 0), mask=chosen >= 0, other=0).to(tl.int32)
+    chosen_chance = tl.load(chance + tl.maximum(chosen, 0), mask=chosen >= 0, other=0.0)
+    _store_next_pass(
+        chosen,
+        staged,
+        length,
+        tokens,
+        parents,
+        chosen_depth,
+        taken,
+        slot,
+        next_nodes,
+        next_tokens,
+        positions,
+        slots,
+        parent_slots,
+        own_slots,
+        expanded,
+        WIDTH,
+        STAGED_ROWS,
+        BLOCK_N,
+    )
+    _store_mask(
+        mask,
+        mask_row,
+        ancestors,
+        depth,
+        expanded,
+        chosen,
+        staged,
+        staged_nodes,
+        staged_depths,
+        MAX_DEPTH,
+        WIDTH,
+        STAGED_ROWS,
+        BLOCK_N,
+        BLOCK_S,
+    )
+    _store_summary(
+        summary,
+        summary_row,
+        chosen_keys,
+        chosen_depth,
+        chosen_chance,
+        forecast,
+        pass_price,
+        row_price,
+        worth_a_row,
+        nodes_now,
+        mass,
+        CALIBRATED,
+        CHILDREN,
+        BLOCK_O,
+    )
+    tl.store(count_at, (count + grown).to(tl.int64))
+    tl.store(staged_at, (staged + tl.where(staged + WIDTH <= STAGED_ROWS, advance, 0)).to(tl.int64))
 
 
 def grow(
@@ -502,33 +822,35 @@ def grow(
     nodes: Tensor,
     tokens: Tensor,
     logq: Tensor,
-    ahead: Ahead,
+    next_pass: NextPass,
     rule: Rule,
-    terms: Terms | None = None,
+    calibration: Calibration | None = None,
     shape: Tensor | None = None,
     bounds: Tensor | None = None,
     floor: Tensor | None = None,
 ) -> None:
     """See `kernels.grow.reference`."""
+    assert not rule.calibrated or (rule.whole and not rule.selective)  # the kernel counts worthy nodes only for these
     whole = rule.whole
-    (given, k), width, (capacity, columns) = tokens.shape, len(ahead.nodes), tree.line.shape
-    assert ahead.mask.stride(1) == 1 and logq.dtype == torch.float32
+    (given, k), width, (capacity, columns) = tokens.shape, len(next_pass.nodes), tree.ancestors.shape
+    assert next_pass.mask.stride(1) == 1 and logq.dtype == torch.float32
     assert shape is None or (shape.stride(1) == 1 and shape.shape[1] >= k)
-    assert all(x.is_contiguous() for x in (*tree, nodes, tokens, logq, *ahead[:6], ahead.expanded, *(terms or ())))
-    weights, forecast, prices = terms or (tree.key, tree.key[:1, None, None], tree.key)
-    across, everyone = power_of_two(width), power_of_two(capacity)
-    down, side = power_of_two(given), power_of_two(k)
-    if (
-        whole and not rule.selective
-    ):  # the best of those that were there before need as many lanes as there are children
-        side = max(side, across // down)
+    assert all(
+        x.is_contiguous()
+        for x in (*tree, nodes, tokens, logq, *next_pass[:6], next_pass.expanded, *(calibration or ()))
+    )
+    weights, forecast, prices = calibration or (tree.key, tree.key[:1, None, None], tree.key)
+    block_n, block_c = power_of_two(width), power_of_two(capacity)
+    block_w, block_k = power_of_two(given), power_of_two(k)
+    if whole and not rule.selective:  # the best older nodes need as many lanes as the children
+        block_k = max(block_k, block_n // block_w)
     _grow[(1,)](
         nodes,
         tokens,
         logq,
         *tree[:8],
         tree.taken.view(torch.uint8),
-        tree.line,
+        tree.ancestors,
         tree.slot,
         tree.count,
         weights,
@@ -537,40 +859,40 @@ def grow(
         nodes if shape is None else shape,
         tree.key if bounds is None else bounds,
         tree.key if floor is None else floor,
-        *ahead[:6],
-        ahead.mask.view(torch.uint8),
-        ahead.expanded,
-        ahead.staged,
-        ahead.length,
-        ahead.summary,
-        ahead.mask.stride(0),
+        *next_pass[:6],
+        next_pass.mask.view(torch.uint8),
+        next_pass.expanded,
+        next_pass.staged,
+        next_pass.length,
+        next_pass.summary,
+        next_pass.mask.stride(0),
         0 if shape is None else shape.stride(0),
         WHOLE=whole,
-        CALIBRATED=terms is not None,
+        CALIBRATED=calibration is not None,
         SHAPED=shape is not None,
         BOUNDED=bounds is not None,
         FLOORED=floor is not None,
         DECAY=rule.decay,
         TOP=rule.top,
-        LAST=rule.include_last,
+        INCLUDE_LAST=rule.include_last,
         BUDGET=rule.budget,
-        SHARE=rule.share,
-        FIRST=rule.first,
-        LEVELS=rule.levels,
+        LOG_SHARE=rule.share,
+        FIRST_WIDTH=rule.first,
+        FIRST_LEVELS=rule.levels,
         CAPACITY=capacity,
-        DEEPEST=columns - 1,
-        GIVEN=given,
+        MAX_DEPTH=columns - 1,
+        PARENTS=given,
         K=k,
         WIDTH=width,
-        ROOM=len(ahead.expanded),
+        STAGED_ROWS=len(next_pass.expanded),
         CHILDREN=forecast.shape[2],
         COLUMNS=min(COLUMNS, power_of_two(columns)),
-        BLOCK_W=down,
-        BLOCK_K=side,
-        BLOCK_N=across,
-        BLOCK_C=everyone,
-        BLOCK_S=min(power_of_two(len(ahead.expanded)), max(TILE // across, 16)),
+        BLOCK_W=block_w,
+        BLOCK_K=block_k,
+        BLOCK_N=block_n,
+        BLOCK_C=block_c,
+        BLOCK_S=min(power_of_two(len(next_pass.expanded)), max(TILE // block_n, 16)),
         BLOCK_O=power_of_two(forecast.shape[2]),
-        num_warps=8 if down * side > 256 or ((whole or rule.selective) and everyone >= 1024) else 4,
-        **follows(logq),
+        num_warps=8 if block_w * block_k > 256 or ((whole or rule.selective) and block_c >= 1024) else 4,
+        **pdl_launch(logq),
     )

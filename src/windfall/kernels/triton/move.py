@@ -1,15 +1,15 @@
-"""Programs for the caches, one a layer's head, and behind them programs for the states, one a stretch of a row."""
+"""One program per head of the KV caches, then one program per block of columns of each row of states."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from windfall.kernels.backend import follows, power_of_two
-from windfall.kernels.triton.chain import begin
+from windfall.kernels.backend import pdl_launch, power_of_two
+from windfall.kernels.triton.pdl import pdl_wait
 
-ACROSS = 1024  # columns of states that a program copies
-TILE = 8192  # numbers of the cache that a program holds at a time
+STATE_BLOCK = 1024  # columns of states per program
+TILE = 8192  # elements of the KV cache per iteration
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def _move(
     path,
     kept,
     heads,
-    across,
+    state_blocks,
     width,
     kv_head,
     kv_row,
@@ -32,29 +32,29 @@ def _move(
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Program (head, then stretch of a row of states)."""
-    begin(CHAINED)
+    """Program (head), or after the last head (row of states, block of columns)."""
+    pdl_wait(PDL)
     program = tl.program_id(0)
     if program < heads:
         kv += program.to(tl.int64) * kv_head
         dim = tl.arange(0, BLOCK_D)
-        for start in range(0, STEPS, BLOCK_P):  # ascending: a later source is above every earlier goal
+        for start in range(0, STEPS, BLOCK_P):  # ascending: later sources are above all earlier goals
             step = start + tl.arange(0, BLOCK_P)
             old = tl.load(source + step, mask=step < STEPS, other=0)
             new = tl.load(goal + step, mask=step < STEPS, other=0)
             moved = (old != new)[:, None] & (dim < D)[None, :]
             rows = tl.load(kv + old[:, None] * kv_row + dim[None, :], mask=moved, other=0.0)
-            tl.debug_barrier()  # all are read before any is written
+            tl.debug_barrier()  # all rows are read before any is written
             tl.store(kv + new[:, None] * kv_row + dim[None, :], rows, mask=moved)
             tl.debug_barrier()
     else:
-        step = (program - heads) // across
-        column = (program - heads) % across * BLOCK + tl.arange(0, BLOCK)
+        step = (program - heads) // state_blocks
+        column = (program - heads) % state_blocks * BLOCK + tl.arange(0, BLOCK)
         row = tl.maximum(tl.load(path + step), 0)
-        numbers = tl.load(states + row * states_row + column, mask=column < width, other=0.0)
-        tl.store(kept + step.to(tl.int64) * kept_row + column, numbers, mask=column < width)
+        values = tl.load(states + row * states_row + column, mask=column < width, other=0.0)
+        tl.store(kept + step.to(tl.int64) * kept_row + column, values, mask=column < width)
 
 
 def move(
@@ -62,14 +62,14 @@ def move(
 ) -> None:
     (heads, _, d), steps = kv.shape, len(source)
     assert kv.stride(2) == 1 and source.is_contiguous() and goal.is_contiguous()
-    width, across = 0, 0
+    width, state_blocks = 0, 0
     if states is not None:
         assert path is not None and kept_states is not None and path.is_contiguous()
         assert states.stride(1) == kept_states.stride(1) == 1
         width = states.shape[1]
-        across = -(-width // ACROSS)
+        state_blocks = -(-width // STATE_BLOCK)
     block = power_of_two(d)
-    _move[(heads + steps * across,)](
+    _move[(heads + steps * state_blocks,)](
         kv,
         source,
         goal,
@@ -77,7 +77,7 @@ def move(
         source if path is None else path,
         kv if kept_states is None else kept_states,
         heads,
-        max(across, 1),
+        max(state_blocks, 1),
         width,
         *kv.stride()[:2],
         0 if states is None else states.stride(0),
@@ -86,7 +86,7 @@ def move(
         D=d,
         BLOCK_P=min(power_of_two(steps), max(TILE // block, 1)),
         BLOCK_D=block,
-        BLOCK=ACROSS,
+        BLOCK=STATE_BLOCK,
         num_warps=4,
-        **follows(kv),
+        **pdl_launch(kv),
     )

@@ -1,4 +1,4 @@
-"""`sampling.gumbel` inside a kernel, bit by bit."""
+"""`sampling.gumbel` inside a kernel; the bits are the same."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 
 import triton
@@ -11,6 +11,7 @@ SECOND = tl.constexpr(0x94D049BB133111EB)
 
 @triton.jit
 def mix(x):
+    """The finalizer of splitmix64."""
     x = (x ^ (x >> 30)) * FIRST
     x = (x ^ (x >> 27)) * SECOND
     return x ^ (x >> 31)
@@ -18,13 +19,13 @@ def mix(x):
 
 @triton.jit
 def noise_key(seed, position):
-    """What a position's noise is made of, uint64."""
+    """The key of a position's noise, uint64."""
     return mix(mix(seed.to(tl.uint64)) + (position.to(tl.uint64) + 1) * GOLDEN)
 
 
 @triton.jit
 def gumbel(key, tokens):
-    """Noise of these tokens in fp32, computed in fp64."""
+    """Noise of these tokens in fp32; it is computed in fp64."""
     bits = mix(key + (tokens.to(tl.uint64) + 1) * GOLDEN) >> 12
     uniform = (bits.to(tl.int64).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2^-52
     return (-tl.log(-tl.log(uniform))).to(tl.float32)

@@ -1,17 +1,17 @@
-"""Two norms side by side, one program a row; products are rounded one by one, as in `jit.norm`."""
+"""Two norms per row, one program per row. Products are rounded one by one, as in `triton.norm`."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from windfall.kernels.backend import follows, power_of_two
-from windfall.kernels.triton.chain import begin
+from windfall.kernels.backend import pdl_launch, power_of_two
+from windfall.kernels.triton.pdl import pdl_wait
 
 
 @triton.jit
 def _normed(x, weight, width, eps):
-    """RMSNorm of a row in its own dtype, fp32."""
+    """RMSNorm of a row → fp32; intermediate results are rounded to the row's dtype."""
     wide = x.to(tl.float32)
     wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
     return weight.to(tl.float32) * wide.to(x.dtype).to(tl.float32)
@@ -36,29 +36,29 @@ def _pair_norm(
     INDEXED: tl.constexpr,
     NORMED: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program (row)."""
-    begin(CHAINED)
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    place = row
+    hidden_at = row
     if INDEXED:
-        place = tl.load(index + row)
+        hidden_at = tl.load(index + row)
     token = tl.load(tokens + row)
-    state = tl.load(hidden + place * hidden_row + column, mask=inside, other=0.0)
-    word = tl.load(embedding + token * embedding_row + column, mask=inside, other=0.0)
-    left = _normed(word, tl.load(embedding_weight + column, mask=inside, other=0.0), width, eps)
+    state = tl.load(hidden + hidden_at * hidden_row + column, mask=inside, other=0.0)
+    vector = tl.load(embedding + token * embedding_row + column, mask=inside, other=0.0)
+    left = _normed(vector, tl.load(embedding_weight + column, mask=inside, other=0.0), width, eps)
     right = _normed(state, tl.load(hidden_weight + column, mask=inside, other=0.0), width, eps)
     kind = both.dtype.element_ty
     tl.store(both + row * both_row + column, left.to(kind), mask=inside)
     tl.store(both + row * both_row + width + column, right.to(kind), mask=inside)
-    kept = residual + row * residual_row + column
+    goal = residual + row * residual_row + column
     if NORMED:
-        tl.store(kept, right.to(residual.dtype.element_ty), mask=inside)
+        tl.store(goal, right.to(residual.dtype.element_ty), mask=inside)
     else:
-        tl.store(kept, state.to(residual.dtype.element_ty), mask=inside)
+        tl.store(goal, state.to(residual.dtype.element_ty), mask=inside)
 
 
 def pair_norm(
@@ -96,5 +96,5 @@ def pair_norm(
         BLOCK=block,
         num_warps=max(1, min(16, block // 256)),
         enable_fp_fusion=False,
-        **follows(hidden),
+        **pdl_launch(hidden),
     )

@@ -1,8 +1,8 @@
-"""Products with small weights, in one kernel with the stream's sum and norm before and what is done with the outputs.
+"""Products with small weights, fused with the residual sum and norm before them and the operation after them.
 
-A program has 16 rows and some outputs, and asks for all it needs before it uses any of it, for its weight even before
-the kernel ahead of it has ended: small weights are a matter of latency, not of bandwidth. Products are added in the
-same order, whatever rows are beside a row; a norm's squares are among passes of the same form.
+A program computes some outputs of 16 rows. It issues all loads before it uses the first value, and loads its weight
+before the previous kernel has finished: small weights are bound by latency, not by bandwidth. The order in which
+products are summed does not depend on other rows; that of a norm's squares is the same for all passes with one tiling.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 
@@ -12,48 +12,50 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windfall.kernels.backend import follows, power_of_two
-from windfall.kernels.triton.chain import begin
-from windfall.kernels.triton.norm import gated, turned
+from windfall.kernels.backend import pdl_launch, power_of_two
+from windfall.kernels.triton.norm import gated, rotated
+from windfall.kernels.triton.pdl import pdl_wait
 
-ROWS = 16  # of a program
-MOST = 64  # rows of a pass
-PROGRAMS = 128  # at the most: about one for each multiprocessor
-OUTPUTS = (16, 32, 64, 128)  # of a program
-HELD = 320  # numbers of the weight that a thread holds, at the most
+ROWS = 16  # per program
+MAX_ROWS = 64  # of a pass
+MAX_PROGRAMS = 128  # about one per multiprocessor
+OUTPUTS = (16, 32, 64, 128)  # per program
+MAX_HELD = 320  # elements of the weight that a thread holds
 
 
-class Form(NamedTuple):
-    """A row's numbers in two pieces, powers of two; a program's outputs and its warps."""
+class Tiling(NamedTuple):
+    """The K elements of a row as two pieces whose sizes are powers of two; outputs and warps of a program."""
 
     first: int
-    rest: int  # the second piece may be longer than what is left
+    rest: int  # may reach past K
     outputs: int
     warps: int
 
 
-def form(rows: int, columns: int, k: int, memory: int) -> Form | None:
-    """How this many rows of k numbers meet this many columns, by programs that share so many bytes each; None: not in
-    this way."""
-    if rows > MOST or k < 16:
+def choose_tiling(rows: int, columns: int, k: int, memory: int) -> Tiling | None:
+    """The tiling of a product [rows, k] x [k, columns], with `memory` bytes of shared memory per program.
+
+    None if the product is too large for these kernels.
+    """
+    if rows > MAX_ROWS or k < 16:
         return None
     blocks = -(-rows // ROWS)
-    fitting = [outputs for outputs in OUTPUTS if columns % outputs == 0 and columns // outputs * blocks <= PROGRAMS]
+    fitting = [outputs for outputs in OUTPUTS if columns % outputs == 0 and columns // outputs * blocks <= MAX_PROGRAMS]
     if not fitting:
         return None
     first = 1 << (k.bit_length() - 1)
     rest = max(power_of_two(k - first), 16) if k > first else 0
     outputs = fitting[0]
-    numbers = (first + rest) * outputs
-    warps = 4 if numbers <= 4 * 32 * HELD else 8
-    if numbers > warps * 32 * HELD or 2 * (first + rest) * (outputs + ROWS) > memory:  # two bytes a number
+    elements = (first + rest) * outputs
+    warps = 4 if elements <= 4 * 32 * MAX_HELD else 8
+    if elements > warps * 32 * MAX_HELD or 2 * (first + rest) * (outputs + ROWS) > memory:  # two bytes per element
         return None
-    return Form(first, rest, outputs, warps)
+    return Tiling(first, rest, outputs, warps)
 
 
 @triton.jit
-def _weights(weight, column, START: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
-    """[BLOCK, N]: numbers from START on of these rows of the weight, 0 behind the last."""
+def _weight_piece(weight, column, START: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Elements from START on of these rows of the weight → [BLOCK, N], 0 past the end."""
     k = START + tl.arange(0, BLOCK)
     at = weight + column[None, :] * K + k[:, None]
     if START + BLOCK <= K:
@@ -62,7 +64,7 @@ def _weights(weight, column, START: tl.constexpr, K: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def _stream(
+def _residual_sum(
     x,
     residual,
     total,
@@ -75,7 +77,7 @@ def _stream(
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """[M, BLOCK] fp32: numbers from START on of these rows' sums; the programs of the first outputs keep them."""
+    """Elements from START on of x + residual → [M, BLOCK] fp32. The programs of the first outputs store the sum."""
     k = START + tl.arange(0, BLOCK)
     inside = live[:, None] & (k < K)[None, :]
     wide = tl.load(x + row[:, None] * x_row + k[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -91,18 +93,19 @@ def _stream(
 
 @triton.jit
 def _normed(wide, shrink, norm, kind: tl.constexpr, START: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Scale by the norm's factors, rounding as separate operations would."""
     k = START + tl.arange(0, BLOCK)
     factor = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
     return (factor[None, :] * (wide * shrink[:, None]).to(kind).to(tl.float32)).to(kind)
 
 
 @triton.jit
-def _both(weight, column, K: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr):
-    """The two pieces of these rows of the weight, before anything is waited for: no kernel writes a weight."""
-    near = _weights(weight, column, 0, K, FIRST)
+def _weight_pieces(weight, column, K: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr):
+    """Load both pieces of these rows of the weight. This is safe before `pdl_wait`, since no kernel writes weights."""
+    near = _weight_piece(weight, column, 0, K, FIRST)
     far = near
     if REST > 0:
-        far = _weights(weight, column, FIRST, K, REST)
+        far = _weight_piece(weight, column, FIRST, K, REST)
     return near, far
 
 
@@ -124,11 +127,11 @@ def _product(
     FIRST: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """norm(x + residual) with both pieces of a weight: [M, N] fp32."""
-    left = _stream(x, residual, total, row, live, x_row, residual_row, 0, K, ADD, FIRST)
+    """The product of norm(x + residual) and both pieces of a weight → [M, N] fp32."""
+    left = _residual_sum(x, residual, total, row, live, x_row, residual_row, 0, K, ADD, FIRST)
     squares = tl.sum(left * left, 1)
     if REST > 0:
-        right = _stream(x, residual, total, row, live, x_row, residual_row, FIRST, K, ADD, REST)
+        right = _residual_sum(x, residual, total, row, live, x_row, residual_row, FIRST, K, ADD, REST)
         squares += tl.sum(right * right, 1)
     shrink = tl.rsqrt(squares / K + eps)
     sums = tl.dot(_normed(left, shrink, norm, near.dtype, 0, K, FIRST), near)
@@ -152,14 +155,14 @@ def _linear(
     REST: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Program (stretch of outputs, block of rows)."""
+    """Program (block of outputs, block of rows)."""
     column = tl.program_id(0) * N + tl.arange(0, N)
     row = tl.program_id(1).to(tl.int64) * M + tl.arange(0, M)
     live = row < rows
-    near, far = _both(weight, column, K, FIRST, REST)
-    begin(CHAINED)
+    near, far = _weight_pieces(weight, column, K, FIRST, REST)
+    pdl_wait(PDL)
     k = tl.arange(0, FIRST)
     left = tl.load(x + row[:, None] * x_row + k[None, :], mask=live[:, None], other=0.0)
     if REST > 0:
@@ -174,8 +177,8 @@ def _linear(
 
 
 @triton.jit
-def _pairs(sums, M: tl.constexpr, N: tl.constexpr):
-    """Even and odd columns."""
+def _even_and_odd(sums, M: tl.constexpr, N: tl.constexpr):
+    """Split into even and odd columns."""
     return tl.split(tl.reshape(sums, (M, N // 2, 2)))
 
 
@@ -198,18 +201,18 @@ def _norm_gate(
     REST: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Program (stretch of gates, block of rows). Columns are gates and what they gate by turns."""
+    """Program (block of gates, block of rows). Columns alternate between gate and up projection."""
     lane = tl.arange(0, N)
     column = tl.program_id(0) * (N // 2) + lane // 2 + lane % 2 * width
     row = tl.program_id(1).to(tl.int64) * M + tl.arange(0, M)
     live = row < rows
     kind = out.dtype.element_ty
-    near, far = _both(weight, column, K, FIRST, REST)
-    begin(CHAINED)
+    near, far = _weight_pieces(weight, column, K, FIRST, REST)
+    pdl_wait(PDL)
     sums = _product(x, residual, norm, total, near, far, row, live, x_row, residual_row, eps, ADD, K, FIRST, REST)
-    gate, up = _pairs(sums.to(kind).to(tl.float32), M, N)
+    gate, up = _even_and_odd(sums.to(kind).to(tl.float32), M, N)
     goal = tl.program_id(0) * (N // 2) + tl.arange(0, N // 2)
     tl.store(out + row[:, None] * width + goal[None, :], gated(gate, up, kind), mask=live[:, None])
 
@@ -231,7 +234,7 @@ def _norm_rotate(
     rows,
     x_row,
     residual_row,
-    turn_row,
+    angle_row,
     key_head,
     key_row,
     value_head,
@@ -240,16 +243,16 @@ def _norm_rotate(
     ADD: tl.constexpr,
     BIAS: tl.constexpr,
     HEADS: tl.constexpr,
-    SHARED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     K: tl.constexpr,
     FIRST: tl.constexpr,
     REST: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Program (stretch of a head of queries, keys or values, block of rows). Columns are of both halves by turns."""
+    """Program (block of a head of queries, keys or values, block of rows). Columns alternate between both halves."""
     HALF: tl.constexpr = D // 2
     PARTS: tl.constexpr = D // N
     head = tl.program_id(0) // PARTS
@@ -258,60 +261,61 @@ def _norm_rotate(
     column = head * D + first + lane // 2 + lane % 2 * HALF
     row = tl.program_id(1).to(tl.int64) * M + tl.arange(0, M)
     live = row < rows
-    near, far = _both(weight, column, K, FIRST, REST)
-    begin(CHAINED)
+    near, far = _weight_pieces(weight, column, K, FIRST, REST)
+    pdl_wait(PDL)
     slot = tl.load(slots + row, mask=live, other=0).to(tl.int64)
     sums = _product(x, residual, norm, total, near, far, row, live, x_row, residual_row, eps, ADD, K, FIRST, REST)
     if BIAS:
         sums += tl.load(bias + column).to(tl.float32)[None, :]
     kind = out.dtype.element_ty
-    left, right = _pairs(sums.to(kind).to(tl.float32), M, N)
+    left, right = _even_and_odd(sums.to(kind).to(tl.float32), M, N)
     dim = first + tl.arange(0, N // 2)
     shown = live[:, None]
-    if head < HEADS + SHARED:
-        angle = row[:, None] * turn_row + dim[None, :]
-        left, right = turned(left, right, cos, sin, angle, shown, HALF, kind)
+    if head < HEADS + KV_HEADS:
+        angle = row[:, None] * angle_row + dim[None, :]
+        left, right = rotated(left, right, cos, sin, angle, shown, HALF, kind)
     if head < HEADS:
         goal = out + ((row * HEADS + head) * D)[:, None]
-    elif head < HEADS + SHARED:
+    elif head < HEADS + KV_HEADS:
         goal = keys + ((head - HEADS).to(tl.int64) * key_head + slot * key_row)[:, None]
     else:
-        goal = values + ((head - HEADS - SHARED).to(tl.int64) * value_head + slot * value_row)[:, None]
+        goal = values + ((head - HEADS - KV_HEADS).to(tl.int64) * value_head + slot * value_row)[:, None]
     tl.store(goal + dim[None, :], left.to(kind), mask=shown)
     tl.store(goal + HALF + dim[None, :], right.to(kind), mask=shown)
 
 
-def _options(x: Tensor, chosen: Form) -> dict[str, Any]:
+def _options(x: Tensor, tiling: Tiling) -> dict[str, Any]:
+    """Launch options of all three kernels."""
     return {
         "K": x.shape[1],
-        "FIRST": chosen.first,
-        "REST": chosen.rest,
+        "FIRST": tiling.first,
+        "REST": tiling.rest,
         "M": ROWS,
-        "N": chosen.outputs,
-        "num_warps": chosen.warps,
+        "N": tiling.outputs,
+        "num_warps": tiling.warps,
         "enable_fp_fusion": False,
-        **follows(x),
+        **pdl_launch(x),
     }
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Form) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling) -> Tensor:
     rows, width = len(x), len(weight)
     assert x.stride(1) == 1 and weight.is_contiguous()
     out = x.new_empty(rows, width)
     given = (x, weight, weight if bias is None else bias, out, rows, width, x.stride(0))
-    _linear[(width // chosen.outputs, -(-rows // ROWS))](*given, BIAS=bias is not None, **_options(x, chosen))
+    _linear[(width // tiling.outputs, -(-rows // ROWS))](*given, BIAS=bias is not None, **_options(x, tiling))
     return out
 
 
 def norm_gate(
-    x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: Tensor, chosen: Form
+    x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: Tensor, tiling: Tiling
 ) -> tuple[Tensor, Tensor]:
     rows, width = len(x), len(weight) // 2
     other = x if residual is None else residual
     assert x.stride(1) == other.stride(1) == 1 and weight.is_contiguous() and norm.is_contiguous()
     total = x if residual is None else x.new_empty(x.shape)
     out = x.new_empty(rows, width)
-    _norm_gate[(2 * width // chosen.outputs, -(-rows // ROWS))](
+    _norm_gate[(2 * width // tiling.outputs, -(-rows // ROWS))](
         x,
         other,
         norm,
@@ -324,7 +328,7 @@ def norm_gate(
         other.stride(0),
         eps,
         ADD=residual is not None,
-        **_options(x, chosen),
+        **_options(x, tiling),
     )
     return out, total
 
@@ -341,7 +345,7 @@ def norm_rotate(
     keys: Tensor,
     values: Tensor,
     slots: Tensor,
-    chosen: Form,
+    tiling: Tiling,
 ) -> tuple[Tensor, Tensor]:
     rows, (shared, _, width) = len(x), keys.shape
     heads, other = len(weight) // width - 2 * shared, x if residual is None else residual
@@ -349,7 +353,7 @@ def norm_rotate(
     assert cos.stride(0) == sin.stride(0) and weight.is_contiguous() and norm.is_contiguous()
     total = x if residual is None else x.new_empty(x.shape)
     out = x.new_empty(rows, heads, width)
-    _norm_rotate[(len(weight) // chosen.outputs, -(-rows // ROWS))](
+    _norm_rotate[(len(weight) // tiling.outputs, -(-rows // ROWS))](
         x,
         other,
         norm,
@@ -372,8 +376,8 @@ def norm_rotate(
         ADD=residual is not None,
         BIAS=bias is not None,
         HEADS=heads,
-        SHARED=shared,
+        KV_HEADS=shared,
         D=width,
-        **_options(x, chosen),
+        **_options(x, tiling),
     )
     return out, total

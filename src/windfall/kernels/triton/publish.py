@@ -1,4 +1,4 @@
-"""Copies, eight bytes at a time; the host's memory is written as if it were the device's."""
+"""Copies to pinned host memory, eight bytes per element. Kernels store to it as to device memory."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 
 from typing import Any
@@ -8,55 +8,63 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windfall.kernels.backend import follows, power_of_two
-from windfall.kernels.triton.chain import begin
+from windfall.kernels.backend import pdl_launch, power_of_two
+from windfall.kernels.triton.pdl import pdl_wait
 
-MOST = 512  # numbers of a program
+MAX_BLOCK = 512  # elements that a program copies
 
 
 @triton.jit
-def _tell(there, here, size, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
-    """Program (stretch)."""
-    begin(CHAINED)
+def _copy_to_host(source, target, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Program (block of elements)."""
+    pdl_wait(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(here + at, tl.load(there + at, mask=at < size), mask=at < size)
+    tl.store(target + at, tl.load(source + at, mask=at < size), mask=at < size)
 
 
-def tell(there: Tensor, here: Tensor) -> None:
-    there, here = there.view(torch.int64), here.view(torch.int64)
-    grid, how = _stretches(there)
-    _tell[grid](there, here, len(there), **how)
+def copy_to_host(source: Tensor, target: Tensor) -> None:
+    source, target = source.view(torch.int64), target.view(torch.int64)
+    grid, options = _launch(source)
+    _copy_to_host[grid](source, target, len(source), **options)
 
 
 @triton.jit
-def _announce(
-    there, blocks, turn_at, done_at, size, row, COUNT: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr
+def _publish(
+    source,
+    blocks,
+    sequence_at,
+    finished_at,
+    size,
+    block_stride,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Program (stretch); the last to come through numbers the block."""
-    begin(CHAINED)
-    turn = tl.load(turn_at) + 1  # which changes when all have read it
-    block = blocks + turn % COUNT * row
+    """Program (block of elements). The last program to finish writes the sequence number."""
+    pdl_wait(PDL)
+    sequence = tl.load(sequence_at) + 1  # the last program changes it, after all others have read it
+    block = blocks + sequence % COUNT * block_stride
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(block + at, tl.load(there + at, mask=at < size), mask=at < size)
+    tl.store(block + at, tl.load(source + at, mask=at < size), mask=at < size)
     tl.debug_barrier()
-    others = tl.atomic_add(done_at, 1, sem="acq_rel", scope="sys")  # what this program wrote is there for all
+    others = tl.atomic_add(finished_at, 1, sem="acq_rel", scope="sys")  # releases this program's stores to the host
     last = others == tl.num_programs(0) - 1
-    tl.store(block + size, turn, mask=last)
-    tl.store(turn_at, turn, mask=last)
-    tl.store(done_at, others * 0, mask=last)
+    tl.store(block + size, sequence, mask=last)
+    tl.store(sequence_at, sequence, mask=last)
+    tl.store(finished_at, others * 0, mask=last)
 
 
-def announce(there: Tensor, blocks: Tensor, turn: Tensor, done: Tensor) -> None:
-    there, blocks = there.view(torch.int64), blocks.view(torch.int64)
+def publish(source: Tensor, blocks: Tensor, sequence: Tensor, finished: Tensor) -> None:
+    source, blocks = source.view(torch.int64), blocks.view(torch.int64)
     assert blocks.is_contiguous()
-    grid, how = _stretches(there)
+    grid, options = _launch(source)
     if torch.version.hip:
-        how["num_warps"] = 1  # a barrier there does not wait for other warps' stores
-    _announce[grid](there, blocks, turn, done, len(there), blocks.shape[1], COUNT=len(blocks), **how)
+        options["num_warps"] = 1  # a barrier there does not wait for other warps' stores
+    _publish[grid](source, blocks, sequence, finished, len(source), blocks.shape[1], COUNT=len(blocks), **options)
 
 
-def _stretches(there: Tensor) -> tuple[tuple[int], dict[str, Any]]:
-    """The programs for so much, and how they are made."""
-    block = min(MOST, power_of_two(len(there)))
-    how = {"BLOCK": block, "num_warps": max(1, min(4, block // 64)), **follows(there)}
-    return (-(-len(there) // block),), how
+def _launch(source: Tensor) -> tuple[tuple[int], dict[str, Any]]:
+    """Grid and launch options for a copy of this size."""
+    block = min(MAX_BLOCK, power_of_two(len(source)))
+    options = {"BLOCK": block, "num_warps": max(1, min(4, block // 64)), **pdl_launch(source)}
+    return (-(-len(source) // block),), options

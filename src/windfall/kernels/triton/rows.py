@@ -1,4 +1,4 @@
-"""One program for all rows, or one a row where they bring something."""
+"""Inputs of a forward pass: one program for all rows, or one program per row for embeddings."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 
 import torch
@@ -6,46 +6,50 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windfall.kernels.backend import follows, leads, power_of_two
-from windfall.kernels.triton.chain import begin
+from windfall.kernels.backend import pdl_launch, pdl_trigger, power_of_two
+from windfall.kernels.triton.pdl import pdl_wait
 
 
 @triton.jit
-def _stand(length_at, depth, positions, slots, rows, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
-    begin(CHAINED)
+def _positions_and_slots(length_at, depth, positions, slots, rows, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """One program."""
+    pdl_wait(PDL)
     row = tl.arange(0, BLOCK)
     length = tl.load(length_at)
     tl.store(positions + row, length + tl.load(depth + row, mask=row < rows, other=0), mask=row < rows)
     tl.store(slots + row, length + row, mask=row < rows)
 
 
-def stand(length: Tensor, depth: Tensor) -> tuple[Tensor, Tensor]:
+def positions_and_slots(length: Tensor, depth: Tensor) -> tuple[Tensor, Tensor]:
     rows = len(depth)
     assert depth.is_contiguous()
     positions, slots = torch.empty_like(depth), torch.empty_like(depth)
     block = power_of_two(rows)
-    _stand[(1,)](length, depth, positions, slots, rows, BLOCK=block, num_warps=_warps(block), **follows(depth))
+    options = {"BLOCK": block, "num_warps": _warps(block), **pdl_launch(depth)}
+    _positions_and_slots[(1,)](length, depth, positions, slots, rows, **options)
     return positions, slots
 
 
 @triton.jit
-def _take_in(length_at, waiting_at, slots, last, before, rows, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
-    begin(CHAINED)
+def _append_rows(length_at, waiting_at, slots, last, before, rows, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """One program."""
+    pdl_wait(PDL)
     row = tl.arange(0, BLOCK)
     length = tl.load(length_at)
     waiting = tl.load(waiting_at)
     tl.store(slots + row, length + row, mask=row < rows)
     tl.store(last, waiting - 1)
     tl.store(before, length)
-    tl.debug_barrier()  # all have read it
+    tl.debug_barrier()  # every thread has read the length
     tl.store(length_at, length + waiting)
 
 
-def take_in(length: Tensor, waiting: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def append_rows(length: Tensor, waiting: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     slots = torch.empty(rows, dtype=torch.long, device=length.device)
     last, before = torch.empty_like(length), torch.empty_like(length)
     block = power_of_two(rows)
-    _take_in[(1,)](length, waiting, slots, last, before, rows, BLOCK=block, num_warps=_warps(block), **leads(length))
+    options = {"BLOCK": block, "num_warps": _warps(block), **pdl_trigger(length)}
+    _append_rows[(1,)](length, waiting, slots, last, before, rows, **options)
     return slots, last, before
 
 
@@ -55,53 +59,53 @@ def _embed(
     embedding,
     positions,
     angles,
-    words,
-    turns,
+    embedded,
+    row_angles,
     width,
-    across,
-    most,
+    angles_width,
+    last_position,
     embedding_row,
     angles_row,
     BLOCK: tl.constexpr,
     BLOCK_A: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program (row)."""
-    begin(CHAINED)
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + row)
-    position = tl.minimum(tl.load(positions + row), most)
+    position = tl.minimum(tl.load(positions + row), last_position)
     column = tl.arange(0, BLOCK)
     angle = tl.arange(0, BLOCK_A)
-    word = tl.load(embedding + token * embedding_row + column, mask=column < width)
-    turn = tl.load(angles + position * angles_row + angle, mask=angle < across)
-    tl.store(words + row * width + column, word, mask=column < width)
-    tl.store(turns + row * across + angle, turn, mask=angle < across)
+    vector = tl.load(embedding + token * embedding_row + column, mask=column < width)
+    turn = tl.load(angles + position * angles_row + angle, mask=angle < angles_width)
+    tl.store(embedded + row * width + column, vector, mask=column < width)
+    tl.store(row_angles + row * angles_width + angle, turn, mask=angle < angles_width)
 
 
 def embed(tokens: Tensor, embedding: Tensor, positions: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
-    rows, width, across = len(tokens), embedding.shape[1], angles.shape[1]
+    rows, width, angles_width = len(tokens), embedding.shape[1], angles.shape[1]
     assert tokens.is_contiguous() and positions.is_contiguous()
-    words, turns = embedding.new_empty(rows, width), angles.new_empty(rows, across)
+    embedded, row_angles = embedding.new_empty(rows, width), angles.new_empty(rows, angles_width)
     block = power_of_two(width)
     _embed[(rows,)](
         tokens,
         embedding,
         positions,
         angles,
-        words,
-        turns,
+        embedded,
+        row_angles,
         width,
-        across,
+        angles_width,
         len(angles) - 1,
         embedding.stride(0),
         angles.stride(0),
         BLOCK=block,
-        BLOCK_A=power_of_two(across),
+        BLOCK_A=power_of_two(angles_width),
         num_warps=_warps(block),
-        **follows(embedding),
+        **pdl_launch(embedding),
     )
-    return words, turns
+    return embedded, row_angles
 
 
 def _warps(block: int) -> int:

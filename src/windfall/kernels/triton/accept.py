@@ -1,4 +1,4 @@
-"""One program: the walk down the tree, and everything that follows from it, written from where each row stands."""
+"""One program finds the accepted path and writes all results. Each thread writes those of its own rows."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 
 import torch
@@ -6,15 +6,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windfall.kernels.backend import follows, power_of_two
+from windfall.kernels.backend import pdl_launch, power_of_two
 from windfall.kernels.trees import TreeArrays
-from windfall.kernels.triton.chain import begin
+from windfall.kernels.triton.pdl import pdl_wait
 
-TILE = 16384  # cells of the mask looked at at a time
+TILE = 16384  # mask entries per iteration
 
 
 @triton.jit
-def _plant(
+def _reset_to_root(
     tokens,
     parents,
     depth,
@@ -24,13 +24,13 @@ def _plant(
     key,
     chance,
     taken,
-    line,
+    ancestors,
     slot,
     token,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A tree of its root alone, but for its count."""
+    """Make the tree a single node, its root, except for its count."""
     zero = token * 0
     tl.store(tokens, token)
     tl.store(parents, zero - 1)
@@ -43,11 +43,11 @@ def _plant(
     tl.store(chance, 1.0)
     tl.store(taken, 1)
     column = tl.arange(0, BLOCK)
-    tl.store(line + column, tl.where(column == 0, zero, zero - 1), mask=column < COLUMNS)
+    tl.store(ancestors + column, tl.where(column == 0, zero, zero - 1), mask=column < COLUMNS)
 
 
 @triton.jit
-def _settle(
+def _accept_path(
     draws,
     rows_tokens,
     rows_parents,
@@ -70,7 +70,7 @@ def _settle(
     key,
     chance,
     taken,
-    line,
+    ancestors,
     slot,
     count_at,
     expanded,
@@ -82,7 +82,7 @@ def _settle(
     STEPS: tl.constexpr,
     PENDING: tl.constexpr,
     WAITING: tl.constexpr,
-    ROOM: tl.constexpr,
+    STAGED_ROWS: tl.constexpr,
     STAGED: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -90,16 +90,16 @@ def _settle(
     BLOCK_S: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    begin(CHAINED)
+    pdl_wait(PDL)
     node = tl.arange(0, BLOCK)
     inside = node < ROWS
     length = tl.load(length_at)
     count = tl.load(count_at)
     valid = tl.load(rows_count)
     token = tl.load(rows_tokens + node, mask=inside, other=0)
-    blocked = tl.zeros([BLOCK], tl.int32)
+    rejected = tl.zeros([BLOCK], tl.int32)
     for start in range(0, ROWS, BLOCK_I):
         other = start + tl.arange(0, BLOCK_I)
         there = other < ROWS
@@ -108,43 +108,45 @@ def _settle(
         missed = (tl.load(rows_tokens + other, mask=there, other=0) != drawn) & (other > 0)
         both = inside[:, None] & there[None, :]
         above = tl.load(rows_mask + node[:, None] * mask_row + other[None, :], mask=both, other=0).to(tl.int32)
-        blocked = tl.maximum(blocked, tl.max(above * missed.to(tl.int32)[None, :], 1))
-    taken_in = inside & ((node < valid) | (node == 0)) & (blocked == 0)
-    kept = taken_in.to(tl.int32)
+        rejected = tl.maximum(rejected, tl.max(above * missed.to(tl.int32)[None, :], 1))
+    accepts = inside & ((node < valid) | (node == 0)) & (rejected == 0)
+    kept = accepts.to(tl.int32)
     accepted = tl.sum(kept, 0)
     place = tl.cumsum(kept, 0) - 1
-    bonus = tl.load(draws + tl.max(tl.where(taken_in, node, 0), 0))
+    bonus = tl.load(draws + tl.max(tl.where(accepts, node, 0), 0))
     tl.debug_barrier()
 
-    tl.store(path + place, node.to(tl.int64), mask=taken_in)
+    tl.store(path + place, node.to(tl.int64), mask=accepts)
     tl.store(accepted_at, accepted.to(tl.int64))
     tl.store(length_at, length + accepted)
     tl.store(bonus_at, bonus)
-    tl.store(source + place, length + node, mask=taken_in & (place < STEPS))
+    tl.store(source + place, length + node, mask=accepts & (place < STEPS))
     step = tl.arange(0, BLOCK_P)
     tl.store(path + step, tl.full([BLOCK_P], -1, tl.int64), mask=(step >= accepted) & (step < PATH))
     tl.store(source + step, length + step, mask=(step >= accepted) & (step < STEPS))
     tl.store(goal + step, length + step, mask=step < STEPS)
     if PENDING > 0:
-        tl.store(pending + place - 1, token, mask=taken_in & (place > 0) & (place <= PENDING))
+        tl.store(pending + place - 1, token, mask=accepts & (place > 0) & (place <= PENDING))
         tail = tl.where(step == accepted - 1, bonus, 0)
         tl.store(pending + step, tail, mask=(step >= accepted - 1) & (step < PENDING))
     if WAITING:
         tl.store(waiting, accepted.to(tl.int64))
-    for start in range(0, ROOM, BLOCK_S):
+    for start in range(0, STAGED_ROWS, BLOCK_S):
         other = start + tl.arange(0, BLOCK_S)
-        tl.store(expanded + other, tl.full([BLOCK_S], -1, tl.int64), mask=other < ROOM)
+        tl.store(expanded + other, tl.full([BLOCK_S], -1, tl.int64), mask=other < STAGED_ROWS)
     if STAGED:
         tl.store(staged_at, count * 0)
     tl.store(figures, count)
     tl.store(figures + 1, valid)
     tl.store(figures + 2, accepted.to(tl.int64))
     tl.store(figures + 3, bonus)
-    _plant(tokens, parents, depth, rank, logq, score, key, chance, taken, line, slot, bonus, COLUMNS, BLOCK_D)
+    _reset_to_root(
+        tokens, parents, depth, rank, logq, score, key, chance, taken, ancestors, slot, bonus, COLUMNS, BLOCK_D
+    )
     tl.store(count_at, count * 0 + 1)
 
 
-def settle(
+def accept_path(
     draws: Tensor,
     rows_tokens: Tensor,
     rows_parents: Tensor,
@@ -163,12 +165,12 @@ def settle(
     staged: Tensor | None,
     figures: Tensor,
 ) -> None:
-    rows, columns = len(draws), tree.line.shape[1]
-    given = (draws, rows_tokens, rows_parents, path, source, goal, pending, expanded, figures, tree.line)
+    rows, columns = len(draws), tree.ancestors.shape[1]
+    given = (draws, rows_tokens, rows_parents, path, source, goal, pending, expanded, figures, tree.ancestors)
     assert rows_mask.stride(1) == 1 and all(x.is_contiguous() for x in given if x is not None)
     assert len(path) >= rows and len(source) == len(goal)
-    room, size = (0 if x is None else len(x) for x in (expanded, pending))
-    _settle[(1,)](
+    staged_rows, size = (0 if x is None else len(x) for x in (expanded, pending))
+    _accept_path[(1,)](
         draws,
         rows_tokens,
         rows_parents,
@@ -183,7 +185,7 @@ def settle(
         *(bonus if x is None else x for x in (pending, waiting)),
         *tree[:8],
         tree.taken.view(torch.uint8),
-        tree.line,
+        tree.ancestors,
         tree.slot,
         tree.count,
         *(bonus if x is None else x for x in (expanded, staged)),
@@ -194,14 +196,14 @@ def settle(
         STEPS=len(source),
         PENDING=size,
         WAITING=waiting is not None,
-        ROOM=room,
+        STAGED_ROWS=staged_rows,
         STAGED=staged is not None,
         COLUMNS=columns,
         BLOCK=power_of_two(rows),
         BLOCK_I=min(power_of_two(rows), TILE // power_of_two(rows)),
-        BLOCK_S=min(power_of_two(room), 512),
+        BLOCK_S=min(power_of_two(staged_rows), 512),
         BLOCK_P=power_of_two(max(len(path), len(source), size)),
         BLOCK_D=power_of_two(columns),
         num_warps=4,
-        **follows(draws),
+        **pdl_launch(draws),
     )

@@ -1,9 +1,9 @@
-"""Attention of rows along their own paths: what a row gives depends on the keys of its path alone, to the bit.
+"""Attention of rows along their paths: a row's result depends only on the keys of its path, to the bit.
 
-A program has one row, and takes its keys in the order of their positions, in blocks and parts that begin at multiples
-of their sizes. So neither the rows beside it, nor where in the cache its ancestors lie, nor the cache's size have a
-part in any sum; the loops' bounds depend on the row's position, their bodies on nothing. Products and sums are not
-fused but where the code says so, for no two compilations to fuse them differently.
+A program computes one row and processes its keys in the order of their positions, in blocks and parts that start at
+multiples of their sizes. Therefore no sum depends on other rows, on the slots of the row's ancestors, or on the
+capacity. Loop bounds depend only on the row's position. Multiply-adds are fused only where the code says so, since two
+compilations could otherwise fuse them differently.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
 
@@ -13,13 +13,21 @@ import triton.language as tl
 from torch import Tensor
 
 from windfall.kernels.backend import power_of_two
-from windfall.kernels.triton.attention import COUNTERS, Tile, _absorb, _finish, _leave, _partial, counters
+from windfall.kernels.triton.attention import (
+    COUNTERS,
+    Tile,
+    _load_partial,
+    _softmax_step,
+    _store_partial,
+    _store_result,
+    counters,
+)
 
-UNROLL = 4  # parts that are loaded together when they are combined
+UNROLL = 4  # parts loaded per iteration when parts are combined
 
 
 @triton.jit
-def _combined(
+def _merge_parts(
     tops,
     totals,
     partials,
@@ -32,24 +40,26 @@ def _combined(
     BLOCK_D: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """The softmaxes of `needed` parts into one, in ascending order; those behind them change nothing: their share is
-    exactly 0, that of what was before exactly 1. place [BLOCK_M]: of each row in the first part, `step` from the next.
+    """Combine the softmaxes of `needed` parts in ascending order.
+
+    Further parts would not change the result: their factor is exactly 0, and that of the sum so far exactly 1.
+    place [BLOCK_M]: of each row in the first part; the next part is `step` further.
     """
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     whole = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in tl.range(0, needed, UNROLL):
         parts, levels, weights = (), (), ()
-        for ahead in tl.static_range(UNROLL):  # all are on their way before the first is needed
-            there = live & (0 * place + start + ahead < needed)  # a vector's comparison: masks are vectors
+        for ahead in tl.static_range(UNROLL):  # issue all loads before the first result is used
+            there = live & (0 * place + start + ahead < needed)  # compares vectors, since masks are vectors
             at = (start + ahead) * step + place
-            part, level, weight = _partial(tops, totals, partials, at, there, D, BLOCK_D)
+            part, level, weight = _load_partial(tops, totals, partials, at, there, D, BLOCK_D)
             parts += (part,)
             levels += (level,)
             weights += (weight,)
         for ahead in tl.static_range(UNROLL):
             higher = tl.maximum(top, levels[ahead])
-            base = tl.where(higher == float("-inf"), 0.0, higher)  # rows that pad the group
+            base = tl.where(higher == float("-inf"), 0.0, higher)  # padding rows of the group
             kept = tl.exp2(top - base)
             share = tl.exp2(levels[ahead] - base)
             whole = whole * kept + weights[ahead] * share
@@ -91,15 +101,17 @@ def _attend_paths(
     UNROLL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Program (row, key head, part), for the GROUP queries of the head. Where a path has several parts, the last
-    program to finish combines them, in ascending order."""
+    """Program (row, key head, part), for the GROUP queries of the head.
+
+    If a path has several parts, the last program to finish combines them in ascending order.
+    """
     node = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
     length = tl.load(length_at).to(tl.int32)
     reach = tl.load(reach_at + node).to(tl.int32)
     first = split * PART
-    if (first >= reach) & (split > 0):  # the first part of a row that sees nothing gives its zeros
+    if (first >= reach) & (split > 0):  # the first part of a row without keys stores zeros
         return
     last = tl.minimum(first + PART, reach)
 
@@ -127,31 +139,31 @@ def _attend_paths(
         v = tl.load(
             values + column[:, None] * value_row + dims[None, :], mask=used[:, None] & within[None, :], other=0.0
         )
-        top, total, sums = _absorb(q, k, v, used[None, :], scale, top, total, sums, True, PRECISION)
+        top, total, sums = _softmax_step(q, k, v, used[None, :], scale, top, total, sums, True, PRECISION)
 
     target = out + node.to(tl.int64) * out_row + query[:, None] * out_head + dims[None, :]
     if reach <= PART:
-        _finish(target, sums, total, shown)
+        _store_result(target, sums, total, shown)
     else:
         heads = tl.num_programs(1)
         rows = nodes * GROUP
         place = head * rows + node * GROUP + member
-        _leave(tops, totals, partials, split * heads * rows + place, dims, top, total, sums, live, shown, D)
+        _store_partial(tops, totals, partials, split * heads * rows + place, dims, top, total, sums, live, shown, D)
         counter = counters + node * heads + head
-        tl.debug_barrier()  # every thread's part is written before the one that counts releases it
+        tl.debug_barrier()  # all threads have stored their part before the atomic releases it
         before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
         tl.debug_barrier()
         needed = (reach + PART - 1) // PART
         if before == needed - 1:
-            whole, mixed = _combined(
+            whole, mixed = _merge_parts(
                 tops, totals, partials, place, live, heads * rows, needed, D, BLOCK_M, BLOCK_D, UNROLL
             )
-            _finish(target, mixed, whole, shown)
+            _store_result(target, mixed, whole, shown)
             tl.store(counter, 0)  # for the next launch
 
 
 def tile(group: int, width: int, dtype: torch.dtype) -> Tile:
-    """By the model alone."""
+    """The tile; it depends only on the model."""
     rows = max(power_of_two(group), 16)
     if dtype == torch.float32:
         return Tile(rows, 32, 4, 2) if width <= 64 else Tile(rows, 16, 8, 2)
@@ -178,7 +190,7 @@ def attend(
     splits = -(-capacity // part)
     tops = torch.empty((2, splits, shared, count * group), device=out.device)
     partials = torch.empty((splits, shared, count * group, width), device=out.device)
-    across = max(power_of_two(width), 16)
+    block_d = max(power_of_two(width), 16)
     counts = counters(out.device) if count * shared <= COUNTERS else None
     if counts is None:
         counts = torch.zeros(count * shared, dtype=torch.int32, device=out.device)
@@ -206,7 +218,7 @@ def attend(
         PART=part,
         BLOCK_M=shape.rows,
         BLOCK_N=shape.keys,
-        BLOCK_D=across,
+        BLOCK_D=block_d,
         UNROLL=UNROLL,
         PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
         num_warps=shape.warps,
