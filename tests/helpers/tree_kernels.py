@@ -54,7 +54,7 @@ def empty_next_pass(width: int, room: int, device: str) -> NextPass:
     mask = torch.ones(width, room + 3, dtype=torch.bool, device=device)[:, :room]
     one = torch.zeros(1, dtype=torch.long, device=device)
     expanded = torch.full((room,), -1, device=device)
-    return NextPass(*long, mask, expanded, one, one + LENGTH, torch.zeros(16, 6, device=device))
+    return NextPass(*long, mask, expanded, one, one + LENGTH, torch.zeros(40, 6, device=device))
 
 
 def make_calibration(calibrator: Calibrator, device: str) -> Calibration:
