@@ -92,6 +92,7 @@ def _accept_path(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One program."""
     pdl_wait(PDL)
     node = tl.arange(0, BLOCK)
     inside = node < ROWS
