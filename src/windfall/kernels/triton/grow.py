@@ -629,9 +629,9 @@ def _grow(
     place = count + cell
     fits = inside & (place < CAPACITY)
     calibration = (slope, by_depth, by_rank)
-    of_parents = (node, parent_score, parent_key, child_depth)
+    parent_values = (node, parent_score, parent_key, child_depth)
     scores, keys, chances = _child_keys(
-        logqs, of_parents, column, calibration, shape, shape_row, floor, CALIBRATED, SHAPED, FLOORED, DECAY
+        logqs, parent_values, column, calibration, shape, shape_row, floor, CALIBRATED, SHAPED, FLOORED, DECAY
     )
     grown = PARENTS * K
     if SELECTIVE:
