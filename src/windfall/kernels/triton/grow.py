@@ -255,14 +255,9 @@ def _choose_among_top(
 @triton.jit
 def _child_keys(
     child_logq,
-    node,
-    parent_score,
-    parent_key,
-    child_depth,
+    parents,  # node, score, key, depth of the children
     rank,
-    slope,
-    by_depth,
-    by_rank,
+    calibration,  # slope, by_depth, by_rank
     shape,
     shape_row,
     floor,
@@ -272,6 +267,7 @@ def _child_keys(
     DECAY: tl.constexpr,
 ):
     """Scores, keys and acceptance probabilities of the children [BLOCK_W, BLOCK_K]; -inf, -inf and 0 for none."""
+    node, parent_score, parent_key, child_depth = parents
     alive = (node >= 0)[:, None] & (child_logq > float("-inf"))
     if SHAPED:
         number = (0.0 - parent_key).to(tl.int32)
@@ -279,6 +275,7 @@ def _child_keys(
         alive = alive & (child >= 0)
     scores = tl.where(alive, parent_score[:, None] + child_logq, float("-inf"))
     if CALIBRATED:
+        slope, by_depth, by_rank = calibration
         calibrated = tl.where(alive, _acceptance(tl.where(alive, child_logq, -1.0), slope, by_depth, by_rank), 0.0)
         calibrated = calibrated / tl.maximum(tl.sum(calibrated, 1), 1.0)[:, None]
         step = tl.log(tl.where(alive, calibrated, 1.0)).to(tl.float32)
@@ -299,33 +296,21 @@ def _child_keys(
 
 @triton.jit
 def _store_children(
-    tokens,
-    parents,
-    depth,
-    rank,
-    logq,
-    score,
-    key,
-    chance,
-    taken,
-    ancestors,
+    arrays,  # of the tree: tokens, parents, depth, rank, logq, score, key, chance, taken, ancestors
+    values,  # of the children: tokens, logq, scores, keys, chances
     place,
     fits,
-    child_tokens,
-    parent,
-    child_depth,
-    child_rank,
-    child_logq,
-    scores,
-    keys,
-    chances,
-    parent_ancestors,
+    of_parents,  # node, depth of the children, ancestors
     MAX_DEPTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Store the children at these places of the tree."""
+    tokens, parents, depth, rank, logq, score, key, chance, taken, ancestors = arrays
+    child_tokens, child_logq, scores, keys, chances = values
+    parent, child_depth, parent_ancestors = of_parents
+    child_rank = tl.arange(0, BLOCK_K)
     deep = tl.broadcast_to(child_depth[:, None], (BLOCK_W, BLOCK_K))
     tl.store(tokens + place, child_tokens, mask=fits)
     tl.store(parents + place, tl.broadcast_to(parent[:, None], (BLOCK_W, BLOCK_K)).to(tl.int64), mask=fits)
@@ -344,9 +329,7 @@ def _store_children(
 
 @triton.jit
 def _choose_selected(
-    key,
-    taken,
-    depth,
+    arrays,  # of the tree: key, taken, depth
     next_nodes,
     count,
     grown,
@@ -364,6 +347,7 @@ def _choose_selected(
 
     Without TOP these are all new nodes, which start at `count` and have depth `level`.
     """
+    key, taken, depth = arrays
     lane = tl.arange(0, BLOCK_N)
     mass = 0.0
     if TOP > 0:
@@ -393,14 +377,9 @@ def _choose_selected(
 
 @triton.jit
 def _choose_by_key(
-    scores,
-    keys,
-    place,
-    fits,
-    child_depth,
+    children,  # scores, keys, places, whether they fit, depth
+    candidates,  # older nodes and their orders
     bounds,
-    older,
-    older_orders,
     WHOLE: tl.constexpr,
     BOUNDED: tl.constexpr,
     MAX_DEPTH: tl.constexpr,
@@ -410,6 +389,8 @@ def _choose_by_key(
     BLOCK_N: tl.constexpr,
 ):
     """The nodes of the next pass by key, best first, then -1; and their keys. WHOLE: older nodes are candidates too."""
+    scores, keys, place, fits, child_depth = children
+    older, older_orders = candidates
     CELLS: tl.constexpr = BLOCK_W * BLOCK_K
     deep = tl.broadcast_to(child_depth[:, None], (BLOCK_W, BLOCK_K))
     eligible = fits & (deep < MAX_DEPTH) & (keys > float("-inf"))
@@ -429,26 +410,20 @@ def _choose_by_key(
 
 @triton.jit
 def _store_next_pass(
+    rows,  # nodes, tokens, positions, slots, parent_slots, own_slots
+    arrays,  # of the tree: tokens, parents, taken, slot
+    expanded,
     chosen,
+    level,
     staged,
     length,
-    tokens,
-    parents,
-    level,
-    taken,
-    slot,
-    next_nodes,
-    next_tokens,
-    positions,
-    slots,
-    parent_slots,
-    own_slots,
-    expanded,
     WIDTH: tl.constexpr,
     STAGED_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Write the rows of the next pass, and stage them if all of them fit; `level` holds the depths of these nodes."""
+    next_nodes, next_tokens, positions, slots, parent_slots, own_slots = rows
+    tokens, parents, taken, slot = arrays
     lane = tl.arange(0, BLOCK_N)
     live = lane < WIDTH
     real = chosen >= 0
@@ -470,23 +445,19 @@ def _store_next_pass(
 def _store_mask(
     mask,
     mask_row,
-    ancestors,
-    depth,
-    expanded,
+    arrays,  # ancestors, depth, expanded
     chosen,
     staged,
-    other_nodes,
-    other_depths,
+    first,  # nodes and depths of the first BLOCK_S staged rows
     MAX_DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
     STAGED_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Write which staged rows each row of the next pass sees: its ancestors and itself.
-
-    `other_nodes` and `other_depths` describe the first BLOCK_S staged rows.
-    """
+    """Write which staged rows each row of the next pass sees: its ancestors and itself."""
+    ancestors, depth, expanded = arrays
+    other_nodes, other_depths = first
     lane = tl.arange(0, BLOCK_N)
     real = chosen >= 0
     node = tl.maximum(chosen, 0)
@@ -514,12 +485,9 @@ def _store_mask(
 def _store_summary(
     summary,
     summary_row,
-    keys,
-    level,
-    chances,
+    chosen,  # of the next pass: keys, depths, chances
     forecast,
-    pass_price,
-    row_price,
+    prices,  # of a pass and of a row
     worth_a_row,
     nodes,
     mass,
@@ -528,6 +496,8 @@ def _store_summary(
     BLOCK_O: tl.constexpr,
 ):
     """Write the summary of this pass, see policies.plan.Summary."""
+    keys, level, chances = chosen
+    pass_price, row_price = prices
     goal = summary + summary_row * 6
     highest = tl.max(keys, 0)
     base = tl.where(highest == float("-inf"), 0.0, highest)
@@ -658,23 +628,10 @@ def _grow(
     names = tl.load(child_tokens + cell, mask=inside, other=0)
     place = count + cell
     fits = inside & (place < CAPACITY)
+    calibration = (slope, by_depth, by_rank)
+    parent_values = (node, parent_score, parent_key, child_depth)
     scores, keys, chances = _child_keys(
-        logqs,
-        node,
-        parent_score,
-        parent_key,
-        child_depth,
-        column,
-        slope,
-        by_depth,
-        by_rank,
-        shape,
-        shape_row,
-        floor,
-        CALIBRATED,
-        SHAPED,
-        FLOORED,
-        DECAY,
+        logqs, parent_values, column, calibration, shape, shape_row, floor, CALIBRATED, SHAPED, FLOORED, DECAY
     )
     grown = PARENTS * K
     if SELECTIVE:
@@ -687,41 +644,16 @@ def _grow(
         grown = tl.sum(stays.to(tl.int32), 0)
         place = tl.reshape(count + tl.cumsum(stays.to(tl.int32), 0) - 1, (BLOCK_W, BLOCK_K))
         fits = tl.reshape(stays, (BLOCK_W, BLOCK_K)) & (place < CAPACITY)
-    _store_children(
-        tokens,
-        parents,
-        depth,
-        rank,
-        logq,
-        score,
-        key,
-        chance,
-        taken,
-        ancestors,
-        place,
-        fits,
-        names,
-        parent,
-        child_depth,
-        column,
-        logqs,
-        scores,
-        keys,
-        chances,
-        parent_ancestors,
-        MAX_DEPTH,
-        COLUMNS,
-        BLOCK_W,
-        BLOCK_K,
-    )
+    arrays = (tokens, parents, depth, rank, logq, score, key, chance, taken, ancestors)
+    values = (names, logqs, scores, keys, chances)
+    of_parents = (parent, child_depth, parent_ancestors)
+    _store_children(arrays, values, place, fits, of_parents, MAX_DEPTH, COLUMNS, BLOCK_W, BLOCK_K)
     tl.debug_barrier()
 
     mass = 0.0
     if SELECTIVE:
         chosen, chosen_keys, mass = _choose_selected(
-            key,
-            taken,
-            depth,
+            (key, taken, depth),
             next_nodes,
             count,
             grown,
@@ -739,79 +671,26 @@ def _grow(
     else:
         if WHOLE:
             worth_a_row += tl.sum(tl.sum((fits & (tl.exp(keys) > row_price)).to(tl.int32), 1), 0)
+        children = (scores, keys, place, fits, child_depth)
+        candidates = (older, older_orders)
         chosen, chosen_keys = _choose_by_key(
-            scores,
-            keys,
-            place,
-            fits,
-            child_depth,
-            bounds,
-            older,
-            older_orders,
-            WHOLE,
-            BOUNDED,
-            MAX_DEPTH,
-            WIDTH,
-            BLOCK_W,
-            BLOCK_K,
-            BLOCK_N,
+            children, candidates, bounds, WHOLE, BOUNDED, MAX_DEPTH, WIDTH, BLOCK_W, BLOCK_K, BLOCK_N
         )
         advance = WIDTH
     nodes_now = nodes_before + tl.sum(tl.sum((fits & (keys > float("-inf"))).to(tl.float32), 1), 0)
 
     chosen_depth = tl.load(depth + tl.maximum(chosen, 0), mask=chosen >= 0, other=0).to(tl.int32)
     chosen_chance = tl.load(chance + tl.maximum(chosen, 0), mask=chosen >= 0, other=0.0)
-    _store_next_pass(
-        chosen,
-        staged,
-        length,
-        tokens,
-        parents,
-        chosen_depth,
-        taken,
-        slot,
-        next_nodes,
-        next_tokens,
-        positions,
-        slots,
-        parent_slots,
-        own_slots,
-        expanded,
-        WIDTH,
-        STAGED_ROWS,
-        BLOCK_N,
-    )
-    _store_mask(
-        mask,
-        mask_row,
-        ancestors,
-        depth,
-        expanded,
-        chosen,
-        staged,
-        staged_nodes,
-        staged_depths,
-        MAX_DEPTH,
-        WIDTH,
-        STAGED_ROWS,
-        BLOCK_N,
-        BLOCK_S,
-    )
+    rows = (next_nodes, next_tokens, positions, slots, parent_slots, own_slots)
+    for_rows = (tokens, parents, taken, slot)
+    _store_next_pass(rows, for_rows, expanded, chosen, chosen_depth, staged, length, WIDTH, STAGED_ROWS, BLOCK_N)
+    first = (staged_nodes, staged_depths)
+    for_mask = (ancestors, depth, expanded)
+    _store_mask(mask, mask_row, for_mask, chosen, staged, first, MAX_DEPTH, WIDTH, STAGED_ROWS, BLOCK_N, BLOCK_S)
+    next_rows = (chosen_keys, chosen_depth, chosen_chance)
+    costs = (pass_price, row_price)
     _store_summary(
-        summary,
-        summary_row,
-        chosen_keys,
-        chosen_depth,
-        chosen_chance,
-        forecast,
-        pass_price,
-        row_price,
-        worth_a_row,
-        nodes_now,
-        mass,
-        CALIBRATED,
-        CHILDREN,
-        BLOCK_O,
+        summary, summary_row, next_rows, forecast, costs, worth_a_row, nodes_now, mass, CALIBRATED, CHILDREN, BLOCK_O
     )
     tl.store(count_at, (count + grown).to(tl.int64))
     tl.store(staged_at, (staged + tl.where(staged + WIDTH <= STAGED_ROWS, advance, 0)).to(tl.int64))
