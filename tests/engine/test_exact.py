@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from helpers.exact import POLICIES, check_rows, check_texts
 from helpers.random_heads import random_head
@@ -32,7 +31,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def steady_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windfall.engine.gpu.llama.F", SimpleNamespace(linear=product, embedding=F.embedding))
+    monkeypatch.setattr("windfall.kernels.product.F", SimpleNamespace(linear=product))
 
 
 def model(dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -50,7 +49,7 @@ def test_rows_of_a_tree_are_those_of_plain_decoding(length: int, size: int, dtyp
     check_rows(model(dtype), length, size)
 
 
-@pytest.mark.parametrize(("policy", "length"), zip(POLICIES, (60, 250, 60, 250), strict=True))
+@pytest.mark.parametrize(("policy", "length"), list(zip(POLICIES, (60, 250, 60, 250), strict=True)))
 def test_texts_are_those_of_plain_decoding(policy: str, length: int) -> None:
     assert check_texts(model(), policy, None, (length,), 16) > 1.5
 

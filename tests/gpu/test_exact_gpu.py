@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
+from torch import Tensor
 
 from helpers.exact import POLICIES, check_rows, check_texts, engine
+from helpers.kernels import check_matmul
 from helpers.tiny import prompt, tiny
-from windfall.engine.gpu.target import EXACT_PASS_ROWS
 from windfall.kernels.backend import triton_installed
+from windfall.kernels.product import linear, norm_gate, norm_rotate
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,17 +40,56 @@ def model(request: pytest.FixtureRequest) -> Any:
     return made.cuda()
 
 
-@pytest.mark.parametrize(("inner", "outer"), [(576, 960), (576, 3072), (1536, 576), (576, 49_152), (4096, 6144)])
-def test_products_of_one_size_round_every_row_alike(inner: int, outer: int) -> None:
-    """What the matrix products must bring along: a row's place and its neighbours change nothing."""
+ROWS = (1, 2, 7, 16, 17, 32, 33, 64, 65, 96, 128, 200, 320, 512)
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer"),
+    [
+        (576, 49_152),
+        (1536, 2048),
+        (1536, 1536),
+        (8960, 1536),
+        (4096, 6144),
+        (4096, 4096),
+        (14_336, 4096),
+        (4096, 28_672),
+    ],
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_round_a_row_alike_for_any_number_of_rows(inner: int, outer: int, bias: bool) -> None:
+    check_matmul(ROWS, outer, inner, bias, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fused_products_round_a_row_alike_for_any_number_of_rows(dtype: torch.dtype) -> None:
+    """The products of a layer of the embedded model, with the norms before them."""
     torch.manual_seed(0)
-    x, weight = (torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16) for rows in (EXACT_PASS_ROWS, outer))
-    made = F.linear(x, weight)
-    for turn in (1, 7, 32, 63):
-        assert torch.equal(F.linear(x.roll(turn, 0), weight), made.roll(turn, 0))
-    alone = torch.zeros_like(x)
-    alone[0] = x[40]
-    assert torch.equal(F.linear(alone, weight)[0], made[40])
+    width, inner, d, kv_heads, rows = 576, 1536, 64, 3, max(ROWS)
+    x, residual = (torch.randn(rows, width, device="cuda").to(dtype) for _ in range(2))
+    norm = torch.rand(width, device="cuda").to(dtype) + 0.5
+    gate_up, qkv, down = (
+        (torch.randn(size, k, device="cuda") / k**0.5).to(dtype)
+        for size, k in ((2 * inner, width), (960, width), (width, inner))
+    )
+    wide = torch.randn(rows, inner, device="cuda").to(dtype)
+    cos, sin = torch.randn(2, rows, d, device="cuda").to(dtype)
+
+    def run(count: int) -> list[Tensor]:
+        own = slice(rows - count, rows)
+        keys, values = torch.zeros(2, kv_heads, rows, d, device="cuda", dtype=dtype)
+        slots = torch.arange(count, device="cuda")
+        gates, total = norm_gate(x[own], residual[own], norm, 1e-5, gate_up, True)
+        queries, _ = norm_rotate(
+            x[own], residual[own], norm, 1e-5, qkv, None, cos[own], sin[own], keys, values, slots, True
+        )
+        stored = [each[:, :count].transpose(0, 1) for each in (keys, values)]
+        return [gates, total, queries, *stored, linear(wide[own], down, None, True)]
+
+    whole = run(rows)
+    for count in ROWS:
+        for made, wanted in zip(run(count), whole, strict=True):
+            assert torch.equal(made, wanted[rows - count :]), count
 
 
 @pytest.mark.parametrize("size", [12, 64, 200])

@@ -22,7 +22,7 @@ from windfall.core.tree import DraftTree
 from windfall.core.types import Grow, SamplingParams
 from windfall.drafters.base import add_children
 from windfall.kernels import add_norm, draw, path_attention, rotate_and_store, silu_mul, top_children, tree_attention
-from windfall.kernels.attention import lineage
+from windfall.kernels.attention import lineage, lineage_reference
 from windfall.kernels.backend import on_triton
 from windfall.kernels.draw import update_noise
 from windfall.kernels.norm import add_norm_reference, rotate_and_store_reference, silu_mul_reference
@@ -115,7 +115,7 @@ def check_paths(
     tree = random_tree(n, seed=n)
     mask, depth = tree.mask().to(device), tree.depth.to(device)
     given = torch.tensor([length], device=device)
-    made = path_attention(queries, keys, values, given, length + depth + 1, lineage(mask, depth))
+    made = path_attention(queries, keys, values, given, length + depth + 1, lineage_reference(mask, depth))
     close = 2e-6 if dtype == torch.float32 else 1e-2
     wanted = tree_attention(queries.double(), keys.double(), values.double(), given, mask)
     torch.testing.assert_close(made.double(), wanted, atol=close, rtol=close)
@@ -126,6 +126,40 @@ def check_paths(
         for staged, above, beside, room in ((1, 0, 0, 0), (1, 3, 2, 256), (min(3, len(path)), 2, 1, 1024)):
             own = alone(queries[row], keys, values, text, staged, above, beside, capacity + room)
             assert torch.equal(own, made[row]), (row, staged, above, beside)
+
+
+def check_lineage(n: int, size: int, device: str = "cpu") -> None:
+    """Of a tree of n rows, padded to this size."""
+    tree = random_tree(n, seed=n)
+    mask = torch.zeros(size, size, dtype=torch.bool, device=device)
+    mask[:n, :n] = tree.mask().to(device)
+    depth = torch.zeros(size, dtype=torch.long, device=device)
+    depth[:n] = tree.depth.to(device)
+    reach, lines = lineage(mask, depth, depth + 40, torch.tensor([n], device=device))
+    assert reach.tolist() == [*(tree.depth + 41).tolist(), *[0] * (size - n)]
+    for row, path in enumerate(tree.mask()):
+        ancestors = path.nonzero()[:, 0].tolist()
+        assert lines[row, : len(ancestors)].tolist() == ancestors
+
+
+def check_matmul(rows: tuple[int, ...], outputs: int, k: int, bias: bool, device: str = "cpu") -> None:
+    """For every number of rows the product is right; on a GPU a row has the same bits in all of them."""
+    from windfall.kernels.triton.matmul import matmul
+
+    torch.manual_seed(outputs + k)
+    x = torch.randn(max(rows), k, device=device).to(HALF)
+    weight = (torch.randn(outputs, k, device=device) / k**0.5).to(HALF)
+    added = torch.randn(outputs, device=device).to(HALF) if bias else None
+    wanted = F.linear(x.double(), weight.double(), None if added is None else added.double())
+    first: Tensor | None = None
+    for count in rows:
+        start = max(rows) - count
+        made = matmul(x[start:], weight, added)
+        torch.testing.assert_close(made.double(), wanted[start:], atol=2e-2, rtol=2e-2)
+        if device == "cuda":
+            first = made if first is None else first
+            assert torch.equal(made[-1].view(torch.int16), first[-1].view(torch.int16)), count
+            assert torch.equal(made[-len(first) :], first[-count:]), count
 
 
 def alone(

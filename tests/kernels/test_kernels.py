@@ -17,6 +17,8 @@ from helpers.kernels import (
     check_draw,
     check_enter,
     check_lazy_logits,
+    check_lineage,
+    check_matmul,
     check_noise,
     check_norm,
     check_paths,
@@ -54,6 +56,20 @@ def test_under_the_interpreter() -> None:
 )
 def test_paths(n: int, heads: int, shared: int, width: int, length: int, capacity: int, dtype: torch.dtype) -> None:
     check_paths(n, heads, shared, width, length, capacity, dtype)
+
+
+@pytest.mark.parametrize(("n", "size"), [(1, 1), (7, 8), (20, 24)])
+def test_lineage(n: int, size: int) -> None:
+    check_lineage(n, size)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the kernel has no torch form")
+@pytest.mark.parametrize(
+    ("rows", "outputs", "k", "bias"),
+    [((1, 17, 40), 150, 64, True), ((3, 33), 200, 768, False), ((70,), 130, 512, True)],
+)
+def test_matmul(rows: tuple[int, ...], outputs: int, k: int, bias: bool) -> None:
+    check_matmul(rows, outputs, k, bias)
 
 
 def test_a_row_that_sees_nothing_gives_zeros() -> None:

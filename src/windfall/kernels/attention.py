@@ -156,7 +156,18 @@ def path_columns(length: Tensor, reach: Tensor, lineage: Tensor, start: int) -> 
     return torch.where(staged < 0, position, length.reshape(1) + above), position < reach[:, None]
 
 
-def lineage(mask: Tensor, depth: Tensor) -> Tensor:
+def lineage(mask: Tensor, depth: Tensor, positions: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """For `path_attention`: the reach of rows at these positions, of which the first `count` are not padding, and the
+    slot of each row's ancestor at each depth, from what a row sees (`mask` [n, S]: ancestors and itself)."""
+    if on_triton(mask):
+        from windfall.kernels.triton.path_attention import lineage as run
+
+        return run(mask, depth, positions, count)
+    rows = torch.arange(len(mask), device=mask.device)
+    return (positions + 1) * (rows < count), lineage_reference(mask, depth)
+
+
+def lineage_reference(mask: Tensor, depth: Tensor) -> Tensor:
     """Each row's ancestor (or itself) at each depth, as a staged row → [n, S] int32, 0 where there is none.
 
     `mask` [n, S] bool marks the staged rows that a row sees: its ancestors and itself. `depth` [S] long is their depth.

@@ -1,8 +1,11 @@
 """A layer's matrix products, fused with the operations around them: residual sum, norm, rotary embedding or SiLU gate.
 
 With small weights, a pass spends most of its time on launches and latency. One fused kernel then computes all of it,
-and loads its weight while the previous kernel still runs. With large weights, torch computes the product and separate
-kernels do the rest.
+and loads its weight while the previous kernel still runs. With large weights, one kernel computes the product and
+others do the rest.
+
+With `exact`, a row has the same bits in every pass, whatever the number of rows and whatever the other rows hold: no
+choice of kernel or tile changes the order of a sum. Otherwise torch multiplies large weights and many rows.
 """
 
 from __future__ import annotations
@@ -20,16 +23,33 @@ if TYPE_CHECKING:
     from windfall.kernels.triton.product import Tiling
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
+PIECE_ROWS = 64
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` of rows [n, K]. Without dependent launch, torch's own kernel is as fast and is used."""
-    tiling = tiling_for(x, weight) if supports_pdl(x.device) else None
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, exact: bool = False) -> Tensor:
+    """`F.linear` of rows [n, K]. The fused kernel is used where it can start before its predecessor has ended."""
+    tiling = tiling_for(x, weight, exact) if supports_pdl(x.device) else None
     if tiling is None:
-        return F.linear(x, weight, bias)
+        return product(x, weight, bias, exact)
     from windfall.kernels.triton.product import linear as run
 
     return run(x, weight, bias, tiling)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, exact: bool) -> Tensor:
+    """`F.linear`, with `exact` in an order that does not depend on the rows."""
+    if exact and is_half(x, weight):
+        from windfall.kernels.triton.matmul import matmul, supported
+
+        if supported(x, weight):
+            return matmul(x, weight, bias)
+    return by_pieces(x, weight, bias) if exact and x.is_cuda else F.linear(x, weight, bias)
+
+
+def by_pieces(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` of PIECE_ROWS rows at a time: with one number of rows torch rounds every row alike."""
+    pieces = torch.split(F.pad(x, (0, 0, 0, -len(x) % PIECE_ROWS)), PIECE_ROWS)
+    return torch.cat([F.linear(piece, weight, bias) for piece in pieces])[: len(x)]
 
 
 def norm_gate(
@@ -38,12 +58,13 @@ def norm_gate(
     norm: Tensor,  # [K]
     eps: float,
     weight: Tensor,  # [2m, K]: gate projection, then up projection
+    exact: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """With normed = norm(x + residual): (silu(gate(normed)) * up(normed) [n, m], x + residual)."""
-    tiling = tiling_for(x, weight)
+    tiling = tiling_for(x, weight, exact, normed=True)
     if tiling is None:
         normed, total = add_norm(x, residual, norm, eps)
-        return silu_mul(F.linear(normed, weight)), total
+        return silu_mul(product(normed, weight, None, exact)), total
     from windfall.kernels.triton.product import norm_gate as run
 
     return run(x, residual, norm, eps, weight, tiling)
@@ -61,21 +82,30 @@ def norm_rotate(
     keys: Tensor,  # [kv_heads, capacity, d], written
     values: Tensor,  # [kv_heads, capacity, d], written
     slots: Tensor,  # [n] integers
+    exact: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(`rotate_and_store` of the product of norm(x + residual) [n, heads, d], x + residual)."""
-    tiling = tiling_for(x, weight)
+    tiling = tiling_for(x, weight, exact, unit=keys.shape[2], normed=True)
     if tiling is None or keys.shape[2] % tiling.outputs:  # the outputs of a program must belong to one head
         normed, total = add_norm(x, residual, norm, eps)
-        return rotate_and_store(F.linear(normed, weight, bias), cos, sin, keys, values, slots), total
+        return rotate_and_store(product(normed, weight, bias, exact), cos, sin, keys, values, slots), total
     from windfall.kernels.triton.product import norm_rotate as run
 
     return run(x, residual, norm, eps, weight, bias, cos, sin, keys, values, slots, tiling)
 
 
-def tiling_for(x: Tensor, weight: Tensor) -> Tiling | None:
-    """The tiling of a fused kernel for these operands; None: use torch's product."""
-    if not on_triton(x) or x.dtype not in HALF_DTYPES or x.dtype != weight.dtype or not weight.is_contiguous():
+def tiling_for(
+    x: Tensor, weight: Tensor, exact: bool = False, unit: int | None = None, normed: bool = False
+) -> Tiling | None:
+    """The tiling of a fused kernel for these operands; None: use `product`."""
+    if not is_half(x, weight) or not weight.is_contiguous():
         return None
-    from windfall.kernels.triton.product import choose_tiling
+    from windfall.kernels.triton.product import choose_tiling, exact_tiling
 
-    return choose_tiling(len(x), len(weight), x.shape[1], shared_memory(x.device))
+    size, memory = (len(x), len(weight), x.shape[1]), shared_memory(x.device)
+    return exact_tiling(*size, memory, unit or len(weight), normed) if exact else choose_tiling(*size, memory)
+
+
+def is_half(x: Tensor, weight: Tensor) -> bool:
+    """Whether Triton kernels multiply these, in half precision."""
+    return on_triton(x) and x.dtype in HALF_DTYPES and x.dtype == weight.dtype

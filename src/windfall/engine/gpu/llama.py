@@ -13,7 +13,7 @@ from windfall.engine.gpu.model_guard import is_foreign_hook
 from windfall.engine.gpu.rope import CosSin, RotaryTable, cos_and_sin, has_fixed_angles
 from windfall.kernels.attention import path_attention, tree_attention
 from windfall.kernels.norm import add_norm, rotate_and_store
-from windfall.kernels.product import linear, norm_gate, norm_rotate
+from windfall.kernels.product import linear, norm_gate, norm_rotate, product
 from windfall.kernels.rows import embed
 from windfall.model.hidden_states import boundary
 
@@ -53,6 +53,7 @@ class FusedLlama:
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.d = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.eps = config.rms_norm_eps
+        self.exact = False  # whether a row is rounded alike in every pass
         self.split: int | None = None  # keys per part of attention; None: chosen by the size of the cache
         self.scale = float(body.layers[0].self_attn.scaling)
         self.shape = (len(body.layers), self.kv_heads, self.d)
@@ -75,14 +76,14 @@ class FusedLlama:
             queries, total = self._attention_inputs(layer, mlp_out, total, rotary, rows, kv[:, place])
             states[place] = total
             attended = self._attend(layer, queries, rows, kv[:, place])
-            gates, total = norm_gate(attended, total, layer.post_norm, self.eps, layer.gate_up)
-            mlp_out = linear(gates, layer.down)
+            gates, total = norm_gate(attended, total, layer.post_norm, self.eps, layer.gate_up, self.exact)
+            mlp_out = linear(gates, layer.down, None, self.exact)
         assert mlp_out is not None, "a model without layers"
         normed, total = add_norm(mlp_out, total, self.norm, self.eps)
         count = len(self.layers)
         states |= {count: total, -1: normed}
         tapped = torch.cat([states[boundary(tap, count)] for tap in taps], -1) if taps else None
-        return F.linear(normed, self.vocabulary, self.vocabulary_bias), tapped
+        return product(normed, self.vocabulary, self.vocabulary_bias, self.exact), tapped
 
     def _embed(self, rows: Pass, capacity: int) -> tuple[Tensor, CosSin]:
         """Embed the tokens; returns the residual stream [n, H], and cos and sin [n, d]."""
@@ -110,11 +111,11 @@ class FusedLlama:
         """
         x, residual = (total, None) if mlp_out is None else (mlp_out, total)
         if layer.q_norm is None or layer.k_norm is None:
-            return norm_rotate(
-                x, residual, layer.norm, self.eps, layer.qkv, layer.qkv_bias, *rotary, kv[0], kv[1], rows.slots
-            )
+            weights = (layer.norm, self.eps, layer.qkv, layer.qkv_bias)
+            return norm_rotate(x, residual, *weights, *rotary, kv[0], kv[1], rows.slots, self.exact)
         normed, total = add_norm(x, residual, layer.norm, self.eps)
-        split = F.linear(normed, layer.qkv, layer.qkv_bias).view(len(normed), -1, self.d)  # [n, heads + 2 kv_heads, d]
+        split = product(normed, layer.qkv, layer.qkv_bias, self.exact)
+        split = split.view(len(normed), -1, self.d)  # [n, heads + 2 kv_heads, d]
         q, k, v = split[:, : self.heads], split[:, self.heads : -self.kv_heads], split[:, -self.kv_heads :]
         q, k = (
             add_norm(part.reshape(-1, self.d), None, norm, self.eps)[0].view_as(part)
@@ -129,7 +130,7 @@ class FusedLlama:
             out = tree_attention(queries, kv[0], kv[1], rows.length, rows.mask, self.scale, split=self.split)
         else:
             out = path_attention(queries, kv[0], kv[1], rows.length, *rows.paths, self.scale)
-        return linear(out.flatten(1), layer.o, layer.o_bias)
+        return linear(out.flatten(1), layer.o, layer.o_bias, self.exact)
 
 
 def _layer(layer: Any) -> Layer:

@@ -27,7 +27,7 @@ from windfall.kernels.rows import positions_and_slots
 VERIFY_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320)  # rows of captured verify passes
 MAX_VERIFY_ROWS = VERIFY_SIZES[-1]
 PREFILL_CHUNK_TOKENS = 128
-EXACT_PASS_ROWS = 64  # rows of every pass in exact mode; larger trees take several passes
+FILTERED_ROWS = 64  # rows whose logits are filtered at a time in exact mode: torch's sums depend on their number
 INITIAL_CAPACITY_ROWS = 2048 - MAX_VERIFY_ROWS  # of the KV cache, in addition to the rows of a pass
 CAPACITY_STEP_ROWS = 1024
 COLUMN_STEP = 256  # of the bound on KV columns, for forwards that need a bound
@@ -201,35 +201,16 @@ class GpuTarget:
     def score(self, size: int, columns: int) -> Scored:
         """Run the rows through the model; their keys and values are staged after the committed ones."""
         given = self._rows(size)
-        parts = self._exact_passes(given) if self.exact else [given]
-        found = [self.forward(part, self.kv, self.taps, columns) for part in parts]
-        states = _concatenated([states for _, states in found if states is not None])[:size] if self.taps else None
-        return Scored(_concatenated([logits for logits, _ in found]), states, given.positions[:size])
+        logits, states = self.forward(given, self.kv, self.taps, columns)
+        return Scored(logits, states, given.positions)
 
     def _rows(self, size: int) -> Pass:
-        """The rows on the device; in exact mode, padded to a multiple of the pass size."""
-        rows, more = self.rows.device, self.padding(size)
+        """The rows on the device."""
+        rows = self.rows.device
         tokens, depth, mask = rows["tokens"][:size], rows["depth"][:size], rows["mask"][:size, :size]
-        if more:
-            tokens, depth, mask = pad(tokens, (0, more)), pad(depth, (0, more)), pad(mask, (0, more, 0, more))
         positions, slots = positions_and_slots(self.length, depth)
         given = Pass(tokens, positions, slots, mask, self.length)
-        if not self.exact:
-            return given
-        reach = (positions + 1) * (self._places[: size + more] < rows["count"])
-        return given._replace(paths=Paths(reach, lineage(mask, depth)))
-
-    def _exact_passes(self, rows: Pass) -> Iterator[Pass]:
-        """Split rows into passes of `EXACT_PASS_ROWS`. Parents come before their children, which read their keys."""
-        assert rows.paths is not None
-        for start in range(0, len(rows.tokens), EXACT_PASS_ROWS):
-            own = slice(start, start + EXACT_PASS_ROWS)
-            tokens, positions, slots, mask = (x[own] for x in (rows.tokens, rows.positions, rows.slots, rows.mask))
-            yield Pass(tokens, positions, slots, mask, rows.length, Paths(*(x[own] for x in rows.paths)))
-
-    def padding(self, size: int) -> int:
-        """The number of padding rows that exact mode adds to this number of rows."""
-        return -size % EXACT_PASS_ROWS if self.exact else 0
+        return given._replace(paths=Paths(*lineage(mask, depth, positions, rows["count"]))) if self.exact else given
 
     def noise_buffer(self, positions: int) -> Tensor:
         """The fixed buffer for the noise of this number of positions, [positions, V]."""
@@ -245,10 +226,16 @@ class GpuTarget:
         """The target's token after each row, [n]; with `noise` if it is in a buffer, else it is computed."""
         logits, temperature, size = scored.logits, self.sampling.temperature, len(scored.positions)
         if not params.greedy and params.filters:
-            parts = torch.split(logits, EXACT_PASS_ROWS if self.exact else size)  # exact mode needs one size here too
-            logits = _concatenated([process(part, None, 0, params) for part in parts])
+            logits = self._filtered(logits, params)
             temperature = torch.ones_like(temperature)
         return draw(logits[:size], scored.positions, self.sampling.seed, temperature, params.greedy, 1, noise)
+
+    def _filtered(self, logits: Tensor, params: SamplingParams) -> Tensor:
+        """The logits with temperature and filters applied."""
+        if not self.exact:
+            return process(logits, None, 0, params)
+        padded = pad(logits, (0, 0, 0, -len(logits) % FILTERED_ROWS))
+        return torch.cat([process(part, None, 0, params) for part in torch.split(padded, FILTERED_ROWS)])
 
     def commit_host_path(self, verdict: PackedBuffer, deepest: int) -> None:
         """Commit a path that the host chose."""
@@ -286,14 +273,10 @@ def fastest_forward(model: Any, compiled: bool = False) -> Forward:
 
 
 def exact_forward(model: Any) -> FusedLlama:
-    """A forward whose rounding of a row does not depend on the other rows, if all passes have the same size."""
+    """A forward that rounds a row alike in every pass."""
     try:
         forward = FusedLlama(model)
     except Unsupported as reason:
         raise InputError(f"exact passes are for models with Llama's architecture: {reason}") from None
-    forward.split = PART
+    forward.exact, forward.split = True, PART
     return forward
-
-
-def _concatenated(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -225,3 +225,29 @@ def attend(
         num_stages=shape.stages,
         enable_fp_fusion=False,
     )
+
+
+@triton.jit
+def _lineage(mask, depth, positions, count, reach, lines, staged, mask_row, BLOCK: tl.constexpr):
+    """Program (row)."""
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < staged
+    seen = tl.load(mask + row * mask_row + column, mask=inside, other=0) != 0
+    level = tl.load(depth + column, mask=inside, other=0)
+    tl.store(lines + row * staged + level, column, mask=inside & seen)
+    own = tl.load(positions + row) + 1
+    tl.store(reach + row, tl.where(row < tl.load(count), own, 0))
+
+
+def lineage(mask: Tensor, depth: Tensor, positions: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """`kernels.attention.lineage`; depths at which a row has no ancestor are not written."""
+    rows, staged = mask.shape
+    assert mask.stride(1) == 1 and depth.is_contiguous() and positions.is_contiguous()
+    reach = torch.empty_like(positions)
+    lines = torch.empty(rows, staged, dtype=torch.int32, device=mask.device)
+    block = power_of_two(staged)
+    _lineage[(rows,)](
+        mask.view(torch.uint8), depth, positions, count, reach, lines, staged, mask.stride(0), BLOCK=block, num_warps=1
+    )
+    return reach, lines

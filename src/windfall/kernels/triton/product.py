@@ -32,6 +32,37 @@ class Tiling(NamedTuple):
     warps: int
 
 
+def exact_tiling(rows: int, columns: int, k: int, memory: int, unit: int, normed: bool) -> Tiling | None:
+    """A tiling with which a row has the same bits for any number of rows; the outputs of a program divide `unit`.
+
+    Whether there is one depends on the weight alone. Norms are computed by four warps: the order in which their squares
+    are summed depends on the number of warps, unlike that of the products.
+    """
+    first, rest = _pieces(k)
+    warps = 4 if normed else 8
+    elements = warps * 32 * MAX_HELD
+    fitting = [
+        outputs
+        for outputs in OUTPUTS
+        if unit % outputs == 0 and _fits(first + rest, outputs, elements, memory) and columns % outputs == 0
+    ]
+    if k < 16 or not fitting or columns // fitting[-1] > MAX_PROGRAMS:
+        return None
+    blocks = -(-rows // ROWS)
+    outputs = next((each for each in fitting if columns // each * blocks <= MAX_PROGRAMS), fitting[-1])
+    narrow = (first + rest) * outputs <= 4 * 32 * MAX_HELD
+    return Tiling(first, rest, outputs, 4 if normed or narrow else 8)
+
+
+def _pieces(k: int) -> tuple[int, int]:
+    first = 1 << (k.bit_length() - 1)
+    return first, max(power_of_two(k - first), 16) if k > first else 0
+
+
+def _fits(k: int, outputs: int, elements: int, memory: int) -> bool:
+    return k * outputs <= elements and 2 * k * (outputs + ROWS) <= memory  # two bytes per element
+
+
 def choose_tiling(rows: int, columns: int, k: int, memory: int) -> Tiling | None:
     """The tiling of a product [rows, k] x [k, columns], with `memory` bytes of shared memory per program.
 
@@ -43,14 +74,9 @@ def choose_tiling(rows: int, columns: int, k: int, memory: int) -> Tiling | None
     fitting = [outputs for outputs in OUTPUTS if columns % outputs == 0 and columns // outputs * blocks <= MAX_PROGRAMS]
     if not fitting:
         return None
-    first = 1 << (k.bit_length() - 1)
-    rest = max(power_of_two(k - first), 16) if k > first else 0
-    outputs = fitting[0]
-    elements = (first + rest) * outputs
-    warps = 4 if elements <= 4 * 32 * MAX_HELD else 8
-    if elements > warps * 32 * MAX_HELD or 2 * (first + rest) * (outputs + ROWS) > memory:  # two bytes per element
-        return None
-    return Tiling(first, rest, outputs, warps)
+    (first, rest), outputs = _pieces(k), fitting[0]
+    warps = 4 if (first + rest) * outputs <= 4 * 32 * MAX_HELD else 8
+    return Tiling(first, rest, outputs, warps) if _fits(first + rest, outputs, warps * 32 * MAX_HELD, memory) else None
 
 
 @triton.jit

@@ -1,0 +1,200 @@
+"""Matrix products whose rounding depends on the weight's shape and on nothing else.
+
+Every output is a sum over K in one order. K is cut into segments, whose number depends on the weight alone. Matrix
+instructions add the products of a segment, sixteen at a time in ascending order; then the segments are added in
+ascending order. Neither the number of rows nor the tile plays a part in this, so a row has the same bits in every pass.
+(On NVIDIA GPUs the instructions for 16 rows and for 64 rows round alike; tests/gpu checks it.)
+
+The outputs are the first operand and the rows the second: a tile of 64 or 128 outputs needs only 16 rows beside it. Few
+rows leave segments to different programs, and the last of them to finish adds their sums.
+"""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from windfall.kernels.backend import supports_pdl
+
+STEP = 64  # elements of K; K must be a multiple
+MIN_SEGMENT = 256  # elements of K
+MAX_SEGMENTS = 8
+ENOUGH_TILES = 128  # of 128 outputs each: about one for each multiprocessor
+MAX_SPLIT_ROWS = 64  # with more rows, one program takes all segments of its tile
+MAX_COUNTERS = 4096  # tiles whose segments are added at the end
+
+
+class Tile(NamedTuple):
+    """Outputs and rows of a program, elements of K that it loads at a time, and how it runs."""
+
+    outputs: int
+    rows: int
+    step: int
+    stages: int
+    warps: int
+    descriptors: bool  # load with tensor descriptors (TMA)
+
+
+@triton.jit
+def _tile_sum(
+    x, weight, rows, outs, n, outputs, k_size, x_row, start, end, row_at, out_at,
+    BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_O, BLOCK_N] fp32: the products of elements [start, end) of K, added in ascending order."""
+    sums = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
+    if TMA:
+        for k in tl.range(start, end, STEP, num_stages=STAGES):
+            sums = tl.dot(weight.load([out_at, k]), x.load([row_at, k]).T, sums)
+    else:
+        lane = tl.arange(0, STEP)
+        x_at = x + rows[None, :].to(tl.int64) * x_row + lane[:, None]
+        weight_at = weight + tl.minimum(outs, outputs - 1)[:, None].to(tl.int64) * k_size + lane[None, :]
+        live = (rows < n)[None, :]
+        for k in tl.range(start, end, STEP, num_stages=STAGES):
+            sums = tl.dot(tl.load(weight_at + k), tl.load(x_at + k, mask=live, other=0.0), sums)
+    return sums
+
+
+@triton.jit
+def _store(out, bias, sums, outs, place, shown, outputs, BIAS: tl.constexpr):
+    if BIAS:
+        sums += tl.load(bias + outs, mask=outs < outputs, other=0.0).to(tl.float32)[:, None]
+    tl.store(out + place, sums.to(out.dtype.element_ty), mask=shown)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _matmul(
+    x, weight, bias, out, partials, counters, n, outputs, k_size, segment, x_row,
+    SEGMENTS: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr,
+    STEP: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of outputs, tile of rows, segment if SPLIT)."""
+    out_at = tl.program_id(0) * BLOCK_O
+    row_at = tl.program_id(1) * BLOCK_N
+    outs = out_at + tl.arange(0, BLOCK_O)
+    rows = row_at + tl.arange(0, BLOCK_N)
+    place = rows[None, :].to(tl.int64) * outputs + outs[:, None]
+    shown = (rows < n)[None, :] & (outs < outputs)[:, None]
+    if SPLIT:
+        own = tl.program_id(2)
+        sums = _tile_sum(
+            x, weight, rows, outs, n, outputs, k_size, x_row, own * segment, tl.minimum((own + 1) * segment, k_size),
+            row_at, out_at, BLOCK_O, BLOCK_N, STEP, STAGES, TMA,
+        )  # fmt: skip
+        stride = n.to(tl.int64) * outputs
+        tl.store(partials + own * stride + place, sums, mask=shown)
+        counter = counters + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        tl.debug_barrier()  # all threads have stored their sums before the counter is raised
+        before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        tl.debug_barrier()
+        if before == SEGMENTS - 1:
+            parts = ()
+            for each in tl.static_range(SEGMENTS):  # all loads are issued before the first sum
+                parts += (tl.load(partials + each * stride + place, mask=shown, other=0.0, cache_modifier=".cg"),)
+            total = parts[0]
+            for each in tl.static_range(1, SEGMENTS):
+                total += parts[each]
+            _store(out, bias, total, outs, place, shown, outputs, BIAS)
+            tl.store(counter, 0)  # for the next launch
+    else:
+        total = _tile_sum(
+            x, weight, rows, outs, n, outputs, k_size, x_row, 0, tl.minimum(segment, k_size),
+            row_at, out_at, BLOCK_O, BLOCK_N, STEP, STAGES, TMA,
+        )  # fmt: skip
+        for each in tl.range(1, SEGMENTS):
+            total += _tile_sum(
+                x, weight, rows, outs, n, outputs, k_size, x_row, each * segment,
+                tl.minimum((each + 1) * segment, k_size), row_at, out_at, BLOCK_O, BLOCK_N, STEP, STAGES, TMA,
+            )  # fmt: skip
+        _store(out, bias, total, outs, place, shown, outputs, BIAS)
+
+
+def segments_of(outputs: int, k: int) -> tuple[int, int]:
+    """The number of segments of K for this weight, and the elements of each but the last."""
+    tiles = -(-outputs // 128)
+    wanted = min(-(-ENOUGH_TILES // tiles), max(k // MIN_SEGMENT, 1), MAX_SEGMENTS)
+    if wanted == 1:
+        return 1, k
+    size = -(-k // (wanted * MIN_SEGMENT)) * MIN_SEGMENT
+    return -(-k // size), size
+
+
+def choose_tile(rows: int, k: int, segments: int, descriptors: bool) -> Tile:
+    """The tile for this number of rows; it changes the speed and no bit."""
+    long = 2 * STEP if k % (2 * STEP) == 0 else STEP
+    if rows <= 16:
+        return Tile(64, 16, long, 4, 4, False) if long > STEP else Tile(128, 16, STEP, 4, 4, False)
+    if rows <= 32:
+        return Tile(64, 32, long, 4, 4, descriptors)
+    if rows <= MAX_SPLIT_ROWS:
+        return Tile(64, 64, STEP, 4, 4, descriptors) if segments == 1 else Tile(128, 64, STEP, 4, 4, descriptors)
+    return Tile(128, 128, STEP, 4, 8, True) if descriptors else Tile(64, 64, STEP, 4, 4, False)
+
+
+def supported(x: Tensor, weight: Tensor) -> bool:
+    """Whether this kernel multiplies these operands."""
+    return x.shape[1] % STEP == 0 and weight.is_contiguous() and x.stride(1) == 1
+
+
+_counters: dict[torch.device, Tensor] = {}
+
+
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [n, K] times weight [O, K] transposed, plus bias [O] → [n, O]."""
+    (rows, k), outputs = x.shape, len(weight)
+    segments, size = segments_of(outputs, k)
+    aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
+    tile = choose_tile(rows, k, segments, supports_pdl(x.device) and aligned)
+    grid = (-(-outputs // tile.outputs), -(-rows // tile.rows), 1)
+    out = x.new_empty(rows, outputs)
+    few = segments > 1 and rows <= MAX_SPLIT_ROWS and grid[0] * grid[1] <= MAX_COUNTERS
+    counters = _zeros(x.device) if few else None
+    split = counters is not None
+    partials = torch.empty((segments, rows, outputs), device=x.device) if split else out
+    given: tuple[Any, Any] = (x, weight)
+    if tile.descriptors:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        given = (
+            TensorDescriptor.from_tensor(x, [tile.rows, tile.step]),
+            TensorDescriptor.from_tensor(weight, [tile.outputs, tile.step]),
+        )
+    _matmul[(grid[0], grid[1], segments if split else 1)](
+        *given,
+        weight if bias is None else bias,
+        out,
+        partials,
+        counters if split else out,
+        rows,
+        outputs,
+        k,
+        size,
+        x.stride(0),
+        SEGMENTS=segments,
+        SPLIT=split,
+        BIAS=bias is not None,
+        BLOCK_O=tile.outputs,
+        BLOCK_N=tile.rows,
+        STEP=tile.step,
+        STAGES=tile.stages,
+        TMA=tile.descriptors,
+        num_warps=tile.warps,
+    )
+    return out
+
+
+def _zeros(device: torch.device) -> Tensor | None:
+    """Counters that every launch leaves at zero, for the one stream that multiplies on this device.
+
+    None if they do not exist yet while a graph is captured: they would be filled only when it is replayed.
+    """
+    if device not in _counters:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return None
+        _counters[device] = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+    return _counters[device]
