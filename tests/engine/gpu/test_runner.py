@@ -86,7 +86,7 @@ def test_policies_that_learn_write_the_same_text(family: str, kind: str, policy:
 @pytest.mark.parametrize("least", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["eagle3", "lm"])
 def test_auto_follows_the_plain_rule(kind: str, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    # nothing is learnt, so that the device cannot draw_offset behind
+    # nothing is learnt, so that the device cannot lag
     for name in ("observe", "update_forecast", "update_speedup", "record_draft_passes"):
         monkeypatch.setattr(Calibrator, name, lambda self, *given: None)
     monkeypatch.setattr(Calibrator, "min_draft_passes", least)

@@ -32,7 +32,8 @@ class GTStatic(StaticTreePolicy):
     uses_costs: ClassVar[bool] = True
 
     acceptance: str = option(
-        EXAMPLE, "how often the child of each rank is right, or a row a depth like [[0.6,0.2],[0.5]]; measure it"
+        EXAMPLE,
+        "probability that the child of each rank is correct, or a row for each depth: [[0.6,0.2],[0.5]]; measure it",
     )
     c: float | None = option(None, "a draft pass over a plain step; none: as measured on this machine", low=0)
     eps: float = option(0.0, "slack: how much less than c a node may bring", low=0)

@@ -1,0 +1,88 @@
+"""Texts of exact and of fast passes against plain decoding in half precision, and what exactness costs.
+
+python benchmarks/exact.py TASK… [--limit 40] [--policies auto,beam,…] [--tokens 128] [--json FILE]
+
+Both engines run in turn over the same prompts, after a warm-up. The exit code is 1 if a text of exact passes differs
+from plain decoding's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from provenance import publish
+
+import windfall
+from windfall import registry
+from windfall.bench.tasks import load_tasks
+from windfall.render import console
+
+POLICIES = "auto,beam,salf,talon,ltd"
+TEMPERATURES = (0.0, 1.0)
+MODES = {"fast": False, "exact": True}
+WARM_UP = 3  # prompts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tasks", nargs="+", help="JSONL files with prompts, or builtin")
+    for name in ("target", "drafter", "device", "json"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--policies", default=POLICIES)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--limit", type=int, default=40, help="prompts of each task")
+    parser.add_argument("--tokens", type=int, default=128)
+    options = parser.parse_args()
+    prompts = [prompt.turns[0] for prompt in load_tasks(options.tasks, options.limit)]
+    given: dict[str, Any] = {"device": options.device, "dtype": options.dtype}
+    engines = {
+        mode: windfall.load(options.target, options.drafter, exact=exact, **given) for mode, exact in MODES.items()
+    }
+    policies = ["none", *options.policies.split(",")]
+    jobs = [(t, policy, mode) for t in TEMPERATURES for policy in policies for mode in MODES]
+    texts: dict[tuple[Any, ...], list[list[int]]] = {}
+    rates: dict[tuple[Any, ...], float] = {}
+    with console.progress("Generating…") as progress:
+        for place, job in enumerate(jobs):
+            temperature, policy, mode = job
+            engine = engines[mode]
+            engine.policy = registry.policy(policy)
+            run(engine, prompts[:WARM_UP], temperature, options.tokens)
+            texts[job], rates[job] = run(engine, prompts, temperature, options.tokens)
+            progress((place + 1) / len(jobs))
+    rows = [
+        {
+            "temperature": temperature,
+            "policy": policy,
+            "mode": mode,
+            "tokens_per_second": rates[temperature, policy, mode],
+            "of_fast": rates[temperature, policy, mode] / rates[temperature, policy, "fast"],
+            "texts": len(prompts),
+            "different": sum(map(list.__ne__, texts[temperature, policy, mode], texts[temperature, "none", mode])),
+        }
+        for temperature, policy, mode in jobs
+    ]
+    tasks = [Path(task).name for task in options.tasks]
+    device = str(engines["exact"].target.device)
+    publish(
+        {"rows": rows, "tasks": tasks, "dtype": options.dtype, "tokens": options.tokens, "device": device}, options.json
+    )
+    sys.exit(any(row["different"] for row in rows if row["mode"] == "exact"))
+
+
+def run(engine: windfall.Engine, prompts: list[str], temperature: float, tokens: int) -> tuple[list[list[int]], float]:
+    """The texts of these prompts, each with its own seed, and tokens per second, prefill included."""
+    texts, seconds = [], 0.0
+    for seed, prompt in enumerate(prompts):
+        start = time.perf_counter()
+        texts.append(engine.generate(prompt, max_new_tokens=tokens, temperature=temperature, seed=seed).token_ids)
+        seconds += time.perf_counter() - start
+    return texts, sum(map(len, texts)) / seconds
+
+
+if __name__ == "__main__":
+    main()
