@@ -128,6 +128,41 @@ def check_paths(
             assert torch.equal(own, made[row]), (row, staged, above, beside)
 
 
+def check_path_options(
+    length: int,
+    capacity: int,
+    window: int | None,
+    cap: float | None,
+    sinks: bool,
+    dtype: torch.dtype,
+    device: str = "cpu",
+) -> None:
+    """Windows, caps and sinks, against attention over each row's own text."""
+    torch.manual_seed(length)
+    n, heads, shared, width = 9, 6, 2, 16
+    queries = torch.randn(n, heads, width, device=device).to(dtype)
+    keys, values = make_cache(shared, capacity, width, length + n, dtype, device)
+    extra = torch.randn(heads, device=device).to(dtype) if sinks else None
+    tree = random_tree(n, seed=n)
+    mask, depth = tree.mask().to(device), tree.depth.to(device)
+    lines = lineage_reference(mask, depth)
+    given = torch.tensor([length], device=device)
+    how: dict[str, Any] = {"scale": 0.3, "window": window, "cap": cap, "sinks": extra}
+    made = path_attention(queries, keys, values, given, length + depth + 1, lines, **how)
+    close = 1e-5 if dtype == torch.float32 else 1e-2
+    for row in range(n):
+        path = tree.mask()[row].nonzero()[:, 0].to(device)
+        text = torch.cat([torch.arange(length, device=device), length + path])[-(window or capacity) :]
+        k, v = (x[:, text].double().repeat_interleave(heads // shared, 0) for x in (keys, values))
+        scores = (queries[row].double()[:, None] * k).sum(-1) * 0.3
+        scores = scores if cap is None else cap * (scores / cap).tanh()
+        if extra is not None:
+            scores = torch.cat([scores, extra.double()[:, None]], 1)
+        shares = scores.softmax(-1)[:, : len(text)]
+        wanted = (shares[..., None] * v).sum(1)
+        torch.testing.assert_close(made[row].double(), wanted, atol=close, rtol=close)
+
+
 def check_lineage(n: int, size: int, device: str = "cpu") -> None:
     """Of a tree of n rows, padded to this size."""
     tree = random_tree(n, seed=n)

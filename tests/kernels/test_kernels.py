@@ -21,6 +21,7 @@ from helpers.kernels import (
     check_matmul,
     check_noise,
     check_norm,
+    check_path_options,
     check_paths,
     check_rotation,
     check_top,
@@ -56,6 +57,17 @@ def test_under_the_interpreter() -> None:
 )
 def test_paths(n: int, heads: int, shared: int, width: int, length: int, capacity: int, dtype: torch.dtype) -> None:
     check_paths(n, heads, shared, width, length, capacity, dtype)
+
+
+@both
+@pytest.mark.parametrize(
+    ("length", "window", "cap", "sinks"),
+    [(5, 3, None, False), (140, 40, 2.0, True), (300, 128, None, True), (300, None, 5.0, False), (0, 2, None, True)],
+)
+def test_windows_caps_and_sinks(
+    length: int, window: int | None, cap: float | None, sinks: bool, dtype: torch.dtype
+) -> None:
+    check_path_options(length, 340, window, cap, sinks, dtype)
 
 
 @pytest.mark.parametrize(("n", "size"), [(1, 1), (7, 8), (20, 24)])

@@ -100,6 +100,9 @@ def path_attention(
     reach: Tensor,  # [n] integers: number of keys each row sees, its own included; 0 gives zeros
     lineage: Tensor,  # [n, S] integers: slot, counted from `length`, of each row's ancestor at each depth
     scale: float | None = None,
+    window: int | None = None,  # keys that a row sees at most, its own included
+    cap: float | None = None,  # scores become cap * tanh(score / cap)
+    sinks: Tensor | None = None,  # [heads]: the score of a further key of each head, which has no value
 ) -> Tensor:
     """`tree_attention` for rows that see all committed rows, their ancestors and themselves → [n, heads, d].
 
@@ -113,13 +116,22 @@ def path_attention(
         from windfall.kernels.triton.path_attention import attend
 
         out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-        attend(queries, keys, values, length, reach, lineage, scale, out, PART)
+        attend(queries, keys, values, length, reach, lineage, scale, out, window, cap, sinks)
         return out
-    return path_reference(queries, keys, values, length, reach, lineage, scale)
+    return path_reference(queries, keys, values, length, reach, lineage, scale, window, cap, sinks)
 
 
 def path_reference(
-    queries: Tensor, keys: Tensor, values: Tensor, length: Tensor, reach: Tensor, lineage: Tensor, scale: float
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    length: Tensor,
+    reach: Tensor,
+    lineage: Tensor,
+    scale: float,
+    window: int | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`path_attention` with torch, part by part. The order of each sum does not depend on any shape.
 
@@ -133,27 +145,38 @@ def path_reference(
     top = torch.full(rows.shape[:3], -torch.inf, dtype=wide, device=rows.device)
     total, sums = torch.zeros_like(top), torch.zeros_like(rows[:, :, :, 0])
     for start in range(0, end, PART):
-        column, seen = path_columns(length, reach, lineage, start)  # [n, PART]
+        column, seen = path_columns(length, reach, lineage, start, window)  # [n, PART]
         column = column.clamp(max=keys.shape[1] - 1)
         unseen = ~seen[:, None, :, None]  # may hold any value, even NaN
         k, v = (x[:, column].transpose(0, 1).to(wide).masked_fill(unseen, 0)[:, :, None] for x in (keys, values))
-        scores = ((rows * k).sum(-1) * scale).masked_fill(~seen[:, None, None], -torch.inf)
+        scores = (rows * k).sum(-1) * scale
+        scores = scores if cap is None else cap * (scores / cap).tanh()
+        scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
         higher = torch.maximum(top, scores.amax(-1))
         base = higher.masked_fill(higher == -torch.inf, 0)
         weights, shrink = (scores - base[..., None]).exp(), (top - base).exp()
         total = total * shrink + weights.sum(-1)
         sums = sums * shrink[..., None] + (weights[..., None] * v).sum(-2)
         top = higher
+    if sinks is not None:
+        sink = sinks.to(wide).view(1, shared, -1).expand_as(top)
+        higher = torch.maximum(top, sink)
+        total, sums = total * (top - higher).exp() + (sink - higher).exp(), sums * (top - higher).exp()[..., None]
     total = total.masked_fill(total == 0, 1)
     return (sums / total[..., None]).to(queries.dtype).reshape(n, -1, queries.shape[2])
 
 
-def path_columns(length: Tensor, reach: Tensor, lineage: Tensor, start: int) -> tuple[Tensor, Tensor]:
+def path_columns(
+    length: Tensor, reach: Tensor, lineage: Tensor, start: int, window: int | None
+) -> tuple[Tensor, Tensor]:
     """Slots of each row's keys at positions start, start + 1, ..., and whether the row sees them; both [n, PART]."""
     position = start + torch.arange(PART, device=lineage.device).expand(len(lineage), -1)
     staged = position - length.reshape(1)
     above = lineage.gather(1, staged.clamp(0, lineage.shape[1] - 1))
-    return torch.where(staged < 0, position, length.reshape(1) + above), position < reach[:, None]
+    seen = position < reach[:, None]
+    if window is not None:
+        seen &= position >= reach[:, None] - window
+    return torch.where(staged < 0, position, length.reshape(1) + above), seen
 
 
 def lineage(mask: Tensor, depth: Tensor, positions: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:

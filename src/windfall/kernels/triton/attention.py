@@ -35,9 +35,23 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def _softmax_step(q, k, v, seen, scale, top, total, sums, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """Add one block of keys to the online softmax; top, total [M] and sums [M, D] are fp32."""
+def _tanh(x):
+    """Of fp32, without overflow."""
+    return 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)  # 2 / ln 2
+
+
+@triton.jit
+def _softmax_step(
+    q, k, v, seen, scale, top, total, sums, MASKED: tl.constexpr, PRECISION: tl.constexpr, inner=0.0,
+    CAPPED: tl.constexpr = False,
+):  # fmt: skip
+    """Add one block of keys to the online softmax; top, total [M] and sums [M, D] are fp32.
+
+    CAPPED: scores become tanh(inner * score), before they are multiplied by `scale`.
+    """
     scores = tl.dot(q, k, input_precision=PRECISION)
+    if CAPPED:
+        scores = _tanh(scores * inner)
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, 1) * scale)

@@ -1,7 +1,7 @@
 """Attention of rows along their paths: a row's result depends only on the keys of its path, to the bit.
 
-A program computes one row and processes its keys in the order of their positions, in blocks and parts that start at
-multiples of their sizes. Therefore no sum depends on other rows, on the slots of the row's ancestors, or on the
+A program computes one row and processes its keys in the order of their positions, in blocks and parts whose limits
+depend on positions alone. Therefore no sum depends on other rows, on the slots of the row's ancestors, or on the
 capacity. Loop bounds depend only on the row's position. Multiply-adds are fused only where the code says so, since two
 compilations could otherwise fuse them differently.
 """
@@ -24,6 +24,35 @@ from windfall.kernels.triton.attention import (
 )
 
 UNROLL = 4  # parts loaded per iteration when parts are combined
+NEAR_PART, FAR_PART = tl.constexpr(128), tl.constexpr(512)  # keys of a part: few, for many programs, ...
+NEAR_PARTS = tl.constexpr(16)  # ... but more after this many parts, for few parts to combine
+
+
+@triton.jit
+def _part_start(part):
+    """The first position of a part."""
+    near = NEAR_PARTS * NEAR_PART
+    return tl.where(part < NEAR_PARTS, part * NEAR_PART, near + (part - NEAR_PARTS) * FAR_PART)
+
+
+@triton.jit
+def _part_of(position):
+    """The part that this position belongs to."""
+    near = NEAR_PARTS * NEAR_PART
+    return tl.where(position < near, position // NEAR_PART, NEAR_PARTS + (position - near) // FAR_PART)
+
+
+@triton.jit
+def _add_sink(sinks, query, live, top, total, sums, SINKS: tl.constexpr):
+    """A key without a value, whose score is that of the query's head."""
+    if SINKS:
+        sink = tl.load(sinks + query, mask=live, other=float("-inf")).to(tl.float32) * 1.4426950408889634
+        higher = tl.maximum(top, sink)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        kept = tl.exp2(top - base)
+        total = total * kept + tl.exp2(sink - base)
+        sums = sums * kept[:, None]
+    return total, sums
 
 
 @triton.jit
@@ -65,10 +94,10 @@ def _merge_parts(
             whole = whole * kept + weights[ahead] * share
             sums = sums * kept[:, None] + parts[ahead] * share[:, None]
             top = higher
-    return whole, sums
+    return top, whole, sums
 
 
-@triton.jit(do_not_specialize=["nodes", "lineage_row"])
+@triton.jit(do_not_specialize=["nodes", "lineage_row", "window"])
 def _attend_paths(
     queries,
     keys,
@@ -81,7 +110,10 @@ def _attend_paths(
     totals,
     partials,
     counters,
+    sinks,
     scale,
+    inner,
+    window,
     nodes,
     query_row,
     query_head,
@@ -94,12 +126,13 @@ def _attend_paths(
     out_head,
     GROUP: tl.constexpr,
     D: tl.constexpr,
-    PART: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     UNROLL: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """Program (row, key head, part), for the GROUP queries of the head.
 
@@ -110,10 +143,12 @@ def _attend_paths(
     split = tl.program_id(2)
     length = tl.load(length_at).to(tl.int32)
     reach = tl.load(reach_at + node).to(tl.int32)
-    first = split * PART
-    if (first >= reach) & (split > 0):  # the first part of a row without keys stores zeros
+    oldest = tl.maximum(reach - window, 0)  # the first position that the row sees
+    oldest_part = _part_of(oldest)
+    first = tl.maximum(_part_start(split), oldest // BLOCK_N * BLOCK_N)
+    last = tl.minimum(_part_start(split + 1), reach)
+    if (split < oldest_part) | ((first >= reach) & (split > 0)):  # the first part of a row without keys stores zeros
         return
-    last = tl.minimum(first + PART, reach)
 
     member = tl.arange(0, BLOCK_M)
     query = head * GROUP + member
@@ -132,17 +167,21 @@ def _attend_paths(
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in tl.range(first, last, BLOCK_N):
         position = start + tl.arange(0, BLOCK_N)
-        used = position < last
+        used = (position < last) & (position >= oldest)
         staged = tl.load(lineage + position - length, mask=used & (position >= length), other=0)
         column = tl.where(position < length, position, length + staged)
         k = tl.load(keys + column[None, :] * key_row + dims[:, None], mask=within[:, None] & used[None, :], other=0.0)
         v = tl.load(
             values + column[:, None] * value_row + dims[None, :], mask=used[:, None] & within[None, :], other=0.0
         )
-        top, total, sums = _softmax_step(q, k, v, used[None, :], scale, top, total, sums, True, PRECISION)
+        top, total, sums = _softmax_step(
+            q, k, v, used[None, :], scale, top, total, sums, True, PRECISION, inner, CAPPED
+        )
 
     target = out + node.to(tl.int64) * out_row + query[:, None] * out_head + dims[None, :]
-    if reach <= PART:
+    needed = _part_of(reach - 1) - oldest_part + 1  # also 1 where nothing is seen
+    if (needed <= 1) | (reach == 0):
+        total, sums = _add_sink(sinks, query, live, top, total, sums, SINKS)
         _store_result(target, sums, total, shown)
     else:
         heads = tl.num_programs(1)
@@ -153,11 +192,12 @@ def _attend_paths(
         tl.debug_barrier()  # all threads have stored their part before the atomic releases it
         before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
         tl.debug_barrier()
-        needed = (reach + PART - 1) // PART
         if before == needed - 1:
-            whole, mixed = _merge_parts(
-                tops, totals, partials, place, live, heads * rows, needed, D, BLOCK_M, BLOCK_D, UNROLL
+            first_place = oldest_part * heads * rows + place
+            highest, whole, mixed = _merge_parts(
+                tops, totals, partials, first_place, live, heads * rows, needed, D, BLOCK_M, BLOCK_D, UNROLL
             )
+            whole, mixed = _add_sink(sinks, query, live, highest, whole, mixed, SINKS)
             _store_result(target, mixed, whole, shown)
             tl.store(counter, 0)  # for the next launch
 
@@ -179,7 +219,9 @@ def attend(
     lineage: Tensor,
     scale: float,
     out: Tensor,
-    part: int,
+    window: int | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """`path_attention` into `out`."""
     (count, heads, width), (shared, capacity, _) = queries.shape, keys.shape
@@ -187,7 +229,8 @@ def attend(
     assert reach.is_contiguous()
     group = heads // shared
     shape = tile(group, width, queries.dtype)
-    splits = -(-capacity // part)
+    near = NEAR_PARTS.value * NEAR_PART.value
+    splits = -(-min(capacity, near) // NEAR_PART.value) + -(-max(capacity - near, 0) // FAR_PART.value)
     tops = torch.empty((2, splits, shared, count * group), device=out.device)
     partials = torch.empty((splits, shared, count * group, width), device=out.device)
     block_d = max(power_of_two(width), 16)
@@ -206,7 +249,10 @@ def attend(
         tops[1],
         partials,
         counts,
-        scale * 1.4426950408889634,  # softmax in powers of two
+        out if sinks is None else sinks,
+        (scale if cap is None else cap) * 1.4426950408889634,  # softmax in powers of two
+        0.0 if cap is None else scale / cap,
+        capacity if window is None else window,
         count,
         *queries.stride()[:2],
         *keys.stride()[:2],
@@ -215,12 +261,13 @@ def attend(
         *out.stride()[:2],
         GROUP=group,
         D=width,
-        PART=part,
         BLOCK_M=shape.rows,
         BLOCK_N=shape.keys,
         BLOCK_D=block_d,
         UNROLL=UNROLL,
         PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
+        CAPPED=cap is not None,
+        SINKS=sinks is not None,
         num_warps=shape.warps,
         num_stages=shape.stages,
         enable_fp_fusion=False,
