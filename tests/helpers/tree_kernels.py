@@ -193,7 +193,7 @@ def check_selection(name: str, width: int, k: int, seed: int, tied: bool, device
 
 
 def check_shape(shape: Shape, width: int, seed: int, device: str = "cpu") -> None:
-    """A tree of a fixed shape grows level by level; its nodes are the shape's, whatever their scores."""
+    """A tree of a fixed shape grows level by level. Its nodes are those of the shape and do not depend on scores."""
     passes, k, rows = shape.extent
     table = torch.full((rows, k + 2), -1, device=device)
     for (parent, rank), child in shape.numbered().items():

@@ -29,6 +29,7 @@ from helpers.kernels import (
     make_cache,
 )
 from windfall.kernels import path_attention, top_children, tree_attention
+from windfall.kernels.product import by_pieces
 
 if INTERPRETED and find_spec("triton"):
     from triton.runtime import interpreter
@@ -73,6 +74,12 @@ def test_windows_caps_and_sinks(
 @pytest.mark.parametrize(("n", "size"), [(1, 1), (7, 8), (20, 24)])
 def test_lineage(n: int, size: int) -> None:
     check_lineage(n, size)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 70])
+def test_products_by_pieces(rows: int) -> None:
+    x, weight, bias = torch.randn(rows, 24), torch.randn(10, 24), torch.randn(10)
+    torch.testing.assert_close(by_pieces(x, weight, bias), torch.nn.functional.linear(x, weight, bias))
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the kernel has no torch form")

@@ -22,11 +22,11 @@ def accept_path(
     source: Tensor,  # [P] long: KV cache slots of the accepted rows
     goal: Tensor,  # [P] long: slots they move to
     pending: Tensor | None,  # [P] long: input of the drafter: accepted tokens, the bonus, then 0
-    waiting: Tensor | None,  # [1] long: number of these inputs
+    pending_count: Tensor | None,  # [1] long: number of these inputs
     tree: TreeArrays,  # becomes a tree of one node, the bonus
     expanded: Tensor | None,  # [S] long: becomes NO_NODE
     staged: Tensor | None,  # [1] long: becomes 0
-    figures: Tensor,  # [4] long: entries of the tree, rows, accepted rows, bonus
+    outcome: Tensor,  # [4] long: entries of the tree, rows, accepted rows, bonus
 ) -> None:
     """Accept the path that the draws follow, list the KV cache rows to move, and start the next tree from the bonus."""
     if on_triton(draws):
@@ -35,7 +35,7 @@ def accept_path(
         run = reference
     rows = (draws, rows_tokens, rows_parents, rows_mask, rows_count, length)
     walked = (path, accepted, bonus, source, goal)
-    run(*rows, *walked, pending, waiting, tree, expanded, staged, figures)
+    run(*rows, *walked, pending, pending_count, tree, expanded, staged, outcome)
 
 
 def reference(
@@ -51,11 +51,11 @@ def reference(
     source: Tensor,
     goal: Tensor,
     pending: Tensor | None,
-    waiting: Tensor | None,
+    pending_count: Tensor | None,
     tree: TreeArrays,
     expanded: Tensor | None,
     staged: Tensor | None,
-    figures: Tensor,
+    outcome: Tensor,
 ) -> None:
     """`accept_path` with torch."""
     size, steps, device = len(draws), len(source), draws.device
@@ -64,7 +64,7 @@ def reference(
     path[:size] = walked
     accepted.copy_(count)
     bonus.copy_(token)
-    figures.copy_(torch.cat([tree.count, rows_count, accepted, bonus]))
+    outcome.copy_(torch.cat([tree.count, rows_count, accepted, bonus]))
     far = torch.full((max(steps, 0 if pending is None else len(pending)) + 1,), NO_NODE, device=device)
     steps_taken = torch.cat([path, far])
     goal.copy_(length + torch.arange(steps, device=device))
@@ -75,7 +75,7 @@ def reference(
         places = torch.arange(len(pending), device=device)
         tokens = torch.where(following < 0, 0, rows_tokens[following.clamp(min=0)])
         pending.copy_(torch.where(places == accepted - 1, bonus, tokens))
-    for given, value in ((waiting, accepted), (expanded, NO_NODE), (staged, 0)):
+    for given, value in ((pending_count, accepted), (expanded, NO_NODE), (staged, 0)):
         if given is not None:
             given.copy_(torch.as_tensor(value, device=device))
     reset_to_root(tree, bonus)

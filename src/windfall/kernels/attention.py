@@ -180,8 +180,10 @@ def path_columns(
 
 
 def lineage(mask: Tensor, depth: Tensor, positions: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """For `path_attention`: the reach of rows at these positions, of which the first `count` are not padding, and the
-    slot of each row's ancestor at each depth, from what a row sees (`mask` [n, S]: ancestors and itself)."""
+    """The arguments `reach` and `lineage` of `path_attention`.
+
+    `mask` [n, S] says which staged rows are a row itself or its ancestors. Rows from `count` on are padding.
+    """
     if on_triton(mask):
         from windfall.kernels.triton.path_attention import lineage as run
 

@@ -4,8 +4,9 @@ With small weights, a pass spends most of its time on launches and latency. One 
 and loads its weight while the previous kernel still runs. With large weights, one kernel computes the product and
 others do the rest.
 
-With `exact`, a row has the same bits in every pass, whatever the number of rows and whatever the other rows hold: no
-choice of kernel or tile changes the order of a sum. Otherwise torch multiplies large weights and many rows.
+With `exact`, the result of a row is bit-identical in every pass. It does not depend on the number of rows or on the
+other rows, because the order of each sum depends only on the shape of the weight. Without `exact`, torch computes
+products with large weights or many rows.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from windfall.kernels.triton.product import Tiling
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
-PIECE_ROWS = 64
+PIECE_ROWS = 64  # rows that torch multiplies at a time in exact mode
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, exact: bool = False) -> Tensor:
@@ -47,7 +48,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, exact: bool) -> Tens
 
 
 def by_pieces(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` of PIECE_ROWS rows at a time: with one number of rows torch rounds every row alike."""
+    """`F.linear` of PIECE_ROWS rows at a time, padded. For one number of rows, torch sums every row in one order."""
     pieces = torch.split(F.pad(x, (0, 0, 0, -len(x) % PIECE_ROWS)), PIECE_ROWS)
     return torch.cat([F.linear(piece, weight, bias) for piece in pieces])[: len(x)]
 

@@ -10,7 +10,7 @@ NO_NODE = -1
 
 
 class TreeArrays(NamedTuple):
-    """A tree in arrays of capacity C, of which the first `count` entries are in use.
+    """A tree in arrays of capacity C. The first `count` entries are in use.
 
     An entry whose key is -inf holds no node. Entries from `count` on have arbitrary content.
     """

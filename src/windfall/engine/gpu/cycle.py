@@ -143,7 +143,7 @@ class Cycle:
         self.next_rows.expanded.fill_(-1)
 
     def set_length(self, length: int) -> None:
-        """Pretend that this number of tokens is committed, whatever the buffers hold. Used for capture and timing."""
+        """Set the number of committed tokens without changing the KV cache. Used for capture and timing."""
         self.clear_tree()
         self.gpu_target.length.fill_(length)
         self.gpu_target.length_bound = length
@@ -304,7 +304,7 @@ def plan_unsupported(plan: Plan, ctx: Context) -> str:
         rows, children, nodes = MAX_VERIFY_ROWS, MAX_CHILDREN_PER_NODE, MAX_NODES_PER_PASS
         return f"its passes have more than {rows} rows, {children} children or {nodes} nodes"
     if plan.bounds is not None and plan.width > MAX_BOUNDED_NODES_PER_PASS:
-        return f"its passes expand more than {MAX_BOUNDED_NODES_PER_PASS} nodes, most of which are out of bounds"
+        return f"its passes expand more than {MAX_BOUNDED_NODES_PER_PASS} nodes; with bounds this is the limit"
     if plan.expanded_only or plan.first_come:
         return "it verifies nodes by their order, on the host"
     if plan.shape is not None:

@@ -60,7 +60,7 @@ def _accept_path(
     source,
     goal,
     pending,
-    waiting,
+    pending_count,
     tokens,
     parents,
     depth,
@@ -75,13 +75,13 @@ def _accept_path(
     count_at,
     expanded,
     staged_at,
-    figures,
+    outcome,
     mask_row,
     ROWS: tl.constexpr,
     PATH: tl.constexpr,
     STEPS: tl.constexpr,
     PENDING: tl.constexpr,
-    WAITING: tl.constexpr,
+    PENDING_COUNT: tl.constexpr,
     STAGED_ROWS: tl.constexpr,
     STAGED: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -130,17 +130,17 @@ def _accept_path(
         tl.store(pending + place - 1, token, mask=accepts & (place > 0) & (place <= PENDING))
         tail = tl.where(step == accepted - 1, bonus, 0)
         tl.store(pending + step, tail, mask=(step >= accepted - 1) & (step < PENDING))
-    if WAITING:
-        tl.store(waiting, accepted.to(tl.int64))
+    if PENDING_COUNT:
+        tl.store(pending_count, accepted.to(tl.int64))
     for start in range(0, STAGED_ROWS, BLOCK_S):
         other = start + tl.arange(0, BLOCK_S)
         tl.store(expanded + other, tl.full([BLOCK_S], -1, tl.int64), mask=other < STAGED_ROWS)
     if STAGED:
         tl.store(staged_at, count * 0)
-    tl.store(figures, count)
-    tl.store(figures + 1, valid)
-    tl.store(figures + 2, accepted.to(tl.int64))
-    tl.store(figures + 3, bonus)
+    tl.store(outcome, count)
+    tl.store(outcome + 1, valid)
+    tl.store(outcome + 2, accepted.to(tl.int64))
+    tl.store(outcome + 3, bonus)
     _reset_to_root(
         tokens, parents, depth, rank, logq, score, key, chance, taken, ancestors, slot, bonus, COLUMNS, BLOCK_D
     )
@@ -160,14 +160,14 @@ def accept_path(
     source: Tensor,
     goal: Tensor,
     pending: Tensor | None,
-    waiting: Tensor | None,
+    pending_count: Tensor | None,
     tree: TreeArrays,
     expanded: Tensor | None,
     staged: Tensor | None,
-    figures: Tensor,
+    outcome: Tensor,
 ) -> None:
     rows, columns = len(draws), tree.ancestors.shape[1]
-    given = (draws, rows_tokens, rows_parents, path, source, goal, pending, expanded, figures, tree.ancestors)
+    given = (draws, rows_tokens, rows_parents, path, source, goal, pending, expanded, outcome, tree.ancestors)
     assert rows_mask.stride(1) == 1 and all(x.is_contiguous() for x in given if x is not None)
     assert len(path) >= rows and len(source) == len(goal)
     staged_rows, size = (0 if x is None else len(x) for x in (expanded, pending))
@@ -183,20 +183,20 @@ def accept_path(
         bonus,
         source,
         goal,
-        *(bonus if x is None else x for x in (pending, waiting)),
+        *(bonus if x is None else x for x in (pending, pending_count)),
         *tree[:8],
         tree.taken.view(torch.uint8),
         tree.ancestors,
         tree.slot,
         tree.count,
         *(bonus if x is None else x for x in (expanded, staged)),
-        figures,
+        outcome,
         rows_mask.stride(0),
         ROWS=rows,
         PATH=len(path),
         STEPS=len(source),
         PENDING=size,
-        WAITING=waiting is not None,
+        PENDING_COUNT=pending_count is not None,
         STAGED_ROWS=staged_rows,
         STAGED=staged is not None,
         COLUMNS=columns,

@@ -16,13 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from windfall.kernels.backend import pdl_launch, power_of_two
+from windfall.kernels.triton.counters import COUNTERS, counters
 from windfall.kernels.triton.pdl import pdl_wait, prefetch
 
 UNSPLIT = 512  # up to this capacity there is one split
 MIN_SPLIT = 128  # keys
 MAX_PROGRAMS = 256  # per block of rows, for all key heads: about two per multiprocessor
 MAX_PDL_WIDTH = 1024  # heads * d up to which dependent launch pays: the previous kernel is short
-COUNTERS = 4096  # blocks of rows times key heads, at most, for which the last program combines the splits
 
 
 class Tile(NamedTuple):
@@ -314,23 +314,6 @@ def chunk(capacity: int, key_heads: int) -> int:
     if capacity <= UNSPLIT:
         return power_of_two(capacity)
     return max(MIN_SPLIT, power_of_two(-(-capacity * key_heads // MAX_PROGRAMS)))
-
-
-_counters: dict[torch.device, Tensor] = {}
-
-
-def counters(device: torch.device) -> Tensor | None:
-    """Counters that are 0 between launches, for the single stream that runs attention on this device.
-
-    None if they do not exist yet while a graph is captured: they would not be 0 until the graph is replayed.
-    """
-    if device not in _counters:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return None
-        _counters[device] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # once, so that every stream sees the zeros
-    return _counters[device]
 
 
 def attend(

@@ -18,13 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from windfall.kernels.backend import supports_pdl
+from windfall.kernels.triton.counters import COUNTERS, counters
 
 STEP = 64  # elements of K; K must be a multiple
 MIN_SEGMENT = 256  # elements of K
 MAX_SEGMENTS = 8
 ENOUGH_TILES = 128  # of 128 outputs each: about one for each multiprocessor
 MAX_SPLIT_ROWS = 64  # with more rows, one program takes all segments of its tile
-MAX_COUNTERS = 4096  # tiles whose segments are added at the end
 
 
 class Tile(NamedTuple):
@@ -139,20 +139,17 @@ def supported(x: Tensor, weight: Tensor) -> bool:
     return x.shape[1] % STEP == 0 and weight.is_contiguous() and x.stride(1) == 1
 
 
-_counters: dict[torch.device, Tensor] = {}
-
-
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [n, K] times weight [O, K] transposed, plus bias [O] → [n, O]."""
     (rows, k), outputs = x.shape, len(weight)
     segments, size = segments_of(outputs, k)
     aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
     tile = choose_tile(rows, k, segments, supports_pdl(x.device) and aligned)
-    grid = (-(-outputs // tile.outputs), -(-rows // tile.rows), 1)
+    tiles, blocks = -(-outputs // tile.outputs), -(-rows // tile.rows)  # of outputs, of rows
     out = x.new_empty(rows, outputs)
-    few = segments > 1 and rows <= MAX_SPLIT_ROWS and grid[0] * grid[1] <= MAX_COUNTERS
-    counters = _zeros(x.device) if few else None
-    split = counters is not None
+    few = segments > 1 and rows <= MAX_SPLIT_ROWS and tiles * blocks <= COUNTERS
+    counts = counters(x.device) if few else None
+    split = counts is not None
     partials = torch.empty((segments, rows, outputs), device=x.device) if split else out
     given: tuple[Any, Any] = (x, weight)
     if tile.descriptors:
@@ -162,12 +159,12 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             TensorDescriptor.from_tensor(x, [tile.rows, tile.step]),
             TensorDescriptor.from_tensor(weight, [tile.outputs, tile.step]),
         )
-    _matmul[(grid[0], grid[1], segments if split else 1)](
+    _matmul[(tiles, blocks, segments if split else 1)](
         *given,
         weight if bias is None else bias,
         out,
         partials,
-        counters if split else out,
+        counts if split else out,
         rows,
         outputs,
         k,
@@ -184,17 +181,3 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         num_warps=tile.warps,
     )
     return out
-
-
-def _zeros(device: torch.device) -> Tensor | None:
-    """Counters that every launch leaves at zero, for the one stream that multiplies on this device.
-
-    None if they do not exist yet while a graph is captured: they would be filled only when it is replayed.
-    """
-    if device not in _counters:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return None
-        _counters[device] = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-    return _counters[device]

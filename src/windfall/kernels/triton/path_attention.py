@@ -14,14 +14,13 @@ from torch import Tensor
 
 from windfall.kernels.backend import power_of_two
 from windfall.kernels.triton.attention import (
-    COUNTERS,
     Tile,
     _load_partial,
     _softmax_step,
     _store_partial,
     _store_result,
-    counters,
 )
+from windfall.kernels.triton.counters import COUNTERS, counters
 
 UNROLL = 4  # parts loaded per iteration when parts are combined
 NEAR_PART, FAR_PART = tl.constexpr(128), tl.constexpr(512)  # keys of a part: few, for many programs, ...
