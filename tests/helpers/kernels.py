@@ -22,11 +22,11 @@ from windfall.core.tree import DraftTree
 from windfall.core.types import Grow, SamplingParams
 from windfall.drafters.base import add_children
 from windfall.kernels import add_norm, draw, path_attention, rotate_and_store, silu_mul, top_children, tree_attention
-from windfall.kernels.attention import lineage, lineage_reference
 from windfall.kernels.backend import on_triton
 from windfall.kernels.draw import update_noise
 from windfall.kernels.norm import add_norm_reference, rotate_and_store_reference, silu_mul_reference
 from windfall.kernels.product import linear, norm_gate, norm_rotate, tiling_for
+from windfall.kernels.rows import lineage_reference, place_rows
 from windfall.kernels.scatter import Scatter
 from windfall.kernels.top import LazyLogits
 
@@ -115,7 +115,7 @@ def check_paths(
     tree = random_tree(n, seed=n)
     mask, depth = tree.mask().to(device), tree.depth.to(device)
     given = torch.tensor([length], device=device)
-    made = path_attention(queries, keys, values, given, length + depth + 1, lineage_reference(mask, depth))
+    made = path_attention(queries, keys, values, given, length + depth + 1, length + lineage_reference(mask, depth))
     close = 2e-6 if dtype == torch.float32 else 1e-2
     wanted = tree_attention(queries.double(), keys.double(), values.double(), given, mask)
     torch.testing.assert_close(made.double(), wanted, atol=close, rtol=close)
@@ -126,6 +126,9 @@ def check_paths(
         for staged, above, beside, room in ((1, 0, 0, 0), (1, 3, 2, 256), (min(3, len(path)), 2, 1, 1024)):
             own = alone(queries[row], keys, values, text, staged, above, beside, capacity + room)
             assert torch.equal(own, made[row]), (row, staged, above, beside)
+        for rows in (1, 2, 33):
+            own = last_of_chain(queries[row], keys[:, text], values[:, text], min(rows, len(text)), capacity)
+            assert torch.equal(own, made[row]), (row, rows)
 
 
 def check_path_options(
@@ -145,7 +148,7 @@ def check_path_options(
     extra = torch.randn(heads, device=device).to(dtype) if sinks else None
     tree = random_tree(n, seed=n)
     mask, depth = tree.mask().to(device), tree.depth.to(device)
-    lines = lineage_reference(mask, depth)
+    lines = length + lineage_reference(mask, depth)
     given = torch.tensor([length], device=device)
     how: dict[str, Any] = {"scale": 0.3, "window": window, "cap": cap, "sinks": extra}
     made = path_attention(queries, keys, values, given, length + depth + 1, lines, **how)
@@ -163,18 +166,24 @@ def check_path_options(
         torch.testing.assert_close(made[row].double(), wanted, atol=close, rtol=close)
 
 
-def check_lineage(n: int, size: int, device: str = "cpu") -> None:
-    """Of a tree of n rows, padded to this size."""
+def check_places(n: int, size: int, device: str = "cpu") -> None:
+    """Of a tree of n rows, padded to this size, and of a chain."""
     tree = random_tree(n, seed=n)
     mask = torch.zeros(size, size, dtype=torch.bool, device=device)
     mask[:n, :n] = tree.mask().to(device)
     depth = torch.zeros(size, dtype=torch.long, device=device)
     depth[:n] = tree.depth.to(device)
-    reach, lines = lineage(mask, depth, depth + 40, torch.tensor([n], device=device))
+    length, count = torch.tensor([40], device=device), torch.tensor([n], device=device)
+    positions, slots, reach, lineage = place_rows(length, depth, count, mask)
+    assert positions.tolist() == (depth + 40).tolist() and slots.tolist() == list(range(40, 40 + size))
     assert reach.tolist() == [*(tree.depth + 41).tolist(), *[0] * (size - n)]
+    assert lineage is not None
     for row, path in enumerate(tree.mask()):
-        ancestors = path.nonzero()[:, 0].tolist()
-        assert lines[row, : len(ancestors)].tolist() == ancestors
+        ancestors = (40 + path.nonzero()[:, 0]).tolist()
+        assert lineage[row, : len(ancestors)].tolist() == ancestors
+    chain = place_rows(length, torch.arange(size, device=device), count, None)
+    assert torch.equal(chain.positions, slots) and chain.lineage is None
+    assert chain.reach.tolist() == [*range(41, 41 + n), *[0] * (size - n)]
 
 
 def check_matmul(rows: tuple[int, ...], outputs: int, k: int, bias: bool, device: str = "cpu") -> None:
@@ -211,8 +220,22 @@ def alone(
     queries[beside] = query
     reach = torch.randint(length + 1, (beside + 1,), device=keys.device)
     reach[beside] = len(text)
-    lines = slots.int().expand(beside + 1, -1)
+    lines = (length + slots).int().expand(beside + 1, -1)
     return path_attention(queries, *moved, torch.tensor([length], device=keys.device), reach, lines)[beside]
+
+
+def last_of_chain(query: Tensor, keys: Tensor, values: Tensor, rows: int, capacity: int) -> Tensor:
+    """The last row of a text whose last rows are run as a chain."""
+    length = keys.shape[1]
+    chain = make_cache(keys.shape[0], capacity, keys.shape[2], length, keys.dtype, str(keys.device))
+    for goal, source in zip(chain, (keys, values), strict=True):
+        goal[:, :length] = source
+    queries = torch.randn(rows + 1, *query.shape, device=query.device).to(query.dtype)
+    queries[rows - 1] = query
+    reach = length - rows + 1 + torch.arange(rows + 1, device=query.device)
+    reach[rows] = 0  # padding
+    committed = torch.tensor([length - rows], device=query.device)
+    return path_attention(queries, *chain, committed, reach, None)[rows - 1]
 
 
 def check_window(

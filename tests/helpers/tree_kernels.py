@@ -24,7 +24,7 @@ from windfall.kernels.grow import grow
 from windfall.kernels.move import move
 from windfall.kernels.pair import pair_norm
 from windfall.kernels.publish import SEQUENCE_BYTES, copy_to_host, publish
-from windfall.kernels.rows import append_rows, embed, positions_and_slots
+from windfall.kernels.rows import append_rows, embed, place_rows
 from windfall.kernels.rules import RULES, Rule
 from windfall.kernels.trees import Calibration, NextPass, TreeArrays
 from windfall.policies.plan import Bounds
@@ -464,7 +464,7 @@ def check_rows(n: int, width: int, across: int, dtype: torch.dtype, device: str 
     """Positions, slots, embeddings and angles of rows; the embedding has a row stride above its width."""
     chance = torch.Generator().manual_seed(n)
     depth, length = (torch.randint(40, (size,), generator=chance).to(device) for size in (n, 1))
-    positions, slots = positions_and_slots(length, depth)
+    positions, slots, _, _ = place_rows(length, depth, torch.tensor([n], device=device), None)
     assert torch.equal(positions, depth + length) and (slots - length).tolist() == list(range(n))
     embedding, angles = (torch.randn(50, size, generator=chance).to(device, dtype) for size in (width + 8, across))
     embedded, turned = embed(depth, embedding[:, :width], positions, angles)

@@ -17,7 +17,7 @@ from helpers.kernels import (
     check_draw,
     check_enter,
     check_lazy_logits,
-    check_lineage,
+    check_places,
     check_matmul,
     check_noise,
     check_norm,
@@ -72,8 +72,8 @@ def test_windows_caps_and_sinks(
 
 
 @pytest.mark.parametrize(("n", "size"), [(1, 1), (7, 8), (20, 24)])
-def test_lineage(n: int, size: int) -> None:
-    check_lineage(n, size)
+def test_places(n: int, size: int) -> None:
+    check_places(n, size)
 
 
 @pytest.mark.parametrize("rows", [1, 64, 70])

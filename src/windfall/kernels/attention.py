@@ -98,7 +98,7 @@ def path_attention(
     values: Tensor,  # [kv_heads, capacity, d]
     length: Tensor,  # one integer on the device: committed rows
     reach: Tensor,  # [n] integers: number of keys each row sees, its own included; 0 gives zeros
-    lineage: Tensor,  # [n, S] integers: slot, counted from `length`, of each row's ancestor at each depth
+    lineage: Tensor | None,  # [n, S] integers: the slot of each row's ancestor at each depth; None: rows are a chain
     scale: float | None = None,
     window: int | None = None,  # keys that a row sees at most, its own included
     cap: float | None = None,  # scores become cap * tanh(score / cap)
@@ -107,7 +107,10 @@ def path_attention(
     """`tree_attention` for rows that see all committed rows, their ancestors and themselves → [n, heads, d].
 
     A row's result is bit-identical to that of decoding its path as a plain sequence: keys are summed in the order of
-    their positions in the text, not of their slots in the KV cache.
+    their positions in the text, not of their slots in the KV cache. In a chain, the slot of a key is its position.
+
+    The previous kernel on the stream must not write `length`, `reach` or `lineage`: this kernel reads them before that
+    one has finished. Only one stream at a time may run this kernel.
     """
     heads, shared = queries.shape[1], keys.shape[0]
     assert heads % shared == 0 and keys.shape == values.shape
@@ -127,7 +130,7 @@ def path_reference(
     values: Tensor,
     length: Tensor,
     reach: Tensor,
-    lineage: Tensor,
+    lineage: Tensor | None,
     scale: float,
     window: int | None = None,
     cap: float | None = None,
@@ -167,38 +170,14 @@ def path_reference(
 
 
 def path_columns(
-    length: Tensor, reach: Tensor, lineage: Tensor, start: int, window: int | None
+    length: Tensor, reach: Tensor, lineage: Tensor | None, start: int, window: int | None
 ) -> tuple[Tensor, Tensor]:
     """Slots of each row's keys at positions start, start + 1, ..., and whether the row sees them; both [n, PART]."""
-    position = start + torch.arange(PART, device=lineage.device).expand(len(lineage), -1)
-    staged = position - length.reshape(1)
-    above = lineage.gather(1, staged.clamp(0, lineage.shape[1] - 1))
+    position = start + torch.arange(PART, device=reach.device).expand(len(reach), -1)
     seen = position < reach[:, None]
     if window is not None:
         seen &= position >= reach[:, None] - window
-    return torch.where(staged < 0, position, length.reshape(1) + above), seen
-
-
-def lineage(mask: Tensor, depth: Tensor, positions: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """The arguments `reach` and `lineage` of `path_attention`.
-
-    `mask` [n, S] says which staged rows are a row itself or its ancestors. Rows from `count` on are padding.
-    """
-    if on_triton(mask):
-        from windfall.kernels.triton.path_attention import lineage as run
-
-        return run(mask, depth, positions, count)
-    rows = torch.arange(len(mask), device=mask.device)
-    return (positions + 1) * (rows < count), lineage_reference(mask, depth)
-
-
-def lineage_reference(mask: Tensor, depth: Tensor) -> Tensor:
-    """Each row's ancestor (or itself) at each depth, as a staged row → [n, S] int32, 0 where there is none.
-
-    `mask` [n, S] bool marks the staged rows that a row sees: its ancestors and itself. `depth` [S] long is their depth.
-    """
-    n, staged = mask.shape
-    indices = torch.arange(staged, dtype=torch.int32, device=mask.device).expand(n, -1)
-    found = torch.zeros(n, staged + 1, dtype=torch.int32, device=mask.device)
-    columns = depth.expand(n, -1).masked_fill(~mask, staged)  # rows that are not seen go to the last column
-    return found.scatter_(1, columns, indices)[:, :staged]
+    if lineage is None:
+        return position, seen
+    staged = position - length.reshape(1)
+    return torch.where(staged < 0, position, lineage.gather(1, staged.clamp(0, lineage.shape[1] - 1))), seen

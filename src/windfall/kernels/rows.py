@@ -1,6 +1,8 @@
-"""Inputs of a forward pass: positions, KV cache slots, embeddings and rotary angles, one launch each."""
+"""Inputs of a forward pass: positions, KV cache slots, paths, embeddings and rotary angles, one launch each."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,13 +11,37 @@ from torch.nn import functional as F
 from windfall.kernels.backend import on_triton
 
 
-def positions_and_slots(length: Tensor, depth: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions `length` [1] + `depth` [n], and KV cache slots `length` + 0, 1, ..., n - 1; both [n]."""
-    if on_triton(depth):
-        from windfall.kernels.triton.rows import positions_and_slots as compiled
+class Placed(NamedTuple):
+    """Where the rows of a pass stand in the text, and where the keys of their paths lie in the KV cache."""
 
-        return compiled(length, depth)
-    return length + depth, length + torch.arange(len(depth), device=depth.device)
+    positions: Tensor  # [n] long
+    slots: Tensor  # [n] long: where their own keys and values go
+    reach: Tensor  # [n] long: keys that each row sees, its own included; 0 for padding
+    lineage: Tensor | None  # [n, S] int32: the slot of its ancestor at each depth; None: the rows are a chain
+
+
+def place_rows(length: Tensor, depth: Tensor, count: Tensor, mask: Tensor | None) -> Placed:
+    """Place the rows of a tree after `length` [1] committed rows; rows from `count` [1] on are padding.
+
+    depth [n] long; mask [n, n] bool marks the ancestors of each row and itself. None: the rows are a chain, in order.
+    """
+    if on_triton(depth):
+        from windfall.kernels.triton.rows import place_rows as compiled
+
+        return Placed(*compiled(length, depth, count, mask))
+    rows = torch.arange(len(depth), device=depth.device)
+    positions, slots = length + depth, length + rows
+    lineage = None if mask is None else lineage_reference(mask, depth) + length.int()
+    return Placed(positions, slots, (positions + 1) * (rows < count), lineage)
+
+
+def lineage_reference(mask: Tensor, depth: Tensor) -> Tensor:
+    """Each row's ancestor (or itself) at each depth, as a row → [n, S] int32, 0 where there is none."""
+    n, staged = mask.shape
+    indices = torch.arange(staged, dtype=torch.int32, device=mask.device).expand(n, -1)
+    found = torch.zeros(n, staged + 1, dtype=torch.int32, device=mask.device)
+    columns = depth.expand(n, -1).masked_fill(~mask, staged)  # rows that are not seen go to the last column
+    return found.scatter_(1, columns, indices)[:, :staged]
 
 
 def append_rows(length: Tensor, waiting: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,10 +23,10 @@ class Unsupported(Exception):
 
 
 class Paths(NamedTuple):
-    """The keys that each row sees, in text order, for attention whose rounding depends on nothing else."""
+    """Where the keys that each row sees lie: those of positions 0 to `reach` - 1 of its own text."""
 
     reach: Tensor  # [n] long: the number of keys, its own included; 0 for padding
-    lineage: Tensor  # [n, S] int32: slot, from `length` on, of its ancestor at each depth
+    lineage: Tensor | None  # [n, S] int32: the slot of its ancestor at each depth; None: the rows are a chain
 
 
 class Pass(NamedTuple):
@@ -37,7 +37,7 @@ class Pass(NamedTuple):
     slots: Tensor  # [n] long, where keys and values go
     mask: Tensor  # [n, S] bool, over the slots from `length` on
     length: Tensor  # [1] long
-    paths: Paths | None = None  # the same as `mask`, for exact mode
+    paths: Paths | None = None  # the same as `mask`, for attention in the order of positions
 
 
 class Forward(Protocol):

@@ -54,7 +54,6 @@ class FusedLlama:
         self.d = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.eps = config.rms_norm_eps
         self.exact = False  # whether a row is rounded alike in every pass
-        self.split: int | None = None  # keys per part of attention; None: chosen by the size of the cache
         self.scale = float(body.layers[0].self_attn.scaling)
         self.shape = (len(body.layers), self.kv_heads, self.d)
         self.layers = [_layer(layer) for layer in body.layers]
@@ -127,7 +126,7 @@ class FusedLlama:
     def _attend(self, layer: Layer, queries: Tensor, rows: Pass, kv: Tensor) -> Tensor:
         """queries [n, heads, d] → [n, H]"""
         if rows.paths is None:
-            out = tree_attention(queries, kv[0], kv[1], rows.length, rows.mask, self.scale, split=self.split)
+            out = tree_attention(queries, kv[0], kv[1], rows.length, rows.mask, self.scale)
         else:
             out = path_attention(queries, kv[0], kv[1], rows.length, *rows.paths, self.scale)
         return linear(out.flatten(1), layer.o, layer.o_bias, self.exact)

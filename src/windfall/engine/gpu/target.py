@@ -19,14 +19,14 @@ from windfall.engine.gpu.forward import Forward, Pass, Paths, TransformersForwar
 from windfall.engine.gpu.graphs import GraphCache
 from windfall.engine.gpu.llama import FusedLlama
 from windfall.engine.gpu.transfer import PackedBuffer
-from windfall.kernels.attention import PART, lineage
 from windfall.kernels.draw import draw, update_noise
 from windfall.kernels.move import move
-from windfall.kernels.rows import positions_and_slots
+from windfall.kernels.rows import place_rows
 
 VERIFY_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320)  # rows of captured verify passes
 MAX_VERIFY_ROWS = VERIFY_SIZES[-1]
-PREFILL_CHUNK_TOKENS = 128
+PREFILL_SIZES = (16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512)  # rows of captured prefill passes
+PREFILL_CHUNK_TOKENS = PREFILL_SIZES[-1]
 FILTERED_ROWS = 64  # rows whose logits are filtered at a time in exact mode: torch's sums depend on their number
 INITIAL_CAPACITY_ROWS = 2048 - MAX_VERIFY_ROWS  # of the KV cache, in addition to the rows of a pass
 CAPACITY_STEP_ROWS = 1024
@@ -54,12 +54,12 @@ class PrefillChunk:
         """Write the next tokens; returns the size of the pass that processes them."""
         self.tokens[: len(tokens)] = tokens
         self.count.fill_(len(tokens))
-        return VERIFY_SIZES[bisect_left(VERIFY_SIZES, len(tokens))]
+        return PREFILL_SIZES[bisect_left(PREFILL_SIZES, len(tokens))]
 
     def rows(self, size: int, length: Tensor) -> Pass:
         """The rows of the pass: a chain after `length` committed rows, padded to its size."""
-        slots = length + self._places[:size]
-        return Pass(self.tokens[:size], slots, slots, self._causal[:size, :size], length)
+        positions, slots, *paths = place_rows(length, self._places[:size], self.count, None)
+        return Pass(self.tokens[:size], positions, slots, self._causal[:size, :size], length, Paths(*paths))
 
 
 class Scored(NamedTuple):
@@ -208,9 +208,8 @@ class GpuTarget:
         """The rows on the device."""
         rows = self.rows.device
         tokens, depth, mask = rows["tokens"][:size], rows["depth"][:size], rows["mask"][:size, :size]
-        positions, slots = positions_and_slots(self.length, depth)
-        given = Pass(tokens, positions, slots, mask, self.length)
-        return given._replace(paths=Paths(*lineage(mask, depth, positions, rows["count"]))) if self.exact else given
+        positions, slots, *paths = place_rows(self.length, depth, rows["count"], mask if size > 1 else None)
+        return Pass(tokens, positions, slots, mask, self.length, Paths(*paths))
 
     def noise_buffer(self, positions: int) -> Tensor:
         """The fixed buffer for the noise of this number of positions, [positions, V]."""
@@ -278,5 +277,5 @@ def exact_forward(model: Any) -> FusedLlama:
         forward = FusedLlama(model)
     except Unsupported as reason:
         raise InputError(f"exact passes are for models with Llama's architecture: {reason}") from None
-    forward.exact, forward.split = True, PART
+    forward.exact = True
     return forward

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-COUNTERS = 4096  # groups of programs that one launch can count
+COUNTERS = 1 << 15  # groups of programs that one launch can count
 
 _counters: dict[torch.device, Tensor] = {}
 

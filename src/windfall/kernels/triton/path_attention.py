@@ -1,44 +1,83 @@
 """Attention of rows along their paths: a row's result depends only on the keys of its path, to the bit.
 
-A program computes one row and processes its keys in the order of their positions, in blocks and parts whose limits
-depend on positions alone. Therefore no sum depends on other rows, on the slots of the row's ancestors, or on the
-capacity. Loop bounds depend only on the row's position. Multiply-adds are fused only where the code says so, since two
-compilations could otherwise fuse them differently.
+Keys are processed in the order of their positions, in blocks and parts whose limits depend on positions alone, and
+parts are merged in ascending order. All sums over keys are matrix products, whose order does not depend on the tile's
+height. Therefore no sum depends on other rows, on the slots of the row's ancestors, or on the capacity. Multiply-adds
+are not fused, since two compilations could otherwise fuse them differently.
+
+Where all rows find their keys in the same slots, one program computes a part for many rows. In the parts in which paths
+differ, each row has its own program.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from windfall.kernels.backend import power_of_two
-from windfall.kernels.triton.attention import (
-    Tile,
-    _load_partial,
-    _softmax_step,
-    _store_partial,
-    _store_result,
-)
+from windfall.kernels.backend import pdl_launch, power_of_two
+from windfall.kernels.triton.attention import MAX_PDL_WIDTH, _load_partial, _store_partial, _store_result, _tanh
 from windfall.kernels.triton.counters import COUNTERS, counters
+from windfall.kernels.triton.pdl import pdl_wait, prefetch
 
-UNROLL = 4  # parts loaded per iteration when parts are combined
-NEAR_PART, FAR_PART = tl.constexpr(128), tl.constexpr(512)  # keys of a part: few, for many programs, ...
-NEAR_PARTS = tl.constexpr(16)  # ... but more after this many parts, for few parts to combine
+# Keys of a part: few where most texts end, for many programs; more further on, for few parts to merge.
+NEAR, MIDDLE, FAR = tl.constexpr(64), tl.constexpr(128), tl.constexpr(512)
+NEAR_END, MIDDLE_END = tl.constexpr(512), tl.constexpr(2048)  # the first positions of larger parts
+MAX_PROGRAMS = 256  # about two for each multiprocessor
+MERGED = 4096  # numbers of partial sums that a program loads before it adds the first
+ONES = tl.constexpr(16)  # columns of the matrix that sums weights: the fewest of a matrix product
+MAX_TILE = 8192  # sums that a program holds
+
+
+class Tile(NamedTuple):
+    """Query rows and keys of a program's tile, and its warps."""
+
+    height: int
+    keys: int
+    warps: int
 
 
 @triton.jit
 def _part_start(part):
     """The first position of a part."""
-    near = NEAR_PARTS * NEAR_PART
-    return tl.where(part < NEAR_PARTS, part * NEAR_PART, near + (part - NEAR_PARTS) * FAR_PART)
+    near = NEAR_END // NEAR
+    middle = near + (MIDDLE_END - NEAR_END) // MIDDLE
+    start = tl.where(part < middle, NEAR_END + (part - near) * MIDDLE, MIDDLE_END + (part - middle) * FAR)
+    return tl.where(part < near, part * NEAR, start)
 
 
 @triton.jit
 def _part_of(position):
     """The part that this position belongs to."""
-    near = NEAR_PARTS * NEAR_PART
-    return tl.where(position < near, position // NEAR_PART, NEAR_PARTS + (position - near) // FAR_PART)
+    near = NEAR_END // NEAR
+    middle = near + (MIDDLE_END - NEAR_END) // MIDDLE
+    after = tl.where(
+        position < MIDDLE_END, near + (position - NEAR_END) // MIDDLE, middle + (position - MIDDLE_END) // FAR
+    )
+    return tl.where(position < NEAR_END, position // NEAR, after)
+
+
+@triton.jit
+def _softmax_step(
+    q, k, v, seen, scale, inner, top, total, sums, CAPPED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Add one block of keys to the online softmax: top [M], total [M, ONES] (equal columns) and sums [M, D] are fp32.
+
+    CAPPED: scores become tanh(inner * score), before they are multiplied by `scale`.
+    """
+    scores = tl.dot(q, k, input_precision=PRECISION)
+    if CAPPED:
+        scores = _tanh(scores * inner)
+    scores = tl.where(seen, scores * scale, float("-inf"))
+    higher = tl.maximum(top, tl.max(scores, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # no visible key so far
+    weights = tl.exp2(scores - base[:, None]).to(v.dtype)
+    shrink = tl.exp2(top - base)[:, None]
+    total = tl.dot(weights, tl.full([BLOCK_N, ONES], 1.0, v.dtype), total * shrink, input_precision=PRECISION)
+    sums = tl.dot(weights, v, sums * shrink, input_precision=PRECISION)
+    return higher, total, sums
 
 
 @triton.jit
@@ -56,30 +95,21 @@ def _add_sink(sinks, query, live, top, total, sums, SINKS: tl.constexpr):
 
 @triton.jit
 def _merge_parts(
-    tops,
-    totals,
-    partials,
-    place,
-    live,
-    step,
-    needed,
-    D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
-    """Combine the softmaxes of `needed` parts in ascending order.
+    tops, totals, partials, place, step, first, last, live, D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """Merge the softmaxes of each row's parts first [BLOCK_M] to last [BLOCK_M] in ascending order.
 
-    Further parts would not change the result: their factor is exactly 0, and that of the sum so far exactly 1.
-    place [BLOCK_M]: of each row in the first part; the next part is `step` further.
+    Other parts do not change the result: their factor is exactly 0, and that of the sum so far exactly 1.
+    place [BLOCK_M]: of each row in part 0; the next part is `step` further.
     """
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     whole = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in tl.range(0, needed, UNROLL):
+    for start in tl.range(tl.min(tl.where(live, first, 1 << 30)), tl.max(tl.where(live, last, -1)) + 1, UNROLL):
         parts, levels, weights = (), (), ()
         for ahead in tl.static_range(UNROLL):  # issue all loads before the first result is used
-            there = live & (0 * place + start + ahead < needed)  # compares vectors, since masks are vectors
+            there = live & (start + ahead >= first) & (start + ahead <= last)
             at = (start + ahead) * step + place
             part, level, weight = _load_partial(tops, totals, partials, at, there, D, BLOCK_D)
             parts += (part,)
@@ -87,7 +117,7 @@ def _merge_parts(
             weights += (weight,)
         for ahead in tl.static_range(UNROLL):
             higher = tl.maximum(top, levels[ahead])
-            base = tl.where(higher == float("-inf"), 0.0, higher)  # padding rows of the group
+            base = tl.where(higher == float("-inf"), 0.0, higher)
             kept = tl.exp2(top - base)
             share = tl.exp2(levels[ahead] - base)
             whole = whole * kept + weights[ahead] * share
@@ -96,117 +126,145 @@ def _merge_parts(
     return top, whole, sums
 
 
-@triton.jit(do_not_specialize=["nodes", "lineage_row", "window"])
-def _attend_paths(
-    queries,
-    keys,
-    values,
-    length_at,
-    reach_at,
-    lineage,
-    out,
-    tops,
-    totals,
-    partials,
-    counters,
-    sinks,
-    scale,
-    inner,
-    window,
-    nodes,
-    query_row,
-    query_head,
-    key_head,
-    key_row,
-    value_head,
-    value_row,
-    lineage_row,
-    out_row,
-    out_head,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    UNROLL: tl.constexpr,
-    PRECISION: tl.constexpr,
-    CAPPED: tl.constexpr,
-    SINKS: tl.constexpr,
-):
-    """Program (row, key head, part), for the GROUP queries of the head.
+@triton.jit
+def _attend_part(
+    queries, keys, values, length, straight, lineage, out, tops, totals, partials, counters, sinks, scale, inner,
+    node, query, live, reach, oldest, first_part, last_part, nodes, part,
+    query_row, query_head, key_row, value_row, out_row, out_head,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    UNROLL: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """One part of the rows of a tile. If a row has several parts, the last program to finish merges them."""
+    own = live & (first_part <= part) & (part <= last_part)
+    if tl.max(own.to(tl.int32)) > 0:
+        start, end = _limits(part, own, reach, oldest, BLOCK_N)
+        dims = tl.arange(0, BLOCK_D)
+        within = dims < D
+        asked = queries + node[:, None].to(tl.int64) * query_row + query[:, None] * query_head + dims[None, :]
+        q = tl.load(asked, mask=own[:, None] & within[None, :], other=0.0)
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M, ONES], tl.float32)
+        sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for at in tl.range(start, end, BLOCK_N):
+            position = at + tl.arange(0, BLOCK_N)
+            used = position < end
+            staged = tl.load(lineage + position - length, mask=used & (position >= straight), other=0)
+            slot = tl.where(position < straight, position, staged)
+            k_at = keys + slot[None, :] * key_row + dims[:, None]
+            v_at = values + slot[:, None] * value_row + dims[None, :]
+            k = tl.load(k_at, mask=within[:, None] & used[None, :], other=0.0)
+            v = tl.load(v_at, mask=used[:, None] & within[None, :], other=0.0)
+            seen = (position[None, :] < reach[:, None]) & (position[None, :] >= oldest[:, None])
+            top, total, sums = _softmax_step(q, k, v, seen, scale, inner, top, total, sums, CAPPED, PRECISION, BLOCK_N)
+        weight = tl.max(total, 1)  # the columns are equal
+        target = out + node[:, None].to(tl.int64) * out_row + query[:, None] * out_head + dims[None, :]
+        whole = own & (first_part == last_part)
+        if tl.max(whole.to(tl.int32)) > 0:
+            weight_and_sink, mixed = _add_sink(sinks, query, live, top, weight, sums, SINKS)
+            _store_result(target, mixed, weight_and_sink, whole[:, None] & within[None, :])
+        split = own & (first_part < last_part)
+        if tl.max(split.to(tl.int32)) > 0:
+            heads = tl.num_programs(1) * GROUP
+            place = node * heads + query
+            step = nodes * heads
+            shown = split[:, None] & within[None, :]
+            _store_partial(tops, totals, partials, part * step + place, dims, top, weight, sums, split, shown, D)
+            tl.debug_barrier()  # all threads have stored their part before the atomic releases it
+            before = tl.atomic_add(counters + place, 1, mask=split, sem="acq_rel", scope="gpu")
+            tl.debug_barrier()
+            done = split & (before == last_part - first_part)
+            if tl.max(done.to(tl.int32)) > 0:
+                top, weight, sums = _merge_parts(
+                    tops, totals, partials, place, step, first_part, last_part, done, D, BLOCK_M, BLOCK_D, UNROLL
+                )
+                weight, sums = _add_sink(sinks, query, live, top, weight, sums, SINKS)
+                _store_result(target, sums, weight, done[:, None] & within[None, :])
+                tl.store(counters + place, 0, mask=done)  # for the next launch
 
-    If a path has several parts, the last program to finish combines them in ascending order.
+
+@triton.jit
+def _limits(part, own, reach, oldest, BLOCK_N: tl.constexpr):
+    """The first position of the first block, and the end, of the keys that these rows see in a part."""
+    start = tl.maximum(_part_start(part), tl.min(tl.where(own, oldest, 1 << 30)) // BLOCK_N * BLOCK_N)
+    return start, tl.minimum(_part_start(part + 1), tl.max(tl.where(own, reach, 0)))
+
+
+@triton.jit(do_not_specialize=["nodes", "lineage_row", "window", "tiles", "stride"])
+def _attend_paths(
+    queries, keys, values, length_at, reach_at, lineage, out, tops, totals, partials, counters, sinks,
+    scale, inner, window, nodes, tiles, stride,
+    query_row, query_head, key_head, key_row, value_head, value_row, lineage_row, out_row, out_head,
+    CHAIN: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row or tile of rows, key head), for the GROUP queries of the head.
+
+    The first programs compute the parts in which paths differ, each for one row. In the others all rows find their keys
+    in the same slots: each program computes every `stride`-th part for a tile of rows.
     """
-    node = tl.program_id(0)
+    each = tl.program_id(0)
     head = tl.program_id(1)
-    split = tl.program_id(2)
     length = tl.load(length_at).to(tl.int32)
-    reach = tl.load(reach_at + node).to(tl.int32)
-    oldest = tl.maximum(reach - window, 0)  # the first position that the row sees
-    oldest_part = _part_of(oldest)
-    first = tl.maximum(_part_start(split), oldest // BLOCK_N * BLOCK_N)
-    last = tl.minimum(_part_start(split + 1), reach)
-    if (split < oldest_part) | ((first >= reach) & (split > 0)):  # the first part of a row without keys stores zeros
-        return
+    straight = 1 << 30 if CHAIN else length  # keys before this position lie in the slots of their positions
+    single = (each < nodes) & (not CHAIN)
+    shared = each if CHAIN else each - nodes
+    first_row = tl.where(single, each, shared % tiles * (BLOCK_M // GROUP))
+    rows = tl.where(single, 1, BLOCK_M // GROUP)
+    part = tl.where(single, _part_of(straight), shared // tiles)
+    step = tl.where(single, 1, stride)
 
     member = tl.arange(0, BLOCK_M)
-    query = head * GROUP + member
-    dims = tl.arange(0, BLOCK_D)
-    live = member < GROUP
-    within = dims < D
-    shown = live[:, None] & within[None, :]
-    asked = queries + node.to(tl.int64) * query_row + query[:, None] * query_head + dims[None, :]
-    q = tl.load(asked, mask=shown, other=0.0)
+    node = first_row + member // GROUP
+    query = head * GROUP + member % GROUP
+    live = (member // GROUP < rows) & (node < nodes)
+    reach = tl.load(reach_at + node, mask=live, other=0).to(tl.int32)
+    oldest = tl.maximum(reach - window, 0)  # the first position that a row sees
+    first_part = tl.where(reach > 0, _part_of(oldest), 0)
+    last_part = tl.where(reach > 0, _part_of(reach - 1), 0)  # a row without keys stores zeros
+    end_part = tl.max(tl.where(live, last_part, -1)) + 1
+    if not CHAIN:
+        end_part = tl.where(single, end_part, tl.minimum(end_part, _part_of(straight)))
     keys += head.to(tl.int64) * key_head
     values += head.to(tl.int64) * value_head
-    lineage += node * lineage_row
-
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in tl.range(first, last, BLOCK_N):
-        position = start + tl.arange(0, BLOCK_N)
-        used = (position < last) & (position >= oldest)
-        staged = tl.load(lineage + position - length, mask=used & (position >= length), other=0)
-        column = tl.where(position < length, position, length + staged)
-        k = tl.load(keys + column[None, :] * key_row + dims[:, None], mask=within[:, None] & used[None, :], other=0.0)
-        v = tl.load(
-            values + column[:, None] * value_row + dims[None, :], mask=used[:, None] & within[None, :], other=0.0
-        )
-        top, total, sums = _softmax_step(
-            q, k, v, used[None, :], scale, top, total, sums, True, PRECISION, inner, CAPPED
-        )
-
-    target = out + node.to(tl.int64) * out_row + query[:, None] * out_head + dims[None, :]
-    needed = _part_of(reach - 1) - oldest_part + 1  # also 1 where nothing is seen
-    if (needed <= 1) | (reach == 0):
-        total, sums = _add_sink(sinks, query, live, top, total, sums, SINKS)
-        _store_result(target, sums, total, shown)
-    else:
-        heads = tl.num_programs(1)
-        rows = nodes * GROUP
-        place = head * rows + node * GROUP + member
-        _store_partial(tops, totals, partials, split * heads * rows + place, dims, top, total, sums, live, shown, D)
-        counter = counters + node * heads + head
-        tl.debug_barrier()  # all threads have stored their part before the atomic releases it
-        before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-        tl.debug_barrier()
-        if before == needed - 1:
-            first_place = oldest_part * heads * rows + place
-            highest, whole, mixed = _merge_parts(
-                tops, totals, partials, first_place, live, heads * rows, needed, D, BLOCK_M, BLOCK_D, UNROLL
-            )
-            whole, mixed = _add_sink(sinks, query, live, highest, whole, mixed, SINKS)
-            _store_result(target, mixed, whole, shown)
-            tl.store(counter, 0)  # for the next launch
+    lineage += first_row * lineage_row
+    if PDL:
+        start, end = _limits(part, live & (reach > 0), reach, oldest, BLOCK_N)
+        for at in range(start, tl.minimum(end, length), BLOCK_N):
+            column = tl.minimum(at + tl.arange(0, BLOCK_N), length - 1).to(tl.int64)
+            prefetch(keys + column * key_row)
+            prefetch(values + column * value_row)
+    pdl_wait(PDL)
+    for own in tl.range(part, end_part, step, num_stages=1):
+        _attend_part(
+            queries, keys, values, length, straight, lineage, out, tops, totals, partials, counters, sinks, scale,
+            inner, node, query, live, reach, oldest, first_part, last_part, nodes, own,
+            query_row, query_head, key_row, value_row, out_row, out_head,
+            GROUP, D, BLOCK_M, BLOCK_N, BLOCK_D, UNROLL, PRECISION, CAPPED, SINKS,
+        )  # fmt: skip
 
 
-def tile(group: int, width: int, dtype: torch.dtype) -> Tile:
-    """The tile; it depends only on the model."""
-    rows = max(power_of_two(group), 16)
+def choose_tile(rows: int, group: int, width: int, dtype: torch.dtype, chain: bool) -> Tile:
+    """The tile for a pass. Its height does not change a row's result; keys and warps depend on the model alone."""
+    height = max(power_of_two(group), 16)
     if dtype == torch.float32:
-        return Tile(rows, 32, 4, 2) if width <= 64 else Tile(rows, 16, 8, 2)
-    return Tile(rows, 64, 4, 2)
+        return Tile(height, 32, 4) if width <= 64 else Tile(height, 16, 8)
+    tall = min(64, MAX_TILE // max(power_of_two(width), 16))  # pays in passes over many rows of a chain
+    return Tile(max(tall, height) if chain and rows * group >= 4 * tall else height, 64, 4 if width <= 128 else 8)
+
+
+def parts_of(capacity: int) -> int:
+    """The number of parts of this number of keys."""
+    near, middle = min(capacity, NEAR_END.value), min(max(capacity - NEAR_END.value, 0), MIDDLE_END.value - NEAR_END.value)
+    far = max(capacity - MIDDLE_END.value, 0)
+    return sum(-(-keys // part.value) for keys, part in ((near, NEAR), (middle, MIDDLE), (far, FAR)))
+
+
+def _register_limit(x: Tensor, sums: int) -> dict[str, int]:
+    """Limit the registers of small tiles, so that a multiprocessor runs three or four programs at a time."""
+    if not x.is_cuda or torch.version.hip is not None or sums > 2048:
+        return {}
+    return {"maxnreg": 128 if sums <= 1024 else 168}
 
 
 def attend(
@@ -215,7 +273,7 @@ def attend(
     values: Tensor,
     length: Tensor,
     reach: Tensor,
-    lineage: Tensor,
+    lineage: Tensor | None,
     scale: float,
     out: Tensor,
     window: int | None = None,
@@ -224,25 +282,24 @@ def attend(
 ) -> None:
     """`path_attention` into `out`."""
     (count, heads, width), (shared, capacity, _) = queries.shape, keys.shape
-    assert queries.stride(2) == keys.stride(2) == values.stride(2) == out.stride(2) == lineage.stride(1) == 1
-    assert reach.is_contiguous()
-    group = heads // shared
-    shape = tile(group, width, queries.dtype)
-    near = NEAR_PARTS.value * NEAR_PART.value
-    splits = -(-min(capacity, near) // NEAR_PART.value) + -(-max(capacity - near, 0) // FAR_PART.value)
-    tops = torch.empty((2, splits, shared, count * group), device=out.device)
-    partials = torch.empty((splits, shared, count * group, width), device=out.device)
-    block_d = max(power_of_two(width), 16)
-    counts = counters(out.device) if count * shared <= COUNTERS else None
+    assert queries.stride(2) == keys.stride(2) == values.stride(2) == out.stride(2) == 1
+    assert reach.is_contiguous() and (lineage is None or lineage.stride(1) == 1)
+    group, block_d, chain = heads // shared, max(power_of_two(width), 16), lineage is None
+    tile = choose_tile(count, group, width, queries.dtype, chain)
+    parts, tiles = parts_of(capacity), -(-count // (tile.height // group))
+    stride = max(1, min(parts, MAX_PROGRAMS // (tiles * shared)))
+    tops = torch.empty((2, parts, count * heads), device=out.device)
+    partials = torch.empty((parts, count * heads, width), device=out.device)
+    counts = counters(out.device) if count * heads <= COUNTERS else None
     if counts is None:
-        counts = torch.zeros(count * shared, dtype=torch.int32, device=out.device)
-    _attend_paths[(count, shared, splits)](
+        counts = torch.zeros(count * heads, dtype=torch.int32, device=out.device)
+    _attend_paths[((0 if chain else count) + tiles * stride, shared)](
         queries,
         keys,
         values,
         length,
         reach,
-        lineage,
+        reach if lineage is None else lineage,
         out,
         tops[0],
         tops[1],
@@ -253,47 +310,26 @@ def attend(
         0.0 if cap is None else scale / cap,
         capacity if window is None else window,
         count,
+        tiles,
+        stride,
         *queries.stride()[:2],
         *keys.stride()[:2],
         *values.stride()[:2],
-        lineage.stride(0),
+        0 if lineage is None else lineage.stride(0),
         *out.stride()[:2],
+        CHAIN=chain,
         GROUP=group,
         D=width,
-        BLOCK_M=shape.rows,
-        BLOCK_N=shape.keys,
+        BLOCK_M=tile.height,
+        BLOCK_N=tile.keys,
         BLOCK_D=block_d,
-        UNROLL=UNROLL,
+        UNROLL=max(1, min(4, MERGED // (tile.height * block_d))),
         PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
         CAPPED=cap is not None,
         SINKS=sinks is not None,
-        num_warps=shape.warps,
-        num_stages=shape.stages,
+        num_warps=tile.warps,
+        num_stages=2,
         enable_fp_fusion=False,
+        **_register_limit(out, tile.height * block_d),
+        **(pdl_launch(out) if heads * width <= MAX_PDL_WIDTH else {"PDL": False}),
     )
-
-
-@triton.jit
-def _lineage(mask, depth, positions, count, reach, lines, staged, mask_row, BLOCK: tl.constexpr):
-    """Program (row)."""
-    row = tl.program_id(0)
-    column = tl.arange(0, BLOCK)
-    inside = column < staged
-    seen = tl.load(mask + row * mask_row + column, mask=inside, other=0) != 0
-    level = tl.load(depth + column, mask=inside, other=0)
-    tl.store(lines + row * staged + level, column, mask=inside & seen)
-    own = tl.load(positions + row) + 1
-    tl.store(reach + row, tl.where(row < tl.load(count), own, 0))
-
-
-def lineage(mask: Tensor, depth: Tensor, positions: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """`kernels.attention.lineage`; depths at which a row has no ancestor are not written."""
-    rows, staged = mask.shape
-    assert mask.stride(1) == 1 and depth.is_contiguous() and positions.is_contiguous()
-    reach = torch.empty_like(positions)
-    lines = torch.empty(rows, staged, dtype=torch.int32, device=mask.device)
-    block = power_of_two(staged)
-    _lineage[(rows,)](
-        mask.view(torch.uint8), depth, positions, count, reach, lines, staged, mask.stride(0), BLOCK=block, num_warps=1
-    )
-    return reach, lines

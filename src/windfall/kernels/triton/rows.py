@@ -11,23 +11,51 @@ from windfall.kernels.triton.pdl import pdl_wait
 
 
 @triton.jit
-def _positions_and_slots(length_at, depth, positions, slots, rows, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """One program."""
+def _place_rows(
+    length_at, depth, count, mask, positions, slots, reach, lines, rows, mask_row,
+    BLOCK: tl.constexpr, CHAIN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row)."""
     pdl_wait(PDL)
-    row = tl.arange(0, BLOCK)
+    row = tl.program_id(0)
     length = tl.load(length_at)
-    tl.store(positions + row, length + tl.load(depth + row, mask=row < rows, other=0), mask=row < rows)
-    tl.store(slots + row, length + row, mask=row < rows)
+    position = length + tl.load(depth + row)
+    tl.store(positions + row, position)
+    tl.store(slots + row, length + row)
+    tl.store(reach + row, tl.where(row < tl.load(count), position + 1, 0))
+    if not CHAIN:
+        column = tl.arange(0, BLOCK)
+        inside = column < rows
+        seen = tl.load(mask + row * mask_row + column, mask=inside, other=0) != 0
+        level = tl.load(depth + column, mask=inside, other=0)
+        tl.store(lines + row * rows + level, (length + column).to(tl.int32), mask=inside & seen)
 
 
-def positions_and_slots(length: Tensor, depth: Tensor) -> tuple[Tensor, Tensor]:
+def place_rows(
+    length: Tensor, depth: Tensor, count: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """`kernels.rows.place_rows`; depths at which a row has no ancestor are not written."""
     rows = len(depth)
-    assert depth.is_contiguous()
-    positions, slots = torch.empty_like(depth), torch.empty_like(depth)
-    block = power_of_two(rows)
-    options = {"BLOCK": block, "num_warps": _warps(block), **pdl_launch(depth)}
-    _positions_and_slots[(1,)](length, depth, positions, slots, rows, **options)
-    return positions, slots
+    assert depth.is_contiguous() and (mask is None or (mask.stride(1) == 1 and mask.shape == (rows, rows)))
+    positions, slots, reach = (torch.empty_like(depth) for _ in range(3))
+    lines = None if mask is None else torch.empty(rows, rows, dtype=torch.int32, device=depth.device)
+    _place_rows[(rows,)](
+        length,
+        depth,
+        count,
+        depth if mask is None else mask.view(torch.uint8),
+        positions,
+        slots,
+        reach,
+        reach if lines is None else lines,
+        rows,
+        0 if mask is None else mask.stride(0),
+        BLOCK=power_of_two(rows),
+        CHAIN=mask is None,
+        num_warps=1,
+        **pdl_launch(depth),
+    )
+    return positions, slots, reach, lines
 
 
 @triton.jit
