@@ -3,12 +3,14 @@
     python benchmarks/kernels_gpu.py [--only attention] [--replays 50] [--json FILE]
 
 A graph holds many calls over several sets of inputs, as the layers of a model would; the median over its replays,
-divided by the calls, is a call's time without the launch of the graph.
+divided by the calls, is a call's time without the launch of the graph. `share` is the share of an H200's bandwidth that
+our kernel reaches.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import statistics
 import sys
@@ -22,6 +24,7 @@ from torch.nn import functional as F
 
 from windfall.kernels import add_norm, draw, rotate_and_store, silu_mul, top_children, tree_attention
 from windfall.kernels.attention import visible
+from windfall.kernels.experts import clamped_swiglu, experts
 from windfall.kernels.norm import add_norm_reference, rotate_and_store_reference, silu_mul_reference
 
 CALLS = 24  # of one graph
@@ -29,6 +32,9 @@ SETS = 6  # of inputs
 MODELS = {"135M": (9, 3, 64, 576, 1536, 49_152), "8B": (32, 8, 128, 4096, 14_336, 128_256)}
 CONTEXTS = ((300, 512), (900, 1024), (3900, 4096), (16_000, 16_384), (32_000, 32_768))
 ROWS = (1, 10, 64)
+EXPERTS = (2880, 2880, 32, 4)  # hidden and inner size, experts and chosen experts of gpt-oss-20b
+EXPERT_ROWS = (1, 8, 32, 64)
+BANDWIDTH = 4.8e12  # bytes per second of an H200, for the share that a call reaches
 
 
 class Case(NamedTuple):
@@ -165,6 +171,57 @@ def rotations(model: str, n: int) -> Case:
     )
 
 
+@functools.cache
+def expert_layers() -> list[tuple[Tensor, ...]]:
+    """Of some layers: weight and bias of the router, of the gate and up projections, of the down projection."""
+    hidden, inner, count, _ = EXPERTS
+    shapes = ((count, hidden), (count,), (count, hidden, 2 * inner), (count, 2 * inner), (count, inner, hidden))
+    return [tuple(half(*shape) / hidden**0.5 for shape in (*shapes, (count, hidden))) for _ in range(SETS)]
+
+
+def mixtures(n: int) -> Case:
+    """The floor is the weights of the chosen experts."""
+    from windfall.kernels.triton.experts import Tile, mixture
+
+    hidden, inner, count, top_k = EXPERTS
+    layers, x = expert_layers(), half(SETS, n, hidden)
+    logits = [F.linear(x[i], *layers[i][:2]) for i in range(SETS)]
+    plans = []  # of each set: its experts, with the rows and shares of each
+    for each in logits:
+        values, indices = each.topk(top_k)
+        shares = values.softmax(-1)
+        picks = {expert: (indices == expert).nonzero(as_tuple=True) for expert in indices.unique().tolist()}
+        plans.append([(expert, rows, shares[rows, slots, None]) for expert, (rows, slots) in picks.items()])
+
+    used = sum(map(len, plans)) / SETS
+
+    def known(i: int) -> object:
+        _, _, gate_up, gate_up_bias, down, down_bias = layers[i]
+        out = torch.zeros_like(x[i])
+        for expert, rows, shares in plans[i]:
+            made = clamped_swiglu(x[i][rows] @ gate_up[expert] + gate_up_bias[expert], 1.702, 7.0)
+            out.index_add_(0, rows, (made @ down[expert] + down_bias[expert]) * shares)
+        return out
+
+    def tiled(tile: Tile | None) -> Callable[[int], object]:
+        return lambda i: mixture(x[i], logits[i], *layers[i][2:], top_k, 1.702, 7.0, tile)
+
+    return Case(
+        f"experts gpt-oss-20b, {n} rows, {used:.1f} of {count} experts",
+        {
+            "ours": lambda i: experts(x[i], *layers[i], top_k),
+            "ours, exact": lambda i: experts(x[i], *layers[i], top_k, True),
+            "ours, logits known": tiled(None),
+            "ours, logits known, 32 columns": tiled(Tile(16, 32, 7, 7, 4)),
+            "ours, logits known, 128 columns": tiled(Tile(16, 128, 4, 4, 4)),
+            "ours, logits known, fewer stages": tiled(Tile(16, 64, 4, 4, 4)),
+            "ours, logits known, more stages": tiled(Tile(16, 64, 7, 9, 4)),
+            "torch, experts known": known,
+        },
+        bytes=round(2 * 3 * hidden * inner * used),
+    )
+
+
 def cases(kind: str) -> Iterator[Case]:
     if kind == "attention":
         return (attention(model, n, *context) for model in MODELS for context in CONTEXTS for n in ROWS)
@@ -172,10 +229,17 @@ def cases(kind: str) -> Iterator[Case]:
         return itertools.starmap(draws, itertools.product(MODELS, ROWS, (True, False)))
     if kind == "top":
         return itertools.starmap(top, itertools.product((16_384, 49_152, 151_936), ROWS, (4, 10), (False, True)))
+    if kind == "experts":
+        return map(mixtures, EXPERT_ROWS)
     return (make(model, n) for make in (add_norms, gates, rotations) for model in MODELS for n in ROWS)
 
 
-KINDS = ("attention", "draw", "top", "norm")
+def share(size: int, microseconds: float) -> float:
+    """Of the bandwidth, when this many bytes are read in this time."""
+    return round(size / (1e-6 * microseconds) / BANDWIDTH, 3)
+
+
+KINDS = ("attention", "draw", "top", "norm", "experts")
 
 
 @torch.inference_mode()
@@ -191,9 +255,11 @@ def main() -> None:
     for kind in options.only or KINDS:
         for case in cases(kind):
             own = {way: round(1e6 * seconds(call, options.replays), 2) for way, call in case.ways.items()}
-            table[case.name] = {**own, "bytes": case.bytes} if case.bytes else own
-            print(case.name, own, file=sys.stderr, flush=True)
-    publish({"what": "microseconds of one call inside a CUDA graph, median", "us": table}, options.json)
+            floor = {"bytes": case.bytes, "share": share(case.bytes, own["ours"])} if case.bytes else {}
+            table[case.name] = {**own, **floor}
+            print(case.name, table[case.name], file=sys.stderr, flush=True)
+    what = "microseconds of one call inside a CUDA graph, median; share of the bandwidth"
+    publish({"what": what, "us": table}, options.json)
 
 
 if __name__ == "__main__":

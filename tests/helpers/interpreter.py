@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -22,3 +23,16 @@ def passes_under_the_interpreter(file: str) -> None:
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", file]
     run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+if INTERPRETED and find_spec("triton"):
+    from triton.runtime import interpreter
+
+    plain = interpreter._patch_lang_tensor
+
+    def patched(tensor: type, scope: Any) -> None:
+        """Triton before 3.9 takes int() of an array of one element as a loop's bound; numpy no longer allows it."""
+        plain(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched

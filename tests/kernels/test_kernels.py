@@ -4,7 +4,6 @@ and from tests/gpu at full size on a CUDA device."""
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
 import torch
@@ -30,18 +29,6 @@ from helpers.kernels import (
 )
 from windfall.kernels import path_attention, top_children, tree_attention
 from windfall.kernels.product import by_pieces
-
-if INTERPRETED and find_spec("triton"):
-    from triton.runtime import interpreter
-
-    plain = interpreter._patch_lang_tensor
-
-    def patched(tensor: type, scope: Any) -> None:
-        """Triton before 3.9 takes int() of an array of one element as a loop's bound; numpy no longer allows it."""
-        plain(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patched
 
 
 @outside

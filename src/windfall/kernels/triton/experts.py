@@ -1,0 +1,299 @@
+"""A mixture of experts in four kernels, whose shapes do not depend on which experts are chosen.
+
+`_route` chooses the experts of each row, and lists the rows of each expert in blocks. `_gate_up` and `_down` multiply a
+block of rows by some columns of their expert's weight, so a weight is read once per block. `_sum` adds the outputs of a
+row's experts, in descending order of their logits.
+
+Every product is one sum over K, sixteen elements at a time in ascending order (see matmul.py). Neither the tile nor a
+row's place in a block plays a part in this, so a row has the same bits in every pass.
+"""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from windfall.kernels.backend import pdl_launch, power_of_two
+from windfall.kernels.triton.pdl import pdl_wait, prefetch
+
+STEP = 64  # elements of K that a program loads at a time
+AHEAD = tl.constexpr(256)  # elements of K that `_down` prefetches before it waits
+ROUTE_ROWS = 64  # rows that `_route` handles at a time
+SUM_COLUMNS = 1024  # per program of `_sum`
+
+
+class Tile(NamedTuple):
+    """Rows of a block, columns of the weight that a program reads, and how it runs."""
+
+    rows: int
+    columns: int
+    stages: int  # of `_gate_up`
+    down_stages: int
+    warps: int
+
+
+@triton.jit(do_not_specialize=["n", "room"])
+def _route(
+    logits, shares, pairs, counts, blocks, n, room, experts, logit_row,
+    TOP_K: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, E: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program. Choose the experts of all rows; write the shares of a row's experts and the list of blocks.
+
+    A pair is a row and one of its experts; its number is row * TOP_K + slot. The pairs of expert e stand in `pairs`
+    from e * n on, in ascending order. A block is a place in `pairs` where up to ROWS pairs of one expert start, or -1.
+    """
+    pdl_wait(PDL)
+    expert = tl.arange(0, E)
+    known = (expert < experts)[None, :]
+    count = tl.zeros([E], tl.int32)
+    for first in tl.range(0, n, CHUNK):
+        row = first + tl.arange(0, CHUNK)
+        live = row < n
+        at = logits + row[:, None].to(tl.int64) * logit_row + expert[None, :]
+        value = tl.load(at, mask=live[:, None] & known, other=0.0).to(tl.float32)
+        value = tl.where(value == value, value, float("inf"))  # a row with NaN is NaN in the end
+        slot = tl.full([CHUNK, E], -1, tl.int32)
+        powers = ()
+        total = tl.zeros([CHUNK], tl.float32)
+        for each in tl.static_range(TOP_K):
+            free = known & (slot < 0)
+            best = tl.max(tl.where(free, value, float("-inf")), 1)
+            if each == 0:
+                highest = best
+            chosen = tl.min(tl.where(free & (value == best[:, None]), expert[None, :], E), 1)
+            slot = tl.where(expert[None, :] == chosen[:, None], each, slot)
+            power = tl.exp(best - highest)
+            powers += (power,)
+            total += power
+        for each in tl.static_range(TOP_K):
+            share = tl.div_rn(powers[each], total)
+            tl.store(shares + row * TOP_K + each, share.to(shares.dtype.element_ty), mask=live)
+        taken = ((slot >= 0) & live[:, None]).to(tl.int32)
+        place = expert[None, :] * n + count[None, :] + tl.cumsum(taken, 0) - 1
+        tl.store(pairs + place, row[:, None] * TOP_K + slot, mask=taken > 0)
+        count += tl.sum(taken, 0)
+    tl.store(counts + expert, count, mask=expert < experts)
+    own = (count + ROWS - 1) // ROWS
+    end = tl.cumsum(own, 0)
+    for each in tl.range(0, tl.max(own, 0)):
+        tl.store(blocks + end - own + each, expert * n + each * ROWS, mask=each < own)
+    for first in tl.range(tl.sum(own, 0), room, 256):
+        block = first + tl.arange(0, 256)
+        tl.store(blocks + block, -1, mask=block < room)
+
+
+@triton.jit
+def _block_pairs(start, counts, pairs, n, ROWS: tl.constexpr):
+    """The expert of a block, its pairs [ROWS], and which of these exist."""
+    expert = start // n
+    lane = tl.arange(0, ROWS)
+    live = start - expert * n + lane < tl.load(counts + expert)
+    return expert, tl.load(pairs + start + lane, mask=live, other=0), live
+
+
+@triton.jit
+def _product(
+    x, weight, bias, row, live, column, x_row,
+    K: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """These rows of x times these columns of a weight [K, WIDTH], rounded; plus bias, rounded again → fp32."""
+    kind: tl.constexpr = x.dtype.element_ty
+    lane = tl.arange(0, STEP)
+    x_at = x + row[:, None].to(tl.int64) * x_row + lane[None, :]
+    inside = column < WIDTH
+    weight_at = weight + lane[:, None] * WIDTH + column[None, :]
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for k in tl.range(0, K, STEP, num_stages=STAGES):
+        shown, read = live[:, None], inside[None, :]
+        if K % STEP != 0:
+            shown, read = shown & (k + lane < K)[None, :], read & (k + lane < K)[:, None]
+        left = tl.load(x_at + k, mask=shown, other=0.0)
+        if K % STEP == 0 and WIDTH % COLUMNS == 0:
+            right = tl.load(weight_at + k * WIDTH)
+        else:
+            right = tl.load(weight_at + k * WIDTH, mask=read, other=0.0)
+        sums = tl.dot(left, right, sums, input_precision="ieee")
+    added = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    return (sums.to(kind).to(tl.float32) + added[None, :]).to(kind).to(tl.float32)
+
+
+@triton.jit
+def _clamped_swiglu(gate, up, alpha, limit, kind: tl.constexpr):
+    """Rounded after every operation, as separate torch operations are; comparisons keep NaN."""
+    gate = tl.where(gate > limit, limit, gate)
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    scaled = (gate * alpha).to(kind).to(tl.float32)
+    sigmoid = tl.div_rn(1.0, 1.0 + tl.exp(-scaled)).to(kind).to(tl.float32)
+    return ((up + 1.0).to(kind).to(tl.float32) * (gate * sigmoid).to(kind).to(tl.float32)).to(kind)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _gate_up(
+    x, weight, bias, out, blocks, counts, pairs, n, x_row, alpha, limit,
+    TOP_K: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STEP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (block, tile of columns). Columns alternate between gate and up projection. `out` has a row per pair."""
+    pdl_wait(PDL)
+    start = tl.load(blocks + tl.program_id(0))
+    if start < 0:
+        return
+    expert, pair, live = _block_pairs(start, counts, pairs, n, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    own = weight + expert.to(tl.int64) * (K * WIDTH)
+    made = _product(
+        x, own, bias + expert * WIDTH, pair // TOP_K, live, column, x_row, K, WIDTH, ROWS, COLUMNS, STEP, STAGES
+    )
+    gate, up = tl.split(tl.reshape(made, (ROWS, COLUMNS // 2, 2)))
+    goal = tl.program_id(1) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
+    shown = live[:, None] & (goal < WIDTH // 2)[None, :]
+    at = out + pair[:, None].to(tl.int64) * (WIDTH // 2) + goal[None, :]
+    tl.store(at, _clamped_swiglu(gate, up, alpha, limit, out.dtype.element_ty), mask=shown)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _down(
+    inner, weight, bias, shares, out, blocks, counts, pairs, n,
+    K: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (block, tile of columns). `inner` and `out` have a row per pair.
+
+    What `_route` wrote may be read before the wait, since `_gate_up` has waited for it.
+    """
+    start = tl.load(blocks + tl.program_id(0), cache_modifier=".cg")
+    expert = tl.maximum(start, 0) // n
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    own = weight + expert.to(tl.int64) * (K * WIDTH)
+    if PDL and start >= 0:
+        prefetch(own + tl.minimum(tl.arange(0, AHEAD), K - 1) * WIDTH + tl.program_id(1) * COLUMNS)
+    pdl_wait(PDL)
+    if start < 0:
+        return
+    expert, pair, live = _block_pairs(start, counts, pairs, n, ROWS)
+    made = _product(inner, own, bias + expert * WIDTH, pair, live, column, K, K, WIDTH, ROWS, COLUMNS, STEP, STAGES)
+    share = tl.load(shares + pair, mask=live, other=0.0).to(tl.float32)
+    shown = live[:, None] & (column < WIDTH)[None, :]
+    at = out + pair[:, None].to(tl.int64) * WIDTH + column[None, :]
+    tl.store(at, (made * share[:, None]).to(out.dtype.element_ty), mask=shown)
+
+
+@triton.jit
+def _sum(parts, out, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Program (row, block of columns)."""
+    pdl_wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    total = tl.load(parts + row * TOP_K * width + column, mask=inside, other=0.0).to(tl.float32)
+    for each in tl.static_range(1, TOP_K):
+        total += tl.load(parts + (row * TOP_K + each) * width + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+def choose_tile(pairs: int, experts: int, half: bool) -> Tile:
+    """The tile for this number of pairs, in half precision or fp32; it changes the speed and no bit."""
+    if not half:
+        return Tile(16, 64, 3, 3, 4)
+    if pairs <= 16 * experts:
+        return Tile(16, 64, 5, 7, 4)  # `_down` has half the programs of `_gate_up`, so each has more loads in flight
+    return Tile(32, 128, 4, 4, 4) if pairs <= 32 * experts else Tile(64, 128, 4, 4, 4)
+
+
+def block_bound(pairs: int, experts: int, rows: int) -> int:
+    """The largest number of blocks that this number of pairs can need."""
+    return (pairs + (rows - 1) * min(experts, pairs)) // rows
+
+
+def mixture(
+    x: Tensor,
+    logits: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor,
+    down: Tensor,
+    down_bias: Tensor,
+    top_k: int,
+    alpha: float,
+    limit: float,
+    tile: Tile | None = None,
+) -> Tensor:
+    (n, hidden), (experts, width, double) = x.shape, gate_up.shape
+    assert x.stride(1) == logits.stride(1) == 1 and width == hidden and 1 <= top_k <= experts
+    assert all(each.is_contiguous() for each in (gate_up, gate_up_bias, down, down_bias))
+    assert x.dtype == gate_up.dtype == down.dtype and down.shape == (experts, double // 2, hidden)
+    number = n * top_k
+    tile = tile or choose_tile(number, experts, x.dtype != torch.float32)
+    room = block_bound(number, experts, tile.rows)
+    shares = x.new_empty(number)
+    pairs, counts, blocks = (x.new_empty(size, dtype=torch.int32) for size in (experts * n, experts, room))
+    few = n <= 16
+    _route[(1,)](
+        logits,
+        shares,
+        pairs,
+        counts,
+        blocks,
+        n,
+        room,
+        experts,
+        logits.stride(0),
+        TOP_K=top_k,
+        ROWS=tile.rows,
+        CHUNK=16 if few else ROUTE_ROWS,
+        E=power_of_two(experts),
+        num_warps=4 if few else 8,
+        enable_fp_fusion=False,
+        **pdl_launch(x),
+    )
+    options = {
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "STEP": STEP,
+        "num_warps": tile.warps,
+        "enable_fp_fusion": False,
+        **pdl_launch(x),
+    }
+    inner = x.new_empty(number, double // 2)
+    _gate_up[(room, -(-double // tile.columns))](
+        x,
+        gate_up,
+        gate_up_bias,
+        inner,
+        blocks,
+        counts,
+        pairs,
+        n,
+        x.stride(0),
+        alpha,
+        limit,
+        TOP_K=top_k,
+        K=hidden,
+        WIDTH=double,
+        STAGES=tile.stages,
+        **options,
+    )
+    parts = x.new_empty(number, hidden)
+    _down[(room, -(-hidden // tile.columns))](
+        inner,
+        down,
+        down_bias,
+        shares,
+        parts,
+        blocks,
+        counts,
+        pairs,
+        n,
+        K=double // 2,
+        WIDTH=hidden,
+        STAGES=tile.down_stages,
+        **options,
+    )
+    out = x.new_empty(n, hidden)
+    _sum[(n, -(-hidden // SUM_COLUMNS))](
+        parts, out, hidden, TOP_K=top_k, BLOCK=SUM_COLUMNS, num_warps=4, enable_fp_fusion=False, **pdl_launch(x)
+    )
+    return out

@@ -1,0 +1,170 @@
+"""Checks of the mixture of experts, against transformers' GPT-OSS and for bits that do not depend on other rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+
+from helpers.interpreter import HALF
+from windfall.kernels.backend import on_triton
+from windfall.kernels.experts import experts, mixture, mixture_reference
+
+
+class Size(NamedTuple):
+    hidden: int
+    inner: int
+    experts: int
+    top_k: int
+
+
+class Weights(NamedTuple):
+    router_weight: Tensor
+    router_bias: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor
+    down: Tensor
+    down_bias: Tensor
+
+
+def random_weights(size: Size, dtype: torch.dtype, device: str) -> Weights:
+    """Values of the projections reach past the activation's limit."""
+    hidden, inner, count, _ = size
+
+    def numbers(*shape: int, scale: float) -> Tensor:
+        return (scale * torch.randn(*shape, device=device)).to(dtype)
+
+    return Weights(
+        numbers(count, hidden, scale=hidden**-0.5),
+        numbers(count, scale=1.0),
+        numbers(count, hidden, 2 * inner, scale=3 * hidden**-0.5),
+        numbers(count, 2 * inner, scale=1.0),
+        numbers(count, inner, hidden, scale=0.3 * inner**-0.5),
+        numbers(count, hidden, scale=0.3),
+    )
+
+
+def random_rows(n: int, size: Size, dtype: torch.dtype, device: str) -> Tensor:
+    """Rows of a larger tensor."""
+    return torch.randn(n, size.hidden + 64, device=device).to(dtype)[:, : size.hidden]
+
+
+def transformers_mlp(x: Tensor, weights: Weights, top_k: int, implementation: str) -> Tensor:
+    count, hidden, double = weights.gate_up.shape
+    config = GptOssConfig(
+        hidden_size=hidden, intermediate_size=double // 2, num_local_experts=count, num_experts_per_tok=top_k
+    )
+    config._experts_implementation = implementation
+    with torch.device("meta"):
+        mlp = GptOssMLP(config)
+    names = ("router.weight", "router.bias", "gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+    state = {name if "." in name else f"experts.{name}": each for name, each in zip(names, weights, strict=True)}
+    mlp.load_state_dict(state, assign=True)
+    with torch.no_grad():
+        return mlp(x[None])[0][0]
+
+
+def clear_rows(n: int, weights: Weights, top_k: int) -> Tensor:
+    """Random rows whose choice of experts does not depend on the rounding of their logits."""
+    router, bias = weights.router_weight, weights.router_bias
+    x = torch.randn(2 * n + 8, router.shape[1], device=router.device).to(router.dtype)
+    logits = x.double() @ router.double().T + bias.double()
+    best = logits.sort(descending=True).values
+    x = x[best[:, top_k - 1] - best[:, top_k] > (1e-5 if x.dtype == torch.float32 else 0.05)]
+    assert len(x) >= n
+    return x[:n]
+
+
+def check_experts(n: int, size: Size, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Against transformers' implementations."""
+    torch.manual_seed(n)
+    weights = random_weights(size, dtype, device)
+    x = clear_rows(n, weights, size.top_k)
+    close = 2e-5 if dtype == torch.float32 else 0.03
+    made = [experts(x, *weights, size.top_k, exact) for exact in (False, True)]
+    for implementation in ("eager", "grouped_mm") if device == "cpu" or dtype == torch.bfloat16 else ("eager",):
+        wanted = transformers_mlp(x, weights, size.top_k, implementation)
+        for each in made:
+            torch.testing.assert_close(each, wanted, atol=close, rtol=close)
+
+
+def check_mixture(n: int, size: Size, dtype: torch.dtype, kind: str = "random", device: str = "cpu") -> None:
+    """Against torch, with logits of some kind; and on Triton, a row has the same bits in other company."""
+    torch.manual_seed(n)
+    weights, x = random_weights(size, dtype, device), random_rows(n, size, dtype, device)
+    logits = torch.randn(n, size.experts, device=device)
+    if kind == "same":  # all rows choose the same experts
+        logits = logits[:1].expand(n, -1) * torch.linspace(0.5, 2, n, device=device)[:, None]
+    elif kind == "ties":
+        logits = logits.round()
+    elif kind == "missing":  # nobody chooses the first expert or the last
+        logits[:, [0, -1]] = -torch.inf
+    logits = logits.to(dtype)
+    made = mixture(x, logits, *weights[2:], size.top_k)
+    wanted = mixture_reference(x, logits, *weights[2:], size.top_k)
+    close = 2e-5 if dtype == torch.float32 else 0.03
+    torch.testing.assert_close(made, wanted, atol=close, rtol=close)
+    if on_triton(x):
+        for rows in companies(n, device):
+            assert torch.equal(mixture(x[rows], logits[rows], *weights[2:], size.top_k), made[rows]), rows
+
+
+def check_bits(counts: tuple[int, ...], size: Size, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Router and mixture: a row has the same bits for any number of rows and in every order."""
+    torch.manual_seed(size.hidden)
+    n = max(counts)
+    weights, x = random_weights(size, dtype, device), random_rows(n, size, dtype, device)
+    whole = experts(x, *weights, size.top_k, True)
+    for count in counts:
+        rows = torch.randperm(n, device=device)[:count]
+        assert torch.equal(experts(x[rows], *weights, size.top_k, True), whole[rows]), count
+        assert torch.equal(experts(x[n - count :], *weights, size.top_k, True), whole[n - count :]), count
+
+
+def companies(n: int, device: str) -> list[Tensor]:
+    """Two rows alone, some together in another order, all in reverse."""
+    order = torch.randperm(n, device=device)
+    return [*order[:2, None], order[: n // 2 + 1], torch.arange(n, device=device).flip(0)]
+
+
+def check_tiles(n: int, size: Size, tiles: list[tuple[int, ...]], device: str) -> None:
+    """All tiles give the same bits."""
+    from windfall.kernels.triton.experts import Tile
+    from windfall.kernels.triton.experts import mixture as run
+
+    torch.manual_seed(n)
+    weights, x = random_weights(size, HALF, device), random_rows(n, size, HALF, device)
+    logits = torch.randn(n, size.experts, device=device).to(HALF)
+    made = [run(x, logits, *weights[2:], size.top_k, 1.702, 7.0, Tile(*tile)) for tile in tiles]
+    for tile, other in zip(tiles, made, strict=True):
+        assert torch.equal(other, made[0]), tile
+
+
+def check_padding(size: Size, dtype: torch.dtype, device: str = "cpu") -> None:
+    """A row of NaN gives NaN, and does not change the others."""
+    torch.manual_seed(0)
+    weights, x = random_weights(size, dtype, device), random_rows(6, size, dtype, device)
+    logits = torch.randn(6, size.experts, device=device).to(dtype)
+    wanted = mixture(x, logits, *weights[2:], size.top_k)
+    x[2], logits[2], logits[4, 1] = torch.nan, torch.nan, torch.nan
+    made = mixture(x, logits, *weights[2:], size.top_k)
+    others = torch.tensor([0, 1, 3, 5], device=device)
+    assert made[[2, 4]].isnan().all() and torch.equal(made[others], wanted[others])
+
+
+def check_ties(dtype: torch.dtype, device: str = "cpu") -> None:
+    """Of equal logits the lowest indices are chosen, also if they are the lowest numbers there are."""
+    size = Size(64, 16, 12, 4)
+    weights = random_weights(size, dtype, device)
+    weights.down.zero_()
+    weights.down_bias.copy_(torch.eye(12, 64))  # the output shows the share of each expert
+    logits = torch.zeros(3, 12, device=device, dtype=dtype)
+    logits[1, [3, 7, 9, 10, 11]], logits[2, 5:] = 1, -torch.inf
+    logits[2, [8, 2]] = 5
+    made = mixture(random_rows(3, size, dtype, device), logits, *weights[2:], 4)
+    assert made[0].nonzero()[:, 0].tolist() == [0, 1, 2, 3] and (made[0, :4] == 0.25).all()
+    assert made[1].nonzero()[:, 0].tolist() == [3, 7, 9, 10]
+    assert made[2].nonzero()[:, 0].tolist() == [0, 1, 2, 8]
