@@ -16,8 +16,8 @@ from windfall.core.sampling import process, signed
 from windfall.core.tree import DraftTree
 from windfall.core.types import GpuOptions, InputError, SamplingParams
 from windfall.engine.gpu.forward import Forward, Pass, Paths, TransformersForward, Unsupported
+from windfall.engine.gpu.fused import FusedForward
 from windfall.engine.gpu.graphs import GraphCache
-from windfall.engine.gpu.llama import FusedLlama
 from windfall.engine.gpu.transfer import PackedBuffer
 from windfall.kernels.attention import PART, lineage
 from windfall.kernels.draw import draw, update_noise
@@ -210,7 +210,9 @@ class GpuTarget:
         tokens, depth, mask = rows["tokens"][:size], rows["depth"][:size], rows["mask"][:size, :size]
         positions, slots = positions_and_slots(self.length, depth)
         given = Pass(tokens, positions, slots, mask, self.length)
-        return given._replace(paths=Paths(*lineage(mask, depth, positions, rows["count"]))) if self.exact else given
+        if not (self.exact or self.forward.needs_paths):
+            return given
+        return given._replace(paths=Paths(*lineage(mask, depth, positions, rows["count"])))
 
     def noise_buffer(self, positions: int) -> Tensor:
         """The fixed buffer for the noise of this number of positions, [positions, V]."""
@@ -267,16 +269,16 @@ def sampling_key(params: SamplingParams) -> tuple[object, ...]:
 def fastest_forward(model: Any, compiled: bool = False) -> Forward:
     """The fastest forward that supports this model; raises Unsupported if there is none."""
     try:
-        return FusedLlama(model)
+        return FusedForward(model)
     except Unsupported:
         return TransformersForward(model, compiled)
 
 
-def exact_forward(model: Any) -> FusedLlama:
+def exact_forward(model: Any) -> FusedForward:
     """A forward that rounds a row alike in every pass."""
     try:
-        forward = FusedLlama(model)
+        forward = FusedForward(model)
     except Unsupported as reason:
-        raise InputError(f"exact passes are for models with Llama's architecture: {reason}") from None
+        raise InputError(f"exact passes need the fused forward: {reason}") from None
     forward.exact, forward.split = True, PART
     return forward
