@@ -264,6 +264,13 @@ window.
   each new shape would be compiled again.
 - Weights must be on a device. A model that accelerate offloads to the CPU or to disk is refused.
 - A model that can also be an encoder (BERT and similar) must be loaded with `is_decoder=True`.
+
+On a GPU, a *fused forward pass* runs the most common families with few kernels, with and without sliding windows. It is
+also what `--exact` needs: `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM`, `Qwen3ForCausalLM`,
+`Phi3ForCausalLM`, `GemmaForCausalLM`, `Gemma2ForCausalLM`, `Gemma3ForCausalLM`, the text part of
+`Gemma3ForConditionalGeneration`, and `GptOssForCausalLM`. Quantised models, models with adapters and all other families
+run their own code, in CUDA graphs where possible. Of these, models with sliding windows or chunked attention are
+decoded by the host loop, which is slower.
 """
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from helpers.exact import POLICIES, check_rows, check_texts
+from helpers.fused import model as family_model
 from helpers.random_heads import random_head
 from helpers.tiny import prompt, tiny
 from windfall import registry
@@ -49,6 +50,11 @@ def test_rows_of_a_tree_are_those_of_plain_decoding(length: int, size: int, dtyp
     check_rows(model(dtype), length, size)
 
 
+@pytest.mark.parametrize("name", ["mistral", "qwen3, mixed", "phi3, partly rotated", "gemma2", "gemma3"])
+def test_rows_of_other_families_are_those_of_plain_decoding(name: str) -> None:
+    check_rows(family_model(name, torch.bfloat16), 40, 20)
+
+
 @pytest.mark.parametrize(("policy", "length"), list(zip(POLICIES, (60, 250, 60, 250), strict=True)))
 def test_texts_are_those_of_plain_decoding(policy: str, length: int) -> None:
     assert check_texts(model(), policy, None, (length,), 16) > 1.5
@@ -64,5 +70,7 @@ def test_exact_passes_are_refused_for_other_models() -> None:
         Target(tiny("gpt-neox")), LMDrafter(), registry.policy("beam"), gpu_options=GpuOptions(True, exact=True)
     )
     for _ in range(2):  # the second time too
-        with pytest.raises(InputError, match="exact passes are for models with Llama's architecture"):
+        with pytest.raises(
+            InputError, match="exact passes need the fused forward: there is no fused forward for GPTNeoX"
+        ):
             made.generate(prompt(), max_new_tokens=4)

@@ -11,9 +11,13 @@ from helpers.kernels import (
     check_chain,
     check_draw,
     check_enter,
+    check_gelu_and_cap,
+    check_head_norms,
     check_lazy_logits,
     check_noise,
     check_norm,
+    check_norm_kinds,
+    check_partial_rotation,
     check_paths,
     check_rotation,
     check_top,
@@ -107,6 +111,28 @@ def test_norm_and_gate(n: int, width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("heads", "shared", "width"), [(9, 3, 64), (32, 8, 128)])
 def test_rotate_and_store(n: int, heads: int, shared: int, width: int, dtype: torch.dtype) -> None:
     check_rotation(n, heads, shared, width, dtype, "cuda")
+
+
+@both
+@pytest.mark.parametrize("n", [1, 10, 64])
+@pytest.mark.parametrize("width", [640, 2880, 5376])
+def test_kinds_of_norms_and_gates(n: int, width: int, dtype: torch.dtype) -> None:
+    check_norm_kinds(n, width, dtype, "cuda")
+    check_gelu_and_cap(n, width, dtype, "cuda")
+
+
+@both
+@pytest.mark.parametrize("n", [1, 10, 64])
+@pytest.mark.parametrize(("heads", "shared", "width"), [(16, 8, 128), (4, 1, 256), (4, 2, 80)])
+def test_norms_of_heads(n: int, heads: int, shared: int, width: int, dtype: torch.dtype) -> None:
+    check_head_norms(n, heads, shared, width, dtype, "cuda")
+
+
+@both
+@pytest.mark.parametrize("n", [1, 10, 64])
+@pytest.mark.parametrize(("heads", "shared", "width", "rotated"), [(24, 8, 128, 96), (32, 32, 96, 48)])
+def test_partial_rotation(n: int, heads: int, shared: int, width: int, rotated: int, dtype: torch.dtype) -> None:
+    check_partial_rotation(n, heads, shared, width, rotated, dtype, "cuda")
 
 
 @pytest.mark.parametrize("n", [1, 10, 16, 17, 32, 48, 64])

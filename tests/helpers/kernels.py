@@ -9,22 +9,35 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.modeling_llama import (
     LlamaConfig,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
 )
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as rotate_partly
 
 from helpers.interpreter import HALF, INTERPRETED
 from windfall.core.sampling import Dice, gumbel, signed
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow, SamplingParams
 from windfall.drafters.base import add_children
-from windfall.kernels import add_norm, draw, path_attention, rotate_and_store, silu_mul, top_children, tree_attention
+from windfall.kernels import (
+    add_norm,
+    draw,
+    gate_mul,
+    path_attention,
+    rotate_and_store,
+    soft_cap,
+    top_children,
+    tree_attention,
+)
 from windfall.kernels.backend import on_triton
 from windfall.kernels.draw import update_noise
-from windfall.kernels.norm import add_norm_reference, rotate_and_store_reference, silu_mul_reference
+from windfall.kernels.norm import add_norm_reference, gate_mul_reference, rotate_and_store_reference
+from windfall.kernels.norm_kinds import HeadNorms, NormKind
 from windfall.kernels.product import linear, norm_gate, norm_rotate, tiling_for
 from windfall.kernels.rows import lineage_reference, place_rows
 from windfall.kernels.scatter import Scatter
@@ -378,7 +391,53 @@ def check_norm(n: int, width: int, dtype: torch.dtype, device: str = "cpu") -> N
     torch.testing.assert_close(add_norm(several, None, parts, 1e-5)[0], factors * plain, atol=1e-6, rtol=ulp)
     gate_up = torch.randn(n, 2 * width, device=device).to(dtype) * 3
     wanted = F.silu(gate_up[:, :width]) * gate_up[:, width:]
-    torch.testing.assert_close(silu_mul(gate_up), wanted, atol=1e-6, rtol=ulp)
+    torch.testing.assert_close(gate_mul(gate_up), wanted, atol=1e-6, rtol=ulp)
+
+
+NORMS = {
+    NormKind.ROUNDED: LlamaRMSNorm,
+    NormKind.WIDE: GptOssRMSNorm,
+    NormKind.WIDE_PLUS_ONE: Gemma2RMSNorm,
+}
+
+
+@torch.no_grad()
+def check_norm_kinds(n: int, width: int, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Every kind of norm against transformers' module, also with a norm before the sum; a row alone gives the same."""
+    torch.manual_seed(n)
+    x, residual = torch.randn(2, n, width, device=device).to(dtype)
+    ulp = 3e-6 if dtype == torch.float32 else 2**-7
+    for kind, make in NORMS.items():
+        norm, first = (make(width, eps=1e-5).to(device, dtype) for _ in range(2))
+        for each in (norm, first):
+            torch.nn.init.normal_(each.weight)
+        for other, before in ((None, None), (residual, None), (residual, first)):
+            weight = None if before is None else before.weight
+            normed, total = add_norm(x, other, norm.weight, 1e-5, kind=kind, before=weight)
+            wanted = x if before is None else before(x)
+            wanted = wanted if other is None else other + wanted
+            torch.testing.assert_close(total, wanted, atol=1e-6 if before is None else 8 * ulp, rtol=ulp)
+            torch.testing.assert_close(normed, norm(total), atol=1e-6, rtol=ulp)
+            last = None if other is None else other[-1:]
+            alone = add_norm(x[-1:], last, norm.weight, 1e-5, kind=kind, before=weight)
+            assert_same(torch.cat(alone), torch.cat([normed[-1:], total[-1:]]), 1e-6)
+
+
+def check_gelu_and_cap(n: int, width: int, dtype: torch.dtype, device: str = "cpu") -> None:
+    """The gate of Gemma and the soft cap of its logits, rounded after each step as in transformers."""
+    torch.manual_seed(n)
+    ulp = 3e-6 if dtype == torch.float32 else 2**-7
+    gate_up = torch.randn(n, 2 * width, device=device).to(dtype) * 3
+    gate_up[0, :4] = torch.tensor([0.0, 1e-3, -40.0, 40.0], device=device)
+    made, wanted = gate_mul(gate_up, gelu=True), F.gelu(gate_up[:, :width], approximate="tanh") * gate_up[:, width:]
+    torch.testing.assert_close(made, wanted, atol=1e-5, rtol=ulp)  # 1 + tanh loses digits far below 0
+    assert_same(gate_mul(gate_up[-1:], gelu=True), made[-1:], 1e-6)
+    logits = 40 * torch.randn(n, width, device=device).to(dtype)
+    logits[0, :4] = torch.tensor([0.0, 1e-3, -9e3, 9e3], device=device)
+    wanted = torch.tanh(logits / 30.0) * 30.0
+    made = soft_cap(logits, 30.0)
+    assert made.data_ptr() == logits.data_ptr()
+    torch.testing.assert_close(made, wanted, atol=1e-6, rtol=ulp)
 
 
 def check_picked(x: Tensor, residual: Tensor | None, weight: Tensor, normed: Tensor, summed: Tensor) -> None:
@@ -419,6 +478,47 @@ def check_rotation(n: int, heads: int, shared: int, width: int, dtype: torch.dty
     assert torch.equal(*ends)  # positions past the tables use the last row
 
 
+def check_head_norms(n: int, heads: int, shared: int, width: int, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Norms of heads in one kernel with the rotation give the bits of separate kernels."""
+    torch.manual_seed(n)
+    qkv = torch.randn(n, (heads + 2 * shared) * width, device=device).to(dtype)
+    cos, sin = torch.randn(2, n, width, device=device).to(dtype)
+    q_norm, k_norm = torch.randn(2, width, device=device).to(dtype)
+    slots = torch.randperm(n + 5, device=device)[:n]
+    for kind in NormKind:
+        parts = qkv.unflatten(1, (-1, width)).split([heads, shared, shared], 1)
+        q, k = (
+            add_norm(part.reshape(-1, width), None, weight, 1e-6, kind=kind)[0].view_as(part)
+            for part, weight in zip(parts, (q_norm, k_norm), strict=False)
+        )
+        separate, fused = (make_cache(shared, n + 5, width, 0, dtype, device) for _ in range(2))
+        wanted = rotate_and_store(torch.cat([q, k, parts[2]], 1).flatten(1), cos, sin, *separate, slots)
+        norms = HeadNorms(q_norm, k_norm, 1e-6, kind)
+        made = rotate_and_store(qkv, cos, sin, *fused, slots, norms=norms)
+        assert torch.equal(made, wanted)
+        for one, other in zip(separate, fused, strict=True):
+            assert torch.equal(one[:, slots], other[:, slots])
+        alone = rotate_and_store(qkv[-1:], cos[-1:], sin[-1:], *fused, slots[-1:], norms=norms)
+        assert torch.equal(alone, made[-1:])
+
+
+def check_partial_rotation(
+    n: int, heads: int, shared: int, width: int, rotated: int, dtype: torch.dtype, device: str = "cpu"
+) -> None:
+    """Against Phi-3, whose heads may be rotated in their first dimensions only."""
+    torch.manual_seed(n)
+    qkv = torch.randn(n, (heads + 2 * shared) * width, device=device).to(dtype)
+    half = torch.randn(2, n, rotated // 2, device=device).to(dtype)
+    cos, sin = torch.cat([half, half], -1)
+    parts = qkv.unflatten(1, (-1, width)).transpose(0, 1)[None]  # [1, heads, n, d]
+    queries, turned = rotate_partly(parts[:, :heads], parts[:, heads : heads + shared], cos[None], sin[None])
+    keys, values = make_cache(shared, n + 5, width, 0, dtype, device)
+    slots = torch.randperm(n + 5, device=device)[:n]
+    made = rotate_and_store(qkv, cos, sin, keys, values, slots)
+    assert torch.equal(made, queries[0].transpose(0, 1))
+    assert torch.equal(keys[:, slots], turned[0]) and torch.equal(values[:, slots], parts[0, heads + shared :])
+
+
 def check_enter(n: int, width: int, inner: int, heads: int, shared: int, d: int, device: str = "cpu") -> None:
     """The fused products against separate torch operations; a single row gives the same bits."""
     chance = torch.Generator().manual_seed(n)
@@ -443,7 +543,7 @@ def check_enter(n: int, width: int, inner: int, heads: int, shared: int, d: int,
         gated, total = norm_gate(*given, gate_up)
         assert (tiling_for(x, gate_up) is not None) == on_triton(x)
         assert torch.equal(total, stream)
-        torch.testing.assert_close(gated, silu_mul_reference(F.linear(normed, gate_up)), atol=0.02, rtol=0.02)
+        torch.testing.assert_close(gated, gate_mul_reference(F.linear(normed, gate_up)), atol=0.02, rtol=0.02)
         if on_triton(x):
             assert torch.equal(norm_gate(*one_row, gate_up)[0], gated[:1])
 

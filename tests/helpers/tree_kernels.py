@@ -469,6 +469,10 @@ def check_rows(n: int, width: int, across: int, dtype: torch.dtype, device: str 
     embedding, angles = (torch.randn(50, size, generator=chance).to(device, dtype) for size in (width + 8, across))
     embedded, turned = embed(depth, embedding[:, :width], positions, angles)
     assert torch.equal(embedded, embedding[depth, :width]) and torch.equal(turned, angles[positions.clamp(max=49)])
+    scaled, _ = embed(depth, embedding[:, :width], positions, angles, 5.65625)
+    wanted = embedded * torch.tensor(5.65625, dtype=dtype, device=device)
+    rounding = 0 if device == "cuda" else 2**-7  # the interpreter does not round bf16
+    torch.testing.assert_close(scaled, wanted, atol=0, rtol=rounding)
     waiting, before = torch.tensor([min(n, 3)], device=device), length.clone()
     slots, last, was = append_rows(length, waiting, n)
     assert torch.equal(length, before + waiting) and torch.equal(was, before) and torch.equal(last, waiting - 1)

@@ -15,13 +15,17 @@ from helpers.kernels import (
     check_chain,
     check_draw,
     check_enter,
+    check_gelu_and_cap,
+    check_head_norms,
     check_lazy_logits,
-    check_places,
     check_matmul,
     check_noise,
     check_norm,
+    check_norm_kinds,
+    check_partial_rotation,
     check_path_options,
     check_paths,
+    check_places,
     check_rotation,
     check_top,
     check_window,
@@ -173,6 +177,25 @@ def test_norm_and_gate(n: int, width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("n", "heads", "shared", "width"), [(1, 3, 1, 16), (5, 4, 2, 24)])
 def test_rotate_and_store(n: int, heads: int, shared: int, width: int, dtype: torch.dtype) -> None:
     check_rotation(n, heads, shared, width, dtype)
+
+
+@both
+@pytest.mark.parametrize(("n", "width"), [(1, 64), (2, 700)])
+def test_kinds_of_norms_and_gates(n: int, width: int, dtype: torch.dtype) -> None:
+    check_norm_kinds(n, width, dtype)
+    check_gelu_and_cap(n, width, dtype)
+
+
+@both
+@pytest.mark.parametrize(("n", "heads", "shared", "width"), [(2, 4, 2, 16), (1, 3, 1, 24)])
+def test_norms_of_heads(n: int, heads: int, shared: int, width: int, dtype: torch.dtype) -> None:
+    check_head_norms(n, heads, shared, width, dtype)
+
+
+@both
+@pytest.mark.parametrize(("n", "heads", "shared", "width", "rotated"), [(1, 3, 1, 16, 8), (3, 4, 2, 32, 24)])
+def test_partial_rotation(n: int, heads: int, shared: int, width: int, rotated: int, dtype: torch.dtype) -> None:
+    check_partial_rotation(n, heads, shared, width, rotated, dtype)
 
 
 @pytest.mark.parametrize(

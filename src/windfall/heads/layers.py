@@ -178,9 +178,16 @@ def rope_kind(config: Any) -> str:
     return str(rope.get("rope_type", "default"))
 
 
+def rope_kinds(config: Any) -> set[str]:
+    """The rope types of all layers: some models have different angles for each kind of layer."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    parts = [part for part in rope.values() if isinstance(part, dict)] or [rope]
+    return {str(part.get("rope_type", "default")) for part in parts}
+
+
 def follows_length(config: Any) -> bool:
     """Whether the angles of a position change with the length of the text."""
-    return rope_kind(config) in ("dynamic", "longrope")
+    return not rope_kinds(config).isdisjoint({"dynamic", "longrope"})
 
 
 def head_dim(config: Any) -> int:

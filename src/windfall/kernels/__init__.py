@@ -6,7 +6,16 @@ with the device or reads a device value on the host, so all of them can be captu
 
 from windfall.kernels.attention import path_attention, tree_attention
 from windfall.kernels.draw import draw
-from windfall.kernels.norm import add_norm, rotate_and_store, silu_mul
+from windfall.kernels.norm import add_norm, gate_mul, rotate_and_store, soft_cap
 from windfall.kernels.top import top_children
 
-__all__ = ["add_norm", "draw", "path_attention", "rotate_and_store", "silu_mul", "top_children", "tree_attention"]
+__all__ = [
+    "add_norm",
+    "draw",
+    "gate_mul",
+    "path_attention",
+    "rotate_and_store",
+    "soft_cap",
+    "top_children",
+    "tree_attention",
+]

@@ -1,4 +1,4 @@
-"""Fused element-wise operations of a transformer layer. Results are rounded where transformers' Llama rounds them."""
+"""Fused element-wise operations of a transformer layer. Results are rounded where transformers rounds them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from windfall.kernels.backend import on_triton
+from windfall.kernels.norm_kinds import HeadNorms, NormKind
 from windfall.kernels.scatter import Scatter
 
 
@@ -17,13 +18,15 @@ def add_norm(
     eps: float,
     pick: Tensor | None = None,  # [m] long: the rows to compute; None: all rows
     scatter: Scatter | None = None,
+    kind: NormKind = NormKind.ROUNDED,
+    before: Tensor | None = None,  # [width]: weight of a norm of x alone, before the sum; needs a residual
 ) -> tuple[Tensor, Tensor]:
     """(weight * normalised(x + residual), x + residual), both [n, width], or [m, width] with `pick`."""
     if on_triton(x):
         from windfall.kernels.triton.norm import add_norm as run
     else:
         run = add_norm_reference
-    return run(x, residual, weight, eps, pick, scatter)
+    return run(x, residual, weight, eps, pick, scatter, kind, before)
 
 
 def add_norm_reference(
@@ -33,54 +36,75 @@ def add_norm_reference(
     eps: float,
     pick: Tensor | None = None,
     scatter: Scatter | None = None,
+    kind: NormKind = NormKind.ROUNDED,
+    before: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`add_norm` with torch."""
+    x = x if before is None else norm(x, before, eps, kind)
     x = x if residual is None else residual + x
     if weight.dim() == 2:
         weight = weight.repeat(-(-len(x) // len(weight)), 1)[: len(x)]
     if pick is not None:
         x, weight = x[pick], weight if weight.dim() == 1 else weight[pick]
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    normed = weight * wide.to(x.dtype)
+    normed = norm(x, weight, eps, kind)
     if scatter is not None:
         scatter.buffer.index_copy_(0, scatter.rows, normed if scatter.normed else x)
     return normed, x
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(left half) * right half: [n, 2m] → [n, m]."""
+def norm(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
+    """A root-mean-square norm over the last dimension, with torch."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if kind is NormKind.ROUNDED:
+        return weight * wide.to(x.dtype)
+    return (wide * (1.0 + weight.float() if kind is NormKind.WIDE_PLUS_ONE else weight)).to(x.dtype)
+
+
+def gate_mul(gate_up: Tensor, gelu: bool = False) -> Tensor:
+    """silu(left half) * right half: [n, 2m] → [n, m]. With `gelu`, the tanh form of GELU instead of SiLU."""
     if on_triton(gate_up):
-        from windfall.kernels.triton.norm import silu_mul as compiled
+        from windfall.kernels.triton.norm import gate_mul as compiled
 
-        return compiled(gate_up)
-    return silu_mul_reference(gate_up)
+        return compiled(gate_up, gelu)
+    return gate_mul_reference(gate_up, gelu)
 
 
-def silu_mul_reference(gate_up: Tensor) -> Tensor:
-    """`silu_mul` with torch."""
+def gate_mul_reference(gate_up: Tensor, gelu: bool = False) -> Tensor:
+    """`gate_mul` with torch."""
     gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
+    return (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap), in place."""
+    if on_triton(x):
+        from windfall.kernels.triton.norm import soft_cap as compiled
+
+        return compiled(x, cap)
+    return x.div_(cap).tanh_().mul_(cap)
 
 
 def rotate_and_store(
     qkv: Tensor,  # [n, (heads + 2 * kv_heads) * d]: queries, keys, values
-    cos: Tensor,  # [n, d]
-    sin: Tensor,  # [n, d]
+    cos: Tensor,  # [n, r]: the first r dimensions of a head are rotated, r <= d
+    sin: Tensor,  # [n, r]
     keys: Tensor,  # [kv_heads, capacity, d], written
     values: Tensor,  # [kv_heads, capacity, d], written
     slots: Tensor,  # [n] integers: each row's slot in the KV cache
     positions: Tensor | None = None,  # [n] long
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """Apply rotary embedding to queries and keys, store keys and values in the KV cache → queries [n, heads, d].
 
-    With `positions`, cos and sin are tables [p, d], indexed by them. Positions past the tables use the last row.
+    With `positions`, cos and sin are tables [p, r], indexed by them. Positions past the tables use the last row. With
+    `norms`, each head of queries and keys is normalised first.
     """
     if on_triton(qkv):
         from windfall.kernels.triton.norm import rotate_and_store as run
     else:
         run = rotate_and_store_reference
-    return run(qkv, cos, sin, keys, values, slots, positions)
+    return run(qkv, cos, sin, keys, values, slots, positions, norms)
 
 
 def rotate_and_store_reference(
@@ -91,15 +115,21 @@ def rotate_and_store_reference(
     values: Tensor,
     slots: Tensor,
     positions: Tensor | None = None,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """`rotate_and_store` with torch."""
     if positions is not None:
         cos, sin = (x[positions.clamp(max=len(x) - 1)] for x in (cos, sin))
     shared, width = keys.shape[0], keys.shape[2]
     rows = qkv.reshape(len(qkv), -1, width)  # [n, heads + 2 * kv_heads, d]
-    queries_and_keys, value = rows[:, :-shared], rows[:, -shared:]
-    left, right = queries_and_keys.chunk(2, -1)
-    rotated = queries_and_keys * cos[:, None] + torch.cat([-right, left], -1) * sin[:, None]
-    keys.index_copy_(1, slots.long(), rotated[:, -shared:].transpose(0, 1))
+    queries, key, value = rows[:, : -2 * shared], rows[:, -2 * shared : -shared], rows[:, -shared:]
+    if norms is not None:
+        queries, key = (norm(x, w, norms.eps, norms.kind) for x, w in ((queries, norms.queries), (key, norms.keys)))
+    both = torch.cat([queries, key], 1)
+    turned, rest = both[..., : cos.shape[1]], both[..., cos.shape[1] :]
+    left, right = turned.chunk(2, -1)
+    turned = turned * cos[:, None] + torch.cat([-right, left], -1) * sin[:, None]
+    both = torch.cat([turned, rest], -1)
+    keys.index_copy_(1, slots.long(), both[:, -shared:].transpose(0, 1))
     values.index_copy_(1, slots.long(), value.transpose(0, 1))
-    return rotated[:, :-shared]
+    return both[:, :-shared]

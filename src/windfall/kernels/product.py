@@ -1,4 +1,4 @@
-"""A layer's matrix products, fused with the operations around them: residual sum, norm, rotary embedding or SiLU gate.
+"""A layer's matrix products, fused with the operations around them: residual sum, norm, rotary embedding or gate.
 
 With small weights, a pass spends most of its time on launches and latency. One fused kernel then computes all of it,
 and loads its weight while the previous kernel still runs. With large weights, one kernel computes the product and
@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from windfall.kernels.backend import on_triton, shared_memory, supports_pdl
-from windfall.kernels.norm import add_norm, rotate_and_store, silu_mul
+from windfall.kernels.norm import add_norm, gate_mul, rotate_and_store
+from windfall.kernels.norm_kinds import HeadNorms, NormKind
 
 if TYPE_CHECKING:
     from windfall.kernels.triton.product import Tiling
@@ -60,12 +61,19 @@ def norm_gate(
     eps: float,
     weight: Tensor,  # [2m, K]: gate projection, then up projection
     exact: bool = False,
+    kind: NormKind = NormKind.ROUNDED,
+    before: Tensor | None = None,  # [K]: as in `add_norm`
+    gelu: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """With normed = norm(x + residual): (silu(gate(normed)) * up(normed) [n, m], x + residual)."""
-    tiling = tiling_for(x, weight, exact, normed=True)
+    """With normed = norm(x + residual): (silu(gate(normed)) * up(normed) [n, m], x + residual).
+
+    Gates of GELU and other norms than Llama's take a kernel each.
+    """
+    plain = kind is NormKind.ROUNDED and before is None and not gelu
+    tiling = tiling_for(x, weight, exact, normed=True) if plain else None
     if tiling is None:
-        normed, total = add_norm(x, residual, norm, eps)
-        return silu_mul(product(normed, weight, None, exact)), total
+        normed, total = add_norm(x, residual, norm, eps, kind=kind, before=before)
+        return gate_mul(product(normed, weight, None, exact), gelu), total
     from windfall.kernels.triton.product import norm_gate as run
 
     return run(x, residual, norm, eps, weight, tiling)
@@ -78,18 +86,26 @@ def norm_rotate(
     eps: float,
     weight: Tensor,  # [(heads + 2 * kv_heads) * d, K]: projections of queries, keys, values
     bias: Tensor | None,
-    cos: Tensor,  # [n, d]
-    sin: Tensor,  # [n, d]
+    cos: Tensor,  # [n, r]
+    sin: Tensor,  # [n, r]
     keys: Tensor,  # [kv_heads, capacity, d], written
     values: Tensor,  # [kv_heads, capacity, d], written
     slots: Tensor,  # [n] integers
     exact: bool = False,
+    kind: NormKind = NormKind.ROUNDED,
+    before: Tensor | None = None,  # [K]: as in `add_norm`
+    norms: HeadNorms | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(`rotate_and_store` of the product of norm(x + residual) [n, heads, d], x + residual)."""
-    tiling = tiling_for(x, weight, exact, unit=keys.shape[2], normed=True)
+    """(`rotate_and_store` of the product of norm(x + residual) [n, heads, d], x + residual).
+
+    Norms of heads, partial rotation and other norms than Llama's take separate kernels.
+    """
+    plain = kind is NormKind.ROUNDED and before is None and norms is None and cos.shape[1] == keys.shape[2]
+    tiling = tiling_for(x, weight, exact, unit=keys.shape[2], normed=True) if plain else None
     if tiling is None or keys.shape[2] % tiling.outputs:  # the outputs of a program must belong to one head
-        normed, total = add_norm(x, residual, norm, eps)
-        return rotate_and_store(product(normed, weight, bias, exact), cos, sin, keys, values, slots), total
+        normed, total = add_norm(x, residual, norm, eps, kind=kind, before=before)
+        qkv = product(normed, weight, bias, exact)
+        return rotate_and_store(qkv, cos, sin, keys, values, slots, norms=norms), total
     from windfall.kernels.triton.product import norm_rotate as run
 
     return run(x, residual, norm, eps, weight, bias, cos, sin, keys, values, slots, tiling)

@@ -59,10 +59,13 @@ def append_rows(length: Tensor, waiting: Tensor, rows: int) -> tuple[Tensor, Ten
     return before + torch.arange(rows, device=length.device), waiting - 1, before
 
 
-def embed(tokens: Tensor, embedding: Tensor, positions: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
-    """embedding[tokens] [n, H] and angles[positions] [n, 2d]. Positions past the table use its last row."""
+def embed(
+    tokens: Tensor, embedding: Tensor, positions: Tensor, angles: Tensor, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """scale * embedding[tokens] [n, H] and angles[positions] [n, a]. Positions past the table use its last row."""
     if on_triton(embedding) and embedding.stride(1) == angles.stride(1) == 1:
         from windfall.kernels.triton.rows import embed as compiled
 
-        return compiled(tokens, embedding, positions, angles)
-    return F.embedding(tokens, embedding), angles[positions.clamp(max=len(angles) - 1)]
+        return compiled(tokens, embedding, positions, angles, scale)
+    embedded = F.embedding(tokens, embedding)
+    return embedded if scale == 1 else embedded * scale, angles[positions.clamp(max=len(angles) - 1)]

@@ -62,13 +62,7 @@ class Decoder:
         If the rotary factors depend on the length of a pass (LongRoPE), the length up to which they stay the same.
         """
         limits = getattr(self.config, "max_position_embeddings", None), self.max_length
-        limit: int | None = min(filter(None, limits), default=None)
-        rope = getattr(self.config, "rope_parameters", None) or getattr(self.config, "rope_scaling", None) or {}
-        if rope.get("rope_type") == "longrope":
-            first = rope.get("original_max_position_embeddings")
-            first = first or getattr(self.config, "original_max_position_embeddings", None)
-            return min(filter(None, (limit, first)), default=None)
-        return limit
+        return min(filter(None, (*limits, longrope_positions(self.config))), default=None)
 
     def limit_to_windows(self) -> None:
         """Limit texts to the smallest window; up to this length windows hide nothing."""
@@ -210,6 +204,15 @@ def max_exact_length(config: Any) -> int | None:
     if rows := max_plain_rows(config):
         sizes.append(max(rows - RESERVED_TREE_ROWS, 1))
     return min((size for size in sizes if isinstance(size, int) and size > 0), default=None)
+
+
+def longrope_positions(config: Any) -> int | None:
+    """The positions up to which LongRoPE's factors stay the same; None: unknown, or the model has no LongRoPE."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return None
+    found: int | None = rope.get("original_max_position_embeddings")
+    return found or getattr(config, "original_max_position_embeddings", None)
 
 
 def max_plain_rows(config: Any) -> int | None:

@@ -267,7 +267,7 @@ class GpuModelDrafter(GpuDrafter):
             self.pending_count.fill_(1)
 
     def _run_columns(self, rows: Pass, features: Tensor | None) -> None:
-        self._logits(rows)
+        self.forward.prefill(rows, self.kv, (), self.columns)
 
     def _first_logits(self, rows: Pass, last: Tensor) -> Tensor:
         return self._logits(rows).index_select(0, last)

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads of one layer with merged weights and fused kernels, as `FusedLlama` is for targets."""
+"""EAGLE-3 heads of one layer with merged weights and fused kernels, as `FusedForward` is for targets."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from windfall.engine.gpu.forward import Pass, Unsupported
-from windfall.engine.gpu.llama import merge
 from windfall.engine.gpu.rope import RotaryTable, has_fixed_angles
+from windfall.engine.gpu.weights import merge
 from windfall.heads.base import FeatureHead
 from windfall.heads.eagle3 import Eagle3
 from windfall.heads.layers import Attention

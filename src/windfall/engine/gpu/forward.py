@@ -1,7 +1,7 @@
 """A model's forward over fixed buffers, from the rows of a tree to logits and tapped states.
 
-Most transformers models run as `TransformersForward`. Models with Llama's architecture run as `FusedLlama` (llama.py),
-which launches far fewer kernels.
+Most transformers models run as `TransformersForward`. Models of the families in families.py run as `FusedForward`
+(fused.py), which launches far fewer kernels and knows sliding windows.
 """
 
 from __future__ import annotations
@@ -50,6 +50,10 @@ class Forward(Protocol):
         """Logits [n, V] and the states at `taps` (see windfall.model.hidden_states), side by side [n, taps * H]."""
         ...
 
+    def prefill(self, rows: Pass, kv: Tensor, taps: tuple[int, ...], columns: int) -> Tensor | None:
+        """The same without logits."""
+        ...
+
 
 class TransformersForward:
     """An unchanged transformers model that reads a bounded number of KV columns under an explicit mask."""
@@ -58,11 +62,18 @@ class TransformersForward:
 
     def __init__(self, model: Any, compiled: bool = False):
         config = model.config.get_text_config()
-        check_supported(model)
+        if attention_windows(config):
+            raise Unsupported("its attention has sliding windows")
+        if follows_length(config):  # rows past the end of the text would change the angles of all rows
+            raise Unsupported("its rotary angles depend on the length of the text")
+        check_devices(model)
         self.model = model
         self._last = (getattr(config, "max_position_embeddings", None) or 2**31) - 1
         self._call = torch.compile(model, dynamic=False) if compiled else model
         self.shape = cache_shape(model)
+
+    def prefill(self, rows: Pass, kv: Tensor, taps: tuple[int, ...], columns: int) -> Tensor | None:
+        return self(rows, kv, taps, columns)[1]
 
     def __call__(self, rows: Pass, kv: Tensor, taps: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor | None]:
         seen = visible(rows.length, rows.mask, columns)
@@ -80,15 +91,20 @@ class TransformersForward:
         return outputs.logits[0], None if states is None else states[0]
 
 
-def check_supported(model: Any) -> None:
-    """Raise Unsupported if a forward over fixed buffers would differ from this model."""
-    config = model.config.get_text_config()
-    if attention_windows(config):
-        raise Unsupported("its attention has sliding windows")
-    if follows_length(config):  # rows past the end of the text would change the angles of all rows
-        raise Unsupported("its rotary angles depend on the length of the text")
+def check_devices(model: Any) -> None:
+    """Raise Unsupported if a model's weights lie on several devices."""
     if len({weight.device for weight in model.parameters()}) > 1:
         raise Unsupported("its weights lie on several devices")
+
+
+def paths_of(mask: Tensor, length: Tensor) -> Paths:
+    """The paths that a mask [n, S] describes, if each row sees its ancestors in the order of their slots."""
+    count, staged = mask.shape
+    order = mask.cumsum(1)  # of the rows that a row sees, from 1
+    slots = (length + torch.arange(staged, device=mask.device)).int().expand(count, -1)
+    lineage = torch.zeros(count, staged + 1, dtype=torch.int32, device=mask.device)
+    lineage.scatter_(1, torch.where(mask, order - 1, staged), slots)  # rows that are not seen go to the last column
+    return Paths(length + order[:, -1], lineage[:, :staged])
 
 
 def cache_shape(model: Any) -> tuple[int, int, int]:

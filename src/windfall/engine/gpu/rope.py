@@ -8,16 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windfall.heads.layers import rope_kind
+from windfall.engine.gpu.forward import Unsupported
+from windfall.heads.layers import rope_kinds
+from windfall.model.decoder import longrope_positions
 
 FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # rope types whose angles depend on the position alone
 CosSin = tuple[Tensor, Tensor]
+Rotary = Callable[[Tensor, Tensor], CosSin]  # a tensor of the wanted dtype, positions [1, n] → cos and sin [1, n, r]
 
 
 class RotaryTable:
     """cos and sin for the first `positions` positions."""
 
-    def __init__(self, rotary: Callable[[Tensor, Tensor], CosSin], like: Tensor, positions: int):
+    def __init__(self, rotary: Rotary, like: Tensor, positions: int):
         places = torch.arange(positions, device=like.device)
         cos, sin = rotary(like[:1, None], places[None])  # transformers uses the dtype and device of the first argument
         self.table = torch.cat([cos[0], sin[0]], -1)  # [positions, 2d]
@@ -32,4 +35,17 @@ def cos_and_sin(table: Tensor) -> CosSin:
 
 def has_fixed_angles(config: Any) -> bool:
     """Whether the rotary angles of this model depend on the position alone."""
-    return rope_kind(config) in FIXED_ROPE_TYPES
+    return rope_kinds(config) <= {*FIXED_ROPE_TYPES}
+
+
+def fixed_positions(config: Any) -> int | None:
+    """Up to how many positions the rotary angles depend on the position alone; None: for all positions.
+
+    LongRoPE changes its angles in texts longer than the original context; windfall allows no such texts.
+    """
+    if has_fixed_angles(config):
+        return None
+    positions = longrope_positions(config) if rope_kinds(config) == {"longrope"} else None
+    if positions is None:
+        raise Unsupported("its rotary angles depend on the length of the text")
+    return positions

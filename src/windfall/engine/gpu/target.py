@@ -16,8 +16,8 @@ from windfall.core.sampling import process, signed
 from windfall.core.tree import DraftTree
 from windfall.core.types import GpuOptions, InputError, SamplingParams
 from windfall.engine.gpu.forward import Forward, Pass, Paths, TransformersForward, Unsupported
+from windfall.engine.gpu.fused import FusedForward
 from windfall.engine.gpu.graphs import GraphCache
-from windfall.engine.gpu.llama import FusedLlama
 from windfall.engine.gpu.transfer import PackedBuffer
 from windfall.kernels.draw import draw, update_noise
 from windfall.kernels.move import move
@@ -58,8 +58,8 @@ class PrefillChunk:
 
     def rows(self, size: int, length: Tensor) -> Pass:
         """The rows of the pass: a chain after `length` committed rows, padded to its size."""
-        positions, slots, *paths = place_rows(length, self._places[:size], self.count, None)
-        return Pass(self.tokens[:size], positions, slots, self._causal[:size, :size], length, Paths(*paths))
+        positions, slots, reach, lineage = place_rows(length, self._places[:size], self.count, None)
+        return Pass(self.tokens[:size], positions, slots, self._causal[:size, :size], length, Paths(reach, lineage))
 
 
 class Scored(NamedTuple):
@@ -152,7 +152,7 @@ class GpuTarget:
 
     def _run_chunk(self, size: int, columns: int) -> None:
         given = self.chunk.rows(size, self.length)
-        _, states = self.forward(given, self.kv, self.taps, columns)
+        states = self.forward.prefill(given, self.kv, self.taps, columns)
         if self.chunk_states is not None and states is not None:
             self.chunk_states[:size] = states
         self.length.add_(self.chunk.count)
@@ -208,8 +208,9 @@ class GpuTarget:
         """The rows on the device."""
         rows = self.rows.device
         tokens, depth, mask = rows["tokens"][:size], rows["depth"][:size], rows["mask"][:size, :size]
-        positions, slots, *paths = place_rows(self.length, depth, rows["count"], mask if size > 1 else None)
-        return Pass(tokens, positions, slots, mask, self.length, Paths(*paths))
+        branches = mask if size > 1 else None  # a single row is a chain
+        positions, slots, reach, lineage = place_rows(self.length, depth, rows["count"], branches)
+        return Pass(tokens, positions, slots, mask, self.length, Paths(reach, lineage))
 
     def noise_buffer(self, positions: int) -> Tensor:
         """The fixed buffer for the noise of this number of positions, [positions, V]."""
@@ -266,16 +267,16 @@ def sampling_key(params: SamplingParams) -> tuple[object, ...]:
 def fastest_forward(model: Any, compiled: bool = False) -> Forward:
     """The fastest forward that supports this model; raises Unsupported if there is none."""
     try:
-        return FusedLlama(model)
+        return FusedForward(model)
     except Unsupported:
         return TransformersForward(model, compiled)
 
 
-def exact_forward(model: Any) -> FusedLlama:
+def exact_forward(model: Any) -> FusedForward:
     """A forward that rounds a row alike in every pass."""
     try:
-        forward = FusedLlama(model)
+        forward = FusedForward(model)
     except Unsupported as reason:
-        raise InputError(f"exact passes are for models with Llama's architecture: {reason}") from None
+        raise InputError(f"exact passes need the fused forward: {reason}") from None
     forward.exact = True
     return forward

@@ -17,14 +17,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windfall.kernels.backend import supports_pdl
+from windfall.kernels.backend import shared_memory, supports_pdl
 from windfall.kernels.triton.counters import COUNTERS, counters
 
 STEP = 64  # elements of K; K must be a multiple
-MIN_SEGMENT = 256  # elements of K
-MAX_SEGMENTS = 8
-ENOUGH_TILES = 128  # of 128 outputs each: about one for each multiprocessor
-MAX_SPLIT_ROWS = 64  # with more rows, one program takes all segments of its tile
+SEGMENT_UNIT = 256  # elements of K; all segments but the last are multiples
+MIN_SEGMENT = 2048  # elements of K
+ENOUGH_TILES = 128  # of 64 outputs each: about one for each multiprocessor
+MAX_SPLIT_ROWS = 128  # with more rows, one program takes all segments of its tile
+MANY_OUTPUTS = 16_384  # from here on, tiles of 256 outputs still occupy all multiprocessors
+SHORT_K = 1024  # below this, loops are too short for large tiles
 
 
 class Tile(NamedTuple):
@@ -114,24 +116,42 @@ def _matmul(
 
 def segments_of(outputs: int, k: int) -> tuple[int, int]:
     """The number of segments of K for this weight, and the elements of each but the last."""
-    tiles = -(-outputs // 128)
-    wanted = min(-(-ENOUGH_TILES // tiles), max(k // MIN_SEGMENT, 1), MAX_SEGMENTS)
-    if wanted == 1:
+    wanted = min(ENOUGH_TILES // -(-outputs // 64), k // MIN_SEGMENT)
+    if wanted <= 1:
         return 1, k
-    size = -(-k // (wanted * MIN_SEGMENT)) * MIN_SEGMENT
+    size = -(-k // (wanted * SEGMENT_UNIT)) * SEGMENT_UNIT
     return -(-k // size), size
 
 
-def choose_tile(rows: int, k: int, segments: int, descriptors: bool) -> Tile:
-    """The tile for this number of rows; it changes the speed and no bit."""
+def choose_tile(rows: int, outputs: int, k: int, descriptors: bool, memory: int) -> Tile:
+    """The tile for this number of rows; it changes the speed and no bit. `memory` is that of one program."""
     long = 2 * STEP if k % (2 * STEP) == 0 else STEP
-    if rows <= 16:
-        return Tile(64, 16, long, 4, 4, False) if long > STEP else Tile(128, 16, STEP, 4, 4, False)
-    if rows <= 32:
-        return Tile(64, 32, long, 4, 4, descriptors)
-    if rows <= MAX_SPLIT_ROWS:
-        return Tile(64, 64, STEP, 4, 4, descriptors) if segments == 1 else Tile(128, 64, STEP, 4, 4, descriptors)
-    return Tile(128, 128, STEP, 4, 8, True) if descriptors else Tile(64, 64, STEP, 4, 4, False)
+    if not descriptors:
+        tile = Tile(64, 16 if rows <= 16 else 32 if rows <= 32 else 64, long if rows <= 32 else STEP, 4, 4, False)
+    elif rows <= 64:
+        tile = _small_tile(rows, outputs, k, long)
+    elif outputs >= MANY_OUTPUTS and k >= SHORT_K:
+        tile = Tile(128, 256, STEP, 4, 8, True) if 128 < rows <= 256 else Tile(256, 128, STEP, 4, 8, True)
+    else:
+        tile = Tile(128, 128, STEP, 4, 8, True) if outputs >= 6144 else Tile(64, 128, STEP, 5, 4, True)
+    fitting = memory // (2 * tile.step * (tile.outputs + tile.rows))  # two bytes for each element
+    return tile._replace(stages=max(2, min(tile.stages, fitting)))
+
+
+def _small_tile(rows: int, outputs: int, k: int, long: int) -> Tile:
+    """The tile for at most 64 rows."""
+    height = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    if long == STEP:
+        return (
+            Tile(128, 16, STEP, 4, 4, False)
+            if height == 16
+            else Tile(128 if height == 32 else 64, height, STEP, 6, 4, True)
+        )
+    if height == 64 and outputs >= MANY_OUTPUTS and k >= SHORT_K:
+        return Tile(256, 64, STEP, 4, 8, True)
+    return Tile(
+        128 if outputs >= 4 * MANY_OUTPUTS and height < 64 else 64, height, long, 5 if height == 16 else 4, 4, True
+    )
 
 
 def supported(x: Tensor, weight: Tensor) -> bool:
@@ -144,7 +164,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     (rows, k), outputs = x.shape, len(weight)
     segments, size = segments_of(outputs, k)
     aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
-    tile = choose_tile(rows, k, segments, supports_pdl(x.device) and aligned)
+    tile = choose_tile(rows, outputs, k, supports_pdl(x.device) and aligned, shared_memory(x.device))
     tiles, blocks = -(-outputs // tile.outputs), -(-rows // tile.rows)  # of outputs, of rows
     out = x.new_empty(rows, outputs)
     few = segments > 1 and rows <= MAX_SPLIT_ROWS and tiles * blocks <= COUNTERS

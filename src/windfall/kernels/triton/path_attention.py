@@ -255,7 +255,10 @@ def choose_tile(rows: int, group: int, width: int, dtype: torch.dtype, chain: bo
 
 def parts_of(capacity: int) -> int:
     """The number of parts of this number of keys."""
-    near, middle = min(capacity, NEAR_END.value), min(max(capacity - NEAR_END.value, 0), MIDDLE_END.value - NEAR_END.value)
+    near, middle = (
+        min(capacity, NEAR_END.value),
+        min(max(capacity - NEAR_END.value, 0), MIDDLE_END.value - NEAR_END.value),
+    )
     far = max(capacity - MIDDLE_END.value, 0)
     return sum(-(-keys // part.value) for keys, part in ((near, NEAR), (middle, MIDDLE), (far, FAR)))
 

@@ -94,6 +94,8 @@ def _embed(
     last_position,
     embedding_row,
     angles_row,
+    scale,
+    SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_A: tl.constexpr,
     PDL: tl.constexpr,
@@ -106,12 +108,16 @@ def _embed(
     column = tl.arange(0, BLOCK)
     angle = tl.arange(0, BLOCK_A)
     vector = tl.load(embedding + token * embedding_row + column, mask=column < width)
+    if SCALED:
+        vector = (vector.to(tl.float32) * scale).to(vector.dtype)
     turn = tl.load(angles + position * angles_row + angle, mask=angle < angles_width)
     tl.store(embedded + row * width + column, vector, mask=column < width)
     tl.store(row_angles + row * angles_width + angle, turn, mask=angle < angles_width)
 
 
-def embed(tokens: Tensor, embedding: Tensor, positions: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+def embed(
+    tokens: Tensor, embedding: Tensor, positions: Tensor, angles: Tensor, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
     rows, width, angles_width = len(tokens), embedding.shape[1], angles.shape[1]
     assert tokens.is_contiguous() and positions.is_contiguous()
     embedded, row_angles = embedding.new_empty(rows, width), angles.new_empty(rows, angles_width)
@@ -128,6 +134,8 @@ def embed(tokens: Tensor, embedding: Tensor, positions: Tensor, angles: Tensor) 
         len(angles) - 1,
         embedding.stride(0),
         angles.stride(0),
+        scale,
+        SCALED=scale != 1,
         BLOCK=block,
         BLOCK_A=power_of_two(angles_width),
         num_warps=_warps(block),

@@ -1,0 +1,112 @@
+"""A forward of merged weight matrices, with few kernels between the products, for the families of families.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windfall.engine.gpu.families import ExpertsMlp, Layer, describe
+from windfall.engine.gpu.forward import Pass, paths_of
+from windfall.engine.gpu.rope import CosSin, RotaryTable, cos_and_sin
+from windfall.kernels.attention import path_attention, tree_attention
+from windfall.kernels.experts import experts
+from windfall.kernels.norm import add_norm, soft_cap
+from windfall.kernels.product import linear, norm_gate, norm_rotate, product
+from windfall.kernels.rows import embed
+from windfall.model.hidden_states import boundary
+
+
+class FusedForward:
+    """The forward of a model of a known family. The model's own modules still work: they share the weights."""
+
+    bucketed = False
+
+    def __init__(self, model: Any):
+        self.described = described = describe(model)
+        self.layers, self.kind, self.eps = described.layers, described.kind, described.eps
+        self.shape = (len(self.layers), described.kv_heads, described.d)
+        self.exact = False  # whether a row is rounded alike in every pass
+        self.needs_paths = described.score_cap is not None or any(
+            layer.window is not None or layer.sinks is not None for layer in self.layers
+        )
+        self._angles: Tensor | None = None  # [positions, rotaries * 2r]
+
+    @torch.no_grad()
+    def __call__(self, rows: Pass, kv: Tensor, taps: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor | None]:
+        normed, tapped = self._run(rows, kv, taps)
+        logits = product(normed, self.described.vocabulary, self.described.vocabulary_bias, self.exact)
+        return logits if self.described.logit_cap is None else soft_cap(logits, self.described.logit_cap), tapped
+
+    @torch.no_grad()
+    def prefill(self, rows: Pass, kv: Tensor, taps: tuple[int, ...], columns: int) -> Tensor | None:
+        return self._run(rows, kv, taps)[1]
+
+    def _run(self, rows: Pass, kv: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        """The states after the last norm [n, H], and those at `taps`."""
+        if self.needs_paths and rows.paths is None:
+            rows = rows._replace(paths=paths_of(rows.mask, rows.length))
+        x, rotary = self._embed(rows, kv.shape[3])
+        total: Tensor | None = None  # the residual stream, to which x is added next
+        states: dict[int, Tensor] = {}
+        for place, layer in enumerate(self.layers):
+            queries, total = self._attention_inputs(layer, x, total, rotary[layer.rotary], rows, kv[:, place])
+            states[place] = total
+            attended = self._attend(layer, queries, rows, kv[:, place])
+            x, total = self._mlp(layer, attended, total)
+        norm, count = self.described.norm, len(self.layers)
+        normed, total = add_norm(x, total, norm.weight, self.eps, kind=self.kind, before=norm.before)
+        states |= {count: total, -1: normed}
+        return normed, torch.cat([states[boundary(tap, count)] for tap in taps], -1) if taps else None
+
+    def _embed(self, rows: Pass, capacity: int) -> tuple[Tensor, list[CosSin]]:
+        """Embed the tokens [n, H]; cos and sin [n, r] of each kind of rotary angles."""
+        described = self.described
+        positions = min(capacity, described.positions or capacity)
+        if self._angles is None or len(self._angles) < positions:
+            tables = [RotaryTable(each, described.embedding, positions).table for each in described.rotaries]
+            self._angles = torch.cat(tables, -1)
+        x, turns = embed(
+            rows.tokens, described.embedding, rows.positions, self._angles, scale=described.embedding_scale
+        )
+        return x, [cos_and_sin(part) for part in turns.chunk(len(described.rotaries), -1)]
+
+    def _attention_inputs(
+        self, layer: Layer, x: Tensor, total: Tensor | None, rotary: CosSin, rows: Pass, kv: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Add x to the residual stream, and store keys and values; returns queries [n, heads, d] and the stream."""
+        weights = (layer.norm.weight, self.eps, layer.qkv, layer.qkv_bias)
+        return norm_rotate(
+            x,
+            total,
+            *weights,
+            *rotary,
+            kv[0],
+            kv[1],
+            rows.slots,
+            self.exact,
+            kind=self.kind,
+            before=layer.norm.before,
+            norms=layer.head_norms,
+        )
+
+    def _attend(self, layer: Layer, queries: Tensor, rows: Pass, kv: Tensor) -> Tensor:
+        """queries [n, heads, d] → [n, H]"""
+        scale, cap = self.described.scale, self.described.score_cap
+        if rows.paths is None:
+            out = tree_attention(queries, kv[0], kv[1], rows.length, rows.mask, scale)
+        else:
+            seen = (rows.length, *rows.paths)
+            out = path_attention(queries, kv[0], kv[1], *seen, scale, layer.window, cap, layer.sinks)
+        return linear(out.flatten(1), layer.o, layer.o_bias, self.exact)
+
+    def _mlp(self, layer: Layer, attended: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the output of attention to the residual stream; returns the MLP's output [n, H] and the stream."""
+        norm, mlp = layer.mlp_norm, layer.mlp
+        how: dict[str, Any] = {"kind": self.kind, "before": norm.before}
+        if isinstance(mlp, ExpertsMlp):
+            normed, total = add_norm(attended, total, norm.weight, self.eps, **how)
+            return experts(normed, *mlp.weights, mlp.top_k, self.exact, mlp.alpha, mlp.limit), total
+        gates, total = norm_gate(attended, total, norm.weight, self.eps, mlp.gate_up, self.exact, gelu=mlp.gelu, **how)
+        return linear(gates, mlp.down, None, self.exact), total

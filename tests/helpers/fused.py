@@ -1,0 +1,53 @@
+"""Tiny models of every family that the fused forward runs, and checks of its logits against transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from helpers.architectures import WINDOW, build
+from helpers.kernels import random_tree
+from helpers.tiny import VOCABULARY, prompt
+from windfall.core.types import GpuOptions
+from windfall.engine.gpu.graphs import GraphCache
+from windfall.engine.gpu.host_policy import GraphTarget
+from windfall.engine.gpu.target import GpuTarget
+
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # the name and the changes that helpers.architectures takes
+    "mistral": ("mistral", {}),
+    "qwen2, mixed": ("qwen2", {}),
+    "qwen3, mixed": ("qwen3", {}),
+    "phi3": ("phi3", {}),
+    "phi3, partly rotated": ("phi3", {"rope_parameters": PARTIAL}),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {"attn_logit_softcapping": 2.0}),
+    "gemma3": ("gemma3_text", {"final_logit_softcapping": 20.0}),
+    "gemma3, with images": ("gemma3", {}),
+    "gpt-oss": ("gpt_oss", {"swiglu_limit": 1.5, "swiglu_alpha": 1.5}),
+}
+
+
+def model(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **changes: Any) -> Any:
+    """A random model whose windows have 12 tokens."""
+    kind, own = MODELS[name]
+    return build(kind, **{**own, **changes}).to(device, dtype)
+
+
+@torch.inference_mode()
+def logits_of(target: Any, length: int, size: int, exact: bool = False) -> tuple[Tensor, Tensor]:
+    """Logits of the rows of a random tree after a text, from the fused forward and from transformers."""
+    tree, text = random_tree(size, seed=size, width=VOCABULARY), prompt(length, seed=length)
+    device = next(target.parameters()).device
+    made = GraphTarget(GpuTarget(target, (), GraphCache(device), GpuOptions(True, exact=exact)))
+    made.prefill([[*text, int(tree.tokens[0])]])
+    (found,) = made.score([tree])
+    wanted = torch.empty_like(found.logits)
+    for row in range(size):
+        path = tree.mask()[row].nonzero()[:, 0]
+        tokens = torch.tensor([[*text, *tree.tokens[path].tolist()]], device=device)
+        wanted[row] = target(input_ids=tokens, use_cache=False).logits[0, -1]
+    assert length > WINDOW
+    return found.logits, wanted
