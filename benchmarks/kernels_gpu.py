@@ -22,10 +22,10 @@ from provenance import publish
 from torch import Tensor
 from torch.nn import functional as F
 
-from windfall.kernels import add_norm, draw, rotate_and_store, silu_mul, top_children, tree_attention
+from windfall.kernels import add_norm, draw, gate_mul, rotate_and_store, top_children, tree_attention
 from windfall.kernels.attention import visible
 from windfall.kernels.experts import clamped_swiglu, experts
-from windfall.kernels.norm import add_norm_reference, rotate_and_store_reference, silu_mul_reference
+from windfall.kernels.norm import add_norm_reference, gate_mul_reference, rotate_and_store_reference
 
 CALLS = 24  # of one graph
 SETS = 6  # of inputs
@@ -153,8 +153,8 @@ def add_norms(model: str, n: int) -> Case:
 def gates(model: str, n: int) -> Case:
     gate_up = half(SETS, n, 2 * MODELS[model][4])
     return Case(
-        f"silu_mul {model}, {n} rows",
-        {"ours": lambda i: silu_mul(gate_up[i]), "torch": lambda i: silu_mul_reference(gate_up[i])},
+        f"gate_mul {model}, {n} rows",
+        {"ours": lambda i: gate_mul(gate_up[i]), "torch": lambda i: gate_mul_reference(gate_up[i])},
     )
 
 

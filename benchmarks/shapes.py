@@ -1,0 +1,190 @@
+"""Plain steps and verify passes of models of known shapes with random weights, against the time to read their weights.
+
+python benchmarks/shapes.py [NAME…] [--rows 1,16,32,64] [--length 200] [--layers N] [--json FILE]
+
+Without NAME: all shapes. The floor is the number of bytes that a step must read, divided by the memory's bandwidth
+(--bandwidth, in TB/s). Of a mixture of experts, a step reads the chosen experts only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+from provenance import publish
+
+from windfall import registry
+from windfall.core.types import GpuOptions
+from windfall.drafters.ngram import NGramDrafter
+from windfall.engine.engine import Engine
+from windfall.engine.gpu.host_policy import GraphTarget
+from windfall.model.target import Target
+from windfall.render import console
+
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-3.1-8b": (
+        "Llama",
+        {
+            "vocab_size": 128_256,
+            "hidden_size": 4096,
+            "intermediate_size": 14_336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        },
+    ),
+    "gemma-3-4b": (
+        "Gemma3",
+        {
+            "vocab_size": 262_208,
+            "hidden_size": 2560,
+            "intermediate_size": 10_240,
+            "num_hidden_layers": 34,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "sliding_window": 1024,
+            "max_position_embeddings": 8192,
+        },
+    ),
+    "gpt-oss-20b": (
+        "GptOss",
+        {
+            "vocab_size": 201_088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "sliding_window": 128,
+        },
+    ),
+}
+STEPS = 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--rows", default="1,16,32,64")
+    parser.add_argument("--length", type=int, default=200, help="tokens of the prompt")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--bandwidth", type=float, default=4.8, help="of the memory, in TB/s (default: an H200's)")
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    rows = [int(each) for each in options.rows.split(",")]
+    found = []
+    with console.progress("Timing…") as progress:
+        names = options.names or list(SHAPES)
+        for place, name in enumerate(names):
+            found.append(measure(name, rows, options))
+            progress((place + 1) / len(names))
+    publish({"shapes": found, "length": options.length, "bandwidth_tb_s": options.bandwidth}, options.json)
+
+
+def measure(name: str, rows: list[int], options: argparse.Namespace) -> dict[str, Any]:
+    """Floor, step and passes of one shape, in microseconds."""
+    model = random_model(name, options.layers, options.device)
+    bytes_read = step_bytes(model)
+    floor = bytes_read / options.bandwidth / 1e6
+    prompt = torch.randint(1000, (options.length,)).tolist()
+    made: dict[str, Any] = {"name": name, "bytes": bytes_read, "floor_us": floor}
+    for mode, exact in (("fast", False), ("exact", True)):
+        engine = Engine(Target(model), NGramDrafter(), registry.policy("none"), launch=GpuOptions(True, exact=exact))
+        assert engine.gpu_runner is not None, f"{name} does not run in fixed buffers"
+        step = step_time(engine, prompt)
+        passes = {str(count): pass_time(engine.gpu_runner.gpu_target, prompt, count) for count in rows}
+        made[mode] = {"step_us": step, "of_floor": step / floor, "verify_us": passes}
+        del engine
+    return made
+
+
+def random_model(name: str, layers: int | None, device: str) -> Any:
+    """A bf16 model of this shape with small random weights."""
+    family, shape = SHAPES[name]
+    if layers is not None:
+        shape = {**shape, "num_hidden_layers": layers}
+    config_name = f"{family}TextConfig" if family == "Gemma3" else f"{family}Config"
+    config = getattr(transformers, config_name)(**shape)
+    config.dtype = torch.bfloat16
+    with torch.device("meta"):
+        model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16)
+    model = model.to_empty(device=device).eval()
+    model.tie_weights()
+    rotary = model.model.rotary_emb
+    model.model.rotary_emb = type(rotary)(config).to(device)
+    embeddings = model.model.embed_tokens
+    if hasattr(embeddings, "embed_scale"):
+        embeddings.embed_scale = torch.tensor(config.hidden_size**0.5, device=device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.02)
+    return model
+
+
+def step_bytes(model: Any) -> int:
+    """Bytes of weights that one row reads."""
+    config = model.config.get_text_config()
+    share = getattr(config, "num_experts_per_tok", 1) / (getattr(config, "num_local_experts", None) or 1)
+    total = 0.0
+    for name, parameter in model.named_parameters():
+        if "embed_tokens" not in name or config.tie_word_embeddings:
+            total += parameter.nbytes * (share if ".experts." in name else 1)
+    return int(total)
+
+
+def step_time(engine: Engine, prompt: list[int]) -> float:
+    """Microseconds of a plain step, the difference between texts of two lengths; prefill cancels out."""
+
+    def seconds(tokens: int) -> float:
+        start = time.perf_counter()
+        engine.generate(prompt, max_new_tokens=tokens, eos=())
+        return time.perf_counter() - start
+
+    seconds(STEPS)
+    return median(seconds(2 * STEPS) - seconds(STEPS) for _ in range(5)) / STEPS * 1e6
+
+
+@torch.inference_mode()
+def pass_time(gpu_target: Any, prompt: list[int], rows: int) -> float:
+    """Microseconds of a verify pass over a tree of this many rows: a node with leaves."""
+    from windfall.core.tree import DraftTree
+
+    target = GraphTarget(gpu_target)
+    target.prefill([prompt])
+    tree = DraftTree.root(0)
+    if rows > 1:
+        count = rows - 1
+        parents, tokens = torch.zeros(count, dtype=torch.long), torch.arange(count)
+        tree = tree.extend(parents, tokens, torch.zeros(count), torch.arange(count))
+    size = gpu_target.send_rows(tree)
+    columns = gpu_target.columns(size)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        gpu_target.score(size, columns)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            gpu_target.score(size, columns)
+    times = []
+    for _ in range(11):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph.replay()
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000)
+    return median(times)
+
+
+if __name__ == "__main__":
+    main()
