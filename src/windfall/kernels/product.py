@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from windfall.kernels.triton.product import Tiling
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
+MAX_FAST_ROWS = 64  # up to this number, our product is faster than torch's, since it can start early
 PIECE_ROWS = 64  # rows that torch multiplies at a time in exact mode
 
 
@@ -40,7 +41,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, exact: bool = 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, exact: bool) -> Tensor:
     """`F.linear`, with `exact` in an order that does not depend on the rows."""
-    if exact and is_half(x, weight):
+    if is_half(x, weight) and (exact or (supports_pdl(x.device) and len(x) <= MAX_FAST_ROWS)):
         from windfall.kernels.triton.matmul import matmul, supported
 
         if supported(x, weight):

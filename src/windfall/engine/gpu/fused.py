@@ -94,11 +94,11 @@ class FusedForward:
     def _attend(self, layer: Layer, queries: Tensor, rows: Pass, kv: Tensor) -> Tensor:
         """queries [n, heads, d] → [n, H]"""
         scale, cap = self.described.scale, self.described.score_cap
-        if rows.paths is None:
+        paths, branches = rows.paths, rows.paths is None or rows.paths.lineage is not None
+        if paths is None or (branches and not self.exact and not self.needs_paths):
             out = tree_attention(queries, kv[0], kv[1], rows.length, rows.mask, scale)
         else:
-            seen = (rows.length, *rows.paths)
-            out = path_attention(queries, kv[0], kv[1], *seen, scale, layer.window, cap, layer.sinks)
+            out = path_attention(queries, kv[0], kv[1], rows.length, *paths, scale, layer.window, cap, layer.sinks)
         return linear(out.flatten(1), layer.o, layer.o_bias, self.exact)
 
     def _mlp(self, layer: Layer, attended: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:

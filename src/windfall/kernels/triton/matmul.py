@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windfall.kernels.backend import shared_memory, supports_pdl
+from windfall.kernels.backend import pdl_launch, shared_memory, supports_pdl
 from windfall.kernels.triton.counters import COUNTERS, counters
+from windfall.kernels.triton.pdl import pdl_wait, prefetch
 
 STEP = 64  # elements of K; K must be a multiple
 SEGMENT_UNIT = 256  # elements of K; all segments but the last are multiples
@@ -26,6 +27,7 @@ MIN_SEGMENT = 2048  # elements of K
 ENOUGH_TILES = 128  # of 64 outputs each: about one for each multiprocessor
 MAX_SPLIT_ROWS = 128  # with more rows, one program takes all segments of its tile
 MANY_OUTPUTS = 16_384  # from here on, tiles of 256 outputs still occupy all multiprocessors
+PREFETCHED = tl.constexpr(256)  # elements of K that a program requests before the previous kernel has ended
 SHORT_K = 1024  # below this, loops are too short for large tiles
 
 
@@ -69,9 +71,9 @@ def _store(out, bias, sums, outs, place, shown, outputs, BIAS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n"])
 def _matmul(
-    x, weight, bias, out, partials, counters, n, outputs, k_size, segment, x_row,
+    x, weight, weight_at, bias, out, partials, counters, n, outputs, k_size, segment, x_row,
     SEGMENTS: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr,
-    STEP: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+    STEP: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of outputs, tile of rows, segment if SPLIT)."""
     out_at = tl.program_id(0) * BLOCK_O
@@ -80,6 +82,14 @@ def _matmul(
     rows = row_at + tl.arange(0, BLOCK_N)
     place = rows[None, :].to(tl.int64) * outputs + outs[:, None]
     shown = (rows < n)[None, :] & (outs < outputs)[:, None]
+    if PDL:  # no kernel writes weights
+        line = tl.program_id(2) * segment + tl.arange(0, PREFETCHED // 64) * 64
+        prefetch(
+            weight_at
+            + tl.minimum(outs, outputs - 1)[:, None].to(tl.int64) * k_size
+            + tl.minimum(line, k_size - 64)[None, :]
+        )
+    pdl_wait(PDL)
     if SPLIT:
         own = tl.program_id(2)
         sums = _tile_sum(
@@ -181,6 +191,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         )
     _matmul[(tiles, blocks, segments if split else 1)](
         *given,
+        weight,
         weight if bias is None else bias,
         out,
         partials,
@@ -199,5 +210,6 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         STAGES=tile.stages,
         TMA=tile.descriptors,
         num_warps=tile.warps,
+        **pdl_launch(x),
     )
     return out

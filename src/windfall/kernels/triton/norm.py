@@ -125,8 +125,9 @@ def rotated(left, right, cos, sin, angle, inside, HALF: tl.constexpr, kind: tl.c
 
 
 @triton.jit
-def _gate_mul(gate_up, out, width, gate_row, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def _gate_mul(gate_up, out, width, gate_row, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Program (row, block of columns)."""
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -285,9 +286,8 @@ def gate_mul(gate_up: Tensor, gelu: bool = False) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
-    _gate_mul[(rows, -(-width // GATE_BLOCK))](
-        gate_up, out, width, gate_up.stride(0), GELU=gelu, BLOCK=GATE_BLOCK, num_warps=4, enable_fp_fusion=False
-    )
+    options = {"BLOCK": GATE_BLOCK, "num_warps": 4, "enable_fp_fusion": False, **pdl_launch(gate_up)}
+    _gate_mul[(rows, -(-width // GATE_BLOCK))](gate_up, out, width, gate_up.stride(0), GELU=gelu, **options)
     return out
 
 

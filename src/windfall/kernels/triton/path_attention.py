@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from windfall.kernels.backend import pdl_launch, power_of_two
-from windfall.kernels.triton.attention import MAX_PDL_WIDTH, _load_partial, _store_partial, _store_result, _tanh
+from windfall.kernels.triton.attention import _load_partial, _store_partial, _store_result, _tanh
 from windfall.kernels.triton.counters import COUNTERS, counters
 from windfall.kernels.triton.pdl import pdl_wait, prefetch
 
@@ -26,7 +26,8 @@ from windfall.kernels.triton.pdl import pdl_wait, prefetch
 NEAR, MIDDLE, FAR = tl.constexpr(64), tl.constexpr(128), tl.constexpr(512)
 NEAR_END, MIDDLE_END = tl.constexpr(512), tl.constexpr(2048)  # the first positions of larger parts
 MAX_PROGRAMS = 256  # about two for each multiprocessor
-MERGED = 4096  # numbers of partial sums that a program loads before it adds the first
+LEVELS = tl.constexpr(16)  # parts whose maximum scores are loaded at a time
+MERGED = 8192  # partial sums that a program loads before it adds the first
 ONES = tl.constexpr(16)  # columns of the matrix that sums weights: the fewest of a matrix product
 MAX_TILE = 8192  # sums that a program holds
 
@@ -100,29 +101,33 @@ def _merge_parts(
 ):  # fmt: skip
     """Merge the softmaxes of each row's parts first [BLOCK_M] to last [BLOCK_M] in ascending order.
 
-    Other parts do not change the result: their factor is exactly 0, and that of the sum so far exactly 1.
-    place [BLOCK_M]: of each row in part 0; the next part is `step` further.
+    Parts that are not a row's own add exactly 0. place [BLOCK_M]: of each row in part 0; the next part is `step`
+    further.
     """
+    start = tl.min(tl.where(live, first, 1 << 30))
+    end = tl.max(tl.where(live, last, -1)) + 1
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    for early in tl.range(start, end, LEVELS):
+        part = early + tl.arange(0, LEVELS)[None, :]
+        there = live[:, None] & (part >= first[:, None]) & (part <= last[:, None])
+        level = tl.load(tops + part * step + place[:, None], mask=there, other=float("-inf"), cache_modifier=".cg")
+        top = tl.maximum(top, tl.max(level, 1))
+    base = tl.where(top == float("-inf"), 0.0, top)
     whole = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in tl.range(tl.min(tl.where(live, first, 1 << 30)), tl.max(tl.where(live, last, -1)) + 1, UNROLL):
+    for early in tl.range(start, end, UNROLL):
         parts, levels, weights = (), (), ()
         for ahead in tl.static_range(UNROLL):  # issue all loads before the first result is used
-            there = live & (start + ahead >= first) & (start + ahead <= last)
-            at = (start + ahead) * step + place
+            there = live & (early + ahead >= first) & (early + ahead <= last)
+            at = (early + ahead) * step + place
             part, level, weight = _load_partial(tops, totals, partials, at, there, D, BLOCK_D)
             parts += (part,)
             levels += (level,)
             weights += (weight,)
         for ahead in tl.static_range(UNROLL):
-            higher = tl.maximum(top, levels[ahead])
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            kept = tl.exp2(top - base)
             share = tl.exp2(levels[ahead] - base)
-            whole = whole * kept + weights[ahead] * share
-            sums = sums * kept[:, None] + parts[ahead] * share[:, None]
-            top = higher
+            whole += weights[ahead] * share
+            sums += parts[ahead] * share[:, None]
     return top, whole, sums
 
 
@@ -263,13 +268,6 @@ def parts_of(capacity: int) -> int:
     return sum(-(-keys // part.value) for keys, part in ((near, NEAR), (middle, MIDDLE), (far, FAR)))
 
 
-def _register_limit(x: Tensor, sums: int) -> dict[str, int]:
-    """Limit the registers of small tiles, so that a multiprocessor runs three or four programs at a time."""
-    if not x.is_cuda or torch.version.hip is not None or sums > 2048:
-        return {}
-    return {"maxnreg": 128 if sums <= 1024 else 168}
-
-
 def attend(
     queries: Tensor,
     keys: Tensor,
@@ -326,13 +324,12 @@ def attend(
         BLOCK_M=tile.height,
         BLOCK_N=tile.keys,
         BLOCK_D=block_d,
-        UNROLL=max(1, min(4, MERGED // (tile.height * block_d))),
+        UNROLL=max(1, min(8, MERGED // (tile.height * block_d))),
         PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
         CAPPED=cap is not None,
         SINKS=sinks is not None,
         num_warps=tile.warps,
         num_stages=2,
         enable_fp_fusion=False,
-        **_register_limit(out, tile.height * block_d),
-        **(pdl_launch(out) if heads * width <= MAX_PDL_WIDTH else {"PDL": False}),
+        **pdl_launch(out),
     )
