@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from windfall.kernels.backend import on_triton
-from windfall.kernels.product import product
+from windfall.kernels.product import linear
 
 
 def experts(
@@ -30,7 +30,7 @@ def experts(
     limit: float = 7.0,
 ) -> Tensor:
     """The router and its mixture → [n, H]. With `exact`, a row has the same bits in every pass."""
-    logits = product(x, router_weight, router_bias, exact)
+    logits = linear(x, router_weight, router_bias, exact)
     return mixture(x, logits, gate_up, gate_up_bias, down, down_bias, top_k, alpha, limit)
 
 

@@ -26,8 +26,7 @@ from windfall.kernels.triton.pdl import pdl_wait, prefetch
 NEAR, MIDDLE, FAR = tl.constexpr(64), tl.constexpr(128), tl.constexpr(512)
 NEAR_END, MIDDLE_END = tl.constexpr(512), tl.constexpr(2048)  # the first positions of larger parts
 MAX_PROGRAMS = 256  # about two for each multiprocessor
-LEVELS = tl.constexpr(16)  # parts whose maximum scores are loaded at a time
-MERGED = 8192  # partial sums that a program loads before it adds the first
+MERGED = 4096  # partial sums that a program loads before it adds the first
 ONES = tl.constexpr(16)  # columns of the matrix that sums weights: the fewest of a matrix product
 MAX_TILE = 8192  # sums that a program holds
 
@@ -96,26 +95,23 @@ def _add_sink(sinks, query, live, top, total, sums, SINKS: tl.constexpr):
 
 @triton.jit
 def _merge_parts(
-    tops, totals, partials, place, step, first, last, live, D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,
+    tops, totals, partials, place, step, first, last, live, D: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Merge the softmaxes of each row's parts first [BLOCK_M] to last [BLOCK_M] in ascending order.
 
     Parts that are not a row's own add exactly 0. place [BLOCK_M]: of each row in part 0; the next part is `step`
     further.
     """
-    start = tl.min(tl.where(live, first, 1 << 30))
-    end = tl.max(tl.where(live, last, -1)) + 1
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    for early in tl.range(start, end, LEVELS):
-        part = early + tl.arange(0, LEVELS)[None, :]
-        there = live[:, None] & (part >= first[:, None]) & (part <= last[:, None])
-        level = tl.load(tops + part * step + place[:, None], mask=there, other=float("-inf"), cache_modifier=".cg")
-        top = tl.maximum(top, tl.max(level, 1))
+    index = tl.arange(0, PARTS)[None, :]
+    made = live[:, None] & (index >= first[:, None]) & (index <= last[:, None])
+    known = tl.load(tops + index * step + place[:, None], mask=made, other=float("-inf"), cache_modifier=".cg")
+    top = tl.max(known, 1)
     base = tl.where(top == float("-inf"), 0.0, top)
     whole = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for early in tl.range(start, end, UNROLL):
+    start = tl.min(tl.where(live, first, 1 << 30))
+    for early in tl.range(start, tl.max(tl.where(live, last, -1)) + 1, UNROLL):
         parts, levels, weights = (), (), ()
         for ahead in tl.static_range(UNROLL):  # issue all loads before the first result is used
             there = live & (early + ahead >= first) & (early + ahead <= last)
@@ -134,15 +130,17 @@ def _merge_parts(
 @triton.jit
 def _attend_part(
     queries, keys, values, length, straight, lineage, out, tops, totals, partials, counters, sinks, scale, inner,
-    node, query, live, reach, oldest, first_part, last_part, nodes, part,
-    query_row, query_head, key_row, value_row, out_row, out_head,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    UNROLL: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    node, query, live, reach, oldest, first_part, last_part, first_row, turns, nodes, part,
+    query_row, query_head, key_row, value_row, lineage_row, out_row, out_head,
+    GROUP: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One part of the rows of a tile. If a row has several parts, the last program to finish merges them."""
+    """One part of the rows of a tile: in one turn, or in one turn for each row if their keys lie in different slots.
+
+    If a row has several parts, the last program to finish merges them.
+    """
     own = live & (first_part <= part) & (part <= last_part)
     if tl.max(own.to(tl.int32)) > 0:
-        start, end = _limits(part, own, reach, oldest, BLOCK_N)
         dims = tl.arange(0, BLOCK_D)
         within = dims < D
         asked = queries + node[:, None].to(tl.int64) * query_row + query[:, None] * query_head + dims[None, :]
@@ -150,17 +148,23 @@ def _attend_part(
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M, ONES], tl.float32)
         sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        for at in tl.range(start, end, BLOCK_N):
-            position = at + tl.arange(0, BLOCK_N)
-            used = position < end
-            staged = tl.load(lineage + position - length, mask=used & (position >= straight), other=0)
-            slot = tl.where(position < straight, position, staged)
-            k_at = keys + slot[None, :] * key_row + dims[:, None]
-            v_at = values + slot[:, None] * value_row + dims[None, :]
-            k = tl.load(k_at, mask=within[:, None] & used[None, :], other=0.0)
-            v = tl.load(v_at, mask=used[:, None] & within[None, :], other=0.0)
-            seen = (position[None, :] < reach[:, None]) & (position[None, :] >= oldest[:, None])
-            top, total, sums = _softmax_step(q, k, v, seen, scale, inner, top, total, sums, CAPPED, PRECISION, BLOCK_N)
+        for turn in tl.range(0, turns, num_stages=1):
+            active = own & ((turns == 1) | (node == first_row + turn))  # other rows do not change in this turn
+            start, end = _limits(part, active, reach, oldest, BLOCK_N)
+            slots = lineage + (first_row + turn) * lineage_row
+            for at in tl.range(start, end, BLOCK_N):
+                position = at + tl.arange(0, BLOCK_N)
+                used = position < end
+                staged = tl.load(slots + position - length, mask=used & (position >= straight), other=0)
+                slot = tl.where(position < straight, position, staged)
+                k_at = keys + slot[None, :] * key_row + dims[:, None]
+                v_at = values + slot[:, None] * value_row + dims[None, :]
+                k = tl.load(k_at, mask=within[:, None] & used[None, :], other=0.0)
+                v = tl.load(v_at, mask=used[:, None] & within[None, :], other=0.0)
+                seen = (position[None, :] < reach[:, None]) & (position[None, :] >= oldest[:, None]) & active[:, None]
+                top, total, sums = _softmax_step(
+                    q, k, v, seen, scale, inner, top, total, sums, CAPPED, PRECISION, BLOCK_N
+                )
         weight = tl.max(total, 1)  # the columns are equal
         target = out + node[:, None].to(tl.int64) * out_row + query[:, None] * out_head + dims[None, :]
         whole = own & (first_part == last_part)
@@ -180,7 +184,7 @@ def _attend_part(
             done = split & (before == last_part - first_part)
             if tl.max(done.to(tl.int32)) > 0:
                 top, weight, sums = _merge_parts(
-                    tops, totals, partials, place, step, first_part, last_part, done, D, BLOCK_M, BLOCK_D, UNROLL
+                    tops, totals, partials, place, step, first_part, last_part, done, D, PARTS, BLOCK_M, BLOCK_D, UNROLL
                 )
                 weight, sums = _add_sink(sinks, query, live, top, weight, sums, SINKS)
                 _store_result(target, sums, weight, done[:, None] & within[None, :])
@@ -194,30 +198,32 @@ def _limits(part, own, reach, oldest, BLOCK_N: tl.constexpr):
     return start, tl.minimum(_part_start(part + 1), tl.max(tl.where(own, reach, 0)))
 
 
-@triton.jit(do_not_specialize=["nodes", "lineage_row", "window", "tiles", "stride"])
+@triton.jit(do_not_specialize=["nodes", "lineage_row", "window", "tiles", "stride", "singles"])
 def _attend_paths(
     queries, keys, values, length_at, reach_at, lineage, out, tops, totals, partials, counters, sinks,
-    scale, inner, window, nodes, tiles, stride,
+    scale, inner, window, nodes, tiles, stride, singles,
     query_row, query_head, key_head, key_row, value_head, value_row, lineage_row, out_row, out_head,
-    CHAIN: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
-    PDL: tl.constexpr,
+    SINGLE_ROWS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
+    SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row or tile of rows, key head), for the GROUP queries of the head.
+    """Program (tile of rows, key head), for the GROUP queries of the head.
 
-    The first programs compute the parts in which paths differ, each for one row. In the others all rows find their keys
-    in the same slots: each program computes every `stride`-th part for a tile of rows.
+    The first `singles` programs compute the parts in which paths differ, each for SINGLE_ROWS rows, one after the
+    other (0: the rows are a chain). In the other parts all rows find their keys in the same slots: a program computes
+    every `stride`-th of them for a full tile.
     """
     each = tl.program_id(0)
     head = tl.program_id(1)
     length = tl.load(length_at).to(tl.int32)
-    straight = 1 << 30 if CHAIN else length  # keys before this position lie in the slots of their positions
-    single = (each < nodes) & (not CHAIN)
-    shared = each if CHAIN else each - nodes
-    first_row = tl.where(single, each, shared % tiles * (BLOCK_M // GROUP))
-    rows = tl.where(single, 1, BLOCK_M // GROUP)
+    straight = 1 << 30 if SINGLE_ROWS == 0 else length  # keys before this position lie in the slots of their positions
+    single = each < singles
+    shared = each - singles
+    rows = tl.where(single, SINGLE_ROWS, BLOCK_M // GROUP)
+    first_row = tl.where(single, each, shared % tiles) * rows
     part = tl.where(single, _part_of(straight), shared // tiles)
     step = tl.where(single, 1, stride)
+    turns = tl.where(single, tl.minimum(rows, nodes - first_row), 1)
 
     member = tl.arange(0, BLOCK_M)
     node = first_row + member // GROUP
@@ -228,11 +234,10 @@ def _attend_paths(
     first_part = tl.where(reach > 0, _part_of(oldest), 0)
     last_part = tl.where(reach > 0, _part_of(reach - 1), 0)  # a row without keys stores zeros
     end_part = tl.max(tl.where(live, last_part, -1)) + 1
-    if not CHAIN:
+    if SINGLE_ROWS > 0:
         end_part = tl.where(single, end_part, tl.minimum(end_part, _part_of(straight)))
     keys += head.to(tl.int64) * key_head
     values += head.to(tl.int64) * value_head
-    lineage += first_row * lineage_row
     if PDL:
         start, end = _limits(part, live & (reach > 0), reach, oldest, BLOCK_N)
         for at in range(start, tl.minimum(end, length), BLOCK_N):
@@ -243,9 +248,9 @@ def _attend_paths(
     for own in tl.range(part, end_part, step, num_stages=1):
         _attend_part(
             queries, keys, values, length, straight, lineage, out, tops, totals, partials, counters, sinks, scale,
-            inner, node, query, live, reach, oldest, first_part, last_part, nodes, own,
-            query_row, query_head, key_row, value_row, out_row, out_head,
-            GROUP, D, BLOCK_M, BLOCK_N, BLOCK_D, UNROLL, PRECISION, CAPPED, SINKS,
+            inner, node, query, live, reach, oldest, first_part, last_part, first_row, turns, nodes, own,
+            query_row, query_head, key_row, value_row, lineage_row, out_row, out_head,
+            GROUP, D, PARTS, BLOCK_M, BLOCK_N, BLOCK_D, UNROLL, PRECISION, CAPPED, SINKS,
         )  # fmt: skip
 
 
@@ -268,6 +273,11 @@ def parts_of(capacity: int) -> int:
     return sum(-(-keys // part.value) for keys, part in ((near, NEAR), (middle, MIDDLE), (far, FAR)))
 
 
+def _register_limit(x: Tensor, sums: int) -> dict[str, int]:
+    """Limit the registers of small tiles, so that a multiprocessor runs three programs at a time."""
+    return {"maxnreg": 168} if x.is_cuda and torch.version.hip is None and sums <= 2048 else {}
+
+
 def attend(
     queries: Tensor,
     keys: Tensor,
@@ -285,16 +295,18 @@ def attend(
     (count, heads, width), (shared, capacity, _) = queries.shape, keys.shape
     assert queries.stride(2) == keys.stride(2) == values.stride(2) == out.stride(2) == 1
     assert reach.is_contiguous() and (lineage is None or lineage.stride(1) == 1)
-    group, block_d, chain = heads // shared, max(power_of_two(width), 16), lineage is None
-    tile = choose_tile(count, group, width, queries.dtype, chain)
+    group, block_d = heads // shared, max(power_of_two(width), 16)
+    tile = choose_tile(count, group, width, queries.dtype, lineage is None)
     parts, tiles = parts_of(capacity), -(-count // (tile.height // group))
     stride = max(1, min(parts, MAX_PROGRAMS // (tiles * shared)))
+    single_rows = 0 if lineage is None else min(power_of_two(-(-count * shared // MAX_PROGRAMS)), tile.height // group)
+    singles = -(-count // single_rows) if single_rows else 0
     tops = torch.empty((2, parts, count * heads), device=out.device)
     partials = torch.empty((parts, count * heads, width), device=out.device)
     counts = counters(out.device) if count * heads <= COUNTERS else None
     if counts is None:
         counts = torch.zeros(count * heads, dtype=torch.int32, device=out.device)
-    _attend_paths[((0 if chain else count) + tiles * stride, shared)](
+    _attend_paths[(singles + tiles * stride, shared)](
         queries,
         keys,
         values,
@@ -313,23 +325,26 @@ def attend(
         count,
         tiles,
         stride,
+        singles,
         *queries.stride()[:2],
         *keys.stride()[:2],
         *values.stride()[:2],
         0 if lineage is None else lineage.stride(0),
         *out.stride()[:2],
-        CHAIN=chain,
+        SINGLE_ROWS=single_rows,
         GROUP=group,
         D=width,
+        PARTS=power_of_two(parts),
         BLOCK_M=tile.height,
         BLOCK_N=tile.keys,
         BLOCK_D=block_d,
-        UNROLL=max(1, min(8, MERGED // (tile.height * block_d))),
+        UNROLL=max(1, min(4, MERGED // (tile.height * block_d))),
         PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
         CAPPED=cap is not None,
         SINKS=sinks is not None,
         num_warps=tile.warps,
         num_stages=2,
         enable_fp_fusion=False,
+        **_register_limit(out, tile.height * block_d),
         **pdl_launch(out),
     )
