@@ -23,6 +23,7 @@ from windfall.core.types import GpuOptions
 from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.drafters.lm import LMDrafter
 from windfall.engine.engine import Engine
+from windfall.engine.gpu.forward import Unsupported
 from windfall.engine.profiling import describe
 from windfall.model.target import Target
 
@@ -80,22 +81,29 @@ def on_buffers(family: str, dtype: torch.dtype, **options: Any) -> Engine:
     return Engine(target, LMDrafter(), registry.policy("beam"), gpu_options=GpuOptions(**{"graphs": True, **options}))
 
 
-@pytest.mark.parametrize(
-    ("family", "reason"),
-    [
-        ("gpt-neox", "GPTNeoXForCausalLM does not have Llama's architecture"),
-        ("mistral-window", "its attention has sliding windows"),  # has no GPU runner at all
-    ],
-)
+@pytest.mark.parametrize("missing", ["exact_forward", "fastest_forward"])  # without either there is no GPU runner
 @pytest.mark.parametrize("options", [{}, {"exact": True}])
-def test_an_engine_without_exact_passes_says_so_once(family: str, reason: str, options: dict[str, Any]) -> None:
-    made = on_buffers(family, torch.bfloat16, **options)
+def test_an_engine_without_exact_passes_says_so_once(
+    missing: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*given: Any) -> Any:
+        raise Unsupported("its layers are odd")
+
+    for name in {"exact_forward", missing}:
+        monkeypatch.setattr(f"windfall.engine.gpu.target.{name}", unsupported)
+    made = on_buffers("llama", torch.bfloat16, **options)
     assert warned(made) == [
-        f"the text of {family} in bfloat16 may differ from plain decoding's where two tokens are almost equally "
-        f"likely, because this model does not run in exact passes ({reason}); `windfall audit` counts the "
+        "the text of llama in bfloat16 may differ from plain decoding's where two tokens are almost equally likely, "
+        "because this model does not run in exact passes (its layers are odd); `windfall audit` counts the "
         "differences, and float32 avoids them"
     ]
+    assert (made.gpu_runner is None) is (missing == "fastest_forward")
     assert not made.exact_passes and not describe(made)["target"]["exact"]
+
+
+def test_the_warning_names_what_the_model_lacks() -> None:
+    [about] = warned(on_buffers("gpt-neox", torch.float16))
+    assert "the text of gpt-neox in float16" in about and "GPTNeoXForCausalLM" in about
 
 
 @pytest.mark.parametrize(
