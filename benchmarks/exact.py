@@ -69,7 +69,15 @@ def main() -> None:
     tasks = [Path(task).name for task in options.tasks]
     device = str(engines["exact"].target.device)
     publish(
-        {"rows": rows, "tasks": tasks, "dtype": options.dtype, "tokens": options.tokens, "device": device}, options.json
+        {
+            "rows": rows,
+            "tasks": tasks,
+            "dtype": options.dtype,
+            "tokens": options.tokens,
+            "device": device,
+            "exact_passes": {mode: engine.exact_passes for mode, engine in engines.items()},
+        },
+        options.json,
     )
     sys.exit(any(row["different"] for row in rows if row["mode"] == "exact"))
 

@@ -71,6 +71,7 @@ def main() -> None:
         "drafter": options.drafter or loading.default_drafter(options.target),
         "dtype": str(engine.target.decoder.dtype),
         "device": str(engine.target.device),
+        "exact_passes": engine.exact_passes,
         "rounds": options.rounds,
         "tokens": options.tokens,
         "prompts": rows,

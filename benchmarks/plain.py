@@ -74,6 +74,7 @@ def main() -> None:
         "model": engine.target.name,
         "dtype": str(engine.target.decoder.dtype),
         "device": str(engine.target.device),
+        "exact_passes": engine.exact_passes,
         "tokens": options.tokens,
         "seconds_transformers": statistics.median(theirs),
         "seconds_windfall": statistics.median(ours),

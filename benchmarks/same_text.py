@@ -89,6 +89,7 @@ def main() -> None:
             "prompts": {name: len(engine.encode(prompt)) for name, prompt in prompts.items()},
             "context": engine.target.context,
             "device": str(engine.target.device),
+            "exact_passes": engine.exact_passes,
             "dtype": str(engine.target.decoder.dtype),
             "tokens": options.tokens,
         },

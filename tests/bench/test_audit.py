@@ -20,7 +20,9 @@ from windfall.bench.tasks import Prompt
 from windfall.core.stats import first_difference
 from windfall.core.tree import DraftTree
 from windfall.core.types import SamplingParams, Scores
+from windfall.engine.dispatch import Dispatcher
 from windfall.engine.engine import Engine
+from windfall.engine.gpu.forward import Unsupported
 from windfall.model.target import Target
 
 __all__ = ["folder"]  # the fixture
@@ -58,7 +60,7 @@ def test_in_float32_nothing_differs(temperature: float) -> None:
     found = work.speculative
     assert [each.id for each in found.outcomes] == list("01234")
     assert (found.diverging, found.tokens, found.token_rate, found.conversation_rate) == ([], 5 * LENGTH, 0, 0)
-    assert work.exact and not work.failed
+    assert work.exact and not work.exact_passes and not work.failed
     assert told == pytest.approx([done / 20 for done in range(1, 21)])
     assert len(work.batched.outcomes) == 5 and not work.batched.diverging
     assert len(work.others.outcomes) == (0 if temperature else 5) and not work.others.diverging
@@ -171,6 +173,57 @@ def test_the_command_prints_and_saves_all_figures(folder: Path, tmp_path: Path) 
     shown = windfall(*flags(folder, tmp_path), "--limit", "2")
     assert "Same text as plain decoding in all 2 conversations" in shown.stdout
     assert "chain vs plain" in shown.stdout and "HF batch of 2 vs single" in shown.stdout
+
+
+@pytest.fixture
+def on_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines on a CPU decode as on a GPU."""
+    monkeypatch.setattr(Dispatcher, "wants_graphs", property(lambda self: True))
+
+
+@pytest.mark.usefixtures("on_buffers")
+@pytest.mark.parametrize(
+    ("flags_of_passes", "dtype", "says"),
+    [
+        ([], "bfloat16", "Passes were exact: every text must equal plain decoding"),
+        ([], "float32", "Passes were exact: every text must equal plain decoding"),
+        (["--fast"], "bfloat16", "Passes were not exact: in bfloat16 a text may differ where two tokens are almost"),
+        (["--fast"], "float32", "Passes were not exact, but in float32 every text must equal plain decoding"),
+    ],
+)
+def test_the_report_says_whether_passes_were_exact(
+    folder: Path, tmp_path: Path, flags_of_passes: list[str], dtype: str, says: str
+) -> None:
+    out = tmp_path / "audit.json"
+    given = [*flags(folder, tmp_path), "--dtype", dtype, *flags_of_passes, "--batch", "1", "--out", out]
+    shown, told = windfall(*given), json.loads(out.read_text())
+    assert says in " ".join(shown.stdout.split())
+    assert told["exact_passes"] is told["provenance"]["target"]["exact"] is (not flags_of_passes)
+    assert told["exact"] is (not flags_of_passes or dtype == "float32")
+    [found] = told["comparisons"]
+    assert f"{found['diverging']} of {found['tokens']} compared tokens differ" in shown.stdout
+
+
+@pytest.mark.usefixtures("on_buffers")
+def test_a_difference_is_a_failure_with_exact_passes() -> None:
+    work = Audit(engine(torch.bfloat16), batch=1)
+    work.speculative.outcomes.append(Outcome("t", "0", 3, Divergence(2, 1, 2, 0.0)))
+    assert work.exact_passes and work.failed
+
+
+@pytest.mark.usefixtures("on_buffers")
+def test_the_command_says_once_why_passes_are_not_exact(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both engines of an audit warn, but only one note is printed."""
+
+    def unsupported(model: Any) -> Any:
+        raise Unsupported("its layers are odd")
+
+    monkeypatch.setattr("windfall.engine.gpu.target.exact_forward", unsupported)
+    result = windfall(*flags(folder, tmp_path), "--dtype", "bfloat16", "--batch", "1")
+    assert result.exit_code == 0 and result.stderr.count("does not run in exact passes (its layers are odd)") == 1
+    assert "Passes were not exact" in result.stdout
 
 
 def test_the_command_fails_if_a_text_differs(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

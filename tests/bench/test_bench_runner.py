@@ -26,6 +26,7 @@ from windfall.cli.bench import BenchOptions
 from windfall.cli.options import ModelOptions
 from windfall.core.types import GpuOptions, InputError, SamplingParams
 from windfall.costs.curves import Costs
+from windfall.engine.dispatch import Dispatcher
 from windfall.engine.engine import Engine
 from windfall.model.target import Target
 
@@ -625,6 +626,12 @@ def test_another_text_is_a_failure(model: Path, prompts: Path, tmp_path: Path, m
     assert "chain on short one: temperature 0, repeat 0, turn 1" in done.stdout
     rough = windfall("bench", "run", "--out", tmp_path / "two", *options, "--dtype", "bfloat16")
     assert rough.exit_code == 0 and "differ from plain decoding" in rough.stdout
+    monkeypatch.setattr(Dispatcher, "wants_graphs", property(lambda self: True))  # as on a GPU
+    exact = windfall("bench", "run", "--out", tmp_path / "three", *options, "--dtype", "bfloat16")
+    fast = windfall("bench", "run", "--out", tmp_path / "four", *options, "--dtype", "bfloat16", "--fast")
+    assert (exact.exit_code, fast.exit_code) == (1, 0)
+    targets = [reading.load(tmp_path / name).provenance["target"] for name in ("one", "two", "three", "four")]
+    assert [target["exact"] for target in targets] == [False, False, True, False]
 
 
 def test_ctrl_c_says_what_is_kept(model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

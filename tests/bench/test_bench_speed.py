@@ -259,6 +259,7 @@ def test_the_command_fills_tables_file_and_plot(folder: Path, tmp_path: Path) ->
     told = json.loads(out.read_text())
     assert told["finished"] and told["target"] == "tiny" and told["settings"]["methods"] == ["none", "chain:depth=2"]
     assert told["provenance"]["drafters"]["ngram"]["class"].endswith("NGramDrafter")
+    assert told["provenance"]["target"]["exact"] is False  # on a CPU
     assert plot.stat().st_size > 1000
     for word in ("tiny, temperature 0", "HF", "verify pass by rows", "verify pass by context", "GB/s"):
         assert word in result.stdout

@@ -59,7 +59,7 @@ policy_options = {{ depth = 3, confidence = 0.25 }}
 dtype = "float64"
 coupled = false
 graphs = false
-exact = true
+fast = true
 temperature = 0.7
 seed = 5
 """)
@@ -67,12 +67,35 @@ seed = 5
     assert (told["target"], told["drafter"], told["policy"], told["seed"]) == ("tiny", "ngram", "chain", 5)
     assert loaded["policy"] == registry.policy("chain", depth=3, confidence=0.25)
     assert loaded["drafter_options"] == {"min_match": "3"}
-    assert (loaded["dtype"], loaded["coupled"], loaded["graphs"], loaded["exact"]) == ("float64", False, False, True)
+    assert (loaded["dtype"], loaded["coupled"], loaded["graphs"], loaded["exact"]) == ("float64", False, False, False)
     flags = ("--dtype", "float32", "--seed", "6", "--set", "depth=2", "--drafter-set", "max_match=5")
     told = json.loads(windfall("generate", "abc", "--json", *flags, *SHORT).stdout)
     assert (loaded["dtype"], told["seed"]) == ("float32", 6)
     assert loaded["policy"] == registry.policy("chain", depth=2, confidence=0.25)
     assert loaded["drafter_options"] == {"min_match": "3", "max_match": "5"}
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "exact"),
+    [
+        ("", [], True),
+        ("", ["--exact"], True),
+        ("", ["--fast"], False),
+        ("fast = true", [], False),
+        ("fast = false", [], True),
+        ("exact = true", [], True),  # as in version 0.2
+        ("exact = false", [], False),
+        ("fast = true", ["--exact"], True),
+        ("exact = true", ["--fast"], False),
+        ("exact = false", ["--exact"], True),
+    ],
+)
+def test_passes_are_exact_unless_the_file_or_a_flag_says_otherwise(
+    write: Any, loaded: dict[str, Any], folder: Path, text: str, flags: list[str], exact: bool
+) -> None:
+    write(text)
+    windfall("generate", "abc", "--target", folder, *flags, *SHORT)
+    assert loaded["exact"] is exact
 
 
 def test_settings_of_another_target_or_policy_are_ignored(
@@ -100,7 +123,9 @@ policy_options = { nodes = 9 }
     [
         ("modle = 'x'", "has an unknown key 'modle'; it may have: target, device"),
         ("target = 5", "target must be text, not 5"),
+        ("fast = 1", "fast must be true or false, not 1"),
         ("exact = 1", "exact must be true or false, not 1"),
+        ("exact = true\nfast = false", "has exact and fast, which say the opposite: keep one"),
         ("temperature = true", "temperature must be a number, not True"),
         ("top_k = 1.5", "top_k must be a whole number, not 1.5"),
         ("policy_options = 'x'", "policy_options must be a table of options, not 'x'"),

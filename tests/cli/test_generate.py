@@ -260,6 +260,7 @@ def test_control_c_while_loading_is_quiet(folder: Path, monkeypatch: pytest.Monk
         ("--device nonsense", "there is no device 'nonsense'; choose from cpu"),
         ("--dtype nonsense", "there is no dtype 'nonsense'; choose from float32"),
         ("--file /no/such/file", "give a prompt or --file, not both"),
+        ("--exact --fast", "--exact and --fast contradict each other; choose one"),
         ("--raw --system kind", "--system needs the chat template, which --raw leaves out; choose one"),
         ("--json --show-drafts", "--show-drafts colours a text, and --json prints none; choose one"),
     ],

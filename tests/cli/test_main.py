@@ -35,6 +35,12 @@ def test_a_group_without_a_command_prints_its_help(group: str) -> None:
     assert "Usage:" in windfall(*group.split()).output
 
 
+def test_help_says_what_fast_may_change() -> None:
+    shown = " ".join(re.sub(r"[│\n]", " ", windfall("generate", "--help").stdout).split())
+    assert "--fast" in shown and "--exact" not in shown  # the default needs no option
+    assert "so the text may differ from plain decoding's" in shown
+
+
 def test_messages_are_not_markup(folder: Path) -> None:
     assert "'[/red]'" in refused("generate", "abc", "--policy", "[/red]")
 

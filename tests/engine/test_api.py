@@ -43,12 +43,12 @@ def test_options_reach_drafter_policy_and_gpu() -> None:
         coupled=False,
         graphs=False,
         compile=True,
-        exact=True,
+        exact=False,
         host_policies=True,
     )
     assert made.drafter.min_match == 3
     assert isinstance(made.policy, Beam) and (made.policy.depth, made.policy.k) == (4, 3)
-    assert made.gpu_options == GpuOptions(graphs=False, compiled=True, exact=True, plans=False)
+    assert made.gpu_options == GpuOptions(graphs=False, compiled=True, exact=False, plans=False)
     assert not made.coupled
 
 
@@ -59,10 +59,10 @@ def test_a_preset_is_a_policy_whose_options_can_be_overridden() -> None:
 
 @pytest.mark.parametrize("name", ["gpu_options", "launch"])
 def test_gpu_options_as_one_record_under_both_names(name: str) -> None:
-    given = {name: windfall.GpuOptions(exact=True)}
+    given = {name: windfall.GpuOptions(exact=False)}
     made = windfall.load(tiny(), **given)
-    assert made.gpu_options == GpuOptions(exact=True)
-    assert Engine(made.target, made.drafter, made.policy, **given).gpu_options == GpuOptions(exact=True)
+    assert made.gpu_options == GpuOptions(exact=False)
+    assert Engine(made.target, made.drafter, made.policy, **given).gpu_options == GpuOptions(exact=False)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_gpu_options_as_one_record_under_both_names(name: str) -> None:
         ({"graphs": "no"}, "graphs must be True, False or None, not 'no'"),
         ({"host_policies": None}, "host_policies must be True or False, not None"),
         ({"coupled": 0}, "coupled must be True or False, not 0"),
-        ({"gpu_options": GpuOptions(), "exact": True}, "give gpu_options, or graphs, compile, exact and host_policies"),
+        ({"gpu_options": GpuOptions(), "exact": False}, "give gpu_options, or graphs, compile, exact and host_polic"),
         ({"launch": True}, "gpu_options takes a windfall.GpuOptions, not True"),
     ],
 )
@@ -105,6 +105,7 @@ def test_the_command_line_has_every_parameter_of_load() -> None:
         "settings": "policy_options",
         "uncoupled": "coupled",
         "no_graphs": "graphs",
+        "fast": "exact",
     }
     flags = {*ModelOptions.__dataclass_fields__, *PolicyOptions.__dataclass_fields__}
     assert {renamed.get(flag, flag) for flag in flags} == ours
@@ -119,12 +120,12 @@ def test_the_command_line_goes_through_load(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(loading, "load", load)
     options = ModelOptions(
-        target="t", drafter="ngram", drafter_settings=["min_match=3"], device="cpu", no_graphs=True, exact=True
+        target="t", drafter="ngram", drafter_settings=["min_match=3"], device="cpu", no_graphs=True, fast=True
     )
     with pytest.raises(InputError, match="seen"):
         options.load("beam")
     wanted = {"target": "t", "drafter": "ngram", "drafter_options": {"min_match": "3"}, "policy": "beam"}
-    assert seen.items() >= (wanted | {"device": "cpu", "graphs": False, "exact": True, "coupled": True}).items()
+    assert seen.items() >= (wanted | {"device": "cpu", "graphs": False, "exact": False, "coupled": True}).items()
 
 
 def test_the_repr_names_target_drafter_and_policy() -> None:
@@ -140,15 +141,15 @@ def test_custom_generate_takes_the_arguments_of_load(words: dict[str, Any]) -> N
     model, ids = tiny(), torch.tensor([prompt()])
     plain = model.generate(ids, do_sample=False, max_new_tokens=12)
     found = model.generate(
-        ids, do_sample=False, max_new_tokens=12, custom_generate=windfall.custom_generate(exact=True, **words)
+        ids, do_sample=False, max_new_tokens=12, custom_generate=windfall.custom_generate(exact=False, **words)
     )
     assert torch.equal(plain, found)
     [(made, *_)] = model.__dict__["_windfall_engines"].values()
-    assert made.gpu_options.exact
+    assert not made.gpu_options.exact
     if words:
         assert made.policy.depth == (2 if "policy" in words else 6)
     model.generate(ids, max_new_tokens=2, custom_generate=windfall.custom_generate(exact=False, **words))
-    model.generate(ids, max_new_tokens=2, custom_generate=windfall.custom_generate(exact=True, **words))
+    model.generate(ids, max_new_tokens=2, custom_generate=windfall.custom_generate(**words))
     assert len(model.__dict__["_windfall_engines"]) == 2
 
 

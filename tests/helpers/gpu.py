@@ -77,11 +77,18 @@ def drafter(kind: str) -> Drafter:
 
 
 def engine(
-    family: str, kind: str, policy: str, graphs: bool, coupled: bool = True, plans: bool = True, **changes: Any
+    family: str,
+    kind: str,
+    policy: str,
+    graphs: bool,
+    coupled: bool = True,
+    plans: bool = True,
+    exact: bool = True,
+    **changes: Any,
 ) -> Engine:
     known = {**ON_DEVICE, **LEARNING, **WATCHING, **SELECTIVE, **ON_HOST}
     target = Target(tiny(family, dtype=PRECISE, **changes), character_tokenizer())
-    options = GpuOptions(graphs, plans=plans)
+    options = GpuOptions(graphs, exact=exact, plans=plans)
     return Engine(target, drafter(kind), registry.policy(policy, **known[policy]), coupled, options)
 
 

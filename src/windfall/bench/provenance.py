@@ -45,6 +45,7 @@ def describe(
             "dtype": str(target.decoder.dtype).removeprefix("torch."),
             "device": target.device.type,
             "attention": attention_of(target.model),
+            "exact": all(engine.exact_passes for engine in engines.values()) if engines else None,
         },
         "drafters": {label: _drafter(engine) for label, engine in engines.items()},
         "prompts": prompts_hash(prompts),

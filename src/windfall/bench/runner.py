@@ -75,7 +75,7 @@ class Settings(Workload):
     suite: str | None = None
     graphs: bool | None = None  # this and the next three are those of GpuOptions
     compiled: bool = False
-    exact: bool = False
+    exact: bool = True
     plans: bool = True
     parts: tuple[Part, ...] = ()  # if empty, every method answers every task
 

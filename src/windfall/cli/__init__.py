@@ -20,7 +20,7 @@ from windfall.cli.study import study
 from windfall.cli.train_classifier import classifier
 from windfall.cli.train_data import data
 from windfall.cli.train_drafter import head, lm
-from windfall.core.errors import HeadWarning, InputError
+from windfall.core.errors import InputError, UserNote
 from windfall.render import console
 
 UsageError: type[Any] = typer.BadParameter.__bases__[0]  # typer has it without a public name
@@ -119,19 +119,22 @@ def start(
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Quieten the libraries and print warnings about drafters as notes."""
+    """Quieten the libraries and print windfall's own warnings as notes."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     context.with_resource(warnings.catch_warnings())  # the changes below end with the command
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
-    warnings.simplefilter("always", HeadWarning)
-    warnings.showwarning = partial(_show_warning, warnings.showwarning)
+    warnings.simplefilter("always", UserNote)
+    warnings.showwarning = partial(_show_warning, warnings.showwarning, set())
 
 
-def _show_warning(usual: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any) -> None:
-    """Print warnings about drafters as notes, and other warnings as usual."""
-    if issubclass(category, HeadWarning):
-        console.note(str(message))
-    else:
+def _show_warning(
+    usual: Callable[..., None], shown: set[str], message: Warning | str, category: type[Warning], *where: Any
+) -> None:
+    """Print each of windfall's own warnings once, as a note, and other warnings as usual."""
+    if not issubclass(category, UserNote):
         usual(message, category, *where)
+    elif str(message) not in shown:
+        shown.add(str(message))
+        console.note(str(message))

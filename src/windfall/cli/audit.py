@@ -14,8 +14,9 @@ from windfall.bench.tasks import load_tasks
 from windfall.cli.declare import ignore_eos_option, json_option, option, tasks_option, words
 from windfall.cli.options import ModelOptions, PolicyOptions
 from windfall.cli.session import DIFFERENT, ON_INTERRUPT, check_out_file, command_line, write_json
+from windfall.core.wording import counted
 from windfall.render import console
-from windfall.render.tables import Figures
+from windfall.render.tables import Figures, Wrapped
 
 if TYPE_CHECKING:
     from windfall.bench.inspect.audit import Audit, Comparison
@@ -49,7 +50,10 @@ def audit(
     out: Path | None = option(None, "Also write the JSON to this file."),
     json: bool = json_option(),
 ) -> None:
-    """Compare texts with plain decoding, token by token; in float32 any difference is a failure."""
+    """Compare texts with plain decoding, token by token.
+
+    In float32 and with exact passes, any difference is a failure.
+    """
     from windfall.bench.inspect.audit import Audit
     from windfall.bench.provenance import describe
     from windfall.bench.runner import first_questions
@@ -76,6 +80,7 @@ def audit(
         "settings": _settings(options, model, policy),
         "finished": not interrupted,
         "exact": work.exact,
+        "exact_passes": work.exact_passes,
         "failed": work.failed,
         "comparisons": [each.as_dict() for each in work.comparisons],
     }
@@ -104,8 +109,10 @@ def _show(work: Audit) -> None:
     out, target = console.stdout(), work.reference
     dtype = str(target.decoder.dtype).removeprefix("torch.")
     out.print(_table(work.comparisons, f"{target.name}, {dtype}, {target.device.type}"))
+    out.print(Wrapped(Text(_about_passes(work, dtype))))
     found, texts = work.speculative.diverging, len(work.speculative.outcomes)
     console.print_equality(len(found), texts, failed=work.failed)
+    out.print(Text(f"{len(found)} of {counted(work.speculative.tokens, 'compared token')} differ"))
     for each in found[:MAX_SHOWN_DIFFERENCES]:
         assert each.divergence is not None
         one, other = (_token_text(token, target.tokenizer) for token in (each.divergence.token, each.divergence.other))
@@ -113,7 +120,17 @@ def _show(work: Audit) -> None:
         style = "red" if work.failed else "yellow"
         out.print(Text(f"{where}, logit gap {_number(each.divergence.gap)}", style=style))
     if work.failed:
-        out.print(Text(f"FAILED: in {dtype} every text must equal plain decoding", style="bold red"))
+        when = "with exact passes" if work.exact_passes else f"in {dtype}"
+        out.print(Text(f"FAILED: {when} every text must equal plain decoding", style="bold red"))
+
+
+def _about_passes(work: Audit, dtype: str) -> str:
+    """Whether passes were exact, and what follows for the texts."""
+    if work.exact_passes:
+        return "Passes were exact: every text must equal plain decoding"
+    if work.exact:
+        return f"Passes were not exact, but in {dtype} every text must equal plain decoding"
+    return f"Passes were not exact: in {dtype} a text may differ where two tokens are almost equally likely"
 
 
 def _table(comparisons: list[Comparison], title: str) -> Figures:

@@ -108,6 +108,7 @@ def speed(
     def attach_costs(measured: Any) -> dict[str, Any]:
         engines = {each.drafter.label: each.engine for each in measured if each.drafter is not None}
         result.provenance["drafters"] = provenance.describe(engines, target, (), ())["drafters"]
+        result.provenance["target"]["exact"] = all(each.engine.exact_passes for each in measured)
         return runner.attach_costs(measured, profiles)
 
     def save(found: Result) -> None:

@@ -26,7 +26,8 @@ KEY_NAMES = {  # options whose key in the file has another name, that of `windfa
     "uncoupled": "coupled",
     "no_graphs": "graphs",
 }
-NEGATED = ("coupled", "graphs")  # keys whose flag says the opposite
+OLD_KEYS = {"exact": "fast"}  # keys of earlier versions: the option that each one sets
+NEGATED = ("coupled", "graphs", "exact")  # keys whose option says the opposite
 NOT_IN_FILE = ("logit_bias", "stop", "ignore_eos")  # options that the file cannot set
 TYPES: dict[Any, tuple[tuple[type, ...], str]] = {  # type of an option: types of its value in the file, in words
     str | None: ((str,), "text"),
@@ -41,6 +42,8 @@ REPLACED_BY_FLAG = {  # a flag on the command line: the keys that are then ignor
     "drafter": ("drafter_options",),
     "policy": ("policy", "preset", "policy_options"),
     "preset": ("policy", "preset", "policy_options"),
+    "exact": ("fast", "exact"),
+    "fast": ("fast", "exact"),
 }
 
 
@@ -101,6 +104,8 @@ def parse(file: Path) -> dict[str, Any]:
             raise InputError(f"the config file '{file}': {key} must be {words}, not {value!r}")
     if {"policy", "preset"} <= {*found}:
         raise InputError(f"the config file '{file}' has a policy and a preset; a preset names a policy: keep one")
+    if {"exact", "fast"} <= {*found}:
+        raise InputError(f"the config file '{file}' has exact and fast, which say the opposite: keep one")
     return {key: os.path.expanduser(value) if isinstance(value, str) else value for key, value in found.items()}
 
 
@@ -111,7 +116,7 @@ def defaults(values: Mapping[str, Any], given: set[str]) -> dict[str, Any]:
     """
     ignored = {key for flag in given for key in REPLACED_BY_FLAG.get(flag, ())}
     changed: dict[str, Any] = {}
-    option_names = {key: name for name, key in KEY_NAMES.items()}
+    option_names = {**{key: name for name, key in KEY_NAMES.items()}, **OLD_KEYS}
     for key, value in read().items():
         name = option_names.get(key, key)
         if name not in values or key in ignored:

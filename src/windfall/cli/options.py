@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from windfall.cli.config_file import configurable
 from windfall.cli.declare import argument, complete, ignore_eos_option, option, system_option
-from windfall.core.errors import HeadWarning, InputError
+from windfall.core.errors import InputError, UserNote
 from windfall.core.options import split_settings
 from windfall.prompts import files
 from windfall.prompts.reading import read_prompt
@@ -113,8 +113,17 @@ class ModelOptions(TargetOptions):
     uncoupled: bool = option(False, "Draft without the sampling noise of the target, as in the papers.")
     no_graphs: bool = option(False, "On a GPU, do not use CUDA graphs.")
     compile: bool = option(False, "On a GPU, use torch.compile for models without fused kernels; slow to start.")
-    exact: bool = option(False, "On a GPU, give the text of plain decoding in half precision too; slower.")
+    fast: bool = option(
+        False,
+        "On a GPU, add numbers in another order where that is faster. In half precision a near-tie between two tokens "
+        "may then resolve differently, so the text may differ from plain decoding's.",
+    )
+    exact: bool = option(False, "The default: without --fast, the text is plain decoding's.", hidden=True)
     host_policies: bool = option(False, "On a GPU, run every policy on the host.")
+
+    def __post_init__(self) -> None:
+        if self.exact and self.fast:
+            raise InputError("--exact and --fast contradict each other; choose one")
 
     def load(self, policy: Any = None) -> Engine:
         """The engine; names and settings are checked before the weights are read."""
@@ -122,13 +131,13 @@ class ModelOptions(TargetOptions):
 
         settings = split_settings(self.drafter_settings)
         with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", HeadWarning)
+            warnings.simplefilter("always", UserNote)
             with loading_model():
                 how = {"drafter_options": settings, "coupled": not self.uncoupled, **self._gpu_keywords}
                 engine = loading.load(self.target, self.drafter, policy, **self._placement, **how)
         for each in caught:
-            if issubclass(each.category, HeadWarning):
-                console.note(str(each.message))
+            if issubclass(each.category, UserNote):
+                warnings.showwarning(each.message, each.category, each.filename, each.lineno)
         if reason := engine.gpu_unavailable:
             console.note(f"CUDA graphs are not used, because {reason}")
         return engine
@@ -137,7 +146,7 @@ class ModelOptions(TargetOptions):
     def _gpu_keywords(self) -> dict[str, Any]:
         """How passes run on a GPU, as keywords of `windfall.load`."""
         graphs = False if self.no_graphs else None
-        return {"graphs": graphs, "compile": self.compile, "exact": self.exact, "host_policies": self.host_policies}
+        return {"graphs": graphs, "compile": self.compile, "exact": not self.fast, "host_policies": self.host_policies}
 
     @property
     def gpu_options(self) -> GpuOptions:

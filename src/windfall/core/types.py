@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from windfall.core.errors import InputError as InputError
@@ -17,6 +18,7 @@ from windfall.core.tree import DraftTree
 
 MIN_TEMPERATURE = 1e-6  # below it decoding is greedy: dividing logits by less can overflow
 MAX_NUMBER = 1e30  # of penalties, biases and the temperature, which fp32 logits are combined with
+FULL_PRECISION = (torch.float32, torch.float64)  # dtypes in which every text equals plain decoding's
 INTEGER_FIELDS = ("max_new_tokens", "top_k")
 NUMBER_FIELDS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
@@ -134,7 +136,7 @@ class GpuOptions:
 
     graphs: bool | None = None  # run passes as CUDA graphs; None: if there is a GPU
     compiled: bool = False  # use torch.compile for models without a fused forward
-    exact: bool = False  # rows do not influence each other: plain decoding's text in half precision, too
+    exact: bool = True  # compute every row in one order, for plain decoding's text in half precision; False: faster
     plans: bool = True  # run policies that have a plan on the GPU; False: all decide on the host
 
     def __post_init__(self) -> None:

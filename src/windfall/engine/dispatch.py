@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, NamedTuple
 
-from windfall.core.types import GpuOptions
+from windfall.core.errors import InexactWarning
+from windfall.core.types import FULL_PRECISION, GpuOptions
 from windfall.costs.curves import Costs
 from windfall.drafters.base import Drafter
 from windfall.engine.sequence import Sequence
@@ -31,6 +33,7 @@ class Dispatcher:
     def __init__(self, target: Target, drafter: Drafter, options: GpuOptions):
         self.target, self.drafter, self.options = target, drafter, options
         self._built: Route | None = None
+        self._warned = False
 
     @property
     def wants_graphs(self) -> bool:
@@ -40,13 +43,33 @@ class Dispatcher:
 
     def build(self) -> Route:
         """The GPU runner of this target and drafter, or the reason why there is none."""
-        if self._built is None and not self.wants_graphs:
-            self._built = Route(None, "graphs are off")
-        elif self._built is None:
-            from windfall.engine.gpu.runner import GpuRunner
-
-            self._built = Route(*GpuRunner.of(self.target, self.drafter, self.options))
+        if self._built is None:
+            self._built = self._make_runner()
+            self._warn_if_inexact(self._built)
         return self._built
+
+    def _make_runner(self) -> Route:
+        if not self.wants_graphs:
+            return Route(None, "graphs are off")
+        from windfall.engine.gpu.runner import GpuRunner
+
+        return Route(*GpuRunner.of(self.target, self.drafter, self.options))
+
+    def _warn_if_inexact(self, built: Route) -> None:
+        """Warn once if exact passes are asked for on a GPU, but text in half precision may differ all the same."""
+        reason = built.fallback if built.runner is None else built.runner.gpu_target.inexact_reason
+        dtype, on_gpu = self.target.decoder.dtype, self.wants_graphs or self.target.device.type == "cuda"
+        if self._warned or not (reason and self.options.exact and on_gpu and dtype not in FULL_PRECISION):
+            return
+        self._warned = True
+        name, precision = self.target.name, str(dtype).removeprefix("torch.")
+        warnings.warn(
+            f"the text of {name} in {precision} may differ from plain decoding's where two tokens are almost equally "
+            f"likely, because this model does not run in exact passes ({reason}); `windfall audit` counts the "
+            "differences, and float32 avoids them",
+            InexactWarning,
+            stacklevel=2,
+        )
 
     def route(self, sequences: list[Sequence], costs: Costs) -> Route:
         """How these sequences run, which are decoded together."""

@@ -291,6 +291,15 @@ class Engine:
         return self._dispatcher.build().fallback if self._dispatcher.wants_graphs else ""
 
     @property
+    def exact_passes(self) -> bool:
+        """Whether single texts run in exact passes on a GPU, which give plain decoding's text in half precision, too.
+
+        In float32 the text is plain decoding's with any passes.
+        """
+        runner = self.gpu_runner
+        return runner is not None and runner.gpu_target.exact
+
+    @property
     def fallback(self) -> str:
         """Why the GPU runner did not decode the last request; empty if it did."""
         return self._route.fallback

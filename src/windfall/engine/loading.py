@@ -44,7 +44,7 @@ def load(
     preset: str | None = None,
     graphs: bool | None = None,
     compile: bool = False,
-    exact: bool = False,
+    exact: bool = True,
     host_policies: bool = False,
     launch: GpuOptions | None = None,
 ) -> Engine:
@@ -64,7 +64,10 @@ def load(
         `policy`; `policy_options` override its options.
     graphs: on a GPU, run passes as CUDA graphs. None: where there is a GPU.
     compile: on a GPU, compile models without a fused forward with torch.compile.
-    exact: on a GPU, round every row as plain decoding does, in half precision too; slower.
+    exact: on a GPU, add the numbers of every row in one order, so that the text is plain decoding's in bfloat16 and
+        float16, too. A model that does not support this runs without it, with a warning. False (`--fast`): add in
+        another order where that is faster; a near-tie between two tokens may then resolve differently, so the text
+        may differ from plain decoding's.
     host_policies: on a GPU, let every policy decide on the host.
     gpu_options: the last four as one record, instead of them; `launch` is its older name.
     """

@@ -169,7 +169,7 @@ def describe(engine: Engine) -> dict[str, Any]:
             "device": str(target.device),
             "attention": attention_of(target.model),
             "graphs": engine.gpu_runner is not None,
-            "exact": engine.gpu_options.exact,
+            "exact": engine.exact_passes,
         },
         "drafter": _drafter(engine.drafter),
         "versions": {

@@ -54,7 +54,7 @@ def custom_generate(
     coupled: bool = True,
     graphs: bool | None = None,
     compile: bool = False,
-    exact: bool = False,
+    exact: bool = True,
     host_policies: bool = False,
 ) -> Callable[..., Any]:
     """A decoding loop for `model.generate(..., custom_generate=windfall.custom_generate(...))`.

@@ -17,12 +17,10 @@ from windfall.bench.runner import Case, NoDrafter
 from windfall.core.sampling import gumbel, process
 from windfall.core.stats import first_difference
 from windfall.core.tree import DraftTree
-from windfall.core.types import SamplingParams
+from windfall.core.types import FULL_PRECISION, SamplingParams
 from windfall.engine.engine import Engine
 from windfall.model.target import Target
 from windfall.policies.none import NoSpeculation
-
-EXACT_DTYPES = (torch.float32, torch.float64)  # in these, every text must equal plain decoding's
 
 Tokens = list[int]
 Progress = Callable[[float], None]
@@ -120,12 +118,18 @@ class Audit:
         return [self.speculative, *(each for each in (self.batched, self.others) if each.outcomes)]
 
     @property
+    def exact_passes(self) -> bool:
+        """Whether both engines decode single texts in exact passes."""
+        return self.engine.exact_passes and self.plain.exact_passes
+
+    @property
     def exact(self) -> bool:
-        return self.reference.decoder.dtype in EXACT_DTYPES
+        """Whether every text must equal plain decoding's: in float32 and float64, and with exact passes."""
+        return self.reference.decoder.dtype in FULL_PRECISION or self.exact_passes
 
     @property
     def failed(self) -> bool:
-        """Whether a text differs in a precision in which none should."""
+        """Whether a text differs although none should."""
         return self.exact and bool(self.speculative.diverging)
 
     def run(self, cases: Sequence[Case], progress: Progress = lambda share: None) -> None:

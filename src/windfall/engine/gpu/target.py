@@ -74,8 +74,8 @@ class GpuTarget:
     """Scores the rows of one tree, draws the target's tokens, and commits the accepted path."""
 
     def __init__(self, model: Any, taps: tuple[int, ...], graph_cache: GraphCache, options: GpuOptions):
-        self.exact = options.exact  # whether rounding of a row must not depend on the other rows
-        self.forward = exact_forward(model) if self.exact else fastest_forward(model, options.compiled)
+        self.forward, self.inexact_reason = choose_forward(model, options)  # the reason is empty if passes are exact
+        self.exact = not self.inexact_reason  # whether rounding of a row must not depend on the other rows
         self.taps, self.graph_cache = taps, graph_cache
         embedding = model.get_input_embeddings().weight
         self.device, self.dtype = embedding.device, embedding.dtype
@@ -273,10 +273,18 @@ def fastest_forward(model: Any, compiled: bool = False) -> Forward:
 
 
 def exact_forward(model: Any) -> FusedForward:
-    """A forward that rounds a row alike in every pass."""
-    try:
-        forward = FusedForward(model)
-    except Unsupported as reason:
-        raise InputError(f"exact passes need the fused forward: {reason}") from None
+    """A forward that rounds a row alike in every pass; raises Unsupported if there is none."""
+    forward = FusedForward(model)
     forward.exact = True
     return forward
+
+
+def choose_forward(model: Any, options: GpuOptions) -> tuple[Forward, str]:
+    """An exact forward if the options ask for it and the model has one, else the fastest; and why it is not exact."""
+    reason = "exact passes are off"
+    if options.exact:
+        try:
+            return exact_forward(model), ""
+        except Unsupported as error:
+            reason = str(error)
+    return fastest_forward(model, options.compiled), reason
