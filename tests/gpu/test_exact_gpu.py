@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.exact import POLICIES, check_rows, check_texts, engine
+from helpers.exact import POLICIES, check_one_hash, check_rows, check_texts, engine
 from helpers.kernels import check_matmul
 from helpers.tiny import prompt, tiny
 from windfall.kernels.backend import triton_installed
@@ -96,6 +96,13 @@ def test_fused_products_round_a_row_alike_for_any_number_of_rows(dtype: torch.dt
 @pytest.mark.parametrize("length", [9, 127, 255, 510, 1030])
 def test_rows_of_a_tree_are_those_of_plain_decoding(model: Any, length: int, size: int) -> None:
     check_rows(model, length, size)
+
+
+@pytest.mark.parametrize("length", [60, 500, 1030])
+def test_logits_have_one_hash(model: Any, length: int) -> None:
+    check_one_hash(
+        model, length, (1, 2, 5, 16, 17, 33, 64, 65, 100, 128, 192, 320), (1 if length < 100 else 13, 128, 512)
+    )
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}])

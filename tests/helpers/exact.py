@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import random
 from typing import Any
 
 import torch
@@ -53,6 +56,39 @@ def check_rows(target: Any, length: int, size: int) -> None:
         (alone,) = plain.score([DraftTree.root(int(tree.tokens[row]))])
         assert torch.equal(alone.logits[0], found.logits[row]), int(tree.depth[row])
         plain.commit([torch.tensor([0])])
+
+
+def tree_with_path(path: list[int], others: int, seed: int) -> tuple[DraftTree, int]:
+    """A random tree that contains these tokens as a path from the root, in random slots; and the slot of the last."""
+    chance = random.Random(seed)
+    tree, last, waiting = DraftTree.root(path[0]), 0, path[1:]
+    for left in range(others + len(waiting), 0, -1):
+        on_path = chance.random() < len(waiting) / left
+        parent, token = (
+            (last, waiting.pop(0)) if on_path else (chance.randrange(len(tree)), chance.randrange(VOCABULARY))
+        )
+        tree = tree.extend(torch.tensor([parent]), torch.tensor([token]), torch.zeros(1), torch.zeros(1).long())
+        last = len(tree) - 1 if on_path else last
+    return tree, last
+
+
+@torch.inference_mode()
+def check_one_hash(target: Any, length: int, rows: tuple[int, ...], chunks: tuple[int, ...]) -> None:
+    """The logits after a text have one hash: in trees of these sizes, with the text's end committed or in random slots
+    of the tree, and with the prompt cut into chunks of these sizes."""
+    text, path = prompt(length, seed=length), prompt(5, seed=5)
+    made, hashes = graph_target(target), set()
+    for seed, (count, chunk) in enumerate(itertools.product(rows, chunks)):
+        committed = 4 if count == 1 else seed % 4  # of the path
+        for _ in made.gpu_target.prefill(
+            torch.tensor([*text, *path[:committed]], device=made.gpu_target.device), chunk
+        ):
+            pass
+        staged = path[committed:]
+        tree, last = tree_with_path(staged, max(count - len(staged), 0), seed)
+        (found,) = made.score([tree])
+        hashes.add(hashlib.sha256(found.logits[last].cpu().view(torch.uint8).numpy().tobytes()).hexdigest())
+    assert len(hashes) == 1
 
 
 def check_texts(

@@ -139,11 +139,11 @@ class GpuTarget:
         return self._caches[shape, dtype]
 
     @torch.inference_mode()
-    def prefill(self, text: Tensor) -> Iterator[Tensor | None]:
+    def prefill(self, text: Tensor, chunk_tokens: int = PREFILL_CHUNK_TOKENS) -> Iterator[Tensor | None]:
         """Prefill a new text [n] in chunks; yields the tapped states of each chunk, valid until the next."""
         self.length.zero_()
         self.length_bound = 0
-        for chunk in torch.split(text, PREFILL_CHUNK_TOKENS):
+        for chunk in torch.split(text, chunk_tokens):
             size = self.chunk.fill(chunk)
             columns = self.columns(size)
             self.graph_cache.run(("read", size, columns, self.capacity), partial(self._run_chunk, size, columns))

@@ -1,0 +1,25 @@
+"""The logits after a text have one hash whatever else is in the pass, with the Triton kernels.
+
+Here they run under Triton's interpreter on tiny models; tests/gpu checks the same on a GPU at real sizes.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.exact import check_one_hash
+from helpers.interpreter import INTERPRETED, outside, passes_under_the_interpreter
+from helpers.tiny import tiny
+
+
+@outside
+def test_under_the_interpreter() -> None:
+    passes_under_the_interpreter(__file__)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="torch's products on a CPU depend on the number of rows")
+def test_logits_have_one_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windfall.kernels.triton.path_attention.MAX_PROGRAMS", 4)  # each program takes long here
+    model = tiny(dtype=torch.float16, hidden_size=64, intermediate_size=64, num_hidden_layers=1)
+    check_one_hash(model, 70, (1, 7), (64, 33))
