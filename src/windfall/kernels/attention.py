@@ -148,18 +148,15 @@ def path_reference(
     top = torch.full(rows.shape[:3], -torch.inf, dtype=wide, device=rows.device)
     total, sums = torch.zeros_like(top), torch.zeros_like(rows[:, :, :, 0])
     for start in range(0, end, PART):
-        column, seen = path_columns(length, reach, lineage, start, window)  # [n, PART]
-        column = column.clamp(max=keys.shape[1] - 1)
-        unseen = ~seen[:, None, :, None]  # may hold any value, even NaN
-        k, v = (x[:, column].transpose(0, 1).to(wide).masked_fill(unseen, 0)[:, :, None] for x in (keys, values))
-        scores = (rows * k).sum(-1) * scale
+        k, v, seen = path_keys(keys, values, length, reach, lineage, start, window)
+        scores = (rows * k.to(wide)).sum(-1) * scale
         scores = scores if cap is None else cap * (scores / cap).tanh()
         scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
         higher = torch.maximum(top, scores.amax(-1))
         base = higher.masked_fill(higher == -torch.inf, 0)
         weights, shrink = (scores - base[..., None]).exp(), (top - base).exp()
         total = total * shrink + weights.sum(-1)
-        sums = sums * shrink[..., None] + (weights[..., None] * v).sum(-2)
+        sums = sums * shrink[..., None] + (weights[..., None] * v.to(wide)).sum(-2)
         top = higher
     if sinks is not None:
         sink = sinks.to(wide).view(1, shared, -1).expand_as(top)
@@ -169,15 +166,29 @@ def path_reference(
     return (sums / total[..., None]).to(queries.dtype).reshape(n, -1, queries.shape[2])
 
 
-def path_columns(
-    length: Tensor, reach: Tensor, lineage: Tensor | None, start: int, window: int | None
-) -> tuple[Tensor, Tensor]:
-    """Slots of each row's keys at positions start, start + 1, ..., and whether the row sees them; both [n, PART]."""
-    position = start + torch.arange(PART, device=reach.device).expand(len(reach), -1)
+def path_keys(
+    keys: Tensor,
+    values: Tensor,
+    length: Tensor,
+    reach: Tensor,
+    lineage: Tensor | None,
+    start: int,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values of positions start, start + 1, ... [n or 1, kv_heads, 1, PART, d]; which the rows see [n, PART].
+
+    Those that no row sees are 0, since they may hold any value, even NaN.
+    """
+    position = start + torch.arange(PART, device=reach.device)
     seen = position < reach[:, None]
     if window is not None:
         seen &= position >= reach[:, None] - window
-    if lineage is None:
-        return position, seen
-    staged = position - length.reshape(1)
-    return torch.where(staged < 0, position, lineage.gather(1, staged.clamp(0, lineage.shape[1] - 1))), seen
+    last = keys.shape[1] - 1
+    if lineage is None:  # all rows have the same keys
+        column, unseen = position.clamp(max=last)[None], ~seen.any(0)[None]
+    else:
+        staged = (position - length.reshape(1)).expand(len(reach), -1)
+        column = lineage.gather(1, staged.clamp(0, lineage.shape[1] - 1)).long()
+        column, unseen = torch.where(staged < 0, position, column).clamp(max=last), ~seen
+    k, v = (x[:, column].transpose(0, 1).masked_fill(unseen[:, None, :, None], 0)[:, :, None] for x in (keys, values))
+    return k, v, seen

@@ -25,7 +25,8 @@ from windfall.kernels.triton.pdl import pdl_wait, prefetch
 # Keys of a part: few where most texts end, for many programs; more further on, for few parts to merge.
 NEAR, MIDDLE, FAR = tl.constexpr(64), tl.constexpr(128), tl.constexpr(512)
 NEAR_END, MIDDLE_END = tl.constexpr(512), tl.constexpr(2048)  # the first positions of larger parts
-MAX_PROGRAMS = 256  # about two for each multiprocessor
+# Programs that find place beside those of the previous kernel, so that they can start early.
+MAX_SINGLES, MAX_SHARED = 128, 96
 MERGED = 4096  # partial sums that a program loads before it adds the first
 ONES = tl.constexpr(16)  # columns of the matrix that sums weights: the fewest of a matrix product
 MAX_TILE = 8192  # sums that a program holds
@@ -238,20 +239,21 @@ def _attend_paths(
         end_part = tl.where(single, end_part, tl.minimum(end_part, _part_of(straight)))
     keys += head.to(tl.int64) * key_head
     values += head.to(tl.int64) * value_head
-    if PDL:
-        start, end = _limits(part, live & (reach > 0), reach, oldest, BLOCK_N)
-        for at in range(start, tl.minimum(end, length), BLOCK_N):
-            column = tl.minimum(at + tl.arange(0, BLOCK_N), length - 1).to(tl.int64)
-            prefetch(keys + column * key_row)
-            prefetch(values + column * value_row)
-    pdl_wait(PDL)
-    for own in tl.range(part, end_part, step, num_stages=1):
-        _attend_part(
-            queries, keys, values, length, straight, lineage, out, tops, totals, partials, counters, sinks, scale,
-            inner, node, query, live, reach, oldest, first_part, last_part, first_row, turns, nodes, own,
-            query_row, query_head, key_row, value_row, lineage_row, out_row, out_head,
-            GROUP, D, PARTS, BLOCK_M, BLOCK_N, BLOCK_D, UNROLL, PRECISION, CAPPED, SINKS,
-        )  # fmt: skip
+    if part < end_part:  # the others make room at once, without a wait
+        if PDL:
+            start, end = _limits(part, live & (reach > 0), reach, oldest, BLOCK_N)
+            for at in range(start, tl.minimum(end, length), BLOCK_N):
+                column = tl.minimum(at + tl.arange(0, BLOCK_N), length - 1).to(tl.int64)
+                prefetch(keys + column * key_row)
+                prefetch(values + column * value_row)
+        pdl_wait(PDL)
+        for own in tl.range(part, end_part, step, num_stages=1):
+            _attend_part(
+                queries, keys, values, length, straight, lineage, out, tops, totals, partials, counters, sinks, scale,
+                inner, node, query, live, reach, oldest, first_part, last_part, first_row, turns, nodes, own,
+                query_row, query_head, key_row, value_row, lineage_row, out_row, out_head,
+                GROUP, D, PARTS, BLOCK_M, BLOCK_N, BLOCK_D, UNROLL, PRECISION, CAPPED, SINKS,
+            )  # fmt: skip
 
 
 def choose_tile(rows: int, group: int, width: int, dtype: torch.dtype, chain: bool) -> Tile:
@@ -298,8 +300,8 @@ def attend(
     group, block_d = heads // shared, max(power_of_two(width), 16)
     tile = choose_tile(count, group, width, queries.dtype, lineage is None)
     parts, tiles = parts_of(capacity), -(-count // (tile.height // group))
-    stride = max(1, min(parts, MAX_PROGRAMS // (tiles * shared)))
-    single_rows = 0 if lineage is None else min(power_of_two(-(-count * shared // MAX_PROGRAMS)), tile.height // group)
+    stride = max(1, min(parts, MAX_SHARED // (tiles * shared)))
+    single_rows = 0 if lineage is None else min(power_of_two(-(-count * shared // MAX_SINGLES)), tile.height // group)
     singles = -(-count // single_rows) if single_rows else 0
     tops = torch.empty((2, parts, count * heads), device=out.device)
     partials = torch.empty((parts, count * heads, width), device=out.device)
