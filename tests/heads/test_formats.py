@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from helpers.random_heads import KINDS, WIDTH, random_head
 from helpers.tiny import VOCABULARY, prompt, tiny
 from windfall import registry
 from windfall.checkpoints import bundled
+from windfall.cli import _show_warning
 from windfall.cli.options import ModelOptions
 from windfall.core.types import InputError
 from windfall.drafters.feature_head import FeatureHeadDrafter
@@ -481,7 +482,12 @@ def test_a_head_that_never_agrees_with_the_target_gives_a_warning(tmp_path: Path
     assert head.config.taps == random_head().config.taps  # no other reading did any better
 
 
-def test_the_command_line_prints_head_warnings_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_prints_head_warnings_on_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "warnings.showwarning", partial(_show_warning, warnings.showwarning, set())
+    )  # as a command does
     target().model.save_pretrained(tmp_path / "target")
     stored(tmp_path / "head")
     capsys.readouterr()

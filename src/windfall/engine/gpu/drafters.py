@@ -127,7 +127,7 @@ class GpuDrafter:
         size = self.chunk.fill(tokens)
         if features is not None and self.chunk_states is not None:
             self.chunk_states[: len(tokens)] = features
-        key = ("take in", self.buffers_id, size, self.columns)
+        key = ("take in", self.buffers_id, size, self._chunk_columns(size))
         self.gpu_target.graph_cache.run(key, partial(self._add_chunk, size))
 
     def _add_chunk(self, size: int) -> None:
@@ -135,6 +135,10 @@ class GpuDrafter:
             self.chunk.rows(size, self.length), None if self.chunk_states is None else self.chunk_states[:size]
         )
         self.length.add_(self.chunk.count)
+
+    def _chunk_columns(self, size: int) -> int:
+        """The bound on KV columns that a chunk of this size reads."""
+        return self.columns
 
     def _run_columns(self, rows: Pass, features: Tensor | None) -> None:
         raise NotImplementedError
@@ -258,7 +262,10 @@ class GpuModelDrafter(GpuDrafter):
 
     @property
     def columns(self) -> int:
-        return self.gpu_target.column_bound(max(self.pending + self.staged, PREFILL_CHUNK_TOKENS), self.forward)
+        return self.gpu_target.column_bound(self.pending + self.staged, self.forward)
+
+    def _chunk_columns(self, size: int) -> int:
+        return self.gpu_target.column_bound(size, self.forward)
 
     def prefill(self, tokens: Tensor, following: Tensor, states: Tensor | None, last: bool) -> None:
         self._add_columns(tokens, None)
@@ -267,7 +274,7 @@ class GpuModelDrafter(GpuDrafter):
             self.pending_count.fill_(1)
 
     def _run_columns(self, rows: Pass, features: Tensor | None) -> None:
-        self.forward.prefill(rows, self.kv, (), self.columns)
+        self.forward.prefill(rows, self.kv, (), self._chunk_columns(len(rows.tokens)))
 
     def _first_logits(self, rows: Pass, last: Tensor) -> Tensor:
         return self._logits(rows).index_select(0, last)
