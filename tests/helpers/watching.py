@@ -64,7 +64,9 @@ def target_of(family: str) -> Target:
 def both(family: str, kind: str, own: TreePolicy, coupled: bool = True, **sampling: Any) -> list[Generation]:
     """The same text on the host path and on fixed buffers."""
     target = target_of(family)
-    made = [Engine(target, drafter(kind), own, coupled, launch=GpuOptions(graphs)) for graphs in (False, True)]
+    made = [
+        Engine(target, drafter(kind), own, coupled, launch=GpuOptions(graphs, exact=False)) for graphs in (False, True)
+    ]
     found = [each.generate(prompt(), max_new_tokens=LENGTH, eos=(), **sampling) for each in made]
     assert made[1].fallback == "" and made[1].gpu_runner is not None
     assert found[0].token_ids == found[1].token_ids

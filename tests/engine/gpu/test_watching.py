@@ -85,7 +85,7 @@ def test_no_cycle_waits_for_a_capture(name: str, tmp_path: Path, monkeypatch: py
     short = {"ddd": {"depth": 5, "k": 4, "nodes": 12, "checks": "4,5"}, "salf": {"k": 4, "width": 4, "cap": 3}}
     own = registry.policy(name, **short[name]) if name in short else policy(name, tmp_path)
     target = Target(tiny("llama", dtype=PRECISE))
-    made = [Engine(target, drafter("eagle3"), own, launch=GpuOptions(graphs)) for graphs in (False, True)]
+    made = [Engine(target, drafter("eagle3"), own, launch=GpuOptions(graphs, exact=False)) for graphs in (False, True)]
     assert made[1].gpu_runner is not None
     made[1].gpu_runner.gpu_target.graph_cache.enabled = True
     found = [each.generate(prompt(), max_new_tokens=LENGTH, eos=()) for each in made]
@@ -128,7 +128,7 @@ def test_ltd_sees_the_same(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
         assert isinstance(own, LTD)
         target, seen = Target(tiny(family, dtype=PRECISE)), []
         for graphs in (False, True):
-            made = Engine(target, drafter(kind), own, launch=GpuOptions(graphs))
+            made = Engine(target, drafter(kind), own, launch=GpuOptions(graphs, exact=False))
             made.generate(prompt(), max_new_tokens=LENGTH, eos=())
             rules = own.pair.rules
             seen.append([view for view in views if view.length < LENGTH and rules.asks(view.depth)])
