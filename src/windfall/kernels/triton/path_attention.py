@@ -5,8 +5,8 @@ parts are merged in ascending order. All sums over keys are matrix products, who
 height. Therefore no sum depends on other rows, on the slots of the row's ancestors, or on the capacity. Multiply-adds
 are not fused, since two compilations could otherwise fuse them differently.
 
-Where all rows find their keys in the same slots, one program computes a part for many rows. In the parts in which paths
-differ, each row has its own program.
+Where all rows find their keys in the same slots, one program computes a part for a tile of rows at once. In the parts in
+which paths differ, a program computes its rows one after the other.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
 
@@ -25,7 +25,7 @@ from windfall.kernels.triton.pdl import pdl_wait, prefetch
 # Keys of a part: few where most texts end, for many programs; more further on, for few parts to merge.
 NEAR, MIDDLE, FAR = tl.constexpr(64), tl.constexpr(128), tl.constexpr(512)
 NEAR_END, MIDDLE_END = tl.constexpr(512), tl.constexpr(2048)  # the first positions of larger parts
-# Programs that find place beside those of the previous kernel, so that they can start early.
+# Programs that find room beside those of the previous kernel, so that they can start early.
 MAX_SINGLES, MAX_SHARED = 128, 96
 MERGED = 4096  # partial sums that a program loads before it adds the first
 ONES = tl.constexpr(16)  # columns of the matrix that sums weights: the fewest of a matrix product
