@@ -5,8 +5,8 @@ parts are merged in ascending order. All sums over keys are matrix products, who
 height. Therefore no sum depends on other rows, on the slots of the row's ancestors, or on the capacity. Multiply-adds
 are not fused, since two compilations could otherwise fuse them differently.
 
-Where all rows find their keys in the same slots, one program computes a part for a tile of rows at once. In the parts in
-which paths differ, a program computes its rows one after the other.
+Where all rows find their keys in the same slots, one program computes a part for a tile of rows at once. In the parts
+in which paths differ, a program computes its rows one after the other.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
 
