@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from windfall.kernels import add_norm, draw, gate_mul, rotate_and_store, top_children, tree_attention
 from windfall.kernels.attention import visible
+from windfall.kernels.expert_weights import Experts
 from windfall.kernels.experts import clamped_swiglu, experts
 from windfall.kernels.norm import add_norm_reference, gate_mul_reference, rotate_and_store_reference
 
@@ -172,11 +173,18 @@ def rotations(model: str, n: int) -> Case:
 
 
 @functools.cache
-def expert_layers() -> list[tuple[Tensor, ...]]:
-    """Of some layers: weight and bias of the router, of the gate and up projections, of the down projection."""
-    hidden, inner, count, _ = EXPERTS
-    shapes = ((count, hidden), (count,), (count, hidden, 2 * inner), (count, 2 * inner), (count, inner, hidden))
-    return [tuple(half(*shape) / hidden**0.5 for shape in (*shapes, (count, hidden))) for _ in range(SETS)]
+def expert_layers() -> list[tuple[Tensor, Tensor, Experts]]:
+    """The weight and bias of the router, and the experts, of some layers."""
+    hidden, inner, count, top_k = EXPERTS
+    shapes = ((count, hidden, 2 * inner), (count, 2 * inner), (count, inner, hidden), (count, hidden))
+
+    def numbers(*shape: int) -> Tensor:
+        return half(*shape) / hidden**0.5
+
+    return [
+        (numbers(count, hidden), numbers(count), Experts(*(numbers(*shape) for shape in shapes), top_k))
+        for _ in range(SETS)
+    ]
 
 
 def mixtures(n: int) -> Case:
@@ -196,21 +204,21 @@ def mixtures(n: int) -> Case:
     used = sum(map(len, plans)) / SETS
 
     def known(i: int) -> object:
-        _, _, gate_up, gate_up_bias, down, down_bias = layers[i]
+        gate_up, gate_up_bias, down, down_bias, _, alpha, limit = layers[i][2]
         out = torch.zeros_like(x[i])
         for expert, rows, shares in plans[i]:
-            made = clamped_swiglu(x[i][rows] @ gate_up[expert] + gate_up_bias[expert], 1.702, 7.0)
+            made = clamped_swiglu(x[i][rows] @ gate_up[expert] + gate_up_bias[expert], alpha, limit)
             out.index_add_(0, rows, (made @ down[expert] + down_bias[expert]) * shares)
         return out
 
     def tiled(tile: Tile | None) -> Callable[[int], object]:
-        return lambda i: mixture(x[i], logits[i], *layers[i][2:], top_k, 1.702, 7.0, tile)
+        return lambda i: mixture(x[i], logits[i], layers[i][2], tile)
 
     return Case(
         f"experts gpt-oss-20b, {n} rows, {used:.1f} of {count} experts",
         {
-            "ours": lambda i: experts(x[i], *layers[i], top_k),
-            "ours, exact": lambda i: experts(x[i], *layers[i], top_k, True),
+            "ours": lambda i: experts(x[i], *layers[i]),
+            "ours, exact": lambda i: experts(x[i], *layers[i], True),
             "ours, logits known": tiled(None),
             "ours, logits known, 32 columns": tiled(Tile(16, 32, 7, 7, 4)),
             "ours, logits known, 128 columns": tiled(Tile(16, 128, 4, 4, 4)),

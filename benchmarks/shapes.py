@@ -18,6 +18,7 @@ import transformers
 from provenance import publish
 
 from windfall import registry
+from windfall.core.tree import DraftTree
 from windfall.core.types import GpuOptions
 from windfall.drafters.ngram import NGramDrafter
 from windfall.engine.engine import Engine
@@ -98,7 +99,9 @@ def measure(name: str, rows: list[int], options: argparse.Namespace) -> dict[str
     prompt = torch.randint(1000, (options.length,)).tolist()
     made: dict[str, Any] = {"name": name, "bytes": bytes_read, "floor_us": floor}
     for mode, exact in (("fast", False), ("exact", True)):
-        engine = Engine(Target(model), NGramDrafter(), registry.policy("none"), launch=GpuOptions(True, exact=exact))
+        engine = Engine(
+            Target(model), NGramDrafter(), registry.policy("none"), gpu_options=GpuOptions(True, exact=exact)
+        )
         assert engine.gpu_runner is not None, f"{name} does not run in fixed buffers"
         step = step_time(engine, prompt)
         passes = {str(count): pass_time(engine.gpu_runner.gpu_target, prompt, count) for count in rows}
@@ -156,8 +159,6 @@ def step_time(engine: Engine, prompt: list[int]) -> float:
 @torch.inference_mode()
 def pass_time(gpu_target: Any, prompt: list[int], rows: int) -> float:
     """Microseconds of a verify pass over a tree of this many rows: a node with leaves."""
-    from windfall.core.tree import DraftTree
-
     target = GraphTarget(gpu_target)
     target.prefill([prompt])
     tree = DraftTree.root(0)

@@ -1,6 +1,6 @@
-"""The logits after a text have one hash whatever else is in the pass, with the Triton kernels.
+"""The logits after a text have the same hash in every pass, whatever other rows the pass contains.
 
-Here they run under Triton's interpreter on tiny models; tests/gpu checks the same on a GPU at real sizes.
+The Triton kernels run here under Triton's interpreter on a tiny model. tests/gpu checks the same on a GPU.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
 from helpers.interpreter import HALF
 from windfall.kernels.backend import on_triton
+from windfall.kernels.expert_weights import Experts
 from windfall.kernels.experts import experts, mixture, mixture_reference
 
 
@@ -22,17 +23,14 @@ class Size(NamedTuple):
 
 
 class Weights(NamedTuple):
-    router_weight: Tensor
+    router: Tensor
     router_bias: Tensor
-    gate_up: Tensor
-    gate_up_bias: Tensor
-    down: Tensor
-    down_bias: Tensor
+    experts: Experts
 
 
 def random_weights(size: Size, dtype: torch.dtype, device: str) -> Weights:
     """Values of the projections reach past the activation's limit."""
-    hidden, inner, count, _ = size
+    hidden, inner, count, top_k = size
 
     def numbers(*shape: int, scale: float) -> Tensor:
         return (scale * torch.randn(*shape, device=device)).to(dtype)
@@ -40,10 +38,13 @@ def random_weights(size: Size, dtype: torch.dtype, device: str) -> Weights:
     return Weights(
         numbers(count, hidden, scale=hidden**-0.5),
         numbers(count, scale=1.0),
-        numbers(count, hidden, 2 * inner, scale=3 * hidden**-0.5),
-        numbers(count, 2 * inner, scale=1.0),
-        numbers(count, inner, hidden, scale=0.3 * inner**-0.5),
-        numbers(count, hidden, scale=0.3),
+        Experts(
+            numbers(count, hidden, 2 * inner, scale=3 * hidden**-0.5),
+            numbers(count, 2 * inner, scale=1.0),
+            numbers(count, inner, hidden, scale=0.3 * inner**-0.5),
+            numbers(count, hidden, scale=0.3),
+            top_k,
+        ),
     )
 
 
@@ -52,24 +53,27 @@ def random_rows(n: int, size: Size, dtype: torch.dtype, device: str) -> Tensor:
     return torch.randn(n, size.hidden + 64, device=device).to(dtype)[:, : size.hidden]
 
 
-def transformers_mlp(x: Tensor, weights: Weights, top_k: int, implementation: str) -> Tensor:
-    count, hidden, double = weights.gate_up.shape
+def transformers_mlp(x: Tensor, weights: Weights, implementation: str) -> Tensor:
+    own, (count, hidden, double) = weights.experts, weights.experts.gate_up.shape
     config = GptOssConfig(
-        hidden_size=hidden, intermediate_size=double // 2, num_local_experts=count, num_experts_per_tok=top_k
+        hidden_size=hidden, intermediate_size=double // 2, num_local_experts=count, num_experts_per_tok=own.top_k
     )
     config._experts_implementation = implementation
     with torch.device("meta"):
         mlp = GptOssMLP(config)
     names = ("router.weight", "router.bias", "gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
-    state = {name if "." in name else f"experts.{name}": each for name, each in zip(names, weights, strict=True)}
+    state = {
+        name if "." in name else f"experts.{name}": each
+        for name, each in zip(names, (*weights[:2], *own[:4]), strict=True)
+    }
     mlp.load_state_dict(state, assign=True)
     with torch.no_grad():
         return mlp(x[None])[0][0]
 
 
-def clear_rows(n: int, weights: Weights, top_k: int) -> Tensor:
+def clear_rows(n: int, weights: Weights) -> Tensor:
     """Random rows whose choice of experts does not depend on the rounding of their logits."""
-    router, bias = weights.router_weight, weights.router_bias
+    router, bias, top_k = weights.router, weights.router_bias, weights.experts.top_k
     x = torch.randn(2 * n + 8, router.shape[1], device=router.device).to(router.dtype)
     logits = x.double() @ router.double().T + bias.double()
     best = logits.sort(descending=True).values
@@ -82,11 +86,11 @@ def check_experts(n: int, size: Size, dtype: torch.dtype, device: str = "cpu") -
     """Against transformers' implementations."""
     torch.manual_seed(n)
     weights = random_weights(size, dtype, device)
-    x = clear_rows(n, weights, size.top_k)
+    x = clear_rows(n, weights)
     close = 2e-5 if dtype == torch.float32 else 0.03
-    made = [experts(x, *weights, size.top_k, exact) for exact in (False, True)]
+    made = [experts(x, *weights, exact) for exact in (False, True)]
     for implementation in ("eager", "grouped_mm") if device == "cpu" or dtype == torch.bfloat16 else ("eager",):
-        wanted = transformers_mlp(x, weights, size.top_k, implementation)
+        wanted = transformers_mlp(x, weights, implementation)
         for each in made:
             torch.testing.assert_close(each, wanted, atol=close, rtol=close)
 
@@ -100,16 +104,16 @@ def check_mixture(n: int, size: Size, dtype: torch.dtype, kind: str = "random", 
         logits = logits[:1].expand(n, -1) * torch.linspace(0.5, 2, n, device=device)[:, None]
     elif kind == "ties":
         logits = logits.round()
-    elif kind == "missing":  # nobody chooses the first expert or the last
+    elif kind == "missing":  # no row chooses the first or the last expert
         logits[:, [0, -1]] = -torch.inf
     logits = logits.to(dtype)
-    made = mixture(x, logits, *weights[2:], size.top_k)
-    wanted = mixture_reference(x, logits, *weights[2:], size.top_k)
+    made = mixture(x, logits, weights.experts)
+    wanted = mixture_reference(x, logits, weights.experts)
     close = 2e-5 if dtype == torch.float32 else 0.03
     torch.testing.assert_close(made, wanted, atol=close, rtol=close)
     if on_triton(x):
         for rows in companies(n, device):
-            assert torch.equal(mixture(x[rows], logits[rows], *weights[2:], size.top_k), made[rows]), rows
+            assert torch.equal(mixture(x[rows], logits[rows], weights.experts), made[rows]), rows
 
 
 def check_bits(counts: tuple[int, ...], size: Size, dtype: torch.dtype, device: str = "cpu") -> None:
@@ -117,11 +121,11 @@ def check_bits(counts: tuple[int, ...], size: Size, dtype: torch.dtype, device: 
     torch.manual_seed(size.hidden)
     n = max(counts)
     weights, x = random_weights(size, dtype, device), random_rows(n, size, dtype, device)
-    whole = experts(x, *weights, size.top_k, True)
+    whole = experts(x, *weights, True)
     for count in counts:
         rows = torch.randperm(n, device=device)[:count]
-        assert torch.equal(experts(x[rows], *weights, size.top_k, True), whole[rows]), count
-        assert torch.equal(experts(x[n - count :], *weights, size.top_k, True), whole[n - count :]), count
+        assert torch.equal(experts(x[rows], *weights, True), whole[rows]), count
+        assert torch.equal(experts(x[n - count :], *weights, True), whole[n - count :]), count
 
 
 def companies(n: int, device: str) -> list[Tensor]:
@@ -138,7 +142,7 @@ def check_tiles(n: int, size: Size, tiles: list[tuple[int, ...]], device: str) -
     torch.manual_seed(n)
     weights, x = random_weights(size, HALF, device), random_rows(n, size, HALF, device)
     logits = torch.randn(n, size.experts, device=device).to(HALF)
-    made = [run(x, logits, *weights[2:], size.top_k, 1.702, 7.0, Tile(*tile)) for tile in tiles]
+    made = [run(x, logits, weights.experts, Tile(*tile)) for tile in tiles]
     for tile, other in zip(tiles, made, strict=True):
         assert torch.equal(other, made[0]), tile
 
@@ -148,9 +152,9 @@ def check_padding(size: Size, dtype: torch.dtype, device: str = "cpu") -> None:
     torch.manual_seed(0)
     weights, x = random_weights(size, dtype, device), random_rows(6, size, dtype, device)
     logits = torch.randn(6, size.experts, device=device).to(dtype)
-    wanted = mixture(x, logits, *weights[2:], size.top_k)
+    wanted = mixture(x, logits, weights.experts)
     x[2], logits[2], logits[4, 1] = torch.nan, torch.nan, torch.nan
-    made = mixture(x, logits, *weights[2:], size.top_k)
+    made = mixture(x, logits, weights.experts)
     others = torch.tensor([0, 1, 3, 5], device=device)
     assert made[[2, 4]].isnan().all() and torch.equal(made[others], wanted[others])
 
@@ -159,12 +163,12 @@ def check_ties(dtype: torch.dtype, device: str = "cpu") -> None:
     """Of equal logits the lowest indices are chosen, also if they are the lowest numbers there are."""
     size = Size(64, 16, 12, 4)
     weights = random_weights(size, dtype, device)
-    weights.down.zero_()
-    weights.down_bias.copy_(torch.eye(12, 64))  # the output shows the share of each expert
+    weights.experts.down.zero_()
+    weights.experts.down_bias.copy_(torch.eye(12, 64))  # the output shows the share of each expert
     logits = torch.zeros(3, 12, device=device, dtype=dtype)
     logits[1, [3, 7, 9, 10, 11]], logits[2, 5:] = 1, -torch.inf
     logits[2, [8, 2]] = 5
-    made = mixture(random_rows(3, size, dtype, device), logits, *weights[2:], 4)
+    made = mixture(random_rows(3, size, dtype, device), logits, weights.experts)
     assert made[0].nonzero()[:, 0].tolist() == [0, 1, 2, 3] and (made[0, :4] == 0.25).all()
     assert made[1].nonzero()[:, 0].tolist() == [3, 7, 9, 10]
     assert made[2].nonzero()[:, 0].tolist() == [0, 1, 2, 8]

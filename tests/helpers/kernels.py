@@ -39,7 +39,7 @@ from windfall.kernels.draw import update_noise
 from windfall.kernels.norm import add_norm_reference, gate_mul_reference, rotate_and_store_reference
 from windfall.kernels.norm_kinds import HeadNorms, NormKind
 from windfall.kernels.product import linear, norm_gate, norm_rotate, tiling_for
-from windfall.kernels.rows import lineage_reference, place_rows
+from windfall.kernels.rows import ancestors, place_rows
 from windfall.kernels.scatter import Scatter
 from windfall.kernels.top import LazyLogits
 
@@ -128,7 +128,7 @@ def check_paths(
     tree = random_tree(n, seed=n)
     mask, depth = tree.mask().to(device), tree.depth.to(device)
     given = torch.tensor([length], device=device)
-    made = path_attention(queries, keys, values, given, length + depth + 1, length + lineage_reference(mask, depth))
+    made = path_attention(queries, keys, values, given, length + depth + 1, length + ancestors(mask, depth))
     close = 2e-6 if dtype == torch.float32 else 1e-2
     wanted = tree_attention(queries.double(), keys.double(), values.double(), given, mask)
     torch.testing.assert_close(made.double(), wanted, atol=close, rtol=close)
@@ -161,7 +161,7 @@ def check_path_options(
     extra = torch.randn(heads, device=device).to(dtype) if sinks else None
     tree = random_tree(n, seed=n)
     mask, depth = tree.mask().to(device), tree.depth.to(device)
-    lines = length + lineage_reference(mask, depth)
+    lines = length + ancestors(mask, depth)
     given = torch.tensor([length], device=device)
     how: dict[str, Any] = {"scale": 0.3, "window": window, "cap": cap, "sinks": extra}
     made = path_attention(queries, keys, values, given, length + depth + 1, lines, **how)
@@ -192,8 +192,8 @@ def check_places(n: int, size: int, device: str = "cpu") -> None:
     assert reach.tolist() == [*(tree.depth + 41).tolist(), *[0] * (size - n)]
     assert lineage is not None
     for row, path in enumerate(tree.mask()):
-        ancestors = (40 + path.nonzero()[:, 0]).tolist()
-        assert lineage[row, : len(ancestors)].tolist() == ancestors
+        wanted = (40 + path.nonzero()[:, 0]).tolist()
+        assert lineage[row, : len(wanted)].tolist() == wanted
     chain = place_rows(length, torch.arange(size, device=device), count, None)
     assert torch.equal(chain.positions, slots) and chain.lineage is None
     assert chain.reach.tolist() == [*range(41, 41 + n), *[0] * (size - n)]

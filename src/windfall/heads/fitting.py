@@ -11,7 +11,7 @@ from torch import Tensor
 from windfall.core.errors import InputError
 from windfall.heads.base import FeatureHead
 from windfall.heads.int8_vocabulary import pays, quantise_vocabulary
-from windfall.heads.layers import follows_length, rope_kind
+from windfall.heads.layers import follows_length, rope_kinds
 from windfall.model.hidden_states import last_residual
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def max_positions(head: FeatureHead, context: int | None) -> int | None:
     layer = head.config.layer
     if not follows_length(layer):
         return None
-    first = layer.rope_parameters.get("original_max_position_embeddings") if rope_kind(layer) == "longrope" else None
+    first = layer.rope_parameters.get("original_max_position_embeddings") if rope_kinds(layer) == {"longrope"} else None
     longest = min(filter(None, (layer.max_position_embeddings, first)))
     return None if context is not None and context <= longest else longest
 

@@ -172,14 +172,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-right, left], -1) * sin
 
 
-def rope_kind(config: Any) -> str:
-    """The rope type, by transformers' name."""
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    return str(rope.get("rope_type", "default"))
-
-
 def rope_kinds(config: Any) -> set[str]:
-    """The rope types of all layers: some models have different angles for each kind of layer."""
+    """The rope types of all layers, by transformers' names: in some models layers have different rotary angles."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     parts = [part for part in rope.values() if isinstance(part, dict)] or [rope]
     return {str(part.get("rope_type", "default")) for part in parts}

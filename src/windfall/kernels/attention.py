@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from windfall.kernels.backend import on_triton
 
-PART = 256  # keys per partial sum, where rounding must not depend on the size of the KV cache
+PART = 256  # keys per partial sum of `path_reference`
 
 
 def tree_attention(
@@ -20,7 +20,6 @@ def tree_attention(
     scale: float | None = None,
     out: Tensor | None = None,  # [n, heads, d]
     last: bool = True,
-    split: int | None = None,
     positions: Tensor | None = None,  # [n] long, of the rows; the position of a committed row is its slot
     window: int | None = None,
 ) -> Tensor:
@@ -29,9 +28,8 @@ def tree_attention(
     Slots from length + S on do not affect the result, and Triton does not read them. With Triton, a row that sees no
     keys gives zeros. Staged rows must hold finite numbers, even those that a row does not see. `scale` is positive.
 
-    Triton splits a long cache into parts of `split` keys, a multiple of 128. By default their size depends on the
-    capacity, and so does rounding. With `last`, the last program to finish combines the parts; only one stream at a
-    time may do so. Otherwise a second kernel combines them.
+    Triton splits a long cache into parts. Their size depends on the capacity, and so does rounding. With `last`, the
+    last program to finish combines the parts; only one stream at a time may do so. Otherwise a second kernel does.
 
     The previous kernel on the stream must not write `length`, since this kernel reads it before that one has finished.
 
@@ -50,9 +48,7 @@ def tree_attention(
     if on_triton(queries):
         from windfall.kernels.triton.attention import attend
 
-        attend(
-            queries, keys, values, length, mask, scale, out, size=split, last=last, positions=positions, window=window
-        )
+        attend(queries, keys, values, length, mask, scale, out, last=last, positions=positions, window=window)
         return out
     return out.copy_(reference(queries, keys, values, length, mask, scale, positions, window))
 

@@ -13,65 +13,39 @@ import torch
 from torch import Tensor
 
 from windfall.kernels.backend import on_triton
+from windfall.kernels.expert_weights import Experts
 from windfall.kernels.product import linear
 
 
 def experts(
     x: Tensor,  # [n, H]
-    router_weight: Tensor,  # [E, H]
+    router: Tensor,  # [E, H]
     router_bias: Tensor | None,  # [E]
-    gate_up: Tensor,  # [E, H, 2I]; gate and up projection alternate in the last dimension
-    gate_up_bias: Tensor,  # [E, 2I]
-    down: Tensor,  # [E, I, H]
-    down_bias: Tensor,  # [E, H]
-    top_k: int,
+    own: Experts,
     exact: bool = False,
-    alpha: float = 1.702,
-    limit: float = 7.0,
 ) -> Tensor:
     """The router and its mixture → [n, H]. With `exact`, a row has the same bits in every pass."""
-    logits = linear(x, router_weight, router_bias, exact)
-    return mixture(x, logits, gate_up, gate_up_bias, down, down_bias, top_k, alpha, limit)
+    return mixture(x, linear(x, router, router_bias, exact), own)
 
 
-def mixture(
-    x: Tensor,  # [n, H]
-    logits: Tensor,  # [n, E]: of the router
-    gate_up: Tensor,
-    gate_up_bias: Tensor,
-    down: Tensor,
-    down_bias: Tensor,
-    top_k: int,
-    alpha: float = 1.702,
-    limit: float = 7.0,
-) -> Tensor:
-    """The sum of the chosen experts' outputs, weighted by the softmax of their logits → [n, H]."""
-    given = (x, logits, gate_up, gate_up_bias, down, down_bias, top_k, alpha, limit)
+def mixture(x: Tensor, logits: Tensor, own: Experts) -> Tensor:
+    """The sum of the chosen experts' outputs, weighted by the softmax of their logits [n, E] → [n, H]."""
     if on_triton(x):
         from windfall.kernels.triton.experts import mixture as run
 
-        return run(*given)
-    return mixture_reference(*given)
+        return run(x, logits, own)
+    return mixture_reference(x, logits, own)
 
 
-def mixture_reference(
-    x: Tensor,
-    logits: Tensor,
-    gate_up: Tensor,
-    gate_up_bias: Tensor,
-    down: Tensor,
-    down_bias: Tensor,
-    top_k: int,
-    alpha: float = 1.702,
-    limit: float = 7.0,
-) -> Tensor:
+def mixture_reference(x: Tensor, logits: Tensor, own: Experts) -> Tensor:
     """`mixture` with torch. It copies the weights of every row's experts."""
     values, order = logits.sort(dim=-1, descending=True, stable=True)
-    shares = values[:, :top_k].softmax(-1)
+    shares = values[:, : own.top_k].softmax(-1)
     outputs = []
-    for expert, share in zip(order[:, :top_k].T, shares.T, strict=True):
-        inner = clamped_swiglu(torch.bmm(x[:, None], gate_up[expert])[:, 0] + gate_up_bias[expert], alpha, limit)
-        output = torch.bmm(inner[:, None], down[expert])[:, 0] + down_bias[expert]
+    for expert, share in zip(order[:, : own.top_k].T, shares.T, strict=True):
+        gate_up = torch.bmm(x[:, None], own.gate_up[expert])[:, 0] + own.gate_up_bias[expert]
+        inner = clamped_swiglu(gate_up, own.alpha, own.limit)
+        output = torch.bmm(inner[:, None], own.down[expert])[:, 0] + own.down_bias[expert]
         outputs.append(output * share[:, None])
     return torch.stack(outputs, 1).sum(1)
 

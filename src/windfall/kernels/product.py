@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from windfall.kernels.triton.product import Tiling
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
-MAX_FAST_ROWS = 64  # up to this number, our product is faster than torch's, since it can start early
+MAX_FAST_ROWS = 64  # with at most this number, fast passes also use our product, which can start early
 PIECE_ROWS = 64  # rows that torch multiplies at a time in exact mode
 
 

@@ -31,12 +31,15 @@ def place_rows(length: Tensor, depth: Tensor, count: Tensor, mask: Tensor | None
         return Placed(*compiled(length, depth, count, mask))
     rows = torch.arange(len(depth), device=depth.device)
     positions, slots = length + depth, length + rows
-    lineage = None if mask is None else lineage_reference(mask, depth) + length.int()
+    lineage = None if mask is None else length.int() + ancestors(mask, depth)
     return Placed(positions, slots, (positions + 1) * (rows < count), lineage)
 
 
-def lineage_reference(mask: Tensor, depth: Tensor) -> Tensor:
-    """Each row's ancestor (or itself) at each depth, as a row → [n, S] int32, 0 where there is none."""
+def ancestors(mask: Tensor, depth: Tensor) -> Tensor:
+    """Each row's ancestor (or itself) at each depth → [n, S] int32, 0 where there is none.
+
+    mask [n, S] bool marks the ancestors of a row and itself; depth [S] or [n, S] long is the depth of each.
+    """
     n, staged = mask.shape
     indices = torch.arange(staged, dtype=torch.int32, device=mask.device).expand(n, -1)
     found = torch.zeros(n, staged + 1, dtype=torch.int32, device=mask.device)

@@ -19,7 +19,10 @@ from windfall.engine.engine import Generation
 MAX_LISTED_KERNELS = 30
 TIMED_ANSWERS = 5
 PRODUCTS = ("gemm", "gemv", "cutlass", "nvjet", "cublas", "splitk", "flash", "fmha", "attention", "triton_")
-FUSED = ("_embed", "_attend", "_combine", "_norm", "_linear", "_gate_mul", "_soft_cap", "_rotate_and_store")
+FUSED = (
+    *("_embed", "_attend", "_combine", "_norm", "_linear", "_matmul", "_gate_mul", "_soft_cap", "_rotate_and_store"),
+    *("_choose_experts", "_expert_gate_up", "_expert_down", "_sum_experts"),
+)
 CHILDREN = ("_multiply_vocabulary", "_block_maxima", "_pick_children")  # a drafter's best tokens: the end of its pass
 MODEL = PRODUCTS + FUSED + CHILDREN  # in the names of kernels of a target's or a drafter's pass
 

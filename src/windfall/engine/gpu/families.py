@@ -17,6 +17,7 @@ from windfall.engine.gpu.forward import Unsupported, check_devices
 from windfall.engine.gpu.model_guard import is_foreign_hook
 from windfall.engine.gpu.rope import Rotary, fixed_positions
 from windfall.engine.gpu.weights import merge, require_plain, require_plain_parameters
+from windfall.kernels.expert_weights import Experts
 from windfall.kernels.norm_kinds import HeadNorms, NormKind
 from windfall.model.decoder import attention_windows
 
@@ -67,12 +68,11 @@ class GatedMlp(NamedTuple):
 
 
 class ExpertsMlp(NamedTuple):
-    """A mixture of experts; see `windfall.kernels.experts`."""
+    """A mixture of experts, with the weight and bias of its router."""
 
-    weights: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # in the order of the kernel's arguments
-    top_k: int
-    alpha: float  # of the gate, and the limit of its input
-    limit: float
+    router: Tensor
+    router_bias: Tensor
+    experts: Experts
 
 
 class Layer(NamedTuple):
@@ -135,21 +135,21 @@ def describe(model: Any) -> Description:
     if {layer.qkv.shape[0] for layer in layers} != {(config.num_attention_heads + 2 * kv_heads) * attention.head_dim}:
         raise Unsupported("its layers differ in the shape of keys and values")
     return Description(
-        layers,
-        body.embed_tokens.weight,
-        _embedding_scale(body.embed_tokens, family),
-        Norm(body.norm.weight, before),
-        model.lm_head.weight,
-        model.lm_head.bias,
-        [partial(_angles, body.rotary_emb, kind, family.half_angles) for kind in own_angles],
-        fixed_positions(config),
-        family.norm,
-        config.rms_norm_eps,
-        kv_heads,
-        attention.head_dim,
-        float(attention.scaling),
-        None if family.score_cap is None else getattr(config, family.score_cap),
-        None if family.logit_cap is None else getattr(config, family.logit_cap),
+        layers=layers,
+        embedding=body.embed_tokens.weight,
+        embedding_scale=_embedding_scale(body.embed_tokens, family),
+        norm=Norm(body.norm.weight, before),
+        vocabulary=model.lm_head.weight,
+        vocabulary_bias=model.lm_head.bias,
+        rotaries=[partial(_angles, body.rotary_emb, kind, family.half_angles) for kind in own_angles],
+        positions=fixed_positions(config),
+        kind=family.norm,
+        eps=config.rms_norm_eps,
+        kv_heads=kv_heads,
+        d=attention.head_dim,
+        scale=float(attention.scaling),
+        score_cap=None if family.score_cap is None else getattr(config, family.score_cap),
+        logit_cap=None if family.logit_cap is None else getattr(config, family.logit_cap),
     )
 
 
@@ -166,17 +166,17 @@ def _layer(layer: Any, family: Family, norm: Norm, rotary: int, window: int | No
         head_norms = HeadNorms(attention.q_norm.weight, attention.k_norm.weight, eps, family.norm)
     after = layer.post_attention_layernorm.weight
     return Layer(
-        norm,
-        qkv,
-        bias,
-        head_norms,
-        rotary,
-        window,
-        getattr(attention, "sinks", None),
-        attention.o_proj.weight,
-        attention.o_proj.bias,
-        Norm(layer.pre_feedforward_layernorm.weight, after) if family.output_norms else Norm(after, None),
-        _experts(layer.mlp) if family.experts else _gated(layer.mlp),
+        norm=norm,
+        qkv=qkv,
+        qkv_bias=bias,
+        head_norms=head_norms,
+        rotary=rotary,
+        window=window,
+        sinks=getattr(attention, "sinks", None),
+        o=attention.o_proj.weight,
+        o_bias=attention.o_proj.bias,
+        mlp_norm=Norm(layer.pre_feedforward_layernorm.weight, after) if family.output_norms else Norm(after, None),
+        mlp=_experts(layer.mlp) if family.experts else _gated(layer.mlp),
     )
 
 
@@ -199,8 +199,8 @@ def _gated(mlp: Any) -> GatedMlp:
 def _experts(mlp: Any) -> ExpertsMlp:
     router, own = mlp.router, mlp.experts
     require_plain_parameters("its experts", router, own)
-    weights = (router.weight, router.bias, own.gate_up_proj, own.gate_up_proj_bias, own.down_proj, own.down_proj_bias)
-    return ExpertsMlp(weights, router.top_k, own.alpha, own.limit)
+    weights = (own.gate_up_proj, own.gate_up_proj_bias, own.down_proj, own.down_proj_bias)
+    return ExpertsMlp(router.weight, router.bias, Experts(*weights, router.top_k, own.alpha, own.limit))
 
 
 def _kinds(config: Any, layers: int) -> list[str]:

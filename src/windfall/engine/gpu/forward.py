@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from windfall.heads.layers import follows_length
 from windfall.kernels.attention import visible
+from windfall.kernels.rows import ancestors
 from windfall.model.decoder import Decoder, as_given, attention_windows, tree_attention
 from windfall.model.hidden_states import with_states
 
@@ -99,12 +100,8 @@ def check_devices(model: Any) -> None:
 
 def paths_of(mask: Tensor, length: Tensor) -> Paths:
     """The paths that a mask [n, S] describes, if each row sees its ancestors in the order of their slots."""
-    count, staged = mask.shape
-    order = mask.cumsum(1)  # of the rows that a row sees, from 1
-    slots = (length + torch.arange(staged, device=mask.device)).int().expand(count, -1)
-    lineage = torch.zeros(count, staged + 1, dtype=torch.int32, device=mask.device)
-    lineage.scatter_(1, torch.where(mask, order - 1, staged), slots)  # rows that are not seen go to the last column
-    return Paths(length + order[:, -1], lineage[:, :staged])
+    seen = mask.cumsum(1)  # how many rows a row sees, up to each slot
+    return Paths(length + seen[:, -1], length.int() + ancestors(mask, seen - 1))
 
 
 def cache_shape(model: Any) -> tuple[int, int, int]:

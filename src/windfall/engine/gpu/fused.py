@@ -23,11 +23,12 @@ class FusedForward:
 
     bucketed = False
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, exact: bool = False):
+        """`exact`: round a row alike in every pass."""
+        self.exact = exact
         self.described = described = describe(model)
         self.layers, self.kind, self.eps = described.layers, described.kind, described.eps
         self.shape = (len(self.layers), described.kv_heads, described.d)
-        self.exact = False  # whether a row is rounded alike in every pass
         self.needs_paths = described.score_cap is not None or any(
             layer.window is not None or layer.sinks is not None for layer in self.layers
         )
@@ -94,8 +95,8 @@ class FusedForward:
     def _attend(self, layer: Layer, queries: Tensor, rows: Pass, kv: Tensor) -> Tensor:
         """queries [n, heads, d] → [n, H]"""
         scale, cap = self.described.scale, self.described.score_cap
-        paths, branches = rows.paths, rows.paths is None or rows.paths.lineage is not None
-        if paths is None or (branches and not self.exact and not self.needs_paths):
+        paths = rows.paths
+        if paths is None or not (self.exact or self.needs_paths or paths.lineage is None):
             out = tree_attention(queries, kv[0], kv[1], rows.length, rows.mask, scale)
         else:
             out = path_attention(queries, kv[0], kv[1], rows.length, *paths, scale, layer.window, cap, layer.sinks)
@@ -107,6 +108,6 @@ class FusedForward:
         how: dict[str, Any] = {"kind": self.kind, "before": norm.before}
         if isinstance(mlp, ExpertsMlp):
             normed, total = add_norm(attended, total, norm.weight, self.eps, **how)
-            return experts(normed, *mlp.weights, mlp.top_k, self.exact, mlp.alpha, mlp.limit), total
+            return experts(normed, *mlp, self.exact), total
         gates, total = norm_gate(attended, total, norm.weight, self.eps, mlp.gate_up, self.exact, gelu=mlp.gelu, **how)
         return linear(gates, mlp.down, None, self.exact), total

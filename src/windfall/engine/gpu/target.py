@@ -274,9 +274,7 @@ def fastest_forward(model: Any, compiled: bool = False) -> Forward:
 
 def exact_forward(model: Any) -> FusedForward:
     """A forward that rounds a row alike in every pass; raises Unsupported if there is none."""
-    forward = FusedForward(model)
-    forward.exact = True
-    return forward
+    return FusedForward(model, exact=True)
 
 
 def choose_forward(model: Any, options: GpuOptions) -> tuple[Forward, str]:

@@ -22,6 +22,7 @@ from windfall.kernels.triton.pdl import pdl_wait, prefetch
 UNSPLIT = 512  # up to this capacity there is one split
 MIN_SPLIT = 128  # keys
 MAX_PROGRAMS = 256  # per block of rows, for all key heads: about two per multiprocessor
+LOG2_E = 1.4426950408889634
 MAX_PDL_WIDTH = 1024  # heads * d up to which dependent launch pays: the previous kernel is short
 
 
@@ -35,23 +36,9 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def _tanh(x):
-    """Of fp32, without overflow."""
-    return 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)  # 2 / ln 2
-
-
-@triton.jit
-def _softmax_step(
-    q, k, v, seen, scale, top, total, sums, MASKED: tl.constexpr, PRECISION: tl.constexpr, inner=0.0,
-    CAPPED: tl.constexpr = False,
-):  # fmt: skip
-    """Add one block of keys to the online softmax; top, total [M] and sums [M, D] are fp32.
-
-    CAPPED: scores become tanh(inner * score), before they are multiplied by `scale`.
-    """
+def _softmax_step(q, k, v, seen, scale, top, total, sums, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+    """Add one block of keys to the online softmax; top, total [M] and sums [M, D] are fp32."""
     scores = tl.dot(q, k, input_precision=PRECISION)
-    if CAPPED:
-        scores = _tanh(scores * inner)
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, 1) * scale)
@@ -360,7 +347,7 @@ def attend(
         tops[-1],
         partials,
         length if counts is None else counts,
-        scale * 1.4426950408889634,  # softmax in powers of two
+        scale * LOG2_E,  # softmax in powers of two
         rows,
         mask.shape[1],
         capacity,

@@ -1,8 +1,8 @@
 """A mixture of experts in four kernels, whose shapes do not depend on which experts are chosen.
 
-`_route` chooses the experts of each row, and lists the rows of each expert in blocks. `_gate_up` and `_down` multiply a
-block of rows by some columns of their expert's weight, so a weight is read once per block. `_sum` adds the outputs of a
-row's experts, in descending order of their logits.
+`_choose_experts` chooses the experts of each row, and lists the rows of each expert in blocks. `_expert_gate_up` and
+`_expert_down` multiply a block of rows by some columns of their expert's weight, so a weight is read once per block.
+`_sum_experts` adds the outputs of a row's experts, in descending order of their logits.
 
 Every product is one sum over K, sixteen elements at a time in ascending order (see matmul.py). Neither the tile nor a
 row's place in a block plays a part in this, so a row has the same bits in every pass.
@@ -17,12 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from windfall.kernels.backend import pdl_launch, power_of_two
+from windfall.kernels.expert_weights import Experts
 from windfall.kernels.triton.pdl import pdl_wait, prefetch
 
 STEP = 64  # elements of K that a program loads at a time
-AHEAD = tl.constexpr(256)  # elements of K that `_down` prefetches before it waits
-ROUTE_ROWS = 64  # rows that `_route` handles at a time
-SUM_COLUMNS = 1024  # per program of `_sum`
+AHEAD = tl.constexpr(256)  # elements of K that `_expert_down` prefetches before it waits
+CHOSEN_ROWS = 64  # rows whose experts are chosen at a time
+SUM_COLUMNS = 1024  # per program of `_sum_experts`
 
 
 class Tile(NamedTuple):
@@ -30,13 +31,13 @@ class Tile(NamedTuple):
 
     rows: int
     columns: int
-    stages: int  # of `_gate_up`
+    stages: int  # of `_expert_gate_up`
     down_stages: int
     warps: int
 
 
 @triton.jit(do_not_specialize=["n", "room"])
-def _route(
+def _choose_experts(
     logits, shares, pairs, counts, blocks, n, room, experts, logit_row,
     TOP_K: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, E: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -132,7 +133,7 @@ def _clamped_swiglu(gate, up, alpha, limit, kind: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n"])
-def _gate_up(
+def _expert_gate_up(
     x, weight, bias, out, blocks, counts, pairs, n, x_row, alpha, limit,
     TOP_K: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     STEP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
@@ -156,14 +157,14 @@ def _gate_up(
 
 
 @triton.jit(do_not_specialize=["n"])
-def _down(
+def _expert_down(
     inner, weight, bias, shares, out, blocks, counts, pairs, n,
     K: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (block, tile of columns). `inner` and `out` have a row per pair.
 
-    What `_route` wrote may be read before the wait, since `_gate_up` has waited for it.
+    What `_choose_experts` wrote may be read before the wait, since `_expert_gate_up` has waited for it.
     """
     start = tl.load(blocks + tl.program_id(0), cache_modifier=".cg")
     expert = tl.maximum(start, 0) // n
@@ -183,7 +184,7 @@ def _down(
 
 
 @triton.jit
-def _sum(parts, out, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _sum_experts(parts, out, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Program (row, block of columns)."""
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -200,7 +201,7 @@ def choose_tile(pairs: int, experts: int, half: bool) -> Tile:
     if not half:
         return Tile(16, 64, 3, 3, 4)
     if pairs <= 16 * experts:
-        return Tile(16, 64, 5, 7, 4)  # `_down` has half the programs of `_gate_up`, so each has more loads in flight
+        return Tile(16, 64, 5, 7, 4)  # the down projection has fewer programs, so each has more loads in flight
     return Tile(32, 128, 4, 4, 4) if pairs <= 32 * experts else Tile(64, 128, 4, 4, 4)
 
 
@@ -209,29 +210,23 @@ def block_bound(pairs: int, experts: int, rows: int) -> int:
     return (pairs + (rows - 1) * min(experts, pairs)) // rows
 
 
-def mixture(
-    x: Tensor,
-    logits: Tensor,
-    gate_up: Tensor,
-    gate_up_bias: Tensor,
-    down: Tensor,
-    down_bias: Tensor,
-    top_k: int,
-    alpha: float,
-    limit: float,
-    tile: Tile | None = None,
-) -> Tensor:
-    (n, hidden), (experts, width, double) = x.shape, gate_up.shape
-    assert x.stride(1) == logits.stride(1) == 1 and width == hidden and 1 <= top_k <= experts
-    assert all(each.is_contiguous() for each in (gate_up, gate_up_bias, down, down_bias))
-    assert x.dtype == gate_up.dtype == down.dtype and down.shape == (experts, double // 2, hidden)
-    number = n * top_k
-    tile = tile or choose_tile(number, experts, x.dtype != torch.float32)
-    room = block_bound(number, experts, tile.rows)
-    shares = x.new_empty(number)
-    pairs, counts, blocks = (x.new_empty(size, dtype=torch.int32) for size in (experts * n, experts, room))
-    few = n <= 16
-    _route[(1,)](
+class Blocks(NamedTuple):
+    """The rows of each expert in blocks, as `_choose_experts` lists them, and the shares of a row's experts."""
+
+    blocks: Tensor
+    counts: Tensor
+    pairs: Tensor
+    shares: Tensor
+
+
+def choose_experts(logits: Tensor, top_k: int, rows: int, dtype: torch.dtype) -> Blocks:
+    """Choose the experts of each row of the router's logits, and list their rows in blocks of this size."""
+    n, experts = logits.shape
+    room, few = block_bound(n * top_k, experts, rows), n <= 16
+    sizes = (room, experts, experts * n)
+    blocks, counts, pairs = (logits.new_empty(size, dtype=torch.int32) for size in sizes)
+    shares = logits.new_empty(n * top_k, dtype=dtype)
+    _choose_experts[(1,)](
         logits,
         shares,
         pairs,
@@ -242,13 +237,26 @@ def mixture(
         experts,
         logits.stride(0),
         TOP_K=top_k,
-        ROWS=tile.rows,
-        CHUNK=16 if few else ROUTE_ROWS,
+        ROWS=rows,
+        CHUNK=16 if few else CHOSEN_ROWS,
         E=power_of_two(experts),
         num_warps=4 if few else 8,
         enable_fp_fusion=False,
-        **pdl_launch(x),
+        **pdl_launch(logits),
     )
+    return Blocks(blocks, counts, pairs, shares)
+
+
+def mixture(x: Tensor, logits: Tensor, own: Experts, tile: Tile | None = None) -> Tensor:
+    """`kernels.experts.mixture`; `tile` is for measuring."""
+    (n, hidden), (experts, width, double) = x.shape, own.gate_up.shape
+    assert x.stride(1) == logits.stride(1) == 1 and width == hidden and 1 <= own.top_k <= experts
+    assert all(each.is_contiguous() for each in (own.gate_up, own.gate_up_bias, own.down, own.down_bias))
+    assert x.dtype == own.gate_up.dtype == own.down.dtype and own.down.shape == (experts, double // 2, hidden)
+    number = n * own.top_k
+    tile = tile or choose_tile(number, experts, x.dtype != torch.float32)
+    blocks, counts, pairs, shares = choose_experts(logits, own.top_k, tile.rows, x.dtype)
+    inner, parts, out = x.new_empty(number, double // 2), x.new_empty(number, hidden), x.new_empty(n, hidden)
     options = {
         "ROWS": tile.rows,
         "COLUMNS": tile.columns,
@@ -257,30 +265,28 @@ def mixture(
         "enable_fp_fusion": False,
         **pdl_launch(x),
     }
-    inner = x.new_empty(number, double // 2)
-    _gate_up[(room, -(-double // tile.columns))](
+    _expert_gate_up[(len(blocks), -(-double // tile.columns))](
         x,
-        gate_up,
-        gate_up_bias,
+        own.gate_up,
+        own.gate_up_bias,
         inner,
         blocks,
         counts,
         pairs,
         n,
         x.stride(0),
-        alpha,
-        limit,
-        TOP_K=top_k,
+        own.alpha,
+        own.limit,
+        TOP_K=own.top_k,
         K=hidden,
         WIDTH=double,
         STAGES=tile.stages,
         **options,
     )
-    parts = x.new_empty(number, hidden)
-    _down[(room, -(-hidden // tile.columns))](
+    _expert_down[(len(blocks), -(-hidden // tile.columns))](
         inner,
-        down,
-        down_bias,
+        own.down,
+        own.down_bias,
         shares,
         parts,
         blocks,
@@ -292,8 +298,7 @@ def mixture(
         STAGES=tile.down_stages,
         **options,
     )
-    out = x.new_empty(n, hidden)
-    _sum[(n, -(-hidden // SUM_COLUMNS))](
-        parts, out, hidden, TOP_K=top_k, BLOCK=SUM_COLUMNS, num_warps=4, enable_fp_fusion=False, **pdl_launch(x)
+    _sum_experts[(n, -(-hidden // SUM_COLUMNS))](
+        parts, out, hidden, TOP_K=own.top_k, BLOCK=SUM_COLUMNS, num_warps=4, enable_fp_fusion=False, **pdl_launch(x)
     )
     return out

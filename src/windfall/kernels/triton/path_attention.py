@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from windfall.kernels.backend import pdl_launch, power_of_two
-from windfall.kernels.triton.attention import _load_partial, _store_partial, _store_result, _tanh
+from windfall.kernels.triton.attention import LOG2_E, _load_partial, _store_partial, _store_result
 from windfall.kernels.triton.counters import COUNTERS, counters
 from windfall.kernels.triton.pdl import pdl_wait, prefetch
 
@@ -61,6 +61,12 @@ def _part_of(position):
 
 
 @triton.jit
+def _tanh(x):
+    """Of fp32, without overflow."""
+    return 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)  # 2 / ln 2
+
+
+@triton.jit
 def _softmax_step(
     q, k, v, seen, scale, inner, top, total, sums, CAPPED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
@@ -83,9 +89,9 @@ def _softmax_step(
 
 @triton.jit
 def _add_sink(sinks, query, live, top, total, sums, SINKS: tl.constexpr):
-    """A key without a value, whose score is that of the query's head."""
+    """Add a key without a value, whose score is that of the query's head."""
     if SINKS:
-        sink = tl.load(sinks + query, mask=live, other=float("-inf")).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sinks + query, mask=live, other=float("-inf")).to(tl.float32) * 1.4426950408889634  # log2(e)
         higher = tl.maximum(top, sink)
         base = tl.where(higher == float("-inf"), 0.0, higher)
         kept = tl.exp2(top - base)
@@ -126,6 +132,13 @@ def _merge_parts(
             whole += weights[ahead] * share
             sums += parts[ahead] * share[:, None]
     return top, whole, sums
+
+
+@triton.jit
+def _limits(part, own, reach, oldest, BLOCK_N: tl.constexpr):
+    """The first position of the first block, and the end, of the keys that these rows see in a part."""
+    start = tl.maximum(_part_start(part), tl.min(tl.where(own, oldest, 1 << 30)) // BLOCK_N * BLOCK_N)
+    return start, tl.minimum(_part_start(part + 1), tl.max(tl.where(own, reach, 0)))
 
 
 @triton.jit
@@ -190,13 +203,6 @@ def _attend_part(
                 weight, sums = _add_sink(sinks, query, live, top, weight, sums, SINKS)
                 _store_result(target, sums, weight, done[:, None] & within[None, :])
                 tl.store(counters + place, 0, mask=done)  # for the next launch
-
-
-@triton.jit
-def _limits(part, own, reach, oldest, BLOCK_N: tl.constexpr):
-    """The first position of the first block, and the end, of the keys that these rows see in a part."""
-    start = tl.maximum(_part_start(part), tl.min(tl.where(own, oldest, 1 << 30)) // BLOCK_N * BLOCK_N)
-    return start, tl.minimum(_part_start(part + 1), tl.max(tl.where(own, reach, 0)))
 
 
 @triton.jit(do_not_specialize=["nodes", "lineage_row", "window", "tiles", "stride", "singles"])
@@ -267,12 +273,11 @@ def choose_tile(rows: int, group: int, width: int, dtype: torch.dtype, chain: bo
 
 def parts_of(capacity: int) -> int:
     """The number of parts of this number of keys."""
-    near, middle = (
-        min(capacity, NEAR_END.value),
-        min(max(capacity - NEAR_END.value, 0), MIDDLE_END.value - NEAR_END.value),
-    )
-    far = max(capacity - MIDDLE_END.value, 0)
-    return sum(-(-keys // part.value) for keys, part in ((near, NEAR), (middle, MIDDLE), (far, FAR)))
+    parts, start = 0, 0
+    for end, size in ((NEAR_END.value, NEAR), (MIDDLE_END.value, MIDDLE), (capacity, FAR)):
+        parts += -(-max(min(end, capacity) - start, 0) // size.value)
+        start = end
+    return parts
 
 
 def _register_limit(x: Tensor, sums: int) -> dict[str, int]:
@@ -321,7 +326,7 @@ def attend(
         partials,
         counts,
         out if sinks is None else sinks,
-        (scale if cap is None else cap) * 1.4426950408889634,  # softmax in powers of two
+        (scale if cap is None else cap) * LOG2_E,  # softmax in powers of two
         0.0 if cap is None else scale / cap,
         capacity if window is None else window,
         count,
