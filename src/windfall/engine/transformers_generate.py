@@ -134,7 +134,7 @@ def _engine_of(model: Any, drafter: Any, policy: Any, words: Mapping[str, Any]) 
 def _arguments_of_generate() -> dict[str, Any]:
     """The arguments of the `generate` call that called the loop, read from its frame.
 
-    There is no other way: transformers (5.17 to 5.22) passes neither `streamer` nor `assistant_model` nor `synced_gpus`
+    There is no other way: transformers (5.17 to 5.23) passes neither `streamer` nor `assistant_model` nor `synced_gpus`
     to a callable (`GenerationMixin._extract_generation_mode_kwargs` drops them).
     """
     caller = sys._getframe(2)
@@ -220,6 +220,7 @@ class Request:
     def _params(self, row: int, start: int, together: bool) -> SamplingParams:
         """One row's sampling. Its processors and criteria see its padding, as in transformers' own loop."""
         padding = self.ids[row : row + 1, :start]
+        processors = _for_row(self.processors, row)
 
         def padded(ask: Callable[..., Any]) -> Callable[..., Any]:
             ask = _outside_inference(ask)
@@ -232,7 +233,7 @@ class Request:
             temperature=1.0 if self.config.do_sample else 0.0,  # the warpers are among the processors
             eos=tuple(token for tokens in ends for token in tokens) if simple and not together else (),
             seed=int(torch.randint(2**62, ())) + row if self.config.do_sample else 0,
-            processors=(padded(self.processors),) if self.processors and not together else (),
+            processors=(padded(processors),) if processors and not together else (),
             criteria=() if simple or together else (padded(self.criteria),),
         )
 
@@ -261,6 +262,17 @@ class Request:
             past_key_values=self.past,
             use_cache=True,
         )
+
+
+def _for_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
+    """The processors for one row of the batch. Since transformers 5.23 one of them holds each row's padding length."""
+    own = LogitsProcessorList(processors)
+    for index, each in enumerate(own):
+        lengths = getattr(each, "prompt_ignore_length", None)
+        if isinstance(lengths, Tensor):
+            own[index] = copy.copy(each)
+            own[index].prompt_ignore_length = int(lengths[row])
+    return own
 
 
 def _is_the_callers(cache: Any) -> bool:
