@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from windfall.kernels.backend import on_triton
+from windfall.kernels.pages import Pages
 
 PART = 256  # keys per partial sum of `path_reference`
 
@@ -99,11 +100,14 @@ def path_attention(
     window: int | None = None,  # keys that a row sees at most, its own included
     cap: float | None = None,  # scores become cap * tanh(score / cap)
     sinks: Tensor | None = None,  # [heads]: the score of a further key of each head, which has no value
+    pages: Pages | None = None,  # the requests of the rows; None: there is one, and `length` is that of its text
 ) -> Tensor:
     """`tree_attention` for rows that see all committed rows, their ancestors and themselves → [n, heads, d].
 
     A row's result is bit-identical to that of decoding its path as a plain sequence: keys are summed in the order of
     their positions in the text, not of their slots in the KV cache. In a chain, the slot of a key is its position.
+
+    With `pages`, committed keys lie in the pages of each row's request, and `length` is not read.
 
     The previous kernel on the stream must not write `length`, `reach` or `lineage`: this kernel reads them before that
     one has finished. Only one stream at a time may run this kernel.
@@ -115,9 +119,9 @@ def path_attention(
         from windfall.kernels.triton.path_attention import attend
 
         out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-        attend(queries, keys, values, length, reach, lineage, scale, out, window, cap, sinks)
+        attend(queries, keys, values, length, reach, lineage, scale, out, window, cap, sinks, pages)
         return out
-    return path_reference(queries, keys, values, length, reach, lineage, scale, window, cap, sinks)
+    return path_reference(queries, keys, values, length, reach, lineage, scale, window, cap, sinks, pages)
 
 
 def path_reference(
@@ -131,6 +135,7 @@ def path_reference(
     window: int | None = None,
     cap: float | None = None,
     sinks: Tensor | None = None,
+    pages: Pages | None = None,
 ) -> Tensor:
     """`path_attention` with torch, part by part. The order of each sum does not depend on any shape.
 
@@ -138,13 +143,15 @@ def path_reference(
     keys would synchronize with the device.
     """
     n, shared = len(queries), keys.shape[0]
-    end = keys.shape[1] if reach.is_cuda else int(reach.max())
+    end = int(reach.max())
+    if reach.is_cuda:
+        end = keys.shape[1] if pages is None else pages.positions
     wide = torch.promote_types(queries.dtype, torch.float32)
     rows = queries.reshape(n, shared, -1, 1, queries.shape[2]).to(wide)  # [n, kv_heads, group, 1, d]
     top = torch.full(rows.shape[:3], -torch.inf, dtype=wide, device=rows.device)
     total, sums = torch.zeros_like(top), torch.zeros_like(rows[:, :, :, 0])
     for start in range(0, end, PART):
-        k, v, seen = path_keys(keys, values, length, reach, lineage, start, window)
+        k, v, seen = path_keys(keys, values, length, reach, lineage, start, window, pages)
         scores = (rows * k.to(wide)).sum(-1) * scale
         scores = scores if cap is None else cap * (scores / cap).tanh()
         scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
@@ -170,6 +177,7 @@ def path_keys(
     lineage: Tensor | None,
     start: int,
     window: int | None,
+    pages: Pages | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values of positions start, start + 1, ... [n or 1, kv_heads, 1, PART, d]; which the rows see [n, PART].
 
@@ -179,12 +187,18 @@ def path_keys(
     seen = position < reach[:, None]
     if window is not None:
         seen &= position >= reach[:, None] - window
-    last = keys.shape[1] - 1
-    if lineage is None:  # all rows have the same keys
+    committed, last = position, keys.shape[1] - 1
+    if pages is not None:
+        length = pages.lengths[pages.owners.long()][:, None]
+        owners = pages.owners[:, None].expand(-1, PART)
+        committed = pages.slots(owners, position.expand(len(reach), -1))
+    if lineage is None and pages is None:  # all rows have the same keys
         column, unseen = position.clamp(max=last)[None], ~seen.any(0)[None]
+    elif lineage is None:
+        column, unseen = committed.clamp(max=last), ~seen
     else:
-        staged = (position - length.reshape(1)).expand(len(reach), -1)
+        staged = (position - length).expand(len(reach), -1)
         column = lineage.gather(1, staged.clamp(0, lineage.shape[1] - 1)).long()
-        column, unseen = torch.where(staged < 0, position, column).clamp(max=last), ~seen
+        column, unseen = torch.where(staged < 0, committed, column).clamp(max=last), ~seen
     k, v = (x[:, column].transpose(0, 1).masked_fill(unseen[:, None, :, None], 0)[:, :, None] for x in (keys, values))
     return k, v, seen

@@ -7,6 +7,9 @@ are not fused, since two compilations could otherwise fuse them differently.
 
 Where all rows find their keys in the same slots, one program computes a part for a tile of rows at once. In the parts
 in which paths differ, a program computes its rows one after the other.
+
+In a batch, the committed keys of a request lie in pages, which its page table lists. A block of keys is never longer
+than a page, and both begin at multiples of their length, so that a block lies in one page.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
 
@@ -18,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from windfall.kernels.backend import pdl_launch, power_of_two
+from windfall.kernels.pages import PAGE_TOKENS, Pages, tile_rows
 from windfall.kernels.triton.attention import LOG2_E, _load_partial, _store_partial, _store_result
 from windfall.kernels.triton.counters import COUNTERS, counters
 from windfall.kernels.triton.pdl import pdl_wait, prefetch
@@ -30,6 +34,7 @@ MAX_SINGLES, MAX_SHARED = 128, 96
 MERGED = 4096  # partial sums that a program loads before it adds the first
 ONES = tl.constexpr(16)  # columns of the matrix that sums weights: the fewest of a matrix product
 MAX_TILE = 8192  # sums that a program holds
+BATCH_PROGRAMS = 528  # programs of a pass over several requests: four for each multiprocessor
 
 
 class Tile(NamedTuple):
@@ -142,18 +147,34 @@ def _limits(part, own, reach, oldest, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def _request_of(row, owners, lengths, tables, table_row):
+    """The committed rows of a row's request, and its page table."""
+    owner = tl.load(owners + row)
+    return tl.load(lengths + owner).to(tl.int32), tables + owner.to(tl.int64) * table_row
+
+
+@triton.jit
+def _committed_slots(at, limit, table, PAGED: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The slots of the block of positions that starts at `at`; those from `limit` on may be wrong."""
+    start = at
+    if PAGED:
+        start = tl.load(table + at // PAGE, mask=at < limit, other=0) * PAGE + at % PAGE
+    return start + tl.arange(0, BLOCK_N)
+
+
+@triton.jit
 def _attend_part(
-    queries, keys, values, length, straight, lineage, out, tops, totals, partials, counters, sinks, scale, inner,
-    node, query, live, reach, oldest, first_part, last_part, first_row, turns, nodes, part,
-    query_row, query_head, key_row, value_row, lineage_row, out_row, out_head,
-    GROUP: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    queries, keys, values, owners, lengths, tables, lineage, out, tops, totals, partials, counters, sinks, scale, inner,
+    length, straight, node, query, own, reach, oldest, first_part, last_part, first_row, turns, nodes, part,
+    table_row, query_row, query_head, key_row, value_row, lineage_row, out_row, out_head,
+    CHAIN: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,
+    PRECISION: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One part of the rows of a tile: in one turn, or in one turn for each row if their keys lie in different slots.
+    """One part of a tile's own rows: in one turn, or in one turn for each row if their keys lie in different slots.
 
     If a row has several parts, the last program to finish merges them.
     """
-    own = live & (first_part <= part) & (part <= last_part)
     if tl.max(own.to(tl.int32)) > 0:
         dims = tl.arange(0, BLOCK_D)
         within = dims < D
@@ -165,12 +186,17 @@ def _attend_part(
         for turn in tl.range(0, turns, num_stages=1):
             active = own & ((turns == 1) | (node == first_row + turn))  # other rows do not change in this turn
             start, end = _limits(part, active, reach, oldest, BLOCK_N)
-            slots = lineage + (first_row + turn) * lineage_row
+            line = lineage + (first_row + turn) * lineage_row
+            table = tables
+            if PAGED:
+                length, table = _request_of(first_row + turn, owners, lengths, tables, table_row)
+                straight = 1 << 30 if CHAIN else length
             for at in tl.range(start, end, BLOCK_N):
                 position = at + tl.arange(0, BLOCK_N)
                 used = position < end
-                staged = tl.load(slots + position - length, mask=used & (position >= straight), other=0)
-                slot = tl.where(position < straight, position, staged)
+                staged = tl.load(line + position - length, mask=used & (position >= straight), other=0)
+                committed = _committed_slots(at, tl.minimum(straight, end), table, PAGED, PAGE, BLOCK_N)
+                slot = tl.where(position < straight, committed, staged)
                 k_at = keys + slot[None, :] * key_row + dims[:, None]
                 v_at = values + slot[:, None] * value_row + dims[None, :]
                 k = tl.load(k_at, mask=within[:, None] & used[None, :], other=0.0)
@@ -183,7 +209,7 @@ def _attend_part(
         target = out + node[:, None].to(tl.int64) * out_row + query[:, None] * out_head + dims[None, :]
         whole = own & (first_part == last_part)
         if tl.max(whole.to(tl.int32)) > 0:
-            weight_and_sink, mixed = _add_sink(sinks, query, live, top, weight, sums, SINKS)
+            weight_and_sink, mixed = _add_sink(sinks, query, own, top, weight, sums, SINKS)
             _store_result(target, mixed, weight_and_sink, whole[:, None] & within[None, :])
         split = own & (first_part < last_part)
         if tl.max(split.to(tl.int32)) > 0:
@@ -200,36 +226,38 @@ def _attend_part(
                 top, weight, sums = _merge_parts(
                     tops, totals, partials, place, step, first_part, last_part, done, D, PARTS, BLOCK_M, BLOCK_D, UNROLL
                 )
-                weight, sums = _add_sink(sinks, query, live, top, weight, sums, SINKS)
+                weight, sums = _add_sink(sinks, query, own, top, weight, sums, SINKS)
                 _store_result(target, sums, weight, done[:, None] & within[None, :])
                 tl.store(counters + place, 0, mask=done)  # for the next launch
 
 
-@triton.jit(do_not_specialize=["nodes", "lineage_row", "window", "tiles", "stride", "singles"])
+@triton.jit(do_not_specialize=["nodes", "lineage_row", "window", "tiles", "stride", "singles", "table_row"])
 def _attend_paths(
-    queries, keys, values, length_at, reach_at, lineage, out, tops, totals, partials, counters, sinks,
-    scale, inner, window, nodes, tiles, stride, singles,
-    query_row, query_head, key_head, key_row, value_head, value_row, lineage_row, out_row, out_head,
-    SINGLE_ROWS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
-    SINKS: tl.constexpr, PDL: tl.constexpr,
+    queries, keys, values, owners, lengths, tables, tile_rows, reach_at, lineage, out, tops, totals, partials, counters,
+    sinks, scale, inner, window, nodes, tiles, stride, singles,
+    table_row, query_row, query_head, key_head, key_row, value_head, value_row, lineage_row, out_row, out_head,
+    SINGLE_ROWS: tl.constexpr, PAGED: tl.constexpr, TILED: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    UNROLL: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of rows, key head), for the GROUP queries of the head.
 
     The first `singles` programs compute the parts in which paths differ, each for SINGLE_ROWS rows, one after the
-    other (0: the rows are a chain). In the other parts all rows find their keys in the same slots: a program computes
-    every `stride`-th of them for a full tile.
+    other (0: the rows are a chain). In the other parts all rows of a request find their keys in the same slots: a
+    program computes every `stride`-th of them for a tile.
     """
+    CHAIN: tl.constexpr = SINGLE_ROWS == 0
     each = tl.program_id(0)
     head = tl.program_id(1)
-    length = tl.load(length_at).to(tl.int32)
-    straight = 1 << 30 if SINGLE_ROWS == 0 else length  # keys before this position lie in the slots of their positions
     single = each < singles
     shared = each - singles
+    tile = tl.maximum(shared, 0) % tiles
     rows = tl.where(single, SINGLE_ROWS, BLOCK_M // GROUP)
-    first_row = tl.where(single, each, shared % tiles) * rows
-    part = tl.where(single, _part_of(straight), shared // tiles)
-    step = tl.where(single, 1, stride)
+    first_row = tl.where(single, each, tile) * rows
+    if TILED:  # a tile has rows of one request
+        begin = tl.load(tile_rows + tile, mask=shared >= 0, other=0)
+        rows = tl.where(single, SINGLE_ROWS, tl.load(tile_rows + tile + 1, mask=shared >= 0, other=0) - begin)
+        first_row = tl.where(single, first_row, begin)
     turns = tl.where(single, tl.minimum(rows, nodes - first_row), 1)
 
     member = tl.arange(0, BLOCK_M)
@@ -240,25 +268,46 @@ def _attend_paths(
     oldest = tl.maximum(reach - window, 0)  # the first position that a row sees
     first_part = tl.where(reach > 0, _part_of(oldest), 0)
     last_part = tl.where(reach > 0, _part_of(reach - 1), 0)  # a row without keys stores zeros
-    end_part = tl.max(tl.where(live, last_part, -1)) + 1
-    if SINGLE_ROWS > 0:
-        end_part = tl.where(single, end_part, tl.minimum(end_part, _part_of(straight)))
+    if PAGED:
+        owner = tl.load(owners + node, mask=live, other=0)
+        committed = tl.load(lengths + owner, mask=live, other=0).to(tl.int32)
+        length = tl.max(committed)
+    else:
+        length = tl.load(lengths).to(tl.int32)
+        committed = tl.full([BLOCK_M], 0, tl.int32) + length
+    straight = 1 << 30 if CHAIN else length  # keys before this position lie in the slots of their positions
+    start_part, stop_part = first_part, last_part  # of this program's rows
+    if not CHAIN:
+        branching = _part_of(committed)
+        start_part = tl.where(single, tl.maximum(first_part, branching), first_part)
+        stop_part = tl.where(single, last_part, tl.minimum(last_part, branching - 1))
+    own = live & (start_part <= stop_part)
+    end = tl.max(tl.where(own, stop_part, -1)) + 1
+    part = tl.where(single, tl.min(tl.where(own, start_part, 1 << 30)), shared // tiles)
+    step = tl.where(single, 1, stride)
     keys += head.to(tl.int64) * key_head
     values += head.to(tl.int64) * value_head
-    if part < end_part:  # the others make room at once, without a wait
+    if part < end:  # the others make room at once, without a wait
         if PDL:
-            start, end = _limits(part, live & (reach > 0), reach, oldest, BLOCK_N)
-            for at in range(start, tl.minimum(end, length), BLOCK_N):
-                column = tl.minimum(at + tl.arange(0, BLOCK_N), length - 1).to(tl.int64)
+            near, far = _limits(part, own & (reach > 0), reach, oldest, BLOCK_N)
+            far = tl.minimum(far, length)
+            table = tables
+            if PAGED:
+                _, table = _request_of(first_row, owners, lengths, tables, table_row)
+            for at in range(near, far, BLOCK_N):
+                column = _committed_slots(at, far, table, PAGED, PAGE, BLOCK_N).to(tl.int64)
+                if not PAGED:
+                    column = tl.minimum(column, length - 1)
                 prefetch(keys + column * key_row)
                 prefetch(values + column * value_row)
         pdl_wait(PDL)
-        for own in tl.range(part, end_part, step, num_stages=1):
+        for now in tl.range(part, end, step, num_stages=1):
             _attend_part(
-                queries, keys, values, length, straight, lineage, out, tops, totals, partials, counters, sinks, scale,
-                inner, node, query, live, reach, oldest, first_part, last_part, first_row, turns, nodes, own,
-                query_row, query_head, key_row, value_row, lineage_row, out_row, out_head,
-                GROUP, D, PARTS, BLOCK_M, BLOCK_N, BLOCK_D, UNROLL, PRECISION, CAPPED, SINKS,
+                queries, keys, values, owners, lengths, tables, lineage, out, tops, totals, partials, counters, sinks,
+                scale, inner, length, straight, node, query, own & (start_part <= now) & (now <= stop_part), reach,
+                oldest, first_part, last_part, first_row, turns, nodes, now,
+                table_row, query_row, query_head, key_row, value_row, lineage_row, out_row, out_head,
+                CHAIN, PAGED, PAGE, GROUP, D, PARTS, BLOCK_M, BLOCK_N, BLOCK_D, UNROLL, PRECISION, CAPPED, SINKS,
             )  # fmt: skip
 
 
@@ -297,16 +346,25 @@ def attend(
     window: int | None = None,
     cap: float | None = None,
     sinks: Tensor | None = None,
+    pages: Pages | None = None,
 ) -> None:
     """`path_attention` into `out`."""
-    (count, heads, width), (shared, capacity, _) = queries.shape, keys.shape
+    (count, heads, width), shared = queries.shape, keys.shape[0]
     assert queries.stride(2) == keys.stride(2) == values.stride(2) == out.stride(2) == 1
     assert reach.is_contiguous() and (lineage is None or lineage.stride(1) == 1)
     group, block_d = heads // shared, max(power_of_two(width), 16)
-    tile = choose_tile(count, group, width, queries.dtype, lineage is None)
-    parts, tiles = parts_of(capacity), -(-count // (tile.height // group))
-    stride = max(1, min(parts, MAX_SHARED // (tiles * shared)))
-    single_rows = 0 if lineage is None else min(power_of_two(-(-count * shared // MAX_SINGLES)), tile.height // group)
+    tile = choose_tile(count, group, width, queries.dtype, lineage is None and (pages is None or pages.tiles is None))
+    positions = keys.shape[1] if pages is None else pages.positions
+    several = pages is not None and pages.tiles is not None
+    parts, tiles = parts_of(positions), -(-count // (tile.height // group))
+    if pages is not None and pages.tiles is not None:
+        assert tile.height // group == tile_rows(group)
+        tiles = len(pages.tiles) - 1
+    stride = max(1, min(parts, (BATCH_PROGRAMS if several else MAX_SHARED) // (tiles * shared)))
+    single_rows = 0
+    if lineage is not None:
+        single_rows = power_of_two(-(-count * shared // (BATCH_PROGRAMS if several else MAX_SINGLES)))
+        single_rows = min(single_rows, tile.height // group)
     singles = -(-count // single_rows) if single_rows else 0
     tops = torch.empty((2, parts, count * heads), device=out.device)
     partials = torch.empty((parts, count * heads, width), device=out.device)
@@ -317,7 +375,10 @@ def attend(
         queries,
         keys,
         values,
-        length,
+        reach if pages is None else pages.owners,
+        length if pages is None else pages.lengths,
+        reach if pages is None else pages.tables,
+        reach if pages is None or pages.tiles is None else pages.tiles,
         reach,
         reach if lineage is None else lineage,
         out,
@@ -328,17 +389,21 @@ def attend(
         out if sinks is None else sinks,
         (scale if cap is None else cap) * LOG2_E,  # softmax in powers of two
         0.0 if cap is None else scale / cap,
-        capacity if window is None else window,
+        positions if window is None else window,
         count,
         tiles,
         stride,
         singles,
+        0 if pages is None else pages.tables.stride(0),
         *queries.stride()[:2],
         *keys.stride()[:2],
         *values.stride()[:2],
         0 if lineage is None else lineage.stride(0),
         *out.stride()[:2],
         SINGLE_ROWS=single_rows,
+        PAGED=pages is not None,
+        TILED=several,
+        PAGE=PAGE_TOKENS,
         GROUP=group,
         D=width,
         PARTS=power_of_two(parts),

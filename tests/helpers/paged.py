@@ -1,0 +1,65 @@
+"""Checks of attention over pages: each row of a batch has the bits that it has alone in a cache of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from helpers.kernels import random_tree
+from windfall.kernels import path_attention
+from windfall.kernels.pages import PAGE_TOKENS, Pages, max_tiles, tile_rows, tiles_of
+from windfall.kernels.rows import ancestors
+
+
+def check_pages(
+    lengths: list[int], rows: list[int], trees: bool, dtype: torch.dtype, device: str = "cpu", **options: Any
+) -> None:
+    """Requests with these committed lengths have these numbers of rows each: trees, or chains."""
+    torch.manual_seed(sum(lengths))
+    heads, shared, width, padding = 6, 2, 16, 3
+    requests, total = len(lengths), sum(rows)
+    wide = max(-(-(length + n) // PAGE_TOKENS) for length, n in zip(lengths, rows, strict=True))
+    pages = torch.randperm(requests * wide + 2)[: requests * wide].view(requests, wide).int()
+    staging = (requests * wide + 2) * PAGE_TOKENS  # the first slot of staged rows
+    cache = torch.full((2, shared, staging + total, width), torch.nan).to(dtype)
+    queries = torch.randn(total + padding, heads, width).to(dtype)
+    owners, reach, lineage = (torch.zeros(total + padding, dtype=torch.long) for _ in range(3))
+    lineage = torch.zeros(total + padding, max(rows), dtype=torch.int32)
+    alone, row = [], 0
+    for owner, (length, n) in enumerate(zip(lengths, rows, strict=True)):
+        own, tree = torch.randn(2, shared, length + n, width).to(dtype), random_tree(n, seed=n)
+        depth, mask = (tree.depth, tree.mask()) if trees else (torch.arange(n), torch.ones(n, n).tril() > 0)
+        there = pages[owner].long()[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)
+        places = there.flatten()[: length + n]
+        if trees:
+            places = torch.cat([places[:length], staging + row + torch.arange(n)])
+            lineage[row : row + n, :n] = staging + row + ancestors(mask, depth)
+        cache[:, :, places] = own
+        owners[row : row + n], reach[row : row + n] = owner, length + depth + 1
+        lines = length + ancestors(mask, depth) if trees else None
+        given = (x.to(device) for x in (queries[row : row + n], *own, torch.tensor([length]), length + depth + 1))
+        alone.append(path_attention(*given, None if lines is None else lines.to(device), **options))
+        row += n
+    tiles = tiles_of(owners, tile_rows(heads // shared), max_tiles(len(owners), requests + 1, tile_rows(3)))
+    batch = Pages(owners.int(), torch.tensor(lengths), pages, tiles)
+    made = attend(queries, cache, reach, lineage if trees else None, batch, device, options)
+    assert torch.equal(made[:total], torch.cat(alone)) and not made[total:].any()
+    if requests == 1:
+        made = attend(queries, cache, reach, lineage if trees else None, batch._replace(tiles=None), device, options)
+        assert torch.equal(made[:total], torch.cat(alone)) and not made[total:].any()
+
+
+def attend(
+    queries: Tensor,
+    cache: Tensor,
+    reach: Tensor,
+    lineage: Tensor | None,
+    batch: Pages,
+    device: str,
+    options: dict[str, Any],
+) -> Tensor:
+    there = Pages(*(None if x is None else x.to(device) for x in batch))  # type: ignore[arg-type]
+    given = (x.to(device) for x in (queries, *cache, torch.zeros(1, dtype=torch.long), reach))
+    return path_attention(*given, None if lineage is None else lineage.to(device), **options, pages=there)

@@ -1,0 +1,59 @@
+"""Attention over pages, as torch computes it and under Triton's interpreter; tests/gpu runs it on a GPU."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from helpers.interpreter import HALF, outside, passes_under_the_interpreter
+from helpers.paged import check_pages
+from windfall.kernels.pages import max_tiles, tiles_of
+
+
+@outside
+def test_under_the_interpreter() -> None:
+    passes_under_the_interpreter(__file__)
+
+
+@pytest.fixture(autouse=True)
+def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr("windfall.kernels.triton.path_attention.BATCH_PROGRAMS", 6)  # each takes long here
+
+
+@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
+@pytest.mark.parametrize(
+    ("lengths", "rows", "dtype"),
+    [
+        ([5, 130, 0, 63], [1, 7, 3, 6], HALF),
+        ([70, 64, 1], [1, 1, 1], HALF),
+        ([140], [6], HALF),
+        ([3, 40], [2, 3], torch.float32),
+    ],
+)
+def test_a_row_has_the_same_bits_in_a_batch(
+    lengths: list[int], rows: list[int], trees: bool, dtype: torch.dtype
+) -> None:
+    check_pages(lengths, rows, trees, dtype)
+
+
+def test_far_parts() -> None:
+    check_pages([520, 30], [2, 1], True, HALF)
+
+
+def test_windows() -> None:
+    check_pages([100, 20], [3, 4], True, HALF, window=37)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tiles_have_rows_of_one_request(seed: int) -> None:
+    chance = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(1, 9, (6,), generator=chance)
+    owners = torch.repeat_interleave(torch.randperm(6, generator=chance), sizes)
+    tiles = tiles_of(owners, 3, max_tiles(len(owners), 6, 3)).tolist()
+    made = [owners[start:end].tolist() for start, end in pairwise(tiles)]
+    assert [owner for tile in made for owner in tile] == owners.tolist()
+    assert all(len(set(tile)) <= 1 and len(tile) <= 3 for tile in made)
+    assert len([tile for tile in made if tile]) == sum(-(-size // 3) for size in sizes.tolist())
