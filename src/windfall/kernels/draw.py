@@ -17,6 +17,7 @@ def draw(
     greedy: bool = False,
     offset: int = 0,  # added to `positions`, to get the positions of the drawn tokens
     noise: Tensor | None = None,  # precomputed by `update_noise`
+    owners: Tensor | None = None,  # [n] int32: the request of each row; then seed and temperature are [R]
 ) -> Tensor:
     """argmax of logits / temperature + noise → [n] long. The lower token wins ties.
 
@@ -26,8 +27,8 @@ def draw(
     if on_triton(logits):
         from windfall.kernels.triton.draw import draw as compiled
 
-        return compiled(logits, positions, seed, temperature, greedy, offset, noise)
-    return reference(logits, positions, seed, temperature, greedy, offset, noise)
+        return compiled(logits, positions, seed, temperature, greedy, offset, noise, owners)
+    return reference(logits, positions, seed, temperature, greedy, offset, noise, owners)
 
 
 def reference(
@@ -38,12 +39,15 @@ def reference(
     greedy: bool = False,
     offset: int = 0,
     noise: Tensor | None = None,
+    owners: Tensor | None = None,
 ) -> Tensor:
     """`draw` with torch."""
     scores = logits.float()
     if greedy:
         return scores.argmax(-1)
     names = torch.arange(logits.shape[-1], device=logits.device)
+    if owners is not None:
+        seed, temperature = seed[owners.long()], temperature[owners.long()][:, None]
     drawn = scores / temperature + noise_at(seed, positions + offset, names, noise)
     return torch.where(temperature == 0, scores, drawn).argmax(-1)
 
@@ -73,8 +77,8 @@ def noise_at(seed: Tensor, positions: Tensor, tokens: Tensor, noise: Tensor | No
 
 
 def gumbel(seed: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """`sampling.gumbel` with the seed as a device tensor: positions [n], tokens [V] → [n, V] fp32."""
-    key = mix(mix(seed.reshape(1)) + (positions + 1) * GOLDEN)
+    """`sampling.gumbel` with the seed [1] or [n] as a device tensor: positions [n], tokens [V] → [n, V] fp32."""
+    key = mix(mix(seed.reshape(-1)) + (positions + 1) * GOLDEN)
     bits = mix(key[:, None] + (tokens + 1) * GOLDEN)
     uniform = (shift(bits, 12).double() + 0.5) * 2.0**-52
     return uniform.log_().neg_().log_().neg_().float()

@@ -10,7 +10,7 @@ from torch import Tensor
 from windfall.costs.acceptance import CHANCE_BUCKETS, DEPTHS, MAX_LOG_ODDS, RANKS
 from windfall.kernels.backend import on_triton
 from windfall.kernels.rules import Rule
-from windfall.kernels.trees import NO_NODE, Calibration, NextPass, TreeArrays
+from windfall.kernels.trees import NO_NODE, Calibration, NextPass, TreeArrays, pass_of, tree_of
 
 
 def grow(
@@ -34,6 +34,8 @@ def grow(
     The lower index wins ties. No node at depth D is chosen. A child of NO_NODE or with a log-probability of -inf
     becomes an empty entry. If W rows no longer fit into the S staged rows, none is staged. Row p of
     `next_pass.summary` describes the tree after pass p; the first pass is the one that starts from a tree of one node.
+
+    For a batch of requests, all arrays have one more dimension, the first; all share shape, bounds and floor.
     """
     assert (calibration is not None) >= rule.calibrated and (shape is not None) >= rule.shaped
     assert (bounds is not None) >= rule.bounded and (floor is not None) >= rule.floored
@@ -59,6 +61,14 @@ def reference(
     floor: Tensor | None = None,
 ) -> None:
     """`grow` with torch."""
+    if nodes.dim() == 2:
+        for request in range(len(nodes)):
+            its = calibration
+            if calibration is not None and calibration.weights.dim() == 2:
+                its = Calibration(*(array[request] for array in calibration))
+            given = nodes[request], tokens[request], logq[request], pass_of(next_pass, request)
+            reference(tree_of(tree, request), *given, rule, its, shape, bounds, floor)
+        return
     before = tree.count.clone()
     if rule.selective:
         wider = [torch.cat([x, x.new_zeros(tokens.numel(), *x.shape[1:])]) for x in tree[:-1]]
@@ -237,14 +247,19 @@ def stage(tree: TreeArrays, next_pass: NextPass, nodes: Tensor, compact: bool = 
     next_pass.positions.copy_(next_pass.length - 1 + torch.where(live, tree.depth[real], 0))
     next_pass.parent_slots.copy_(torch.where(live, tree.slot[tree.parents[real].clamp(min=0)], 0))
     next_pass.own_slots.copy_(1 + place)
-    next_pass.slots.copy_(next_pass.length + place)
+    next_pass.slots.copy_(next_pass.base + place)
     mine = (nodes[:, None] == torch.arange(len(tree.slot), device=device)) & live[:, None]  # [W, C]
     tree.taken.logical_or_(mine.any(0))
     tree.slot.copy_(torch.where(mine.any(0) & fits, (mine * next_pass.own_slots[:, None]).sum(0), tree.slot))
     row = torch.arange(capacity, device=device) - next_pass.staged
     fresh = (row >= 0) & (row < width) & fits
     next_pass.expanded.copy_(torch.where(fresh, nodes[row.clamp(0, width - 1)], next_pass.expanded))
-    next_pass.mask.copy_(sees(tree, nodes, next_pass.expanded))
+    if next_pass.mask is not None:
+        next_pass.mask.copy_(sees(tree, nodes, next_pass.expanded))
+    if next_pass.lineage is not None:
+        above = tree.ancestors[real][:, 1 : next_pass.lineage.shape[1] + 1]
+        slots = next_pass.base + tree.slot[above.clamp(min=0)] - 1
+        next_pass.lineage.copy_(torch.where((above < 0) | ~live[:, None], 0, slots))
     next_pass.staged.add_((live.sum() if compact else width) * fits)
 
 

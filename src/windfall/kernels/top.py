@@ -31,15 +31,17 @@ def top_children(
     k: int,
     positions: Tensor | None = None,  # [w] long; needs the next three arguments, each one number on the device
     seed: Tensor | None = None,  # int64
-    temperature: Tensor | None = None,  # fp32, above 0
+    temperature: Tensor | None = None,  # fp32
     kappa: Tensor | None = None,  # fp32
     tokens: Tensor | None = None,  # [V] long: the token of each column
     offset: int = 0,  # added to `positions`, to get the positions of the drawn tokens
     noise: Tensor | None = None,  # precomputed by `update_noise`
+    owners: Tensor | None = None,  # [w] int32: the request of each row; then seed, temperature and kappa are [R]
 ) -> tuple[Tensor, Tensor]:
     """The k largest entries of log_softmax(x) in each row, and their tokens → [w, k] fp32, [w, k] long.
 
-    Without `positions`, x is the logits; with them, x is (logits / temperature + noise) / kappa. The lower column wins
+    Without `positions`, x is the logits; with them, x is (logits / temperature + noise) / kappa. With `owners`, x is
+    the logits where the temperature is 0; otherwise the temperature must be above 0. The lower column wins
     ties, except with more than MAX_CHILDREN children on a GPU, where torch's topk decides. LazyLogits are multiplied
     and searched in one kernel if that is possible and faster; otherwise torch multiplies them.
     """
@@ -53,13 +55,14 @@ def top_children(
         logits = logits.logits
     assert 0 < k <= logits.shape[-1]
     if on_triton(logits) and k > MAX_CHILDREN:
-        values, order = _scores(logits, positions, seed, temperature, kappa, tokens, offset, noise).topk(k, dim=-1)
+        given = positions, seed, temperature, kappa, tokens, offset, noise, owners
+        values, order = _scores(logits, *given).topk(k, dim=-1)
         return values, order if tokens is None else tokens[order]
     if on_triton(logits):
         from windfall.kernels.triton.top import top_children as compiled
 
-        return compiled(logits, k, positions, seed, temperature, kappa, tokens, offset, noise)
-    return reference(logits, k, positions, seed, temperature, kappa, tokens, offset, noise)
+        return compiled(logits, k, positions, seed, temperature, kappa, tokens, offset, noise, owners)
+    return reference(logits, k, positions, seed, temperature, kappa, tokens, offset, noise, owners)
 
 
 def reference(
@@ -72,9 +75,10 @@ def reference(
     tokens: Tensor | None = None,
     offset: int = 0,
     noise: Tensor | None = None,
+    owners: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`top_children` with torch."""
-    scores = _scores(logits, positions, seed, temperature, kappa, tokens, offset, noise)
+    scores = _scores(logits, positions, seed, temperature, kappa, tokens, offset, noise, owners)
     values, order = scores.sort(dim=-1, descending=True, stable=True)
     values, order = values[:, :k], order[:, :k]
     return values, order if tokens is None else tokens[order]
@@ -89,11 +93,16 @@ def _scores(
     tokens: Tensor | None,
     offset: int,
     noise: Tensor | None,
+    owners: Tensor | None,
 ) -> Tensor:
     """log_softmax(x), [w, V]."""
     scores = logits.float()
     if positions is not None:
         assert seed is not None and temperature is not None and kappa is not None
         names = torch.arange(logits.shape[-1], device=logits.device) if tokens is None else tokens
-        scores = (scores / temperature + noise_at(seed, positions + offset, names, noise)) / kappa
+        if owners is not None:
+            own = owners.long()
+            seed, temperature, kappa = seed[own], temperature[own][:, None], kappa[own][:, None]
+        coupled = (scores / temperature + noise_at(seed, positions + offset, names, noise)) / kappa
+        scores = coupled if owners is None else torch.where(temperature == 0, scores, coupled)
     return scores.log_softmax(-1)

@@ -1,4 +1,7 @@
-"""A draft tree in device memory, as the kernels see it: its arrays, the next draft pass, and the calibration."""
+"""A draft tree in device memory, as the kernels see it: its arrays, the next draft pass, and the calibration.
+
+For a batch of requests, all arrays have one more dimension, the first, which is the request.
+"""
 
 from __future__ import annotations
 
@@ -38,16 +41,33 @@ class NextPass(NamedTuple):
     slots: Tensor  # [W] long: rows of the drafter's KV cache
     parent_slots: Tensor  # [W] long: `TreeArrays.slot` of each row's parent
     own_slots: Tensor  # [W] long: `TreeArrays.slot` of each row
-    mask: Tensor  # [W, S] bool: which staged rows are ancestors of a row, or the row itself
+    mask: Tensor | None  # [W, S] bool: which staged rows are ancestors of a row, or the row itself
     expanded: Tensor  # [S] long: the node of each staged row, NO_NODE after the last
     staged: Tensor  # [1] long: number of staged rows
     length: Tensor  # [1] long: committed rows of the drafter's KV cache, only read
+    base: Tensor  # [1] long: the row of the drafter's KV cache where staged rows begin, only read
     summary: Tensor  # [passes + 1, 6] fp32: policies.plan.Summary after each pass; entry [0, 0] counts the passes
+    lineage: Tensor | None = None  # [W, D] int32: the KV rows of a row's ancestors from depth 1 on, itself included
 
 
 class Calibration(NamedTuple):
-    """Calibrated acceptance probabilities and costs, for calibrated rules."""
+    """Calibrated acceptance probabilities and costs, for calibrated rules. In a batch, one for all or one for each."""
 
     weights: Tensor  # [1 + DEPTHS + RANKS] fp32: see Calibrator.accept
     forecast: Tensor  # [DEPTHS, 3, children] fp32: mean chances of future children, see Calibrator.forecast
     prices: Tensor  # [2] fp32: cost of a draft pass and of a verified row, in tokens
+
+
+def tree_of(trees: TreeArrays, request: int) -> TreeArrays:
+    """The tree of one request of a batch."""
+    return TreeArrays._make(_of_request(array, request) for array in trees)
+
+
+def pass_of(passes: NextPass, request: int) -> NextPass:
+    """The rows of one request of a batch."""
+    return NextPass._make(None if array is None else _of_request(array, request) for array in passes)
+
+
+def _of_request(array: Tensor, request: int) -> Tensor:
+    """The part of one request; a number keeps a dimension."""
+    return array[request] if array.dim() > 1 else array[request : request + 1]

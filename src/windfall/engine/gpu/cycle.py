@@ -171,8 +171,8 @@ class Cycle:
 
     def next_pass(self, sampler: ChildSampler) -> None:
         """A later draft pass: add children of the chosen nodes, and choose the nodes of the next pass."""
-        assert self.draft is not None
         rows = self.next_rows
+        assert self.draft is not None and rows.mask is not None
         given = Pass(rows.tokens, rows.positions, rows.slots, rows.mask, self.draft.length)
         logits = self.draft.next_pass(given, rows.parent_slots, rows.own_slots)
         self._add_children(rows.nodes, rows.own_slots, logits, rows.positions, 0, sampler)

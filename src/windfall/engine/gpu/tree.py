@@ -85,6 +85,7 @@ def next_rows(width: int, published: PackedBuffer, length: Tensor) -> NextPass:
         expanded=expanded,
         staged=integers(1),
         length=length,
+        base=length,
         summary=published.device["summary"],
     )
 

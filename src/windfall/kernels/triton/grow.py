@@ -712,7 +712,7 @@ def grow(
     assert not rule.calibrated or (rule.whole and not rule.selective)  # the kernel counts worthy nodes only for these
     whole = rule.whole
     (given, k), width, (capacity, columns) = tokens.shape, len(next_pass.nodes), tree.ancestors.shape
-    assert next_pass.mask.stride(1) == 1 and logq.dtype == torch.float32
+    assert next_pass.mask is not None and next_pass.mask.stride(1) == 1 and logq.dtype == torch.float32
     assert shape is None or (shape.stride(1) == 1 and shape.shape[1] >= k)
     assert all(
         x.is_contiguous()

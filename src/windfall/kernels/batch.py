@@ -1,0 +1,231 @@
+"""The trees of several requests in one verify pass: choose its rows, follow the target's draws, append to the drafter.
+
+Requests have numbers from 0 on, without gaps. Arrays of a tree have one more dimension than in `TreeArrays`, the
+request, and so have the outputs: [R, …]. Requests from `live` on are not in use; nothing is read or written for them
+unless a function says so.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from windfall.kernels.accept import reset_to_root
+from windfall.kernels.backend import on_triton
+from windfall.kernels.pages import PAGE_TOKENS, Pages, max_tiles, tiles_of
+from windfall.kernels.trees import NO_NODE, TreeArrays, tree_of
+
+UNUSED_PAGE = 0  # of the KV cache: rows that no text needs are written there
+
+
+class BatchRows(NamedTuple):
+    """The N rows of a verify pass, request by request, parents before children, then padding."""
+
+    tokens: Tensor  # [N] long, 0 for padding
+    owners: Tensor  # [N] int32: the request of each row, 0 for padding
+    nodes: Tensor  # [N] long: its node in the request's tree, NO_NODE for padding
+    parents: Tensor  # [N] long: the row of its parent; a root's and padding's own row
+    depth: Tensor  # [N] long, 0 for padding
+    positions: Tensor  # [N] long
+    slots: Tensor  # [N] long: where its keys and values go
+    reach: Tensor  # [N] long: keys that it sees, its own included; 0 for padding
+    lineage: Tensor  # [N, D + 1] int32: the slot of its ancestor at each depth, itself included
+    starts: Tensor  # [R + 1] long: the first row of each request, then the number of rows that are not padding
+    tiles: Tensor  # [T + 1] int32: see `pages.tiles_of`
+
+
+class Outcome(NamedTuple):
+    """What a verify pass adds to each text; at most P tokens."""
+
+    accepted: Tensor  # [R] long: accepted rows, the root included: new tokens; 0 for requests that are not in use
+    tokens: Tensor  # [R, P] long: accepted tokens after the root, the target's next token, then 0
+    path: Tensor  # [R, P] long: accepted rows of the pass, then NO_NODE
+    source: Tensor  # [R, P] long: slots of the accepted rows
+    goal: Tensor  # [R, P] long: slots that they move to; equal to `source` where nothing moves
+
+
+def batch_rows(rows: int, requests: int, deepest: int, tile_rows: int, device: torch.device) -> BatchRows:
+    """Buffers for a pass of this size; `deepest` is the largest depth of a node."""
+    one, two, three, four, five, six = (torch.zeros(rows, dtype=torch.long, device=device) for _ in range(6))
+    return BatchRows(
+        tokens=one,
+        owners=torch.zeros(rows, dtype=torch.int32, device=device),
+        nodes=two,
+        parents=three,
+        depth=four,
+        positions=five,
+        slots=six,
+        reach=torch.zeros(rows, dtype=torch.long, device=device),
+        lineage=torch.zeros(rows, deepest + 1, dtype=torch.int32, device=device),
+        starts=torch.zeros(requests + 1, dtype=torch.long, device=device),
+        tiles=torch.zeros(max_tiles(rows, requests + 1, tile_rows) + 1, dtype=torch.int32, device=device),
+    )
+
+
+def choose_rows(
+    trees: TreeArrays,
+    live: Tensor,  # [1] long: requests in use
+    limits: Tensor,  # [R] long: the largest number of rows of each request, at least 1
+    floor: Tensor,  # [1] fp32: nodes with lower keys are not chosen, except for roots
+    lengths: Tensor,  # [R] long: committed tokens of each text, the root not included
+    staging: int,  # the slot of the first row
+    tile_rows: int,  # rows of an attention tile
+    rows: BatchRows,  # written
+) -> None:
+    """Choose the root of every request, and then the nodes with the highest keys of all requests, as far as they fit.
+
+    Ties go to the lower request, then to the lower node. A node's key is never above its parent's, and its index never
+    below, so that the ancestors of a chosen node are chosen too. All requests in use must fit with their roots.
+    """
+    if on_triton(trees.key):
+        from windfall.kernels.triton.batch import choose_rows as compiled
+
+        compiled(trees, live, limits, floor, lengths, staging, tile_rows, rows)
+        return
+    choose_reference(trees, live, limits, floor, lengths, staging, tile_rows, rows)
+
+
+def choose_reference(
+    trees: TreeArrays,
+    live: Tensor,
+    limits: Tensor,
+    floor: Tensor,
+    lengths: Tensor,
+    staging: int,
+    tile_rows: int,
+    rows: BatchRows,
+) -> None:
+    """`choose_rows` with torch. It reads sizes on the host."""
+    count, size, device = int(live), len(rows.tokens), trees.key.device
+    requests, capacity = trees.key.shape
+    place = torch.arange(capacity, device=device)
+    keys = torch.where(place < trees.count.view(-1, 1), trees.key, -math.inf)
+    keys = torch.where(keys >= floor, keys, -math.inf)[:count]
+    keys[:, 0] = math.inf
+    order = keys.sort(dim=1, descending=True, stable=True).indices
+    rank = torch.zeros_like(order).scatter_(1, order, place.expand(count, -1))  # among the nodes of its request
+    keys = torch.where(rank < limits[:count, None], keys, -math.inf).flatten()
+    best = keys.sort(descending=True, stable=True).indices[:size]
+    chosen = best[keys[best] > -math.inf].sort().values
+    owner, node, total = chosen // capacity, chosen % capacity, len(chosen)
+    row_of = torch.zeros(requests * capacity, dtype=torch.long, device=device)
+    row_of[chosen] = torch.arange(total, device=device)
+    for name in ("tokens", "owners", "depth", "reach", "positions"):
+        getattr(rows, name).zero_()
+    rows.nodes.fill_(NO_NODE)
+    rows.parents.copy_(torch.arange(size, device=device))
+    rows.slots.copy_(staging + torch.arange(size, device=device))
+    rows.tokens[:total], rows.owners[:total], rows.nodes[:total] = trees.tokens[owner, node], owner.int(), node
+    rows.depth[:total] = depth = trees.depth[owner, node]
+    above = trees.parents[owner, node]
+    rows.parents[:total] = torch.where(above < 0, rows.parents[:total], row_of[owner * capacity + above.clamp(min=0)])
+    rows.positions[:total] = lengths[owner] + depth
+    rows.reach[:total] = rows.positions[:total] + 1
+    ancestors = trees.ancestors[owner, node][:, : rows.lineage.shape[1]]
+    lines = row_of[owner[:, None] * capacity + ancestors.clamp(min=0)]
+    rows.lineage[:total] = torch.where(ancestors < 0, 0, staging + lines).int()
+    firsts = torch.full((requests,), total, dtype=torch.long, device=device)
+    firsts[:count] = row_of[torch.arange(count, device=device) * capacity]
+    rows.starts.copy_(torch.cat([firsts, torch.tensor([total], device=device)]))
+    padded = torch.where(rows.nodes < 0, requests, rows.owners.long())
+    rows.tiles.copy_(tiles_of(padded, tile_rows, len(rows.tiles) - 1))
+
+
+def accept_rows(
+    draws: Tensor,  # [N] long: the target's token after each row
+    rows: BatchRows,
+    live: Tensor,  # [1] long
+    lengths: Tensor,  # [R] long, written, like all that follow: committed tokens, increased by those accepted
+    tables: Tensor,  # [R, pages] int32, only read
+    outcome: Outcome,
+    trees: TreeArrays,  # each becomes a tree of one node, the target's next token
+    expanded: Tensor | None,  # [R, S] long: becomes NO_NODE
+    staged: Tensor | None,  # [R] long: becomes 0
+) -> None:
+    """Accept the path of each tree that the draws follow, and start the next tree from the token after it.
+
+    A path of more than P rows ends after P rows; then the next token is the draw after its last row.
+    """
+    if on_triton(draws):
+        from windfall.kernels.triton.batch import accept_rows as compiled
+
+        compiled(draws, rows, live, lengths, tables, outcome, trees, expanded, staged)
+        return
+    accept_reference(draws, rows, live, lengths, tables, outcome, trees, expanded, staged)
+
+
+def accept_reference(
+    draws: Tensor,
+    rows: BatchRows,
+    live: Tensor,
+    lengths: Tensor,
+    tables: Tensor,
+    outcome: Outcome,
+    trees: TreeArrays,
+    expanded: Tensor | None,
+    staged: Tensor | None,
+) -> None:
+    """`accept_rows` with torch. It reads sizes on the host."""
+    most = outcome.tokens.shape[1]
+    starts = rows.starts.tolist()
+    outcome.accepted.zero_()
+    outcome.tokens.zero_()
+    outcome.path.fill_(NO_NODE)
+    outcome.source.zero_()
+    outcome.goal.zero_()
+    drawn, tokens, parents = draws.tolist(), rows.tokens.tolist(), rows.parents.tolist()
+    for request in range(int(live)):
+        first, end = starts[request], starts[request + 1]
+        path = [first]
+        while len(path) < most:
+            now = path[-1]
+            following = [row for row in range(now + 1, end) if parents[row] == now and tokens[row] == drawn[now]]
+            if not following:
+                break
+            path.append(following[0])
+        count, length = len(path), int(lengths[request])
+        outcome.accepted[request] = count
+        outcome.path[request, :count] = torch.tensor(path)
+        outcome.tokens[request, :count] = torch.tensor([drawn[row] for row in path])
+        outcome.source[request, :count] = rows.slots[path]
+        outcome.goal[request, :count] = slots_of(tables[request], length + torch.arange(count, device=draws.device))
+        lengths[request] = length + count
+        reset_to_root(tree_of(trees, request), outcome.tokens[request, count - 1 : count])
+        if expanded is not None:
+            expanded[request] = NO_NODE
+        if staged is not None:
+            staged[request] = 0
+
+
+def slots_of(table: Tensor, positions: Tensor) -> Tensor:
+    """The slots of these positions [n] of the text with this page table."""
+    return table[positions // PAGE_TOKENS].long() * PAGE_TOKENS + positions % PAGE_TOKENS
+
+
+class Appended(NamedTuple):
+    """Rows that are appended to several texts at once, P for each; the last of a request may be padding."""
+
+    positions: Tensor  # [R * P] long
+    slots: Tensor  # [R * P] long; in UNUSED_PAGE for padding
+    reach: Tensor  # [R * P] long; 0 for padding
+    last: Tensor  # [R] long: the last row of each request that is not padding; any if there is none
+
+
+def append_to_pages(lengths: Tensor, counts: Tensor, tables: Tensor, rows: int) -> Appended:
+    """Append counts[r] ≤ P of P = `rows` rows to each text, and add `counts` to `lengths` in place."""
+    if on_triton(lengths):
+        from windfall.kernels.triton.batch import append_to_pages as compiled
+
+        return compiled(lengths, counts, tables, rows)
+    place = torch.arange(rows, device=lengths.device)
+    positions = lengths[:, None] + place
+    real = place < counts[:, None]
+    pages = Pages(lengths, lengths, tables)
+    owners = torch.arange(len(lengths), device=lengths.device)[:, None].expand_as(positions)
+    slots = torch.where(real, pages.slots(owners, positions), UNUSED_PAGE * PAGE_TOKENS + positions % PAGE_TOKENS)
+    lengths.add_(counts)
+    last = torch.arange(len(lengths), device=lengths.device) * rows + (counts - 1).clamp(min=0)
+    return Appended(positions.flatten(), slots.flatten(), ((positions + 1) * real).flatten(), last)
