@@ -101,6 +101,7 @@ def path_attention(
     cap: float | None = None,  # scores become cap * tanh(score / cap)
     sinks: Tensor | None = None,  # [heads]: the score of a further key of each head, which has no value
     pages: Pages | None = None,  # the requests of the rows; None: there is one, and `length` is that of its text
+    first: int = 0,  # keys of earlier positions are not seen
 ) -> Tensor:
     """`tree_attention` for rows that see all committed rows, their ancestors and themselves → [n, heads, d].
 
@@ -119,9 +120,9 @@ def path_attention(
         from windfall.kernels.triton.path_attention import attend
 
         out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-        attend(queries, keys, values, length, reach, lineage, scale, out, window, cap, sinks, pages)
+        attend(queries, keys, values, length, reach, lineage, scale, out, window, cap, sinks, pages, first)
         return out
-    return path_reference(queries, keys, values, length, reach, lineage, scale, window, cap, sinks, pages)
+    return path_reference(queries, keys, values, length, reach, lineage, scale, window, cap, sinks, pages, first)
 
 
 def path_reference(
@@ -136,6 +137,7 @@ def path_reference(
     cap: float | None = None,
     sinks: Tensor | None = None,
     pages: Pages | None = None,
+    first: int = 0,
 ) -> Tensor:
     """`path_attention` with torch, part by part. The order of each sum does not depend on any shape.
 
@@ -151,7 +153,7 @@ def path_reference(
     top = torch.full(rows.shape[:3], -torch.inf, dtype=wide, device=rows.device)
     total, sums = torch.zeros_like(top), torch.zeros_like(rows[:, :, :, 0])
     for start in range(0, end, PART):
-        k, v, seen = path_keys(keys, values, length, reach, lineage, start, window, pages)
+        k, v, seen = path_keys(keys, values, length, reach, lineage, start, window, pages, first)
         scores = (rows * k.to(wide)).sum(-1) * scale
         scores = scores if cap is None else cap * (scores / cap).tanh()
         scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
@@ -178,13 +180,14 @@ def path_keys(
     start: int,
     window: int | None,
     pages: Pages | None = None,
+    first: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values of positions start, start + 1, ... [n or 1, kv_heads, 1, PART, d]; which the rows see [n, PART].
 
     Those that no row sees are 0, since they may hold any value, even NaN.
     """
     position = start + torch.arange(PART, device=reach.device)
-    seen = position < reach[:, None]
+    seen = (position < reach[:, None]) & (position >= first)
     if window is not None:
         seen &= position >= reach[:, None] - window
     committed, last = position, keys.shape[1] - 1

@@ -1,8 +1,7 @@
 """The trees of several requests in one verify pass: choose its rows, follow the target's draws, append to the drafter.
 
 Requests have numbers from 0 on, without gaps. Arrays of a tree have one more dimension than in `TreeArrays`, the
-request, and so have the outputs: [R, …]. Requests from `live` on are not in use; nothing is read or written for them
-unless a function says so.
+request, and so have the outputs: [R, …]. Requests from `live` on are not in use.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from windfall.kernels.accept import reset_to_root
 from windfall.kernels.backend import on_triton
-from windfall.kernels.pages import PAGE_TOKENS, Pages, max_tiles, tiles_of
+from windfall.kernels.pages import PAGE_TOKENS, Pages, tiles_of
 from windfall.kernels.trees import NO_NODE, TreeArrays, tree_of
 
 UNUSED_PAGE = 0  # of the KV cache: rows that no text needs are written there
@@ -45,24 +44,6 @@ class Outcome(NamedTuple):
     path: Tensor  # [R, P] long: accepted rows of the pass, then NO_NODE
     source: Tensor  # [R, P] long: slots of the accepted rows
     goal: Tensor  # [R, P] long: slots that they move to; equal to `source` where nothing moves
-
-
-def batch_rows(rows: int, requests: int, deepest: int, tile_rows: int, device: torch.device) -> BatchRows:
-    """Buffers for a pass of this size; `deepest` is the largest depth of a node."""
-    one, two, three, four, five, six = (torch.zeros(rows, dtype=torch.long, device=device) for _ in range(6))
-    return BatchRows(
-        tokens=one,
-        owners=torch.zeros(rows, dtype=torch.int32, device=device),
-        nodes=two,
-        parents=three,
-        depth=four,
-        positions=five,
-        slots=six,
-        reach=torch.zeros(rows, dtype=torch.long, device=device),
-        lineage=torch.zeros(rows, deepest + 1, dtype=torch.int32, device=device),
-        starts=torch.zeros(requests + 1, dtype=torch.long, device=device),
-        tiles=torch.zeros(max_tiles(rows, requests + 1, tile_rows) + 1, dtype=torch.int32, device=device),
-    )
 
 
 def choose_rows(
@@ -134,6 +115,28 @@ def choose_reference(
     rows.tiles.copy_(tiles_of(padded, tile_rows, len(rows.tiles) - 1))
 
 
+def root_rows(trees: TreeArrays, live: Tensor, lengths: Tensor, tables: Tensor, rows: BatchRows) -> None:
+    """One row for each request, its root, whose keys and values go straight into its pages. Writes `rows`.
+
+    There are as many rows as requests; those from `live` on are padding.
+    """
+    owners = torch.arange(len(rows.tokens), device=lengths.device)
+    real = owners < live
+    pages = Pages(owners, lengths, tables)
+    rows.tokens.copy_(torch.where(real, trees.tokens[:, 0], 0))
+    rows.owners.copy_(owners)
+    rows.nodes.copy_(torch.where(real, 0, NO_NODE))
+    rows.parents.copy_(owners)
+    rows.depth.zero_()
+    rows.positions.copy_(lengths)
+    unused = UNUSED_PAGE * PAGE_TOKENS + lengths % PAGE_TOKENS
+    rows.slots.copy_(torch.where(real, pages.slots(owners, lengths), unused))
+    rows.reach.copy_((lengths + 1) * real)
+    rows.starts[: len(owners)].copy_(torch.minimum(owners, live))
+    rows.starts[len(owners) :].copy_(live.expand(len(rows.starts) - len(owners)))
+    rows.tiles.copy_(owners.new_tensor(range(len(rows.tiles))).clamp(max=len(owners)))
+
+
 def accept_rows(
     draws: Tensor,  # [N] long: the target's token after each row
     rows: BatchRows,
@@ -147,7 +150,8 @@ def accept_rows(
 ) -> None:
     """Accept the path of each tree that the draws follow, and start the next tree from the token after it.
 
-    A path of more than P rows ends after P rows; then the next token is the draw after its last row.
+    A path of more than P rows ends after P rows; then the next token is the draw after its last row. Trees, `expanded`
+    and `staged` of requests that are not in use are reset, too, to a root with token 0.
     """
     if on_triton(draws):
         from windfall.kernels.triton.batch import accept_rows as compiled
@@ -169,35 +173,42 @@ def accept_reference(
     staged: Tensor | None,
 ) -> None:
     """`accept_rows` with torch. It reads sizes on the host."""
-    most = outcome.tokens.shape[1]
     starts = rows.starts.tolist()
     outcome.accepted.zero_()
     outcome.tokens.zero_()
     outcome.path.fill_(NO_NODE)
     outcome.source.zero_()
     outcome.goal.zero_()
-    drawn, tokens, parents = draws.tolist(), rows.tokens.tolist(), rows.parents.tolist()
-    for request in range(int(live)):
-        first, end = starts[request], starts[request + 1]
-        path = [first]
-        while len(path) < most:
-            now = path[-1]
-            following = [row for row in range(now + 1, end) if parents[row] == now and tokens[row] == drawn[now]]
-            if not following:
-                break
-            path.append(following[0])
-        count, length = len(path), int(lengths[request])
-        outcome.accepted[request] = count
-        outcome.path[request, :count] = torch.tensor(path)
-        outcome.tokens[request, :count] = torch.tensor([drawn[row] for row in path])
-        outcome.source[request, :count] = rows.slots[path]
-        outcome.goal[request, :count] = slots_of(tables[request], length + torch.arange(count, device=draws.device))
-        lengths[request] = length + count
-        reset_to_root(tree_of(trees, request), outcome.tokens[request, count - 1 : count])
-        if expanded is not None:
-            expanded[request] = NO_NODE
-        if staged is not None:
-            staged[request] = 0
+    count = int(live)
+    for request in range(len(outcome.tokens)):
+        if request < count:
+            path = _path(draws, rows, starts[request], starts[request + 1], outcome.tokens.shape[1])
+            taken, length = len(path), int(lengths[request])
+            outcome.accepted[request] = taken
+            outcome.path[request, :taken] = path
+            outcome.tokens[request, :taken] = draws[path]
+            outcome.source[request, :taken] = rows.slots[path]
+            places = length + torch.arange(taken, device=draws.device)
+            outcome.goal[request, :taken] = slots_of(tables[request], places)
+            lengths[request] = length + taken
+        last = (outcome.accepted[request] - 1).clamp(min=0).reshape(1)
+        reset_to_root(tree_of(trees, request), outcome.tokens[request, last])
+    if expanded is not None:
+        expanded.fill_(NO_NODE)
+    if staged is not None:
+        staged.zero_()
+
+
+def _path(draws: Tensor, rows: BatchRows, start: int, end: int, most: int) -> Tensor:
+    """The rows from `start` to `end` that the draws follow, at most this number."""
+    path = [start]
+    while len(path) < most:
+        mine = slice(path[-1] + 1, end)
+        following = (rows.parents[mine] == path[-1]) & (rows.tokens[mine] == draws[path[-1]])
+        if not following.any():
+            break
+        path.append(mine.start + int(following.nonzero()[0, 0]))
+    return torch.tensor(path, device=draws.device)
 
 
 def slots_of(table: Tensor, positions: Tensor) -> Tensor:

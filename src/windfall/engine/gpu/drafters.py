@@ -23,7 +23,6 @@ from windfall.engine.gpu.target import (
 )
 from windfall.heads.base import FeatureHead
 from windfall.heads.layers import head_dim
-from windfall.kernels.attention import tree_attention
 from windfall.kernels.rows import append_rows
 from windfall.kernels.scatter import Scatter
 from windfall.kernels.top import LazyLogits, top_children
@@ -242,9 +241,8 @@ class HeadBuffer:
         kept, rows = self.kv[:, layer], self.rows
         kept[0].index_copy_(1, rows.slots, keys[0])
         kept[1].index_copy_(1, rows.slots, values[0])
-        given = queries[0].transpose(0, 1), kept[0], kept[1], rows.length, rows.mask
         window = self.windows[layer] if self.windows else None
-        out = tree_attention(*given, positions=rows.positions, window=window)  # [n, heads, d]
+        out = rows.attend(queries[0].transpose(0, 1), kept, window)  # [n, heads, d]
         return out.transpose(0, 1)[None]
 
 

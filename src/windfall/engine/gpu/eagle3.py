@@ -15,7 +15,6 @@ from windfall.engine.gpu.weights import merge
 from windfall.heads.base import FeatureHead
 from windfall.heads.eagle3 import Eagle3
 from windfall.heads.layers import Attention
-from windfall.kernels.attention import tree_attention
 from windfall.kernels.norm import add_norm, rotate_and_store
 from windfall.kernels.pair import pair_norm
 from windfall.kernels.product import linear, norm_gate
@@ -68,8 +67,7 @@ class FusedEagle3:
         both, total = self._inputs(rows.tokens, hidden, index)
         qkv = linear(both, self.qkv, self.qkv_bias)
         queries = rotate_and_store(qkv, *self.rotary.tables, kv[0, 0], kv[1, 0], rows.slots, rows.positions)
-        given = queries, kv[0, 0], kv[1, 0], rows.length, rows.mask
-        out = tree_attention(*given, positions=rows.positions, window=self.head.config.window(0))
+        out = rows.attend(queries, kv[:, 0], self.head.config.window(0))
         attended = linear(out.flatten(1), self.attention.o_proj.weight, self.attention.o_proj.bias)
         gates, total = norm_gate(attended, total, self.layer.post_attention_layernorm.weight, self.eps, self.gate_up)
         mlp_out = linear(gates, self.layer.mlp.down_proj.weight)

@@ -104,6 +104,7 @@ class Description(NamedTuple):
     positions: int | None  # rotary angles are fixed up to this number of positions; None: all are
     kind: NormKind
     eps: float
+    heads: int
     kv_heads: int
     d: int  # width of a head
     scale: float  # of attention scores
@@ -145,6 +146,7 @@ def describe(model: Any) -> Description:
         positions=fixed_positions(config),
         kind=family.norm,
         eps=config.rms_norm_eps,
+        heads=config.num_attention_heads,
         kv_heads=kv_heads,
         d=attention.head_dim,
         scale=float(attention.scaling),

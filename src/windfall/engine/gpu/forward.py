@@ -13,9 +13,11 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from windfall.heads.layers import follows_length
-from windfall.kernels.attention import visible
+from windfall.kernels.attention import path_attention, tree_attention, visible
+from windfall.kernels.pages import Pages
 from windfall.kernels.rows import ancestors
-from windfall.model.decoder import Decoder, as_given, attention_windows, tree_attention
+from windfall.model.decoder import Decoder, as_given, attention_windows
+from windfall.model.decoder import tree_attention as with_tree_attention
 from windfall.model.hidden_states import with_states
 
 
@@ -28,6 +30,8 @@ class Paths(NamedTuple):
 
     reach: Tensor  # [n] long: the number of keys, its own included; 0 for padding
     lineage: Tensor | None  # [n, S] int32: the slot of its ancestor at each depth; None: the rows are a chain
+    pages: Pages | None = None  # the requests of the rows, in a batch
+    first: int = 0  # keys of earlier positions are not seen
 
 
 class Pass(NamedTuple):
@@ -39,6 +43,20 @@ class Pass(NamedTuple):
     mask: Tensor  # [n, S] bool, over the slots from `length` on
     length: Tensor  # [1] long
     paths: Paths | None = None  # the same as `mask`, for attention in the order of positions
+
+    @classmethod
+    def in_pages(cls, tokens: Tensor, positions: Tensor, slots: Tensor, paths: Paths) -> Pass:
+        """The rows of several requests, which have paths and no mask."""
+        assert paths.pages is not None
+        return cls(tokens, positions, slots, torch.empty(0, 0, dtype=torch.bool), paths.pages.lengths, paths)
+
+    def attend(self, queries: Tensor, kv: Tensor, window: int | None = None) -> Tensor:
+        """Attention of a drafter's rows, queries [n, heads, d], over its layer of the KV cache [2, kv_heads, …]."""
+        given = queries, kv[0], kv[1], self.length
+        if self.paths is None or self.paths.pages is None:
+            return tree_attention(*given, self.mask, positions=self.positions, window=window)
+        reach, lineage, pages, first = self.paths
+        return path_attention(*given, reach, lineage, window=window, pages=pages, first=first)
 
 
 class Forward(Protocol):
@@ -78,7 +96,7 @@ class TransformersForward:
 
     def __call__(self, rows: Pass, kv: Tensor, taps: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor | None]:
         seen = visible(rows.length, rows.mask, columns)
-        with tree_attention(self.model):
+        with with_tree_attention(self.model):
             outputs, states = with_states(
                 self._call,
                 self.model,

@@ -29,6 +29,7 @@ class FusedForward:
         self.described = described = describe(model)
         self.layers, self.kind, self.eps = described.layers, described.kind, described.eps
         self.shape = (len(self.layers), described.kv_heads, described.d)
+        self.group = described.heads // described.kv_heads  # query heads for each key head
         self.needs_paths = described.score_cap is not None or any(
             layer.window is not None or layer.sinks is not None for layer in self.layers
         )
@@ -48,7 +49,8 @@ class FusedForward:
         """The states after the last norm [n, H], and those at `taps`."""
         if self.needs_paths and rows.paths is None:
             rows = rows._replace(paths=paths_of(rows.mask, rows.length))
-        x, rotary = self._embed(rows, kv.shape[3])
+        pages = None if rows.paths is None else rows.paths.pages
+        x, rotary = self._embed(rows, kv.shape[3] if pages is None else pages.positions)
         total: Tensor | None = None  # the residual stream, to which x is added next
         states: dict[int, Tensor] = {}
         for place, layer in enumerate(self.layers):
@@ -61,10 +63,10 @@ class FusedForward:
         states |= {count: total, -1: normed}
         return normed, torch.cat([states[boundary(tap, count)] for tap in taps], -1) if taps else None
 
-    def _embed(self, rows: Pass, capacity: int) -> tuple[Tensor, list[CosSin]]:
-        """Embed the tokens [n, H]; cos and sin [n, r] of each kind of rotary angles."""
+    def _embed(self, rows: Pass, longest: int) -> tuple[Tensor, list[CosSin]]:
+        """Embed the tokens [n, H]; cos and sin [n, r] of each kind of rotary angles. `longest`: a text's length."""
         described = self.described
-        positions = min(capacity, described.positions or capacity)
+        positions = min(longest, described.positions or longest)
         if self._angles is None or len(self._angles) < positions:
             tables = [RotaryTable(each, described.embedding, positions).table for each in described.rotaries]
             self._angles = torch.cat(tables, -1)
@@ -95,11 +97,12 @@ class FusedForward:
     def _attend(self, layer: Layer, queries: Tensor, rows: Pass, kv: Tensor) -> Tensor:
         """queries [n, heads, d] → [n, H]"""
         scale, cap = self.described.scale, self.described.score_cap
-        paths = rows.paths
-        if paths is None or not (self.exact or self.needs_paths or paths.lineage is None):
-            out = tree_attention(queries, kv[0], kv[1], rows.length, rows.mask, scale)
+        paths, given = rows.paths, (queries, kv[0], kv[1], rows.length)
+        if paths is None or not (self.exact or self.needs_paths or paths.lineage is None or paths.pages):
+            out = tree_attention(*given, rows.mask, scale)
         else:
-            out = path_attention(queries, kv[0], kv[1], rows.length, *paths, scale, layer.window, cap, layer.sinks)
+            reach, lineage, pages, _ = paths
+            out = path_attention(*given, reach, lineage, scale, layer.window, cap, layer.sinks, pages)
         return linear(out.flatten(1), layer.o, layer.o_bias, self.exact)
 
     def _mlp(self, layer: Layer, attended: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:

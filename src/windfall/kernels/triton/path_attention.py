@@ -231,10 +231,10 @@ def _attend_part(
                 tl.store(counters + place, 0, mask=done)  # for the next launch
 
 
-@triton.jit(do_not_specialize=["nodes", "lineage_row", "window", "tiles", "stride", "singles", "table_row"])
+@triton.jit(do_not_specialize=["nodes", "lineage_row", "window", "first", "tiles", "stride", "singles", "table_row"])
 def _attend_paths(
     queries, keys, values, owners, lengths, tables, tile_rows, reach_at, lineage, out, tops, totals, partials, counters,
-    sinks, scale, inner, window, nodes, tiles, stride, singles,
+    sinks, scale, inner, window, first, nodes, tiles, stride, singles,
     table_row, query_row, query_head, key_head, key_row, value_head, value_row, lineage_row, out_row, out_head,
     SINGLE_ROWS: tl.constexpr, PAGED: tl.constexpr, TILED: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -265,7 +265,7 @@ def _attend_paths(
     query = head * GROUP + member % GROUP
     live = (member // GROUP < rows) & (node < nodes)
     reach = tl.load(reach_at + node, mask=live, other=0).to(tl.int32)
-    oldest = tl.maximum(reach - window, 0)  # the first position that a row sees
+    oldest = tl.maximum(reach - window, first)  # the first position that a row sees
     first_part = tl.where(reach > 0, _part_of(oldest), 0)
     last_part = tl.where(reach > 0, _part_of(reach - 1), 0)  # a row without keys stores zeros
     if PAGED:
@@ -347,6 +347,7 @@ def attend(
     cap: float | None = None,
     sinks: Tensor | None = None,
     pages: Pages | None = None,
+    first: int = 0,
 ) -> None:
     """`path_attention` into `out`."""
     (count, heads, width), shared = queries.shape, keys.shape[0]
@@ -390,6 +391,7 @@ def attend(
         (scale if cap is None else cap) * LOG2_E,  # softmax in powers of two
         0.0 if cap is None else scale / cap,
         positions if window is None else window,
+        first,
         count,
         tiles,
         stride,

@@ -1,0 +1,244 @@
+"""Drafters on a KV cache in pages: one draft pass serves all requests."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from windfall.drafters.base import GpuForm, HeadForm
+from windfall.engine.gpu.batch.chunks import Chunk, ChunkBuffers, Part
+from windfall.engine.gpu.batch.state import BatchState
+from windfall.engine.gpu.batch.target import BatchTarget
+from windfall.engine.gpu.drafters import HeadBuffer
+from windfall.engine.gpu.eagle3 import FusedEagle3
+from windfall.engine.gpu.forward import Pass, Paths, Unsupported
+from windfall.engine.gpu.fused import FusedForward
+from windfall.heads.base import FeatureHead
+from windfall.heads.layers import head_dim
+from windfall.kernels.batch import append_to_pages
+from windfall.kernels.pages import PAGE_TOKENS, Pages, tile_rows, tiles_of
+from windfall.kernels.scatter import Scatter
+from windfall.kernels.top import LazyLogits
+from windfall.kernels.trees import NextPass
+from windfall.model.decoder import Decoder
+
+
+class BatchDrafter:
+    """Base class. The drafter's pages have the numbers of the target's pages.
+
+    `first` is 1 for heads, whose column of a token has the state of the token before it: the first token of a text has
+    no column. A column's key has the number of its token, so that a page depends on the tokens up to its end.
+    """
+
+    first: int
+
+    def __init__(self, batch: BatchTarget, heads: int, shared: int, layers: int, width: int, dtype: torch.dtype):
+        """`heads` and `shared` of queries and keys; `staged` nodes can be expanded for each request in a round."""
+        self.batch, self.state, self.device = batch, batch.state, batch.device
+        self.tile_rows = tile_rows(heads // shared)
+        self._size = (2, layers, shared, width)
+        self.dtype = dtype
+        self.chunk = ChunkBuffers(self.device, self.state.seats, self.tile_rows)
+        self._owners: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def reserve(self, staged: int) -> None:
+        """Make room for this number of expanded nodes of each request."""
+        self.staged, self.staging = staged, self.batch.staging
+        two, layers, shared, width = self._size
+        size = (two, layers, shared, self.staging + self.state.seats * staged, width)
+        self.kv = torch.zeros(size, dtype=self.dtype, device=self.device)
+        seats = torch.arange(self.state.seats, device=self.device)
+        self.base = self.staging + seats * staged  # the slot of each request's first staged row
+
+    @property
+    def vocabulary(self) -> Tensor | None:
+        """[M] the token of each column of the logits; None: the target's vocabulary."""
+        return None
+
+    def prefill(self, chunk: Chunk, states: Tensor | None) -> None:
+        """Add the columns of a chunk that the target has processed."""
+        self.chunk.fill(chunk, self.first)
+        key = ("batch draft prefill", chunk.size, chunk.alone, self)
+        self._take(chunk, states)
+        self.batch.gpu_target.graph_cache.run(key, partial(self._run_chunk, chunk.size, chunk.alone))
+
+    def _take(self, chunk: Chunk, states: Tensor | None) -> None:
+        """Keep what later passes need of the target's states of a chunk."""
+
+    def _run_chunk(self, size: int, alone: bool) -> None:
+        raise NotImplementedError
+
+    def first_pass(self, seats: int) -> Tensor | LazyLogits:
+        """Add the pending columns of each request; returns the logits [seats, V] after the last one."""
+        given, last = self._pending(seats)
+        return self._first_logits(given, last, seats)
+
+    def take_in(self, seats: int) -> None:
+        """Add the pending columns of each request, without logits."""
+        self._run_columns(self._pending(seats)[0], seats)
+
+    def _pending(self, seats: int) -> tuple[Pass, Tensor]:
+        """The pending columns as rows of a pass, and the last row of each request."""
+        state, pending = self.state, self.state.pending
+        lengths, tables = state.draft_lengths[:seats], state["tables"][:seats]
+        counts = state.pending_count[:seats] * (torch.arange(seats, device=self.device) < state["live"])
+        rows = append_to_pages(lengths, counts, tables, pending)
+        owners, tiles = self.rows_of(seats, pending)
+        paths = Paths(rows.reach, None, Pages(owners, lengths, tables, tiles), self.first)
+        positions = (rows.positions - self.first).clamp(min=0)
+        return Pass.in_pages(state.tokens[:seats].flatten(), positions, rows.slots, paths), rows.last
+
+    def next_pass(self, rows: NextPass, seats: int) -> Tensor | LazyLogits:
+        """Run the chosen nodes of each request; returns logits [seats * W, V]."""
+        assert rows.lineage is not None
+        state, width = self.state, rows.nodes.shape[1]
+        owners, tiles = self.rows_of(seats, width)
+        pages = Pages(owners, state.draft_lengths[:seats], state["tables"][:seats], tiles)
+        nodes, positions = rows.nodes[:seats].flatten(), rows.positions[:seats].flatten()
+        reach = torch.where(nodes >= 0, positions + 1 + self.first, 0)
+        paths = Paths(reach, rows.lineage[:seats].flatten(0, 1), pages, self.first)
+        given = Pass.in_pages(rows.tokens[:seats].flatten(), positions, rows.slots[:seats].flatten(), paths)
+        return self._next_logits(given, rows, seats)
+
+    def rows_of(self, seats: int, width: int) -> tuple[Tensor, Tensor]:
+        """Owners and tiles of `width` rows for each request."""
+        if (seats, width) not in self._owners:
+            owners = torch.arange(seats, device=self.device).repeat_interleave(width)
+            tiles = tiles_of(owners, self.tile_rows, seats * -(-width // self.tile_rows))
+            self._owners[seats, width] = owners.int(), tiles
+        return self._owners[seats, width]
+
+    def _first_logits(self, rows: Pass, last: Tensor, seats: int) -> Tensor | LazyLogits:
+        raise NotImplementedError
+
+    def _run_columns(self, rows: Pass, seats: int) -> None:
+        raise NotImplementedError
+
+    def _next_logits(self, given: Pass, rows: NextPass, seats: int) -> Tensor | LazyLogits:
+        raise NotImplementedError
+
+
+class BatchHeadDrafter(BatchDrafter):
+    """A draft head on the target's hidden states."""
+
+    first = 1
+
+    def __init__(self, head: FeatureHead, batch: BatchTarget):
+        layer = head.config.layer
+        heads, shared, width = layer.num_attention_heads, layer.num_key_value_heads, head_dim(layer)
+        super().__init__(batch, heads, shared, layer.num_hidden_layers, width, head.dtype)
+        self.head, self.hidden = head, layer.hidden_size
+        state, taps = self.state, batch.gpu_target.width
+        state.features = torch.zeros(state.seats, state.pending, taps, dtype=head.dtype, device=self.device)
+        try:
+            self.fused: FusedEagle3 | None = FusedEagle3(head, state.longest)
+        except Unsupported:
+            self.fused = None
+
+    def reserve(self, staged: int) -> None:
+        super().reserve(staged)
+        size = (self.state.seats * (staged + 1), self.hidden)
+        self.recycled = torch.zeros(size, dtype=self.dtype, device=self.device)  # its own features, by slot
+        self._roots = torch.arange(self.state.seats, device=self.device) * (staged + 1)
+
+    @property
+    def vocabulary(self) -> Tensor | None:
+        return self.head.draft_tokens
+
+    def _take(self, chunk: Chunk, states: Tensor | None) -> None:
+        assert states is not None and self.state.features is not None
+        for part in chunk.parts:
+            if is_last(part):
+                self.state.features[part.prompt.seat, 0] = states[part.rows.stop - 1]
+
+    def _run_chunk(self, size: int, alone: bool) -> None:
+        given = self.chunk.given(size, alone, self.state.draft_lengths, self.state["tables"], self.first)
+        states = self.batch.gpu_target.chunk_states
+        assert states is not None
+        self._run(given, self._fuse(states[:size].to(self.dtype)), None, None, None)
+
+    def _first_logits(self, rows: Pass, last: Tensor, seats: int) -> Tensor | LazyLogits:
+        return self._logits(self._run(rows, self._pending_features(seats), None, last, self._roots[:seats]))
+
+    def _run_columns(self, rows: Pass, seats: int) -> None:
+        self._run(rows, self._pending_features(seats), None, None, None)
+
+    def _pending_features(self, seats: int) -> Tensor:
+        assert self.state.features is not None
+        return self._fuse(self.state.features[:seats].flatten(0, 1))
+
+    def _next_logits(self, given: Pass, rows: NextPass, seats: int) -> Tensor | LazyLogits:
+        offset = self._roots[:seats, None]
+        above, here = ((slots[:seats] + offset).flatten() for slots in (rows.parent_slots, rows.own_slots))
+        return self._logits(self._run(given, self.recycled, above, None, here))
+
+    def _fuse(self, features: Tensor) -> Tensor:
+        return self.head.fuse(features) if self.fused is None else self.fused.fuse(features)
+
+    def _run(
+        self, rows: Pass, hidden: Tensor, index: Tensor | None, pick: Tensor | None, here: Tensor | None
+    ) -> Tensor:
+        """Run the head over these rows; see `GpuHeadDrafter._run`."""
+        if self.fused is not None:
+            keep = None if here is None else Scatter(self.recycled, here, self.fused.recycles_normed)
+            return self.fused(rows, hidden, index, self.kv, pick, keep)
+        hidden = hidden if index is None else hidden.index_select(0, index)
+        memory = HeadBuffer(self.kv, rows, self.head.config.windows)
+        guess = self.head(rows.tokens[None], hidden[None], rows.positions[None], memory)
+        state: Tensor = guess.state[0]
+        recycled: Tensor = guess.recycled[0]
+        if pick is not None:
+            state, recycled = state.index_select(0, pick), recycled.index_select(0, pick)
+        if here is not None:
+            self.recycled.index_copy_(0, here, recycled)
+        return state
+
+    def _logits(self, state: Tensor) -> Tensor | LazyLogits:
+        return self.head.logits(state) if self.fused is None else self.fused.logits(state)
+
+
+class BatchModelDrafter(BatchDrafter):
+    """A smaller language model of a family with fused kernels."""
+
+    first = 0
+
+    def __init__(self, decoder: Decoder, vocab_size: int, batch: BatchTarget):
+        self.forward, self.vocab_size = FusedForward(decoder.model), vocab_size
+        layers, shared, width = self.forward.shape
+        heads = decoder.config.num_attention_heads
+        super().__init__(batch, heads, shared, layers, width, decoder.dtype)
+
+    def _run_chunk(self, size: int, alone: bool) -> None:
+        given = self.chunk.given(size, alone, self.state.draft_lengths, self.state["tables"])
+        self.forward.prefill(given, self.kv, (), 0)
+
+    def _first_logits(self, rows: Pass, last: Tensor, seats: int) -> Tensor:
+        return self._logits(rows).index_select(0, last)
+
+    def _run_columns(self, rows: Pass, seats: int) -> None:
+        self.forward.prefill(rows, self.kv, (), 0)
+
+    def _next_logits(self, given: Pass, rows: NextPass, seats: int) -> Tensor:
+        return self._logits(given)
+
+    def _logits(self, rows: Pass) -> Tensor:
+        return self.forward(rows, self.kv, (), 0)[0][:, : self.vocab_size]
+
+
+def is_last(part: Part) -> bool:
+    """Whether this part ends its prompt."""
+    return part.end == len(part.prompt.tokens) - 1
+
+
+def batch_drafter(form: GpuForm, batch: BatchTarget) -> BatchDrafter:
+    """A drafter of this form; raises Unsupported if it cannot run on pages."""
+    if isinstance(form, HeadForm):
+        return BatchHeadDrafter(form.head, batch)
+    return BatchModelDrafter(form.decoder, form.vocab_size, batch)
+
+
+def pages_for(tokens: int) -> int:
+    """Pages that a text of this length needs."""
+    return -(-tokens // PAGE_TOKENS)

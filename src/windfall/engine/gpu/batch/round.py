@@ -1,0 +1,192 @@
+"""The device work of one round: draft passes for all requests, one verify pass, and the end of each accepted path."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from windfall.engine.gpu.batch.drafters import BatchDrafter
+from windfall.engine.gpu.batch.state import BatchState
+from windfall.engine.gpu.batch.target import BatchTarget
+from windfall.engine.gpu.mailbox import Mailbox
+from windfall.engine.gpu.transfer import PackedBuffer
+from windfall.kernels.batch import BatchRows, Outcome, accept_rows, choose_rows, root_rows
+from windfall.kernels.grow import grow
+from windfall.kernels.pages import max_tiles
+from windfall.kernels.rules import Rule
+from windfall.kernels.top import top_children
+from windfall.kernels.trees import NO_NODE, Calibration, NextPass, TreeArrays
+
+ROUND_ROWS = (*range(8, 65, 8), *range(80, 129, 16), *range(160, 321, 32), *range(384, 1025, 64))  # of verify passes
+MAX_ROUND_ROWS = ROUND_ROWS[-1]
+RESULT_BLOCKS = 3  # rounds whose results stay readable on the host
+
+
+class Sizes(NamedTuple):
+    """The size of a round."""
+
+    passes: int  # draft passes
+    width: int  # nodes of each request that a later draft pass expands
+    k: int  # children of a node
+    rows: int  # of the verify pass, one of ROUND_ROWS; not used without draft passes
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of a tree."""
+        return 1 + self.k * (1 + self.width * (self.passes - 1)) if self.passes else 1
+
+
+class Kind(NamedTuple):
+    """What a captured round depends on, besides its sizes."""
+
+    rule: Rule
+    greedy: bool  # no request draws at random
+    coupled: bool  # the drafter sees the noise of the draws
+
+
+class Round:
+    """Buffers of a batch of requests, and the work on them. `draft` and `verify` only launch kernels."""
+
+    def __init__(self, state: BatchState, target: BatchTarget, drafter: BatchDrafter | None, widest: int):
+        """`widest`: nodes that a draft pass expands for each request."""
+        self.state, self.target, self.drafter = state, target, drafter
+        device, seats, pending, long = state.device, state.seats, state.pending, torch.long
+        deepest = state.trees.ancestors.shape[2]
+        rows = MAX_ROUND_ROWS
+        number = torch.float32
+        self.published = PackedBuffer(
+            device,
+            accepted=(long, (seats,)),
+            tokens=(long, (seats, pending)),
+            path=(long, (seats, pending)),
+            starts=(long, (seats + 1,)),
+            row_tokens=(long, (rows,)),
+            parents=(long, (rows,)),
+            depth=(long, (rows,)),
+            rank=(long, (rows,)),
+            logq=(number, (rows,)),
+            score=(number, (rows,)),
+        )
+        self.results = Mailbox(self.published, RESULT_BLOCKS)
+        there = self.published.device
+        self.outcome = Outcome(
+            accepted=there["accepted"],
+            tokens=there["tokens"],
+            path=there["path"],
+            source=torch.zeros(seats, pending, dtype=long, device=device),
+            goal=torch.zeros(seats, pending, dtype=long, device=device),
+        )
+        self._rows = BatchRows(
+            tokens=there["row_tokens"],
+            owners=torch.zeros(rows, dtype=torch.int32, device=device),
+            nodes=torch.zeros(rows, dtype=long, device=device),
+            parents=there["parents"],
+            depth=there["depth"],
+            positions=torch.zeros(rows, dtype=long, device=device),
+            slots=torch.zeros(rows, dtype=long, device=device),
+            reach=torch.zeros(rows, dtype=long, device=device),
+            lineage=torch.zeros(rows, deepest, dtype=torch.int32, device=device),
+            starts=there["starts"],
+            tiles=torch.zeros(max_tiles(rows, seats + 1, target.tile_rows) + 1, dtype=torch.int32, device=device),
+        )
+        self._next: dict[int, NextPass] = {}
+        self.expanded = torch.full((seats, drafter.staged if drafter else 1), NO_NODE, device=device)
+        self.staged = torch.zeros(seats, dtype=long, device=device)
+        self._columns = torch.zeros(seats, dtype=long, device=device)  # of the drafter, as `grow` counts them
+        self._roots = torch.zeros(seats, 1, dtype=long, device=device)
+        self._summary = torch.zeros(seats, pending + 2, 6, device=device)
+
+    def next_rows(self, width: int) -> NextPass:
+        """Buffers for the rows of a draft pass of this width."""
+        if width not in self._next:
+            assert self.drafter is not None
+            device, seats = self.state.device, self.state.seats
+            longs = [torch.zeros(seats, width, dtype=torch.long, device=device) for _ in range(6)]
+            deepest = self.state.trees.ancestors.shape[2] - 1
+            self._next[width] = NextPass(
+                *longs,
+                mask=None,
+                expanded=self.expanded,
+                staged=self.staged,
+                length=self._columns,
+                base=self.drafter.base,
+                summary=self._summary,
+                lineage=torch.zeros(seats, width, deepest, dtype=torch.int32, device=device),
+            )
+        return self._next[width]
+
+    def draft(self, seats: int, sizes: Sizes, kind: Kind, calibration: Calibration | None) -> None:
+        """All draft passes of a round."""
+        drafter, rows = self.drafter, self.next_rows(sizes.width)
+        assert drafter is not None
+        trees, after = first(self.state.trees, seats), first(rows, seats)
+        logits = drafter.first_pass(seats)
+        torch.sub(self.state.draft_lengths, drafter.first, out=self._columns)
+        owners = drafter.rows_of(seats, 1)[0]
+        positions = self._columns[:seats] - 1
+        for level in range(1, sizes.passes + 1):
+            if level > 1:
+                logits = drafter.next_pass(rows, seats)
+                owners, positions = drafter.rows_of(seats, sizes.width)[0], after.positions.flatten()
+            values, tokens = self._children(logits, sizes.k, owners, positions, kind)
+            nodes = self._roots[:seats] if level == 1 else after.nodes.clone()
+            shape = (*nodes.shape, sizes.k)
+            grow(trees, nodes, tokens.view(shape), values.view(shape), after, kind.rule, calibration)
+
+    def _children(self, logits: Tensor, k: int, owners: Tensor, positions: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+        drafter = self.drafter
+        assert drafter is not None
+        if not kind.coupled:
+            return top_children(logits, k, tokens=drafter.vocabulary)
+        sampling = {name: self.state[name] for name in ("seed", "temperature", "kappa")}
+        given = {"positions": positions, "offset": drafter.first + 1, "owners": owners, **sampling}
+        return top_children(logits, k, tokens=drafter.vocabulary, **given)
+
+    def rows(self, count: int, seats: int) -> BatchRows:
+        """Buffers for a pass of this number of rows."""
+        tiles = max_tiles(count, seats + 1, self.target.tile_rows) + 1
+        sized = [array[:count] for array in self._rows[:-2]]
+        return BatchRows._make([*sized, self._rows.starts[: seats + 1], self._rows.tiles[:tiles]])
+
+    def verify(self, seats: int, sizes: Sizes, kind: Kind) -> None:
+        """The verify pass: choose rows, run the target, commit the accepted paths, start new trees, publish results."""
+        state, target, trees = self.state, self.target, first(self.state.trees, seats)
+        lengths, tables, live = state.lengths[:seats], state["tables"][:seats], state["live"]
+        rows = self.rows(sizes.rows if sizes.passes else seats, seats)
+        if sizes.passes:
+            limits, floor = state["limits"][:seats], state["floor"]
+            choose_rows(trees, live, limits, floor, lengths, target.staging, target.tile_rows, rows)
+            self._describe(trees, rows)
+        else:
+            if self.drafter is not None:
+                self.drafter.take_in(seats)
+            root_rows(trees, live, lengths, tables, rows)
+        scored = target.score(rows, seats, trees=bool(sizes.passes))
+        draws = target.draw(scored, rows.owners, kind.greedy)
+        outcome = Outcome._make(array[:seats] for array in self.outcome)
+        staged = (self.expanded[:seats], self.staged[:seats])
+        accept_rows(draws, rows, live, lengths, tables, outcome, trees, *staged)
+        target.commit(outcome, scored.states, seats)
+        state.tokens[:seats] = outcome.tokens
+        state.pending_count[:seats] = outcome.accepted
+        self.results.publish()
+
+    def _describe(self, trees: TreeArrays, rows: BatchRows) -> None:
+        """Add to the results what the host learns from: the drafter's probabilities of the chosen nodes."""
+        there, count = self.published.device, len(rows.tokens)
+        owners, nodes = rows.owners.long(), rows.nodes.clamp(min=0)
+        for name in ("rank", "logq", "score"):
+            there[name][:count] = getattr(trees, name)[owners, nodes]
+
+
+def first(arrays: TreeArrays | NextPass, seats: int) -> TreeArrays | NextPass:
+    """The arrays of the first requests."""
+    return arrays._make(None if array is None else array[:seats] for array in arrays)
+
+
+def round_rows(count: int) -> int:
+    """The next size of a verify pass."""
+    return ROUND_ROWS[bisect_left(ROUND_ROWS, count)]

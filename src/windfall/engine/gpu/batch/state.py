@@ -1,0 +1,137 @@
+"""What the device knows of each running request: the end of its text, its pages and its sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windfall.core.sampling import signed
+from windfall.core.types import SamplingParams
+from windfall.engine.gpu.transfer import PackedBuffer
+from windfall.kernels.accept import reset_to_root
+from windfall.kernels.batch import UNUSED_PAGE
+from windfall.kernels.pages import PAGE_TOKENS
+from windfall.kernels.trees import NO_NODE, TreeArrays, tree_of
+
+
+class BatchState:
+    """Requests have seats 0, 1, …: the running ones have the first seats, without gaps.
+
+    The host sends pages and sampling (`settings`); the device keeps lengths, pending tokens and trees up to date.
+    """
+
+    def __init__(self, device: torch.device, seats: int, pages: int, pending: int, capacity: int, deepest: int):
+        """`pages` for each text, `pending` tokens for each round, trees of `capacity` nodes down to depth `deepest`."""
+        long, number = torch.long, torch.float32
+        self.device, self.seats, self.pages, self.pending = device, seats, pages, pending
+        self.settings = PackedBuffer(
+            device,
+            tables=(torch.int32, (seats, pages)),
+            seed=(long, (seats,)),
+            temperature=(number, (seats,)),
+            kappa=(number, (seats,)),
+            limits=(long, (seats,)),  # rows of a verify pass
+            live=(long, (1,)),  # seats in use
+            floor=(number, (1,)),  # the lowest key of a node that is verified
+        )
+        self.settings.host["tables"][:] = UNUSED_PAGE
+        self.settings.host["kappa"][:] = 1.0
+        self.changed = True  # since the last `send`
+        self.lengths = torch.zeros(seats, dtype=long, device=device)  # committed tokens, the root not included
+        self.trees = batch_trees(device, seats, capacity, deepest)
+        self.tokens = torch.zeros(seats, pending, dtype=long, device=device)  # pending: not in the drafter's KV cache
+        self.pending_count = torch.zeros(seats, dtype=long, device=device)
+        self.draft_lengths = torch.zeros(seats, dtype=long, device=device)  # positions in the drafter's KV cache
+        self.features: Tensor | None = None  # [seats, pending, taps * H]: the target's states before these tokens
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Settings on the device."""
+        return self.settings.device[name]
+
+    def write(self, **values: Any) -> None:
+        """Change settings of the host; `send` sends them."""
+        host = self.settings.wait_writable()
+        for name, value in values.items():
+            if (host[name] != value).any():
+                host[name][...] = value
+                self.changed = True
+
+    def send(self) -> None:
+        """Send the settings if they have changed."""
+        if self.changed:
+            self.settings.send()
+            self.changed = False
+
+    def set_pages(self, seat: int, pages: Sequence[int]) -> None:
+        """The pages of the text at this seat."""
+        table = self.settings.wait_writable()["tables"][seat]
+        table[: len(pages)] = pages
+        table[len(pages) :] = UNUSED_PAGE
+        self.changed = True
+
+    def set_sampling(self, seat: int, params: SamplingParams) -> None:
+        host = self.settings.wait_writable()
+        host["seed"][seat] = signed(params.noise_seed)
+        host["temperature"][seat] = 0.0 if params.greedy else params.temperature
+        self.changed = True
+
+    def set_kappa(self, seat: int, kappa: float) -> None:
+        if self.settings.host["kappa"][seat] != kappa:
+            self.settings.wait_writable()["kappa"][seat] = kappa
+            self.changed = True
+
+    def start(self, seat: int, text: Sequence[int], drafted: int) -> None:
+        """A new text whose last token is the root. `drafted`: positions in the drafter's KV cache."""
+        self.lengths[seat] = len(text) - 1
+        self.draft_lengths[seat] = drafted
+        self.tokens[seat, 0] = text[-1]
+        self.pending_count[seat] = 1 if len(text) > 1 else 0
+        reset_to_root(tree_of(self.trees, seat), self.tokens[seat, :1])
+
+    def move(self, source: int, goal: int) -> None:
+        """The request at the seat `source` gets the seat `goal`."""
+        for array in (self.lengths, self.draft_lengths, self.tokens, self.pending_count, self.features):
+            if array is not None:
+                array[goal] = array[source]
+        reset_to_root(tree_of(self.trees, goal), self.trees.tokens[source, :1])
+        host = self.settings.wait_writable()
+        for name in ("tables", "seed", "temperature", "kappa", "limits"):
+            host[name][goal] = host[name][source]
+        self.changed = True
+
+    @property
+    def longest(self) -> int:
+        """An upper bound on the length of a text."""
+        return self.pages * PAGE_TOKENS
+
+
+def batch_trees(device: torch.device, seats: int, capacity: int, deepest: int) -> TreeArrays:
+    """Trees of one node."""
+
+    def integers(*shape: int) -> Tensor:
+        return torch.zeros(*shape, dtype=torch.long, device=device)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.zeros(*shape, device=device)
+
+    wide = seats, capacity
+    trees = TreeArrays(
+        tokens=integers(*wide),
+        parents=integers(*wide),
+        depth=integers(*wide),
+        rank=integers(*wide),
+        logq=numbers(*wide),
+        score=numbers(*wide),
+        key=numbers(*wide),
+        chance=numbers(*wide),
+        taken=torch.zeros(wide, dtype=torch.bool, device=device),
+        ancestors=torch.full((*wide, deepest + 1), NO_NODE, device=device),
+        slot=integers(*wide),
+        count=torch.ones(seats, dtype=torch.long, device=device),
+    )
+    for seat in range(seats):
+        reset_to_root(tree_of(trees, seat), torch.zeros(1, dtype=torch.long, device=device))
+    return trees

@@ -1,0 +1,108 @@
+"""Texts of a batch are those of single requests, in any company, with pages that are shared and given back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from helpers.gpu import LENGTH, engine
+from helpers.tiny import prompt
+from windfall.core.types import GpuOptions, SamplingParams
+from windfall.engine.engine import Engine
+from windfall.engine.gpu.batch.round import Kind, Sizes
+from windfall.engine.gpu.batch.runner import BatchRunner, Limits
+from windfall.engine.gpu.drafters import drafter_form
+from windfall.engine.gpu.graphs import GraphCache
+from windfall.engine.gpu.target import GpuTarget
+from windfall.engine.sequence import Sequence
+from windfall.kernels.rules import RULES
+
+SMALL = Limits(seats=4, pages=40, longest=256, passes=3, width=3, k=3)
+TREES = Sizes(passes=3, width=3, k=3, rows=24)
+PLAIN = Sizes(passes=0, width=1, k=1, rows=0)
+
+
+class Batch:
+    """A runner of an engine's models."""
+
+    def __init__(self, made: Engine, sizes: Sizes, limits: Limits = SMALL, exact: bool = True):
+        self.engine = made
+        options = GpuOptions(False, exact=exact)
+        gpu_target = GpuTarget(made.target.model, made.drafter.taps, GraphCache(made.target.device), options)
+        form = drafter_form(made.drafter, made.target.device)
+        assert not isinstance(form, str)
+        self.sizes = sizes
+        self.runner = BatchRunner(gpu_target, form, limits, self._sizes)
+
+    def _sizes(self, texts: list[Sequence]) -> tuple[Sizes, Kind]:
+        greedy = all(text.params.greedy for text in texts)
+        self.runner.state.write(limits=self.sizes.nodes, floor=-1e30)
+        return self.sizes, Kind(RULES["beam"], greedy, coupled=not greedy)
+
+    def text(self, tokens: list[int], **sampling: Any) -> Sequence:
+        params = SamplingParams(**{"max_new_tokens": LENGTH, "eos": (), **sampling}).seeded()
+        made = self.engine
+        return Sequence(tokens, params, made.policy.fresh(), made.target, made.coupled, made.calibrators)
+
+    def run(self, *arrivals: list[Sequence]) -> None:
+        """Run until all texts have ended; a further list of texts joins after each round."""
+        waiting = list(arrivals)
+        while waiting or self.runner.texts:
+            if waiting:
+                self.runner.join(waiting.pop(0))
+            self.runner.round()
+            self.runner.leave([text for text in self.runner.texts if text.finish])
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "lm"])
+@pytest.mark.parametrize("sizes", [TREES, PLAIN], ids=["trees", "plain"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
+def test_the_texts_are_those_of_single_requests(kind: str, sizes: Sizes, sampling: dict[str, Any]) -> None:
+    made = engine("llama", kind, "beam", graphs=False)
+    batch = Batch(made, sizes)
+    texts = [batch.text(prompt(length, seed=length), **sampling) for length in (9, 2, 70, 33)]
+    batch.run(texts[:2], [], texts[2:3], texts[3:])
+    for text in texts:
+        asked = text.tokens[: len(text.tokens) - LENGTH]
+        assert made.generate(asked, max_new_tokens=LENGTH, eos=(), **sampling).token_ids == text.tokens[len(asked) :]
+    assert batch.runner.pool.available == SMALL.pages - 1
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
+def test_a_perfect_drafter_is_always_right(sampling: dict[str, Any]) -> None:
+    batch = Batch(engine("llama", "itself", "beam", graphs=False), TREES._replace(rows=72))
+    texts = [batch.text(prompt(length, seed=length), **sampling) for length in (9, 40, 65)]
+    batch.runner.join(texts)
+    for _ in range(4):
+        steps = batch.runner.round()
+        assert [len(steps[text].tokens) for text in texts] == [TREES.passes + 1] * 3
+
+
+def test_a_known_beginning_is_not_computed_again() -> None:
+    made = engine("llama", "eagle3", "beam", graphs=False)
+    batch, tokens = Batch(made, TREES), prompt(150)
+    first, second = batch.text(tokens), batch.text([*tokens[:140], 5, 6, 7])
+    batch.run([first])
+    rows = []
+    prefill = batch.runner.target.prefill
+    batch.runner.target.prefill = lambda prompts: (rows.append(chunk[0].rows) or chunk for chunk in prefill(prompts))
+    batch.run([second])
+    assert rows == [142 - 127]  # of 143 tokens two pages are known; the last token is left to the first round
+    assert made.generate([*tokens[:140], 5, 6, 7], max_new_tokens=LENGTH, eos=()).token_ids == second.tokens[143:]
+
+
+def test_a_text_is_removed_and_goes_on_later() -> None:
+    made = engine("llama", "eagle3", "beam", graphs=False)
+    batch = Batch(made, TREES)
+    texts = [batch.text(prompt(length, seed=length), temperature=1.0, seed=1) for length in (9, 40, 65)]
+    batch.runner.join(texts)
+    for _ in range(3):
+        batch.runner.round()
+    batch.runner.leave(texts[:1])
+    batch.runner.round()
+    batch.run(texts[:1])
+    for text, length in zip(texts, (9, 40, 65), strict=True):
+        alone = made.generate(prompt(length, seed=length), max_new_tokens=LENGTH, eos=(), temperature=1.0, seed=1)
+        assert alone.token_ids == text.tokens[length:]
+    assert batch.runner.pool.available == SMALL.pages - 1
