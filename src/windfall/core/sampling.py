@@ -104,6 +104,21 @@ def warp(logits: Tensor, params: SamplingParams) -> Tensor:
     return logits
 
 
+def warp_rows(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """`warp` with settings for each row [n]; the same numbers, to the bit."""
+    top_k, top_p, min_p = top_k[:, None], top_p[:, None], min_p[:, None]
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    lowest = ordered.gather(1, (top_k - 1).clamp(0, logits.shape[-1] - 1))
+    lowest = torch.where((top_k > 0) & (top_k < logits.shape[-1]), lowest, -torch.inf)
+    logits, ordered = (x.masked_fill(x < lowest, -torch.inf) for x in (logits, ordered))
+    probs = ordered.softmax(-1)
+    outside = (probs.cumsum(-1) - probs >= top_p) & (top_p < 1)
+    outside[:, 0] = False
+    logits = logits.masked_fill(outside.scatter(1, order, outside), -torch.inf)
+    probs = logits.softmax(-1)
+    return logits.masked_fill((probs < min_p * probs.amax(-1, keepdim=True)) & (min_p > 0), -torch.inf)
+
+
 class Dice:
     """The noise of a sequence's future draws, which lets the drafter guess the draw itself (coupled drafting).
 

@@ -10,13 +10,13 @@ from helpers.gpu import LENGTH, engine
 from helpers.tiny import prompt
 from windfall.core.types import GpuOptions, SamplingParams
 from windfall.engine.engine import Engine
-from windfall.engine.gpu.batch.round import Kind, Sizes
+from windfall.engine.gpu.batch.round import Sizes
 from windfall.engine.gpu.batch.runner import BatchRunner, Limits
 from windfall.engine.gpu.drafters import drafter_form
 from windfall.engine.gpu.graphs import GraphCache
 from windfall.engine.gpu.target import GpuTarget
 from windfall.engine.sequence import Sequence
-from windfall.kernels.rules import RULES
+from windfall.kernels.rules import RULES, Rule
 
 SMALL = Limits(seats=4, pages=40, longest=256, passes=3, width=3, k=3)
 TREES = Sizes(passes=3, width=3, k=3, rows=24)
@@ -35,10 +35,9 @@ class Batch:
         self.sizes = sizes
         self.runner = BatchRunner(gpu_target, form, limits, self._sizes)
 
-    def _sizes(self, texts: list[Sequence]) -> tuple[Sizes, Kind]:
-        greedy = all(text.params.greedy for text in texts)
+    def _sizes(self, texts: list[Sequence]) -> tuple[Sizes, Rule]:
         self.runner.state.write(limits=self.sizes.nodes, floor=-1e30)
-        return self.sizes, Kind(RULES["beam"], greedy, coupled=not greedy)
+        return self.sizes, RULES["beam"]
 
     def text(self, tokens: list[int], **sampling: Any) -> Sequence:
         params = SamplingParams(**{"max_new_tokens": LENGTH, "eos": (), **sampling}).seeded()
@@ -77,6 +76,22 @@ def test_a_perfect_drafter_is_always_right(sampling: dict[str, Any]) -> None:
     for _ in range(4):
         steps = batch.runner.round()
         assert [len(steps[text].tokens) for text in texts] == [TREES.passes + 1] * 3
+
+
+def test_each_request_has_its_own_sampling() -> None:
+    made = engine("llama", "itself", "beam", graphs=False)
+    batch = Batch(made, TREES)
+    samplings: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.7, "seed": 5},
+        {"temperature": 1.2, "seed": 6, "top_p": 0.8, "top_k": 9},
+        {"temperature": 1.0, "seed": 7, "min_p": 0.2},
+    ]
+    texts = [batch.text(prompt(20 + place), **sampling) for place, sampling in enumerate(samplings)]
+    batch.run(texts)
+    for place, (text, sampling) in enumerate(zip(texts, samplings, strict=True)):
+        alone = made.generate(prompt(20 + place), max_new_tokens=LENGTH, eos=(), **sampling)
+        assert alone.token_ids == text.tokens[20 + place :]
 
 
 def test_a_known_beginning_is_not_computed_again() -> None:

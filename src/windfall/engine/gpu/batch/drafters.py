@@ -9,7 +9,6 @@ from torch import Tensor
 
 from windfall.drafters.base import GpuForm, HeadForm
 from windfall.engine.gpu.batch.chunks import Chunk, ChunkBuffers, Part
-from windfall.engine.gpu.batch.state import BatchState
 from windfall.engine.gpu.batch.target import BatchTarget
 from windfall.engine.gpu.drafters import HeadBuffer
 from windfall.engine.gpu.eagle3 import FusedEagle3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from windfall.engine.gpu.batch.drafters import BatchDrafter
 from windfall.engine.gpu.batch.state import BatchState
-from windfall.engine.gpu.batch.target import BatchTarget
+from windfall.engine.gpu.batch.target import BatchTarget, Kind
+from windfall.engine.gpu.drafters import as_logits
 from windfall.engine.gpu.mailbox import Mailbox
 from windfall.engine.gpu.transfer import PackedBuffer
 from windfall.kernels.batch import BatchRows, Outcome, accept_rows, choose_rows, root_rows
@@ -20,7 +22,12 @@ from windfall.kernels.rules import Rule
 from windfall.kernels.top import top_children
 from windfall.kernels.trees import NO_NODE, Calibration, NextPass, TreeArrays
 
-ROUND_ROWS = (*range(8, 65, 8), *range(80, 129, 16), *range(160, 321, 32), *range(384, 1025, 64))  # of verify passes
+ROUND_ROWS: tuple[int, ...] = (
+    *range(8, 65, 8),
+    *range(80, 129, 16),
+    *range(160, 321, 32),
+    *range(384, 1025, 64),
+)  # of verify passes
 MAX_ROUND_ROWS = ROUND_ROWS[-1]
 RESULT_BLOCKS = 3  # rounds whose results stay readable on the host
 
@@ -37,14 +44,6 @@ class Sizes(NamedTuple):
     def nodes(self) -> int:
         """Nodes of a tree."""
         return 1 + self.k * (1 + self.width * (self.passes - 1)) if self.passes else 1
-
-
-class Kind(NamedTuple):
-    """What a captured round depends on, besides its sizes."""
-
-    rule: Rule
-    greedy: bool  # no request draws at random
-    coupled: bool  # the drafter sees the noise of the draws
 
 
 class Round:
@@ -104,10 +103,15 @@ class Round:
         if width not in self._next:
             assert self.drafter is not None
             device, seats = self.state.device, self.state.seats
-            longs = [torch.zeros(seats, width, dtype=torch.long, device=device) for _ in range(6)]
             deepest = self.state.trees.ancestors.shape[2] - 1
+            long = partial(torch.zeros, seats, width, dtype=torch.long, device=device)
             self._next[width] = NextPass(
-                *longs,
+                nodes=long(),
+                tokens=long(),
+                positions=long(),
+                slots=long(),
+                parent_slots=long(),
+                own_slots=long(),
                 mask=None,
                 expanded=self.expanded,
                 staged=self.staged,
@@ -118,11 +122,11 @@ class Round:
             )
         return self._next[width]
 
-    def draft(self, seats: int, sizes: Sizes, kind: Kind, calibration: Calibration | None) -> None:
+    def draft(self, seats: int, sizes: Sizes, rule: Rule, kind: Kind, calibration: Calibration | None) -> None:
         """All draft passes of a round."""
         drafter, rows = self.drafter, self.next_rows(sizes.width)
         assert drafter is not None
-        trees, after = first(self.state.trees, seats), first(rows, seats)
+        trees, after = first(self.state.trees, seats), first_rows(rows, seats)
         logits = drafter.first_pass(seats)
         torch.sub(self.state.draft_lengths, drafter.first, out=self._columns)
         owners = drafter.rows_of(seats, 1)[0]
@@ -134,16 +138,19 @@ class Round:
             values, tokens = self._children(logits, sizes.k, owners, positions, kind)
             nodes = self._roots[:seats] if level == 1 else after.nodes.clone()
             shape = (*nodes.shape, sizes.k)
-            grow(trees, nodes, tokens.view(shape), values.view(shape), after, kind.rule, calibration)
+            grow(trees, nodes, tokens.view(shape), values.view(shape), after, rule, calibration)
 
     def _children(self, logits: Tensor, k: int, owners: Tensor, positions: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
         drafter = self.drafter
         assert drafter is not None
         if not kind.coupled:
             return top_children(logits, k, tokens=drafter.vocabulary)
-        sampling = {name: self.state[name] for name in ("seed", "temperature", "kappa")}
-        given = {"positions": positions, "offset": drafter.first + 1, "owners": owners, **sampling}
-        return top_children(logits, k, tokens=drafter.vocabulary, **given)
+        state, temperature = self.state, self.state["temperature"]
+        if kind.filtered:
+            logits = state.filtered(as_logits(logits).float().log_softmax(-1), owners)
+            temperature = (temperature > 0).float()
+        noise = positions, state["seed"], temperature, state["kappa"]
+        return top_children(logits, k, *noise, drafter.vocabulary, drafter.first + 1, owners=owners)
 
     def rows(self, count: int, seats: int) -> BatchRows:
         """Buffers for a pass of this number of rows."""
@@ -165,7 +172,7 @@ class Round:
                 self.drafter.take_in(seats)
             root_rows(trees, live, lengths, tables, rows)
         scored = target.score(rows, seats, trees=bool(sizes.passes))
-        draws = target.draw(scored, rows.owners, kind.greedy)
+        draws = target.draw(scored, rows.owners, kind)
         outcome = Outcome._make(array[:seats] for array in self.outcome)
         staged = (self.expanded[:seats], self.staged[:seats])
         accept_rows(draws, rows, live, lengths, tables, outcome, trees, *staged)
@@ -182,9 +189,14 @@ class Round:
             there[name][:count] = getattr(trees, name)[owners, nodes]
 
 
-def first(arrays: TreeArrays | NextPass, seats: int) -> TreeArrays | NextPass:
-    """The arrays of the first requests."""
-    return arrays._make(None if array is None else array[:seats] for array in arrays)
+def first(trees: TreeArrays, seats: int) -> TreeArrays:
+    """The trees of the first requests."""
+    return TreeArrays._make(array[:seats] for array in trees)
+
+
+def first_rows(rows: NextPass, seats: int) -> NextPass:
+    """The rows of the first requests."""
+    return NextPass._make(None if array is None else array[:seats] for array in rows)
 
 
 def round_rows(count: int) -> int:

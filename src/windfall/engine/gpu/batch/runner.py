@@ -15,12 +15,15 @@ from windfall.drafters.base import GpuForm
 from windfall.engine.gpu.batch.chunks import Prompt
 from windfall.engine.gpu.batch.drafters import batch_drafter, pages_for
 from windfall.engine.gpu.batch.page_pool import PagePool
-from windfall.engine.gpu.batch.round import MAX_ROUND_ROWS, Kind, Round, Sizes, round_rows
+from windfall.engine.gpu.batch.round import MAX_ROUND_ROWS, Round, Sizes, round_rows
 from windfall.engine.gpu.batch.state import BatchState
-from windfall.engine.gpu.batch.target import BatchTarget
+from windfall.engine.gpu.batch.target import BatchTarget, Kind
+from windfall.engine.gpu.forward import Unsupported
+from windfall.engine.gpu.fused import FusedForward
 from windfall.engine.gpu.target import GpuTarget
 from windfall.engine.sequence import Sequence as Text
 from windfall.kernels.pages import PAGE_TOKENS, tile_rows
+from windfall.kernels.rules import Rule
 
 MAX_FLIGHT = 2  # rounds that are launched before the host reads the results of the first
 SEAT_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # requests of captured rounds
@@ -53,7 +56,7 @@ class BatchRunner:
         gpu_target: GpuTarget,
         form: GpuForm | None,
         limits: Limits,
-        sizes: Callable[[list[Text]], tuple[Sizes, Kind]],
+        sizes: Callable[[list[Text]], tuple[Sizes, Rule]],
     ):
         self.gpu_target, self.limits, self.sizes = gpu_target, limits, sizes
         device = gpu_target.device
@@ -61,6 +64,8 @@ class BatchRunner:
         self.state = BatchState(
             device, limits.seats, pages_for(limits.longest), limits.passes + 1, most.nodes, limits.passes + 1
         )
+        if not isinstance(gpu_target.forward, FusedForward):
+            raise Unsupported("only models with a fused forward run in batches")
         group = gpu_target.forward.group
         self.target = BatchTarget(gpu_target, self.state, limits.pages, MAX_ROUND_ROWS, tile_rows(group))
         self.drafter = None if form is None or not limits.passes else batch_drafter(form, self.target)
@@ -137,7 +142,7 @@ class BatchRunner:
     @torch.inference_mode()
     def _launch(self) -> None:
         state, work = self.state, self.round_work
-        sizes, kind = self.sizes(self.texts)
+        (sizes, rule), kind = self.sizes(self.texts), kind_of(self.texts)
         for seat, text in enumerate(self.texts):
             missing = pages_for(self._bound(text)) - len(self._pages[text])
             if missing > 0:
@@ -149,14 +154,14 @@ class BatchRunner:
         if sizes.passes:
             sizes = sizes._replace(rows=round_rows(max(sizes.rows, seats)))
         state.send()
-        key = ("round", work.results, seats, sizes, kind)
+        key = ("round", work.results, seats, sizes, rule, kind)
         number = work.results.expect()
-        self.gpu_target.graph_cache.run(key, partial(self._run, min(seats, state.seats), sizes, kind))
+        self.gpu_target.graph_cache.run(key, partial(self._run, min(seats, state.seats), sizes, rule, kind))
         self._launched.append(Launched(number, list(self.texts), sizes))
 
-    def _run(self, seats: int, sizes: Sizes, kind: Kind) -> None:
+    def _run(self, seats: int, sizes: Sizes, rule: Rule, kind: Kind) -> None:
         if sizes.passes:
-            self.round_work.draft(seats, sizes, kind, None)
+            self.round_work.draft(seats, sizes, rule, kind, None)
         self.round_work.verify(seats, sizes, kind)
 
     def _collect(self) -> dict[Text, Step]:
@@ -177,6 +182,12 @@ class BatchRunner:
         step = Step(tokens, words, tree, path, tree, every, sizes.passes, Split(), text.finish)
         text.observe(step)
         return step
+
+
+def kind_of(texts: list[Text]) -> Kind:
+    """How these texts draw their tokens."""
+    drawn = [text for text in texts if not text.params.greedy]
+    return Kind(not drawn, any(text.dice for text in drawn), any(text.params.filters for text in drawn))
 
 
 def read_tree(arrays: dict[str, Any], seat: int, root: int, drafted: bool) -> tuple[DraftTree, torch.Tensor]:

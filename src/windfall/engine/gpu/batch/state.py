@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windfall.core.sampling import signed
+from windfall.core.sampling import signed, warp_rows
 from windfall.core.types import SamplingParams
 from windfall.engine.gpu.transfer import PackedBuffer
 from windfall.kernels.accept import reset_to_root
@@ -33,6 +33,9 @@ class BatchState:
             seed=(long, (seats,)),
             temperature=(number, (seats,)),
             kappa=(number, (seats,)),
+            top_k=(long, (seats,)),
+            top_p=(number, (seats,)),
+            min_p=(number, (seats,)),
             limits=(long, (seats,)),  # rows of a verify pass
             live=(long, (1,)),  # seats in use
             floor=(number, (1,)),  # the lowest key of a node that is verified
@@ -76,12 +79,22 @@ class BatchState:
         host = self.settings.wait_writable()
         host["seed"][seat] = signed(params.noise_seed)
         host["temperature"][seat] = 0.0 if params.greedy else params.temperature
+        for name in ("top_k", "top_p", "min_p"):
+            host[name][seat] = getattr(params, name)
         self.changed = True
 
     def set_kappa(self, seat: int, kappa: float) -> None:
         if self.settings.host["kappa"][seat] != kappa:
             self.settings.wait_writable()["kappa"][seat] = kappa
             self.changed = True
+
+    def filtered(self, logits: Tensor, owners: Tensor) -> Tensor:
+        """The logits of these requests' rows with temperature and filters applied; those of greedy ones as they are."""
+        own = owners.long()
+        temperature, top_k, top_p, min_p = (self[name][own] for name in ("temperature", "top_k", "top_p", "min_p"))
+        greedy = (temperature == 0)[:, None]
+        scaled = logits.float() / torch.where(greedy, 1.0, temperature[:, None])
+        return torch.where(greedy, logits.float(), warp_rows(scaled, top_k, top_p, min_p))
 
     def start(self, seat: int, text: Sequence[int], drafted: int) -> None:
         """A new text whose last token is the root. `drafted`: positions in the drafter's KV cache."""
@@ -98,7 +111,7 @@ class BatchState:
                 array[goal] = array[source]
         reset_to_root(tree_of(self.trees, goal), self.trees.tokens[source, :1])
         host = self.settings.wait_writable()
-        for name in ("tables", "seed", "temperature", "kappa", "limits"):
+        for name in ("tables", "seed", "temperature", "kappa", "top_k", "top_p", "min_p", "limits"):
             host[name][goal] = host[name][source]
         self.changed = True
 

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from windfall.engine.gpu.batch.chunks import Chunk, ChunkBuffers, Prompt, chunks
 from windfall.engine.gpu.batch.state import BatchState
 from windfall.engine.gpu.forward import Pass, Paths
-from windfall.engine.gpu.target import GpuTarget, Scored
+from windfall.engine.gpu.target import FILTERED_ROWS, GpuTarget, Scored
 from windfall.kernels.batch import BatchRows, Outcome
 from windfall.kernels.draw import draw
 from windfall.kernels.move import move
 from windfall.kernels.pages import PAGE_TOKENS, Pages
+
+
+class Kind(NamedTuple):
+    """How the requests of a round draw their tokens; a captured round depends on it."""
+
+    greedy: bool = True  # none draws at random
+    coupled: bool = False  # the drafter sees the noise of the draws
+    filtered: bool = False  # some exclude unlikely tokens
 
 
 class BatchTarget:
@@ -58,11 +68,22 @@ class BatchTarget:
         logits, states = self.forward(given, self.kv, self.taps, 0)
         return Scored(logits, states, rows.positions)
 
-    def draw(self, scored: Scored, owners: Tensor, greedy: bool) -> Tensor:
-        """The target's token after each row. `greedy`: no request draws at random."""
-        size = len(scored.positions)
-        sampling = self.state["seed"], self.state["temperature"]
-        return draw(scored.logits[:size], scored.positions, *sampling, greedy, 1, owners=owners)
+    def draw(self, scored: Scored, owners: Tensor, kind: Kind) -> Tensor:
+        """The target's token after each row."""
+        state, size = self.state, len(scored.positions)
+        logits, temperature = scored.logits[:size], state["temperature"]
+        if kind.filtered:
+            logits, temperature = self._filtered(logits, owners), (temperature > 0).float()
+        return draw(logits, scored.positions, state["seed"], temperature, kind.greedy, 1, owners=owners)
+
+    def _filtered(self, logits: Tensor, owners: Tensor) -> Tensor:
+        """In parts of a fixed number of rows: torch's sums depend on this number."""
+        padding = -len(logits) % FILTERED_ROWS
+        parts = (
+            torch.split(pad(x, size), FILTERED_ROWS)
+            for x, size in ((logits, (0, 0, 0, padding)), (owners, (0, padding)))
+        )
+        return torch.cat([self.state.filtered(*part) for part in zip(*parts, strict=True)])[: len(logits)]
 
     def commit(self, outcome: Outcome, states: Tensor | None, seats: int) -> None:
         """Copy the accepted rows into the pages, and their states to the drafter's features."""
