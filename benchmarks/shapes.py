@@ -2,8 +2,8 @@
 
 python benchmarks/shapes.py [NAME…] [--rows 1,16,32,64] [--length 200] [--layers N] [--json FILE]
 
-Without NAME: all shapes. The floor is the number of bytes that a step must read, divided by the memory's bandwidth
-(--bandwidth, in TB/s). Of a mixture of experts, a step reads the chosen experts only.
+Without NAME: all shapes. The floor is the number of bytes that a step must read, divided by the memory's bandwidth,
+which a large copy measures. Of a mixture of experts, a step reads the chosen experts only.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import transformers
 from provenance import publish
 
 from windfall import registry
+from windfall.bench.speed.passes import bandwidth
 from windfall.core.tree import DraftTree
 from windfall.core.types import GpuOptions
 from windfall.drafters.ngram import NGramDrafter
@@ -78,10 +79,10 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=200, help="tokens of the prompt")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--bandwidth", type=float, default=4.8, help="of the memory, in TB/s (default: an H200's)")
     parser.add_argument("--json")
     options = parser.parse_args()
     rows = [int(each) for each in options.rows.split(",")]
+    options.bandwidth = bandwidth(torch.device(options.device)) / 1e12
     found = []
     with console.progress("Timing…") as progress:
         names = options.names or list(SHAPES)
