@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from windfall.costs.acceptance import FORECAST_CHILDREN, Calibrator
+from windfall.costs.acceptance import DEPTHS, FORECAST_CHILDREN, Calibrator
 from windfall.policies.budget import Budget, Load, Outcome, Sizes
 from windfall.policies.outlook import MAX_WIDTH, Outlook
 
@@ -17,6 +17,9 @@ PROBED_NODES = 8  # drafted nodes that a probe verifies, where rows are not free
 MAX_FAMILIES = 16  # groups of siblings that one round's update of the forecasts learns from
 UPDATE_EVERY_ROUNDS = 4  # of the sizes, once some rounds have been seen
 EAGER_ROUNDS = 8  # at first the sizes are computed in every round
+NODES_PER_PASS = 32  # verified nodes after which a new drafter may draft one pass more
+TRUST_MEMORY = 0.98  # share of the evidence about the estimates that is kept per round
+TRUST_PRIOR = 8.0  # accepted nodes that the evidence is weighed against
 
 
 class AutoBudget(Budget):
@@ -31,6 +34,7 @@ class AutoBudget(Budget):
         self._nodes = nodes
         self._outlook = Outlook()
         self._calibrator: Calibrator | None = None
+        self._trust = Trust()
         self._saved = 0.0  # seconds that may be spent on probes
         self._rounds = 0
         self._best: Sizes | None = None
@@ -49,21 +53,22 @@ class AutoBudget(Budget):
 
     def _compute(self, load: Load) -> Sizes:
         """The fastest sizes."""
-        requests, costs = load.requests, load
+        requests, trust = load.requests, self._trust.factor
         nodes, trees = self._outlook.nodes(load.calibrator)
         rows = np.array(load.sizes(min(requests * self._nodes, requests + len(nodes.reach) * requests // trees + 1)))
         seconds = np.array([load.verify(int(size)) for size in rows])
         share = requests / trees  # each remembered tree stands for this many requests
         wanted = (rows - requests) / share  # nodes of the remembered trees
         best, most = Sizes(0, 1, 1, int(rows[0])), requests / float(seconds[0])
-        deepest = min(MAX_PASSES, int(nodes.depth.max(initial=0)), load.room - 1)
+        known = 1 + load.calibrator.observed // NODES_PER_PASS
+        deepest = min(MAX_PASSES, int(nodes.depth.max(initial=0)), load.room - 1, known)
         for width in WIDTHS:
             narrow = nodes.width <= width
             for passes in range(1, deepest + 1):
                 reach = nodes.reach[narrow & (nodes.depth <= passes)]
                 sums = np.concatenate([[0.0], np.cumsum(reach)])
-                tokens = requests + share * np.interp(wanted, np.arange(len(sums)), sums)
-                speed = tokens / (seconds + costs.drafting(passes, width))
+                tokens = requests + trust * share * np.interp(wanted, np.arange(len(sums)), sums)
+                speed = tokens / (seconds + load.drafting(passes, width))
                 place = int(np.argmax(speed))
                 if float(speed[place]) > most:
                     most = float(speed[place])
@@ -99,6 +104,7 @@ class AutoBudget(Budget):
         return Sizes(1, 1, FORECAST_CHILDREN, rows, self._nodes, calibrated=True)
 
     def observe(self, outcome: Outcome) -> None:
+        self._trust.learn(float(np.exp(outcome.key[outcome.verified]).sum()), int(outcome.accepted.sum()))
         if self._calibrator is None or not len(outcome.owner):
             return
         self._update_forecasts(outcome, self._calibrator)
@@ -116,6 +122,25 @@ class AutoBudget(Budget):
             end = start + 1
             while end < len(family) and family[end] == family[start]:
                 end += 1
-            parent = int(outcome.parents[start])
+            parent, depth = int(outcome.parents[start]), int(outcome.depth[start]) - 1
             own = 1.0 if parent < 0 else float(chance[parent])
-            calibrator.update_forecast(int(outcome.depth[start]) - 1, own, chance[start:end].tolist())
+            last = DEPTHS if depth == outcome.sizes.passes - 1 else depth + 1  # deeper levels are like the deepest
+            for level in range(depth, max(last, depth + 1)):
+                calibrator.update_forecast(level, own, chance[start:end].tolist())
+
+
+class Trust:
+    """Accepted nodes over expected ones in recent rounds: estimates that are too high are found out in one round."""
+
+    def __init__(self) -> None:
+        self._expected = self._accepted = 0.0
+
+    def learn(self, expected: float, accepted: float) -> None:
+        """Learn from the verified nodes of a round."""
+        self._expected = TRUST_MEMORY * self._expected + expected
+        self._accepted = TRUST_MEMORY * self._accepted + accepted
+
+    @property
+    def factor(self) -> float:
+        """By which expected nodes are multiplied; at most 1."""
+        return min((self._accepted + TRUST_PRIOR) / (self._expected + TRUST_PRIOR), 1.0)
