@@ -40,6 +40,10 @@ POLICIES = {
     "specdecpp": "windfall.policies.papers.specdecpp:SpecDecPlusPlus",
     "c2t": "windfall.policies.papers.c2t:C2T",
     "ltd": "windfall.policies.papers.ltd:LTD",
+    "tetris": "windfall.policies.papers.tetris:Tetris",
+    "batch-gt": "windfall.policies.papers.batch_gt:BatchGT",
+    "smart": "windfall.policies.papers.smart:Smart",
+    "survival": "windfall.policies.papers.survival:Survival",
     "bandit": "windfall.policies.bandit:Bandit",
 }
 DRAFTERS = {

@@ -72,16 +72,25 @@ class Calibrator:
         self.usual_passes = 1.0  # draft passes that nearly all recent cycles have
         self.version = 0  # increases when anything above changes, except kappa and usual_passes
 
-    def chances(self, tree: DraftTree) -> Floats:
+    def chances(self, tree: DraftTree, shift: float = 0.0) -> Floats:
         """The same as `accept` for all nodes except the root, [N - 1], computed in numpy; faster for many nodes."""
-        logq, depth, rank = (x[1:] for x in (tree.arrays.logq, tree.arrays.depth, tree.arrays.rank))
+        known = tree.arrays
+        return self.probabilities(known.logq[1:], known.depth[1:], known.rank[1:], shift)
+
+    def probabilities(
+        self, logq: NDArray[Any], depth: NDArray[Any], rank: NDArray[Any], shift: Floats | float = 0.0
+    ) -> Floats:
+        """The same from arrays of any shape; `shift` is added to the log-odds."""
         slope, corrections = self.weights[0], self.weights[1:]
-        scores = slope * _log_odds(logq) + corrections[np.minimum(depth, DEPTHS) - 1]
+        scores = slope * _log_odds(logq) + corrections[np.minimum(depth, DEPTHS) - 1] + shift
         return _sigmoid(scores + corrections[DEPTHS + np.minimum(rank, RANKS - 1)])
 
-    def accept(self, tree: DraftTree, start: int = 1) -> list[float]:
-        """The probability of each node, from node `start` on, to be accepted if its parent is."""
-        slope, *corrections = self.weights.tolist()
+    def accept(self, tree: DraftTree, start: int = 1, shift: float = 0.0) -> list[float]:
+        """The probability of each node, from node `start` on, to be accepted if its parent is.
+
+        `shift` is the correction of this request, in log-odds.
+        """
+        slope, *corrections = self.shifted(shift).tolist()
         known = tree.arrays
         nodes = zip(*(x[start:].tolist() for x in (known.logq, known.depth, known.rank)), strict=True)
         scores = (
@@ -91,6 +100,12 @@ class Calibrator:
             for logq, depth, rank in nodes
         )
         return [1 / (1 + math.exp(-max(-30.0, min(30.0, score)))) for score in scores]
+
+    def shifted(self, shift: float) -> Floats:
+        """The weights with the correction of a request: every depth's correction grows by `shift`."""
+        weights: Floats = self.weights.copy()
+        weights[1 : 1 + DEPTHS] += shift
+        return weights
 
     def forecast(self, depth: int, chance: float) -> Forecast:
         """The forecast for the children of a node at this depth with this acceptance probability."""
@@ -152,10 +167,25 @@ class Calibrator:
             parts.append((known.logq[nodes], known.depth[nodes], known.rank[nodes], accepted, families))
             nodes_before += len(step.tree)
         logq, depth, rank, accepted, families = (np.concatenate(part) for part in zip(*parts, strict=True))
+        self.learn(logq, depth, rank, accepted, families, len(cycles))
+
+    def learn(
+        self,
+        logq: NDArray[Any],
+        depth: NDArray[Any],
+        rank: NDArray[Any],
+        accepted: Floats,
+        families: NDArray[np.int64],
+        cycles: int,
+    ) -> None:
+        """Update the parameters with the verified nodes of some cycles whose parents were accepted.
+
+        `families` has the same number for siblings only.
+        """
         self._fit_kappa(logq, accepted, families)
         features = self._features(logq, depth, rank)
         chance = _sigmoid(features @ self.weights)
-        decayed = EVIDENCE_DECAY ** len(cycles) * self._evidence
+        decayed = EVIDENCE_DECAY**cycles * self._evidence
         self._evidence = decayed + (features * (chance * (1 - chance))[:, None]).T @ features
         self.weights = self.weights + np.linalg.solve(self._prior + self._evidence, features.T @ (accepted - chance))
         self.observed += len(accepted)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,8 +20,8 @@ from windfall.costs.online import OnlineCosts
 from windfall.drafters.base import Drafter
 from windfall.engine.lockstep import Lockstep
 from windfall.engine.sequence import Sequence
+from windfall.engine.shared_budget import Grower, SharedBudgets
 from windfall.model.target import Target
-from windfall.policies.base import TreePolicy
 from windfall.policies.context import Context
 
 if TYPE_CHECKING:
@@ -69,17 +70,23 @@ class HostLoop:
         self.drafter.start(prompts, hidden, [sequence.dice for sequence in self.sequences])
         return now(self.device) - started
 
+    @cached_property
+    def _budgets(self) -> SharedBudgets:
+        return SharedBudgets(self.online_costs)
+
     @torch.inference_mode()
     def _cycle(self, rows: dict[int, Sequence], prefill_seconds: float) -> list[Step]:
         """One cycle of the sequences in these rows of the batch."""
         live, target, drafter, clock = list(rows.values()), self.target, self.drafter, Stopwatch()
         known_graphs = target.recordings
-        learner = self.online_costs if self.online_costs.learns and len(live) == 1 else None  # batches share passes
+        alone = len(live) == 1
+        learner = self.online_costs if self.online_costs.learns and alone else None  # batches share passes
         contexts = [sequence.begin_cycle(self.online_costs.costs, learner) for sequence in live]
 
-        # Draft: every policy asks for passes that extend its tree, until none of them wants another.
+        # Draft: every policy, or the budget of several, asks for passes that extend a tree, until none wants another.
+        deciders = self._budgets.begin(live, contexts)
         drafted = drafter.begin([sequence.tokens[-1] for sequence in live])
-        growths = [Growth(sequence.policy, context) for sequence, context in zip(live, contexts, strict=True)]
+        growths = [Growth(grower, context) for grower, context in zip(deciders.growers, contexts, strict=True)]
         passes: list[tuple[int, float]] = []  # expanded nodes and seconds of the passes that found children
         while any(grows := [growth.next(tree) for growth, tree in zip(growths, drafted, strict=True)]):
             clock.lap("policy")
@@ -90,7 +97,7 @@ class HostLoop:
                 passes.append((sum(len(grow.nodes) for grow in grows if grow), seconds))
 
         # Select the nodes that are worth verifying.
-        kept = [s.policy.select(tree, ctx) for s, tree, ctx in zip(live, drafted, contexts, strict=True)]
+        kept = deciders.select(drafted)
         trees = [tree.select(keep) for tree, keep in zip(drafted, kept, strict=True)]
         clock.lap("policy")
 
@@ -121,8 +128,10 @@ class HostLoop:
             )
             for i, s in enumerate(live)
         ]
-        if learner is not None and not recorded:
-            self._learn_costs(learner, contexts[0].length, passes, len(trees[0]), verify_seconds)
+        if not recorded and self.online_costs.learns:
+            verified, length = sum(map(len, trees)), sum(context.length for context in contexts)
+            self._learn_costs(learner or self._budgets.costs, length, passes, verified, verify_seconds, alone)
+        deciders.observe(steps)
         for sequence, step in zip(live, steps, strict=True):
             sequence.observe(step)
         clock.lap("policy")
@@ -135,10 +144,12 @@ class HostLoop:
         passes: list[tuple[int, float]],
         verified_rows: int,
         verify_seconds: float,
+        alone: bool,
     ) -> None:
-        """Correct the costs of passes by the times of a cycle."""
+        """Correct the costs of passes by the times of a cycle. In a batch, rows and lengths are those of all requests,
+        and nothing is learned from the first draft pass, whose time depends on the number of requests."""
         slower = self.costs_are_of_gpu
-        if passes:
+        if passes and alone:
             many_pending = length - self._drafted_length > USUAL_PENDING_TOKENS
             learner.record_drafts([0], passes[0][1], slower or many_pending)
             self._drafted_length = length
@@ -148,9 +159,9 @@ class HostLoop:
 
 
 class Growth:
-    """Asks a policy for its next draft pass, and leaves out what is not possible."""
+    """Asks a policy or a shared round for its next draft pass, and leaves out what is not possible."""
 
-    def __init__(self, policy: TreePolicy, context: Context):
+    def __init__(self, policy: Grower, context: Context):
         self.policy, self.context = policy, context
         self.passes = 0
         self._expanded: set[int] = set()

@@ -12,6 +12,7 @@ from windfall.core.tree import DraftTree
 from windfall.core.types import SamplingParams, Scores, Step, Verdict
 from windfall.core.verify import walk
 from windfall.costs.acceptance import Calibrator
+from windfall.costs.correction import Correction
 from windfall.costs.curves import Costs
 from windfall.costs.online import OnlineCosts
 from windfall.model.target import Target
@@ -38,6 +39,7 @@ class Sequence:
         self.sampler = Sampler(params, len(prompt))
         self.dice = Dice(params, self.tokens) if coupled and not params.greedy else None
         self.calibrator = calibrators["greedy" if params.greedy else "coupled" if self.dice else "sampled"]
+        self.correction = Correction()
         self.text = Detokenizer(target.tokenizer, params.stop)
         self.finish: str | None = None
         self._endings: list[str | None] = []  # how each token that was drawn but not accepted yet ends the text
@@ -48,7 +50,8 @@ class Sequence:
     def context(self, costs: Costs, online_costs: OnlineCosts | None = None) -> Context:
         """What the policy may know besides the tree."""
         room = self.end - len(self.tokens)
-        return Context(len(self.tokens), room, self.params.temperature, costs, self.calibrator, online_costs)
+        temperature, shift = self.params.temperature, self.correction.shift
+        return Context(len(self.tokens), room, temperature, costs, self.calibrator, online_costs, shift)
 
     def begin_cycle(self, costs: Costs, online_costs: OnlineCosts | None = None) -> Context:
         """The context of a new cycle, for which the drafter gets the newest weight of the noise."""
@@ -95,6 +98,7 @@ class Sequence:
     def observe(self, step: Step) -> None:
         """Let the policy and the calibrator learn from a cycle."""
         self.policy.observe(step)
+        self.correction.observe(step, self.calibrator)
         self.calibrator.observe(step)
 
     def _ending(self, tokens: list[int]) -> str | None:

@@ -12,11 +12,13 @@ from torch import Tensor
 from windfall.core.options import option
 from windfall.core.tree import MAX_VERIFY_ROWS, DraftTree
 from windfall.core.types import Grow, Step
-from windfall.costs.acceptance import FORECAST_CHILDREN, MAX_UNASKED_PASSES, Calibrator
+from windfall.costs.acceptance import FORECAST_CHILDREN, MAX_UNASKED_PASSES
 from windfall.costs.curves import Costs
 from windfall.costs.online import OnlineCosts
 from windfall.policies import cheap_rows
+from windfall.policies.auto_budget import AutoBudget
 from windfall.policies.base import TreePolicy
+from windfall.policies.budget import Budget
 from windfall.policies.context import Context
 from windfall.policies.plan import Decision, Opening, Plan, TreeView
 
@@ -76,6 +78,9 @@ class Auto(TreePolicy):
             sizes={min(size, self.nodes) for size in cheap_rows.ROWS},
         )
 
+    def budget(self) -> Budget:
+        return AutoBudget(self.nodes)
+
     def _opening(self, ctx: Context) -> Opening:
         return Opening(ctx.calibrator.min_draft_passes, self.nodes)
 
@@ -99,9 +104,9 @@ class Auto(TreePolicy):
         if ctx.room < 2:
             return None
         if cycle.expanded and len(tree) == len(cycle.reach):  # the last pass brought nothing
-            cycle.learn(tree, ctx.calibrator)
+            cycle.learn(tree, ctx)
             return None
-        cycle.learn(tree, ctx.calibrator)
+        cycle.learn(tree, ctx)
         chosen = self._next_pass(cycle, ctx)
         if chosen is None:
             return None
@@ -109,7 +114,7 @@ class Auto(TreePolicy):
         return Grow(torch.tensor(chosen), k=FORECAST_CHILDREN)
 
     def start_cycle(self, ctx: Context) -> None:
-        self._ctx = ctx
+        self._ctx = ctx if ctx.requests == 1 else None  # the seconds of a shared round say nothing about one text
 
     def observe(self, step: Step) -> None:
         if self._ctx is not None:
@@ -152,7 +157,7 @@ class Auto(TreePolicy):
         if self._follows_plan:
             return super().select(tree, ctx)
         cycle, self._cycle = self._current_cycle(ctx), None
-        cycle.learn(tree, ctx.calibrator)
+        cycle.learn(tree, ctx)
         seconds, values = self._seconds(ctx), cycle.values
         rows = best_profit(values, cycle.prices)[1] if len(tree) > 1 else 0
         ctx.calibrator.update_speedup(1 + sum(values[:rows]), seconds[rows] + cycle.spent, seconds[0])
@@ -226,12 +231,12 @@ class Cycle:
         order = sorted(range(len(self.reach)), key=lambda node: (-self.reach[node], self.depth[node]))
         return sorted(order[:count])
 
-    def learn(self, tree: DraftTree, calibrator: Calibrator) -> None:
+    def learn(self, tree: DraftTree, ctx: Context) -> None:
         """Add the newest nodes, and teach the calibrator which children their parents had."""
-        known = len(self.reach)
+        known, calibrator = len(self.reach), ctx.calibrator
         parents, children = tree.parents[known:].tolist(), {node: list[float]() for node in self._fresh}
         if parents:
-            chances, families = calibrator.accept(tree, known), dict.fromkeys(parents, 0.0)
+            chances, families = calibrator.accept(tree, known, ctx.shift), dict.fromkeys(parents, 0.0)
             for parent, chance in zip(parents, chances, strict=True):
                 families[parent] += chance
             for parent, chance in zip(parents, chances, strict=True):

@@ -14,6 +14,7 @@ from torch import Tensor
 from windfall.core import options
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow, Step
+from windfall.policies.budget import Budget, OwnSizes
 from windfall.policies.context import Context
 from windfall.policies.interpreter import PlannedTree
 from windfall.policies.plan import Plan
@@ -53,6 +54,16 @@ class TreePolicy:
     def cached_plan(self) -> Plan | None:
         """`plan()`, made once."""
         return self.plan()
+
+    def budget(self) -> Budget | None:
+        """Decides for a batch of requests with this policy, once a round; None: each request decides for itself.
+
+        The default is the fixed sizes of a plan that decides nothing during a cycle.
+        """
+        plan, own = self.cached_plan, type(self)
+        if plan is None or plan.decide or plan.opening:
+            return None
+        return OwnSizes(plan) if (own.grow, own.select) == (TreePolicy.grow, TreePolicy.select) else None
 
     def grow(self, tree: DraftTree, ctx: Context) -> Grow | None:
         """The next draft pass, or None to stop drafting."""

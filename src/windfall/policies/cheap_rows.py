@@ -155,12 +155,12 @@ class CycleStats:
             calibrator.update_speedup(self._tokens, self._seconds, costs.verify(1, ctx.length) + costs.overhead)
         self._tokens, self._seconds = 0, 0.0
         if len(step.drafted) > 1:
-            update_forecasts(step.drafted, calibrator, self._cycles // UPDATE_EVERY_CYCLES)
+            update_forecasts(step.drafted, calibrator, self._cycles // UPDATE_EVERY_CYCLES, ctx.shift)
 
 
-def update_forecasts(tree: DraftTree, calibrator: Calibrator, turn: int) -> None:
+def update_forecasts(tree: DraftTree, calibrator: Calibrator, turn: int, shift: float = 0.0) -> None:
     """Teach the calibrator which children some nodes of this tree had; the next turn takes other nodes."""
-    chances, parents = calibrator.chances(tree), tree.arrays.parents[1:]
+    chances, parents = calibrator.chances(tree, shift), tree.arrays.parents[1:]
     sums = np.bincount(parents, chances, len(tree))
     shares = chances / np.maximum(sums[parents], 1.0)
     order = np.argsort(parents, kind="stable")

@@ -18,3 +18,5 @@ class Context(NamedTuple):
     costs: Costs  # of draft and verify passes on this machine
     calibrator: Calibrator  # acceptance chances of drafted tokens
     online_costs: OnlineCosts | None = None  # corrects the costs while generating; None: they are fixed
+    shift: float = 0.0  # this request's correction of its acceptance chances, in log-odds
+    requests: int = 1  # requests that share the passes of this round and its budget

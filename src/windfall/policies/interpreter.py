@@ -76,18 +76,27 @@ class PlannedTree:
 
     def select(self, tree: DraftTree) -> Tensor:
         """The nodes to verify, ascending."""
-        plan, (_, rows, levels) = self.plan, self._decision
+        nodes, keys = self.candidates(tree)
+        rows = self._decision.rows
+        if self.plan.shape is None and rows < len(nodes):
+            nodes = np.sort(nodes[best_places(keys, rows)])
+        return torch.from_numpy(nodes)
+
+    def candidates(self, tree: DraftTree) -> tuple[Integers, Floats]:
+        """The nodes that may be verified, ascending, and their keys, which do not rise from parent to child."""
+        plan, levels = self.plan, self._decision.levels
         if len(tree) > self._starts[-1]:  # the last pass was not followed by a question
             self._take_in(tree)
         end = len(tree) if levels is None else self._starts[min(levels + 1, len(self._starts) - 1)]
         nodes = np.arange(end) if self._alive is None else self._alive[:end].nonzero()[0]
         if plan.expanded_only:
             nodes = np.sort(self._taken)
-        if plan.first_come:
-            nodes = nodes[:rows]
-        elif plan.shape is None and rows < len(nodes):
-            nodes = np.sort(self._best(nodes, rows))
-        return torch.from_numpy(nodes)
+        return nodes, -nodes.astype(np.float32) if plan.first_come else self._keys[nodes]
+
+    @property
+    def expanded(self) -> Integers:
+        """The nodes that draft passes expanded."""
+        return np.concatenate([ROOT[:0], *self._fronts])
 
     # ---- the newest nodes
 
@@ -121,7 +130,7 @@ class PlannedTree:
 
     def _calibrate(self, tree: DraftTree, new: Integers) -> None:
         """Keys are the logarithm of a path's chance to be accepted; at most one sibling is."""
-        chance = np.array(self.ctx.calibrator.accept(tree, len(self._keys)))
+        chance = np.array(self.ctx.calibrator.accept(tree, len(self._keys), self.ctx.shift))
         parents = tree.arrays.parents[new]
         chance = chance / np.maximum(np.bincount(parents, chance, len(tree))[parents], 1.0)
         self._chance = np.concatenate([self._chance, chance])

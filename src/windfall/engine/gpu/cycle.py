@@ -96,7 +96,7 @@ class Cycle:
         version: tuple[object, ...] = (
             plan.bounds() if plan.bounds else None,
             plan.floor(ctx) if plan.floor else None,
-            (calibrator, calibrator.version, *plan.prices(ctx)) if plan.prices else None,
+            (calibrator, calibrator.version, ctx.shift, *plan.prices(ctx)) if plan.prices else None,
             plan.shape(ctx) if plan.shape else None,
         )
         if version == self._terms_version:
@@ -109,7 +109,7 @@ class Cycle:
         if floor is not None:
             host["floor"][:] = floor
         if plan.prices:
-            host["weights"][:], host["forecast"][:] = calibrator.weights, calibrator.mean_forecasts()
+            host["weights"][:], host["forecast"][:] = calibrator.shifted(ctx.shift), calibrator.mean_forecasts()
             host["prices"][:] = plan.prices(ctx)
         if isinstance(shape, Shape):
             host["shape"][:] = -1

@@ -1,0 +1,136 @@
+"""One decision for a batch of requests: the sizes of a round's passes, from what is known before the round.
+
+Nothing is decided in the middle of a round, and a round's sizes come from a small set, so that a GPU can run it without
+waiting for the host. After drafting, one fixed rule chooses the rows to verify among the nodes of all requests
+(`policies/choice.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+from windfall.core.tree import Flags, Floats, Integers
+from windfall.costs.acceptance import Calibrator
+from windfall.costs.curves import Costs
+from windfall.policies.plan import Plan
+
+CONTEXT_STEP = 256  # tokens; smaller differences in the batch's context do not change its costs
+
+
+class Load(NamedTuple):
+    """What a budget knows about a batch before a round.
+
+    Costs are measured with one text. In a batch, rows and nodes are those of all requests together, because they share
+    the pass, and so is the context: each request's cached keys are read once.
+    """
+
+    requests: int  # that take part in the round
+    context: int  # committed tokens of all requests together
+    room: int  # tokens that may still be emitted, in the request where this is most
+    costs: Costs
+    calibrator: Calibrator  # forecasts the children of nodes that are not drafted yet
+
+    def verify(self, rows: int) -> float:
+        """Seconds of a verify pass over this many rows of all requests, with the overhead of a round."""
+        return _verify(self.costs, rows, self.context // CONTEXT_STEP * CONTEXT_STEP) + self.costs.overhead
+
+    def drafting(self, passes: int, width: int) -> float:
+        """Seconds of this many draft passes: the first expands the roots, later ones `width` nodes of each request."""
+        if not passes:
+            return 0.0
+        first = self.costs.opening + self.costs.draft(self.requests)
+        return first + (passes - 1) * self.costs.draft(self.requests * width)
+
+    @property
+    def stepped(self) -> bool:
+        """Whether verify passes run in a few prepared sizes, so that rows up to the next size are free."""
+        return self.costs.verifies[0][1].stepped
+
+    def sizes(self, most: int) -> list[int]:
+        """Numbers of rows to consider, ascending, from plain decoding to about `most`."""
+        if self.stepped:
+            known = self.costs.verifies[0][1].sizes
+            return [prepared(self.requests, known), *(size for size in known if self.requests < size <= most)]
+        found = [self.requests]
+        while found[-1] < most:
+            found.append(found[-1] + max((found[-1] - self.requests) // 3, 1))
+        return found
+
+
+@lru_cache(maxsize=4096)
+def _verify(costs: Costs, rows: int, context: int) -> float:
+    return costs.verify(rows, context)
+
+
+def prepared(rows: int, known: tuple[int, ...]) -> int:
+    """The smallest prepared size for this many rows; beyond all of them, the rows themselves."""
+    return next((size for size in known if size >= rows), rows)
+
+
+class Sizes(NamedTuple):
+    """The sizes of a round, the same for every request."""
+
+    passes: int  # draft passes; 0: plain decoding
+    width: int  # nodes of each request that a draft pass expands; the first pass expands the root
+    k: int  # children of an expanded node
+    rows: int  # rows of the verify pass, of all requests together, the roots counted
+    per_request: int | None = None  # rows of one request, its root counted; None: no limit
+    floor: float = -math.inf  # drafted nodes with this key or less are not verified
+    calibrated: bool = False  # keys are log-chances of acceptance of the path; else the drafter's log-probabilities
+
+
+class Outcome(NamedTuple):
+    """A finished round: its drafted nodes, request by request, each parent before its children."""
+
+    sizes: Sizes
+    requests: int
+    owner: Integers  # [N] the request
+    parents: Integers  # [N] the place of the parent in these arrays; -1: the root
+    depth: Integers  # [N]
+    rank: Integers  # [N]
+    logq: Floats  # [N] the drafter's log-probability given the parent
+    key: Floats  # [N] by which nodes were ranked
+    expanded: Flags  # [N]
+    verified: Flags  # [N]
+    accepted: Flags  # [N]
+    seconds: float  # of the round; 0: not known
+
+
+class Budget:
+    """Decides the sizes of each round of a batch. One object serves all requests that share it."""
+
+    calibrator: Calibrator | None = None  # estimates acceptance instead of the engine's, for calibrated keys
+
+    def sizes(self, load: Load) -> Sizes:
+        """The sizes of the next round."""
+        raise NotImplementedError
+
+    def plan(self, sizes: Sizes) -> Plan | None:
+        """How each request's tree grows in a round of these sizes; None: by the plan of its own policy."""
+        return _beam(sizes.passes, sizes.width, sizes.k, sizes.calibrated)
+
+    def observe(self, outcome: Outcome) -> None:
+        """Learn from a round. On a GPU this may come one round late."""
+
+
+@lru_cache(maxsize=256)
+def _beam(passes: int, width: int, k: int, calibrated: bool) -> Plan:
+    rows = 1 + passes * width * k
+    prices = (lambda ctx: (0.0, 0.0)) if calibrated else None
+    return Plan(passes=passes, width=width, k=k, rows=rows, calibrated=calibrated, prices=prices)
+
+
+class OwnSizes(Budget):
+    """Every request gets the fixed sizes of its own plan; nothing is shared but the passes."""
+
+    def __init__(self, plan: Plan):
+        self._plan = plan
+
+    def sizes(self, load: Load) -> Sizes:
+        own = self._plan
+        return Sizes(own.passes, own.width, own.k, load.requests * own.rows, own.rows, calibrated=own.calibrated)
+
+    def plan(self, sizes: Sizes) -> None:
+        return None
