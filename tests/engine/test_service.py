@@ -81,7 +81,7 @@ def test_cancelling_waiting_and_running_requests() -> None:
     others = [engine().submit(prompt(9, i), **HOW) for i in range(1, 5)]
     for handle in (first, others[0], others[3]):
         handle.cancel()
-    with pytest.raises(TimeoutError, match="has not ended within 0.01 seconds"):
+    with pytest.raises(TimeoutError, match="has not ended within"):
         first.result(0.01)
     gate.open.set()
     assert [handle.result(30).finish_reason for handle in (first, others[0], others[3])] == ["cancelled"] * 3

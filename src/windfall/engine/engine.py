@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from windfall.engine.gpu.runner import GpuRunner
 
 WARM_UP_TOKENS = 24
-MAX_REQUESTS_CPU, MAX_REQUESTS_GPU = 8, 32  # that run together by default
 OnStep = Callable[[Step], None]
 Prompt = Any  # text, chat messages ({"role", "content"}), or token ids
 
@@ -91,7 +90,7 @@ class Engine:
         self._route = Route(None, "")  # of the last request
         self._request_numbers = itertools.count(1)
         self._kv_memory = as_bytes(kv_memory)
-        self._service = Service(target, self._batch_runner, _checked_requests(max_requests, target.device))
+        self._service = Service(target, self._batch_runner, max_requests)
         drafter.attach(target)
 
     def __repr__(self) -> str:
@@ -438,15 +437,6 @@ class Engine:
         if params.logit_bias and not 0 <= min(params.logit_bias) <= max(params.logit_bias) < self.target.vocab_size:
             raise InputError(f"logit_bias takes token ids between 0 and {self.target.vocab_size - 1}")
         return params
-
-
-def _checked_requests(given: int | None, device: torch.device) -> int:
-    """`max_requests`, by default that of the device."""
-    if given is None:
-        return MAX_REQUESTS_CPU if device.type == "cpu" else MAX_REQUESTS_GPU
-    if not is_number(given, whole=True) or given < 1:
-        raise InputError(f"max_requests must be a whole number of at least 1, not {given!r}")
-    return given
 
 
 def _is_text(prompt: Prompt) -> bool:

@@ -10,12 +10,15 @@ from contextlib import suppress
 
 import torch
 
+from windfall.core.options import is_number
+from windfall.core.types import InputError
 from windfall.engine.batch_runner import BatchRunner
 from windfall.engine.request import Request
 from windfall.engine.scheduler import Scheduler
 from windfall.model.decoder import tree_attention
 from windfall.model.target import Target
 
+MAX_REQUESTS_CPU, MAX_REQUESTS_GPU = 8, 32  # that run together by default
 CLOSE_SECONDS = 60.0  # that `close` waits for the last round
 
 
@@ -26,8 +29,9 @@ class Service:
     since the last round, the requests that run are prefilled again.
     """
 
-    def __init__(self, target: Target, make_runner: Callable[[], BatchRunner], max_requests: int):
-        self.target, self.max_requests = target, max_requests
+    def __init__(self, target: Target, make_runner: Callable[[], BatchRunner], max_requests: int | None = None):
+        usual = MAX_REQUESTS_CPU if target.device.type == "cpu" else MAX_REQUESTS_GPU
+        self.target, self.max_requests = target, checked_requests(max_requests) or usual
         self._make_runner = make_runner
         self._scheduler: Scheduler | None = None
         self._thread: threading.Thread | None = None
@@ -100,6 +104,13 @@ class Service:
                 self._scheduler = None
             with suppress(Exception):
                 scheduler.close(error)
+
+
+def checked_requests(given: int | None) -> int | None:
+    """`max_requests`, if it is a number of requests or None."""
+    if given is not None and (not is_number(given, whole=True) or given < 1):
+        raise InputError(f"max_requests must be a whole number of at least 1, not {given!r}")
+    return given
 
 
 _services: weakref.WeakSet[Service] = weakref.WeakSet()  # whose threads were started
