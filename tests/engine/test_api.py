@@ -16,7 +16,7 @@ import windfall
 from helpers.cli import character_tokenizer
 from helpers.tiny import prompt, tiny
 from windfall import registry
-from windfall.cli.options import ModelOptions, PolicyOptions
+from windfall.cli.options import BatchOptions, ModelOptions, PolicyOptions
 from windfall.core.types import GpuOptions, InputError, Step
 from windfall.engine import loading
 from windfall.engine.engine import Engine
@@ -89,6 +89,8 @@ def test_gpu_options_as_one_record_under_both_names(name: str) -> None:
         ({"coupled": 0}, "coupled must be True or False, not 0"),
         ({"gpu_options": GpuOptions(), "exact": False}, "give gpu_options, or graphs, compile, exact and host_polic"),
         ({"launch": True}, "gpu_options takes a windfall.GpuOptions, not True"),
+        ({"max_requests": 0}, "max_requests must be a whole number of at least 1, not 0"),
+        ({"kv_memory": "much"}, "kv_memory takes a size such as 4GB or a number of bytes, not 'much'"),
     ],
 )
 def test_wrong_arguments_are_refused_with_one_line(words: dict[str, Any], message: str) -> None:
@@ -107,7 +109,8 @@ def test_the_command_line_has_every_parameter_of_load() -> None:
         "no_graphs": "graphs",
         "fast": "exact",
     }
-    flags = {*ModelOptions.__dataclass_fields__, *PolicyOptions.__dataclass_fields__}
+    records = ModelOptions, PolicyOptions, BatchOptions
+    flags = {name for record in records for name in record.__dataclass_fields__}
     assert {renamed.get(flag, flag) for flag in flags} == ours
 
 
@@ -155,7 +158,8 @@ def test_custom_generate_takes_the_arguments_of_load(words: dict[str, Any]) -> N
 
 def test_custom_generate_has_the_parameters_of_load() -> None:
     ours, theirs = (inspect.signature(each).parameters for each in (windfall.custom_generate, windfall.load))
-    assert {*theirs} - {*ours} == {"target", "device", "dtype", "trust_remote_code", "gpu_options", "launch"}
+    many = {"max_requests", "kv_memory"}  # of `submit` and `generate_batch`
+    assert {*theirs} - {*ours} == {"target", "device", "dtype", "trust_remote_code", "gpu_options", "launch", *many}
     assert all(ours[name].default == theirs[name].default for name in ours)
 
 

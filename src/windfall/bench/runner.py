@@ -165,6 +165,9 @@ class NoDrafter(Drafter):
     def start(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
         pass
 
+    def join(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
+        pass
+
     def commit(self, trees: Any, paths: Any, bonus: Any, hidden: Any) -> None:
         pass
 

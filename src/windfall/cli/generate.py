@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from windfall import registry
+from windfall.cli.answers import AnswerFile, Conversation, answer_all, at_line
 from windfall.cli.declare import json_option, option, show_drafts_option
-from windfall.cli.options import ModelOptions, PolicyOptions, PromptOptions, SamplingOptions, message
+from windfall.cli.options import BatchOptions, ModelOptions, PolicyOptions, PromptOptions, SamplingOptions
 from windfall.cli.session import (
     DIFFERENT,
     INTERRUPTED,
@@ -26,7 +28,6 @@ from windfall.render import console
 
 if TYPE_CHECKING:
     from windfall.engine.engine import Generation, Prompt
-    from windfall.prompts.files import PromptLine
 
 
 def generate(
@@ -34,32 +35,37 @@ def generate(
     model: ModelOptions,
     policy: PolicyOptions,
     sampling: SamplingOptions,
+    batch: BatchOptions,
     json: bool = json_option(),
     compare: bool = option(False, "First generate with plain decoding, then compare tokens and times."),
     show_drafts: bool = show_drafts_option(),
+    out: Path | None = option(None, "Answer the lines of --file together, and write one JSON object per answer here."),
+    resume: bool = option(False, "Answer the lines that have no answer in --out yet."),
 ) -> None:
     """Answer a prompt, or each line of a JSONL file (--file PROMPTS.jsonl).
 
-    For a JSONL file, --json prints one JSON object per answer.
+    For a JSONL file, --json prints one JSON object per answer. With --out, the lines are answered together, and each
+    answer is written to this file as soon as it is finished.
     """
-    if json and show_drafts:
-        raise InputError("--show-drafts colours a text, and --json prints none; choose one")
-    if compare and source.has_many:
-        raise InputError("--compare takes one prompt; for a file of prompts use `windfall bench run --tasks`")
+    _check_output(source, json, show_drafts, compare, out, resume)
     lines = source.read_many() if source.has_many else []
     prompt, keywords = None if lines else source.read(), sampling.keywords()
-    engine = model.load(policy.make())
+    answers = None if out is None else AnswerFile(out, lines, resume)
+    engine = model.load(policy.make(), batch)
     if source.system is not None or any(line.system for line in lines):
         check_chat(engine)
     keywords = with_seed(keywords)
-    capture_graphs(engine, keywords)
     names = {"drafter": model.drafter_name, "policy": policy.name}
     session = Session(engine, names, keywords, source.raw, json, show_drafts)
-    for line in lines:
-        try:
-            _answer_line(session, line, source.system)
-        except InputError as error:
-            raise InputError(f"{line.place}: {error}") from error
+    template = bool(getattr(engine.target.tokenizer, "chat_template", None))
+    conversations = [Conversation(line, source.system, source.raw, template) for line in lines]
+    if answers is not None:
+        answer_all(session, conversations, answers)
+        return
+    capture_graphs(engine, keywords)
+    for conversation in conversations:
+        with at_line(conversation.line):
+            _answer_turns(session, conversation)
     if compare:
         _compare(session, prompt)
     elif prompt is not None:
@@ -73,20 +79,32 @@ def _finish(session: Session, generation: Generation, **more: object) -> None:
     exit_if_interrupted(generation)
 
 
-def _answer_line(session: Session, line: PromptLine, system: str | None) -> None:
-    """Answer the turns of one line; each turn sees the answers before it."""
-    session = replace(session, raw=session.raw or line.raw)
-    plain = session.raw or not getattr(session.engine.target.tokenizer, "chat_template", None)
-    opening = line.system or system
-    messages = [] if opening is None else [message("system", opening)]
-    for turn, text in enumerate(line.turns, 1):
-        messages.append(message("user", text))
-        prompt = "\n\n".join(each["content"] for each in messages) if plain else messages
+def _check_output(
+    source: PromptOptions, json: bool, show_drafts: bool, compare: bool, out: Path | None, resume: bool
+) -> None:
+    """Refuse options that contradict each other."""
+    if json and show_drafts:
+        raise InputError("--show-drafts colours a text, and --json prints none; choose one")
+    if compare and source.has_many:
+        raise InputError("--compare takes one prompt; for a file of prompts use `windfall bench run --tasks`")
+    if resume and out is None:
+        raise InputError("--resume continues the file of --out; give both")
+    if out is not None and not source.has_many:
+        raise InputError("--out takes the answers to a file of prompts; give one with --file PROMPTS.jsonl")
+    if out is not None and (json or show_drafts):
+        raise InputError("--out writes JSON to a file and prints no text; leave --json and --show-drafts out")
+
+
+def _answer_turns(session: Session, conversation: Conversation) -> None:
+    """Answer the turns of one line, and show each text as it is generated."""
+    session, line = replace(session, raw=conversation.raw), conversation.line
+    while not conversation.ended:
+        prompt, turn = conversation.next_prompt(), conversation.turn
         if not session.json:
             console.heading(line.id if len(line.turns) == 1 else f"{line.id}, turn {turn}")
         generation = session.answer(prompt)
         _finish(session, generation, id=line.id, line=line.number, turn=turn)
-        messages.append(message("assistant", generation.text))
+        conversation.add_answer(generation.text)
 
 
 def _compare(session: Session, prompt: Prompt) -> None:

@@ -99,6 +99,23 @@ class TargetOptions:
 
 @configurable
 @dataclass
+class BatchOptions:
+    """How many texts are generated together."""
+
+    PANEL = "Batch"
+
+    max_requests: int | None = option(
+        None, "Most texts that are generated together. Default: 8 on a CPU, 32 on other devices."
+    )
+    kv_memory: str | None = option(
+        None,
+        "Memory for the KV caches of texts that are generated together, such as 4GB. Default: half of what is free.",
+        metavar="SIZE",
+    )
+
+
+@configurable
+@dataclass
 class ModelOptions(TargetOptions):
     """The target, the drafter, and how they run."""
 
@@ -125,7 +142,7 @@ class ModelOptions(TargetOptions):
         if self.exact and self.fast:
             raise InputError("--exact and --fast contradict each other; choose one")
 
-    def load(self, policy: Any = None) -> Engine:
+    def load(self, policy: Any = None, batch: BatchOptions | None = None) -> Engine:
         """The engine; names and settings are checked before the weights are read."""
         from windfall.engine import loading
 
@@ -134,6 +151,7 @@ class ModelOptions(TargetOptions):
             warnings.simplefilter("always", UserNote)
             with loading_model():
                 how = {"drafter_options": settings, "coupled": not self.uncoupled, **self._gpu_keywords}
+                how |= {} if batch is None else dataclasses.asdict(batch)
                 engine = loading.load(self.target, self.drafter, policy, **self._placement, **how)
         for each in caught:
             if issubclass(each.category, UserNote):

@@ -46,11 +46,15 @@ class Session:
             if self.coloured:
                 console.print_origins(generation.steps)
             console.note(console.summary(generation.stats, generation.finish_reason == INTERRUPTED))
+        self.remember_costs()
+        return generation
+
+    def remember_costs(self) -> None:
+        """Store what the engine has learned about the costs of passes, if its policy uses them."""
         if self.engine.policy.uses_costs:
             from windfall.engine.profiling import remember
 
             remember(self.engine)
-        return generation
 
     def report(self, generation: Generation) -> dict[str, Any]:
         """The object that `--json` prints."""

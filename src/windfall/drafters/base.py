@@ -69,6 +69,24 @@ class Drafter:
         """
         raise NotImplementedError
 
+    def join(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
+        """Start more sequences, after those that run; the arguments are those of `start`.
+
+        It is optional: without it, all sequences are started again whenever one joins.
+        """
+        raise NotImplementedError
+
+    @property
+    def can_join(self) -> bool:
+        """Whether `join` can be used: a class that overrides `start` must override `join`, too."""
+        own = next(vars(each) for each in type(self).__mro__ if "start" in vars(each) or "join" in vars(each))
+        return "join" in own and type(self).join is not Drafter.join
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that a token of a sequence takes in the drafter's KV cache."""
+        return 0
+
     def begin(self, tokens: list[int]) -> list[DraftTree]:
         """A tree of one node for each sequence's last committed token."""
         return [DraftTree.root(token) for token in tokens]

@@ -7,7 +7,8 @@ are dropped after each cycle and computed again from true features in the next o
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from windfall.drafters.base import Drafter, GpuForm, HeadForm, add_children
 from windfall.heads.base import FeatureHead, Guess
 from windfall.heads.layers import masked_attention, within
 from windfall.model.batch import Packed, Rows, pack
+from windfall.model.decoder import estimated_numbers_per_row
 from windfall.model.kv_cache import KVCache
 from windfall.model.target import Target
 
@@ -84,14 +86,28 @@ class FeatureHeadDrafter(Drafter):
         return self.head.config.taps
 
     def start(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
-        assert hidden is not None
-        self._dice = list(dice)
         config = self.head.config
-        self._memory = HeadMemory(config.layer.num_hidden_layers, len(prompts), config.windows)
-        self._tokens = [prompt[1:] for prompt in prompts]  # pending columns: committed, but not in the KV cache
-        self._features = list(hidden)  # of the position before each pending token
-        self._slots: list[dict[int, int]] = [{} for _ in prompts]  # expanded node → its staged row
-        self._recycled: list[list[Tensor]] = [[] for _ in prompts]  # per staged row, [rows of a pass, H]
+        self._dice: list[Dice | None] = []
+        self._memory = HeadMemory(config.layer.num_hidden_layers, 0, config.windows)
+        self._tokens: list[list[int]] = []  # pending columns: committed, but not in the KV cache
+        self._features: list[Tensor] = []  # of the position before each pending token
+        self._slots: list[dict[int, int]] = []  # expanded node → its staged row
+        self._recycled: list[list[Tensor]] = []  # per staged row, [rows of a pass, H]
+        self.join(prompts, hidden, dice)
+
+    @torch.inference_mode()
+    def join(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
+        assert hidden is not None
+        self._dice += dice
+        self._memory.cache.append(len(prompts))
+        self._tokens += [prompt[1:] for prompt in prompts]
+        self._features += hidden
+        self._slots += [{} for _ in prompts]
+        self._recycled += [[] for _ in prompts]
+
+    @property
+    def row_bytes(self) -> int:
+        return head_row_bytes(self.head)
 
     @torch.inference_mode()
     def expand(self, trees: list[DraftTree], grows: Sequence[Grow | None]) -> list[DraftTree]:
@@ -141,18 +157,18 @@ class FeatureHeadDrafter(Drafter):
         return grow if self.longest is None or used + deepest <= self.longest else None
 
     def _catch_up(self, grows: Sequence[Grow | None]) -> None:
-        """Before the first pass of a cycle, run all pending columns but the root's if there are many."""
+        """Before the first pass of a cycle, run all pending columns but the root's where there are many."""
         if self._memory.cache.staged:
             return
-        while any(grow and len(own) > MAX_PENDING for own, grow in zip(self._tokens, grows, strict=True)):
-            takes = [min(len(own) - 1, MAX_CHUNK) if grow else 0 for own, grow in zip(self._tokens, grows, strict=True)]
-            lengths = self._memory.cache.lengths
-            rows = [Rows.chain(own[:n], at) for own, n, at in zip(self._tokens, takes, lengths, strict=True)]
-            features = [self.head.fuse(own[:n]) for own, n in zip(self._features, takes, strict=True)]
-            self._feed(rows, features)
-            self._memory.cache.commit([list(range(n)) for n in takes])
-            self._tokens = [own[n:] for own, n in zip(self._tokens, takes, strict=True)]
-            self._features = [own[n:] for own, n in zip(self._features, takes, strict=True)]
+        while many := [b for b, grow in enumerate(grows) if grow and len(self._tokens[b]) > MAX_PENDING]:
+            takes = [min(len(self._tokens[b]) - 1, MAX_CHUNK) for b in many]
+            with self._memory.only(many) as cache:
+                starts = zip(many, takes, cache.lengths, strict=True)
+                rows = [Rows.chain(self._tokens[b][:n], at) for b, n, at in starts]
+                self._feed(rows, [self.head.fuse(self._features[b][:n]) for b, n in zip(many, takes, strict=True)])
+                cache.commit([list(range(n)) for n in takes])
+            for b, n in zip(many, takes, strict=True):
+                self._tokens[b], self._features[b] = self._tokens[b][n:], self._features[b][n:]
 
     def _rows(self, b: int, tree: DraftTree, grow: Grow | None) -> Rows:
         """The pending columns if the root is expanded, else the nodes."""
@@ -199,6 +215,11 @@ class FeatureHeadDrafter(Drafter):
         return guess
 
 
+def head_row_bytes(head: FeatureHead) -> int:
+    """Bytes that a token takes in a head's KV cache."""
+    return estimated_numbers_per_row(head.config.layer) * next(head.parameters()).dtype.itemsize
+
+
 class Reach:
     """Limits a head in texts longer than it was made for to a window of the last positions, and warns once."""
 
@@ -232,6 +253,20 @@ class HeadMemory:
         self._windows = windows  # of each layer
         self._narrowed: dict[int | None, Tensor] = {}  # the mask within each window
         self._staged: Tensor | None = None  # [B, staged] positions, if there are windows
+
+    @contextmanager
+    def only(self, places: list[int]) -> Iterator[KVCache]:
+        """In this block the cache has these sequences only; what is committed to it is kept."""
+        whole = self.cache
+        if places == list(range(len(whole.lengths))):
+            yield whole
+            return
+        self.cache = whole.part(places)
+        try:
+            yield self.cache
+            whole.put(places, self.cache)
+        finally:
+            self.cache = whole
 
     def prepare(self, packed: Packed) -> None:
         """Set the masks for the rows of the next pass; a committed row's column in the cache is its position."""

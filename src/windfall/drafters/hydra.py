@@ -19,7 +19,7 @@ from windfall.core.sampling import Dice
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow
 from windfall.drafters.base import Drafter, add_children
-from windfall.drafters.feature_head import MAX_CHUNK, HeadMemory, Reach
+from windfall.drafters.feature_head import MAX_CHUNK, HeadMemory, Reach, head_row_bytes
 from windfall.drafters.medusa import find_heads
 from windfall.model.batch import Rows, pack
 
@@ -50,11 +50,23 @@ class HydraDrafter(Drafter):
         return self._heads.config.taps
 
     def start(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
+        self._dice: list[Dice | None] = []
+        self._memory = HeadMemory(1, 0, self._heads.config.windows)
+        self._unseen: list[Tensor] = []  # [n, H] features that the prefix layer has not seen
+        self._contexts: list[Tensor | None] = []  # [H] the input of the heads in this cycle
+        self.join(prompts, hidden, dice)
+
+    @torch.inference_mode()
+    def join(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
         assert hidden is not None
-        self._dice = list(dice)
-        self._memory = HeadMemory(1, len(prompts), self._heads.config.windows)
-        self._unseen = [self._needed(own) for own in hidden]  # [n, H] features that the prefix layer has not seen
-        self._contexts: list[Tensor | None] = [None] * len(prompts)  # [H] the input of the heads in this cycle
+        self._dice += dice
+        self._memory.cache.append(len(prompts))
+        self._unseen += [self._needed(own) for own in hidden]
+        self._contexts += [None] * len(prompts)
+
+    @property
+    def row_bytes(self) -> int:
+        return 0 if self._heads.prefix is None else head_row_bytes(self._heads)
 
     @torch.inference_mode()
     def expand(self, trees: list[DraftTree], grows: Sequence[Grow | None]) -> list[DraftTree]:
@@ -101,11 +113,13 @@ class HydraDrafter(Drafter):
                 self._contexts[b] = self._unseen[b][-1]
             return
         while any(len(self._unseen[b]) for b in places):
-            taken = [own[: MAX_CHUNK if b in places else 0] for b, own in enumerate(self._unseen)]
-            seen = self._run_prefix(taken)
-            for b in places:
-                if size := len(taken[b]):
-                    self._contexts[b], self._unseen[b] = seen[b, size - 1], self._unseen[b][size:]
+            longer = [b for b in places if len(self._unseen[b])]
+            taken = [self._unseen[b][:MAX_CHUNK] for b in longer]
+            with self._memory.only(longer):
+                seen = self._run_prefix(taken)
+            for row, b in enumerate(longer):
+                size = len(taken[row])
+                self._contexts[b], self._unseen[b] = seen[row, size - 1], self._unseen[b][size:]
 
     def _run_prefix(self, features: list[Tensor]) -> Tensor:
         """Commit features to the prefix layer's KV cache; returns its outputs for them, [B, n, H]."""

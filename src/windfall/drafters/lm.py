@@ -68,10 +68,21 @@ class LMDrafter(Drafter):
         self._warned = False
 
     def start(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
-        self._dice = list(dice)
-        self.decoder.reset(len(prompts))
-        self._pending = [list(prompt) for prompt in prompts]  # committed but not in the KV cache, the root last
-        self._slots: list[dict[int, int]] = [{} for _ in prompts]  # expanded node → its staged row
+        self._dice: list[Dice | None] = []
+        self.decoder.reset(0)
+        self._pending: list[list[int]] = []  # committed but not in the KV cache, the root last
+        self._slots: list[dict[int, int]] = []  # expanded node → its staged row
+        self.join(prompts, hidden, dice)
+
+    def join(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
+        self._dice += dice
+        self.decoder.join([[] for _ in prompts])  # the tokens run when something is drafted from them
+        self._pending += [list(prompt) for prompt in prompts]
+        self._slots += [{} for _ in prompts]
+
+    @property
+    def row_bytes(self) -> int:
+        return self.decoder.row_bytes
 
     def expand(self, trees: list[DraftTree], grows: Sequence[Grow | None]) -> list[DraftTree]:
         grows = [self._fitting(b, tree, grow) for b, (tree, grow) in enumerate(zip(trees, grows, strict=True))]
@@ -133,11 +144,12 @@ class LMDrafter(Drafter):
         return grow if grow and (limit is None or used + int(tree.depth[grow.nodes].max()) <= limit) else None
 
     def _catch_up(self, grows: Sequence[Grow | None]) -> None:
-        """Before the first pass of a cycle, run all pending tokens but the root if there are many."""
-        if self.decoder.staged or all(len(p) <= MAX_PENDING for p in self._pending):
+        """Before the first pass of a cycle, run all pending tokens but the root where there are many."""
+        many = [grow and len(own) > MAX_PENDING for own, grow in zip(self._pending, grows, strict=True)]
+        if self.decoder.staged or not any(many):
             return
-        self.decoder.extend([p[:-1] if grow else [] for p, grow in zip(self._pending, grows, strict=True)])
-        self._pending = [p[-1:] if grow else p for p, grow in zip(self._pending, grows, strict=True)]
+        self.decoder.extend([own[:-1] if run else [] for own, run in zip(self._pending, many, strict=True)])
+        self._pending = [own[-1:] if run else own for own, run in zip(self._pending, many, strict=True)]
 
     def _rows(self, b: int, tree: DraftTree, grow: Grow | None) -> Rows:
         """The pending tokens if the root is expanded, else the nodes."""

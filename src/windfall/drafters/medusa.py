@@ -41,10 +41,16 @@ class MedusaDrafter(Drafter):
         return self._heads.config.taps
 
     def start(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
+        self._dice: list[Dice | None] = []
+        self._features: list[Tensor] = []  # [1, H] of the token before the root; [0, H]: none yet
+        self._levels: list[Levels | None] = []
+        self.join(prompts, hidden, dice)
+
+    def join(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
         assert hidden is not None
-        self._dice = list(dice)
-        self._features = [own[-1:].clone() for own in hidden]  # [1, H] of the token before the root; [0, H]: none yet
-        self._levels: list[Levels | None] = [None] * len(prompts)
+        self._dice += dice
+        self._features += [own[-1:].clone() for own in hidden]
+        self._levels += [None] * len(prompts)
 
     @torch.inference_mode()
     def expand(self, trees: list[DraftTree], grows: Sequence[Grow | None]) -> list[DraftTree]:

@@ -208,7 +208,11 @@ class NGramDrafter(Drafter):
         self.histories: list[History] = []
 
     def start(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
-        self.histories = [History(self.max_match, *each) for each in zip(prompts, dice, strict=True)]
+        self.histories = []
+        self.join(prompts, hidden, dice)
+
+    def join(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
+        self.histories += [History(self.max_match, *each) for each in zip(prompts, dice, strict=True)]
 
     def begin(self, tokens: list[int]) -> list[DraftTree]:
         for history in self.histories:

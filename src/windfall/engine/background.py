@@ -42,6 +42,10 @@ class Background:
 
         return self._pool.submit(contextvars.copy_context().run, work), cancelled
 
+    def close(self) -> None:
+        """Drop the calls that wait, and end the thread after the current call."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
     async def run(self, call: Callable[[Check], T]) -> T:
         """The result of the call."""
         future, cancelled = self._submit(call)

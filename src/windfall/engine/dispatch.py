@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from windfall.engine.gpu.runner import GpuRunner
 
 
+SEVERAL_TEXTS = "several texts go together"
+
+
 class Route(NamedTuple):
     """How a request runs.
 
@@ -74,7 +77,7 @@ class Dispatcher:
     def route(self, sequences: list[Sequence], costs: Costs) -> Route:
         """How these sequences run, which are decoded together."""
         if len(sequences) > 1:
-            return Route(None, "several texts go together")
+            return Route(None, SEVERAL_TEXTS)
         (sequence,) = sequences
         if len(sequence.tokens) < 2:
             return Route(None, "its prompt is a single token")

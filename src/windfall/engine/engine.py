@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from collections.abc import Sequence as Many
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jinja2 import TemplateError
 
+from windfall import registry
 from windfall.checkpoints.quiet_libs import first_line
 from windfall.core.files import is_unicode
-from windfall.core.options import brief
-from windfall.core.stats import Stats
+from windfall.core.options import brief, is_number
 from windfall.core.types import GpuOptions, InputError, SamplingParams, Step
 from windfall.core.wording import counted
 from windfall.costs.acceptance import Calibrator
@@ -25,10 +25,14 @@ from windfall.costs.curves import ASSUMED, Costs
 from windfall.costs.online import OnlineCosts
 from windfall.drafters.base import Drafter
 from windfall.engine.background import Background, Check
-from windfall.engine.dispatch import Dispatcher, Route
+from windfall.engine.dispatch import SEVERAL_TEXTS, Dispatcher, Route
+from windfall.engine.generation import Generation as Generation
 from windfall.engine.host_loop import HostLoop
 from windfall.engine.lockstep import Lockstep
+from windfall.engine.memory import as_bytes, default_bytes
+from windfall.engine.request import Handle, Request
 from windfall.engine.sequence import Sequence
+from windfall.engine.service import Service
 from windfall.model.decoder import tree_attention
 from windfall.model.target import Target
 from windfall.policies.base import TreePolicy
@@ -39,39 +43,6 @@ if TYPE_CHECKING:
 WARM_UP_TOKENS = 24
 OnStep = Callable[[Step], None]
 Prompt = Any  # text, chat messages ({"role", "content"}), or token ids
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A finished text, and how it was generated."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str  # "stop", "length" or "interrupted"
-    steps: list[Step] = field(repr=False)
-    stats: Stats
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Length of the prompt in tokens."""
-        return self.stats.prompt_tokens
-
-    @property
-    def seed(self) -> int | None:
-        """The seed of the draws: with it the same prompt gives the same text. None: greedy, and none was given."""
-        return self.stats.seed
-
-    @classmethod
-    def of(cls, steps: list[Step], times: list[float], prompt_tokens: int = 0, seed: int | None = None) -> Generation:
-        """A Generation from its Steps and the seconds after the start at which each came."""
-        last, first = (times[-1], times[0]) if times else (0.0, 0.0)
-        return cls(
-            text="".join(step.text for step in steps),
-            token_ids=[token for step in steps for token in step.tokens],
-            finish_reason=(steps and steps[-1].finish) or "interrupted",
-            steps=steps,
-            stats=Stats.of(steps, last, first, prompt_tokens, seed),
-        )
 
 
 class Stream(Iterator[Step]):
@@ -90,10 +61,11 @@ class Stream(Iterator[Step]):
 
 
 class Engine:
-    """A target, a drafter and a policy. One generation (of one or several texts) at a time.
+    """A target, a drafter and a policy. `submit` generates many texts at once; `generate` and the others one at a time.
 
-    `generate`, `generate_batch`, `agenerate` and `astream` wait for each other, in any threads or tasks. Between the
-    steps of a `stream` no other generation may begin.
+    All methods may be called by any thread. `generate`, `generate_batch`, `agenerate` and `astream` wait for each
+    other. While submitted requests run, they and `stream` become requests, too. Between the steps of a `stream` no
+    other generation may begin.
     """
 
     def __init__(
@@ -105,15 +77,20 @@ class Engine:
         gpu_options: GpuOptions | None = None,
         *,
         launch: GpuOptions | None = None,
+        max_requests: int | None = None,
+        kv_memory: str | int | None = None,
     ):
         """`coupled`: the drafter sees the noise of the draws, where there is any. `launch` is an alias of
-        `gpu_options`."""
+        `gpu_options`. `max_requests` run together at most, if their KV caches fit into `kv_memory` (such as "4GB")."""
         self.target, self.drafter, self.policy, self.coupled = target, drafter, policy, coupled
         self.gpu_options = gpu_options or launch or GpuOptions()
         self.online_costs = OnlineCosts(ASSUMED, learns=False)
         self.calibrators: defaultdict[str, Calibrator] = defaultdict(Calibrator)  # by regime
         self._dispatcher = Dispatcher(target, drafter, self.gpu_options)
         self._route = Route(None, "")  # of the last request
+        self._request_numbers = itertools.count(1)
+        self._kv_memory = as_bytes(kv_memory)
+        self._service = Service(target, self._batch_runner, max_requests)
         drafter.attach(target)
 
     def __repr__(self) -> str:
@@ -146,6 +123,8 @@ class Engine:
         try:
             if streamer is not None:
                 streamer.put(torch.tensor([ids]))
+            if self._service.busy:
+                return self._follow(ids, params, on_steps)
             return self.decode([ids], [params], on_steps)[0]
         finally:
             if streamer is not None:
@@ -193,16 +172,110 @@ class Engine:
     def stream(self, prompt: Prompt, *, raw: bool = False, **sampling: Any) -> Stream:
         """A Step per cycle, as it happens."""
         ids, params = self.encode(prompt, raw), self.params(**sampling).seeded()
-        return Stream((steps[0] for steps in self.run([ids], [params])), len(ids), params.seed)
+
+        def steps() -> Generator[Step, None, None]:
+            if not self._service.busy:
+                yield from (cycle[0] for cycle in self.run([ids], [params]))
+                return
+            handle = self._submit(ids, params)
+            try:
+                yield from handle
+            finally:
+                handle.cancel()
+
+        return Stream(steps(), len(ids), params.seed)
+
+    def submit(
+        self,
+        prompt: Prompt,
+        *,
+        raw: bool = False,
+        policy: TreePolicy | str | None = None,
+        deadline: float | None = None,
+        **sampling: Any,
+    ) -> Handle:
+        """Generate a text in the background, together with the other requests; returns at once.
+
+        `policy` takes the place of the engine's policy. After `deadline` seconds the text ends as it is. A request that
+        fails, for example in a logits processor, does so alone. Processors and criteria are called in the thread that
+        generates.
+        """
+        if deadline is not None and not (is_number(deadline) and deadline > 0):
+            raise InputError(f"deadline takes a number of seconds above 0, not {deadline!r}")
+        if not isinstance(policy, TreePolicy | str | None):
+            raise InputError(f"a policy is a name or a TreePolicy, not {policy!r}")
+        chosen = registry.policy(policy) if isinstance(policy, str) else policy
+        return self._submit(self.encode(prompt, raw), self.params(**sampling), chosen, deadline)
+
+    def _submit(
+        self, ids: list[int], params: SamplingParams, policy: TreePolicy | None = None, deadline: float | None = None
+    ) -> Handle:
+        request = self._request(ids, params, policy, deadline)
+        self._service.submit(request)
+        return Handle(request)
+
+    def _request(
+        self, ids: list[int], params: SamplingParams, policy: TreePolicy | None = None, deadline: float | None = None
+    ) -> Request:
+        own = (policy or self.policy).fresh()
+        sequence = Sequence(ids, params.seeded(), own, self.target, self.coupled, self.calibrators)
+        self.drafter.expect(sequence.end)
+        self._route = Route(None, SEVERAL_TEXTS)
+        return Request(next(self._request_numbers), sequence, deadline)
+
+    def _follow(
+        self, ids: list[int], params: SamplingParams, on_steps: Callable[[dict[int, Step]], None]
+    ) -> Generation:
+        """Generate a text as a request, and call `on_steps` in this thread."""
+        handle = self._submit(ids, params)
+        try:
+            for step in handle:
+                on_steps({0: step})
+            return handle.result()
+        finally:
+            handle.cancel()
+
+    def _batch_runner(self) -> HostLoop:
+        memory = default_bytes(self.target.device) if self._kv_memory is None else self._kv_memory
+        device, on_gpu = self.target.device, self.online_costs.learns and self.gpu_runner is not None
+        return HostLoop(self.target, self.drafter, device, self.online_costs, on_gpu, memory=memory)
+
+    @property
+    def max_requests(self) -> int:
+        """The largest number of requests that run together."""
+        return self._service.max_requests
+
+    def close(self) -> None:
+        """Cancel all submitted requests and end the engine's threads; `submit` then raises a RuntimeError."""
+        self._service.close()
+        if "_background" in self.__dict__:
+            self._background.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def generate_batch(self, prompts: Many[Prompt], *, raw: bool = False, **sampling: Any) -> list[Generation]:
-        """Several texts, decoded together; each is the text that `generate` gives."""
+        """Several texts, decoded together, up to `max_requests` at a time; each is the text that `generate` gives."""
         if isinstance(prompts, str | dict):
             raise InputError("generate_batch takes a list of prompts; for a single one there is generate")
         encoded, params = [self.encode(prompt, raw) for prompt in prompts], self.params(**sampling)
-        if not encoded:
-            return []
-        return self.decode(encoded, [params.with_own_state() for _ in encoded] if len(encoded) > 1 else [params])
+        if len(encoded) == 1 and not self._service.busy:
+            return self.decode(encoded, [params])
+        own = [params.with_own_state() for _ in encoded] if len(encoded) > 1 else [params]
+        requests = list(map(self._request, encoded, own))
+        if not self._service.busy:
+            self._service.run(requests)
+            return [request.generation() for request in requests]
+        try:
+            for request in requests:
+                self._service.submit(request)
+            return [Handle(request).result() for request in requests]
+        finally:
+            for request in requests:
+                request.cancelled = True
 
     def decode(
         self,
@@ -249,10 +322,14 @@ class Engine:
                 Sequence(prompt, own.seeded(), policy.fresh(), self.target, self.coupled, calibrators)
                 for prompt, own in zip(prompts, params, strict=True)
             ]
-            for steps in self._cycles(sequences, lockstep):
-                self._check_alone(number)
+            cycles = self._cycles(sequences, lockstep)
+            while True:
+                with self.target.turn:
+                    self._check_alone(number)
+                    steps = next(cycles, None)
+                if steps is None:
+                    return
                 yield steps
-                self._check_alone(number)
 
     def _cycles(self, sequences: list[Sequence], lockstep: Lockstep | None) -> Iterator[dict[int, Step]]:
         self.drafter.expect(max(sequence.end for sequence in sequences))
@@ -263,7 +340,7 @@ class Engine:
         target, drafter = (self.target, self.drafter) if runner is None else runner.host_policy_pair(sequences[0])
         costs_are_of_gpu = self.online_costs.learns and self.gpu_runner is not None
         device = self.target.device
-        return HostLoop(sequences, target, drafter, device, self.online_costs, costs_are_of_gpu, lockstep).run()
+        return HostLoop(target, drafter, device, self.online_costs, costs_are_of_gpu, lockstep).run(sequences)
 
     def _check_alone(self, number: int) -> None:
         if number != self.target.texts:

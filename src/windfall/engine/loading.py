@@ -21,6 +21,8 @@ from windfall.core.types import GpuOptions, InputError
 from windfall.drafters.base import Drafter
 from windfall.drafters.lm import LMDrafter
 from windfall.engine.engine import Engine
+from windfall.engine.memory import as_bytes
+from windfall.engine.service import checked_requests
 from windfall.heads.files import find, trained
 from windfall.heads.kinds import KINDS, kind_of, recognise
 from windfall.model.target import Target, refuse_offloaded, uncompiled
@@ -47,6 +49,8 @@ def load(
     exact: bool = True,
     host_policies: bool = False,
     launch: GpuOptions | None = None,
+    max_requests: int | None = None,
+    kv_memory: str | int | None = None,
 ) -> Engine:
     """An engine that generates exactly what the target alone would.
 
@@ -70,18 +74,25 @@ def load(
         may differ from plain decoding's.
     host_policies: on a GPU, let every policy decide on the host.
     gpu_options: the last four as one record, instead of them; `launch` is its older name.
+    max_requests: the largest number of texts that run together. None: 8 on a CPU, 32 on other devices.
+    kv_memory: memory for the KV caches of the texts that run together, such as "4GB" or a number of bytes; others
+        wait. None: half of the memory that is free.
     """
     words = {"graphs": graphs, "compile": compile, "exact": exact, "host_policies": host_policies}
     on_gpu = as_gpu_options(launch if gpu_options is None else gpu_options, **words)
     for name, value in (("coupled", coupled), ("trust_remote_code", trust_remote_code)):
         require_flag(name, value)
+    as_bytes(kv_memory)  # before the target: a wrong size costs no loading
+    checked_requests(max_requests)
     chosen = default_drafter(target) if drafter is None else drafter
     made_drafter = as_drafter(chosen, **checked(drafter_options, "drafter_options"))
     made_policy = choose_policy(policy, policy_options, preset)  # before the target: a wrong name costs no loading
     if trust_remote_code and isinstance(made_drafter, LMDrafter):
         made_drafter.trust_remote_code = True
     made_target = as_target(target, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    engine = Engine(made_target, made_drafter, made_policy, coupled, on_gpu)
+    engine = Engine(
+        made_target, made_drafter, made_policy, coupled, on_gpu, max_requests=max_requests, kv_memory=kv_memory
+    )
     attach_costs(engine, made_policy)
     return engine
 

@@ -78,6 +78,11 @@ class Decoder:
         return self.cache.lengths
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes that a token takes in the KV cache; before the first pass, an estimate from the config."""
+        return self.cache.row_bytes or estimated_numbers_per_row(self.config) * self.dtype.itemsize
+
+    @property
     def staged(self) -> int:
         return self.cache.staged
 
@@ -108,10 +113,42 @@ class Decoder:
         hidden = None if states is None else unpack(states, rows)
         return (unpack(outputs.logits, rows) if logits else []), hidden
 
+    @torch.inference_mode()
+    def join(self, tokens: list[list[int]]) -> list[Tensor] | None:
+        """Add sequences of these tokens, which run in passes of their own; returns their tapped states."""
+        running = len(self.lengths)
+        self.cache.append(len(tokens))
+        self._staged_positions = self._staged_positions.new_zeros(len(self.lengths), 0)
+        states = self.extend([*([] for _ in range(running)), *tokens])
+        return None if states is None else states[running:]
+
+    @torch.inference_mode()
     def extend(self, tokens: list[list[int]]) -> list[Tensor] | None:
-        """Commit these tokens to each sequence, without logits; returns their tapped states."""
+        """Commit these tokens to each sequence, without logits; returns their tapped states.
+
+        Sequences without new tokens take no part in the passes.
+        """
+        longer = [b for b, own in enumerate(tokens) if own]
+        if not longer or len(longer) == len(tokens):
+            return self._extend_all(tokens)
+        whole, self.cache = self.cache, self.cache.part(longer)
+        try:
+            self._staged_positions = self._staged_positions[longer]
+            found = self._extend_all([tokens[b] for b in longer])
+            whole.put(longer, self.cache)
+        finally:
+            self.cache = whole
+            self._staged_positions = self._staged_positions.new_zeros(len(tokens), 0)
+        if found is None:
+            return None
+        states = [found[0][:0]] * len(tokens)
+        for b, own in zip(longer, found, strict=True):
+            states[b] = own
+        return states
+
+    def _extend_all(self, tokens: list[list[int]]) -> list[Tensor] | None:
         states: list[list[Tensor]] = [[] for _ in tokens]
-        for start in range(0, max(map(len, tokens)), MAX_PREFILL_ROWS):
+        for start in range(0, max(map(len, tokens), default=0), MAX_PREFILL_ROWS):
             parts = [part[start : start + MAX_PREFILL_ROWS] for part in tokens]
             rows = [Rows.chain(part, at) for part, at in zip(parts, self.lengths, strict=True)]
             _, hidden = self.feed(rows, logits=False, causal=True)
@@ -218,6 +255,17 @@ def longrope_positions(config: Any) -> int | None:
 def max_plain_rows(config: Any) -> int | None:
     """Rows of the cache before Llama 4 scales queries by their cache index, which differs in a tree; None: no limit."""
     return config.floor_scale - 1 if getattr(config, "attn_temperature_tuning", False) else None
+
+
+def estimated_numbers_per_row(config: Any) -> int:
+    """Numbers in the keys and values of a token in all layers, as the config says, or at most if it does not."""
+    heads, queries, width = (
+        getattr(config, name, None) for name in ("num_key_value_heads", "num_attention_heads", "head_dim")
+    )
+    per_layer: int = config.hidden_size
+    if isinstance(heads, int) and isinstance(queries, int) and queries:
+        per_layer = heads * (width or config.hidden_size // queries)
+    return 2 * int(config.num_hidden_layers) * per_layer
 
 
 def attention_windows(config: Any) -> dict[str, int | None]:

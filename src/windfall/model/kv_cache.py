@@ -48,8 +48,25 @@ class Rows(CacheLayerMixin):  # type: ignore[misc]
         for rows in (self.keys, self.values):
             rows[batch, :, goal] = rows[batch, :, source]
 
-    def retain(self, keep: Tensor) -> None:
-        self.keys, self.values = self.keys[keep], self.values[keep]
+    def append(self, count: int) -> None:
+        """Add this many empty sequences."""
+        self.keys, self.values = (torch.cat([x, x.new_zeros(count, *x.shape[1:])]) for x in (self.keys, self.values))
+
+    def take(self, other: Rows, places: Tensor) -> None:
+        """Copy these sequences of another layer, as far as the capacity goes."""
+        self.dtype, self.device, end = other.dtype, other.device, self.owner.capacity
+        self.keys, self.values = other.keys[places, :, :end], other.values[places, :, :end]
+        self.is_initialized = True
+
+    def put(self, other: Rows, places: Tensor, rows: int) -> None:
+        """Copy the first rows of all sequences of another layer to these sequences."""
+        if not self.is_initialized:
+            self.dtype, self.device, batch = other.dtype, other.device, len(self.owner.lengths)
+            self.keys, self.values = (
+                x.new_zeros(batch, x.shape[1], self.owner.capacity, x.shape[3]) for x in (other.keys, other.values)
+            )
+            self.is_initialized = True
+        self.keys[places, :, :rows], self.values[places, :, :rows] = other.keys[:, :, :rows], other.values[:, :, :rows]
 
     def get_seq_length(self) -> int:
         return self.owner.end
@@ -88,8 +105,7 @@ class KVCache(Cache):  # type: ignore[misc]
     def reserve(self, rows: int) -> None:
         """Make room for this many more staged rows."""
         if self.end + rows > self.capacity:
-            wanted = max(self.end + rows, self.capacity + self.capacity // 2)
-            self.capacity = -(-wanted // GROWTH_ROWS) * GROWTH_ROWS
+            self.capacity = _rounded(max(self.end + rows, self.capacity + self.capacity // 2))
             for layer in self.live:
                 layer.resize()
 
@@ -116,11 +132,47 @@ class KVCache(Cache):  # type: ignore[misc]
         self.lengths = list(lengths)
 
     def retain(self, keep: list[int]) -> None:
-        """Keep these sequences only."""
+        """Keep these sequences only; rows that none of them needs are given back."""
         assert self.staged == 0
-        for layer in self.live:
-            layer.retain(torch.tensor(keep, device=layer.device))
         self.lengths = [self.lengths[b] for b in keep]
+        if self.capacity > 2 * (needed := _rounded(self.top)):
+            self.capacity = needed
+        for layer in self.live:
+            layer.take(layer, torch.tensor(keep, dtype=torch.long, device=layer.device))
+
+    def append(self, count: int) -> None:
+        """Add this many empty sequences."""
+        assert self.staged == 0
+        self.lengths = [*self.lengths, *[0] * count]
+        for layer in self.live:
+            layer.append(count)
+
+    def part(self, places: list[int]) -> KVCache:
+        """A cache with a copy of these sequences."""
+        assert self.staged == 0
+        made = KVCache(len(self.layers), 0)
+        made.lengths = [self.lengths[b] for b in places]
+        made.capacity = min(self.capacity, _rounded(made.top))
+        for own, new in zip(self.layers, made.layers, strict=True):
+            if own.is_initialized:
+                new.take(own, torch.tensor(places, dtype=torch.long, device=own.device))
+        return made
+
+    def put(self, places: list[int], part: KVCache) -> None:
+        """Replace these sequences by those of another cache."""
+        assert self.staged == part.staged == 0
+        self.reserve(part.top - self.top)
+        for b, length in zip(places, part.lengths, strict=True):
+            self.lengths[b] = length
+        for own, new in zip(self.layers, part.layers, strict=True):
+            if new.is_initialized:
+                own.put(new, torch.tensor(places, dtype=torch.long, device=new.device), part.top)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the keys and values of one token in all layers; 0 before the first pass."""
+        pairs = [(x.shape[1] * x.shape[3], x.element_size()) for rows in self.live for x in (rows.keys, rows.values)]
+        return sum(numbers * size for numbers, size in pairs)
 
     def check(self) -> None:
         """Assert every invariant of the buffers."""
@@ -134,3 +186,8 @@ class KVCache(Cache):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.end + query_length, 0
+
+
+def _rounded(rows: int) -> int:
+    """The capacity for this many rows."""
+    return -(-max(rows, 1) // GROWTH_ROWS) * GROWTH_ROWS

@@ -89,6 +89,10 @@ class Target:
         self.decoder.reset(len(prompts))
         return self.decoder.extend([prompt[:-1] for prompt in prompts])
 
+    def join(self, prompts: list[list[int]]) -> list[Tensor] | None:
+        """Add sequences to those that run; returns what `prefill` returned for them, at the same taps."""
+        return self.decoder.join([prompt[:-1] for prompt in prompts])
+
     def score(self, trees: list[DraftTree]) -> list[Scores]:
         """ONE forward for all trees: a row sees the prefix and its ancestors, at position prefix + depth."""
         if (most := max(map(len, trees))) > MAX_VERIFY_ROWS:

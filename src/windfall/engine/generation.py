@@ -1,0 +1,41 @@
+"""A finished text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from windfall.core.stats import Stats
+from windfall.core.types import Step
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished text, and how it was generated."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str  # "stop", "length", "deadline", "cancelled" or "interrupted"
+    steps: list[Step] = field(repr=False)
+    stats: Stats
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt in tokens."""
+        return self.stats.prompt_tokens
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of the draws: with it the same prompt gives the same text. None: greedy, and none was given."""
+        return self.stats.seed
+
+    @classmethod
+    def of(cls, steps: list[Step], times: list[float], prompt_tokens: int = 0, seed: int | None = None) -> Generation:
+        """A Generation from its Steps and the seconds after the start at which each came."""
+        last, first = (times[-1], times[0]) if times else (0.0, 0.0)
+        return cls(
+            text="".join(step.text for step in steps),
+            token_ids=[token for step in steps for token in step.tokens],
+            finish_reason=(steps and steps[-1].finish) or "interrupted",
+            steps=steps,
+            stats=Stats.of(steps, last, first, prompt_tokens, seed),
+        )

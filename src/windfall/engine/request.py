@@ -1,0 +1,205 @@
+"""A request to generate a text, and the handle with which its caller follows it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from windfall.core.types import Step
+from windfall.engine.generation import Generation
+from windfall.engine.sequence import Sequence
+
+CANCELLED, DEADLINE = "cancelled", "deadline"  # finish reasons
+
+
+class Request:
+    """A sequence, its deadline, and what was generated so far. The scheduler fills it; any thread may read it."""
+
+    def __init__(self, number: int, sequence: Sequence, deadline: float | None = None):
+        """`deadline`: seconds from now after which the text ends as it is."""
+        self.number, self.sequence = number, sequence
+        self.prompt_tokens, self.seed = len(sequence.tokens), sequence.params.seed
+        self.created = time.perf_counter()
+        self.expires = None if deadline is None else self.created + deadline
+        self.cancelled = False
+        self.finish: str | None = None
+        self.error: Exception | None = None
+        self.steps: list[Step] = []
+        self.times: list[float] = []  # seconds after `created`
+        self.changed = threading.Condition()
+        self._calls: list[Callable[[], None]] = []  # called once, after the next change
+        self._end_calls: list[Callable[[], None]] = []  # called at the end
+
+    @property
+    def done(self) -> bool:
+        return self.finish is not None or self.error is not None
+
+    @property
+    def over(self) -> str | None:
+        """Why the text must not go on: its finish reason, or None if it may."""
+        if self.cancelled:
+            return CANCELLED
+        return DEADLINE if self.expires is not None and time.perf_counter() >= self.expires else None
+
+    def put(self, step: Step) -> None:
+        """Add a Step; the last one has a finish reason."""
+        with self.changed:
+            self.steps.append(step)
+            self.times.append(time.perf_counter() - self.created)
+            self.finish = step.finish
+        self._notify()
+
+    def end(self, reason: str) -> None:
+        """The text ends here, for this reason."""
+        with self.changed:
+            self.finish = reason
+        self._notify()
+
+    def fail(self, error: Exception) -> None:
+        """The text ends with this error, which the handle raises."""
+        with self.changed:
+            self.error = error
+        self._notify()
+
+    def _notify(self) -> None:
+        """Wake the threads that wait, and make the calls."""
+        with self.changed:
+            self.changed.notify_all()
+            calls, self._calls = self._calls, []
+            if self.done:
+                calls, self._end_calls = [*calls, *self._end_calls], []
+        for call in calls:
+            try:
+                call()
+            except Exception:  # of the caller's own code: other requests must go on
+                logging.getLogger(__name__).exception("the callback of request %d failed", self.number)
+
+    def call_on_change(self, call: Callable[[], None], known_steps: int) -> bool:
+        """Call this after the next change; False if there is more than the known number of Steps already."""
+        with self.changed:
+            waits = not self.done and len(self.steps) <= known_steps
+            if waits:
+                self._calls.append(call)
+            return waits
+
+    def call_at_end(self, call: Callable[[], None]) -> None:
+        """Call this when the text has ended, at once if it has."""
+        with self.changed:
+            if not self.done:
+                self._end_calls.append(call)
+                return
+        call()
+
+    def generation(self) -> Generation:
+        """The finished text; raises the error with which it failed."""
+        if self.error is not None:
+            raise self.error
+        made = Generation.of(self.steps, self.times, self.prompt_tokens, self.seed)
+        return replace(made, finish_reason=self.finish or made.finish_reason)
+
+
+class Handle:
+    """A request as its caller sees it.
+
+    Iterate over it for the Steps, each as soon as it is known, with `for` or `async for`. `result()` and `await` give
+    the Generation. If the request fails, all of them raise its error.
+    """
+
+    def __init__(self, request: Request):
+        self._request = request
+
+    def __repr__(self) -> str:
+        state = self._request.finish or ("failed" if self._request.error else "in progress")
+        return f"Handle(id={self.id}, {state}, {len(self._request.steps)} steps)"
+
+    @property
+    def id(self) -> int:
+        """The number of the request; later requests of an engine have higher ones."""
+        return self._request.number
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt in tokens."""
+        return self._request.prompt_tokens
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of the draws; None: greedy, and none was given."""
+        return self._request.seed
+
+    @property
+    def done(self) -> bool:
+        """Whether the text has ended or failed."""
+        return self._request.done
+
+    def cancel(self) -> None:
+        """End the text at the next cycle, with the finish reason "cancelled"; a text that has ended stays as it is."""
+        self._request.cancelled = True
+
+    def result(self, timeout: float | None = None) -> Generation:
+        """Wait for the end of the text; a TimeoutError if that takes longer than `timeout` seconds."""
+        request = self._request
+        with request.changed:
+            if not request.changed.wait_for(lambda: request.done, timeout):
+                raise TimeoutError(f"request {self.id} has not ended within {timeout} seconds")
+        return request.generation()
+
+    def add_done_callback(self, call: Callable[[Handle], Any]) -> None:
+        """Call this with the handle when the text has ended, in the thread that generates; at once if it has."""
+        self._request.call_at_end(lambda: call(self))
+
+    def __iter__(self) -> Iterator[Step]:
+        request, known = self._request, 0
+        while True:
+            with request.changed:
+                request.changed.wait_for(lambda: request.done or len(request.steps) > known)  # noqa: B023
+                fresh = request.steps[known:]
+            if not fresh:
+                break
+            yield from fresh
+            known += len(fresh)
+        if request.error is not None:
+            raise request.error
+
+    async def __aiter__(self) -> AsyncIterator[Step]:
+        request, known = self._request, 0
+        while True:
+            await self._change(known)
+            fresh = request.steps[known:]
+            if not fresh:
+                break
+            for step in fresh:
+                yield step
+            known += len(fresh)
+        if request.error is not None:
+            raise request.error
+
+    def __await__(self) -> Generator[Any, None, Generation]:
+        """Cancelling the task that waits cancels the request."""
+        return self._finished().__await__()
+
+    async def _finished(self) -> Generation:
+        try:
+            while not self.done:
+                await self._change(len(self._request.steps))
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        return self._request.generation()
+
+    async def _change(self, known_steps: int) -> None:
+        """Wait until there are more Steps than this, or the text has ended."""
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop was closed in the meantime
+                loop.call_soon_threadsafe(changed.set)
+
+        if self._request.call_on_change(wake, known_steps):
+            await changed.wait()

@@ -1,0 +1,155 @@
+"""The scheduler: decides between two rounds which requests run."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable
+
+from windfall.core.types import InputError
+from windfall.core.wording import counted
+from windfall.engine.batch_runner import BatchRunner, Outcome
+from windfall.engine.request import CANCELLED, Request
+from windfall.engine.sequence import Sequence
+
+ADMISSION_TOKENS = 64  # that all requests must have room for, so that a new one is not preempted at once
+
+
+class Scheduler:
+    """A queue of requests, of which the oldest run together as far as the runner's memory goes.
+
+    `submit` may be called by any thread, everything else by one thread at a time.
+    """
+
+    def __init__(self, runner: BatchRunner, max_requests: int):
+        """`max_requests`: the largest number of requests that run together."""
+        self.runner, self.max_requests = runner, max_requests
+        self._queue: deque[Request] = deque()
+        self._running: list[Request] = []  # the oldest first
+        self._lock = threading.Lock()  # of the queue
+
+    def submit(self, request: Request) -> None:
+        """Put a request at the end of the queue; raises an InputError if it can never fit into the memory."""
+        limit, end = self.runner.max_length, request.sequence.end
+        if limit is not None and end > limit:
+            raise InputError(
+                f"the request needs room for {counted(end, 'token')} ({request.prompt_tokens} of the prompt and "
+                f"{end - request.prompt_tokens} new ones), but kv_memory holds {max(limit, 0)}; give more kv_memory, "
+                "or ask for fewer max_new_tokens"
+            )
+        with self._lock:
+            self._queue.append(request)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self._queue or self._running)
+
+    @property
+    def waiting(self) -> int:
+        """The number of requests in the queue."""
+        return len(self._queue)
+
+    @property
+    def running(self) -> int:
+        """The number of requests that run."""
+        return len(self._running)
+
+    def step(self) -> None:
+        """One round: end requests that were cancelled or are late, preempt, admit, decode, and deliver the Steps."""
+        self._end_early()
+        self._preempt()
+        self._admit()
+        if self._running:
+            self._round()
+
+    def suspend(self) -> None:
+        """Put all running requests back at the head of the queue; they go on with the next step."""
+        self.runner.leave([request.sequence for request in self._running])
+        self._requeue(self._running)
+        self._running = []
+
+    def close(self, error: Exception | None = None) -> None:
+        """End all requests, as cancelled or with this error."""
+        with self._lock:
+            left, self._queue = [*self._running, *self._queue], deque()
+        running, self._running = self._running, []
+        for request in left:
+            if error is None:
+                request.end(CANCELLED)
+            else:
+                request.fail(error)
+        self.runner.leave([request.sequence for request in running])
+
+    def _requeue(self, requests: list[Request]) -> None:
+        with self._lock:
+            self._queue.extendleft(reversed(requests))
+
+    def _end_early(self) -> None:
+        """End the requests that were cancelled or whose deadline has passed."""
+        with self._lock:
+            late = [request for request in (*self._running, *self._queue) if request.over]
+            self._queue = deque(request for request in self._queue if request not in late)
+        self._drop([request for request in self._running if request in late])
+        for request in late:
+            request.end(request.over or CANCELLED)
+
+    def _drop(self, requests: list[Request]) -> None:
+        """Take these out of the running ones."""
+        self.runner.leave([request.sequence for request in requests])
+        self._running = [request for request in self._running if request not in requests]
+
+    def _preempt(self) -> None:
+        """While the running requests do not fit into the memory, the newest goes back to the head of the queue."""
+        while len(self._running) > 1 and not self.runner.fits(lengths(self._running)):
+            newest = self._running[-1:]
+            self._drop(newest)
+            self._requeue(newest)
+
+    def _admit(self) -> None:
+        """Let the oldest requests of the queue join, as far as there is room."""
+        new: list[Request] = []
+        with self._lock:
+            while self._queue and self._has_room([*self._running, *new, self._queue[0]]):
+                new.append(self._queue.popleft())
+        if new and not self._join(new):
+            for request in new:  # one of them fails
+                self._join([request])
+
+    def _has_room(self, requests: list[Request]) -> bool:
+        """Whether these can run together; one alone always can."""
+        if len(requests) == 1:
+            return True
+        return len(requests) <= self.max_requests and self.runner.fits(lengths(requests, ADMISSION_TOKENS))
+
+    def _join(self, requests: list[Request]) -> bool:
+        """Prefill these requests; False if several failed together. One that fails alone ends with its error."""
+        try:
+            self.runner.join([request.sequence for request in requests])
+        except Exception as error:
+            if len(requests) > 1:
+                return False
+            requests[0].fail(error)
+            return True
+        self._running += requests
+        return True
+
+    def _round(self) -> None:
+        outcomes: dict[Sequence, Outcome]
+        try:
+            outcomes = self.runner.round()
+        except Exception as error:
+            outcomes = {request.sequence: error for request in self._running}
+        known = [(request, outcomes[request.sequence]) for request in self._running if request.sequence in outcomes]
+        self._drop([request for request, outcome in known if isinstance(outcome, Exception) or outcome.finish])
+        for request, outcome in known:
+            if isinstance(outcome, Exception):
+                request.fail(outcome)
+            else:
+                request.put(outcome)
+
+
+def lengths(requests: Iterable[Request], more: int = 0) -> list[int]:
+    """The tokens of each request so far, and up to `more` of those to come."""
+    sequences = [request.sequence for request in requests]
+    return [min(len(sequence.tokens) + more, max(sequence.end, len(sequence.tokens))) for sequence in sequences]

@@ -1,0 +1,123 @@
+"""Runs the requests of an engine: in a thread of its own, or in the caller's."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+
+from windfall.core.options import is_number
+from windfall.core.types import InputError
+from windfall.engine.batch_runner import BatchRunner
+from windfall.engine.request import Request
+from windfall.engine.scheduler import Scheduler
+from windfall.model.decoder import tree_attention
+from windfall.model.target import Target
+
+MAX_REQUESTS_CPU, MAX_REQUESTS_GPU = 8, 32  # that run together by default
+CLOSE_SECONDS = 60.0  # that `close` waits for the last round
+
+
+class Service:
+    """A scheduler and its thread, which starts with the first request and ends when no request is left.
+
+    A round needs the target's turn, as every other generation does. If another generation used the target's KV cache
+    since the last round, the requests that run are prefilled again.
+    """
+
+    def __init__(self, target: Target, make_runner: Callable[[], BatchRunner], max_requests: int | None = None):
+        usual = MAX_REQUESTS_CPU if target.device.type == "cpu" else MAX_REQUESTS_GPU
+        self.target, self.max_requests = target, checked_requests(max_requests) or usual
+        self._make_runner = make_runner
+        self._scheduler: Scheduler | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._text = -1  # the value of `target.texts` while the KV cache belongs to this scheduler
+        self._lock = threading.Lock()  # of the thread's start and end
+
+    @property
+    def busy(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread is not None
+
+    def submit(self, request: Request) -> None:
+        """Queue a request for the thread."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("this engine is closed")
+            if self._scheduler is None:
+                self._scheduler = Scheduler(self._make_runner(), self.max_requests)
+            self._scheduler.submit(request)
+            if self._thread is None:
+                _services.add(self)
+                self._thread = threading.Thread(target=self._work, name="windfall-scheduler", daemon=True)
+                self._thread.start()
+
+    def run(self, requests: list[Request]) -> None:
+        """Run these requests in this thread, until all have ended or the first has failed."""
+        scheduler = Scheduler(self._make_runner(), self.max_requests)
+        with self.target.turn, tree_attention(self.target.model):
+            self.target.texts += 1
+            try:
+                for request in requests:
+                    scheduler.submit(request)
+                while not scheduler.idle and not any(request.error for request in requests):
+                    scheduler.step()
+            finally:
+                scheduler.close()
+
+    def close(self) -> None:
+        """Cancel all requests and end the thread; no more requests are taken."""
+        with self._lock:
+            self._closed, thread = True, self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(CLOSE_SECONDS)
+
+    def _work(self) -> None:
+        if self.target.device.type == "cuda":
+            torch.cuda.set_device(self.target.device)
+        while True:
+            with self._lock:
+                scheduler = self._scheduler
+                if self._closed or scheduler is None or scheduler.idle:
+                    self._thread = None
+                    break
+            with self.target.turn, tree_attention(self.target.model):
+                self._step(scheduler)
+        if scheduler is not None and not scheduler.idle:
+            with self.target.turn:
+                scheduler.close()
+
+    def _step(self, scheduler: Scheduler) -> None:
+        try:
+            if self._text != self.target.texts:
+                scheduler.suspend()
+                self.target.texts += 1
+                self._text = self.target.texts
+            scheduler.step()
+        except Exception as error:  # of the runner itself: nothing is known about its state
+            with self._lock:
+                self._scheduler = None
+            with suppress(Exception):
+                scheduler.close(error)
+
+
+def checked_requests(given: int | None) -> int | None:
+    """`max_requests`, if it is a number of requests or None."""
+    if given is not None and (not is_number(given, whole=True) or given < 1):
+        raise InputError(f"max_requests must be a whole number of at least 1, not {given!r}")
+    return given
+
+
+_services: weakref.WeakSet[Service] = weakref.WeakSet()  # whose threads were started
+
+
+@atexit.register
+def _close_all() -> None:
+    """End the threads before the interpreter does, which cannot stop a pass of a model cleanly."""
+    for service in list(_services):
+        service.close()
