@@ -31,6 +31,11 @@ class Pages(NamedTuple):
         return page * PAGE_TOKENS + positions % PAGE_TOKENS
 
 
+def pages_for(tokens: int) -> int:
+    """Pages that a text of this length needs."""
+    return -(-tokens // PAGE_TOKENS)
+
+
 def tile_rows(group: int) -> int:
     """Rows of an attention tile, for this number of query heads for each key head."""
     return max(TILE_QUERIES // group, 1)

@@ -10,17 +10,26 @@ from helpers.gpu import LENGTH, engine
 from helpers.tiny import prompt
 from windfall.core.types import GpuOptions, SamplingParams
 from windfall.engine.engine import Engine
-from windfall.engine.gpu.batch.round import Sizes
-from windfall.engine.gpu.batch.runner import BatchRunner, Limits
+from windfall.engine.gpu.batch.runner import GpuBatchRunner, Limits
 from windfall.engine.gpu.drafters import drafter_form
 from windfall.engine.gpu.graphs import GraphCache
 from windfall.engine.gpu.target import GpuTarget
 from windfall.engine.sequence import Sequence
-from windfall.kernels.rules import RULES, Rule
+from windfall.policies.budget import Budget, Load, Sizes
 
 SMALL = Limits(seats=4, pages=40, longest=256, passes=3, width=3, k=3)
 TREES = Sizes(passes=3, width=3, k=3, rows=24)
 PLAIN = Sizes(passes=0, width=1, k=1, rows=0)
+
+
+class Always(Budget):
+    """The same sizes in every round."""
+
+    def __init__(self, given: Sizes):
+        self.given = given
+
+    def sizes(self, load: Load) -> Sizes:
+        return self.given
 
 
 class Batch:
@@ -32,12 +41,7 @@ class Batch:
         gpu_target = GpuTarget(made.target.model, made.drafter.taps, GraphCache(made.target.device), options)
         form = drafter_form(made.drafter, made.target.device)
         assert not isinstance(form, str)
-        self.sizes = sizes
-        self.runner = BatchRunner(gpu_target, form, limits, self._sizes)
-
-    def _sizes(self, texts: list[Sequence]) -> tuple[Sizes, Rule]:
-        self.runner.state.write(limits=self.sizes.nodes, floor=-1e30)
-        return self.sizes, RULES["beam"]
+        self.runner = GpuBatchRunner(gpu_target, form, Always(sizes), made.online_costs, limits)
 
     def text(self, tokens: list[int], **sampling: Any) -> Sequence:
         params = SamplingParams(**{"max_new_tokens": LENGTH, "eos": (), **sampling}).seeded()

@@ -17,7 +17,7 @@ from windfall.engine.gpu.fused import FusedForward
 from windfall.heads.base import FeatureHead
 from windfall.heads.layers import head_dim
 from windfall.kernels.batch import append_to_pages
-from windfall.kernels.pages import PAGE_TOKENS, Pages, tile_rows, tiles_of
+from windfall.kernels.pages import Pages, tile_rows, tiles_of
 from windfall.kernels.scatter import Scatter
 from windfall.kernels.top import LazyLogits
 from windfall.kernels.trees import NextPass
@@ -34,7 +34,7 @@ class BatchDrafter:
     first: int
 
     def __init__(self, batch: BatchTarget, heads: int, shared: int, layers: int, width: int, dtype: torch.dtype):
-        """`heads` and `shared` of queries and keys; `staged` nodes can be expanded for each request in a round."""
+        """`heads` of queries and `shared` of keys."""
         self.batch, self.state, self.device = batch, batch.state, batch.device
         self.tile_rows = tile_rows(heads // shared)
         self._size = (2, layers, shared, width)
@@ -69,25 +69,25 @@ class BatchDrafter:
     def _run_chunk(self, size: int, alone: bool) -> None:
         raise NotImplementedError
 
-    def first_pass(self, seats: int) -> Tensor | LazyLogits:
-        """Add the pending columns of each request; returns the logits [seats, V] after the last one."""
-        given, last = self._pending(seats)
-        return self._first_logits(given, last, seats)
+    def first_pass(self, seats: int, pending: int) -> Tensor | LazyLogits:
+        """Add the pending columns of each request, at most `pending`; returns the logits [seats, V] after the last."""
+        given, last = self._pending(seats, pending)
+        return self._first_logits(given, last, seats, pending)
 
-    def take_in(self, seats: int) -> None:
-        """Add the pending columns of each request, without logits."""
-        self._run_columns(self._pending(seats)[0], seats)
+    def take_in(self, seats: int, pending: int) -> None:
+        """Add the pending columns of each request, at most `pending`, without logits."""
+        self._run_columns(self._pending(seats, pending)[0], seats, pending)
 
-    def _pending(self, seats: int) -> tuple[Pass, Tensor]:
+    def _pending(self, seats: int, pending: int) -> tuple[Pass, Tensor]:
         """The pending columns as rows of a pass, and the last row of each request."""
-        state, pending = self.state, self.state.pending
+        state = self.state
         lengths, tables = state.draft_lengths[:seats], state["tables"][:seats]
         counts = state.pending_count[:seats] * (torch.arange(seats, device=self.device) < state["live"])
         rows = append_to_pages(lengths, counts, tables, pending)
         owners, tiles = self.rows_of(seats, pending)
         paths = Paths(rows.reach, None, Pages(owners, lengths, tables, tiles), self.first)
         positions = (rows.positions - self.first).clamp(min=0)
-        return Pass.in_pages(state.tokens[:seats].flatten(), positions, rows.slots, paths), rows.last
+        return Pass.in_pages(state.tokens[:seats, :pending].flatten(), positions, rows.slots, paths), rows.last
 
     def next_pass(self, rows: NextPass, seats: int) -> Tensor | LazyLogits:
         """Run the chosen nodes of each request; returns logits [seats * W, V]."""
@@ -109,10 +109,10 @@ class BatchDrafter:
             self._owners[seats, width] = owners.int(), tiles
         return self._owners[seats, width]
 
-    def _first_logits(self, rows: Pass, last: Tensor, seats: int) -> Tensor | LazyLogits:
+    def _first_logits(self, rows: Pass, last: Tensor, seats: int, pending: int) -> Tensor | LazyLogits:
         raise NotImplementedError
 
-    def _run_columns(self, rows: Pass, seats: int) -> None:
+    def _run_columns(self, rows: Pass, seats: int, pending: int) -> None:
         raise NotImplementedError
 
     def _next_logits(self, given: Pass, rows: NextPass, seats: int) -> Tensor | LazyLogits:
@@ -158,15 +158,16 @@ class BatchHeadDrafter(BatchDrafter):
         assert states is not None
         self._run(given, self._fuse(states[:size].to(self.dtype)), None, None, None)
 
-    def _first_logits(self, rows: Pass, last: Tensor, seats: int) -> Tensor | LazyLogits:
-        return self._logits(self._run(rows, self._pending_features(seats), None, last, self._roots[:seats]))
+    def _first_logits(self, rows: Pass, last: Tensor, seats: int, pending: int) -> Tensor | LazyLogits:
+        features = self._pending_features(seats, pending)
+        return self._logits(self._run(rows, features, None, last, self._roots[:seats]))
 
-    def _run_columns(self, rows: Pass, seats: int) -> None:
-        self._run(rows, self._pending_features(seats), None, None, None)
+    def _run_columns(self, rows: Pass, seats: int, pending: int) -> None:
+        self._run(rows, self._pending_features(seats, pending), None, None, None)
 
-    def _pending_features(self, seats: int) -> Tensor:
+    def _pending_features(self, seats: int, pending: int) -> Tensor:
         assert self.state.features is not None
-        return self._fuse(self.state.features[:seats].flatten(0, 1))
+        return self._fuse(self.state.features[:seats, :pending].flatten(0, 1))
 
     def _next_logits(self, given: Pass, rows: NextPass, seats: int) -> Tensor | LazyLogits:
         offset = self._roots[:seats, None]
@@ -213,10 +214,10 @@ class BatchModelDrafter(BatchDrafter):
         given = self.chunk.given(size, alone, self.state.draft_lengths, self.state["tables"])
         self.forward.prefill(given, self.kv, (), 0)
 
-    def _first_logits(self, rows: Pass, last: Tensor, seats: int) -> Tensor:
+    def _first_logits(self, rows: Pass, last: Tensor, seats: int, pending: int) -> Tensor:
         return self._logits(rows).index_select(0, last)
 
-    def _run_columns(self, rows: Pass, seats: int) -> None:
+    def _run_columns(self, rows: Pass, seats: int, pending: int) -> None:
         self.forward.prefill(rows, self.kv, (), 0)
 
     def _next_logits(self, given: Pass, rows: NextPass, seats: int) -> Tensor:
@@ -236,8 +237,3 @@ def batch_drafter(form: GpuForm, batch: BatchTarget) -> BatchDrafter:
     if isinstance(form, HeadForm):
         return BatchHeadDrafter(form.head, batch)
     return BatchModelDrafter(form.decoder, form.vocab_size, batch)
-
-
-def pages_for(tokens: int) -> int:
-    """Pages that a text of this length needs."""
-    return -(-tokens // PAGE_TOKENS)

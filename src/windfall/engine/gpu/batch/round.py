@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from windfall.kernels.pages import max_tiles
 from windfall.kernels.rules import Rule
 from windfall.kernels.top import top_children
 from windfall.kernels.trees import NO_NODE, Calibration, NextPass, TreeArrays
+from windfall.policies.budget import Sizes
 
 ROUND_ROWS: tuple[int, ...] = (
     *range(8, 65, 8),
@@ -30,30 +30,16 @@ ROUND_ROWS: tuple[int, ...] = (
 )  # of verify passes
 MAX_ROUND_ROWS = ROUND_ROWS[-1]
 RESULT_BLOCKS = 3  # rounds whose results stay readable on the host
-
-
-class Sizes(NamedTuple):
-    """The size of a round."""
-
-    passes: int  # draft passes
-    width: int  # nodes of each request that a later draft pass expands
-    k: int  # children of a node
-    rows: int  # of the verify pass, one of ROUND_ROWS; not used without draft passes
-
-    @property
-    def nodes(self) -> int:
-        """Nodes of a tree."""
-        return 1 + self.k * (1 + self.width * (self.passes - 1)) if self.passes else 1
+SAMPLED = 16  # requests of a round whose whole trees the host gets
 
 
 class Round:
     """Buffers of a batch of requests, and the work on them. `draft` and `verify` only launch kernels."""
 
-    def __init__(self, state: BatchState, target: BatchTarget, drafter: BatchDrafter | None, widest: int):
-        """`widest`: nodes that a draft pass expands for each request."""
+    def __init__(self, state: BatchState, target: BatchTarget, drafter: BatchDrafter | None):
         self.state, self.target, self.drafter = state, target, drafter
         device, seats, pending, long = state.device, state.seats, state.pending, torch.long
-        deepest = state.trees.ancestors.shape[2]
+        capacity, deepest = state.trees.ancestors.shape[1:]
         rows = MAX_ROUND_ROWS
         number = torch.float32
         self.published = PackedBuffer(
@@ -63,11 +49,19 @@ class Round:
             path=(long, (seats, pending)),
             starts=(long, (seats + 1,)),
             row_tokens=(long, (rows,)),
+            nodes=(long, (rows,)),
             parents=(long, (rows,)),
             depth=(long, (rows,)),
             rank=(long, (rows,)),
             logq=(number, (rows,)),
             score=(number, (rows,)),
+            sample_count=(long, (SAMPLED,)),
+            sample_parents=(torch.int16, (SAMPLED, capacity)),
+            sample_depth=(torch.int16, (SAMPLED, capacity)),
+            sample_rank=(torch.int16, (SAMPLED, capacity)),
+            sample_taken=(torch.bool, (SAMPLED, capacity)),
+            sample_logq=(number, (SAMPLED, capacity)),
+            sample_key=(number, (SAMPLED, capacity)),
         )
         self.results = Mailbox(self.published, RESULT_BLOCKS)
         there = self.published.device
@@ -81,7 +75,7 @@ class Round:
         self._rows = BatchRows(
             tokens=there["row_tokens"],
             owners=torch.zeros(rows, dtype=torch.int32, device=device),
-            nodes=torch.zeros(rows, dtype=long, device=device),
+            nodes=there["nodes"],
             parents=there["parents"],
             depth=there["depth"],
             positions=torch.zeros(rows, dtype=long, device=device),
@@ -97,6 +91,8 @@ class Round:
         self._columns = torch.zeros(seats, dtype=long, device=device)  # of the drafter, as `grow` counts them
         self._roots = torch.zeros(seats, 1, dtype=long, device=device)
         self._summary = torch.zeros(seats, pending + 2, 6, device=device)
+        self._turn = torch.zeros(1, dtype=long, device=device)  # the first request of the next sample
+        self._sampled = torch.arange(SAMPLED, device=device)
 
     def next_rows(self, width: int) -> NextPass:
         """Buffers for the rows of a draft pass of this width."""
@@ -122,15 +118,15 @@ class Round:
             )
         return self._next[width]
 
-    def draft(self, seats: int, sizes: Sizes, rule: Rule, kind: Kind, calibration: Calibration | None) -> None:
-        """All draft passes of a round."""
-        drafter, rows = self.drafter, self.next_rows(sizes.width)
+    def draft(self, seats: int, sizes: Sizes, pending: int, rule: Rule, kind: Kind) -> None:
+        """All draft passes of a round. `pending`: an upper bound on the tokens of the last round."""
+        drafter, rows, calibration = self.drafter, self.next_rows(sizes.width), self.state.calibration
         assert drafter is not None
         trees, after = first(self.state.trees, seats), first_rows(rows, seats)
-        logits = drafter.first_pass(seats)
+        logits = drafter.first_pass(seats, pending)
         torch.sub(self.state.draft_lengths, drafter.first, out=self._columns)
-        owners = drafter.rows_of(seats, 1)[0]
-        positions = self._columns[:seats] - 1
+        owners, positions = drafter.rows_of(seats, 1)[0], self._columns[:seats] - 1
+        terms = Calibration._make(array[:seats] for array in calibration) if rule.calibrated else None
         for level in range(1, sizes.passes + 1):
             if level > 1:
                 logits = drafter.next_pass(rows, seats)
@@ -138,7 +134,7 @@ class Round:
             values, tokens = self._children(logits, sizes.k, owners, positions, kind)
             nodes = self._roots[:seats] if level == 1 else after.nodes.clone()
             shape = (*nodes.shape, sizes.k)
-            grow(trees, nodes, tokens.view(shape), values.view(shape), after, rule, calibration)
+            grow(trees, nodes, tokens.view(shape), values.view(shape), after, rule, terms)
 
     def _children(self, logits: Tensor, k: int, owners: Tensor, positions: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
         drafter = self.drafter
@@ -158,7 +154,7 @@ class Round:
         sized = [array[:count] for array in self._rows[:-2]]
         return BatchRows._make([*sized, self._rows.starts[: seats + 1], self._rows.tiles[:tiles]])
 
-    def verify(self, seats: int, sizes: Sizes, kind: Kind) -> None:
+    def verify(self, seats: int, sizes: Sizes, pending: int, kind: Kind) -> None:
         """The verify pass: choose rows, run the target, commit the accepted paths, start new trees, publish results."""
         state, target, trees = self.state, self.target, first(self.state.trees, seats)
         lengths, tables, live = state.lengths[:seats], state["tables"][:seats], state["live"]
@@ -167,9 +163,10 @@ class Round:
             limits, floor = state["limits"][:seats], state["floor"]
             choose_rows(trees, live, limits, floor, lengths, target.staging, target.tile_rows, rows)
             self._describe(trees, rows)
+            self._publish_sample(trees)
         else:
             if self.drafter is not None:
-                self.drafter.take_in(seats)
+                self.drafter.take_in(seats, pending)
             root_rows(trees, live, lengths, tables, rows)
         scored = target.score(rows, seats, trees=bool(sizes.passes))
         draws = target.draw(scored, rows.owners, kind)
@@ -187,6 +184,14 @@ class Round:
         owners, nodes = rows.owners.long(), rows.nodes.clamp(min=0)
         for name in ("rank", "logq", "score"):
             there[name][:count] = getattr(trees, name)[owners, nodes]
+
+    def _publish_sample(self, trees: TreeArrays) -> None:
+        """Add the whole trees of some requests to the results, in turn."""
+        there, seats = self.published.device, (self._turn + self._sampled) % self.state["live"]
+        there["sample_count"].copy_(trees.count[seats])
+        for name in ("parents", "depth", "rank", "taken", "logq", "key"):
+            there[f"sample_{name}"].copy_(getattr(trees, name)[seats])
+        self._turn.add_(SAMPLED)
 
 
 def first(trees: TreeArrays, seats: int) -> TreeArrays:

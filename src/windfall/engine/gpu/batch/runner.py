@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from windfall.core.tree import Arrays, DraftTree
 from windfall.core.types import Split, Step, Verdict
+from windfall.costs.online import OnlineCosts
 from windfall.drafters.base import GpuForm
+from windfall.engine.batch_runner import Outcome
 from windfall.engine.gpu.batch.chunks import Prompt
-from windfall.engine.gpu.batch.drafters import batch_drafter, pages_for
+from windfall.engine.gpu.batch.drafters import batch_drafter
 from windfall.engine.gpu.batch.page_pool import PagePool
-from windfall.engine.gpu.batch.round import MAX_ROUND_ROWS, Round, Sizes, round_rows
+from windfall.engine.gpu.batch.results import Published, read_outcome, read_tree, sampled_seats
+from windfall.engine.gpu.batch.round import MAX_ROUND_ROWS, SAMPLED, Round, round_rows
 from windfall.engine.gpu.batch.state import BatchState
 from windfall.engine.gpu.batch.target import BatchTarget, Kind
+from windfall.engine.gpu.cycle import kernel_rule
 from windfall.engine.gpu.forward import Unsupported
 from windfall.engine.gpu.fused import FusedForward
+from windfall.engine.gpu.pipeline import DeviceEvent, current_stream
 from windfall.engine.gpu.target import GpuTarget
-from windfall.engine.sequence import Sequence as Text
-from windfall.kernels.pages import PAGE_TOKENS, tile_rows
+from windfall.engine.sequence import Sequence
+from windfall.kernels.pages import PAGE_TOKENS, pages_for, tile_rows
 from windfall.kernels.rules import Rule
+from windfall.policies.budget import Budget, Load, Sizes
 
 MAX_FLIGHT = 2  # rounds that are launched before the host reads the results of the first
-SEAT_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # requests of captured rounds
-
-
-class Launched(NamedTuple):
-    """A round that is launched."""
-
-    number: int  # of its results in the mailbox
-    texts: list[Text]  # by seat
-    sizes: Sizes
+SEATS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # requests of captured rounds
 
 
 class Limits(NamedTuple):
@@ -44,63 +40,85 @@ class Limits(NamedTuple):
     pages: int  # of the KV cache
     longest: int  # tokens of a text
     passes: int  # draft passes of a round
-    width: int
-    k: int
+    width: int  # nodes of a request that a draft pass expands
+    k: int  # children of a node
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of a tree."""
+        return 1 + self.k * (1 + self.width * (self.passes - 1)) if self.passes else 1
 
 
-class BatchRunner:
-    """The requests that run at a time. `sizes` decides how large the next round is."""
+class Launched(NamedTuple):
+    """A round that is launched."""
+
+    number: int  # of its results in the mailbox
+    turn: int  # of its sample
+    texts: list[Sequence]  # by seat
+    sizes: Sizes
+    recorded: bool  # whether graphs were captured
+    start: DeviceEvent
+    drafted: DeviceEvent
+    end: DeviceEvent
+
+
+class GpuBatchRunner:
+    """A `BatchRunner` on a KV cache in pages, for requests that share a budget and draw their tokens on the device.
+
+    The host reads the results of a round while the next one runs.
+    """
 
     def __init__(
-        self,
-        gpu_target: GpuTarget,
-        form: GpuForm | None,
-        limits: Limits,
-        sizes: Callable[[list[Text]], tuple[Sizes, Rule]],
+        self, gpu_target: GpuTarget, form: GpuForm | None, budget: Budget, online_costs: OnlineCosts, limits: Limits
     ):
-        self.gpu_target, self.limits, self.sizes = gpu_target, limits, sizes
-        device = gpu_target.device
-        most = Sizes(limits.passes, limits.width, limits.k, 0)
-        self.state = BatchState(
-            device, limits.seats, pages_for(limits.longest), limits.passes + 1, most.nodes, limits.passes + 1
-        )
         if not isinstance(gpu_target.forward, FusedForward):
             raise Unsupported("only models with a fused forward run in batches")
-        group = gpu_target.forward.group
-        self.target = BatchTarget(gpu_target, self.state, limits.pages, MAX_ROUND_ROWS, tile_rows(group))
+        self.gpu_target, self.budget, self.online_costs, self.limits = gpu_target, budget, online_costs, limits
+        pages = pages_for(limits.longest)
+        self.state = BatchState(
+            gpu_target.device, limits.seats, pages, limits.passes + 1, limits.nodes, limits.passes + 1
+        )
+        rows = tile_rows(gpu_target.forward.group)
+        self.target = BatchTarget(gpu_target, self.state, limits.pages, MAX_ROUND_ROWS, rows)
         self.drafter = None if form is None or not limits.passes else batch_drafter(form, self.target)
         if self.drafter is not None:
-            self.drafter.reserve(max(limits.width * (limits.passes - 1), 1) + limits.width)
-        self.round_work = Round(self.state, self.target, self.drafter, limits.width)
+            self.drafter.reserve(limits.width * limits.passes)
+        self.work = Round(self.state, self.target, self.drafter)
         self.pool = PagePool(limits.pages)
-        self.texts: list[Text] = []  # by seat
-        self._pages: dict[Text, list[int]] = {}
+        self.texts: list[Sequence] = []  # by seat
+        self._pages: dict[Sequence, list[int]] = {}
         self._launched: list[Launched] = []
+        self._turn = 0  # see `Round`
+        self._pending = 1  # an upper bound on the tokens that the last launched round adds to a text
+        self._spare: list[DeviceEvent] = []
+        self._fresh: set[Sequence] = set()  # texts whose tokens the drafter cannot follow in their first round
 
     # requests
 
-    def pages_of(self, texts: Sequence[Text]) -> int:
-        """Pages that these texts need for their next rounds."""
-        return sum(pages_for(self._bound(text)) for text in texts)
+    def fits(self, lengths: Iterable[int]) -> bool:
+        """Whether there are pages for texts of these lengths; those that texts share are counted for each."""
+        known = list(lengths)
+        return len(known) <= self.limits.seats and sum(map(self._needed, known)) <= self.pool.pages
 
-    def _bound(self, text: Text) -> int:
-        """An upper bound on the length of a text after the rounds in flight and one more."""
-        return min(len(text.tokens) + (MAX_FLIGHT + 1) * self.state.pending, self.state.longest)
+    def _needed(self, length: int) -> int:
+        """Pages for a text of this length, for the rounds in flight and one more."""
+        return pages_for(min(length + (MAX_FLIGHT + 1) * self.state.pending, self.state.longest))
+
+    @property
+    def max_length(self) -> int | None:
+        """The number of tokens up to which a single text fits."""
+        return min(self.state.longest, self.pool.pages * PAGE_TOKENS) - (MAX_FLIGHT + 1) * self.state.pending
 
     @torch.inference_mode()
-    def join(self, texts: Sequence[Text]) -> None:
+    def join(self, sequences: list[Sequence]) -> None:
         """Process the prompts of these texts; they take part in the next rounds."""
-        prompts = []
-        for text in texts:
-            tokens = list(text.tokens)
-            known = self.pool.find(tokens[:-1])
-            pages = known + self._take(pages_for(self._bound(text)) - len(known))
-            seat = len(self.texts)
-            self.texts.append(text)
-            self._pages[text] = pages
-            self.state.set_pages(seat, pages)
-            self.state.set_sampling(seat, text.params)
-            prompts.append(Prompt(seat, tokens, pages, max(len(known) * PAGE_TOKENS - 1, 0)))
+        prompts: list[Prompt] = []
+        try:
+            for text in sequences:
+                prompts.append(self._seat(text))
+        except MemoryError:
+            self.leave(self.texts[len(self.texts) - len(prompts) :])
+            raise
         self.state.write(live=len(self.texts))
         self.state.send()
         for chunk, states in self.target.prefill(prompts):
@@ -110,12 +128,28 @@ class BatchRunner:
             self.state.start(prompt.seat, prompt.tokens, len(prompt.tokens) - 1)
             self.pool.remember(prompt.tokens[:-1], prompt.pages)
 
+    def _seat(self, text: Sequence) -> Prompt:
+        """Give a text a seat and pages."""
+        tokens, seat = list(text.tokens), len(self.texts)
+        known = self.pool.find(tokens[:-1])
+        try:
+            pages = known + self._take(self._needed(len(tokens)) - len(known))
+        except MemoryError:
+            self.pool.release(known)
+            raise
+        self.texts.append(text)
+        self._pages[text] = pages
+        self.state.set_pages(seat, pages)
+        self.state.set_sampling(seat, text.params)
+        return Prompt(seat, tokens, pages, max(len(known) * PAGE_TOKENS - 1, 0))
+
     @torch.inference_mode()
-    def leave(self, texts: Sequence[Text]) -> None:
-        """These texts have ended or are removed; their pages become free."""
-        for text in texts:
-            seat, last = self.texts.index(text), len(self.texts) - 1
-            pages = self._pages.pop(text)
+    def leave(self, sequences: Iterable[Sequence]) -> None:
+        """Remove these texts; their pages become free. Results of rounds in flight are dropped."""
+        for text in list(sequences):
+            if text not in self._pages:
+                continue
+            seat, last, pages = self.texts.index(text), len(self.texts) - 1, self._pages.pop(text)
             done = len(text.tokens) - 1 - self.state.pending  # tokens whose columns the drafter has, too
             self.pool.remember(text.tokens[: max(done, 0)], pages)
             self.pool.release(pages)
@@ -133,74 +167,109 @@ class BatchRunner:
 
     # rounds
 
-    def round(self) -> dict[Text, Step]:
-        """Launch the next round, and return the Steps of the oldest one in flight."""
+    def round(self) -> dict[Sequence, Outcome]:
+        """Launch the next rounds, and return the Steps of the oldest one in flight."""
         while self.texts and len(self._launched) < MAX_FLIGHT:
             self._launch()
         return self._collect() if self._launched else {}
 
     @torch.inference_mode()
     def _launch(self) -> None:
-        state, work = self.state, self.round_work
-        (sizes, rule), kind = self.sizes(self.texts), kind_of(self.texts)
+        state, work, cache = self.state, self.work, self.gpu_target.graph_cache
+        sizes, rule = self._sizes()
+        self._send(sizes)
+        live, seats = len(self.texts), min(next(size for size in SEATS if size >= len(self.texts)), state.seats)
+        pending, kind = self._pending, kind_of(self.texts)
+        rows = round_rows(max(sizes.rows, seats)) if sizes.passes else seats
+        sizes = sizes._replace(rows=min(rows, MAX_ROUND_ROWS))
+        shape = sizes._replace(floor=0.0, per_request=None)  # these are not fixed at capture
+        captures, start = cache.captures, self._event()
+        if sizes.passes:
+            key = ("draft", work, seats, shape._replace(rows=0), pending, rule, kind)
+            cache.run(key, partial(work.draft, seats, shape, pending, rule, kind))
+        drafted, number = self._event(), work.results.expect()
+        cache.run(("verify", work, seats, shape, pending, kind), partial(work.verify, seats, shape, pending, kind))
+        recorded = cache.captures > captures
+        self._launched.append(
+            Launched(number, self._turn, list(self.texts), sizes, recorded, start, drafted, self._event())
+        )
+        self._turn += SAMPLED if sizes.passes else 0
+        self._pending = sizes.passes + 1
+        assert live <= seats
+
+    def _sizes(self) -> tuple[Sizes, Rule]:
+        """The sizes of the next round, and the rule by which its trees grow."""
+        texts, limits = self.texts, self.limits
+        length, room = sum(len(text.tokens) for text in texts), max(text.end - len(text.tokens) for text in texts)
+        calibrator = self.budget.calibrator or texts[0].calibrator
+        wanted = self.budget.sizes(Load(len(texts), length, room, self.online_costs.costs, calibrator))
+        plan = self.budget.plan(wanted) or texts[0].policy.cached_plan
+        passes = min(wanted.passes, limits.passes) if self.drafter is not None else 0
+        sizes = wanted._replace(passes=passes, width=min(wanted.width, limits.width), k=min(wanted.k, limits.k))
+        assert plan is not None
+        return sizes, kernel_rule(plan)
+
+    def _send(self, sizes: Sizes) -> None:
+        """Send what the device must know before a round."""
+        state = self.state
         for seat, text in enumerate(self.texts):
-            missing = pages_for(self._bound(text)) - len(self._pages[text])
-            if missing > 0:
+            if (missing := self._needed(len(text.tokens)) - len(self._pages[text])) > 0:
                 self._pages[text] += self._take(missing)
                 state.set_pages(seat, self._pages[text])
             if text.dice is not None:
-                state.set_kappa(seat, text.calibrator.kappa)
-        seats = next(size for size in SEAT_SIZES if size >= len(self.texts))
-        if sizes.passes:
-            sizes = sizes._replace(rows=round_rows(max(sizes.rows, seats)))
+                state.set_term("kappa", seat, text.calibrator.kappa)
+            if sizes.calibrated:
+                calibrator = self.budget.calibrator or text.calibrator
+                state.set_term("weights", seat, calibrator.shifted(text.correction.shift).astype("float32"))
+            alone = len(text.tokens) < 2  # its first token has no column, so that nothing can be drafted after it
+            state.set_term("limits", seat, 1 if alone else sizes.per_request or MAX_ROUND_ROWS)
+        state.write(floor=sizes.floor)
         state.send()
-        key = ("round", work.results, seats, sizes, rule, kind)
-        number = work.results.expect()
-        self.gpu_target.graph_cache.run(key, partial(self._run, min(seats, state.seats), sizes, rule, kind))
-        self._launched.append(Launched(number, list(self.texts), sizes))
 
-    def _run(self, seats: int, sizes: Sizes, rule: Rule, kind: Kind) -> None:
-        if sizes.passes:
-            self.round_work.draft(seats, sizes, rule, kind, None)
-        self.round_work.verify(seats, sizes, kind)
+    def _event(self) -> DeviceEvent:
+        event = self._spare.pop() if self._spare else DeviceEvent(self.gpu_target.device)
+        return event.record(current_stream(self.gpu_target.device))
 
-    def _collect(self) -> dict[Text, Step]:
-        launched, results = self._launched.pop(0), self.round_work.results
+    def _collect(self) -> dict[Sequence, Outcome]:
+        launched, results = self._launched.pop(0), self.work.results
         arrays = results.arrays[results.wait(launched.number)]
-        running = set(map(id, self.texts))
-        steps = {}
+        launched.end.wait()
+        draft, verify = launched.start.seconds_until(launched.drafted), launched.drafted.seconds_until(launched.end)
+        self._spare += [launched.start, launched.drafted, launched.end]
+        seconds, sizes, live = Split(draft, verify), launched.sizes, len(launched.texts)
+        if not launched.recorded:
+            self._learn_costs(launched, draft, verify)
+        if sizes.passes:
+            total = 0.0 if launched.recorded else seconds.total
+            self.budget.observe(read_outcome(arrays, launched.turn, live, sizes, total))
+        sampled = set(sampled_seats(launched.turn, live))
+        steps: dict[Sequence, Outcome] = {}
         for seat, text in enumerate(launched.texts):
-            if text.finish is None and id(text) in running:
-                steps[text] = self._step(text, seat, arrays, launched.sizes)
+            if text.finish is None and text in self._pages:
+                steps[text] = step = self._step(text, seat, arrays, launched, seconds)
+                if seat in sampled:
+                    text.observe(step)
         return steps
 
-    def _step(self, text: Text, seat: int, arrays: dict[str, Any], sizes: Sizes) -> Step:
-        tree, path = read_tree(arrays, seat, text.tokens[-1], drafted=sizes.passes > 0)
-        bonus = int(arrays["tokens"][seat, len(path) - 1])
+    def _step(self, text: Sequence, seat: int, arrays: Published, launched: Launched, seconds: Split) -> Step:
+        passes = launched.sizes.passes
+        tree, path, bonus = read_tree(arrays, seat, text.tokens[-1], drafted=passes > 0)
         tokens, words = text.accept(tree, Verdict(path, bonus))
         every = torch.arange(len(tree))
-        step = Step(tokens, words, tree, path, tree, every, sizes.passes, Split(), text.finish)
-        text.observe(step)
-        return step
+        return Step(tokens, words, tree, path, tree, every, passes, seconds, text.finish, launched.recorded)
+
+    def _learn_costs(self, launched: Launched, draft: float, verify: float) -> None:
+        """Correct the costs of passes by the times of a round."""
+        sizes, requests = launched.sizes, len(launched.texts)
+        if not self.online_costs.learns:
+            return
+        if sizes.passes > 1:
+            self.online_costs.record_drafts([requests * sizes.width] * (sizes.passes - 1), draft, at_most=True)
+        length = sum(len(text.tokens) for text in launched.texts)
+        self.online_costs.record_verify(sizes.rows, length, verify)
 
 
-def kind_of(texts: list[Text]) -> Kind:
+def kind_of(texts: list[Sequence]) -> Kind:
     """How these texts draw their tokens."""
     drawn = [text for text in texts if not text.params.greedy]
     return Kind(not drawn, any(text.dice for text in drawn), any(text.params.filters for text in drawn))
-
-
-def read_tree(arrays: dict[str, Any], seat: int, root: int, drafted: bool) -> tuple[DraftTree, torch.Tensor]:
-    """The verified tree of a request, and its accepted path."""
-    start, end = arrays["starts"][seat : seat + 2].tolist()
-    count = int(arrays["accepted"][seat])
-    path = torch.from_numpy(arrays["path"][seat, :count] - start)
-    if not drafted:
-        return DraftTree.root(root), path
-    tokens, parents, logq, score, depth, rank = (
-        arrays[name][start:end].copy() for name in ("row_tokens", "parents", "logq", "score", "depth", "rank")
-    )
-    parents -= start
-    parents[0] = -1
-    unknown = np.full(len(tokens), np.nan, np.float32)
-    return DraftTree.of(Arrays(tokens, parents, logq, score, depth, rank, unknown)), path

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from windfall.core.sampling import signed, warp_rows
 from windfall.core.types import SamplingParams
+from windfall.costs.acceptance import DEPTHS, RANKS
 from windfall.engine.gpu.transfer import PackedBuffer
+from windfall.engine.gpu.tree import FORECAST_SHAPE
 from windfall.kernels.accept import reset_to_root
 from windfall.kernels.batch import UNUSED_PAGE
 from windfall.kernels.pages import PAGE_TOKENS
-from windfall.kernels.trees import NO_NODE, TreeArrays, tree_of
+from windfall.kernels.trees import NO_NODE, Calibration, TreeArrays, tree_of
 
 
 class BatchState:
@@ -37,12 +39,16 @@ class BatchState:
             top_p=(number, (seats,)),
             min_p=(number, (seats,)),
             limits=(long, (seats,)),  # rows of a verify pass
+            weights=(number, (seats, 1 + DEPTHS + RANKS)),  # of the calibrated acceptance
             live=(long, (1,)),  # seats in use
             floor=(number, (1,)),  # the lowest key of a node that is verified
         )
         self.settings.host["tables"][:] = UNUSED_PAGE
         self.settings.host["kappa"][:] = 1.0
         self.changed = True  # since the last `send`
+        self.calibration = Calibration(  # forecasts are made on the host
+            self["weights"], torch.zeros(seats, *FORECAST_SHAPE, device=device), torch.zeros(seats, 2, device=device)
+        )
         self.lengths = torch.zeros(seats, dtype=long, device=device)  # committed tokens, the root not included
         self.trees = batch_trees(device, seats, capacity, deepest)
         self.tokens = torch.zeros(seats, pending, dtype=long, device=device)  # pending: not in the drafter's KV cache
@@ -83,9 +89,10 @@ class BatchState:
             host[name][seat] = getattr(params, name)
         self.changed = True
 
-    def set_kappa(self, seat: int, kappa: float) -> None:
-        if self.settings.host["kappa"][seat] != kappa:
-            self.settings.wait_writable()["kappa"][seat] = kappa
+    def set_term(self, name: str, seat: int, value: Any) -> None:
+        """Change a setting of one request."""
+        if (self.settings.host[name][seat] != value).any():
+            self.settings.wait_writable()[name][seat] = value
             self.changed = True
 
     def filtered(self, logits: Tensor, owners: Tensor) -> Tensor:
@@ -111,7 +118,7 @@ class BatchState:
                 array[goal] = array[source]
         reset_to_root(tree_of(self.trees, goal), self.trees.tokens[source, :1])
         host = self.settings.wait_writable()
-        for name in ("tables", "seed", "temperature", "kappa", "top_k", "top_p", "min_p", "limits"):
+        for name in ("tables", "seed", "temperature", "kappa", "top_k", "top_p", "min_p", "limits", "weights"):
             host[name][goal] = host[name][source]
         self.changed = True
 
