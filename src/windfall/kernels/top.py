@@ -46,7 +46,7 @@ def top_children(
     and searched in one kernel if that is possible and faster; otherwise torch multiplies them.
     """
     if isinstance(logits, LazyLogits):
-        noise_known = positions is None or noise is not None
+        noise_known = positions is None or (noise is not None and owners is None)
         if noise_known and k <= MAX_CHILDREN and on_triton(logits.hidden) and supports_pdl(logits.hidden.device):
             from windfall.kernels.triton.top import fits, top_children_of_product
 

@@ -20,6 +20,7 @@ def _best(
     seed_at,
     temperature_at,
     noise,
+    owners,
     values,
     columns,
     width,
@@ -28,6 +29,7 @@ def _best(
     OFFSET: tl.constexpr,
     GREEDY: tl.constexpr,
     NOISE_ROWS: tl.constexpr,
+    OWNED: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -39,6 +41,10 @@ def _best(
     inside = column < width
     scores = tl.load(logits + row.to(tl.int64) * logits_row + column, mask=inside, other=float("-inf")).to(tl.float32)
     if not GREEDY:
+        if OWNED:
+            owner = tl.load(owners + row)
+            seed_at += owner
+            temperature_at += owner
         temperature = tl.load(temperature_at)
         if temperature != 0:
             position = tl.load(positions + row) + OFFSET
@@ -71,10 +77,12 @@ def draw(
     greedy: bool,
     offset: int,
     noise: Tensor | None,
+    owners: Tensor | None = None,
 ) -> Tensor:
     (rows, width), device = logits.shape, logits.device
     assert logits.stride(1) == 1 and positions.is_contiguous()
     assert noise is None or (noise.is_contiguous() and noise.shape[1] >= width)
+    assert owners is None or all(x.is_contiguous() for x in (owners, seed, temperature))
     blocks = -(-width // BLOCK)
     values = torch.empty((rows, blocks), device=device)
     columns = torch.empty((rows, blocks), dtype=torch.int32, device=device)
@@ -85,6 +93,7 @@ def draw(
         seed,
         temperature,
         temperature if noise is None else noise,
+        positions if owners is None else owners,
         values,
         columns,
         width,
@@ -93,6 +102,7 @@ def draw(
         OFFSET=offset,
         GREEDY=greedy,
         NOISE_ROWS=0 if noise is None else len(noise),
+        OWNED=owners is not None,
         BLOCK=BLOCK,
         num_warps=4,
         **pdl_trigger(logits),

@@ -1,5 +1,7 @@
 """One program appends the children, finds the best nodes by repeated maximum, and writes the rows of the next pass.
 
+A batch has one such program for each request; all arrays of a request are contiguous.
+
 Reductions are of 32-bit integers, which a warp does in one instruction. A barrier separates stores of one thread from
 loads of another. The previous kernel computes the children's tokens and log-probabilities. Everything that does not
 depend on them, including the choice of the best older nodes, is done before waiting for that kernel.
@@ -417,6 +419,7 @@ def _store_next_pass(
     level,
     staged,
     length,
+    base,
     WIDTH: tl.constexpr,
     STAGED_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -433,7 +436,7 @@ def _store_next_pass(
     tl.store(next_nodes + lane, chosen.to(tl.int64), mask=live)
     tl.store(next_tokens + lane, tl.load(tokens + node, mask=real, other=0), mask=live)
     tl.store(positions + lane, (length - 1 + level).to(tl.int64), mask=live)
-    tl.store(slots + lane, (length + staged + lane).to(tl.int64), mask=live)
+    tl.store(slots + lane, base + staged + lane, mask=live)
     tl.store(parent_slots + lane, tl.load(slot + parent, mask=real, other=0), mask=live)
     tl.store(own_slots + lane, (1 + staged + lane).to(tl.int64), mask=live)
     tl.store(taken + node, tl.full([BLOCK_N], 1, tl.uint8), mask=real)
@@ -479,6 +482,34 @@ def _store_mask(
             seen.to(tl.uint8),
             mask=(lane < WIDTH)[:, None] & (other < STAGED_ROWS)[None, :],
         )
+
+
+@triton.jit
+def _store_lineage(
+    lineage,
+    arrays,  # ancestors, slot
+    chosen,
+    base,
+    COLUMNS: tl.constexpr,
+    MAX_DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+):
+    """Write the KV rows of the ancestors of each row of the next pass, from depth 1 on; 0 where there is none."""
+    ancestors, slot = arrays
+    lane = tl.arange(0, BLOCK_N)
+    real = chosen >= 0
+    node = tl.maximum(chosen, 0)
+    for start in range(0, COLUMNS, BLOCK_L):
+        column = start + tl.arange(0, BLOCK_L)
+        inside = (column < COLUMNS)[None, :]
+        at = ancestors + node[:, None] * (MAX_DEPTH + 1) + 1 + column[None, :]
+        above = tl.load(at, mask=real[:, None] & inside, other=-1)
+        place = tl.load(slot + above, mask=above >= 0, other=0)
+        line = tl.where(above >= 0, base + place - 1, 0)
+        goal = lineage + lane[:, None] * COLUMNS + column[None, :]
+        tl.store(goal, line.to(tl.int32), mask=(lane < WIDTH)[:, None] & inside)
 
 
 @triton.jit
@@ -549,9 +580,16 @@ def _grow(
     expanded,
     staged_at,
     length_at,
+    base_at,
     summary,
+    lineage,
     mask_row,
     shape_row,
+    mask_rows,  # between requests: entries of the mask, the summary and the calibration; 0 if all share them
+    summary_rows,
+    weights_row,
+    forecast_row,
+    prices_row,
     WHOLE: tl.constexpr,
     CALIBRATED: tl.constexpr,
     SHAPED: tl.constexpr,
@@ -570,6 +608,9 @@ def _grow(
     K: tl.constexpr,
     WIDTH: tl.constexpr,
     STAGED_ROWS: tl.constexpr,
+    MASKED: tl.constexpr,
+    LINEAGE: tl.constexpr,
+    BATCH: tl.constexpr,
     CHILDREN: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -580,7 +621,40 @@ def _grow(
     BLOCK_O: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program. Up to `pdl_wait` it only reads what earlier kernels than the previous one have written."""
+    """Program (request). Up to `pdl_wait` it only reads what earlier kernels than the previous one have written."""
+    if BATCH:
+        request = tl.program_id(0)
+        nodes += request * PARENTS
+        child_tokens += request * PARENTS * K
+        child_logq += request * PARENTS * K
+        tokens += request * CAPACITY
+        parents += request * CAPACITY
+        depth += request * CAPACITY
+        rank += request * CAPACITY
+        logq += request * CAPACITY
+        score += request * CAPACITY
+        key += request * CAPACITY
+        chance += request * CAPACITY
+        taken += request * CAPACITY
+        ancestors += request * CAPACITY * (MAX_DEPTH + 1)
+        slot += request * CAPACITY
+        count_at += request
+        weights += request * weights_row
+        forecast += request * forecast_row
+        prices += request * prices_row
+        next_nodes += request * WIDTH
+        next_tokens += request * WIDTH
+        positions += request * WIDTH
+        slots += request * WIDTH
+        parent_slots += request * WIDTH
+        own_slots += request * WIDTH
+        mask += request * mask_rows
+        expanded += request * STAGED_ROWS
+        staged_at += request
+        length_at += request
+        base_at += request
+        summary += request * summary_rows
+        lineage += request * WIDTH * LINEAGE
     CELLS: tl.constexpr = BLOCK_W * BLOCK_K
     SELECTIVE: tl.constexpr = (TOP > 0) | (BUDGET > 0)
     row = tl.arange(0, BLOCK_W)
@@ -588,6 +662,7 @@ def _grow(
     count = tl.load(count_at).to(tl.int32)
     staged = tl.load(staged_at).to(tl.int32)
     length = tl.load(length_at).to(tl.int32)
+    base = tl.load(base_at)
     node = tl.load(nodes + row, mask=row < PARENTS, other=-1).to(tl.int32)
     staged_nodes, staged_depths = _staged_nodes(expanded, depth, staged, 0, STAGED_ROWS, BLOCK_S)
     parent = tl.maximum(node, 0)
@@ -683,10 +758,14 @@ def _grow(
     chosen_chance = tl.load(chance + tl.maximum(chosen, 0), mask=chosen >= 0, other=0.0)
     rows = (next_nodes, next_tokens, positions, slots, parent_slots, own_slots)
     for_rows = (tokens, parents, taken, slot)
-    _store_next_pass(rows, for_rows, expanded, chosen, chosen_depth, staged, length, WIDTH, STAGED_ROWS, BLOCK_N)
-    first = (staged_nodes, staged_depths)
-    for_mask = (ancestors, depth, expanded)
-    _store_mask(mask, mask_row, for_mask, chosen, staged, first, MAX_DEPTH, WIDTH, STAGED_ROWS, BLOCK_N, BLOCK_S)
+    _store_next_pass(rows, for_rows, expanded, chosen, chosen_depth, staged, length, base, WIDTH, STAGED_ROWS, BLOCK_N)
+    if MASKED:
+        first = (staged_nodes, staged_depths)
+        for_mask = (ancestors, depth, expanded)
+        _store_mask(mask, mask_row, for_mask, chosen, staged, first, MAX_DEPTH, WIDTH, STAGED_ROWS, BLOCK_N, BLOCK_S)
+    if LINEAGE > 0:
+        tl.debug_barrier()  # the slots of the chosen nodes are written
+        _store_lineage(lineage, (ancestors, slot), chosen, base, LINEAGE, MAX_DEPTH, WIDTH, BLOCK_N, COLUMNS)
     next_rows = (chosen_keys, chosen_depth, chosen_chance)
     costs = (pass_price, row_price)
     _store_summary(
@@ -711,19 +790,23 @@ def grow(
     """See `kernels.grow.reference`."""
     assert not rule.calibrated or (rule.whole and not rule.selective)  # the kernel counts worthy nodes only for these
     whole = rule.whole
-    (given, k), width, (capacity, columns) = tokens.shape, len(next_pass.nodes), tree.ancestors.shape
-    assert next_pass.mask is not None and next_pass.mask.stride(1) == 1 and logq.dtype == torch.float32
+    batch, own = nodes.dim() == 2, calibration is not None and calibration.weights.dim() == 2
+    (given, k), (capacity, columns) = tokens.shape[-2:], tree.ancestors.shape[-2:]
+    width, staged_rows = next_pass.nodes.shape[-1], next_pass.expanded.shape[-1]
+    mask, lineage = next_pass.mask, next_pass.lineage
+    assert (mask is None or mask.stride(-1) == 1) and logq.dtype == torch.float32
+    assert lineage is None or (lineage.is_contiguous() and lineage.shape[-1] < columns)
     assert shape is None or (shape.stride(1) == 1 and shape.shape[1] >= k)
     assert all(
-        x.is_contiguous()
-        for x in (*tree, nodes, tokens, logq, *next_pass[:6], next_pass.expanded, *(calibration or ()))
+        x.is_contiguous() for x in (*tree, nodes, tokens, logq, *next_pass[:6], *next_pass[7:12], *(calibration or ()))
     )
-    weights, forecast, prices = calibration or (tree.key, tree.key[:1, None, None], tree.key)
+    weights, forecast, prices = calibration or (tree.key, tree.key.view(-1)[:1, None, None], tree.key)
+    children = forecast.shape[-1]
     block_n, block_c = power_of_two(width), power_of_two(capacity)
     block_w, block_k = power_of_two(given), power_of_two(k)
     if whole and not rule.selective:  # the best older nodes need as many lanes as the children
         block_k = max(block_k, block_n // block_w)
-    _grow[(1,)](
+    _grow[(len(nodes) if batch else 1,)](
         nodes,
         tokens,
         logq,
@@ -739,13 +822,18 @@ def grow(
         tree.key if bounds is None else bounds,
         tree.key if floor is None else floor,
         *next_pass[:6],
-        next_pass.mask.view(torch.uint8),
+        nodes if mask is None else mask.view(torch.uint8),
         next_pass.expanded,
         next_pass.staged,
         next_pass.length,
+        next_pass.base,
         next_pass.summary,
-        next_pass.mask.stride(0),
+        nodes if lineage is None else lineage,
+        0 if mask is None else mask.stride(-2),
         0 if shape is None else shape.stride(0),
+        mask.stride(0) if batch and mask is not None else 0,
+        next_pass.summary.stride(0) if batch else 0,
+        *(x.stride(0) if own else 0 for x in (weights, forecast, prices)),
         WHOLE=whole,
         CALIBRATED=calibration is not None,
         SHAPED=shape is not None,
@@ -763,15 +851,18 @@ def grow(
         PARENTS=given,
         K=k,
         WIDTH=width,
-        STAGED_ROWS=len(next_pass.expanded),
-        CHILDREN=forecast.shape[2],
+        STAGED_ROWS=staged_rows,
+        MASKED=mask is not None,
+        LINEAGE=0 if lineage is None else lineage.shape[-1],
+        BATCH=batch,
+        CHILDREN=children,
         COLUMNS=min(COLUMNS, power_of_two(columns)),
         BLOCK_W=block_w,
         BLOCK_K=block_k,
         BLOCK_N=block_n,
         BLOCK_C=block_c,
-        BLOCK_S=min(power_of_two(len(next_pass.expanded)), max(TILE // block_n, 16)),
-        BLOCK_O=power_of_two(forecast.shape[2]),
+        BLOCK_S=min(power_of_two(staged_rows), max(TILE // block_n, 16)),
+        BLOCK_O=power_of_two(children),
         num_warps=8 if block_w * block_k > 256 or ((whole or rule.selective) and block_c >= 1024) else 4,
         **pdl_launch(logq),
     )

@@ -1,4 +1,4 @@
-"""One program per head of the KV caches, then one program per block of columns of each row of states."""
+"""One program per head of the KV caches, several for many disjoint moves; then one per block of a row of states."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 
 import triton
@@ -10,6 +10,7 @@ from windfall.kernels.triton.pdl import pdl_wait
 
 STATE_BLOCK = 1024  # columns of states per program
 TILE = 8192  # elements of the KV cache per iteration
+MAX_SPAN = 128  # disjoint moves of a program, a power of two
 
 
 @triton.jit
@@ -21,6 +22,7 @@ def _move(
     path,
     kept,
     heads,
+    movers,
     state_blocks,
     width,
     kv_head,
@@ -28,37 +30,48 @@ def _move(
     states_row,
     kept_row,
     STEPS: tl.constexpr,
+    SPAN: tl.constexpr,
+    DISJOINT: tl.constexpr,
     D: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (head), or after the last head (row of states, block of columns)."""
+    """Program (SPAN of the moves, head), or after these `movers` (row of states, block of columns)."""
     pdl_wait(PDL)
     program = tl.program_id(0)
-    if program < heads:
-        kv += program.to(tl.int64) * kv_head
+    if program < movers:
+        kv += (program % heads).to(tl.int64) * kv_head
+        begin = program // heads * SPAN
         dim = tl.arange(0, BLOCK_D)
-        for start in range(0, STEPS, BLOCK_P):  # ascending: later sources are above all earlier goals
-            step = start + tl.arange(0, BLOCK_P)
+        for start in range(0, SPAN, BLOCK_P):  # ascending: later sources are above all earlier goals
+            step = begin + start + tl.arange(0, BLOCK_P)
             old = tl.load(source + step, mask=step < STEPS, other=0)
             new = tl.load(goal + step, mask=step < STEPS, other=0)
             moved = (old != new)[:, None] & (dim < D)[None, :]
             rows = tl.load(kv + old[:, None] * kv_row + dim[None, :], mask=moved, other=0.0)
-            tl.debug_barrier()  # all rows are read before any is written
+            if not DISJOINT:
+                tl.debug_barrier()  # all rows are read before any is written
             tl.store(kv + new[:, None] * kv_row + dim[None, :], rows, mask=moved)
-            tl.debug_barrier()
+            if not DISJOINT:
+                tl.debug_barrier()
     else:
-        step = (program - heads) // state_blocks
-        column = (program - heads) % state_blocks * BLOCK + tl.arange(0, BLOCK)
+        step = (program - movers) // state_blocks
+        column = (program - movers) % state_blocks * BLOCK + tl.arange(0, BLOCK)
         row = tl.maximum(tl.load(path + step), 0)
         values = tl.load(states + row * states_row + column, mask=column < width, other=0.0)
         tl.store(kept + step.to(tl.int64) * kept_row + column, values, mask=column < width)
 
 
 def move(
-    kv: Tensor, source: Tensor, goal: Tensor, states: Tensor | None, path: Tensor | None, kept_states: Tensor | None
+    kv: Tensor,
+    source: Tensor,
+    goal: Tensor,
+    states: Tensor | None,
+    path: Tensor | None,
+    kept_states: Tensor | None,
+    disjoint: bool = False,
 ) -> None:
     (heads, _, d), steps = kv.shape, len(source)
     assert kv.stride(2) == 1 and source.is_contiguous() and goal.is_contiguous()
@@ -69,7 +82,9 @@ def move(
         width = states.shape[1]
         state_blocks = -(-width // STATE_BLOCK)
     block = power_of_two(d)
-    _move[(heads + steps * state_blocks,)](
+    span = min(power_of_two(steps), MAX_SPAN) if disjoint else steps
+    movers = heads * -(-steps // span)
+    _move[(movers + steps * state_blocks,)](
         kv,
         source,
         goal,
@@ -77,14 +92,17 @@ def move(
         source if path is None else path,
         kv if kept_states is None else kept_states,
         heads,
+        movers,
         max(state_blocks, 1),
         width,
         *kv.stride()[:2],
         0 if states is None else states.stride(0),
         0 if kept_states is None else kept_states.stride(0),
         STEPS=steps,
+        SPAN=span,
+        DISJOINT=disjoint,
         D=d,
-        BLOCK_P=min(power_of_two(steps), max(TILE // block, 1)),
+        BLOCK_P=min(power_of_two(span), max(TILE // block, 1)),
         BLOCK_D=block,
         BLOCK=STATE_BLOCK,
         num_warps=4,

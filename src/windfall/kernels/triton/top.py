@@ -35,6 +35,29 @@ def _with_noise(scores, noise, temperature_at, kappa_at):
 
 
 @triton.jit
+def _noise_of_row(
+    position,
+    seed_at,
+    noise,
+    tokens,
+    column,
+    inside,
+    noise_row,
+    NOISE_ROWS: tl.constexpr,
+    MAPPED: tl.constexpr,
+):
+    """The noise of these columns at this position."""
+    names = column.to(tl.int64)
+    if MAPPED:
+        names = tl.load(tokens + column, mask=inside, other=0)
+    if NOISE_ROWS > 0:
+        added = tl.load(noise + position % NOISE_ROWS * noise_row + names, mask=inside, other=0.0)
+    else:
+        added = gumbel(noise_key(tl.load(seed_at), position), names)
+    return added
+
+
+@triton.jit
 def _block_maxima(
     logits,
     positions,
@@ -42,6 +65,7 @@ def _block_maxima(
     temperature_at,
     kappa_at,
     noise,
+    owners,
     tokens,
     scored,
     tops,
@@ -54,6 +78,7 @@ def _block_maxima(
     SAMPLED: tl.constexpr,
     NOISE_ROWS: tl.constexpr,
     MAPPED: tl.constexpr,
+    OWNED: tl.constexpr,
     SIZE: tl.constexpr,
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
@@ -66,15 +91,17 @@ def _block_maxima(
     inside = column < width
     scores = tl.load(logits + row * logits_row + column, mask=inside, other=float("-inf")).to(tl.float32)
     if SAMPLED:
-        names = column.to(tl.int64)
-        if MAPPED:
-            names = tl.load(tokens + column, mask=inside, other=0)
         position = tl.load(positions + row) + OFFSET
-        if NOISE_ROWS > 0:
-            added = tl.load(noise + position % NOISE_ROWS * noise_row + names, mask=inside, other=0.0)
+        if OWNED:
+            owner = tl.load(owners + row)
+            if tl.load(temperature_at + owner) != 0:
+                added = _noise_of_row(
+                    position, seed_at + owner, noise, tokens, column, inside, noise_row, NOISE_ROWS, MAPPED
+                )
+                scores = _with_noise(scores, added, temperature_at + owner, kappa_at + owner)
         else:
-            added = gumbel(noise_key(tl.load(seed_at), position), names)
-        scores = _with_noise(scores, added, temperature_at, kappa_at)
+            added = _noise_of_row(position, seed_at, noise, tokens, column, inside, noise_row, NOISE_ROWS, MAPPED)
+            scores = _with_noise(scores, added, temperature_at, kappa_at)
         tl.store(scored + row * width + column, scores, mask=inside)
     top = tl.max(scores, 1)
     base = tl.where(top == float("-inf"), 0.0, top)
@@ -261,9 +288,11 @@ def top_children(
     tokens: Tensor | None,
     offset: int,
     noise: Tensor | None,
+    owners: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     rows, width = logits.shape
     assert logits.stride(1) == 1 and (noise is None or noise.is_contiguous())
+    assert all(x is None or x.is_contiguous() for x in (owners, seed, temperature, kappa))
     top = TopBuffers(rows, width, k, logits.device, tokens)
     scored = logits if positions is None else torch.empty((rows, width), device=logits.device)
     parts = max(1, 512 // top.size)
@@ -271,6 +300,7 @@ def top_children(
         logits,
         *((logits,) * 4 if positions is None else (positions, seed, temperature, kappa)),
         logits if noise is None else noise,
+        top.names if owners is None else owners,
         top.mapped,
         scored,
         top.tops,
@@ -283,6 +313,7 @@ def top_children(
         SAMPLED=positions is not None,
         NOISE_ROWS=0 if noise is None else len(noise),
         MAPPED=tokens is not None,
+        OWNED=owners is not None,
         SIZE=top.size,
         PARTS=parts,
         num_warps=1,
