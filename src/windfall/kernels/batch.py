@@ -212,8 +212,9 @@ def _path(draws: Tensor, rows: BatchRows, start: int, end: int, most: int) -> Te
 
 
 def slots_of(table: Tensor, positions: Tensor) -> Tensor:
-    """The slots of these positions [n] of the text with this page table."""
-    return table[positions // PAGE_TOKENS].long() * PAGE_TOKENS + positions % PAGE_TOKENS
+    """The slots of these positions [n] of the text with this page table; positions after the last page lie in it."""
+    pages = (positions // PAGE_TOKENS).clamp(max=len(table) - 1)
+    return table[pages].long() * PAGE_TOKENS + positions % PAGE_TOKENS
 
 
 class Appended(NamedTuple):

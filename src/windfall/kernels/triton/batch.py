@@ -372,6 +372,7 @@ def _accept_rows(
     expanded,
     staged,
     table_row,
+    last_page,
     STEPS: tl.constexpr,
     STAGED_ROWS: tl.constexpr,
     STAGED: tl.constexpr,
@@ -416,7 +417,7 @@ def _accept_rows(
     drawn = tl.load(draws + walked, mask=kept, other=0)
     begin = tl.load(row_slots + walked, mask=kept, other=0)
     position = length + step
-    page = tl.load(tables + request * table_row + position // PAGE, mask=kept, other=0)
+    page = tl.load(tables + request * table_row + tl.minimum(position // PAGE, last_page), mask=kept, other=0)
     there = tl.where(kept, page.to(tl.int64) * PAGE + position % PAGE, 0)
     cell = request * STEPS + step
     tl.store(new_tokens + cell, drawn, mask=wanted)
@@ -425,33 +426,32 @@ def _accept_rows(
     tl.store(goal + cell, there, mask=wanted)
     tl.store(accepted + request, count.to(tl.int64))
     tl.debug_barrier()  # every thread has read the length
-    if live > 0:
-        bonus = tl.sum(tl.where(step == count - 1, drawn, 0), 0)
-        tl.store(lengths + request, length + count)
-        at = request * CAPACITY
-        _reset_to_root(
-            tokens + at,
-            parents + at,
-            depth + at,
-            rank + at,
-            logq + at,
-            score + at,
-            key + at,
-            chance + at,
-            taken + at,
-            ancestors + at * COLUMNS,
-            slot + at,
-            bonus,
-            COLUMNS,
-            BLOCK_D,
-        )
-        tl.store(counts + request, length * 0 + 1)
-        for start in range(0, STAGED_ROWS, BLOCK_S):
-            other = start + tl.arange(0, BLOCK_S)
-            nothing = tl.full([BLOCK_S], -1, tl.int64)
-            tl.store(expanded + request * STAGED_ROWS + other, nothing, mask=other < STAGED_ROWS)
-        if STAGED:
-            tl.store(staged + request, length * 0)
+    bonus = tl.sum(tl.where(step == count - 1, drawn, 0), 0)
+    tl.store(lengths + request, length + count)
+    at = request * CAPACITY
+    _reset_to_root(
+        tokens + at,
+        parents + at,
+        depth + at,
+        rank + at,
+        logq + at,
+        score + at,
+        key + at,
+        chance + at,
+        taken + at,
+        ancestors + at * COLUMNS,
+        slot + at,
+        bonus,
+        COLUMNS,
+        BLOCK_D,
+    )
+    tl.store(counts + request, length * 0 + 1)
+    for start in range(0, STAGED_ROWS, BLOCK_S):
+        other = start + tl.arange(0, BLOCK_S)
+        nothing = tl.full([BLOCK_S], -1, tl.int64)
+        tl.store(expanded + request * STAGED_ROWS + other, nothing, mask=other < STAGED_ROWS)
+    if STAGED:
+        tl.store(staged + request, length * 0)
 
 
 def accept_rows(
@@ -486,6 +486,7 @@ def accept_rows(
         trees.count,
         *(live if x is None else x for x in (expanded, staged)),
         tables.stride(0),
+        tables.shape[1] - 1,
         STEPS=steps,
         STAGED_ROWS=staged_rows,
         STAGED=staged is not None,

@@ -691,6 +691,8 @@ def _grow(
     older = node
     older_orders = node
     worth_a_row = tl.full([], 0, tl.int32)
+    if CALIBRATED and not WHOLE:
+        worth_a_row = tl.where(count == 1, 0.0, tl.load(summary + row_before * 6 + 3)).to(tl.int32)
     if WHOLE and not SELECTIVE:
         older, older_orders, worth_a_row = _best_older(
             key, taken, depth, count, row_price, CAPACITY, MAX_DEPTH, WIDTH, BLOCK_C, CELLS
@@ -744,7 +746,7 @@ def _grow(
         )
         advance = tl.sum((chosen >= 0).to(tl.int32), 0)
     else:
-        if WHOLE:
+        if WHOLE or CALIBRATED:
             worth_a_row += tl.sum(tl.sum((fits & (tl.exp(keys) > row_price)).to(tl.int32), 1), 0)
         children = (scores, keys, place, fits, child_depth)
         candidates = (older, older_orders)
@@ -788,7 +790,7 @@ def grow(
     floor: Tensor | None = None,
 ) -> None:
     """See `kernels.grow.reference`."""
-    assert not rule.calibrated or (rule.whole and not rule.selective)  # the kernel counts worthy nodes only for these
+    assert not (rule.calibrated and rule.selective)  # the kernel does not count worthy nodes for these
     whole = rule.whole
     batch, own = nodes.dim() == 2, calibration is not None and calibration.weights.dim() == 2
     (given, k), (capacity, columns) = tokens.shape[-2:], tree.ancestors.shape[-2:]

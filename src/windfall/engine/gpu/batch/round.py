@@ -18,7 +18,7 @@ from windfall.kernels.batch import BatchRows, Outcome, accept_rows, choose_rows,
 from windfall.kernels.grow import grow
 from windfall.kernels.pages import max_tiles
 from windfall.kernels.rules import Rule
-from windfall.kernels.top import top_children
+from windfall.kernels.top import LazyLogits, top_children
 from windfall.kernels.trees import NO_NODE, Calibration, NextPass, TreeArrays
 from windfall.policies.budget import Sizes
 
@@ -136,7 +136,10 @@ class Round:
             shape = (*nodes.shape, sizes.k)
             grow(trees, nodes, tokens.view(shape), values.view(shape), after, rule, terms)
 
-    def _children(self, logits: Tensor, k: int, owners: Tensor, positions: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+    def _children(
+        self, logits: Tensor | LazyLogits, k: int, owners: Tensor, positions: Tensor, kind: Kind
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and tokens of the children [rows, k]."""
         drafter = self.drafter
         assert drafter is not None
         if not kind.coupled:
