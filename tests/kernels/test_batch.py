@@ -64,7 +64,7 @@ def test_appending(requests: int, rows: int) -> None:
 @pytest.mark.parametrize("name", BATCH_RULES)
 def test_growth(name: str) -> None:
     calibration, shape = None, None
-    if name == "calibrated":
+    if BATCH_RULES[name].calibrated:
         each = [make_calibration(make_calibrator(seed), "cpu") for seed in range(2)]
         calibration = Calibration(*(torch.stack(x) for x in zip(*each, strict=True)))
         check_batch_growth(name, 2, 3, 3, each[0], passes=2)
