@@ -10,7 +10,8 @@ __version__ = "0.2.0"  # the only place: pyproject.toml reads it from here
 _PUBLIC = {
     "load": "windfall.engine.loading",
     "Engine": "windfall.engine.engine",
-    "Generation": "windfall.engine.engine",
+    "Generation": "windfall.engine.generation",
+    "Handle": "windfall.engine.request",
     "custom_generate": "windfall.engine.transformers_generate",
     "DraftTree": "windfall.core.tree",
     "Drafter": "windfall.drafters.base",
@@ -36,9 +37,10 @@ if TYPE_CHECKING:
     from windfall.core.types import Step as Step
     from windfall.drafters.base import Drafter as Drafter
     from windfall.engine.engine import Engine as Engine
-    from windfall.engine.engine import Generation as Generation
     from windfall.engine.engine import Stream as Stream
+    from windfall.engine.generation import Generation as Generation
     from windfall.engine.loading import load as load
+    from windfall.engine.request import Handle as Handle
     from windfall.engine.transformers_generate import custom_generate as custom_generate
     from windfall.policies.base import TreePolicy as TreePolicy
 

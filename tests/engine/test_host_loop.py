@@ -21,6 +21,7 @@ from windfall.engine.batch_runner import BatchRunner
 from windfall.engine.engine import Engine
 from windfall.engine.host_loop import HostLoop
 from windfall.engine.request import Request
+from windfall.model.decoder import similar_lengths
 from windfall.model.kv_cache import GROWTH_ROWS, KVCache
 from windfall.model.target import Target
 
@@ -94,6 +95,16 @@ def test_running_sequences_take_no_part_in_the_prefill_of_others(monkeypatch: py
     loop.round()
     assert sizes.count((1, 99)) == 2  # the prompt, once in the target and once in the drafter
     assert all(rows < 32 for batch, rows in sizes if batch > 1)
+
+
+def test_prompts_of_very_different_lengths_are_not_padded_to_the_longest() -> None:
+    lists = [[1] * size for size in (0, 3, 700, 128, 129, 1000, 0, 200)]
+    assert similar_lengths(lists) == [[1, 3], [2, 5], [4, 7]]
+    made = engine()
+    sizes = (9, 200, 140, 1, 100)
+    requests = [request(made, i, length=size) for i, size in enumerate(sizes)]
+    play(runner(made), requests, 4)
+    assert [tokens(each) for each in requests] == [alone(made, i, length=n) for i, n in enumerate(sizes)]
 
 
 # ---- drafters of other packages

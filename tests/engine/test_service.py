@@ -207,6 +207,16 @@ def test_while_requests_run_the_other_methods_become_requests() -> None:
     assert [each.token_ids for each in together] == [alone(engine(), i) for i in range(5)]
 
 
+def test_asyncio_beside_requests() -> None:
+    async def main() -> list[list[int]]:
+        gate, first = await asyncio.to_thread(held, engine())
+        threading.Timer(0.05, gate.open.set).start()
+        steps = [step async for step in engine().astream(prompt(9, 3), **HOW)]
+        return [ids(steps), (await engine().agenerate(prompt(9, 4), **HOW)).token_ids, (await first).token_ids]
+
+    assert asyncio.run(main()) == [alone(engine(), i) for i in (3, 4, 0)]
+
+
 def test_an_error_in_on_step_cancels_the_request() -> None:
     gate, first = held(engine())
     threading.Timer(0.05, gate.open.set).start()

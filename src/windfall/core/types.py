@@ -195,7 +195,7 @@ class Step:
     seconds: Split
     finish: str | None = None  # None: not finished; else "stop" or "length"
     recorded: bool = False  # CUDA graphs were captured in this cycle, so its seconds are not typical
-    prefill_seconds: float = 0.0  # time to read the prompt; only the first Step of a text has it
+    prefill_seconds: float = 0.0  # of the first Step of a text, and of the first one after a preemption
 
     @property
     def accepted(self) -> int:

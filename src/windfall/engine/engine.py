@@ -158,8 +158,12 @@ class Engine:
         """`stream` for asyncio, under the same rules as `agenerate`; leaving the loop early stops at the next step."""
 
         def steps() -> Generator[Step, None, None]:
+            ids, params = self.encode(prompt, raw), self.params(**sampling)
+            if self._service.busy:
+                yield from self._request_steps(ids, params)
+                return
             with self.target.turn:
-                yield from self.stream(prompt, raw=raw, **sampling)
+                yield from self._own_steps(ids, params)
 
         async with aclosing(self._background.iterate(steps)) as made:
             async for step in made:
@@ -174,16 +178,22 @@ class Engine:
         ids, params = self.encode(prompt, raw), self.params(**sampling).seeded()
 
         def steps() -> Generator[Step, None, None]:
-            if not self._service.busy:
-                yield from (cycle[0] for cycle in self.run([ids], [params]))
-                return
-            handle = self._submit(ids, params)
-            try:
-                yield from handle
-            finally:
-                handle.cancel()
+            yield from self._request_steps(ids, params) if self._service.busy else self._own_steps(ids, params)
 
         return Stream(steps(), len(ids), params.seed)
+
+    def _own_steps(self, ids: list[int], params: SamplingParams) -> Generator[Step, None, None]:
+        """The Steps of a text that this thread generates."""
+        for cycle in self.run([ids], [params]):
+            yield cycle[0]
+
+    def _request_steps(self, ids: list[int], params: SamplingParams) -> Generator[Step, None, None]:
+        """The Steps of a text that is generated together with the submitted requests."""
+        handle = self._submit(ids, params)
+        try:
+            yield from handle
+        finally:
+            handle.cancel()
 
     def submit(
         self,

@@ -14,6 +14,7 @@ from windfall.model.hidden_states import with_states
 from windfall.model.kv_cache import KVCache
 
 MAX_PREFILL_ROWS = 1024  # of one pass
+MIN_SPLIT_ROWS = 128  # shorter prompts share a pass, whatever their lengths
 MASKED_ATTENTION = ("sdpa", "eager")  # implementations that take a tree's mask; flash and flex do not
 WINDOWS = {
     "sliding_attention": "sliding_window",
@@ -126,27 +127,33 @@ class Decoder:
     def extend(self, tokens: list[list[int]]) -> list[Tensor] | None:
         """Commit these tokens to each sequence, without logits; returns their tapped states.
 
-        Sequences without new tokens take no part in the passes.
+        Sequences of very different numbers of new tokens run in different passes, those without any in none.
         """
-        longer = [b for b, own in enumerate(tokens) if own]
-        if not longer or len(longer) == len(tokens):
-            return self._extend_all(tokens)
-        whole, self.cache = self.cache, self.cache.part(longer)
-        try:
-            self._staged_positions = self._staged_positions[longer]
-            found = self._extend_all([tokens[b] for b in longer])
-            whole.put(longer, self.cache)
-        finally:
-            self.cache = whole
-            self._staged_positions = self._staged_positions.new_zeros(len(tokens), 0)
-        if found is None:
-            return None
-        states = [found[0][:0]] * len(tokens)
-        for b, own in zip(longer, found, strict=True):
-            states[b] = own
+        groups = similar_lengths(tokens)
+        if len(groups) == 1 and len(groups[0]) == len(tokens):
+            return self._extend_together(tokens)
+        states = self._extend_together([[] for _ in tokens])  # empty
+        for places in groups:
+            with self._only(places):
+                found = self._extend_together([tokens[b] for b in places])
+            for b, own in zip(places, found or (), strict=False):
+                assert states is not None
+                states[b] = own
         return states
 
-    def _extend_all(self, tokens: list[list[int]]) -> list[Tensor] | None:
+    @contextmanager
+    def _only(self, places: list[int]) -> Iterator[None]:
+        """In this block there are these sequences only; what is committed to them is kept."""
+        whole, positions = self.cache, self._staged_positions
+        self.cache, self._staged_positions = whole.part(places), positions[places]
+        try:
+            yield
+            whole.put(places, self.cache)
+        finally:
+            self.cache, self._staged_positions = whole, positions
+
+    def _extend_together(self, tokens: list[list[int]]) -> list[Tensor] | None:
+        """`extend` in passes that all sequences share."""
         states: list[list[Tensor]] = [[] for _ in tokens]
         for start in range(0, max(map(len, tokens), default=0), MAX_PREFILL_ROWS):
             parts = [part[start : start + MAX_PREFILL_ROWS] for part in tokens]
@@ -196,6 +203,15 @@ class Decoder:
             for kind, window in self.windows.items()
         }
         return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def similar_lengths(tokens: list[list[int]]) -> list[list[int]]:
+    """The places of non-empty lists, grouped so that padding at most doubles a long list; short ones go together."""
+    groups: dict[int, list[int]] = {}
+    for place, own in enumerate(tokens):
+        if own:
+            groups.setdefault((max(len(own), MIN_SPLIT_ROWS) - 1).bit_length(), []).append(place)
+    return list(groups.values())
 
 
 def attention_of(model: Any) -> str:
