@@ -16,6 +16,7 @@ from windfall.policies.choice import choose
 Reals = NDArray[np.float64]
 PREPARED = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)
 TEXT_TOKENS = 200
+WARM_UP_ROUNDS = 12
 CHANGE_TOKENS = 50  # after which a changing text becomes easy or hard
 CONFIDENCE = {"easy": (6.0, 1.2), "fair": (2.0, 1.6), "hard": (1.0, 5.0)}  # Beta, of a node's best child
 FALSE_CONFIDENCE = 0.12  # chance of a token that the drafter is sure of, in texts that it cannot follow
@@ -59,12 +60,13 @@ class Batch:
         self.log: list[tuple[Sizes, float, float]] = []  # of each round: sizes, tokens, seconds
 
     def speed(self, budget: Budget, texts: int) -> float:
-        """Tokens per second until this many texts have ended."""
-        tokens = seconds = 0.0
+        """Tokens per second until this many texts have ended, after a few rounds with a new calibrator."""
+        for _ in range(WARM_UP_ROUNDS):
+            self.round(budget)
+        self.log.clear()
         while self.texts < texts:
-            more, taken = self.round(budget)
-            tokens, seconds = tokens + more, seconds + taken
-        return tokens / seconds
+            self.round(budget)
+        return sum(tokens for _, tokens, _ in self.log) / sum(seconds for _, _, seconds in self.log)
 
     def round(self, budget: Budget) -> tuple[float, float]:
         """Expected tokens and seconds of a round; what is learned from it is drawn."""

@@ -220,7 +220,7 @@ class Calibrator:
         self.kappa = min(max(kappa, KAPPA_RANGE[0]), KAPPA_RANGE[1])
 
     @staticmethod
-    def _features(logq: Floats, depth: Floats, rank: Floats) -> Floats:
+    def _features(logq: NDArray[Any], depth: NDArray[Any], rank: NDArray[Any]) -> Floats:
         features = np.zeros((len(logq), 1 + DEPTHS + RANKS))
         features[:, 0] = _log_odds(logq)
         rows = np.arange(len(logq))

@@ -48,11 +48,15 @@ class Load(NamedTuple):
         """Whether verify passes run in a few prepared sizes, so that rows up to the next size are free."""
         return self.costs.verifies[0][1].stepped
 
+    def prepared(self, rows: int) -> int:
+        """The smallest prepared size for this many rows; beyond all of them, the rows themselves."""
+        return next((size for size in self.costs.verifies[0][1].sizes if size >= rows), rows)
+
     def sizes(self, most: int) -> list[int]:
         """Numbers of rows to consider, ascending, from plain decoding to about `most`."""
         if self.stepped:
             known = self.costs.verifies[0][1].sizes
-            return [prepared(self.requests, known), *(size for size in known if self.requests < size <= most)]
+            return [self.prepared(self.requests), *(size for size in known if self.requests < size <= most)]
         found = [self.requests]
         while found[-1] < most:
             found.append(found[-1] + max((found[-1] - self.requests) // 3, 1))
@@ -62,11 +66,6 @@ class Load(NamedTuple):
 @lru_cache(maxsize=4096)
 def _verify(costs: Costs, rows: int, context: int) -> float:
     return costs.verify(rows, context)
-
-
-def prepared(rows: int, known: tuple[int, ...]) -> int:
-    """The smallest prepared size for this many rows; beyond all of them, the rows themselves."""
-    return next((size for size in known if size >= rows), rows)
 
 
 class Sizes(NamedTuple):

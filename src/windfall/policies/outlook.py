@@ -9,14 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from windfall.core.tree import Integers
-from windfall.costs.acceptance import CHANCE_BUCKETS, DEPTHS, Calibrator
+from windfall.costs.acceptance import CHANCE_BUCKETS, FORECAST_CHILDREN, Calibrator
 from windfall.policies.budget import Outcome
 
 Reals = NDArray[np.float64]
 MAX_WIDTH = 8  # nodes of a request in one draft pass
 TREES_PER_ROUND = 16  # that are recorded, in turn
-FEWEST_TREES, MOST_TREES = 16, 64  # that are remembered: as many as there are requests, within these limits
-AHEAD = 3  # levels below the drafted ones that are forecast
+FEWEST_TREES, MOST_TREES = 6, 64  # that are remembered: as many as there are requests, within these limits
+AHEAD = 2  # levels below the drafted ones that are forecast
+MOST_NODES = 512  # that are considered, the best of all trees
+FIRST_FAMILIES, MOST_FAMILIES = 4.0, 96.0  # that a forecast is the mean of: those of the calibrator count this much
 LEAST = 0.004  # chance of acceptance below which a node is left out
 
 
@@ -27,6 +29,10 @@ class Nodes(NamedTuple):
     depth: Integers  # [N]
     width: Integers  # [N] the smallest width of draft passes with which the node is drafted
 
+    def take(self, places: Integers) -> Nodes:
+        """The nodes in these places."""
+        return Nodes(self.reach[places], self.depth[places], self.width[places])
+
 
 class Outlook:
     """Remembers the nodes of recent trees, and forecasts those that deeper or wider trees would have had."""
@@ -34,50 +40,84 @@ class Outlook:
     def __init__(self) -> None:
         self._trees: deque[Nodes] = deque()
         self._turn = 0
-        self.version = 0  # increases with every recorded round
+        self._children: Children | None = None
 
     def record(self, outcome: Outcome, calibrator: Calibrator) -> None:
         """Remember some trees of a round with calibrated keys."""
+        children = self._forecasts(calibrator)
         count = min(outcome.requests, TREES_PER_ROUND)
         wanted = np.zeros(outcome.requests, bool)
         wanted[(self._turn + np.arange(count)) % outcome.requests] = True
-        self._turn, self.version = self._turn + count, self.version + 1
-        nodes, owner = _complete(outcome, wanted, np.asarray(calibrator.mean_forecasts()))
-        for request in np.flatnonzero(wanted):
-            self._trees.append(Nodes(*(part[owner == request] for part in nodes)))
+        self._turn += count
+        nodes, owner = _complete(outcome, wanted, children)
+        order = np.argsort(owner, kind="stable")
+        ends = np.searchsorted(owner[order], np.flatnonzero(wanted), "right")
+        for mine in np.split(order, ends[:-1]):
+            self._trees.append(nodes.take(mine))
         while len(self._trees) > min(max(outcome.requests, FEWEST_TREES), MOST_TREES):
             self._trees.popleft()
 
     def nodes(self, calibrator: Calibrator) -> tuple[Nodes, int]:
-        """All nodes, best first, and the number of trees that they come from."""
-        trees = list(self._trees) or [_forecast_tree(np.asarray(calibrator.mean_forecasts()))]
-        joined = [np.concatenate(parts) for parts in zip(*trees, strict=True)]
-        order = np.argsort(-joined[0], kind="stable")
-        return Nodes(*(part[order] for part in joined)), len(trees)
+        """The best nodes, best first, and the number of trees that they come from."""
+        trees = list(self._trees) or [_forecast_tree(self._forecasts(calibrator))]
+        joined = Nodes(*(np.concatenate(parts) for parts in zip(*trees, strict=True)))
+        return joined.take(np.argsort(-joined.reach, kind="stable")[:MOST_NODES]), len(trees)
+
+    def _forecasts(self, calibrator: Calibrator) -> Children:
+        if self._children is None:
+            self._children = Children(calibrator)
+        return self._children
 
 
-def _complete(outcome: Outcome, wanted: NDArray[np.bool_], forecasts: Reals) -> tuple[Nodes, Integers]:
+class Children:
+    """The mean chances of the children of a node, by rank: of the root, or by the chance of a deeper node."""
+
+    def __init__(self, calibrator: Calibrator):
+        known = np.asarray(calibrator.mean_forecasts())[:2]  # [root or deeper, range of the chance, children]
+        self._count = np.full((2, len(CHANCE_BUCKETS) + 1, 1), FIRST_FAMILIES)
+        self._sum = known * self._count
+
+    def learn(self, parents: Integers, rank: Integers, chance: Reals) -> None:
+        """Learn from drafted nodes, siblings next to each other; `parents` is -1 below a root."""
+        first = np.flatnonzero(rank == 0)
+        seen = np.zeros((len(first), FORECAST_CHILDREN))
+        kept = rank < FORECAST_CHILDREN
+        seen[(np.cumsum(rank == 0) - 1)[kept], rank[kept]] = chance[kept]
+        above = parents[first]
+        place = np.minimum(above + 1, 1), np.searchsorted(CHANCE_BUCKETS, np.where(above >= 0, chance[above], 1.0))
+        kept_share = np.minimum(MOST_FAMILIES / self._count, 1.0)
+        self._count, self._sum = self._count * kept_share, self._sum * kept_share
+        np.add.at(self._sum, place, seen)
+        np.add.at(self._count, place, 1.0)
+
+    def of(self, depth: Integers, chance: Reals) -> Reals:
+        """[n, children]: the chances of the children of nodes with this depth and chance."""
+        place = np.minimum(depth, 1), np.searchsorted(CHANCE_BUCKETS, chance)
+        found: Reals = (self._sum / self._count)[place]
+        return found
+
+
+def _complete(outcome: Outcome, wanted: NDArray[np.bool_], children: Children) -> tuple[Nodes, Integers]:
     """The drafted nodes of these requests and the forecast ones below them, and the request of each."""
     mine = np.flatnonzero(wanted[outcome.owner])
     place = np.full(len(outcome.owner) + 1, -1)  # the last entry is the root's: its place is -1
     place[mine] = np.arange(len(mine))
     parents, owner, depth = place[outcome.parents[mine]], outcome.owner[mine], outcome.depth[mine]
     reach = np.exp(outcome.key[mine].astype(float))
-    above = np.where(parents >= 0, reach[parents], 1.0)
-    chance = reach / np.maximum(above, 1e-12)
+    chance = reach / np.maximum(np.where(parents >= 0, reach[parents], 1.0), 1e-12)
+    children.learn(parents, outcome.rank[mine], chance)
     rank = _rank_in_level(owner, depth, reach)
     width = np.ones(len(mine), np.int64)
     for level in range(2, int(depth.max(initial=0)) + 1):
-        here = depth == level
+        here = np.flatnonzero(depth == level)
         up = parents[here]
         width[here] = np.maximum(width[up], rank[up] + 1)
-    drafted = Nodes(reach, depth, width)
-    tips = ~outcome.expanded[mine] & (rank < MAX_WIDTH) & (reach > LEAST)
-    ahead, tip = _descend(
-        Nodes(reach[tips], depth[tips], np.maximum(width, rank + 1)[tips]), chance[tips], forecasts, AHEAD
-    )
     likely = reach > LEAST
-    nodes = Nodes(*(np.concatenate([own[likely], more]) for own, more in zip(drafted, ahead, strict=True)))
+    tips = ~outcome.expanded[mine] & (rank < MAX_WIDTH) & likely
+    known = Nodes(reach[tips], depth[tips], np.maximum(width, rank + 1)[tips])
+    ahead, tip = _descend(known, chance[tips], children, AHEAD)
+    drafted = Nodes(reach[likely], depth[likely], width[likely])
+    nodes = Nodes(*(np.concatenate(parts) for parts in zip(drafted, ahead, strict=True)))
     return nodes, np.concatenate([owner[likely], owner[tips][tip]])
 
 
@@ -93,7 +133,7 @@ def _rank_in_level(owner: Integers, depth: Integers, reach: Reals) -> Integers:
     return rank
 
 
-def _descend(tips: Nodes, chance: Reals, forecasts: Reals, levels: int) -> tuple[Nodes, Integers]:
+def _descend(tips: Nodes, chance: Reals, forecasts: Children, levels: int) -> tuple[Nodes, Integers]:
     """The forecast nodes up to `levels` below unexpanded nodes, and the tip above each.
 
     A tip's `width` is the one with which it is expanded. Below the first level, only the two best children of a node
@@ -103,8 +143,7 @@ def _descend(tips: Nodes, chance: Reals, forecasts: Reals, levels: int) -> tuple
     above: list[Integers] = []
     origin = np.arange(len(tips.reach))
     for _ in range(levels):
-        bucket = np.searchsorted(CHANCE_BUCKETS, chance)
-        children = forecasts[np.minimum(tips.depth, DEPTHS - 1), bucket]  # [tips, children]
+        children = forecasts.of(tips.depth, chance)
         reach = tips.reach[:, None] * children
         shape = reach.shape
         depth, width = (np.broadcast_to(part[:, None], shape) for part in (tips.depth + 1, tips.width))
@@ -122,7 +161,7 @@ def _descend(tips: Nodes, chance: Reals, forecasts: Reals, levels: int) -> tuple
     return nodes, np.concatenate(above)
 
 
-def _forecast_tree(forecasts: Reals) -> Nodes:
+def _forecast_tree(forecasts: Children) -> Nodes:
     """A tree before anything was drafted."""
     one = np.ones(1, np.int64)
     return _descend(Nodes(np.ones(1), one - 1, one), np.ones(1), forecasts, AHEAD + 1)[0]
