@@ -15,7 +15,8 @@ from helpers.tree_kernels import SELECTIVE, copied, drafted_children, empty_next
 from windfall.kernels import batch as batching
 from windfall.kernels import grow as growing
 from windfall.kernels.accept import reset_to_root
-from windfall.kernels.batch import BatchRows, Outcome, accept_rows, append_to_pages, choose_rows
+from windfall.kernels.batch import accept_rows, append_to_pages, choose_rows
+from windfall.kernels.batch_rows import BatchRows, Outcome
 from windfall.kernels.draw import draw
 from windfall.kernels.draw import reference as draw_reference
 from windfall.kernels.grow import grow

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from windfall.core.errors import InexactWarning
 from windfall.core.types import FULL_PRECISION, GpuOptions
 from windfall.costs.curves import Costs
+from windfall.costs.online import OnlineCosts
 from windfall.drafters.base import Drafter
 from windfall.engine.sequence import Sequence
 from windfall.model.target import Target
+from windfall.policies.base import TreePolicy
 
 if TYPE_CHECKING:
+    from windfall.engine.gpu.batch.runner import GpuBatchRunner
     from windfall.engine.gpu.runner import GpuRunner
 
 
@@ -37,6 +40,8 @@ class Dispatcher:
         self.target, self.drafter, self.options = target, drafter, options
         self._built: Route | None = None
         self._warned = False
+        self._batch: tuple[GpuRunner, object, GpuBatchRunner | str] | None = None  # and what it was made for
+        self.batch_fallback = ""  # why several requests do not run on the GPU runner; empty if they do
 
     @property
     def wants_graphs(self) -> bool:
@@ -74,6 +79,31 @@ class Dispatcher:
             stacklevel=2,
         )
 
+    def batch_runner(
+        self, policy: TreePolicy, online_costs: OnlineCosts, seats: int, memory: int | None
+    ) -> GpuBatchRunner | None:
+        """Decodes several requests with this policy on the GPU; None if `batch_fallback` has a reason.
+
+        It is kept, with its captured graphs and known pages, until one of these changes.
+        """
+        self._drop_outdated()
+        built, key = self.build(), (policy, seats, memory)
+        if built.runner is None:
+            self.batch_fallback = built.fallback
+            return None
+        if self._batch is None or self._batch[:2] != (built.runner, key):
+            from windfall.engine.gpu.batch.build import batch_runner
+
+            self._batch = (built.runner, key, batch_runner(built.runner, policy, online_costs, seats, memory))
+        made = self._batch[2]
+        self.batch_fallback = made if isinstance(made, str) else ""
+        return None if isinstance(made, str) else made
+
+    def _drop_outdated(self) -> None:
+        """Forget the runner if the model has changed."""
+        if self._built is not None and self._built.runner is not None and self._built.runner.outdated:
+            self._built = self._batch = None
+
     def route(self, sequences: list[Sequence], costs: Costs) -> Route:
         """How these sequences run, which are decoded together."""
         if len(sequences) > 1:
@@ -81,8 +111,7 @@ class Dispatcher:
         (sequence,) = sequences
         if len(sequence.tokens) < 2:
             return Route(None, "its prompt is a single token")
-        if self._built is not None and self._built.runner is not None and self._built.runner.outdated:
-            self._built = None
+        self._drop_outdated()
         built = self.build()
         if built.runner is None:
             return built

@@ -25,6 +25,7 @@ from windfall.costs.curves import ASSUMED, Costs
 from windfall.costs.online import OnlineCosts
 from windfall.drafters.base import Drafter
 from windfall.engine.background import Background, Check
+from windfall.engine.batch_runner import BatchRunner
 from windfall.engine.dispatch import SEVERAL_TEXTS, Dispatcher, Route
 from windfall.engine.generation import Generation as Generation
 from windfall.engine.host_loop import HostLoop
@@ -33,6 +34,7 @@ from windfall.engine.memory import as_bytes, default_bytes
 from windfall.engine.request import Handle, Request
 from windfall.engine.sequence import Sequence
 from windfall.engine.service import Service
+from windfall.engine.split_runner import SplitRunner
 from windfall.model.decoder import tree_attention
 from windfall.model.target import Target
 from windfall.policies.base import TreePolicy
@@ -245,10 +247,12 @@ class Engine:
         finally:
             handle.cancel()
 
-    def _batch_runner(self) -> HostLoop:
+    def _batch_runner(self) -> BatchRunner:
         memory = default_bytes(self.target.device) if self._kv_memory is None else self._kv_memory
         device, on_gpu = self.target.device, self.online_costs.learns and self.gpu_runner is not None
-        return HostLoop(self.target, self.drafter, device, self.online_costs, on_gpu, memory=memory)
+        on_host = HostLoop(self.target, self.drafter, device, self.online_costs, on_gpu, memory=memory)
+        in_pages = self._dispatcher.batch_runner(self.policy, self.online_costs, self.max_requests, self._kv_memory)
+        return on_host if in_pages is None else SplitRunner(in_pages, on_host, in_pages.suits)
 
     @property
     def max_requests(self) -> int:

@@ -7,43 +7,15 @@ request, and so have the outputs: [R, …]. Requests from `live` on are not in u
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from windfall.kernels.accept import reset_to_root
 from windfall.kernels.backend import on_triton
-from windfall.kernels.pages import PAGE_TOKENS, Pages, tiles_of
+from windfall.kernels.batch_rows import Appended, BatchRows, Outcome
+from windfall.kernels.pages import PAGE_TOKENS, UNUSED_PAGE, Pages, tiles_of
 from windfall.kernels.trees import NO_NODE, TreeArrays, tree_of
-
-UNUSED_PAGE = 0  # of the KV cache: rows that no text needs are written there
-
-
-class BatchRows(NamedTuple):
-    """The N rows of a verify pass, request by request, parents before children, then padding."""
-
-    tokens: Tensor  # [N] long, 0 for padding
-    owners: Tensor  # [N] int32: the request of each row, 0 for padding
-    nodes: Tensor  # [N] long: its node in the request's tree, NO_NODE for padding
-    parents: Tensor  # [N] long: the row of its parent; a root's and padding's own row
-    depth: Tensor  # [N] long, 0 for padding
-    positions: Tensor  # [N] long
-    slots: Tensor  # [N] long: where its keys and values go
-    reach: Tensor  # [N] long: keys that it sees, its own included; 0 for padding
-    lineage: Tensor  # [N, D + 1] int32: the slot of its ancestor at each depth, itself included
-    starts: Tensor  # [R + 1] long: the first row of each request, then the number of rows that are not padding
-    tiles: Tensor  # [T + 1] int32: see `pages.tiles_of`
-
-
-class Outcome(NamedTuple):
-    """What a verify pass adds to each text; at most P tokens."""
-
-    accepted: Tensor  # [R] long: accepted rows, the root included: new tokens; 0 for requests that are not in use
-    tokens: Tensor  # [R, P] long: accepted tokens after the root, the target's next token, then 0
-    path: Tensor  # [R, P] long: accepted rows of the pass, then NO_NODE
-    source: Tensor  # [R, P] long: slots of the accepted rows
-    goal: Tensor  # [R, P] long: slots that they move to; equal to `source` where nothing moves
 
 
 def choose_rows(
@@ -215,15 +187,6 @@ def slots_of(table: Tensor, positions: Tensor) -> Tensor:
     """The slots of these positions [n] of the text with this page table; positions after the last page lie in it."""
     pages = (positions // PAGE_TOKENS).clamp(max=len(table) - 1)
     return table[pages].long() * PAGE_TOKENS + positions % PAGE_TOKENS
-
-
-class Appended(NamedTuple):
-    """Rows that are appended to several texts at once, P for each; the last of a request may be padding."""
-
-    positions: Tensor  # [R * P] long
-    slots: Tensor  # [R * P] long; in UNUSED_PAGE for padding
-    reach: Tensor  # [R * P] long; 0 for padding
-    last: Tensor  # [R] long: the last row of each request that is not padding; any if there is none
 
 
 def append_to_pages(lengths: Tensor, counts: Tensor, tables: Tensor, rows: int) -> Appended:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 PAGE_TOKENS = 64  # KV rows of a page; attention reads no longer block of keys at once
+UNUSED_PAGE = 0  # of the KV cache: rows that no text needs are written there
 TILE_QUERIES = 16  # query rows of an attention tile: the fewest of a matrix product
 
 

@@ -77,6 +77,7 @@ class GpuTarget:
         self.forward, self.inexact_reason = choose_forward(model, options)  # the reason is empty if passes are exact
         self.exact = not self.inexact_reason  # whether rounding of a row must not depend on the other rows
         self.taps, self.graph_cache = taps, graph_cache
+        self.weights = list(model.parameters())
         embedding = model.get_input_embeddings().weight
         self.device, self.dtype = embedding.device, embedding.dtype
         width = model.config.get_text_config().hidden_size

@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from windfall.kernels.backend import pdl_launch, pdl_trigger, power_of_two
-from windfall.kernels.batch import UNUSED_PAGE, Appended, BatchRows, Outcome
-from windfall.kernels.pages import PAGE_TOKENS
+from windfall.kernels.batch_rows import Appended, BatchRows, Outcome
+from windfall.kernels.pages import PAGE_TOKENS, UNUSED_PAGE
 from windfall.kernels.trees import TreeArrays
 from windfall.kernels.triton.accept import _reset_to_root
 from windfall.kernels.triton.grow import unsigned

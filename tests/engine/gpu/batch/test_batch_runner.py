@@ -15,6 +15,7 @@ from windfall.engine.gpu.drafters import drafter_form
 from windfall.engine.gpu.graphs import GraphCache
 from windfall.engine.gpu.target import GpuTarget
 from windfall.engine.sequence import Sequence
+from windfall.policies.base import TreePolicy
 from windfall.policies.budget import Budget, Load, Sizes
 
 SMALL = Limits(seats=4, pages=40, longest=256, passes=3, width=3, k=3)
@@ -32,6 +33,16 @@ class Always(Budget):
         return self.given
 
 
+class Given(TreePolicy):
+    """A policy with this budget."""
+
+    def __init__(self, budget: Budget):
+        self._budget = budget
+
+    def budget(self) -> Budget:
+        return self._budget
+
+
 class Batch:
     """A runner of an engine's models."""
 
@@ -41,7 +52,7 @@ class Batch:
         gpu_target = GpuTarget(made.target.model, made.drafter.taps, GraphCache(made.target.device), options)
         form = drafter_form(made.drafter, made.target.device)
         assert not isinstance(form, str)
-        self.runner = GpuBatchRunner(gpu_target, form, Always(sizes), made.online_costs, limits)
+        self.runner = GpuBatchRunner(gpu_target, form, Given(Always(sizes)), made.online_costs, limits)
 
     def text(self, tokens: list[int], **sampling: Any) -> Sequence:
         params = SamplingParams(**{"max_new_tokens": LENGTH, "eos": (), **sampling}).seeded()

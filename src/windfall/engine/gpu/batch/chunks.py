@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from windfall.engine.gpu.forward import Pass, Paths
 from windfall.engine.gpu.target import PREFILL_CHUNK_TOKENS, PREFILL_SIZES
 from windfall.engine.gpu.transfer import PackedBuffer
-from windfall.kernels.batch import UNUSED_PAGE
-from windfall.kernels.pages import PAGE_TOKENS, Pages, max_tiles
+from windfall.kernels.pages import PAGE_TOKENS, UNUSED_PAGE, Pages, max_tiles
 
 Integers = NDArray[np.int64]
 

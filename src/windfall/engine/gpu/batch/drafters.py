@@ -59,7 +59,7 @@ class BatchDrafter:
     def prefill(self, chunk: Chunk, states: Tensor | None) -> None:
         """Add the columns of a chunk that the target has processed."""
         self.chunk.fill(chunk, self.first)
-        key = ("batch draft prefill", chunk.size, chunk.alone, self)
+        key = ("batch draft prefill", chunk.size, chunk.alone, self.state.span, self)
         self._take(chunk, states)
         self.batch.gpu_target.graph_cache.run(key, partial(self._run_chunk, chunk.size, chunk.alone))
 
@@ -81,7 +81,7 @@ class BatchDrafter:
     def _pending(self, seats: int, pending: int) -> tuple[Pass, Tensor]:
         """The pending columns as rows of a pass, and the last row of each request."""
         state = self.state
-        lengths, tables = state.draft_lengths[:seats], state["tables"][:seats]
+        lengths, tables = state.draft_lengths[:seats], state.tables[:seats]
         counts = state.pending_count[:seats] * (torch.arange(seats, device=self.device) < state["live"])
         rows = append_to_pages(lengths, counts, tables, pending)
         owners, tiles = self.rows_of(seats, pending)
@@ -94,7 +94,7 @@ class BatchDrafter:
         assert rows.lineage is not None
         state, width = self.state, rows.nodes.shape[1]
         owners, tiles = self.rows_of(seats, width)
-        pages = Pages(owners, state.draft_lengths[:seats], state["tables"][:seats], tiles)
+        pages = Pages(owners, state.draft_lengths[:seats], state.tables[:seats], tiles)
         nodes, positions = rows.nodes[:seats].flatten(), rows.positions[:seats].flatten()
         reach = torch.where(nodes >= 0, positions + 1 + self.first, 0)
         paths = Paths(reach, rows.lineage[:seats].flatten(0, 1), pages, self.first)
@@ -153,7 +153,7 @@ class BatchHeadDrafter(BatchDrafter):
                 self.state.features[part.prompt.seat, 0] = states[part.rows.stop - 1]
 
     def _run_chunk(self, size: int, alone: bool) -> None:
-        given = self.chunk.given(size, alone, self.state.draft_lengths, self.state["tables"], self.first)
+        given = self.chunk.given(size, alone, self.state.draft_lengths, self.state.tables, self.first)
         states = self.batch.gpu_target.chunk_states
         assert states is not None
         self._run(given, self._fuse(states[:size].to(self.dtype)), None, None, None)
@@ -211,7 +211,7 @@ class BatchModelDrafter(BatchDrafter):
         super().__init__(batch, heads, shared, layers, width, decoder.dtype)
 
     def _run_chunk(self, size: int, alone: bool) -> None:
-        given = self.chunk.given(size, alone, self.state.draft_lengths, self.state["tables"])
+        given = self.chunk.given(size, alone, self.state.draft_lengths, self.state.tables)
         self.forward.prefill(given, self.kv, (), 0)
 
     def _first_logits(self, rows: Pass, last: Tensor, seats: int, pending: int) -> Tensor:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from windfall.kernels.batch import UNUSED_PAGE
-from windfall.kernels.pages import PAGE_TOKENS
+from windfall.kernels.pages import PAGE_TOKENS, UNUSED_PAGE
 
 Prefix = tuple[int, tuple[int, ...]]  # the page before it, or -1, and the tokens of a full page
 

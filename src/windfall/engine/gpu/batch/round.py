@@ -14,7 +14,8 @@ from windfall.engine.gpu.batch.target import BatchTarget, Kind
 from windfall.engine.gpu.drafters import as_logits
 from windfall.engine.gpu.mailbox import Mailbox
 from windfall.engine.gpu.transfer import PackedBuffer
-from windfall.kernels.batch import BatchRows, Outcome, accept_rows, choose_rows, root_rows
+from windfall.kernels.batch import accept_rows, choose_rows, root_rows
+from windfall.kernels.batch_rows import BatchRows, Outcome
 from windfall.kernels.grow import grow
 from windfall.kernels.pages import max_tiles
 from windfall.kernels.rules import Rule
@@ -160,7 +161,7 @@ class Round:
     def verify(self, seats: int, sizes: Sizes, pending: int, kind: Kind) -> None:
         """The verify pass: choose rows, run the target, commit the accepted paths, start new trees, publish results."""
         state, target, trees = self.state, self.target, first(self.state.trees, seats)
-        lengths, tables, live = state.lengths[:seats], state["tables"][:seats], state["live"]
+        lengths, tables, live = state.lengths[:seats], state.tables[:seats], state["live"]
         rows = self.rows(sizes.rows if sizes.passes else seats, seats)
         if sizes.passes:
             limits, floor = state["limits"][:seats], state["floor"]

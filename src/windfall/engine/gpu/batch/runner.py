@@ -22,14 +22,18 @@ from windfall.engine.gpu.batch.target import BatchTarget, Kind
 from windfall.engine.gpu.cycle import kernel_rule
 from windfall.engine.gpu.forward import Unsupported
 from windfall.engine.gpu.fused import FusedForward
+from windfall.engine.gpu.graphs import Key
 from windfall.engine.gpu.pipeline import DeviceEvent, current_stream
 from windfall.engine.gpu.target import GpuTarget
 from windfall.engine.sequence import Sequence
+from windfall.kernels.backend import power_of_two
 from windfall.kernels.pages import PAGE_TOKENS, pages_for, tile_rows
 from windfall.kernels.rules import Rule
-from windfall.policies.budget import Budget, Load, Sizes
+from windfall.policies.base import TreePolicy
+from windfall.policies.budget import Load, Sizes
 
 MAX_FLIGHT = 2  # rounds that are launched before the host reads the results of the first
+MIN_SPAN_PAGES = 8  # of a text that passes read at the least
 SEATS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # requests of captured rounds
 
 
@@ -69,11 +73,15 @@ class GpuBatchRunner:
     """
 
     def __init__(
-        self, gpu_target: GpuTarget, form: GpuForm | None, budget: Budget, online_costs: OnlineCosts, limits: Limits
+        self, gpu_target: GpuTarget, form: GpuForm | None, policy: TreePolicy, online_costs: OnlineCosts, limits: Limits
     ):
+        """`policy` has a budget. Raises Unsupported if these models cannot run in batches."""
+        budget = policy.budget()
+        assert budget is not None
         if not isinstance(gpu_target.forward, FusedForward):
             raise Unsupported("only models with a fused forward run in batches")
-        self.gpu_target, self.budget, self.online_costs, self.limits = gpu_target, budget, online_costs, limits
+        self.gpu_target, self.policy, self.budget = gpu_target, policy, budget
+        self.online_costs, self.limits = online_costs, limits
         pages = pages_for(limits.longest)
         self.state = BatchState(
             gpu_target.device, limits.seats, pages, limits.passes + 1, limits.nodes, limits.passes + 1
@@ -91,7 +99,13 @@ class GpuBatchRunner:
         self._turn = 0  # see `Round`
         self._pending = 1  # an upper bound on the tokens that the last launched round adds to a text
         self._spare: list[DeviceEvent] = []
-        self._fresh: set[Sequence] = set()  # texts whose tokens the drafter cannot follow in their first round
+        self._versions = self._weight_versions()
+
+    def suits(self, sequence: Sequence) -> bool:
+        """Whether this runner can decode this text: its policy is the budget's, and it draws on the device."""
+        params, own = sequence.params, sequence.policy
+        same = type(own) is type(self.policy) and own == self.policy
+        return same and not (params.reads_prefix or params.logit_bias)
 
     # requests
 
@@ -113,6 +127,9 @@ class GpuBatchRunner:
     def join(self, sequences: list[Sequence]) -> None:
         """Process the prompts of these texts; they take part in the next rounds."""
         prompts: list[Prompt] = []
+        if (versions := self._weight_versions()) != self._versions:  # what the pages hold is of other weights
+            self.pool.clear()
+            self._versions = versions
         try:
             for text in sequences:
                 prompts.append(self._seat(text))
@@ -120,13 +137,17 @@ class GpuBatchRunner:
             self.leave(self.texts[len(self.texts) - len(prompts) :])
             raise
         self.state.write(live=len(self.texts))
-        self.state.send()
+        self._send_tables()
         for chunk, states in self.target.prefill(prompts):
             if self.drafter is not None:
                 self.drafter.prefill(chunk, states)
         for prompt in prompts:
             self.state.start(prompt.seat, prompt.tokens, len(prompt.tokens) - 1)
             self.pool.remember(prompt.tokens[:-1], prompt.pages)
+
+    def _weight_versions(self) -> int:
+        """Grows when weights are changed in place."""
+        return sum(weight._version for weight in self.gpu_target.weights if not weight.is_inference())
 
     def _seat(self, text: Sequence) -> Prompt:
         """Give a text a seat and pages."""
@@ -185,10 +206,11 @@ class GpuBatchRunner:
         shape = sizes._replace(floor=0.0, per_request=None)  # these are not fixed at capture
         captures, start = cache.captures, self._event()
         if sizes.passes:
-            key = ("draft", work, seats, shape._replace(rows=0), pending, rule, kind)
+            key: Key = ("draft", work, seats, shape._replace(rows=0), pending, rule, kind, state.span)
             cache.run(key, partial(work.draft, seats, shape, pending, rule, kind))
         drafted, number = self._event(), work.results.expect()
-        cache.run(("verify", work, seats, shape, pending, kind), partial(work.verify, seats, shape, pending, kind))
+        key = ("verify", work, seats, shape, pending, kind, state.span)
+        cache.run(key, partial(work.verify, seats, shape, pending, kind))
         recorded = cache.captures > captures
         self._launched.append(
             Launched(number, self._turn, list(self.texts), sizes, recorded, start, drafted, self._event())
@@ -224,7 +246,13 @@ class GpuBatchRunner:
             alone = len(text.tokens) < 2  # its first token has no column, so that nothing can be drafted after it
             state.set_term("limits", seat, 1 if alone else sizes.per_request or MAX_ROUND_ROWS)
         state.write(floor=sizes.floor)
-        state.send()
+        self._send_tables()
+
+    def _send_tables(self) -> None:
+        """Send all settings; passes read as many pages as the longest text has, on a coarse scale."""
+        longest = max(map(len, self._pages.values()), default=1)
+        self.state.span = min(max(power_of_two(longest), MIN_SPAN_PAGES), self.state.pages)
+        self.state.send()
 
     def _event(self) -> DeviceEvent:
         event = self._spare.pop() if self._spare else DeviceEvent(self.gpu_target.device)

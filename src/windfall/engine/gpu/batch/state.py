@@ -14,8 +14,7 @@ from windfall.costs.acceptance import DEPTHS, RANKS
 from windfall.engine.gpu.transfer import PackedBuffer
 from windfall.engine.gpu.tree import FORECAST_SHAPE
 from windfall.kernels.accept import reset_to_root
-from windfall.kernels.batch import UNUSED_PAGE
-from windfall.kernels.pages import PAGE_TOKENS
+from windfall.kernels.pages import PAGE_TOKENS, UNUSED_PAGE
 from windfall.kernels.trees import NO_NODE, Calibration, TreeArrays, tree_of
 
 
@@ -49,6 +48,7 @@ class BatchState:
         self.calibration = Calibration(  # forecasts are made on the host
             self["weights"], torch.zeros(seats, *FORECAST_SHAPE, device=device), torch.zeros(seats, 2, device=device)
         )
+        self.span = pages  # pages of a text that passes read; captured passes depend on it
         self.lengths = torch.zeros(seats, dtype=long, device=device)  # committed tokens, the root not included
         self.trees = batch_trees(device, seats, capacity, deepest)
         self.tokens = torch.zeros(seats, pending, dtype=long, device=device)  # pending: not in the drafter's KV cache
@@ -121,6 +121,11 @@ class BatchState:
         for name in ("tables", "seed", "temperature", "kappa", "top_k", "top_p", "min_p", "limits", "weights"):
             host[name][goal] = host[name][source]
         self.changed = True
+
+    @property
+    def tables(self) -> Tensor:
+        """The first `span` pages of each text."""
+        return self["tables"][:, : self.span]
 
     @property
     def longest(self) -> int:

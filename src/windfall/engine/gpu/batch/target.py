@@ -14,7 +14,7 @@ from windfall.engine.gpu.batch.chunks import Chunk, ChunkBuffers, Prompt, chunks
 from windfall.engine.gpu.batch.state import BatchState
 from windfall.engine.gpu.forward import Pass, Paths
 from windfall.engine.gpu.target import FILTERED_ROWS, GpuTarget, Scored
-from windfall.kernels.batch import BatchRows, Outcome
+from windfall.kernels.batch_rows import BatchRows, Outcome
 from windfall.kernels.draw import draw
 from windfall.kernels.move import move
 from windfall.kernels.pages import PAGE_TOKENS, Pages
@@ -50,19 +50,19 @@ class BatchTarget:
         cache, target = self.gpu_target.graph_cache, self.gpu_target
         for chunk in chunks(prompts):
             self.chunk.fill(chunk)
-            key = ("batch prefill", chunk.size, chunk.alone, self)
+            key = ("batch prefill", chunk.size, chunk.alone, self.state.span, self)
             cache.run(key, partial(self._run_chunk, chunk.size, chunk.alone))
             yield chunk, None if target.chunk_states is None else target.chunk_states[: chunk.rows]
 
     def _run_chunk(self, size: int, alone: bool) -> None:
-        given = self.chunk.given(size, alone, self.state.lengths, self.state["tables"])
+        given = self.chunk.given(size, alone, self.state.lengths, self.state.tables)
         states = self.forward.prefill(given, self.kv, self.taps, 0)
         if self.gpu_target.chunk_states is not None and states is not None:
             self.gpu_target.chunk_states[:size] = states
 
     def score(self, rows: BatchRows, seats: int, trees: bool) -> Scored:
         """Score the rows of trees, or with `trees=False` the root of each request."""
-        pages = Pages(rows.owners, self.state.lengths[:seats], self.state["tables"][:seats], rows.tiles)
+        pages = Pages(rows.owners, self.state.lengths[:seats], self.state.tables[:seats], rows.tiles)
         paths = Paths(rows.reach, rows.lineage if trees else None, pages)
         given = Pass.in_pages(rows.tokens, rows.positions, rows.slots, paths)
         logits, states = self.forward(given, self.kv, self.taps, 0)

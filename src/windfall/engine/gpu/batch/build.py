@@ -1,0 +1,70 @@
+"""Makes the runner for batches of an engine, as far as its models, its policy and the memory allow one."""
+
+from __future__ import annotations
+
+from windfall.costs.online import OnlineCosts
+from windfall.drafters.base import GpuForm, HeadForm
+from windfall.engine.gpu.batch.runner import GpuBatchRunner, Limits
+from windfall.engine.gpu.forward import Unsupported
+from windfall.engine.gpu.fused import FusedForward
+from windfall.engine.gpu.runner import GpuRunner
+from windfall.engine.gpu.target import GpuTarget
+from windfall.engine.memory import default_bytes
+from windfall.heads.layers import head_dim
+from windfall.kernels.pages import PAGE_TOKENS, pages_for
+from windfall.policies.base import TreePolicy
+from windfall.policies.budget import OwnSizes
+from windfall.policies.plan import Plan
+
+MAX_PASSES, MAX_WIDTH, MAX_CHILDREN = 12, 8, 8  # draft passes, nodes of a pass and children for budgets that adapt
+MAX_CONTEXT = 32_768  # tokens of a text, if the model has no limit
+
+
+def batch_runner(
+    runner: GpuRunner, policy: TreePolicy, online_costs: OnlineCosts, seats: int, memory: int | None
+) -> GpuBatchRunner | str:
+    """A runner for requests with this policy, at most `seats` at a time; or why there is none.
+
+    `memory`: bytes for KV caches; None: a share of the free memory.
+    """
+    gpu_target, form, plan, budget = runner.gpu_target, runner.drafter_form, policy.cached_plan, policy.budget()
+    if budget is None:
+        return "its policy decides during a cycle, on the host"
+    passes, width, k = MAX_PASSES, MAX_WIDTH, MAX_CHILDREN
+    if plan is not None and isinstance(budget, OwnSizes):
+        if reason := rule_unsupported(plan):
+            return reason
+        passes, width, k = plan.passes, plan.width, plan.k
+    if passes and form is None:
+        return runner.drafter_unsupported
+    longest = runner.target.context or MAX_CONTEXT
+    pages = seats * pages_for(longest) + 1
+    try:
+        memory = default_bytes(gpu_target.device) if memory is None else memory
+        if memory is not None:
+            pages = min(pages, memory // page_bytes(gpu_target, form if passes else None))
+        if pages < 2:
+            return "its memory has no room for a page"
+        limits = Limits(seats, pages, min(longest, (pages - 1) * PAGE_TOKENS), passes, width, k)
+        return GpuBatchRunner(gpu_target, form, policy, OnlineCosts(online_costs.costs, online_costs.learns), limits)
+    except Unsupported as reason:
+        return str(reason)
+
+
+def rule_unsupported(plan: Plan) -> str:
+    """Why the trees of this plan cannot grow in batches; empty if they can."""
+    names = ("shape", "bounds", "floor", "keep", "layer", "top", "suits", "expanded_only", "first_come")
+    return next((f"its plan has {name!r}, which batches do not support" for name in names if getattr(plan, name)), "")
+
+
+def page_bytes(gpu_target: GpuTarget, form: GpuForm | None) -> int:
+    """Bytes of a page in the KV caches of target and drafter."""
+    layers, heads, width = gpu_target.forward.shape
+    total: int = 2 * layers * heads * width * gpu_target.dtype.itemsize
+    if isinstance(form, HeadForm):
+        layer = form.head.config.layer
+        total += 2 * layer.num_hidden_layers * layer.num_key_value_heads * head_dim(layer) * form.head.dtype.itemsize
+    elif form is not None:
+        layers, heads, width = FusedForward(form.decoder.model).shape
+        total += 2 * layers * heads * width * form.decoder.dtype.itemsize
+    return total * PAGE_TOKENS

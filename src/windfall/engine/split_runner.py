@@ -1,0 +1,50 @@
+"""Requests that one runner cannot take run in another at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from windfall.engine.batch_runner import BatchRunner, Outcome
+from windfall.engine.sequence import Sequence
+
+
+class SplitRunner:
+    """A `BatchRunner` of two. `suits` says whether the first can take a sequence; the second takes all others.
+
+    Each has memory of its own. Lengths do not tell where a sequence would run, so both must have room for all.
+    """
+
+    def __init__(self, first: BatchRunner, second: BatchRunner, suits: Callable[[Sequence], bool]):
+        self.first, self.second, self._suits = first, second, suits
+        self._others: set[Sequence] = set()  # that run in the second
+
+    def join(self, sequences: list[Sequence]) -> None:
+        mine = [sequence for sequence in sequences if self._suits(sequence)]
+        others = [sequence for sequence in sequences if sequence not in mine]
+        self.first.join(mine)
+        try:
+            self.second.join(others)
+        except Exception:
+            self.first.leave(mine)
+            raise
+        self._others.update(others)
+
+    def leave(self, sequences: Iterable[Sequence]) -> None:
+        leaving = list(sequences)
+        self.first.leave(leaving)
+        if self._others & {*leaving}:
+            self.second.leave(leaving)
+            self._others.difference_update(leaving)
+
+    def round(self) -> dict[Sequence, Outcome]:
+        found = self.first.round()
+        return {**found, **self.second.round()} if self._others else found
+
+    def fits(self, lengths: Iterable[int]) -> bool:
+        known = list(lengths)
+        return self.first.fits(known) and (not self._others or self.second.fits(known))
+
+    @property
+    def max_length(self) -> int | None:
+        limits = [limit for limit in (self.first.max_length, self.second.max_length) if limit is not None]
+        return min(limits, default=None)
