@@ -1,0 +1,71 @@
+"""Requests of an engine on fixed buffers: the scheduler, budgets of every policy, and what must run on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from helpers.gpu import LENGTH, engine
+from helpers.tiny import prompt
+from windfall import registry
+from windfall.engine.engine import Engine
+from windfall.engine.gpu.batch.runner import GpuBatchRunner
+from windfall.engine.split_runner import SplitRunner
+
+PROMPTS = [prompt(length, seed=length) for length in (9, 70, 2, 33, 14)]
+ASKED: dict[str, Any] = {"max_new_tokens": LENGTH, "eos": ()}
+BUDGETS = ["none", "beam", "chain", "auto", "tetris", "batch-gt", "smart", "survival"]
+
+
+def made(policy: str, kind: str = "eagle3", **options: Any) -> Engine:
+    found = engine("llama", kind, "beam", graphs=True)
+    found.policy = registry.policy(policy, **options)
+    return found
+
+
+def in_pages(found: Engine) -> GpuBatchRunner:
+    runner = found._batch_runner()
+    assert isinstance(runner, SplitRunner) and isinstance(runner.first, GpuBatchRunner), found._dispatcher.batch_fallback
+    return runner.first
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("policy", BUDGETS)
+def test_the_texts_of_a_batch_are_those_of_single_requests(policy: str, sampling: dict[str, Any]) -> None:
+    found = made(policy)
+    runner = in_pages(found)
+    wanted = [found.generate(each, **ASKED, **sampling).token_ids for each in PROMPTS]
+    for _ in range(2):  # the second time, beginnings are known
+        texts = found.generate_batch(PROMPTS, **ASKED, **sampling)
+        assert [text.token_ids for text in texts] == wanted
+    assert in_pages(found) is runner and runner.pool.available == runner.pool.pages
+
+
+@pytest.mark.parametrize("policy", ["auto", "beam"])
+def test_a_good_drafter_makes_rounds_fewer(policy: str) -> None:
+    found = made(policy, kind="itself")
+    texts = found.generate_batch(PROMPTS, **ASKED)
+    assert max(len(text.steps) for text in texts) < LENGTH * 0.7
+
+
+def test_requests_that_need_the_host_run_beside_the_others() -> None:
+    found = made("beam")
+    wanted = [found.generate(PROMPTS[0], **ASKED), found.generate(PROMPTS[1], repetition_penalty=1.3, **ASKED)]
+    handles = [found.submit(PROMPTS[0], **ASKED), found.submit(PROMPTS[1], repetition_penalty=1.3, **ASKED)]
+    other = found.submit(PROMPTS[0], policy="svip", **ASKED)
+    assert [handle.result(60).token_ids for handle in handles] == [text.token_ids for text in wanted]
+    assert other.result(60).token_ids == wanted[0].token_ids
+    found.close()
+
+
+def test_little_memory_is_enough_for_one_after_another() -> None:
+    found = made("beam")
+    wanted = [found.generate(each, **ASKED).token_ids for each in PROMPTS]
+    whole = in_pages(found)
+    bytes_of_page = whole.target.kv[:, :, :, :64].nbytes + whole.drafter.kv[:, :, :, :64].nbytes  # type: ignore[union-attr]
+    small = Engine(found.target, found.drafter, found.policy, True, found.gpu_options, kv_memory=6 * bytes_of_page)
+    assert in_pages(small).pool.pages == 5
+    texts = small.generate_batch(PROMPTS, **ASKED)
+    assert [text.token_ids for text in texts] == wanted
+    assert in_pages(small).pool.available == 5
