@@ -59,6 +59,18 @@ def test_the_memory_decides_how_many_run() -> None:
     assert [tokens(each) for each in requests] == [alone(engine(), i) for i in range(5)]
 
 
+def test_running_requests_do_not_wait_for_many_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windfall.engine.scheduler.PREFILL_TOKENS", 15)
+    requests = [request(engine(), i) for i in range(5)]
+    made = scheduler_of(requests)
+    running = []
+    while not made.idle:
+        made.step()
+        running.append(made.running)
+    assert running[:3] == [2, 4, 5]  # two prompts of nine tokens at a time
+    assert [tokens(each) for each in requests] == [alone(engine(), i) for i in range(5)]
+
+
 def test_a_request_that_can_never_fit_is_refused_with_its_numbers() -> None:
     made = scheduler_of([], bytes=memory(engine(), 1, 100))
     made.submit(request(engine(), 0, max_new_tokens=91))
