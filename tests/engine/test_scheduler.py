@@ -20,7 +20,7 @@ from windfall.core.types import InputError, SamplingParams, Split, Step, Verdict
 from windfall.costs.acceptance import Calibrator
 from windfall.engine.batch_runner import Outcome
 from windfall.engine.request import Request
-from windfall.engine.scheduler import ADMISSION_TOKENS, Scheduler
+from windfall.engine.scheduler import Scheduler
 from windfall.engine.sequence import Sequence
 
 PAGE_TOKENS = 16
@@ -56,6 +56,18 @@ def test_the_memory_decides_how_many_run() -> None:
     made.step()
     assert (made.running, made.waiting) == (2, 3)
     finish(made)
+    assert [tokens(each) for each in requests] == [alone(engine(), i) for i in range(5)]
+
+
+def test_running_requests_do_not_wait_for_many_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windfall.engine.scheduler.PREFILL_TOKENS", 15)
+    requests = [request(engine(), i) for i in range(5)]
+    made = scheduler_of(requests)
+    running = []
+    while not made.idle:
+        made.step()
+        running.append(made.running)
+    assert running[:3] == [2, 4, 5]  # two prompts of nine tokens at a time
     assert [tokens(each) for each in requests] == [alone(engine(), i) for i in range(5)]
 
 
@@ -97,20 +109,22 @@ def test_a_deadline_ends_a_text_as_it_is() -> None:
     "sampling",
     [{}, {"temperature": 0.9, "seed": 5, "presence_penalty": 0.7, "frequency_penalty": 0.3, "repetition_penalty": 1.2}],
 )
-def test_preempted_requests_go_on_with_the_same_text(drafter: str, sampling: dict[str, Any]) -> None:
+def test_preempted_requests_go_on_with_the_same_text(
+    drafter: str, sampling: dict[str, Any], short_sighted: None
+) -> None:
     """Three fit at first. Then the longest outgrows the memory, and the newest waits until another has ended."""
     made = engine(drafter)
-    how = {"max_new_tokens": 90, **sampling}
+    how = {"max_new_tokens": 28, **sampling}
     requests = [request(made, i, **how) for i in range(3)]
-    bytes = memory(made, 3, 9 + ADMISSION_TOKENS)
-    scheduler = Scheduler(runner(made, bytes), 8)
+    scheduler = Scheduler(runner(made, memory(made, 3, 20)), 8)
     for each in requests:
         scheduler.submit(each)
-    counts = Counter[int]()
+    seen = set[tuple[int, int]]()
     while not scheduler.idle:
         scheduler.step()
-        counts[scheduler.running] += 1
-    assert {1, 2, 3} <= {*counts}
+        seen.add((scheduler.running, scheduler.waiting))
+    assert {(3, 0), (2, 1)} <= seen and requests[2].steps[0].prefill_seconds > 0
+    assert sum(step.prefill_seconds > 0 for step in requests[2].steps) == 2  # it was prefilled twice
     assert [tokens(each) for each in requests] == [alone(made, i, **how) for i in range(3)]
 
 

@@ -72,20 +72,30 @@ def random_trees(sizes: list[int], capacity: int, deepest: int, seed: int, tied:
     chance = random.Random(seed)
     trees = []
     for size in sizes:
-        tree = empty_tree(capacity, deepest, "cpu")
-        reset_to_root(tree, torch.tensor([chance.randrange(5)]))
-        tree.count.fill_(size)
+        tokens, parents, depth, keys = [chance.randrange(5)], [-1], [0], [0.0]
+        lines = [[0] + [-1] * deepest]
+        able = [0]  # entries that may have children
         for node in range(1, size):
-            while True:
-                parent = chance.randrange(node)
-                if tree.key[parent] > -math.inf and tree.depth[parent] < deepest:
-                    break
+            parent = chance.choice(able)
             loss = chance.choice([0.0, 0.5, 1.0]) if tied else chance.expovariate(1)
-            tree.tokens[node], tree.parents[node] = chance.randrange(5), parent
-            tree.depth[node] = depth = int(tree.depth[parent]) + 1
-            tree.key[node] = float(tree.key[parent]) - loss if chance.random() < 0.85 else -math.inf
-            tree.ancestors[node] = tree.ancestors[parent]
-            tree.ancestors[node, depth] = node
+            empty = chance.random() < 0.15
+            tokens.append(chance.randrange(5))
+            parents.append(parent)
+            depth.append(depth[parent] + 1)
+            keys.append(-math.inf if empty else keys[parent] - loss)
+            lines.append([node if level == depth[node] else above for level, above in enumerate(lines[parent])])
+            if not empty and depth[node] < deepest:
+                able.append(node)
+        tree = empty_tree(capacity, deepest, "cpu")
+        for array, values in (
+            (tree.tokens, tokens),
+            (tree.parents, parents),
+            (tree.depth, depth),
+            (tree.key, keys),
+            (tree.ancestors, lines),
+        ):
+            array[:size] = torch.tensor(values)
+        tree.count.fill_(size)
         trees.append(tree)
     made: TreeArrays = stacked(trees)
     return made._make(x.to(device) for x in made)
@@ -144,15 +154,13 @@ def check_choice(
     size, total, requests = len(rows.tokens), len(wanted), len(lengths)
     row_of = {each: row for row, each in enumerate(wanted)}
     pad = [0] * (size - total)
-    own = [tree_of(TreeArrays._make(x.cpu() for x in trees), request) for request in range(requests)]
-    depth = [int(own[request].depth[node]) for request, node in wanted]
-    parents = [int(own[request].parents[node]) for request, node in wanted]
+    names, above, levels = (x.tolist() for x in (trees.tokens, trees.parents, trees.depth))
+    depth = [levels[request][node] for request, node in wanted]
+    parents = [row_of.get((request, above[request][node]), row_of[request, node]) for request, node in wanted]
     positions = [lengths[request] + deep for (request, _), deep in zip(wanted, depth, strict=True)]
     assert rows.nodes.tolist() == [node for _, node in wanted] + [-1] * len(pad)
-    assert rows.owners.tolist() == [request for request, _ in wanted] + pad
-    assert rows.tokens.tolist() == [int(own[request].tokens[node]) for request, node in wanted] + pad
-    above = [row_of.get((wanted[row][0], parents[row]), row) for row in range(total)]
-    assert rows.parents.tolist() == above + list(range(total, size))
+    assert rows.tokens.tolist() == [names[request][node] for request, node in wanted] + pad
+    assert rows.parents.tolist() == parents + list(range(total, size))
     assert rows.depth.tolist() == depth + pad and rows.positions.tolist() == positions + pad
     assert rows.reach.tolist() == [position + 1 for position in positions] + pad
     assert rows.slots.tolist() == list(range(STAGING, STAGING + size))
@@ -160,11 +168,13 @@ def check_choice(
     for row, (request, node) in enumerate(wanted):
         path = [node]
         while path[0]:
-            path.insert(0, int(own[request].parents[path[0]]))
+            path.insert(0, above[request][path[0]])
         line = [STAGING + row_of[request, each] for each in path]
         assert lines[row] == line + [0] * (len(lines[row]) - len(line))
     assert (rows.lineage[total:] == JUNK).all()
-    counts = [sum(request == each for each, _ in wanted) for request in range(requests)]
+    owners = [request for request, _ in wanted]
+    assert rows.owners.tolist() == owners + pad
+    counts = [owners.count(request) for request in range(requests)]
     assert rows.starts.tolist() == [sum(counts[:request]) for request in range(requests + 1)]
     tiles, first = [], 0
     for count in (*counts, size - total):
@@ -187,7 +197,7 @@ def check_acceptance(
     requests, device, size = len(lengths), lengths.device, len(rows.tokens)
     draws = torch.randint(5, (size,), generator=chance).to(device)
     pages = torch.randperm(requests * 12, generator=chance).view(requests, 12).int().to(device)
-    start = starts_of(rows)
+    starts, used = rows.starts.tolist(), int(live)
 
     def arrays() -> tuple[Tensor, Outcome, TreeArrays, Tensor | None, Tensor | None]:
         cells = [torch.full((requests, steps), JUNK, device=device) for _ in range(4)]
@@ -206,22 +216,19 @@ def check_acceptance(
     nodes, owners = rows.nodes.tolist(), rows.owners.tolist()
     row_of = {(owners[row], nodes[row]): row for row in range(size) if nodes[row] >= 0}
     before, drawn, tables = lengths.tolist(), draws.tolist(), pages.tolist()
+    names, above, end = trees.tokens.tolist(), trees.parents.tolist(), now.tolist()
     for request in range(requests):
-        tree, path = tree_of(TreeArrays._make(x.cpu() for x in trees), request), [0]
-        while len(path) < steps:
-            token = drawn[row_of[request, path[-1]]] if request < int(live) else None
-            children = [
-                node
-                for (owner, node) in row_of
-                if owner == request and tree.parents[node] == path[-1] and tree.tokens[node] == token
-            ]
+        own, path = nodes[starts[request] : starts[request + 1]], [0]
+        while request < used and len(path) < steps:
+            token = drawn[row_of[request, path[-1]]]
+            children = [node for node in own if above[request][node] == path[-1] and names[request][node] == token]
             if not children:
                 break
             path.append(min(children))
         found = [x[request].tolist() for x in outcome]
-        if request >= int(live):
+        if request >= used:
             assert found == [0, [0] * steps, [-1] * steps, [0] * steps, [0] * steps]
-            assert now[request] == before[request]
+            assert end[request] == before[request]
             check_reset(after, request, 0, expanded, staged)
             continue
         walked, spare = [row_of[request, node] for node in path], [0] * (steps - len(path))
@@ -230,7 +237,7 @@ def check_acceptance(
         goals = [tables[request][place // PAGE_TOKENS] * PAGE_TOKENS + place % PAGE_TOKENS for place in places]
         assert found[:2] == [len(path), tokens + spare] and found[2] == walked + [-1] * len(spare)
         assert found[3:] == [[STAGING + row for row in walked] + spare, goals + spare]
-        assert walked[0] == start[request] and int(now[request]) == before[request] + len(path)
+        assert walked[0] == starts[request] and end[request] == before[request] + len(path)
         check_reset(after, request, tokens[-1], expanded, staged)
 
 
@@ -241,11 +248,6 @@ def check_reset(trees: TreeArrays, request: int, token: int, expanded: Tensor | 
     assert root == [token, -1, 0, 0, 0.0, 0.0, 0.0, 1.0, True, line, 0, 1]
     if expanded is not None and staged is not None:
         assert (expanded[request] == -1).all() and staged[request] == 0
-
-
-def starts_of(rows: BatchRows) -> list[int]:
-    starts: list[int] = rows.starts.tolist()
-    return starts
 
 
 def flat(arrays: Any) -> list[Tensor]:
@@ -333,9 +335,8 @@ def check_batch_growth(
             if turn < passes:
                 check_lineage(tree_of(trees, request), pass_of(rows, request))
         for request, (tree, next_pass) in enumerate(alone):
-            here, count = tree_of(trees, request), int(tree.count)
-            assert all(torch.equal(x[:count], y[:count]) for x, y in zip(here, tree, strict=True))
-            assert all(map(torch.equal, flat(pass_of(rows, request)), flat(next_pass)))
+            same(tree_of(trees, request), tree, int(tree.count))
+            same(pass_of(rows, request), next_pass, 0)
 
 
 def check_lineage(tree: TreeArrays, rows: NextPass) -> None:

@@ -125,9 +125,10 @@ class Engine:
         try:
             if streamer is not None:
                 streamer.put(torch.tensor([ids]))
-            if self._service.busy:
-                return self._follow(ids, params, on_steps)
-            return self.decode([ids], [params], on_steps)[0]
+            with self._service.alone() as alone:
+                if alone:
+                    return self.decode([ids], [params], on_steps)[0]
+            return self._follow(ids, params, on_steps)
         finally:
             if streamer is not None:
                 streamer.end()
@@ -161,11 +162,11 @@ class Engine:
 
         def steps() -> Generator[Step, None, None]:
             ids, params = self.encode(prompt, raw), self.params(**sampling)
-            if self._service.busy:
-                yield from self._request_steps(ids, params)
-                return
-            with self.target.turn:
-                yield from self._own_steps(ids, params)
+            with self._service.alone() as alone:
+                if alone:
+                    yield from self._own_steps(ids, params)
+                    return
+            yield from self._request_steps(ids, params)
 
         async with aclosing(self._background.iterate(steps)) as made:
             async for step in made:
@@ -276,13 +277,14 @@ class Engine:
         if isinstance(prompts, str | dict):
             raise InputError("generate_batch takes a list of prompts; for a single one there is generate")
         encoded, params = [self.encode(prompt, raw) for prompt in prompts], self.params(**sampling)
-        if len(encoded) == 1 and not self._service.busy:
-            return self.decode(encoded, [params])
         own = [params.with_own_state() for _ in encoded] if len(encoded) > 1 else [params]
-        requests = list(map(self._request, encoded, own))
-        if not self._service.busy:
-            self._service.run(requests)
-            return [request.generation() for request in requests]
+        with self._service.alone() as alone:
+            if alone and len(encoded) == 1:
+                return self.decode(encoded, own)
+            requests = list(map(self._request, encoded, own))
+            if alone:
+                self._service.run(requests)
+                return [request.generation() for request in requests]
         try:
             for request in requests:
                 self._service.submit(request)

@@ -80,7 +80,7 @@ class HostLoop:
         """Prefill these sequences, and add them to the caches."""
         if not sequences:
             return
-        started, running = now(self.device), list(self.live.values())
+        started, running, self._drafted_length = now(self.device), list(self.live.values()), 0
         try:
             if running and self.drafter.can_join:
                 prompts, dice = [list(each.tokens) for each in sequences], [each.dice for each in sequences]

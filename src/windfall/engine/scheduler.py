@@ -12,6 +12,7 @@ from windfall.engine.batch_runner import BatchRunner, Outcome
 from windfall.engine.request import CANCELLED, Request
 from windfall.engine.sequence import Sequence
 
+PREFILL_TOKENS = 4096  # of new requests between two rounds, which the running ones wait for; the last may have more
 ADMISSION_TOKENS = 64  # that all requests must have room for, so that a new one is not preempted at once
 
 
@@ -110,7 +111,9 @@ class Scheduler:
         """Let the oldest requests of the queue join, as far as there is room."""
         new: list[Request] = []
         with self._lock:
-            while self._queue and self._has_room([*self._running, *new, self._queue[0]]):
+            while sum(lengths(new)) < PREFILL_TOKENS and self._queue:
+                if not self._has_room([*self._running, *new, self._queue[0]]):
+                    break
                 new.append(self._queue.popleft())
         if new and not self._join(new):
             for request in new:  # one of them fails

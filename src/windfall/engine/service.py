@@ -5,8 +5,8 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -19,6 +19,7 @@ from windfall.model.decoder import tree_attention
 from windfall.model.target import Target
 
 MAX_REQUESTS_CPU, MAX_REQUESTS_GPU = 8, 32  # that run together by default
+TURN_SECONDS = 0.1  # between two looks at whether the thread runs
 CLOSE_SECONDS = 60.0  # that `close` waits for the last round
 
 
@@ -43,6 +44,19 @@ class Service:
     def busy(self) -> bool:
         """Whether the thread runs."""
         return self._thread is not None
+
+    @contextmanager
+    def alone(self) -> Iterator[bool]:
+        """Wait for the target's turn, and hold it in this block. False: the thread runs, which must not be waited for;
+        the caller should submit a request."""
+        while not self.busy:
+            if self.target.turn.acquire(timeout=TURN_SECONDS):
+                try:
+                    yield True
+                finally:
+                    self.target.turn.release()
+                return
+        yield False
 
     def submit(self, request: Request) -> None:
         """Queue a request for the thread."""

@@ -26,7 +26,9 @@ def made(policy: str, kind: str = "eagle3", **options: Any) -> Engine:
 
 def in_pages(found: Engine) -> GpuBatchRunner:
     runner = found._batch_runner()
-    assert isinstance(runner, SplitRunner) and isinstance(runner.first, GpuBatchRunner), found._dispatcher.batch_fallback
+    assert isinstance(runner, SplitRunner) and isinstance(runner.first, GpuBatchRunner), (
+        found._dispatcher.batch_fallback
+    )
     return runner.first
 
 

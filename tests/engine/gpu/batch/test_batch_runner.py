@@ -62,7 +62,7 @@ class Batch:
     def run(self, *arrivals: list[Sequence]) -> None:
         """Run until all texts have ended; a further list of texts joins after each round."""
         waiting = list(arrivals)
-        while waiting or self.runner.texts:
+        while waiting or self.runner.busy:
             if waiting:
                 self.runner.join(waiting.pop(0))
             self.runner.round()
@@ -109,14 +109,13 @@ def test_each_request_has_its_own_sampling() -> None:
         assert alone.token_ids == text.tokens[20 + place :]
 
 
-def test_a_known_beginning_is_not_computed_again() -> None:
+def test_a_known_beginning_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     made = engine("llama", "eagle3", "beam", graphs=False)
     batch, tokens = Batch(made, TREES), prompt(150)
     first, second = batch.text(tokens), batch.text([*tokens[:140], 5, 6, 7])
     batch.run([first])
-    rows = []
-    prefill = batch.runner.target.prefill
-    batch.runner.target.prefill = lambda prompts: (rows.append(chunk[0].rows) or chunk for chunk in prefill(prompts))
+    rows, prefill = [], batch.runner.target.prefill
+    monkeypatch.setattr(batch.runner.target, "prefill", lambda chunk: rows.append(chunk.rows) or prefill(chunk))
     batch.run([second])
     assert rows == [142 - 127]  # of 143 tokens two pages are known; the last token is left to the first round
     assert made.generate([*tokens[:140], 5, 6, 7], max_new_tokens=LENGTH, eos=()).token_ids == second.tokens[143:]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,21 +52,42 @@ class Chunk(NamedTuple):
         return len(self.parts) == 1
 
 
-def chunks(prompts: list[Prompt], most: int = PREFILL_CHUNK_TOKENS) -> Iterator[Chunk]:
-    """Pack the prompts into passes of at most this number of rows, in order."""
-    parts: list[Part] = []
-    row = 0
-    for prompt in prompts:
-        at, end = prompt.start, len(prompt.tokens) - 1
-        while at < end:
+class PromptQueue:
+    """Prompts that wait for their prefill, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._prompts: list[Prompt] = []
+        self._at: dict[int, int] = {}  # seat → position up to which the prompt is processed
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def add(self, prompt: Prompt) -> None:
+        self._prompts.append(prompt)
+        self._at[prompt.seat] = prompt.start
+
+    def remove(self, seat: int) -> None:
+        """Drop the prompt at this seat."""
+        self._prompts = [prompt for prompt in self._prompts if prompt.seat != seat]
+        self._at.pop(seat, None)
+
+    def take(self, most: int = PREFILL_CHUNK_TOKENS) -> tuple[Chunk | None, list[Prompt]]:
+        """The next chunk of at most this number of rows, if there is any, and the prompts that end with it."""
+        parts: list[Part] = []
+        ended: list[Prompt] = []
+        row = 0
+        for prompt in self._prompts:
+            at, end = self._at[prompt.seat], len(prompt.tokens) - 1
             until = min(end, at + most - row)
-            parts.append(Part(prompt, at, until, row))
-            row, at = row + until - at, until
-            if row == most:
-                yield _chunk(parts, row)
-                parts, row = [], 0
-    if parts:
-        yield _chunk(parts, row)
+            if at < until:
+                parts.append(Part(prompt, at, until, row))
+            row, self._at[prompt.seat] = row + until - at, until
+            if until < end:
+                break
+            ended.append(prompt)
+        for prompt in ended:
+            self.remove(prompt.seat)
+        return (_chunk(parts, row) if parts else None), ended
 
 
 def _chunk(parts: list[Part], rows: int) -> Chunk:

@@ -130,7 +130,7 @@ class BatchHeadDrafter(BatchDrafter):
         super().__init__(batch, heads, shared, layer.num_hidden_layers, width, head.dtype)
         self.head, self.hidden = head, layer.hidden_size
         state, taps = self.state, batch.gpu_target.width
-        state.features = torch.zeros(state.seats, state.pending, taps, dtype=head.dtype, device=self.device)
+        state.features = torch.zeros(state.rows, state.pending, taps, dtype=head.dtype, device=self.device)
         try:
             self.fused: FusedEagle3 | None = FusedEagle3(head, state.longest)
         except Unsupported:

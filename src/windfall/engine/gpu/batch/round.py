@@ -125,7 +125,7 @@ class Round:
         assert drafter is not None
         trees, after = first(self.state.trees, seats), first_rows(rows, seats)
         logits = drafter.first_pass(seats, pending)
-        torch.sub(self.state.draft_lengths, drafter.first, out=self._columns)
+        torch.sub(self.state.draft_lengths[:seats], drafter.first, out=self._columns[:seats])
         owners, positions = drafter.rows_of(seats, 1)[0], self._columns[:seats] - 1
         terms = Calibration._make(array[:seats] for array in calibration) if rule.calibrated else None
         for level in range(1, sizes.passes + 1):

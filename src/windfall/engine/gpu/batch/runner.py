@@ -12,7 +12,7 @@ from windfall.core.types import Split, Step, Verdict
 from windfall.costs.online import OnlineCosts
 from windfall.drafters.base import GpuForm
 from windfall.engine.batch_runner import Outcome
-from windfall.engine.gpu.batch.chunks import Prompt
+from windfall.engine.gpu.batch.chunks import Prompt, PromptQueue
 from windfall.engine.gpu.batch.drafters import batch_drafter
 from windfall.engine.gpu.batch.page_pool import PagePool
 from windfall.engine.gpu.batch.results import Published, read_outcome, read_tree, sampled_seats
@@ -100,12 +100,20 @@ class GpuBatchRunner:
         self._pending = 1  # an upper bound on the tokens that the last launched round adds to a text
         self._spare: list[DeviceEvent] = []
         self._versions = self._weight_versions()
+        self._prompts = PromptQueue()
+        self._waiting: dict[int, Sequence] = {}  # texts whose prompts are not processed yet, by seat
+        self._prefill_events: dict[Sequence, DeviceEvent] = {}  # the start of their prefill, until the first Step
 
     def suits(self, sequence: Sequence) -> bool:
         """Whether this runner can decode this text: its policy is the budget's, and it draws on the device."""
         params, own = sequence.params, sequence.policy
         same = type(own) is type(self.policy) and own == self.policy
         return same and not (params.reads_prefix or params.logit_bias)
+
+    @property
+    def busy(self) -> bool:
+        """Whether texts run or wait for their prefill."""
+        return bool(self._pages)
 
     # requests
 
@@ -125,44 +133,55 @@ class GpuBatchRunner:
 
     @torch.inference_mode()
     def join(self, sequences: list[Sequence]) -> None:
-        """Process the prompts of these texts; they take part in the next rounds."""
-        prompts: list[Prompt] = []
+        """Queue the prompts of these texts. They are processed between rounds, and then take part in them."""
         if (versions := self._weight_versions()) != self._versions:  # what the pages hold is of other weights
             self.pool.clear()
             self._versions = versions
+        joined: list[Sequence] = []
         try:
             for text in sequences:
-                prompts.append(self._seat(text))
+                self._seat(text)
+                joined.append(text)
         except MemoryError:
-            self.leave(self.texts[len(self.texts) - len(prompts) :])
+            self.leave(joined)
             raise
-        self.state.write(live=len(self.texts))
-        self._send_tables()
-        for chunk, states in self.target.prefill(prompts):
-            if self.drafter is not None:
-                self.drafter.prefill(chunk, states)
-        for prompt in prompts:
-            self.state.start(prompt.seat, prompt.tokens, len(prompt.tokens) - 1)
-            self.pool.remember(prompt.tokens[:-1], prompt.pages)
 
     def _weight_versions(self) -> int:
         """Grows when weights are changed in place."""
         return sum(weight._version for weight in self.gpu_target.weights if not weight.is_inference())
 
-    def _seat(self, text: Sequence) -> Prompt:
-        """Give a text a seat and pages."""
-        tokens, seat = list(text.tokens), len(self.texts)
+    def _seat(self, text: Sequence) -> None:
+        """Give a text pages and a seat to wait at until its prompt is processed."""
+        tokens = list(text.tokens)
+        seat = next(seat for seat in range(self.state.seats, self.state.rows) if seat not in self._waiting)
         known = self.pool.find(tokens[:-1])
         try:
             pages = known + self._take(self._needed(len(tokens)) - len(known))
         except MemoryError:
             self.pool.release(known)
             raise
-        self.texts.append(text)
-        self._pages[text] = pages
+        self._pages[text], self._waiting[seat] = pages, text
         self.state.set_pages(seat, pages)
         self.state.set_sampling(seat, text.params)
-        return Prompt(seat, tokens, pages, max(len(known) * PAGE_TOKENS - 1, 0))
+        self._prompts.add(Prompt(seat, tokens, pages, max(len(known) * PAGE_TOKENS - 1, 0)))
+
+    def _prefill(self) -> None:
+        """Process the next chunk of the waiting prompts; texts whose prompts end take part in the next round."""
+        self._send_tables()
+        started = self._event()
+        chunk, ended = self._prompts.take()
+        if chunk is not None:
+            states = self.target.prefill(chunk)
+            if self.drafter is not None:
+                self.drafter.prefill(chunk, states)
+            for part in chunk.parts:
+                self._prefill_events.setdefault(self._waiting[part.prompt.seat], started)
+        for prompt in ended:
+            text, seat = self._waiting.pop(prompt.seat), len(self.texts)
+            self.texts.append(text)
+            self.state.admit(prompt.seat, seat, prompt.tokens, len(prompt.tokens) - 1)
+            self.pool.remember(prompt.tokens[:-1], prompt.pages)
+        self.state.write(live=len(self.texts))
 
     @torch.inference_mode()
     def leave(self, sequences: Iterable[Sequence]) -> None:
@@ -170,15 +189,26 @@ class GpuBatchRunner:
         for text in list(sequences):
             if text not in self._pages:
                 continue
-            seat, last, pages = self.texts.index(text), len(self.texts) - 1, self._pages.pop(text)
-            done = len(text.tokens) - 1 - self.state.pending  # tokens whose columns the drafter has, too
-            self.pool.remember(text.tokens[: max(done, 0)], pages)
+            pages = self._pages.pop(text)
+            self._prefill_events.pop(text, None)
+            if text in self._waiting.values():
+                seat = next(seat for seat, other in self._waiting.items() if other is text)
+                self._prompts.remove(seat)
+                del self._waiting[seat]
+            else:
+                self._vacate(text, pages)
             self.pool.release(pages)
-            if seat != last:
-                self.state.move(last, seat)
-                self.texts[seat] = self.texts[last]
-            self.texts.pop()
         self.state.write(live=len(self.texts))
+
+    def _vacate(self, text: Sequence, pages: list[int]) -> None:
+        """The last text takes the seat of this one."""
+        seat, last = self.texts.index(text), len(self.texts) - 1
+        done = len(text.tokens) - 1 - self.state.pending  # tokens whose columns the drafter has, too
+        self.pool.remember(text.tokens[: max(done, 0)], pages)
+        if seat != last:
+            self.state.move(last, seat)
+            self.texts[seat] = self.texts[last]
+        self.texts.pop()
 
     def _take(self, count: int) -> list[int]:
         pages = self.pool.take(count) if count > 0 else []
@@ -188,8 +218,13 @@ class GpuBatchRunner:
 
     # rounds
 
+    @torch.inference_mode()
     def round(self) -> dict[Sequence, Outcome]:
-        """Launch the next rounds, and return the Steps of the oldest one in flight."""
+        """Launch the next rounds, with a chunk of the waiting prompts before, and return the Steps of the oldest."""
+        while self._prompts and (not self.texts or len(self._launched) < MAX_FLIGHT):
+            self._prefill()
+            if self.texts:
+                break
         while self.texts and len(self._launched) < MAX_FLIGHT:
             self._launch()
         return self._collect() if self._launched else {}
@@ -263,7 +298,6 @@ class GpuBatchRunner:
         arrays = results.arrays[results.wait(launched.number)]
         launched.end.wait()
         draft, verify = launched.start.seconds_until(launched.drafted), launched.drafted.seconds_until(launched.end)
-        self._spare += [launched.start, launched.drafted, launched.end]
         seconds, sizes, live = Split(draft, verify), launched.sizes, len(launched.texts)
         if not launched.recorded:
             self._learn_costs(launched, draft, verify)
@@ -277,14 +311,17 @@ class GpuBatchRunner:
                 steps[text] = step = self._step(text, seat, arrays, launched, seconds)
                 if seat in sampled:
                     text.observe(step)
+        self._spare += [launched.start, launched.drafted, launched.end]
         return steps
 
     def _step(self, text: Sequence, seat: int, arrays: Published, launched: Launched, seconds: Split) -> Step:
         passes = launched.sizes.passes
         tree, path, bonus = read_tree(arrays, seat, text.tokens[-1], drafted=passes > 0)
         tokens, words = text.accept(tree, Verdict(path, bonus))
-        every = torch.arange(len(tree))
-        return Step(tokens, words, tree, path, tree, every, passes, seconds, text.finish, launched.recorded)
+        every, began = torch.arange(len(tree)), self._prefill_events.pop(text, None)
+        waited = 0.0 if began is None else began.seconds_until(launched.start)
+        finish, recorded = text.finish, launched.recorded
+        return Step(tokens, words, tree, path, tree, every, passes, seconds, finish, recorded, waited)
 
     def _learn_costs(self, launched: Launched, draft: float, verify: float) -> None:
         """Correct the costs of passes by the times of a round."""

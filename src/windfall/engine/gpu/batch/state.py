@@ -19,7 +19,8 @@ from windfall.kernels.trees import NO_NODE, Calibration, TreeArrays, tree_of
 
 
 class BatchState:
-    """Requests have seats 0, 1, …: the running ones have the first seats, without gaps.
+    """Running requests have the seats 0, 1, …, without gaps. Those whose prompts are not processed yet have any of the
+    seats from `seats` on.
 
     The host sends pages and sampling (`settings`); the device keeps lengths, pending tokens and trees up to date.
     """
@@ -28,17 +29,18 @@ class BatchState:
         """`pages` for each text, `pending` tokens for each round, trees of `capacity` nodes down to depth `deepest`."""
         long, number = torch.long, torch.float32
         self.device, self.seats, self.pages, self.pending = device, seats, pages, pending
+        rows = self.rows = 2 * seats
         self.settings = PackedBuffer(
             device,
-            tables=(torch.int32, (seats, pages)),
-            seed=(long, (seats,)),
-            temperature=(number, (seats,)),
-            kappa=(number, (seats,)),
-            top_k=(long, (seats,)),
-            top_p=(number, (seats,)),
-            min_p=(number, (seats,)),
-            limits=(long, (seats,)),  # rows of a verify pass
-            weights=(number, (seats, 1 + DEPTHS + RANKS)),  # of the calibrated acceptance
+            tables=(torch.int32, (rows, pages)),
+            seed=(long, (rows,)),
+            temperature=(number, (rows,)),
+            kappa=(number, (rows,)),
+            top_k=(long, (rows,)),
+            top_p=(number, (rows,)),
+            min_p=(number, (rows,)),
+            limits=(long, (rows,)),  # rows of a verify pass
+            weights=(number, (rows, 1 + DEPTHS + RANKS)),  # of the calibrated acceptance
             live=(long, (1,)),  # seats in use
             floor=(number, (1,)),  # the lowest key of a node that is verified
         )
@@ -46,14 +48,16 @@ class BatchState:
         self.settings.host["kappa"][:] = 1.0
         self.changed = True  # since the last `send`
         self.calibration = Calibration(  # forecasts are made on the host
-            self["weights"], torch.zeros(seats, *FORECAST_SHAPE, device=device), torch.zeros(seats, 2, device=device)
+            self["weights"][:seats],
+            torch.zeros(seats, *FORECAST_SHAPE, device=device),
+            torch.zeros(seats, 2, device=device),
         )
         self.span = pages  # pages of a text that passes read; captured passes depend on it
-        self.lengths = torch.zeros(seats, dtype=long, device=device)  # committed tokens, the root not included
+        self.lengths = torch.zeros(rows, dtype=long, device=device)  # committed tokens, the root not included
         self.trees = batch_trees(device, seats, capacity, deepest)
         self.tokens = torch.zeros(seats, pending, dtype=long, device=device)  # pending: not in the drafter's KV cache
         self.pending_count = torch.zeros(seats, dtype=long, device=device)
-        self.draft_lengths = torch.zeros(seats, dtype=long, device=device)  # positions in the drafter's KV cache
+        self.draft_lengths = torch.zeros(rows, dtype=long, device=device)  # positions in the drafter's KV cache
         self.features: Tensor | None = None  # [seats, pending, taps * H]: the target's states before these tokens
 
     def __getitem__(self, name: str) -> Tensor:
@@ -103,20 +107,25 @@ class BatchState:
         scaled = logits.float() / torch.where(greedy, 1.0, temperature[:, None])
         return torch.where(greedy, logits.float(), warp_rows(scaled, top_k, top_p, min_p))
 
-    def start(self, seat: int, text: Sequence[int], drafted: int) -> None:
-        """A new text whose last token is the root. `drafted`: positions in the drafter's KV cache."""
-        self.lengths[seat] = len(text) - 1
-        self.draft_lengths[seat] = drafted
-        self.tokens[seat, 0] = text[-1]
-        self.pending_count[seat] = 1 if len(text) > 1 else 0
-        reset_to_root(tree_of(self.trees, seat), self.tokens[seat, :1])
-
     def move(self, source: int, goal: int) -> None:
-        """The request at the seat `source` gets the seat `goal`."""
-        for array in (self.lengths, self.draft_lengths, self.tokens, self.pending_count, self.features):
-            if array is not None:
-                array[goal] = array[source]
+        """The running request at the seat `source` gets the seat `goal`."""
+        for array in (self.lengths, self.draft_lengths, self.tokens, self.pending_count):
+            array[goal] = array[source]
         reset_to_root(tree_of(self.trees, goal), self.trees.tokens[source, :1])
+        self._move_settings(source, goal)
+
+    def admit(self, source: int, goal: int, text: Sequence[int], drafted: int) -> None:
+        """A request whose prompt is processed gets the seat `goal`. `drafted`: positions in the drafter's KV cache."""
+        self._move_settings(source, goal)
+        self.lengths[goal] = len(text) - 1
+        self.draft_lengths[goal] = drafted
+        self.tokens[goal, 0] = text[-1]
+        self.pending_count[goal] = 1 if len(text) > 1 else 0
+        reset_to_root(tree_of(self.trees, goal), self.tokens[goal, :1])
+
+    def _move_settings(self, source: int, goal: int) -> None:
+        if self.features is not None:
+            self.features[goal] = self.features[source]
         host = self.settings.wait_writable()
         for name in ("tables", "seed", "temperature", "kappa", "top_k", "top_p", "min_p", "limits", "weights"):
             host[name][goal] = host[name][source]

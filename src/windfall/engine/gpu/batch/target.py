@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from windfall.engine.gpu.batch.chunks import Chunk, ChunkBuffers, Prompt, chunks
+from windfall.engine.gpu.batch.chunks import Chunk, ChunkBuffers
 from windfall.engine.gpu.batch.state import BatchState
 from windfall.engine.gpu.forward import Pass, Paths
 from windfall.engine.gpu.target import FILTERED_ROWS, GpuTarget, Scored
@@ -45,14 +44,13 @@ class BatchTarget:
         self.kv = torch.zeros(size, dtype=gpu_target.dtype, device=self.device)
         self.chunk = ChunkBuffers(self.device, state.seats, tile_rows)
 
-    def prefill(self, prompts: list[Prompt]) -> Iterator[tuple[Chunk, Tensor | None]]:
-        """Process prompts; yields each chunk and the tapped states of its rows, which are valid until the next."""
-        cache, target = self.gpu_target.graph_cache, self.gpu_target
-        for chunk in chunks(prompts):
-            self.chunk.fill(chunk)
-            key = ("batch prefill", chunk.size, chunk.alone, self.state.span, self)
-            cache.run(key, partial(self._run_chunk, chunk.size, chunk.alone))
-            yield chunk, None if target.chunk_states is None else target.chunk_states[: chunk.rows]
+    def prefill(self, chunk: Chunk) -> Tensor | None:
+        """Process a chunk of prompts; returns the tapped states of its rows, which are valid until the next."""
+        self.chunk.fill(chunk)
+        key = ("batch prefill", chunk.size, chunk.alone, self.state.span, self)
+        self.gpu_target.graph_cache.run(key, partial(self._run_chunk, chunk.size, chunk.alone))
+        states = self.gpu_target.chunk_states
+        return None if states is None else states[: chunk.rows]
 
     def _run_chunk(self, size: int, alone: bool) -> None:
         given = self.chunk.given(size, alone, self.state.lengths, self.state.tables)
