@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from functools import cache
 from typing import Any
 
@@ -304,6 +305,16 @@ def test_a_runner_that_breaks_fails_its_requests_and_is_replaced(monkeypatch: py
     monkeypatch.undo()
     assert second.done
     assert engine().submit(prompt(), **HOW).result(30).token_ids == alone(engine(), 0)
+
+
+def test_an_engine_is_freed_at_once_when_it_is_no_longer_used() -> None:
+    made = Engine(engine().target, some_drafter("ngram"), registry.policy("none"))
+    made.submit(prompt(), **HOW).result()
+    made.generate_batch([prompt(), prompt()], **HOW)
+    while made._service.busy:
+        time.sleep(0.01)
+    gone, made = weakref.ref(made), None
+    assert gone() is None
 
 
 def test_a_forgotten_engine_does_not_keep_the_process_alive() -> None:

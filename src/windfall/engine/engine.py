@@ -92,7 +92,7 @@ class Engine:
         self._route = Route(None, "")  # of the last request
         self._request_numbers = itertools.count(1)
         self._kv_memory = as_bytes(kv_memory)
-        self._service = Service(target, self._batch_runner, max_requests)
+        self._service = Service(target, max_requests)
         drafter.attach(target)
 
     def __repr__(self) -> str:
@@ -224,7 +224,7 @@ class Engine:
         self, ids: list[int], params: SamplingParams, policy: TreePolicy | None = None, deadline: float | None = None
     ) -> Handle:
         request = self._request(ids, params, policy, deadline)
-        self._service.submit(request)
+        self._service.submit(request, self._batch_runner)
         return Handle(request)
 
     def _request(
@@ -283,11 +283,11 @@ class Engine:
                 return self.decode(encoded, own)
             requests = list(map(self._request, encoded, own))
             if alone:
-                self._service.run(requests)
+                self._service.run(requests, self._batch_runner)
                 return [request.generation() for request in requests]
         try:
             for request in requests:
-                self._service.submit(request)
+                self._service.submit(request, self._batch_runner)
             return [Handle(request).result() for request in requests]
         finally:
             for request in requests:

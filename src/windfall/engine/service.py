@@ -30,10 +30,9 @@ class Service:
     since the last round, the requests that run are prefilled again.
     """
 
-    def __init__(self, target: Target, make_runner: Callable[[], BatchRunner], max_requests: int | None = None):
+    def __init__(self, target: Target, max_requests: int | None = None):
         usual = MAX_REQUESTS_CPU if target.device.type == "cpu" else MAX_REQUESTS_GPU
         self.target, self.max_requests = target, checked_requests(max_requests) or usual
-        self._make_runner = make_runner
         self._scheduler: Scheduler | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -42,8 +41,8 @@ class Service:
 
     @property
     def busy(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread is not None
+        """Whether the thread runs and takes requests."""
+        return self._thread is not None and not self._closed
 
     @contextmanager
     def alone(self) -> Iterator[bool]:
@@ -58,22 +57,22 @@ class Service:
                 return
         yield False
 
-    def submit(self, request: Request) -> None:
-        """Queue a request for the thread."""
+    def submit(self, request: Request, make_runner: Callable[[], BatchRunner]) -> None:
+        """Queue a request for the thread; a new thread has a new runner."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("this engine is closed")
-            if self._scheduler is None:
-                self._scheduler = Scheduler(self._make_runner(), self.max_requests)
+            if self._scheduler is None or self._thread is None:
+                self._scheduler = Scheduler(make_runner(), self.max_requests)
             self._scheduler.submit(request)
             if self._thread is None:
                 _services.add(self)
                 self._thread = threading.Thread(target=self._work, name="windfall-scheduler", daemon=True)
                 self._thread.start()
 
-    def run(self, requests: list[Request]) -> None:
+    def run(self, requests: list[Request], make_runner: Callable[[], BatchRunner]) -> None:
         """Run these requests in this thread, until all have ended or the first has failed."""
-        scheduler = Scheduler(self._make_runner(), self.max_requests)
+        scheduler = Scheduler(make_runner(), self.max_requests)
         with self.target.turn, tree_attention(self.target.model):
             self.target.texts += 1
             try:
@@ -98,7 +97,7 @@ class Service:
             with self._lock:
                 scheduler = self._scheduler
                 if self._closed or scheduler is None or scheduler.idle:
-                    self._thread = None
+                    self._thread = self._scheduler = None
                     break
             with self.target.turn, tree_attention(self.target.model):
                 self._step(scheduler)
