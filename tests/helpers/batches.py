@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from windfall import registry
 from windfall.costs.acceptance import Calibrator
 from windfall.costs.correction import Correction
 from windfall.costs.curves import Costs, Curve
@@ -38,6 +41,31 @@ MIXES = {
     "wrong": ("wrong",),
     "changing": ("changing",),
 }
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("none", {}),
+    "chain of 2": ("chain", {"depth": 2}),
+    "chain of 4": ("chain", {"depth": 4}),
+    "tree of 8": ("beam", {"depth": 3, "k": 4, "nodes": 8}),
+    "tree of 24": ("beam", {"depth": 5, "k": 8, "nodes": 24}),
+    "tree of 64": ("beam", {"depth": 6, "k": 8, "nodes": 64}),
+    "tetris": ("tetris", {}),
+    "batch-gt": ("batch-gt", {}),
+    "smart": ("smart", {}),
+    "survival": ("survival", {}),
+    "auto": ("auto", {}),
+}
+
+
+def speeds(
+    curve: str, mix: str, requests: int, texts: int, methods: Iterable[str] = METHODS, seed: int = 1
+) -> dict[str, float]:
+    """Tokens per second of these methods."""
+    found = {}
+    for method in methods:
+        name, settings = METHODS[method]
+        budget = registry.policy(name, **settings).budget()
+        found[method] = Batch(CURVES[curve], requests, MIXES[mix], seed).speed(budget, texts)
+    return found
 
 
 @dataclass
@@ -57,18 +85,18 @@ class Batch:
         self._progress = np.array([TEXT_TOKENS * i / self.requests for i in range(self.requests)])
         self._corrections = [Correction() for _ in range(self.requests)]
         self.texts = 0  # that have ended
-        self.log: list[tuple[Sizes, float, float]] = []  # of each round: sizes, tokens, seconds
 
     def speed(self, budget: Budget, texts: int) -> float:
         """Tokens per second until this many texts have ended, after a few rounds with a new calibrator."""
         for _ in range(WARM_UP_ROUNDS):
             self.round(budget)
-        self.log.clear()
+        tokens = seconds = 0.0
         while self.texts < texts:
-            self.round(budget)
-        return sum(tokens for _, tokens, _ in self.log) / sum(seconds for _, _, seconds in self.log)
+            done = self.round(budget)
+            tokens, seconds = tokens + done.tokens, seconds + done.seconds
+        return tokens / seconds
 
-    def round(self, budget: Budget) -> tuple[float, float]:
+    def round(self, budget: Budget) -> Done:
         """Expected tokens and seconds of a round; what is learned from it is drawn."""
         load = Load(self.requests, 0, 256, self.costs, self.calibrator)
         sizes = budget.sizes(load)
@@ -83,8 +111,7 @@ class Batch:
         nodes = (getattr(tree, name) for name in names)
         budget.observe(Outcome(sizes, self.requests, *nodes, accepted, seconds))
         self._advance(gained)
-        self.log.append((sizes._replace(rows=rows), float(gained.sum()), seconds))
-        return float(gained.sum()), seconds
+        return Done(sizes, float(gained.sum()), seconds, tree)
 
     def _draft(self, sizes: Sizes, calibrator: Calibrator) -> Tree:
         shift = np.array([own.shift for own in self._corrections])
@@ -170,6 +197,15 @@ class Batch:
             self._kinds[request] = self.mix[self._next % len(self.mix)]
             self._corrections[request] = Correction()
             self._next, self.texts = self._next + 1, self.texts + 1
+
+
+class Done(NamedTuple):
+    """A simulated round."""
+
+    sizes: Sizes
+    tokens: float  # expected, of all requests
+    seconds: float
+    tree: Tree
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import NamedTuple
 
@@ -14,7 +15,6 @@ from windfall.policies.budget import Outcome
 
 Reals = NDArray[np.float64]
 MAX_WIDTH = 8  # nodes of a request in one draft pass
-TREES_PER_ROUND = 16  # that are recorded, in turn
 FEWEST_TREES, MOST_TREES = 6, 64  # that are remembered: as many as there are requests, within these limits
 AHEAD = 2  # levels below the drafted ones that are forecast
 MOST_NODES = 512  # that are considered, the best of all trees
@@ -43,9 +43,9 @@ class Outlook:
         self._children: Children | None = None
 
     def record(self, outcome: Outcome, calibrator: Calibrator) -> None:
-        """Remember some trees of a round with calibrated keys."""
+        """Remember trees of a round with calibrated keys; of very many requests, some in turn."""
         children = self._forecasts(calibrator)
-        count = min(outcome.requests, TREES_PER_ROUND)
+        count = min(outcome.requests, MOST_TREES)
         wanted = np.zeros(outcome.requests, bool)
         wanted[(self._turn + np.arange(count)) % outcome.requests] = True
         self._turn += count
@@ -77,12 +77,13 @@ class Children:
         self._count = np.full((2, len(CHANCE_BUCKETS) + 1, 1), FIRST_FAMILIES)
         self._sum = known * self._count
 
-    def learn(self, parents: Integers, rank: Integers, chance: Reals) -> None:
+    def learn(self, owner: Integers, parents: Integers, rank: Integers, chance: Reals) -> None:
         """Learn from drafted nodes, siblings next to each other; `parents` is -1 below a root."""
-        first = np.flatnonzero(rank == 0)
+        starts = np.ones(len(owner), bool)
+        starts[1:] = (parents[1:] != parents[:-1]) | (owner[1:] != owner[:-1])
+        first, kept = np.flatnonzero(starts), rank < FORECAST_CHILDREN
         seen = np.zeros((len(first), FORECAST_CHILDREN))
-        kept = rank < FORECAST_CHILDREN
-        seen[(np.cumsum(rank == 0) - 1)[kept], rank[kept]] = chance[kept]
+        seen[(np.cumsum(starts) - 1)[kept], rank[kept]] = chance[kept]
         above = parents[first]
         place = np.minimum(above + 1, 1), np.searchsorted(CHANCE_BUCKETS, np.where(above >= 0, chance[above], 1.0))
         kept_share = np.minimum(MOST_FAMILIES / self._count, 1.0)
@@ -98,27 +99,25 @@ class Children:
 
 
 def _complete(outcome: Outcome, wanted: NDArray[np.bool_], children: Children) -> tuple[Nodes, Integers]:
-    """The drafted nodes of these requests and the forecast ones below them, and the request of each."""
-    mine = np.flatnonzero(wanted[outcome.owner])
+    """The likely drafted nodes of these requests, the forecast ones below them, and the request of each."""
+    mine = np.flatnonzero(wanted[outcome.owner] & (outcome.key > math.log(LEAST)))
     place = np.full(len(outcome.owner) + 1, -1)  # the last entry is the root's: its place is -1
     place[mine] = np.arange(len(mine))
     parents, owner, depth = place[outcome.parents[mine]], outcome.owner[mine], outcome.depth[mine]
     reach = np.exp(outcome.key[mine].astype(float))
     chance = reach / np.maximum(np.where(parents >= 0, reach[parents], 1.0), 1e-12)
-    children.learn(parents, outcome.rank[mine], chance)
+    children.learn(owner, parents, outcome.rank[mine], chance)
     rank = _rank_in_level(owner, depth, reach)
     width = np.ones(len(mine), np.int64)
     for level in range(2, int(depth.max(initial=0)) + 1):
         here = np.flatnonzero(depth == level)
         up = parents[here]
         width[here] = np.maximum(width[up], rank[up] + 1)
-    likely = reach > LEAST
-    tips = ~outcome.expanded[mine] & (rank < MAX_WIDTH) & likely
+    tips = ~outcome.expanded[mine] & (rank < MAX_WIDTH)
     known = Nodes(reach[tips], depth[tips], np.maximum(width, rank + 1)[tips])
     ahead, tip = _descend(known, chance[tips], children, AHEAD)
-    drafted = Nodes(reach[likely], depth[likely], width[likely])
-    nodes = Nodes(*(np.concatenate(parts) for parts in zip(drafted, ahead, strict=True)))
-    return nodes, np.concatenate([owner[likely], owner[tips][tip]])
+    nodes = Nodes(*(np.concatenate(parts) for parts in zip(Nodes(reach, depth, width), ahead, strict=True)))
+    return nodes, np.concatenate([owner, owner[tips][tip]])
 
 
 def _rank_in_level(owner: Integers, depth: Integers, reach: Reals) -> Integers:
