@@ -15,10 +15,12 @@ from helpers.batch_kernels import (
     check_batch_growth,
     check_disjoint_moves,
     check_draws_of_requests,
+    check_roots,
     check_rows_of_trees,
     filled_rows,
     random_trees,
 )
+from helpers.paged import check_pages
 from helpers.tree_kernels import make_calibration, make_calibrator
 from windfall.kernels.backend import triton_installed
 from windfall.kernels.batch import choose_rows
@@ -55,6 +57,27 @@ def test_rows(requests: int, live: int, largest: int, rows: int, deepest: int, f
         check_rows_of_trees(sizes, live, rows, limits, deepest, seed, tied, floor, 1 + 3 * seed, "cuda")
 
 
+@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("lengths", "rows"),
+    [
+        ([5, 130, 0, 63, 700, 2500], [1, 7, 3, 6, 40, 9]),
+        ([70, 64, 1], [1, 1, 1]),
+        ([900], [120]),
+        ([37 * place % 1500 for place in range(64)], [1 + place % 9 for place in range(64)]),
+    ],
+)
+def test_attention_over_pages(lengths: list[int], rows: list[int], trees: bool, dtype: torch.dtype) -> None:
+    check_pages(lengths, rows, trees, dtype, "cuda")
+    check_pages(lengths, rows, trees, dtype, "cuda", window=100)
+
+
+@pytest.mark.parametrize(("requests", "used"), [(1, 1), (64, 60), (256, 256)])
+def test_roots(requests: int, used: int) -> None:
+    check_roots(requests, used, "cuda")
+
+
 @pytest.mark.parametrize(("requests", "rows"), [(1, 1), (64, 9), (256, 33), (4, 600)])
 def test_appending(requests: int, rows: int) -> None:
     check_appending(requests, rows, "cuda")
@@ -65,7 +88,7 @@ def test_appending(requests: int, rows: int) -> None:
 @pytest.mark.parametrize(("requests", "width", "k"), [(1, 8, 6), (7, 4, 8), (64, 10, 10)])
 def test_growth(name: str, requests: int, width: int, k: int, masked: bool) -> None:
     calibration, shape = None, None
-    if name == "calibrated":
+    if BATCH_RULES[name].calibrated:
         each = [make_calibration(make_calibrator(seed), "cuda") for seed in range(requests)]
         calibration = Calibration(*(torch.stack(x) for x in zip(*each, strict=True)))
         check_batch_growth(name, requests, width, k, each[0], device="cuda")

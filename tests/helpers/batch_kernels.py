@@ -15,7 +15,7 @@ from helpers.tree_kernels import SELECTIVE, copied, drafted_children, empty_next
 from windfall.kernels import batch as batching
 from windfall.kernels import grow as growing
 from windfall.kernels.accept import reset_to_root
-from windfall.kernels.batch import accept_rows, append_to_pages, choose_rows
+from windfall.kernels.batch import accept_rows, append_to_pages, choose_rows, root_rows
 from windfall.kernels.batch_rows import BatchRows, Outcome
 from windfall.kernels.draw import draw
 from windfall.kernels.draw import reference as draw_reference
@@ -255,6 +255,27 @@ def flat(arrays: Any) -> list[Tensor]:
     if arrays is None:
         return []
     return [arrays] if isinstance(arrays, Tensor) else [each for part in arrays for each in flat(part)]
+
+
+def check_roots(requests: int, used: int, device: str = "cpu") -> None:
+    """One row for each request, in its pages."""
+    chance = torch.Generator().manual_seed(requests)
+    trees, _ = begin_trees(requests, 9, 2, 2, False, device)
+    trees.tokens.copy_(torch.randint(90, trees.tokens.shape, generator=chance))
+    lengths = torch.randint(300, (requests,), generator=chance).to(device)
+    tables = torch.randperm(requests * 5, generator=chance).view(requests, 5).int().to(device)
+    rows, twin = (batch_rows(requests, requests, 3, 5, device) for _ in range(2))
+    given = trees, torch.tensor([used], device=device), lengths, tables
+    root_rows(*given, rows)
+    batching.root_reference(*given, twin)
+    assert all(map(torch.equal, rows, twin))
+    for request in range(used):
+        length, token = int(lengths[request]), int(trees.tokens[request, 0])
+        slot = int(tables[request, length // PAGE_TOKENS]) * PAGE_TOKENS + length % PAGE_TOKENS
+        found = [int(x[request]) for x in rows[:8]]
+        assert found == [token, request, 0, request, 0, length, slot, length + 1]
+    assert not rows.reach[used:].any() and rows.starts.tolist() == [min(row, used) for row in range(requests + 1)]
+    assert rows.tiles[: requests + 1].tolist() == list(range(requests + 1))
 
 
 def check_appending(requests: int, rows: int, device: str = "cpu") -> None:

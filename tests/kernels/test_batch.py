@@ -14,6 +14,7 @@ from helpers.batch_kernels import (
     check_batch_growth,
     check_disjoint_moves,
     check_draws_of_requests,
+    check_roots,
     check_rows_of_trees,
 )
 from helpers.interpreter import HALF, INTERPRETED, outside, passes_under_the_interpreter
@@ -58,6 +59,11 @@ def test_rows_of_random_sizes(seed: int) -> None:
 @pytest.mark.parametrize(("requests", "rows"), [(1, 1), (5, 7), (3, 70)])
 def test_appending(requests: int, rows: int) -> None:
     check_appending(requests, rows)
+
+
+@pytest.mark.parametrize(("requests", "used"), [(1, 1), (7, 5), (20, 20)])
+def test_roots(requests: int, used: int) -> None:
+    check_roots(requests, used)
 
 
 @pytest.mark.parametrize("name", BATCH_RULES)

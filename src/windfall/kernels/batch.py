@@ -90,23 +90,33 @@ def choose_reference(
 def root_rows(trees: TreeArrays, live: Tensor, lengths: Tensor, tables: Tensor, rows: BatchRows) -> None:
     """One row for each request, its root, whose keys and values go straight into its pages. Writes `rows`.
 
-    There are as many rows as requests; those from `live` on are padding.
+    There are as many rows as requests; those from `live` on are padding. `lineage` is not written.
     """
-    owners = torch.arange(len(rows.tokens), device=lengths.device)
+    if on_triton(lengths):
+        from windfall.kernels.triton.batch import root_rows as compiled
+
+        compiled(trees, live, lengths, tables, rows)
+        return
+    root_reference(trees, live, lengths, tables, rows)
+
+
+def root_reference(trees: TreeArrays, live: Tensor, lengths: Tensor, tables: Tensor, rows: BatchRows) -> None:
+    """`root_rows` with torch."""
+    count = len(rows.tokens)
+    owners = torch.arange(count, device=lengths.device)
     real = owners < live
     pages = Pages(owners, lengths, tables)
     rows.tokens.copy_(torch.where(real, trees.tokens[:, 0], 0))
-    rows.owners.copy_(owners)
+    rows.owners.copy_(torch.where(real, owners, 0))
     rows.nodes.copy_(torch.where(real, 0, NO_NODE))
     rows.parents.copy_(owners)
     rows.depth.zero_()
-    rows.positions.copy_(lengths)
-    unused = UNUSED_PAGE * PAGE_TOKENS + lengths % PAGE_TOKENS
+    rows.positions.copy_(torch.where(real, lengths, 0))
+    unused = torch.full_like(lengths, UNUSED_PAGE * PAGE_TOKENS)
     rows.slots.copy_(torch.where(real, pages.slots(owners, lengths), unused))
     rows.reach.copy_((lengths + 1) * real)
-    rows.starts[: len(owners)].copy_(torch.minimum(owners, live))
-    rows.starts[len(owners) :].copy_(live.expand(len(rows.starts) - len(owners)))
-    rows.tiles.copy_(owners.new_tensor(range(len(rows.tiles))).clamp(max=len(owners)))
+    rows.starts.copy_(torch.arange(count + 1, device=lengths.device).clamp(max=live))
+    rows.tiles.copy_(torch.arange(len(rows.tiles), device=lengths.device).clamp(max=count))
 
 
 def accept_rows(

@@ -343,6 +343,79 @@ def choose_rows(
 
 
 @triton.jit
+def _root_rows(
+    all_tokens,
+    live_at,
+    lengths,
+    tables,
+    tokens,
+    owners,
+    nodes,
+    parents,
+    depth,
+    positions,
+    slots,
+    reach,
+    starts,
+    tile_rows,
+    table_row,
+    last_page,
+    REQUESTS: tl.constexpr,
+    TILES: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    PAGE: tl.constexpr,
+    UNUSED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (block of rows)."""
+    pdl_wait(PDL)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < REQUESTS
+    live = tl.load(live_at)
+    real = inside & (row < live)
+    zero = tl.zeros([BLOCK], tl.int64)
+    length = tl.load(lengths + row, mask=real, other=0)
+    at = tables + row * table_row + tl.minimum(length // PAGE, last_page)
+    page = tl.load(at, mask=real, other=UNUSED).to(tl.int64)
+    tl.store(tokens + row, tl.load(all_tokens + row * CAPACITY, mask=real, other=0), mask=inside)
+    tl.store(owners + row, tl.where(real, row, 0), mask=inside)
+    tl.store(nodes + row, tl.where(real, zero, zero - 1), mask=inside)
+    tl.store(parents + row, row.to(tl.int64), mask=inside)
+    tl.store(depth + row, zero, mask=inside)
+    tl.store(positions + row, length, mask=inside)
+    tl.store(slots + row, page * PAGE + length % PAGE, mask=inside)
+    tl.store(reach + row, tl.where(real, length + 1, 0), mask=inside)
+    tl.store(starts + row, tl.minimum(row.to(tl.int64), live), mask=row <= REQUESTS)
+    tl.store(tile_rows + row, tl.minimum(row, REQUESTS), mask=row < TILES)
+
+
+def root_rows(trees: TreeArrays, live: Tensor, lengths: Tensor, tables: Tensor, rows: BatchRows) -> None:
+    requests = len(rows.tokens)
+    assert tables.stride(1) == 1 and all(x.is_contiguous() for x in (trees.tokens, lengths, *rows[:8], *rows[9:]))
+    block = min(power_of_two(max(requests + 1, len(rows.tiles))), 256)
+    _root_rows[(-(-max(requests + 1, len(rows.tiles)) // block),)](
+        trees.tokens,
+        live,
+        lengths,
+        tables,
+        *rows[:8],
+        rows.starts,
+        rows.tiles,
+        tables.stride(0),
+        tables.shape[1] - 1,
+        REQUESTS=requests,
+        TILES=len(rows.tiles),
+        CAPACITY=trees.tokens.shape[1],
+        PAGE=PAGE_TOKENS,
+        UNUSED=UNUSED_PAGE,
+        BLOCK=block,
+        num_warps=1,
+        **pdl_trigger(live),
+    )
+
+
+@triton.jit
 def _accept_rows(
     draws,
     row_tokens,

@@ -1,0 +1,82 @@
+"""Batches on a GPU: in half precision, the texts are those of single requests, in any company."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.cli import character_tokenizer
+from helpers.random_heads import random_head
+from helpers.tiny import tiny
+from windfall import registry
+from windfall.core.types import GpuOptions
+from windfall.drafters.feature_head import FeatureHeadDrafter
+from windfall.drafters.lm import LMDrafter
+from windfall.engine.engine import Engine
+from windfall.kernels.backend import triton_installed
+from windfall.model.target import Target
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or not triton_installed(), reason="no CUDA device or no Triton"),
+]
+TOKENS = 40
+SHAPE = {"num_hidden_layers": 3, "hidden_size": 128, "head_dim": 32, "max_position_embeddings": 1024}
+
+
+def made(family: str, policy: str, drafter: str = "itself", requests: int = 64) -> Engine:
+    model = tiny(family, dtype=torch.bfloat16, **SHAPE)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.div_(2)  # near-ties are what this is about
+    target = Target(model.cuda(), character_tokenizer())
+    own = LMDrafter() if drafter == "itself" else FeatureHeadDrafter(random_head(drafter))
+    return Engine(target, own, registry.policy(policy), True, GpuOptions(True), max_requests=requests)
+
+
+def prompts(count: int) -> list[list[int]]:
+    chance = random.Random(1)
+    return [[chance.randrange(1, 60) for _ in range(chance.choice([2, 9, 40, 64, 65, 200, 300]))] for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.8, "seed": 6, "top_p": 0.9}]
+)
+@pytest.mark.parametrize("policy", ["none", "beam", "auto", "tetris", "survival"])
+def test_texts_of_batches(policy: str, sampling: dict[str, Any]) -> None:
+    engine, asked = made("llama", policy), {"max_new_tokens": TOKENS, "eos": (), **sampling}
+    given = prompts(40)
+    wanted = [engine.generate(each, **asked).token_ids for each in given]
+    for size in (8, 40):
+        for _ in range(2):  # the second time, beginnings are known
+            found = [
+                text.token_ids
+                for start in range(0, len(given), size)
+                for text in engine.generate_batch(given[start : start + size], **asked)
+            ]
+            assert found == wanted
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "mistral-window"])
+def test_families(family: str) -> None:
+    engine, asked = made(family, "beam"), {"max_new_tokens": TOKENS, "eos": ()}
+    given = prompts(12)
+    wanted = [engine.generate(each, **asked).token_ids for each in given]
+    assert [text.token_ids for text in engine.generate_batch(given, **asked)] == wanted
+
+
+def test_random_arrivals() -> None:
+    engine, asked = made("llama", "auto"), {"max_new_tokens": TOKENS, "eos": ()}
+    given, chance = prompts(60), random.Random(2)
+    samplings: list[dict[str, Any]] = [{"temperature": chance.choice([0.0, 1.0]), "seed": n} for n in range(len(given))]
+    wanted = [engine.generate(each, **asked, **own).token_ids for each, own in zip(given, samplings, strict=True)]
+    handles = []
+    for each, own in zip(given, samplings, strict=True):
+        handles.append(engine.submit(each, **asked, **own))
+        torch.cuda._sleep(chance.randrange(100_000))
+    assert [handle.result(60).token_ids for handle in handles] == wanted
+    engine.close()
