@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available() or not triton_installed(), reason="no CUDA device or no Triton"),
 ]
 TOKENS = 40
+SAMPLINGS = [{}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.8, "seed": 6, "top_p": 0.9}]
 SHAPE = {"num_hidden_layers": 3, "hidden_size": 128, "head_dim": 32, "max_position_embeddings": 1024}
 
 
