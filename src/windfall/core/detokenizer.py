@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 REPLACEMENT = "\ufffd"  # what an unfinished character decodes to
@@ -27,18 +28,22 @@ class Detokenizer:
         self._ids.append(token)
         return bool(self.stop) and self._settle(len(self._ids))
 
-    def take(self, final: bool = False) -> str:
-        """The text that became certain since the last call; with `final`, all the rest."""
-        if self.tokenizer is not None and self._settled < len(self._ids):
-            self._catch_up(final)
+    def take(self, final: bool = False, end: int | None = None) -> str:
+        """The text that became certain since the last call; with `final`, all the rest.
+
+        `end`: only tokens before this place count, which is for texts without stop strings.
+        """
+        last = len(self._ids) if end is None else min(end, len(self._ids))
+        if self.tokenizer is not None and self._settled < last:
+            self._catch_up(final, last)
         held = 0 if final else self._held()
         start, self._taken = self._taken, max(self._taken, len(self.text) - held)
         return self.text[start : self._taken]
 
-    def _catch_up(self, final: bool) -> None:
+    def _catch_up(self, final: bool, last: int) -> None:
         """Without stop strings, decode all new tokens at once; if the last one ends within a character, as many as
         possible."""
-        last, before = len(self._ids), self._settled
+        before = self._settled
         self._settle(last, final)
         if self._settled == before and not self.stop:
             for end in range(max(before, self._tried) + 1, last):
@@ -73,3 +78,26 @@ class Detokenizer:
     def _decode(self, ids: list[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
+
+
+class LateText:
+    """The text of a sequence's steps, decoded when it is first read, by any thread, in the order of the steps."""
+
+    def __init__(self, detokenizer: Detokenizer):
+        self._detokenizer = detokenizer
+        self._ends: list[tuple[int, bool]] = []  # of each step: tokens so far, and whether the text ends
+        self._pieces: list[str] = []
+        self._lock = threading.Lock()
+
+    def add(self, tokens: int, final: bool) -> int:
+        """A step after which there are this number of tokens; returns its number."""
+        self._ends.append((tokens, final))
+        return len(self._ends) - 1
+
+    def __getitem__(self, number: int) -> str:
+        """The text of a step."""
+        with self._lock:
+            while len(self._pieces) <= number:
+                end, final = self._ends[len(self._pieces)]
+                self._pieces.append(self._detokenizer.take(final, end))
+            return self._pieces[number]

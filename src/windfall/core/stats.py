@@ -55,7 +55,7 @@ class Stats:
             tokens=sum(len(step.tokens) for step in steps),
             cycles=len(steps),
             draft_passes=sum(step.draft_passes for step in steps),
-            rows=sum(len(step.tree) for step in steps),
+            rows=sum(step.rows for step in steps),
             seconds=seconds,
             ttft=ttft,
             prefill=steps[0].prefill_seconds if steps else 0.0,

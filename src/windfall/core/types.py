@@ -201,3 +201,8 @@ class Step:
     def accepted(self) -> int:
         """Drafted tokens that the target agreed with."""
         return len(self.path) - 1
+
+    @property
+    def rows(self) -> int:
+        """Verified nodes, the root included."""
+        return len(self.tree)

@@ -37,10 +37,14 @@ class Correction:
 
     def learn(self, chances: Floats, accepted: Floats) -> None:
         """Learn from the verified nodes of a cycle whose parents were accepted: their chances and 1.0 or 0.0."""
+        self.add(float((accepted - chances).sum()), float((chances * (1 - chances)).sum()), len(chances) > 0)
+
+    def add(self, slope: float, information: float, drafted: bool = True) -> None:
+        """The same from the sums over these nodes of accepted - chance and of chance * (1 - chance)."""
         self._unread += 1
-        if len(chances):
-            self._slope += float((accepted - chances).sum())
-            self._information = MEMORY * self._information + float((chances * (1 - chances)).sum())
+        if drafted:
+            self._slope += slope
+            self._information = MEMORY * self._information + information
         else:
             self.shift *= RETURN
         if self._unread >= FIT_EVERY_CYCLES:

@@ -33,7 +33,7 @@ class Sequence:
         calibrators: Mapping[str, Calibrator],
     ):
         """`calibrators` are by regime: what draft confidence means depends on how tokens are drawn."""
-        self.tokens = list(prompt)
+        self.tokens, self.prompt_length = list(prompt), len(prompt)
         self.params = params
         self.policy = policy
         self.sampler = Sampler(params, len(prompt))
@@ -87,13 +87,18 @@ class Sequence:
 
     def accept(self, tree: DraftTree, verdict: Verdict) -> tuple[tuple[int, ...], str]:
         """Append the target's tokens up to the first that ends the text; returns those taken, and their text."""
+        taken = self.extend([*tree.arrays.tokens[verdict.path.numpy()[1:]].tolist(), verdict.bonus])
+        return taken, self.text.take(final=self.finish is not None)
+
+    def extend(self, tokens: list[int]) -> tuple[int, ...]:
+        """Append tokens up to the first that ends the text; returns those taken."""
         before = len(self.tokens)
-        for token in [*tree.arrays.tokens[verdict.path.numpy()[1:]].tolist(), verdict.bonus]:
+        for token in tokens:
             self.tokens.append(token)
             self.finish = self._endings.pop(0) if self._endings else self._ending(self.tokens)
             if self.finish:
                 break
-        return tuple(self.tokens[before:]), self.text.take(final=self.finish is not None)
+        return tuple(self.tokens[before:])
 
     def observe(self, step: Step) -> None:
         """Let the policy and the calibrator learn from a cycle."""

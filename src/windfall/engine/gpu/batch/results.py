@@ -1,82 +1,152 @@
-"""The results of a round as the host reads them: each request's verified tree, and a sample of whole trees."""
+"""The results of a round as the host reads them: the Step of each request, and what became of a sample of trees."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from windfall.core.detokenizer import LateText
 from windfall.core.tree import Arrays, DraftTree
+from windfall.core.types import Split, Step
 from windfall.engine.gpu.batch.round import SAMPLED
 from windfall.policies.budget import Outcome, Sizes
 
 Published = Mapping[str, Any]  # numpy arrays by name, see `Round.published`
+OF_ROWS = ("row_tokens", "parents", "logq", "score", "depth", "rank", "nodes")
+OF_REQUESTS = ("accepted", "tokens", "path", "starts")
+OF_TREES = ("parents", "depth", "rank", "logq", "key", "taken")
 
 
-def read_tree(arrays: Published, seat: int, root: int, drafted: bool) -> tuple[DraftTree, Tensor, int]:
-    """The verified tree of a request, its accepted path, and the target's next token."""
-    start, end = arrays["starts"][seat : seat + 2].tolist()
-    count = int(arrays["accepted"][seat])
-    path, bonus = torch.from_numpy(arrays["path"][seat, :count] - start), int(arrays["tokens"][seat, count - 1])
-    if not drafted:
-        return DraftTree.root(root), path, bonus
-    tokens, parents, logq, score, depth, rank = (
-        arrays[name][start:end].copy() for name in ("row_tokens", "parents", "logq", "score", "depth", "rank")
-    )
-    parents -= start
-    parents[0] = -1
-    unknown = np.full(len(tokens), np.nan, np.float32)
-    return DraftTree.of(Arrays(tokens, parents, logq, score, depth, rank, unknown)), path, bonus
+class Results:
+    """A copy of the results of one round, which stays valid."""
+
+    def __init__(self, arrays: Published, texts: int, sizes: Sizes, turn: int):
+        """`texts`: requests that took part; `turn`: of the sample, see `Round`."""
+        self.texts, self.sizes, self.drafted = texts, sizes, sizes.passes > 0
+        self._known = {name: arrays[name][: texts + (name == "starts")].copy() for name in OF_REQUESTS}
+        rows = int(self._known["starts"][-1])
+        self._known |= {name: arrays[name][:rows].copy() for name in OF_ROWS if self.drafted}
+        self.accepted: list[int] = self._known["accepted"].tolist()
+        self.tokens: list[list[int]] = self._known["tokens"].tolist()
+        self.starts: list[int] = self._known["starts"].tolist()
+        self.sampled = [(turn + place) % texts for place in range(min(SAMPLED, texts))] if self.drafted else []
+        if self.drafted:
+            count = int(arrays["sample_count"][: len(self.sampled)].max())
+            sample = slice(len(self.sampled)), slice(1, count)  # without the roots
+            self._count = arrays["sample_count"][: len(self.sampled)].copy()
+            self._sample = {name: arrays[f"sample_{name}"][sample].copy() for name in OF_TREES}
+
+    def path(self, seat: int) -> Tensor:
+        """The accepted nodes of a request's verified tree."""
+        return torch.from_numpy(self._known["path"][seat, : self.accepted[seat]] - self.starts[seat])
+
+    def tree(self, seat: int, root: int) -> DraftTree:
+        """The verified tree of a request; `root` is the token of its root."""
+        if not self.drafted:
+            return DraftTree.root(root)
+        own = slice(self.starts[seat], self.starts[seat + 1])
+        tokens, parents, logq, score, depth, rank = (self._known[name][own] for name in OF_ROWS[:6])
+        parents = parents - self.starts[seat]
+        parents[0] = -1
+        return DraftTree.of(Arrays(tokens, parents, logq, score, depth, rank, np.full(len(tokens), np.nan, np.float32)))
+
+    def outcome(self, seconds: float) -> Outcome:
+        """What became of the drafted nodes of the sampled requests."""
+        tree, shape = self._sample, self._sample["key"].shape
+        real = (np.arange(1, shape[1] + 1) < self._count[:, None]) & (tree["key"] > -np.inf)
+        verified, accepted = np.zeros((2, shape[0], shape[1] + 1), bool)  # the root has a place here
+        place = np.full(self.texts, -1)
+        place[self.sampled] = np.arange(len(self.sampled))
+        owner = np.repeat(place, np.diff(self._known["starts"]))
+        mine = owner >= 0
+        verified[owner[mine], self._known["nodes"][mine]] = True
+        rows = self._known["path"][self.sampled]
+        at, step = np.nonzero(rows >= 0)
+        accepted[at, self._known["nodes"][rows[at, step]]] = True
+        number = np.full((shape[0], shape[1] + 1), -1)  # of each node in the outcome
+        number[:, 1:][real] = np.arange(real.sum())
+        of = np.nonzero(real)[0]
+        return Outcome(
+            sizes=self.sizes,
+            requests=len(self.sampled),
+            owner=of,
+            parents=number[of, tree["parents"][real]],
+            depth=tree["depth"][real].astype(np.int64),
+            rank=tree["rank"][real].astype(np.int64),
+            logq=tree["logq"][real],
+            key=tree["key"][real],
+            expanded=tree["taken"][real] & (tree["depth"][real] < self.sizes.passes),
+            verified=verified[:, 1:][real],
+            accepted=accepted[:, 1:][real],
+            seconds=seconds,
+        )
 
 
-def sampled_seats(turn: int, live: int) -> list[int]:
-    """The seats whose whole trees are in the results of the round with this turn."""
-    return [(turn + place) % live for place in range(min(SAMPLED, live))]
+class BatchStep(Step):
+    """A Step whose text and tree are made when they are first read: most callers read few of them."""
 
+    _results: Results
+    _seat: int
+    _root: int
+    _text: tuple[LateText, int]
 
-def read_outcome(arrays: Published, turn: int, live: int, sizes: Sizes, seconds: float) -> Outcome:
-    """What became of the drafted nodes of the sampled requests."""
-    seats = sampled_seats(turn, live)
-    names = ("parents", "depth", "rank", "logq", "key", "taken")
-    found: dict[str, list[Any]] = {name: [] for name in ("owner", "verified", "accepted", *names)}
-    known = 0  # nodes of earlier requests
-    for place, seat in enumerate(seats):
-        count = int(arrays["sample_count"][place])
-        tree = {name: arrays[f"sample_{name}"][place, 1:count] for name in names}
-        real = tree["key"] > -np.inf
-        number = np.concatenate([[-1], np.where(real, known + real.cumsum() - 1, -1)])  # of each node in the outcome
-        verified = np.isin(np.arange(1, count), _nodes(arrays, seat))
-        accepted = np.isin(np.arange(1, count), _nodes(arrays, seat, accepted=True))
-        found["owner"].append(np.full(int(real.sum()), place))
-        found["parents"].append(number[tree["parents"][real]])
-        for name in names[1:]:
-            found[name].append(tree[name][real])
-        found["verified"].append(verified[real])
-        found["accepted"].append(accepted[real])
-        known += int(real.sum())
-    joined = {name: np.concatenate(parts) if parts else np.zeros(0) for name, parts in found.items()}
-    return Outcome(
-        sizes=sizes,
-        requests=len(seats),
-        owner=joined["owner"].astype(np.int64),
-        parents=joined["parents"].astype(np.int64),
-        depth=joined["depth"].astype(np.int64),
-        rank=joined["rank"].astype(np.int64),
-        logq=joined["logq"].astype(np.float32),
-        key=joined["key"].astype(np.float32),
-        expanded=joined["taken"].astype(bool) & (joined["depth"] < sizes.passes),
-        verified=joined["verified"].astype(bool),
-        accepted=joined["accepted"].astype(bool),
-        seconds=seconds,
-    )
+    def __init__(
+        self,
+        results: Results,
+        seat: int,
+        root: int,
+        tokens: tuple[int, ...],
+        text: tuple[LateText, int],
+        seconds: Split,
+        finish: str | None,
+        recorded: bool,
+        prefill_seconds: float,
+    ):
+        """`root`: the token of the tree's root. `text`: where the text is, and the number of this step there."""
+        self.__dict__.update(
+            _results=results,
+            _seat=seat,
+            _root=root,
+            _text=text,
+            tokens=tokens,
+            draft_passes=results.sizes.passes,
+            seconds=seconds,
+            finish=finish,
+            recorded=recorded,
+            prefill_seconds=prefill_seconds,
+        )
 
+    @cached_property
+    def text(self) -> str:
+        texts, number = self._text
+        return texts[number]
 
-def _nodes(arrays: Published, seat: int, accepted: bool = False) -> Any:
-    """The verified or the accepted nodes of a request, as numbers in its tree."""
-    start, end = arrays["starts"][seat : seat + 2].tolist()
-    if accepted:
-        return arrays["nodes"][arrays["path"][seat, : arrays["accepted"][seat]]]
-    return arrays["nodes"][start:end]
+    @cached_property
+    def tree(self) -> DraftTree:
+        return self._results.tree(self._seat, self._root)
+
+    @cached_property
+    def path(self) -> Tensor:
+        return self._results.path(self._seat)
+
+    @property
+    def drafted(self) -> DraftTree:
+        """The verified tree: the whole tree stays on the device."""
+        return self.tree
+
+    @cached_property
+    def kept(self) -> Tensor:
+        return torch.arange(len(self.tree))
+
+    @property
+    def accepted(self) -> int:
+        return self._results.accepted[self._seat] - 1
+
+    @property
+    def rows(self) -> int:
+        return self._results.starts[self._seat + 1] - self._results.starts[self._seat]

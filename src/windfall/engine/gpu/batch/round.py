@@ -210,4 +210,4 @@ def first_rows(rows: NextPass, seats: int) -> NextPass:
 
 def round_rows(count: int) -> int:
     """The next size of a verify pass."""
-    return ROUND_ROWS[bisect_left(ROUND_ROWS, count)]
+    return ROUND_ROWS[bisect_left(ROUND_ROWS, min(count, MAX_ROUND_ROWS))]

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
-from windfall.core.types import Split, Step, Verdict
+from windfall.core.detokenizer import LateText
+from windfall.core.types import Split, Step
+from windfall.costs.acceptance import Calibrator
 from windfall.costs.online import OnlineCosts
 from windfall.drafters.base import GpuForm
 from windfall.engine.batch_runner import Outcome
 from windfall.engine.gpu.batch.chunks import Prompt, PromptQueue
 from windfall.engine.gpu.batch.drafters import batch_drafter
+from windfall.engine.gpu.batch.learning import learn
 from windfall.engine.gpu.batch.page_pool import PagePool
-from windfall.engine.gpu.batch.results import Published, read_outcome, read_tree, sampled_seats
+from windfall.engine.gpu.batch.results import BatchStep, Results
 from windfall.engine.gpu.batch.round import MAX_ROUND_ROWS, SAMPLED, Round, round_rows
 from windfall.engine.gpu.batch.state import BatchState
 from windfall.engine.gpu.batch.target import BatchTarget, Kind
@@ -95,11 +99,13 @@ class GpuBatchRunner:
         self.pool = PagePool(limits.pages)
         self.texts: list[Sequence] = []  # by seat
         self._pages: dict[Sequence, list[int]] = {}
+        self._late: WeakKeyDictionary[Sequence, LateText] = WeakKeyDictionary()  # of texts that may come back
         self._launched: list[Launched] = []
         self._turn = 0  # see `Round`
         self._pending = 1  # an upper bound on the tokens that the last launched round adds to a text
         self._spare: list[DeviceEvent] = []
         self._versions = self._weight_versions()
+        self._changed: set[Sequence] = set()  # texts whose acceptance the device does not know yet
         self._prompts = PromptQueue()
         self._waiting: dict[int, Sequence] = {}  # texts whose prompts are not processed yet, by seat
         self._prefill_events: dict[Sequence, DeviceEvent] = {}  # the start of their prefill, until the first Step
@@ -161,6 +167,8 @@ class GpuBatchRunner:
             self.pool.release(known)
             raise
         self._pages[text], self._waiting[seat] = pages, text
+        self._late.setdefault(text, LateText(text.text))
+        self._changed.add(text)
         self.state.set_pages(seat, pages)
         self.state.set_sampling(seat, text.params)
         self._prompts.add(Prompt(seat, tokens, pages, max(len(known) * PAGE_TOKENS - 1, 0)))
@@ -237,7 +245,7 @@ class GpuBatchRunner:
         live, seats = len(self.texts), min(next(size for size in SEATS if size >= len(self.texts)), state.seats)
         pending, kind = self._pending, kind_of(self.texts)
         rows = round_rows(max(sizes.rows, seats)) if sizes.passes else seats
-        sizes = sizes._replace(rows=min(rows, MAX_ROUND_ROWS))
+        sizes = sizes._replace(rows=rows)
         shape = sizes._replace(floor=0.0, per_request=None)  # these are not fixed at capture
         captures, start = cache.captures, self._event()
         if sizes.passes:
@@ -268,19 +276,18 @@ class GpuBatchRunner:
 
     def _send(self, sizes: Sizes) -> None:
         """Send what the device must know before a round."""
-        state = self.state
+        state, margin = self.state, (MAX_FLIGHT + 1) * self.state.pending
         for seat, text in enumerate(self.texts):
-            if (missing := self._needed(len(text.tokens)) - len(self._pages[text])) > 0:
-                self._pages[text] += self._take(missing)
-                state.set_pages(seat, self._pages[text])
-            if text.dice is not None:
-                state.set_term("kappa", seat, text.calibrator.kappa)
-            if sizes.calibrated:
+            pages = self._pages[text]
+            if min(len(text.tokens) + margin, state.longest) > len(pages) * PAGE_TOKENS:
+                pages += self._take(self._needed(len(text.tokens)) - len(pages))
+                state.set_pages(seat, pages)
+            if text in self._changed:
                 calibrator = self.budget.calibrator or text.calibrator
+                state.set_term("kappa", seat, text.calibrator.kappa if text.dice else 1.0)
                 state.set_term("weights", seat, calibrator.shifted(text.correction.shift).astype("float32"))
-            alone = len(text.tokens) < 2  # its first token has no column, so that nothing can be drafted after it
-            state.set_term("limits", seat, 1 if alone else sizes.per_request or MAX_ROUND_ROWS)
-        state.write(floor=sizes.floor)
+        self._changed.clear()
+        state.write(floor=sizes.floor, limits=sizes.per_request or MAX_ROUND_ROWS)
         self._send_tables()
 
     def _send_tables(self) -> None:
@@ -295,33 +302,43 @@ class GpuBatchRunner:
 
     def _collect(self) -> dict[Sequence, Outcome]:
         launched, results = self._launched.pop(0), self.work.results
-        arrays = results.arrays[results.wait(launched.number)]
+        block = results.arrays[results.wait(launched.number)]
         launched.end.wait()
         draft, verify = launched.start.seconds_until(launched.drafted), launched.drafted.seconds_until(launched.end)
-        seconds, sizes, live = Split(draft, verify), launched.sizes, len(launched.texts)
+        found = Results(block, len(launched.texts), launched.sizes, launched.turn)
         if not launched.recorded:
             self._learn_costs(launched, draft, verify)
-        if sizes.passes:
-            total = 0.0 if launched.recorded else seconds.total
-            self.budget.observe(read_outcome(arrays, launched.turn, live, sizes, total))
-        sampled = set(sampled_seats(launched.turn, live))
         steps: dict[Sequence, Outcome] = {}
         for seat, text in enumerate(launched.texts):
             if text.finish is None and text in self._pages:
-                steps[text] = step = self._step(text, seat, arrays, launched, seconds)
-                if seat in sampled:
-                    text.observe(step)
+                steps[text] = self._step(text, seat, found, launched, Split(draft, verify))
+        if found.drafted:
+            self._learn_acceptance(found, launched, draft + verify)
         self._spare += [launched.start, launched.drafted, launched.end]
         return steps
 
-    def _step(self, text: Sequence, seat: int, arrays: Published, launched: Launched, seconds: Split) -> Step:
-        passes = launched.sizes.passes
-        tree, path, bonus = read_tree(arrays, seat, text.tokens[-1], drafted=passes > 0)
-        tokens, words = text.accept(tree, Verdict(path, bonus))
-        every, began = torch.arange(len(tree)), self._prefill_events.pop(text, None)
+    def _step(self, text: Sequence, seat: int, found: Results, launched: Launched, seconds: Split) -> Step:
+        root, began = text.tokens[-1], self._prefill_events.pop(text, None)
+        tokens = text.extend(found.tokens[seat][: found.accepted[seat]])
+        late = self._late[text]
+        number = late.add(len(text.tokens) - text.prompt_length, text.finish is not None)
         waited = 0.0 if began is None else began.seconds_until(launched.start)
-        finish, recorded = text.finish, launched.recorded
-        return Step(tokens, words, tree, path, tree, every, passes, seconds, finish, recorded, waited)
+        made = BatchStep(found, seat, root, tokens, (late, number), seconds, text.finish, launched.recorded, waited)
+        if text.params.stop:
+            _ = made.text  # later tokens may complete a stop string and shorten the text
+        return made
+
+    def _learn_acceptance(self, found: Results, launched: Launched, seconds: float) -> None:
+        """Let the budget, the calibrators and the corrections learn from some requests of the round."""
+        outcome, texts = found.outcome(0.0 if launched.recorded else seconds), launched.texts
+        self.budget.observe(outcome)
+        sampled = [texts[seat] for seat in found.sampled]
+        groups: dict[Calibrator, list[int]] = {}
+        for place, text in enumerate(sampled):
+            groups.setdefault(text.calibrator, []).append(place)
+        for calibrator, places in groups.items():
+            learn(outcome, calibrator, {place: sampled[place].correction for place in places})
+        self._changed.update(sampled)
 
     def _learn_costs(self, launched: Launched, draft: float, verify: float) -> None:
         """Correct the costs of passes by the times of a round."""

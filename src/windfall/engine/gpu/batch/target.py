@@ -89,6 +89,6 @@ class BatchTarget:
         kv = self.kv.view(-1, *self.kv.shape[-2:])
         source, goal, path = (x[:seats].flatten() for x in (outcome.source, outcome.goal, outcome.path))
         if states is None or features is None:
-            move(kv, source, goal)
+            move(kv, source, goal, disjoint=True)
         else:
-            move(kv, source, goal, states, path, features[:seats].flatten(0, 1))
+            move(kv, source, goal, states, path, features[:seats].flatten(0, 1), disjoint=True)
