@@ -1,4 +1,4 @@
-"""Generate many texts at once: requests join while others run, and each text is the same as alone."""
+"""Generate many texts at once, and print one of them while it is generated."""
 
 import windfall
 
