@@ -18,9 +18,9 @@ from windfall.policies.choice import choose
 
 Reals = NDArray[np.float64]
 PREPARED = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)
-TEXT_TOKENS = 200
+TEXT_TOKENS = 120
 WARM_UP_ROUNDS = 12
-CHANGE_TOKENS = 50  # after which a changing text becomes easy or hard
+CHANGE_TOKENS = 40  # after which a changing text becomes easy or hard
 CONFIDENCE = {"easy": (6.0, 1.2), "fair": (2.0, 1.6), "hard": (1.0, 5.0)}  # Beta, of a node's best child
 FALSE_CONFIDENCE = 0.12  # chance of a token that the drafter is sure of, in texts that it cannot follow
 SIBLING_SHARE = 0.5  # of the rest, for each next child
