@@ -17,8 +17,7 @@ from provenance import publish
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from helpers.batches import CURVES, METHODS, MIXES, speeds
 
-TEXTS_PER_REQUEST = 2
-FEWEST_TEXTS, MOST_TEXTS = 10, 128
+TOKENS, LEAST_TOKENS = 4000, 400  # of all requests, and of each at least
 
 
 def main() -> None:
@@ -33,8 +32,7 @@ def main() -> None:
     for curve in CURVES:
         for mix in [asked.mix] if asked.mix else MIXES:
             for requests in map(int, asked.requests.split(",")):
-                texts = min(max(TEXTS_PER_REQUEST * requests, FEWEST_TEXTS), MOST_TEXTS)
-                speed = speeds(curve, mix, requests, texts)
+                speed = speeds(curve, mix, requests, max(TOKENS // requests, LEAST_TOKENS))
                 over_plain = {method: each / speed["plain"] for method, each in speed.items()}
                 lead = over_plain["auto"] / max(each for method, each in over_plain.items() if method != "auto")
                 found.append({"costs": curve, "texts": mix, "requests": requests, "over_plain": over_plain})
