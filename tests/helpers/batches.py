@@ -57,14 +57,14 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def speeds(
-    curve: str, mix: str, requests: int, texts: int, methods: Iterable[str] = METHODS, seed: int = 1
+    curve: str, mix: str, requests: int, length: int, methods: Iterable[str] = METHODS, seed: int = 1
 ) -> dict[str, float]:
-    """Tokens per second of these methods."""
+    """Tokens per second of these methods, over `length` tokens for each request."""
     found = {}
     for method in methods:
         name, settings = METHODS[method]
         budget = registry.policy(name, **settings).budget()
-        found[method] = Batch(CURVES[curve], requests, MIXES[mix], seed).speed(budget, texts)
+        found[method] = Batch(CURVES[curve], requests, MIXES[mix], seed).speed(budget, length)
     return found
 
 
@@ -84,14 +84,13 @@ class Batch:
         self._next = self.requests
         self._progress = np.array([TEXT_TOKENS * i / self.requests for i in range(self.requests)])
         self._corrections = [Correction() for _ in range(self.requests)]
-        self.texts = 0  # that have ended
 
-    def speed(self, budget: Budget, texts: int) -> float:
-        """Tokens per second until this many texts have ended, after a few rounds with a new calibrator."""
+    def speed(self, budget: Budget, length: int) -> float:
+        """Tokens per second until each request has had this many tokens on average, after some rounds of learning."""
         for _ in range(WARM_UP_ROUNDS):
             self.round(budget)
         tokens = seconds = 0.0
-        while self.texts < texts:
+        while tokens < self.requests * length:
             done = self.round(budget)
             tokens, seconds = tokens + done.tokens, seconds + done.seconds
         return tokens / seconds
@@ -196,7 +195,7 @@ class Batch:
             self._progress[request] -= TEXT_TOKENS
             self._kinds[request] = self.mix[self._next % len(self.mix)]
             self._corrections[request] = Correction()
-            self._next, self.texts = self._next + 1, self.texts + 1
+            self._next += 1
 
 
 class Done(NamedTuple):
