@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,7 @@ from windfall import registry
 from windfall.core.types import SamplingParams, Step
 from windfall.costs.acceptance import Calibrator
 from windfall.costs.curves import ASSUMED, Costs
+from windfall.costs.online import OnlineCosts
 from windfall.drafters.lm import LMDrafter
 from windfall.engine.engine import Engine
 from windfall.engine.host_loop import HostLoop
@@ -85,12 +87,8 @@ def test_which_policies_share() -> None:
 
 def decode(policies: list[Any], costs: Costs = FLAT) -> tuple[list[list[int]], list[dict[int, Step]]]:
     """Decode a batch in which every request has its own policy; the texts and the steps."""
-    from collections import defaultdict
-
-    from windfall.costs.online import OnlineCosts
-
     made, params = engine("none"), SamplingParams(max_new_tokens=NEW)
-    calibrators = defaultdict(Calibrator)
+    calibrators: defaultdict[str, Calibrator] = defaultdict(Calibrator)
     sequences = [
         Sequence(p, params, policy, made.target, True, calibrators)
         for p, policy in zip(prompts(len(policies)), policies, strict=True)

@@ -12,6 +12,7 @@ from windfall.core.tree import DraftTree
 from windfall.core.types import Split, Step
 from windfall.core.verify import walk
 from windfall.costs.acceptance import Calibrator
+from windfall.costs.correction import Correction
 from windfall.costs.curves import Costs
 from windfall.costs.online import OnlineCosts
 from windfall.engine.host_loop import Growth
@@ -36,12 +37,17 @@ class Simulation:
         self.generator = torch.Generator().manual_seed(seed)
         self._random = random.Random(seed)
         self.calibrator = Calibrator()
+        self.correction: Correction | None = None  # of the current text
         self.root = 0
 
     def cycle(self, policy: TreePolicy) -> tuple[float, float, Step]:
         """Expected tokens and seconds of one cycle; what the policy learns from is drawn."""
         costs, online_costs = self.costs, self.online_costs
-        context = Context(32, 64, 1.0, online_costs.costs if online_costs else costs, self.calibrator, online_costs)
+        believed, shift = (
+            online_costs.costs if online_costs else costs,
+            self.correction.shift if self.correction else 0.0,
+        )
+        context = Context(32, 64, 1.0, believed, self.calibrator, online_costs, shift)
         tree, growth, seconds = DraftTree.root(self.root), Growth(policy, context), costs.overhead
         while (grow := growth.next(tree)) is not None:
             taken = costs.draft(len(grow.nodes))
@@ -60,6 +66,8 @@ class Simulation:
         emitted = (*kept.tokens[verdict.path[1:]].tolist(), verdict.bonus)
         step = Step(emitted, "", kept, verdict.path, tree, keep, growth.passes, Split(verify=seconds))
         policy.observe(step)
+        if self.correction:
+            self.correction.observe(step, self.calibrator)
         self.calibrator.observe(step)
         self.root = verdict.bonus
         return tokens, seconds, step

@@ -10,10 +10,12 @@ import torch
 
 from helpers.auto import CURVES, pair
 from helpers.simulation import Simulation
+from helpers.table import random_table
 from windfall import registry
 from windfall.core.tree import DraftTree
 from windfall.core.types import Split, Step
 from windfall.costs.acceptance import Calibrator
+from windfall.costs.correction import Correction
 from windfall.costs.curves import Costs, Curve
 from windfall.engine.host_loop import Growth
 from windfall.policies import cheap_rows
@@ -196,3 +198,17 @@ def test_forecasts_are_updated_at_the_normalised_probability() -> None:
         False,
         True,
     ]
+
+
+def test_a_confident_drafter_that_is_wrong_in_one_text_gets_fewer_rows() -> None:
+    """The calibrator has seen many texts that the drafter could follow, and changes too slowly for one text."""
+    draft = random_table(24, 3, 4.0)
+    wrong = draft[torch.randperm(24, generator=torch.Generator().manual_seed(0))]
+    rows = {}
+    for corrected in (False, True):
+        simulation = Simulation(draft, draft, CURVES["flat, cheap head"])
+        simulation.throughput(registry.policy("auto"), 300)
+        simulation.target, simulation.correction = wrong, Correction() if corrected else None
+        policy = registry.policy("auto")
+        rows[corrected] = sum(len(simulation.cycle(policy)[2].tree) for _ in range(60))
+    assert rows[True] < 0.7 * rows[False], rows
