@@ -36,7 +36,7 @@ def made(family: str, policy: str, drafter: str = "itself", requests: int = 64) 
                 parameter.div_(2)  # near-ties are what this is about
     target = Target(model.cuda(), character_tokenizer())
     own = LMDrafter() if drafter == "itself" else FeatureHeadDrafter(random_head(drafter))
-    return Engine(target, own, registry.policy(policy), True, GpuOptions(True), max_requests=requests)
+    return Engine(target, own, registry.policy(policy), True, GpuOptions(True, pages=True), max_requests=requests)
 
 
 def prompts(count: int) -> list[list[int]]:

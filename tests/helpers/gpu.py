@@ -88,7 +88,7 @@ def engine(
 ) -> Engine:
     known = {**ON_DEVICE, **LEARNING, **WATCHING, **SELECTIVE, **ON_HOST}
     target = Target(tiny(family, dtype=PRECISE, **changes), character_tokenizer())
-    options = GpuOptions(graphs, exact=exact, plans=plans)
+    options = GpuOptions(graphs, exact=exact, plans=plans, pages=True)
     return Engine(target, drafter(kind), registry.policy(policy, **known[policy]), coupled, options)
 
 

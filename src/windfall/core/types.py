@@ -132,16 +132,17 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GpuOptions:
-    """Options of decoding single texts on a GPU."""
+    """Options of decoding on a GPU."""
 
     graphs: bool | None = None  # run passes as CUDA graphs; None: if there is a GPU
     compiled: bool = False  # use torch.compile for models without a fused forward
     exact: bool = True  # compute every row in one order, for plain decoding's text in half precision; False: faster
     plans: bool = True  # run policies that have a plan on the GPU; False: all decide on the host
+    pages: bool = False  # run several requests in CUDA graphs on a KV cache in pages; new, and off by default
 
     def __post_init__(self) -> None:
         _require(isinstance(self.graphs, bool | None), f"graphs must be True, False or None, not {self.graphs!r}")
-        for name in ("compiled", "exact", "plans"):
+        for name in ("compiled", "exact", "plans", "pages"):
             require_flag(name.removesuffix("d"), getattr(self, name))
 
 

@@ -88,8 +88,8 @@ class Dispatcher:
         """
         self._drop_outdated()
         built, key = self.build(), (policy, seats, memory)
-        if built.runner is None:
-            self.batch_fallback = built.fallback
+        if built.runner is None or not self.options.pages:
+            self.batch_fallback = built.fallback or "pages are off"
             return None
         if self._batch is None or self._batch[:2] != (built.runner, key):
             from windfall.engine.gpu.batch.build import batch_runner
