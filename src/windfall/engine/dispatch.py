@@ -102,17 +102,29 @@ class Dispatcher:
     def _drop_outdated(self) -> None:
         """Forget the runner if the model has changed."""
         if self._built is not None and self._built.runner is not None and self._built.runner.outdated:
-            self._built = self._batch = None
+            self.forget_runner()
+
+    def forget_runner(self) -> None:
+        """Build a new GPU runner for the next request."""
+        self._built = self._batch = None
 
     def route(self, sequences: list[Sequence], costs: Costs) -> Route:
-        """How these sequences run, which are decoded together."""
+        """How these sequences run, which are decoded together.
+
+        A runner that decodes a request finds out itself whether the model has changed, while the device works.
+        """
         if len(sequences) > 1:
             return Route(None, SEVERAL_TEXTS)
         (sequence,) = sequences
         if len(sequence.tokens) < 2:
             return Route(None, "its prompt is a single token")
-        self._drop_outdated()
+        if self._built is not None and self._built.runner is not None and self._built.runner.moved:
+            self.forget_runner()
         built = self.build()
         if built.runner is None:
             return built
-        return Route(built.runner, built.runner.unsupported_reason(sequence, sequence.context(costs)))
+        reason = built.runner.unsupported_reason(sequence, sequence.context(costs))
+        if reason and built.runner.outdated:
+            self.forget_runner()
+            return self.route(sequences, costs)
+        return Route(built.runner, reason)

@@ -352,11 +352,21 @@ class Engine:
         self._route = self._dispatcher.route(sequences, self.costs)
         runner, fallback = self._route
         if runner is not None and not fallback:
-            return ({0: step} for step in runner.run(sequences[0], self.online_costs))
+            return self._gpu_cycles(runner, sequences[0])
         target, drafter = (self.target, self.drafter) if runner is None else runner.host_policy_pair(sequences[0])
         costs_are_of_gpu = self.online_costs.learns and self.gpu_runner is not None
         device = self.target.device
         return HostLoop(target, drafter, device, self.online_costs, costs_are_of_gpu, lockstep).run(sequences)
+
+    def _gpu_cycles(self, runner: GpuRunner, sequence: Sequence) -> Iterator[dict[int, Step]]:
+        from windfall.engine.gpu.runner import Outdated
+
+        try:
+            for step in runner.run(sequence, self.online_costs):
+                yield {0: step}
+        except Outdated:  # before the first Step
+            self._dispatcher.forget_runner()
+            yield from self._cycles([sequence], None)
 
     def _check_alone(self, number: int) -> None:
         if number != self.target.texts:

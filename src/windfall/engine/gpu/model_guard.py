@@ -12,8 +12,9 @@ from torch import Tensor, nn
 class ModelGuard:
     """Remembers a model's modules, hooks, and the addresses and dtypes of its weights.
 
-    In-place weight updates are fine: the graphs read the same memory. A check takes about 0.2 ms for a few hundred
-    modules.
+    In-place weight updates are fine: the graphs read the same memory. A whole check takes about 0.3 ms for a few
+    hundred modules. `moved` takes a tenth of that, and is enough before graphs are launched: as long as it is False,
+    they read memory that still belongs to the weights.
     """
 
     def __init__(self, model: nn.Module):
@@ -22,12 +23,21 @@ class ModelGuard:
             [part[name] for part in self._parts]
             for name in ("_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks")
         )
-        self._first = self._state()
+        self._tensors = list(model.parameters())  # keeps their memory, even if the model gets others
+        self._first, self._addresses = self._state(), self._places()
 
     @property
     def changed(self) -> bool:
         """Whether the model is no longer what it was when this guard was made."""
         return self._state() != self._first
+
+    @property
+    def moved(self) -> bool:
+        """Whether the weights that the model had lie elsewhere now."""
+        return self._places() != self._addresses
+
+    def _places(self) -> list[int]:
+        return list(map(_address, self._tensors))
 
     def _state(self) -> list[Any]:
         weights = [weight for weight in _values(self._weights) if weight is not None]
@@ -39,6 +49,11 @@ class ModelGuard:
             list(map(Tensor.data_ptr if plain else id, weights)),
             list(map(attrgetter("dtype"), weights)),
         ]
+
+
+def _address(weight: Tensor) -> int:
+    """The address of a weight; parameters of other classes than torch's may have none."""
+    return weight.data_ptr() if type(weight) is nn.Parameter else id(weight)
 
 
 def is_foreign_hook(hook: Any) -> bool:

@@ -33,6 +33,10 @@ from windfall.policies.plan import Plan
 CALLER_BUSY_SECONDS = 2e-5  # a caller that holds a Step for longer may have used the device
 
 
+class Outdated(Exception):
+    """The target has changed since the runner was built; a new one must be built."""
+
+
 class GpuRunner:
     """Decodes one sequence at a time on the device, if its policy, drafter and sampling can run in fixed buffers."""
 
@@ -59,6 +63,11 @@ class GpuRunner:
     def outdated(self) -> bool:
         """Whether the target's modules, hooks or weights were replaced since this runner was built."""
         return self._guard.changed
+
+    @property
+    def moved(self) -> bool:
+        """Whether the target's weights lie elsewhere now; a part of `outdated` that takes less time."""
+        return self._guard.moved
 
     def unsupported_reason(self, sequence: Sequence, ctx: Context) -> str:
         """Why this runner cannot decode this request; empty if it can."""
@@ -98,7 +107,10 @@ class GpuRunner:
 
     @torch.inference_mode()
     def run(self, sequence: Sequence, online_costs: OnlineCosts) -> Iterator[Step]:
-        """Yield the Steps of this request; the first one has the prefill time."""
+        """Yield the Steps of this request; the first one has the prefill time.
+
+        Raises Outdated before the first Step if the target has changed: this is found out while the device works.
+        """
         plan = sequence.policy.cached_plan
         assert plan is not None
         cycle = self._cycle(plan, sequence)
@@ -109,6 +121,8 @@ class GpuRunner:
         pipeline.capture_graphs(context)
         pipeline.prefill()
         pipeline.launch(context)
+        if self.outdated:
+            raise Outdated
         first = True
         while True:
             pipeline.launch(context)
