@@ -23,7 +23,8 @@ class ModelGuard:
             [part[name] for part in self._parts]
             for name in ("_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks")
         )
-        self._tensors = list(model.parameters())  # keeps their memory, even if the model gets others
+        # keeps their memory, even if the model gets others; parameters of other classes may have no address
+        self._tensors = [weight for weight in model.parameters() if type(weight) is nn.Parameter]
         self._first, self._addresses = self._state(), self._places()
 
     @property
@@ -37,7 +38,7 @@ class ModelGuard:
         return self._places() != self._addresses
 
     def _places(self) -> list[int]:
-        return list(map(_address, self._tensors))
+        return list(map(Tensor.data_ptr, self._tensors))
 
     def _state(self) -> list[Any]:
         weights = [weight for weight in _values(self._weights) if weight is not None]
@@ -49,11 +50,6 @@ class ModelGuard:
             list(map(Tensor.data_ptr if plain else id, weights)),
             list(map(attrgetter("dtype"), weights)),
         ]
-
-
-def _address(weight: Tensor) -> int:
-    """The address of a weight; parameters of other classes than torch's may have none."""
-    return weight.data_ptr() if type(weight) is nn.Parameter else id(weight)
 
 
 def is_foreign_hook(hook: Any) -> bool:
