@@ -61,6 +61,7 @@ def step(text: str, finish: str | None) -> Any:
         tokens=(ord(text),),
         text=text,
         tree=[0],
+        rows=1,
         accepted=0,
         draft_passes=0,
         seconds=Split(),
