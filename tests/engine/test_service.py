@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
@@ -322,7 +323,8 @@ def test_a_forgotten_engine_does_not_keep_the_process_alive() -> None:
         "from helpers.tiny import *; import windfall; made = windfall.load(tiny(), 'ngram', 'none');"
         "handle = made.submit(prompt(), max_new_tokens=240); next(iter(handle)); print('end')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
     assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
 
 

@@ -95,8 +95,8 @@ def decode(policies: list[Any], costs: Costs = FLAT) -> tuple[list[list[int]], l
     ]
     costs_of_batch = OnlineCosts(costs, learns=False)
     with tree_attention(made.target.model):
-        loop = HostLoop(sequences, made.target, made.drafter, torch.device("cpu"), costs_of_batch)
-        steps = list(loop.run())
+        loop = HostLoop(made.target, made.drafter, torch.device("cpu"), costs_of_batch)
+        steps = list(loop.run(sequences))
     return [s.tokens[len(p) :] for s, p in zip(sequences, prompts(len(policies)), strict=True)], steps
 
 

@@ -81,8 +81,9 @@ class BenchOptions:
             "coupled": not model.uncoupled,
             "drafter": drafter,
             "suite": self.suite,
-            **dataclasses.asdict(model.gpu_options),
         }
+        known = {field.name for field in dataclasses.fields(Settings)}
+        chosen |= {name: value for name, value in vars(model.gpu_options).items() if name in known}
         return Settings(**{**shared, **chosen})
 
     @property

@@ -36,6 +36,7 @@ from helpers.tiny import SHAPE, prompt, tiny
 from windfall import registry
 from windfall.core.types import GpuOptions, Step
 from windfall.costs.acceptance import Calibrator
+from windfall.costs.correction import Correction
 from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.drafters.lm import LMDrafter
 from windfall.engine.engine import Engine, Generation
@@ -99,6 +100,7 @@ def test_auto_follows_the_plain_rule(kind: str, least: int, monkeypatch: pytest.
     # nothing is learnt, so that the device cannot lag
     for name in ("observe", "update_forecast", "update_speedup", "record_draft_passes"):
         monkeypatch.setattr(Calibrator, name, lambda self, *given: None)
+    monkeypatch.setattr(Correction, "observe", lambda self, *given: None)
     monkeypatch.setattr(Calibrator, "min_draft_passes", least)
     wanted, found, _ = both("llama", kind, "auto")
     assert found.token_ids == wanted.token_ids
