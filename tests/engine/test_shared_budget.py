@@ -17,7 +17,7 @@ from windfall.costs.curves import ASSUMED, Costs
 from windfall.costs.online import OnlineCosts
 from windfall.drafters.lm import LMDrafter
 from windfall.engine.engine import Engine
-from windfall.engine.host_loop import HostLoop
+from windfall.engine.host_runner import HostRunner
 from windfall.engine.sequence import Sequence
 from windfall.engine.shared_budget import SharedBudgets
 from windfall.model.decoder import tree_attention
@@ -95,7 +95,7 @@ def decode(policies: list[Any], costs: Costs = FLAT) -> tuple[list[list[int]], l
     ]
     costs_of_batch = OnlineCosts(costs, learns=False)
     with tree_attention(made.target.model):
-        loop = HostLoop(made.target, made.drafter, torch.device("cpu"), costs_of_batch)
+        loop = HostRunner(made.target, made.drafter, torch.device("cpu"), costs_of_batch)
         steps = list(loop.run(sequences))
     return [s.tokens[len(p) :] for s, p in zip(sequences, prompts(len(policies)), strict=True)], steps
 

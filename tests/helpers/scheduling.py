@@ -10,7 +10,7 @@ from helpers.tiny import prompt, tiny
 from windfall import registry
 from windfall.core.types import SamplingParams
 from windfall.engine.engine import Engine
-from windfall.engine.host_loop import TREE_ROWS, HostLoop
+from windfall.engine.host_runner import TREE_ROWS, HostRunner
 from windfall.engine.request import Request
 from windfall.engine.scheduler import Scheduler
 from windfall.engine.sequence import Sequence
@@ -29,8 +29,8 @@ def memory(made: Engine, sequences: int, tokens: int) -> int:
     return sequences * (tokens + TREE_ROWS) * (made.target.decoder.row_bytes + made.drafter.row_bytes)
 
 
-def runner(made: Engine, bytes: int | None = None) -> HostLoop:
-    return HostLoop(made.target, made.drafter, made.target.device, made.online_costs, memory=bytes)
+def runner(made: Engine, bytes: int | None = None) -> HostRunner:
+    return HostRunner(made.target, made.drafter, made.target.device, made.online_costs, memory=bytes)
 
 
 def request(made: Engine, number: int, deadline: float | None = None, length: int = 9, **sampling: Any) -> Request:

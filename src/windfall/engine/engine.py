@@ -28,7 +28,7 @@ from windfall.engine.background import Background, Check
 from windfall.engine.batch_runner import BatchRunner
 from windfall.engine.dispatch import SEVERAL_TEXTS, Dispatcher, Route
 from windfall.engine.generation import Generation as Generation
-from windfall.engine.host_loop import HostLoop
+from windfall.engine.host_runner import HostRunner
 from windfall.engine.lockstep import Lockstep
 from windfall.engine.memory import as_bytes, default_bytes
 from windfall.engine.request import Handle, Request
@@ -251,7 +251,7 @@ class Engine:
     def _batch_runner(self) -> BatchRunner:
         memory = default_bytes(self.target.device) if self._kv_memory is None else self._kv_memory
         device, on_gpu = self.target.device, self.online_costs.learns and self.gpu_runner is not None
-        on_host = HostLoop(self.target, self.drafter, device, self.online_costs, on_gpu, memory=memory)
+        on_host = HostRunner(self.target, self.drafter, device, self.online_costs, on_gpu, memory=memory)
         in_pages = self._dispatcher.batch_runner(self.policy, self.online_costs, self.max_requests, self._kv_memory)
         return on_host if in_pages is None else SplitRunner(in_pages, on_host, in_pages.suits)
 
@@ -356,7 +356,7 @@ class Engine:
         target, drafter = (self.target, self.drafter) if runner is None else runner.host_policy_pair(sequences[0])
         costs_are_of_gpu = self.online_costs.learns and self.gpu_runner is not None
         device = self.target.device
-        return HostLoop(target, drafter, device, self.online_costs, costs_are_of_gpu, lockstep).run(sequences)
+        return HostRunner(target, drafter, device, self.online_costs, costs_are_of_gpu, lockstep).run(sequences)
 
     def _gpu_cycles(self, runner: GpuRunner, sequence: Sequence) -> Iterator[dict[int, Step]]:
         from windfall.engine.gpu.runner import Outdated

@@ -6,20 +6,18 @@ target would have written itself. On a GPU, `engine.gpu` runs the same cycle on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
 
-from windfall.core.clock import Stopwatch, now
+from windfall.core.clock import Stopwatch
 from windfall.core.tree import MAX_TREE_NODES, DraftTree
 from windfall.core.types import Grow, InputError, Scores, Step, Verdict
 from windfall.costs.online import OnlineCosts
 from windfall.drafters.base import Drafter
-from windfall.engine.batch_runner import Outcome
 from windfall.engine.lockstep import Lockstep
 from windfall.engine.sequence import Sequence
 from windfall.engine.shared_budget import Grower, SharedBudgets
@@ -32,168 +30,31 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 NOTHING: tuple[tuple[int, ...], str] = ((), "")  # tokens and text of a sequence that failed
-TREE_ROWS = 64  # of a sequence in a cycle, as the budget of memory counts them
 USUAL_PENDING_TOKENS = 16  # a drafter that drafted in the last cycle has to take in no more than this
 
 
 class HostLoop:
-    """Decodes sequences together, which join and leave between cycles. It is a BatchRunner."""
+    """Runs the cycles of sequences that are decoded together."""
 
     def __init__(
         self,
         target: Target | GraphTarget,
         drafter: Drafter,
-        device: torch.device,
         online_costs: OnlineCosts,
         costs_are_of_gpu: bool = False,
         lockstep: Lockstep | None = None,
-        memory: int | None = None,
     ):
-        """`costs_are_of_gpu`: the costs were measured in the GPU runner, where a pass takes less time than here.
-
-        `memory`: bytes for the KV caches of target and drafter, as `fits` counts them; None: no limit.
-        """
-        self.target, self.drafter, self.lockstep, self.memory = target, drafter, lockstep, memory
-        self.device, self.online_costs, self.costs_are_of_gpu = device, online_costs, costs_are_of_gpu
-        self.live: dict[int, Sequence] = {}  # by the number of sequences that joined before, in the order of the caches
-        self._joined = 0  # sequences so far
-        self._prefill_seconds: dict[Sequence, float] = {}  # of sequences whose first cycle is to come
-        self._failed: dict[Sequence, Exception] = {}  # in this cycle
-        self._walked = False  # whether this cycle has called processors and criteria, which may keep state
-        self._drafted_length = 0  # length of the text at the last draft pass
-
-    def run(self, sequences: list[Sequence]) -> Iterator[dict[int, Step]]:
-        """Decode these sequences until each has ended: after each cycle, the Step of every sequence that took part, by
-        its place in the list. The caches keep the sequences that end last."""
-        self.join(sequences)
-        while self.live:
-            places = {sequence: place for place, sequence in self.live.items()}
-            steps = {places[sequence]: raised(outcome) for sequence, outcome in self.round().items()}
-            ended = [sequence for sequence in places if sequence.finish]
-            if len(ended) < len(places):
-                self.leave(ended)
-            else:
-                self.live = {}
-            yield steps
-
-    def join(self, sequences: list[Sequence]) -> None:
-        """Prefill these sequences, and add them to the caches."""
-        if not sequences:
-            return
-        started, running, self._drafted_length = now(self.device), list(self.live.values()), 0
-        try:
-            if running and self.drafter.can_join:
-                prompts, dice = [list(each.tokens) for each in sequences], [each.dice for each in sequences]
-                assert isinstance(self.target, Target)
-                self.drafter.join(prompts, self.target.join(prompts), dice)
-            else:
-                self._start([*running, *sequences])
-        except Exception:
-            self._start(running)
-            raise
-        for sequence in sequences:
-            self.live[self._joined] = sequence
-            self._joined += 1
-        seconds = now(self.device) - started
-        self._prefill_seconds.update(dict.fromkeys(sequences, seconds))
-
-    def leave(self, sequences: Iterable[Sequence]) -> None:
-        """Remove these sequences from the caches."""
-        leaving = set(sequences)
-        keep = [place for place, sequence in enumerate(self.live.values()) if sequence not in leaving]
-        if len(keep) == len(self.live):
-            return
-        self.live = {number: sequence for number, sequence in self.live.items() if sequence not in leaving}
-        for sequence in leaving:
-            self._prefill_seconds.pop(sequence, None)
-        if keep:
-            self.target.retain(keep)
-            self.drafter.retain(keep)
-        else:
-            self._start([])
-
-    def round(self) -> dict[Sequence, Outcome]:
-        """One cycle of all sequences. If it fails as a whole, each sequence repeats it alone."""
-        try:
-            return self._round()
-        except Exception as error:
-            if self._walked or self.lockstep is not None:
-                raise
-            if len(self.live) == 1:
-                return dict.fromkeys(self.live.values(), error)
-            return self._round_one_by_one()
-
-    def fits(self, lengths: Iterable[int]) -> bool:
-        """The caches are padded: each sequence takes as many rows as the longest, and those of its tree."""
-        known = list(lengths)
-        rows = len(known) * (max(known, default=0) + TREE_ROWS)
-        return self.memory is None or rows * self._row_bytes <= self.memory
-
-    @property
-    def max_length(self) -> int | None:
-        """The number of tokens up to which a single sequence fits."""
-        return None if self.memory is None else self.memory // self._row_bytes - TREE_ROWS
-
-    @property
-    def _row_bytes(self) -> int:
-        assert isinstance(self.target, Target)
-        return self.target.decoder.row_bytes + self.drafter.row_bytes
-
-    def _start(self, sequences: list[Sequence]) -> None:
-        """Empty the caches, and prefill these sequences together."""
-        prompts, taps = [list(sequence.tokens) for sequence in sequences], self.drafter.taps
-        hidden: list[Tensor] | None = [] if taps else None
-        if prompts or isinstance(self.target, Target):
-            hidden = self.target.prefill(prompts, taps)
-        if prompts or self.drafter.can_join:  # other drafters may not expect an empty list
-            self.drafter.start(prompts, hidden, [sequence.dice for sequence in sequences])
-
-    def _round(self) -> dict[Sequence, Outcome]:
-        self._failed, self._walked = {}, False
-        steps = dict(zip(self.live.values(), self._cycle(self.live), strict=True))
-        waits = self._prefill_seconds
-        done = {
-            sequence: replace(step, prefill_seconds=waits.pop(sequence)) if sequence in waits else step
-            for sequence, step in steps.items()
-        }
-        return {**done, **self._failed}
-
-    def _round_one_by_one(self) -> dict[Sequence, Outcome]:
-        """A cycle of each sequence alone; those that fail are left out afterwards."""
-        everyone, outcomes = self.live, dict[Sequence, Outcome]()
-        for number, sequence in everyone.items():
-            try:
-                self.live = {number: sequence}
-                self._start([sequence])
-                outcomes.update(self._round())
-            except Exception as error:
-                outcomes[sequence] = error
-        self.live = {n: each for n, each in everyone.items() if not isinstance(outcomes[each], Exception)}
-        self._start(list(self.live.values()))
-        return outcomes
-
-    def _attempt(self, sequence: Sequence, call: Callable[..., T], *given: Any, otherwise: T) -> T:
-        """The result of a call for one sequence. If it raises, this sequence fails and the others go on."""
-        if sequence in self._failed:
-            return otherwise
-        try:
-            return call(*given)
-        except Exception as error:
-            self._failed[sequence] = error
-            return otherwise
-
-    def _walk(self, sequence: Sequence, tree: DraftTree, scores: Scores) -> Verdict:
-        self._walked = True
-        nothing = Verdict(torch.tensor([0]), sequence.tokens[-1])
-        return self._attempt(sequence, sequence.walk_tree, tree, scores, otherwise=nothing)
-
-    @cached_property
-    def _budgets(self) -> SharedBudgets:
-        return SharedBudgets(self.online_costs)
+        """`costs_are_of_gpu`: the costs were measured in the GPU runner, where a pass takes less time than here."""
+        self.target, self.drafter, self.lockstep = target, drafter, lockstep
+        self.online_costs, self.costs_are_of_gpu = online_costs, costs_are_of_gpu
+        self.failed: dict[Sequence, Exception] = {}  # in the last cycle; the Steps of these sequences do not count
+        self.walked = False  # whether the last cycle has called processors and criteria, which may keep state
+        self.drafted_length = 0  # length of the text at the last draft pass
 
     @torch.inference_mode()
-    def _cycle(self, rows: dict[int, Sequence]) -> list[Step]:
-        """One cycle of the sequences in these rows of the batch."""
+    def cycle(self, rows: dict[int, Sequence]) -> list[Step]:
+        """One cycle of the sequences in these rows of the batch, in the order of the caches."""
+        self.failed, self.walked = {}, False
         live, target, drafter, clock = list(rows.values()), self.target, self.drafter, Stopwatch()
         known_graphs = target.recordings
         alone = len(live) == 1
@@ -257,6 +118,25 @@ class HostLoop:
         clock.lap("policy")
         return [replace(step, seconds=clock.split) for step in steps]
 
+    def _attempt(self, sequence: Sequence, call: Callable[..., T], *given: Any, otherwise: T) -> T:
+        """The result of a call for one sequence. If it raises, this sequence fails and the others go on."""
+        if sequence in self.failed:
+            return otherwise
+        try:
+            return call(*given)
+        except Exception as error:
+            self.failed[sequence] = error
+            return otherwise
+
+    def _walk(self, sequence: Sequence, tree: DraftTree, scores: Scores) -> Verdict:
+        self.walked = True
+        nothing = Verdict(torch.tensor([0]), sequence.tokens[-1])
+        return self._attempt(sequence, sequence.walk_tree, tree, scores, otherwise=nothing)
+
+    @cached_property
+    def _budgets(self) -> SharedBudgets:
+        return SharedBudgets(self.online_costs)
+
     def _learn_costs(
         self,
         learner: OnlineCosts,
@@ -270,19 +150,12 @@ class HostLoop:
         and nothing is learned from the first draft pass, whose time depends on the number of requests."""
         slower = self.costs_are_of_gpu
         if passes and alone:
-            many_pending = length - self._drafted_length > USUAL_PENDING_TOKENS
+            many_pending = length - self.drafted_length > USUAL_PENDING_TOKENS
             learner.record_drafts([0], passes[0][1], slower or many_pending)
-            self._drafted_length = length
+            self.drafted_length = length
         for width, seconds in passes[1:]:
             learner.record_drafts([width], seconds, slower)
         learner.record_verify(verified_rows, length, verify_seconds, slower)
-
-
-def raised(outcome: Outcome) -> Step:
-    """The Step; an exception is raised."""
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
 
 
 class Growth:

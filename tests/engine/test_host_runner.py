@@ -19,7 +19,7 @@ from windfall.drafters.lm import LMDrafter
 from windfall.drafters.ngram import NGramDrafter
 from windfall.engine.batch_runner import BatchRunner
 from windfall.engine.engine import Engine
-from windfall.engine.host_loop import HostLoop
+from windfall.engine.host_runner import HostRunner
 from windfall.engine.request import Request
 from windfall.model.decoder import similar_lengths
 from windfall.model.kv_cache import GROWTH_ROWS, KVCache
@@ -30,7 +30,7 @@ SAMPLINGS = ({}, {"temperature": 0.9, "seed": 5})
 LENGTHS = (9, 60, 1, 25, 2, 40)  # of prompts; 40 and 60 are caught up by drafters before the first draft pass
 
 
-def play(loop: HostLoop, requests: list[Request], seed: int) -> None:
+def play(loop: HostRunner, requests: list[Request], seed: int) -> None:
     """Run these requests; each joins, and sometimes leaves and joins again, after a random number of rounds."""
     chance, waiting, inside = random.Random(seed), list(requests), list[Request]()
     while waiting or inside:
@@ -50,7 +50,7 @@ def play(loop: HostLoop, requests: list[Request], seed: int) -> None:
         check_caches(loop)
 
 
-def check_caches(loop: HostLoop) -> None:
+def check_caches(loop: HostRunner) -> None:
     """The caches hold the committed tokens of the sequences that run, and nothing else."""
     cache = loop.target.decoder.cache
     cache.check()

@@ -1,0 +1,163 @@
+"""The sequences of the host loop: they join its KV caches and leave them between cycles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from windfall.core.clock import now
+from windfall.core.types import Step
+from windfall.costs.online import OnlineCosts
+from windfall.drafters.base import Drafter
+from windfall.engine.batch_runner import Outcome
+from windfall.engine.host_loop import HostLoop
+from windfall.engine.lockstep import Lockstep
+from windfall.engine.sequence import Sequence
+from windfall.model.target import Target
+
+if TYPE_CHECKING:
+    from windfall.engine.gpu.host_policy import GraphTarget
+
+TREE_ROWS = 64  # of a sequence in a cycle, as `fits` counts them
+
+
+class HostRunner:
+    """A `BatchRunner` on the host loop."""
+
+    def __init__(
+        self,
+        target: Target | GraphTarget,
+        drafter: Drafter,
+        device: torch.device,
+        online_costs: OnlineCosts,
+        costs_are_of_gpu: bool = False,
+        lockstep: Lockstep | None = None,
+        memory: int | None = None,
+    ):
+        """`memory`: bytes for the KV caches of target and drafter, as `fits` counts them; None: no limit. For
+        `costs_are_of_gpu` see HostLoop."""
+        self.target, self.drafter, self.device, self.memory = target, drafter, device, memory
+        self.loop = HostLoop(target, drafter, online_costs, costs_are_of_gpu, lockstep)
+        self.live: dict[int, Sequence] = {}  # by the number of sequences that joined before, in the order of the caches
+        self._joined = 0  # sequences so far
+        self._prefill_seconds: dict[Sequence, float] = {}  # of sequences whose first cycle is to come
+
+    def run(self, sequences: list[Sequence]) -> Iterator[dict[int, Step]]:
+        """Decode these sequences until each has ended: after each cycle, the Step of every sequence that took part, by
+        its place in the list. The caches keep the sequences that end last."""
+        self.join(sequences)
+        while self.live:
+            places = {sequence: place for place, sequence in self.live.items()}
+            steps = {places[sequence]: raised(outcome) for sequence, outcome in self.round().items()}
+            ended = [sequence for sequence in places if sequence.finish]
+            if len(ended) < len(places):
+                self.leave(ended)
+            else:
+                self.live = {}
+            yield steps
+
+    def join(self, sequences: list[Sequence]) -> None:
+        """Prefill these sequences, and add them to the caches."""
+        if not sequences:
+            return
+        started, running, self.loop.drafted_length = now(self.device), list(self.live.values()), 0
+        try:
+            if running and self.drafter.can_join:
+                prompts, dice = [list(each.tokens) for each in sequences], [each.dice for each in sequences]
+                assert isinstance(self.target, Target)
+                self.drafter.join(prompts, self.target.join(prompts), dice)
+            else:
+                self._start([*running, *sequences])
+        except Exception:
+            self._start(running)
+            raise
+        for sequence in sequences:
+            self.live[self._joined] = sequence
+            self._joined += 1
+        seconds = now(self.device) - started
+        self._prefill_seconds.update(dict.fromkeys(sequences, seconds))
+
+    def leave(self, sequences: Iterable[Sequence]) -> None:
+        """Remove these sequences from the caches."""
+        leaving = set(sequences)
+        keep = [place for place, sequence in enumerate(self.live.values()) if sequence not in leaving]
+        if len(keep) == len(self.live):
+            return
+        self.live = {number: sequence for number, sequence in self.live.items() if sequence not in leaving}
+        for sequence in leaving:
+            self._prefill_seconds.pop(sequence, None)
+        if keep:
+            self.target.retain(keep)
+            self.drafter.retain(keep)
+        else:
+            self._start([])
+
+    def round(self) -> dict[Sequence, Outcome]:
+        """One cycle of all sequences. If it fails as a whole, each sequence repeats it alone."""
+        try:
+            return self._round()
+        except Exception as error:
+            if self.loop.walked or self.loop.lockstep is not None:
+                raise
+            if len(self.live) == 1:
+                return dict.fromkeys(self.live.values(), error)
+            return self._round_one_by_one()
+
+    def fits(self, lengths: Iterable[int]) -> bool:
+        """The caches are padded: each sequence takes as many rows as the longest, and those of its tree."""
+        known = list(lengths)
+        rows = len(known) * (max(known, default=0) + TREE_ROWS)
+        return self.memory is None or rows * self._row_bytes <= self.memory
+
+    @property
+    def max_length(self) -> int | None:
+        """The number of tokens up to which a single sequence fits."""
+        return None if self.memory is None else self.memory // self._row_bytes - TREE_ROWS
+
+    @property
+    def _row_bytes(self) -> int:
+        assert isinstance(self.target, Target)
+        return self.target.decoder.row_bytes + self.drafter.row_bytes
+
+    def _start(self, sequences: list[Sequence]) -> None:
+        """Empty the caches, and prefill these sequences together."""
+        prompts, taps = [list(sequence.tokens) for sequence in sequences], self.drafter.taps
+        hidden: list[Tensor] | None = [] if taps else None
+        if prompts or isinstance(self.target, Target):
+            hidden = self.target.prefill(prompts, taps)
+        if prompts or self.drafter.can_join:  # other drafters may not expect an empty list
+            self.drafter.start(prompts, hidden, [sequence.dice for sequence in sequences])
+
+    def _round(self) -> dict[Sequence, Outcome]:
+        steps = dict(zip(self.live.values(), self.loop.cycle(self.live), strict=True))
+        waits = self._prefill_seconds
+        done = {
+            sequence: replace(step, prefill_seconds=waits.pop(sequence)) if sequence in waits else step
+            for sequence, step in steps.items()
+        }
+        return {**done, **self.loop.failed}
+
+    def _round_one_by_one(self) -> dict[Sequence, Outcome]:
+        """A cycle of each sequence alone; those that fail are left out afterwards."""
+        everyone, outcomes = self.live, dict[Sequence, Outcome]()
+        for number, sequence in everyone.items():
+            try:
+                self.live = {number: sequence}
+                self._start([sequence])
+                outcomes.update(self._round())
+            except Exception as error:
+                outcomes[sequence] = error
+        self.live = {n: each for n, each in everyone.items() if not isinstance(outcomes[each], Exception)}
+        self._start(list(self.live.values()))
+        return outcomes
+
+
+def raised(outcome: Outcome) -> Step:
+    """The Step; an exception is raised."""
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
