@@ -9,6 +9,7 @@ from helpers.kernels import (
     both,
     check_attention,
     check_chain,
+    check_close_draws,
     check_draw,
     check_enter,
     check_gelu_and_cap,
@@ -82,6 +83,7 @@ def test_the_noise_of_the_positions_ahead(count: int, width: int) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_draw(n: int, vocabulary: int, temperature: float, dtype: torch.dtype) -> None:
     check_draw(n, vocabulary, dtype, temperature, "cuda")
+    check_close_draws(n, vocabulary, "cuda")
 
 
 @both

@@ -318,6 +318,16 @@ def check_draw(n: int, vocabulary: int, dtype: torch.dtype, temperature: float, 
     assert torch.equal(draw(logits, positions, seed, heat, greedy=True), first)
 
 
+def check_close_draws(n: int, vocabulary: int, device: str = "cpu") -> None:
+    """Scores that are almost equal, so that only exact noise tells which is the highest."""
+    positions, seed = torch.arange(n, device=device), torch.tensor([signed(SEED)], device=device)
+    noise = gumbel(SEED, positions, torch.arange(vocabulary, device=device))
+    generator = torch.Generator().manual_seed(n)
+    logits = -noise + 1e-5 * torch.randn(n, vocabulary, generator=generator).to(device)
+    found = draw(logits, positions, seed, torch.ones(1, device=device))
+    assert torch.equal(found, (logits + noise).argmax(-1))
+
+
 def check_top(w: int, k: int, columns: int, dtype: torch.dtype, dice: bool, named: bool, device: str = "cpu") -> None:
     """Against `add_children` on the same scores."""
     torch.manual_seed(w + k)

@@ -13,6 +13,7 @@ from helpers.kernels import (
     both,
     check_attention,
     check_chain,
+    check_close_draws,
     check_draw,
     check_enter,
     check_gelu_and_cap,
@@ -133,6 +134,10 @@ def test_the_noise_of_the_positions_ahead(count: int, width: int) -> None:
 @pytest.mark.parametrize(("n", "vocabulary", "temperature"), [(1, 5, 1.0), (2, 2500, 0.7), (2, 1024, 0.0)])
 def test_draw(n: int, vocabulary: int, temperature: float, dtype: torch.dtype) -> None:
     check_draw(n, vocabulary, dtype, temperature)
+
+
+def test_draw_among_scores_that_are_almost_equal() -> None:
+    check_close_draws(3, 1500)
 
 
 @both

@@ -7,10 +7,26 @@ import triton.language as tl
 from torch import Tensor
 
 from windfall.kernels.backend import pdl_launch, pdl_trigger, power_of_two
-from windfall.kernels.triton.noise import gumbel, noise_key
+from windfall.kernels.triton.noise import QUICK_ERROR, gumbel, noise_key, quick_gumbel
 from windfall.kernels.triton.pdl import pdl_wait
 
 BLOCK = 1024  # columns per program
+
+
+@triton.jit
+def _with_noise(scores, key, column):
+    """The scores with exact noise, or only the highest of them and -inf.
+
+    Quick noise finds the highest one, unless another is too close to it.
+    """
+    rough = scores + quick_gumbel(key, column)
+    near = rough >= tl.max(rough, 0) - QUICK_ERROR
+    if tl.sum(near.to(tl.int32), 0) > 1:
+        added = gumbel(key, column)
+    else:
+        only = tl.max(tl.where(near, column, -1), 0)
+        added = tl.where(near, gumbel(key, only), float("-inf"))
+    return scores + added
 
 
 @triton.jit
@@ -48,11 +64,11 @@ def _best(
         temperature = tl.load(temperature_at)
         if temperature != 0:
             position = tl.load(positions + row) + OFFSET
+            scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature)
             if NOISE_ROWS > 0:
-                added = tl.load(noise + position % NOISE_ROWS * noise_row + column, mask=inside, other=0.0)
+                scores += tl.load(noise + position % NOISE_ROWS * noise_row + column, mask=inside, other=0.0)
             else:
-                added = gumbel(noise_key(tl.load(seed_at), position), column)
-            scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature) + added
+                scores = _with_noise(scores, noise_key(tl.load(seed_at), position), column)
     value, place = tl.max(scores, 0, return_indices=True)
     tl.store(values + row * tl.num_programs(1) + block, value)
     tl.store(columns + row * tl.num_programs(1) + block, block * BLOCK + place)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from windfall.kernels.backend import pdl_launch, pdl_trigger, power_of_two, shared_memory
 from windfall.kernels.triton.grow import NONE, best, order_of, value_of
-from windfall.kernels.triton.noise import gumbel, noise_key
+from windfall.kernels.triton.noise import noise_key, quick_gumbel
 from windfall.kernels.triton.pdl import pdl_wait
 
 MIN_COLUMNS = 64  # per block
@@ -53,7 +53,7 @@ def _noise_of_row(
     if NOISE_ROWS > 0:
         added = tl.load(noise + position % NOISE_ROWS * noise_row + names, mask=inside, other=0.0)
     else:
-        added = gumbel(noise_key(tl.load(seed_at), position), names)
+        added = quick_gumbel(noise_key(tl.load(seed_at), position), names)
     return added
 
 
