@@ -26,6 +26,7 @@ ROOT = tl.constexpr(2**32 - 1)  # the order of a root: above every key
 FAR = tl.constexpr(2**31 - 1)  # above every row
 TILE = 2048  # entries of `lineage` per iteration
 PADDING = 512  # rows of padding per iteration
+MIN_BLOCK, MIN_ENTRIES = 16, 256  # smaller sizes share one compiled kernel
 
 
 @triton.jit
@@ -80,14 +81,14 @@ def _highest(order, weight, want):
     return last
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["all_rows", "all_requests"])
 def _share_rows(
     lists,
     bases,
     tile_firsts,
     starts,
-    ROWS: tl.constexpr,
-    REQUESTS: tl.constexpr,
+    all_rows,
+    all_requests,
     TILE_ROWS: tl.constexpr,
     LONGEST: tl.constexpr,
     LEVELS: tl.constexpr,
@@ -99,14 +100,14 @@ def _share_rows(
     """One program: the first row and the first attention tile of each request."""
     pdl_wait(PDL)
     request = tl.arange(0, BLOCK_R)
-    inside = request < REQUESTS
+    inside = request < all_requests
     level = tl.arange(0, BLOCK_L)
     power = 1 << level
     at = lists + request[:, None] * LONGEST + power[None, :] - 1
     known = inside[:, None] & (level < LEVELS)[None, :]
     sketch = tl.load(at, mask=known, other=0).to(tl.uint32, bitcast=True)
     more = tl.broadcast_to((tl.maximum(power >> 1, 1))[None, :], (BLOCK_R, BLOCK_L))  # nodes that a level adds
-    low = _highest(tl.reshape(sketch, (BLOCK_R * BLOCK_L,)), tl.reshape(more, (BLOCK_R * BLOCK_L,)), ROWS)
+    low = _highest(tl.reshape(sketch, (BLOCK_R * BLOCK_L,)), tl.reshape(more, (BLOCK_R * BLOCK_L,)), all_rows)
 
     # All nodes above `low` are among the first `size` of their requests, less than two for each row in all.
     size = 2 * tl.sum(tl.where(sketch > low, more, 0), 1) - 1
@@ -120,7 +121,7 @@ def _share_rows(
     base = tl.load(bases + owner, mask=real, other=0)
     order = tl.load(lists + base + entry, mask=real, other=0).to(tl.uint32, bitcast=True)
     order = tl.where(order > low, order, 0)
-    last = _highest(order, tl.full([BLOCK_E], 1, tl.int32), ROWS)
+    last = _highest(order, tl.full([BLOCK_E], 1, tl.int32), all_rows)
     last = tl.where(last > low, last, low)
 
     above = tl.zeros([BLOCK_R], tl.int32)  # nodes above `last`
@@ -136,16 +137,16 @@ def _share_rows(
         level_too = tl.where((found >= last) & (found > 0), further, level_too)
         step = step >> 1
     ties = level_too - above
-    spare = ROWS - tl.sum(above, 0) - (tl.cumsum(ties, 0) - ties)  # for the ties of each request
+    spare = all_rows - tl.sum(above, 0) - (tl.cumsum(ties, 0) - ties)  # for the ties of each request
     rows = above + tl.minimum(tl.maximum(spare, 0), ties)
     tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
     tl.store(starts + request, (tl.cumsum(rows, 0) - rows).to(tl.int64), mask=inside)
-    tl.store(starts + REQUESTS, tl.sum(rows, 0).to(tl.int64))
+    tl.store(starts + all_requests, tl.sum(rows, 0).to(tl.int64))
     tl.store(tile_firsts + request, tl.cumsum(tiles, 0) - tiles, mask=inside)
-    tl.store(tile_firsts + REQUESTS, tl.sum(tiles, 0))
+    tl.store(tile_firsts + all_requests, tl.sum(tiles, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["all_rows", "all_requests", "all_tiles", "lineage_row"])
 def _write_rows(
     all_keys,
     all_tokens,
@@ -171,10 +172,10 @@ def _write_rows(
     tile_rows,
     staging,
     lineage_row,
-    ROWS: tl.constexpr,
-    REQUESTS: tl.constexpr,
+    all_rows,
+    all_requests,
+    all_tiles,
     TILE_ROWS: tl.constexpr,
-    TILES: tl.constexpr,
     CAPACITY: tl.constexpr,
     LONGEST: tl.constexpr,
     ANCESTORS: tl.constexpr,
@@ -190,12 +191,12 @@ def _write_rows(
     request = tl.program_id(0)
     first = tl.load(starts + request).to(tl.int32)
     first_tile = tl.load(tile_firsts + request)
-    if request == REQUESTS:
+    if request == all_requests:
         zero = tl.zeros([BLOCK_P], tl.int64)
-        for start in range(0, ROWS - first, BLOCK_P):
+        for start in range(0, all_rows - first, BLOCK_P):
             mine = start + tl.arange(0, BLOCK_P)
             row = first + mine
-            inside = row < ROWS
+            inside = row < all_rows
             tl.store(tokens + row, zero, mask=inside)
             tl.store(owners + row, zero.to(tl.int32), mask=inside)
             tl.store(nodes + row, zero - 1, mask=inside)
@@ -205,10 +206,10 @@ def _write_rows(
             tl.store(slots + row, zero + staging + row, mask=inside)
             tl.store(reach + row, zero, mask=inside)
             tl.store(tile_rows + first_tile + mine // TILE_ROWS, row, mask=inside & (mine % TILE_ROWS == 0))
-        used = first_tile + (ROWS - first + TILE_ROWS - 1) // TILE_ROWS
-        for start in range(used, TILES, BLOCK_P):
+        used = first_tile + (all_rows - first + TILE_ROWS - 1) // TILE_ROWS
+        for start in range(used, all_tiles, BLOCK_P):
             tile = start + tl.arange(0, BLOCK_P)
-            tl.store(tile_rows + tile, tl.full([BLOCK_P], ROWS, tl.int32), mask=tile < TILES)
+            tl.store(tile_rows + tile, tl.full([BLOCK_P], all_rows, tl.int32), mask=tile < all_tiles)
     else:
         count = tl.load(starts + request + 1).to(tl.int32) - first
         if count > 0:
@@ -271,7 +272,7 @@ def choose_rows(
     (requests, capacity, ancestors), (size, columns) = trees.ancestors.shape, rows.lineage.shape
     given = (*trees, limits, lengths, *rows[:8], rows.starts, rows.tiles)
     assert all(x.is_contiguous() for x in given) and rows.lineage.stride(1) == 1 and columns <= ancestors
-    longest, block = power_of_two(min(capacity, size)), power_of_two(capacity)
+    longest = block = power_of_two(capacity)
     lists, row_of, notes = (
         torch.empty(shape, dtype=torch.int32, device=live.device)
         for shape in ((requests, longest), (requests, capacity), (2, requests + 1))
@@ -296,14 +297,14 @@ def choose_rows(
         notes[0],
         notes[1],
         rows.starts,
-        ROWS=size,
-        REQUESTS=requests,
+        all_rows=size,
+        all_requests=requests,
         TILE_ROWS=tile_rows,
         LONGEST=longest,
         LEVELS=levels,
-        BLOCK_R=power_of_two(requests),
+        BLOCK_R=max(power_of_two(requests), MIN_BLOCK),
         BLOCK_L=power_of_two(levels),
-        BLOCK_E=power_of_two(2 * size),
+        BLOCK_E=max(power_of_two(2 * size), MIN_ENTRIES),
         num_warps=8 if max(size, requests) > 128 else 4,
         **pdl_launch(live),
     )
@@ -325,10 +326,10 @@ def choose_rows(
         rows.tiles,
         staging,
         rows.lineage.stride(0),
-        ROWS=size,
-        REQUESTS=requests,
+        all_rows=size,
+        all_requests=requests,
         TILE_ROWS=tile_rows,
-        TILES=len(rows.tiles),
+        all_tiles=len(rows.tiles),
         CAPACITY=capacity,
         LONGEST=longest,
         ANCESTORS=ancestors,
@@ -336,13 +337,13 @@ def choose_rows(
         BLOCK_C=block,
         BLOCK_I=min(longest, max(TILE // across, 1)),
         BLOCK_D=across,
-        BLOCK_P=min(power_of_two(size), PADDING),
+        BLOCK_P=PADDING,
         num_warps=4,
         **pdl_launch(live),
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["all_requests", "all_tiles", "table_row", "last_page"])
 def _root_rows(
     all_tokens,
     live_at,
@@ -360,8 +361,8 @@ def _root_rows(
     tile_rows,
     table_row,
     last_page,
-    REQUESTS: tl.constexpr,
-    TILES: tl.constexpr,
+    all_requests,
+    all_tiles,
     CAPACITY: tl.constexpr,
     PAGE: tl.constexpr,
     UNUSED: tl.constexpr,
@@ -371,7 +372,7 @@ def _root_rows(
     """Program (block of rows)."""
     pdl_wait(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = row < REQUESTS
+    inside = row < all_requests
     live = tl.load(live_at)
     real = inside & (row < live)
     zero = tl.zeros([BLOCK], tl.int64)
@@ -386,15 +387,14 @@ def _root_rows(
     tl.store(positions + row, length, mask=inside)
     tl.store(slots + row, page * PAGE + length % PAGE, mask=inside)
     tl.store(reach + row, tl.where(real, length + 1, 0), mask=inside)
-    tl.store(starts + row, tl.minimum(row.to(tl.int64), live), mask=row <= REQUESTS)
-    tl.store(tile_rows + row, tl.minimum(row, REQUESTS), mask=row < TILES)
+    tl.store(starts + row, tl.minimum(row.to(tl.int64), live), mask=row <= all_requests)
+    tl.store(tile_rows + row, tl.minimum(row, all_requests), mask=row < all_tiles)
 
 
 def root_rows(trees: TreeArrays, live: Tensor, lengths: Tensor, tables: Tensor, rows: BatchRows) -> None:
     requests = len(rows.tokens)
     assert tables.stride(1) == 1 and all(x.is_contiguous() for x in (trees.tokens, lengths, *rows[:8], *rows[9:]))
-    block = min(power_of_two(max(requests + 1, len(rows.tiles))), 256)
-    _root_rows[(-(-max(requests + 1, len(rows.tiles)) // block),)](
+    _root_rows[(-(-max(requests + 1, len(rows.tiles)) // MIN_ENTRIES),)](
         trees.tokens,
         live,
         lengths,
@@ -404,18 +404,18 @@ def root_rows(trees: TreeArrays, live: Tensor, lengths: Tensor, tables: Tensor, 
         rows.tiles,
         tables.stride(0),
         tables.shape[1] - 1,
-        REQUESTS=requests,
-        TILES=len(rows.tiles),
+        all_requests=requests,
+        all_tiles=len(rows.tiles),
         CAPACITY=trees.tokens.shape[1],
         PAGE=PAGE_TOKENS,
         UNUSED=UNUSED_PAGE,
-        BLOCK=block,
-        num_warps=1,
+        BLOCK=MIN_ENTRIES,
+        num_warps=2,
         **pdl_trigger(live),
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row", "last_page"])
 def _accept_rows(
     draws,
     row_tokens,
@@ -566,7 +566,7 @@ def accept_rows(
         CAPACITY=capacity,
         COLUMNS=columns,
         PAGE=PAGE_TOKENS,
-        BLOCK=power_of_two(len(draws)),
+        BLOCK=max(power_of_two(len(draws)), MIN_ENTRIES),
         BLOCK_P=power_of_two(steps),
         BLOCK_S=min(power_of_two(staged_rows), 512),
         BLOCK_D=power_of_two(columns),
@@ -575,7 +575,7 @@ def accept_rows(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row", "last_page", "rows"])
 def _append_to_pages(
     lengths,
     counts,
@@ -586,7 +586,7 @@ def _append_to_pages(
     last,
     table_row,
     last_page,
-    ROWS: tl.constexpr,
+    rows,
     PAGE: tl.constexpr,
     UNUSED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -596,18 +596,18 @@ def _append_to_pages(
     pdl_wait(PDL)
     request = tl.program_id(0)
     row = tl.arange(0, BLOCK)
-    inside = row < ROWS
+    inside = row < rows
     length = tl.load(lengths + request)
     count = tl.load(counts + request)
     real = inside & (row < count)
     position = length + row
     at = tl.minimum(position // PAGE, last_page)
     page = tl.load(tables + request * table_row + at, mask=real, other=UNUSED).to(tl.int64)
-    cell = request * ROWS + row
+    cell = request * rows + row
     tl.store(positions + cell, position, mask=inside)
     tl.store(slots + cell, page * PAGE + position % PAGE, mask=inside)
     tl.store(reach + cell, tl.where(real, position + 1, 0), mask=inside)
-    tl.store(last + request, request * ROWS + tl.maximum(count - 1, 0))
+    tl.store(last + request, request * rows + tl.maximum(count - 1, 0))
     tl.debug_barrier()  # every thread has read the length
     tl.store(lengths + request, length + count)
 
@@ -616,7 +616,7 @@ def append_to_pages(lengths: Tensor, counts: Tensor, tables: Tensor, rows: int) 
     requests = len(lengths)
     assert lengths.is_contiguous() and counts.is_contiguous() and tables.stride(1) == 1
     positions, slots, reach = (lengths.new_empty(requests * rows) for _ in range(3))
-    last, block = torch.empty_like(lengths), power_of_two(rows)
+    last, block = torch.empty_like(lengths), max(power_of_two(rows), MIN_BLOCK)
     _append_to_pages[(requests,)](
         lengths,
         counts,
@@ -627,7 +627,7 @@ def append_to_pages(lengths: Tensor, counts: Tensor, tables: Tensor, rows: int) 
         last,
         tables.stride(0),
         tables.shape[1] - 1,
-        ROWS=rows,
+        rows=rows,
         PAGE=PAGE_TOKENS,
         UNUSED=UNUSED_PAGE,
         BLOCK=block,

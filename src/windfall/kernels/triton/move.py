@@ -13,7 +13,7 @@ TILE = 8192  # elements of the KV cache per iteration
 MAX_SPAN = 128  # disjoint moves of a program, a power of two
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["steps", "movers"])
 def _move(
     kv,
     source,
@@ -29,7 +29,7 @@ def _move(
     kv_row,
     states_row,
     kept_row,
-    STEPS: tl.constexpr,
+    steps,
     SPAN: tl.constexpr,
     DISJOINT: tl.constexpr,
     D: tl.constexpr,
@@ -47,8 +47,8 @@ def _move(
         dim = tl.arange(0, BLOCK_D)
         for start in range(0, SPAN, BLOCK_P):  # ascending: later sources are above all earlier goals
             step = begin + start + tl.arange(0, BLOCK_P)
-            old = tl.load(source + step, mask=step < STEPS, other=0)
-            new = tl.load(goal + step, mask=step < STEPS, other=0)
+            old = tl.load(source + step, mask=step < steps, other=0)
+            new = tl.load(goal + step, mask=step < steps, other=0)
             moved = (old != new)[:, None] & (dim < D)[None, :]
             rows = tl.load(kv + old[:, None] * kv_row + dim[None, :], mask=moved, other=0.0)
             if not DISJOINT:
@@ -98,7 +98,7 @@ def move(
         *kv.stride()[:2],
         0 if states is None else states.stride(0),
         0 if kept_states is None else kept_states.stride(0),
-        STEPS=steps,
+        steps=steps,
         SPAN=span,
         DISJOINT=disjoint,
         D=d,
