@@ -404,19 +404,6 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
 
-    def interrupt(self, *texts: str) -> None:
-        """Press Ctrl-C and wait for these texts. Press it again if nothing comes, as a user would: Python drops an
-        interrupt that arrives while a destructor runs."""
-        for _ in range(3):
-            self.type(CONTROL_C)
-            deadline = time.monotonic() + PATIENCE / 4
-            while texts[0] not in self.seen and time.monotonic() < deadline:
-                if select.select([self.master], [], [], 0.1)[0]:
-                    self.seen += os.read(self.master, 65536).decode()
-            if texts[0] in self.seen:
-                break
-        self.expect(*texts)
-
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -442,7 +429,8 @@ def test_a_terminal_with_pasted_code_history_and_control_c(data: Path) -> None:
         terminal.expect("heard 'here'", READY)
         terminal.type(f"{WAIT}\r")
         terminal.expect("working")
-        terminal.interrupt("interrupted", READY)
+        terminal.type(CONTROL_C)
+        terminal.expect("interrupted", READY)
         terminal.type("/sta\t\r")
         terminal.expect("answer 7", READY)
         terminal.type(CONTROL_D)

@@ -52,8 +52,8 @@ class FakeEngine:
         for place, token in enumerate(tokens[:room], 1):
             last = said != WAIT and place == len(tokens)
             yield step(token, "stop" if last else "length" if place == room else None)
-        if said == WAIT:
-            time.sleep(300)
+        for _ in range(6000 if said == WAIT else 0):
+            time.sleep(0.05)  # short: an interrupt that another thread receives does not end the main thread's sleep
 
 
 def step(text: str, finish: str | None) -> Any:

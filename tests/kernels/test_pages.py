@@ -27,10 +27,9 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("lengths", "rows", "dtype"),
     [
-        ([5, 130, 0, 63], [1, 7, 3, 6], HALF),
-        ([70, 64, 1], [1, 1, 1], HALF),
-        ([140], [6], HALF),
-        ([3, 40], [2, 3], torch.float32),
+        ([5, 130, 0, 63], [1, 4, 3, 1], HALF),
+        ([70], [3], HALF),
+        ([3, 40], [1, 2], torch.float32),
     ],
 )
 def test_a_row_has_the_same_bits_in_a_batch(
@@ -44,7 +43,7 @@ def test_far_parts() -> None:
 
 
 def test_windows() -> None:
-    check_pages([100, 20], [3, 4], True, HALF, window=37)
+    check_pages([100, 20], [1, 3], True, HALF, window=37)
 
 
 @pytest.mark.parametrize("seed", range(5))
