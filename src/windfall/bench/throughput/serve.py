@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
+from typing import Any
 
 from windfall.bench.runner import Case
 from windfall.bench.throughput.answers import Answer, Run
@@ -43,7 +44,7 @@ def engine_server(engine: Engine, temperature: float) -> Serve:
         def submit() -> None:
             number, case = waiting.popleft()
             params = case.at(temperature)
-            sampling = {"temperature": params.temperature, "seed": params.seed, "eos": params.eos}
+            sampling: dict[str, Any] = {"temperature": temperature, "seed": params.seed, "eos": params.eos}
             started = time.perf_counter()
             handle = engine.submit(case.ids, max_new_tokens=params.max_new_tokens, **sampling)
             handles.append(handle)

@@ -55,7 +55,7 @@ def measure(
     """Measure everything into the result, and call `keep` with it after each run."""
     tokenizing, eos = Engine(target, NoDrafter(), NoSpeculation()), () if settings.ignore_eos else None
     asked = tokenizing, settings.seed, settings.prompt_tokens
-    sampling = {"max_new_tokens": settings.max_new_tokens, "eos": eos}
+    sampling: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "eos": eos}
     fitting = [case.prompt for case in first_questions(prompts, *asked, **sampling)]
     count = max(settings.requests(cell, len(fitting)) for cell in settings.cells)
     cases = first_questions(repeated(fitting, count), *asked, **sampling)
