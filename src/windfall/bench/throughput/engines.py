@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from windfall.bench import provenance
 from windfall.bench.memory import clear
 from windfall.bench.methods import PLAIN, DrafterSpec, Method
 from windfall.bench.runner import PROFILE_KEYS, Case, NoDrafter
@@ -35,6 +36,7 @@ class Engines:
         self.trust_remote_code = trust_remote_code
         self.longest = 0  # tokens of the longest prompt and its answer
         self.profiles: dict[str, Any] = {}  # costs of passes by drafter, as far as policies use them
+        self.about: dict[str, Any] = {}  # the provenance of engines by drafter
         self._drafters: dict[str, Drafter] = {}  # loaded, but not attached to an engine
         self._alive: OrderedDict[str, tuple[int, Engine]] = OrderedDict()
         self._numbers = itertools.count(1)
@@ -61,7 +63,7 @@ class Engines:
 
     def _make(self, method: Method) -> Engine:
         drafter, own = self._drafter(method), Target(self.target.model, self.target.tokenizer, self.target.name)
-        policy, requests, memory = method.make(), max(self.settings.concurrency), None
+        label, policy, requests, memory = self.label(method), method.make(), max(self.settings.concurrency), None
         if own.device.type == "cuda":
             drafter.attach(own)
             memory = requests * (self.longest + SPARE_TOKENS) * (own.decoder.row_bytes + drafter.row_bytes)
@@ -70,7 +72,9 @@ class Engines:
         options = self.settings.coupled, self.settings.launch
         made = Engine(own, drafter, policy, *options, max_requests=requests, kv_memory=memory)
         if policy.uses_costs:
-            made.online_costs = OnlineCosts(self._costs(self.label(method), made))
+            made.online_costs = OnlineCosts(self._costs(label, made))
+        if label not in self.about:
+            self.about[label] = provenance.describe({label: made}, own, (), ())
         return made
 
     def _bytes(self, used: int) -> int:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from windfall.bench import provenance
 from windfall.bench.methods import DrafterSpec, Method
 from windfall.bench.runner import NoDrafter, first_questions
 from windfall.bench.tasks import Prompt
@@ -34,6 +33,14 @@ class Result:
 
     def as_dict(self) -> dict[str, Any]:
         return {"what": "throughput of many requests at once", **asdict(self)}
+
+    def take(self, contest: Contest, engines: Engines) -> None:
+        """Take over what is known by now."""
+        self.rows, self.skipped, self.profiles = contest.rows, contest.skipped, engines.profiles
+        about = engines.about.items()
+        self.provenance["drafters"] = {label: each["drafters"][label] for label, each in about}
+        exact = all(each["target"]["exact"] for _, each in about)
+        self.provenance["target"] = {**self.provenance.get("target", {}), "exact": exact}
 
     @property
     def different(self) -> int:
@@ -64,11 +71,10 @@ def measure(
     contest = Contest(engines, methods, cases, len(fitting))
     try:
         for _ in contest.run(progress):
-            result.rows, result.skipped, result.profiles = contest.rows, contest.skipped, engines.profiles
+            result.take(contest, engines)
             keep(result)
-        used = {engines.label(method): engines.get(method)[1] for method in methods}
-        result.provenance.update({"drafters": provenance.describe(used, target, (), ())["drafters"]})
-        result.finished, result.skipped = True, contest.skipped
+        result.take(contest, engines)
+        result.finished = True
         keep(result)
     finally:
         engines.close()
