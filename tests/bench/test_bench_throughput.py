@@ -106,18 +106,19 @@ def test_steps_with_the_same_times_are_one_round() -> None:
     one = Answer((1, 2, 3), 0.0, 2.0, (part(1.0, 1, 4, 2, 0.2), part(2.0, 2, 3, 1)))
     other = Answer((4, 5), 0.5, 2.01, (part(1.01, 1, 2, 1, 0.2), part(2.01, 1, 5, 0)))
     run = Run([one, other], [(0.0, 2.01)])
-    assert [len(each) for each in rounds_of(run)] == [2, 2]
+    assert [len(each) for each in rounds_of(run.counted)] == [2, 2]
     told = figures([run])
     assert told["tokens"] == 5 and told["tau"] == 5 / 4 and told["rows_per_pass"] == 7
     assert told["draft_passes"] == 1.5 and told["rest_share"] == pytest.approx(1 - 0.6 / 2.01)
     assert told["ttft"]["median"] == pytest.approx(0.755) and told["tpot"]["median"] == pytest.approx(0.75)
     again = Answer((1, 2), 0.0, 2.0, (part(1.0, 1), part(2.0, 1)))  # two rounds that took equally long
-    assert [len(each) for each in rounds_of(Run([again], [(0.0, 2.0)]))] == [1, 1]
+    assert [len(each) for each in rounds_of([again.parts])] == [1, 1]
     assert spread([None]) is None
 
 
 def answer(submitted: float, ended: float) -> Answer:
-    return Answer((1, 2), submitted, ended, (part(ended - 0.5, 1), part(ended, 1)))
+    parts = tuple(part(at, 1, seconds=at) for at in (ended - 0.5, ended))  # each in a round of its own
+    return Answer((1, 2), submitted, ended, parts)
 
 
 def test_batches_count_as_a_whole() -> None:
@@ -131,6 +132,22 @@ def test_the_ramps_of_a_stream_do_not_count() -> None:
     run = run_cell(lambda cases, size: answers, [None] * 6, Cell(0, STREAM, 2))  # type: ignore[list-item]
     assert run.windows == [(3, 6)]  # after the second of six texts, up to the fourth
     assert run.tokens == 4 and run.tokens_per_second == pytest.approx(4 / 3)
+
+
+def test_a_stream_counts_whole_rounds() -> None:
+    """The Steps of a round come one after another."""
+
+    def steps(start: int, late: float) -> Answer:
+        parts = tuple(part(start + at + late, 1, seconds=start + at) for at in (1, 2))
+        return Answer((1, 2), start, parts[-1].time, parts)
+
+    answers = [steps(start, late) for start in (0, 2, 4) for late in (0.0, 0.25)]
+    run = run_cell(lambda cases, size: answers, [None] * 6, Cell(0, STREAM, 2))  # type: ignore[list-item]
+    assert run.windows == [(2.25, 4.25)] and [len(each) for each in rounds_of(run.counted)] == [2, 2]
+    answers[0], answers[1] = steps(0, 0.25), steps(0, 0.5)  # the second text ends before the round does
+    answers.append(Answer((1,) * 9, 0, 9.0, tuple(part(at + 0.75, 1, seconds=at) for at in range(1, 9))))
+    run = run_cell(lambda cases, size: answers, [None] * 7, Cell(0, STREAM, 2))  # type: ignore[list-item]
+    assert run.windows[0][0] == 2.75
 
 
 def test_repeated_prompts_begin_differently() -> None:

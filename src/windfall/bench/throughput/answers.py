@@ -84,13 +84,13 @@ class Run:
         return self.tokens / self.seconds if self.seconds > 0 else None
 
 
-def rounds_of(run: Run) -> list[list[Part]]:
-    """The parts that came from one round of the batch, for each round that counts.
+def rounds_of(answers: Sequence[Sequence[Part]]) -> list[list[Part]]:
+    """The parts of all answers that came from one round of the batch, for each round; not those of transformers.
 
-    All Steps of a round have the same times, and a request has one Step in a round.
+    All Steps of a round report the same seconds, and a request has one Step in a round.
     """
     steps = sorted(
-        ((part, number) for number, own in enumerate(run.counted) for part in own if part.seconds is not None),
+        ((part, number) for number, own in enumerate(answers) for part in own if part.seconds is not None),
         key=lambda each: each[0].time,
     )
     rounds: list[list[Part]] = []
@@ -106,7 +106,7 @@ def rounds_of(run: Run) -> list[list[Part]]:
 
 def figures(runs: Sequence[Run]) -> dict[str, Any]:
     """Tokens per second as the median of the runs, times of all their requests, and sizes of all their rounds."""
-    rounds = [each for run in runs for each in rounds_of(run)]
+    rounds = [each for run in runs for each in rounds_of(run.counted)]
     steps, wall = [part for each in rounds for part in each], sum(run.seconds for run in runs)
     passes = sum(each[0].seconds.draft + each[0].seconds.verify for each in rounds if each[0].seconds is not None)
     answers = [answer for run in runs for answer in run.answers]

@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from windfall.bench.runner import Case
-from windfall.bench.throughput.answers import Answer, Run
+from windfall.bench.throughput.answers import Answer, Run, rounds_of
 from windfall.bench.throughput.workload import BATCH, Cell
 from windfall.engine.engine import Engine
 from windfall.engine.request import Handle
@@ -22,7 +22,8 @@ def run_cell(serve: Serve, cases: Sequence[Case], cell: Cell) -> Run:
 
     Batches follow each other, and count from the submission of the first request to the end of the last. A stream
     counts from the end of the N-th text to the end of the N-th text before the last one, for N requests at once: all
-    this time N requests are in flight, and the ramps at both ends are left out.
+    this time N requests are in flight, and the ramps at both ends are left out. Rounds in which these texts end count
+    as a whole: the first is left out, and the last one counts.
     """
     size = cell.concurrency
     if cell.arrivals == BATCH:
@@ -31,7 +32,9 @@ def run_cell(serve: Serve, cases: Sequence[Case], cell: Cell) -> Run:
         return Run([answer for own in batches for answer in own], windows)
     answers = serve(cases, size)
     ends = sorted(answer.ended for answer in answers)
-    return Run(answers, [(ends[size - 1], ends[-size - 1])])
+    rounds = [own[-1].time for own in rounds_of([answer.parts for answer in answers])]
+    start, end = (next((last for last in rounds if last >= each), each) for each in (ends[size - 1], ends[-size - 1]))
+    return Run(answers, [(start, end)])
 
 
 def engine_server(engine: Engine, temperature: float) -> Serve:
