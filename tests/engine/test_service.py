@@ -356,3 +356,28 @@ def test_the_memory_of_an_engine_limits_its_requests() -> None:
     for wrong in (0, 1.5, "8", True):
         with pytest.raises(InputError, match="max_requests must be a whole number of at least 1"):
             Engine(engine().target, some_drafter("ngram"), registry.policy("none"), max_requests=wrong)
+
+
+def test_a_new_policy_gets_a_new_runner_when_the_thread_has_no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Engine(engine().target, some_drafter("ngram"), registry.policy("chain", depth=2))
+    runners, later, over, make = list[Any](), list[Any](), threading.Event(), made._batch_runner
+    monkeypatch.setattr(made, "_batch_runner", lambda: runners.append(make()) or runners[-1])
+
+    def go_on(_: Any) -> None:
+        """Called by the thread, which has no request left."""
+        later.append(made.submit(prompt(), **HOW))
+        later[0].add_done_callback(change)
+
+    def change(_: Any) -> None:
+        assert len(runners) == 1
+        made.policy = registry.policy("none")
+        later.append(made.submit(prompt(), **HOW))
+        assert len(runners) == 2
+        over.set()
+
+    first = made.submit(prompt(), **HOW)
+    first.add_done_callback(go_on)
+    assert over.wait(30)
+    texts = [handle.result(30) for handle in (first, *later)]
+    assert texts[0].token_ids == texts[1].token_ids == texts[2].token_ids
+    assert [text.stats.draft_passes > 0 for text in texts] == [True, True, False]

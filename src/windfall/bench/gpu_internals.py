@@ -32,6 +32,11 @@ def reserve(engines: Iterable[Engine], tokens: int) -> None:
             engine.gpu_runner.gpu_target.reserve(tokens + MAX_STAGED_NODES + DRAFT_PASS_SIZES[-1])
 
 
+def forget_prefixes(engine: Engine) -> None:
+    """Let requests process their whole prompts, although earlier requests had the same ones."""
+    engine._dispatcher.forget_prefixes()
+
+
 def has_fixed_rotary_positions(config: Any) -> bool:
     """Whether a model has rotary positions whose frequencies do not depend on the length of the text."""
     return getattr(config, "rope_parameters", None) is not None and has_fixed_angles(config)

@@ -14,6 +14,7 @@ import typer
 from windfall import __version__
 from windfall.cli import audit, bench, chat, diagnose, generate, measure, report, show, train_ltd, tune
 from windfall.cli.bench_speed import speed
+from windfall.cli.bench_throughput import throughput
 from windfall.cli.help import Group, make_group
 from windfall.cli.session import BAD_INPUT, ON_BROKEN_PIPE, ON_INTERRUPT
 from windfall.cli.study import study
@@ -82,7 +83,7 @@ app = make_group(
     cls=Commands,
 )
 about = "Run methods over prompts, and keep the results."
-app.add_typer(make_group(about, speed, bench.run, bench.suites, bench.show, study), name="bench")
+app.add_typer(make_group(about, speed, throughput, bench.run, bench.suites, bench.show, study), name="bench")
 about = "Train drafters and policies on texts that the target writes."
 app.add_typer(make_group(about, data, head, lm, classifier, train_ltd.record, train_ltd.ltd), name="train")
 

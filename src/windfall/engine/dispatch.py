@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from windfall.core.errors import InexactWarning
 from windfall.core.types import FULL_PRECISION, GpuOptions
 from windfall.costs.curves import Costs
@@ -94,10 +96,25 @@ class Dispatcher:
         if self._batch is None or self._batch[:2] != (built.runner, key):
             from windfall.engine.gpu.batch.build import batch_runner
 
+            self._release_batch()
             self._batch = (built.runner, key, batch_runner(built.runner, policy, online_costs, seats, memory))
         made = self._batch[2]
         self.batch_fallback = made if isinstance(made, str) else ""
         return None if isinstance(made, str) else made
+
+    def forget_prefixes(self) -> None:
+        """Let the runner for batches process prompts again that it has processed before; no request may run."""
+        if self._batch is not None and not isinstance(self._batch[2], str):
+            self._batch[2].pool.clear()
+
+    def _release_batch(self) -> None:
+        """Free the memory of the runner for batches: that of another one may be a share of what is free."""
+        old, self._batch = self._batch, None
+        if old is not None and not isinstance(old[2], str):
+            old[2].gpu_target.graph_cache.forget(old[2].work)
+            del old
+            if self.target.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def _drop_outdated(self) -> None:
         """Forget the runner if the model has changed."""

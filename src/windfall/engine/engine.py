@@ -224,7 +224,7 @@ class Engine:
         self, ids: list[int], params: SamplingParams, policy: TreePolicy | None = None, deadline: float | None = None
     ) -> Handle:
         request = self._request(ids, params, policy, deadline)
-        self._service.submit(request, self._batch_runner)
+        self._service.submit(request, self._batch_runner, self.policy)
         return Handle(request)
 
     def _request(
@@ -287,7 +287,7 @@ class Engine:
                 return [request.generation() for request in requests]
         try:
             for request in requests:
-                self._service.submit(request, self._batch_runner)
+                self._service.submit(request, self._batch_runner, self.policy)
             return [Handle(request).result() for request in requests]
         finally:
             for request in requests:
@@ -406,6 +406,11 @@ class Engine:
     def fallback(self) -> str:
         """Why the GPU runner did not decode the last request; empty if it did."""
         return self._route.fallback
+
+    @property
+    def batch_fallback(self) -> str:
+        """Why the GPU runner did not decode the last requests that ran together; empty if it did, or none ran yet."""
+        return self._dispatcher.batch_fallback
 
     def warm_up(self, **sampling: Any) -> Iterator[float]:
         """Load kernels and record graphs for this sampling, on a dummy prompt; yields progress from 0 to 1.

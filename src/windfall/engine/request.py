@@ -138,6 +138,11 @@ class Handle:
         """Whether the text has ended or failed."""
         return self._request.done
 
+    @property
+    def times(self) -> list[float]:
+        """Seconds from the submission to each Step so far."""
+        return list(self._request.times)
+
     def cancel(self) -> None:
         """End the text at the next cycle, with the finish reason "cancelled"; a text that has ended stays as it is."""
         self._request.cancelled = True

@@ -27,6 +27,7 @@ class Scheduler:
         self.runner, self.max_requests = runner, max_requests
         self._queue: deque[Request] = deque()
         self._running: list[Request] = []  # the oldest first
+        self._joining: list[Request] = []  # that left the queue and do not run yet
         self._lock = threading.Lock()  # of the queue
 
     def submit(self, request: Request) -> None:
@@ -43,8 +44,9 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
-        return not (self._queue or self._running)
+        """Whether there is nothing to do; any thread may ask."""
+        with self._lock:
+            return not (self._queue or self._joining or self._running)
 
     @property
     def waiting(self) -> int:
@@ -115,9 +117,11 @@ class Scheduler:
                 if not self._has_room([*self._running, *new, self._queue[0]]):
                     break
                 new.append(self._queue.popleft())
+            self._joining = new
         if new and not self._join(new):
             for request in new:  # one of them fails
                 self._join([request])
+        self._joining = []
 
     def _has_room(self, requests: list[Request]) -> bool:
         """Whether these can run together; one alone always can."""

@@ -17,6 +17,7 @@ from windfall.engine.request import Request
 from windfall.engine.scheduler import Scheduler
 from windfall.model.decoder import tree_attention
 from windfall.model.target import Target
+from windfall.policies.base import TreePolicy
 
 MAX_REQUESTS_CPU, MAX_REQUESTS_GPU = 8, 32  # that run together by default
 TURN_SECONDS = 0.1  # between two looks at whether the thread runs
@@ -34,6 +35,7 @@ class Service:
         usual = MAX_REQUESTS_CPU if target.device.type == "cpu" else MAX_REQUESTS_GPU
         self.target, self.max_requests = target, checked_requests(max_requests) or usual
         self._scheduler: Scheduler | None = None
+        self._policy: TreePolicy | None = None  # that the scheduler's runner was made for
         self._thread: threading.Thread | None = None
         self._closed = False
         self._text = -1  # the value of `target.texts` while the KV cache belongs to this scheduler
@@ -57,13 +59,17 @@ class Service:
                 return
         yield False
 
-    def submit(self, request: Request, make_runner: Callable[[], BatchRunner]) -> None:
-        """Queue a request for the thread; a new thread has a new runner."""
+    def submit(self, request: Request, make_runner: Callable[[], BatchRunner], policy: TreePolicy) -> None:
+        """Queue a request for the thread.
+
+        A new thread has a new runner. So has a thread without requests if `policy`, which is the engine's, has changed.
+        """
         with self._lock:
             if self._closed:
                 raise RuntimeError("this engine is closed")
-            if self._scheduler is None or self._thread is None:
-                self._scheduler = Scheduler(make_runner(), self.max_requests)
+            if self._scheduler is None or self._thread is None or (self._scheduler.idle and self._policy != policy):
+                self._scheduler = None  # its runner's memory can be used again
+                self._scheduler, self._policy = Scheduler(make_runner(), self.max_requests), policy
             self._scheduler.submit(request)
             if self._thread is None:
                 _services.add(self)
@@ -114,7 +120,8 @@ class Service:
             scheduler.step()
         except Exception as error:  # of the runner itself: nothing is known about its state
             with self._lock:
-                self._scheduler = None
+                if self._scheduler is scheduler:
+                    self._scheduler = None
             with suppress(Exception):
                 scheduler.close(error)
 

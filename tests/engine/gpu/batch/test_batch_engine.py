@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -44,6 +46,20 @@ def test_the_texts_of_a_batch_are_those_of_single_requests(policy: str, sampling
         texts = found.generate_batch(PROMPTS, **ASKED, **sampling)
         assert [text.token_ids for text in texts] == wanted
     assert in_pages(found) is runner and runner.pool.available == runner.pool.pages
+
+
+def test_the_memory_of_a_runner_is_freed_when_the_policy_changes() -> None:
+    found = made("beam")
+    found.generate_batch(PROMPTS[:2], **ASKED)
+    assert found.batch_fallback == ""
+    old = weakref.ref(in_pages(found))
+    found.policy = registry.policy("none")
+    new = in_pages(found)
+    gc.collect()
+    assert old() is None and new.policy == found.policy
+    found.policy = registry.policy("svip")
+    found.generate_batch(PROMPTS[:2], **ASKED)
+    assert found.batch_fallback == "its policy decides during a cycle, on the host"
 
 
 @pytest.mark.parametrize("policy", ["auto", "beam"])

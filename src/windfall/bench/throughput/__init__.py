@@ -1,0 +1,1 @@
+"""`windfall bench throughput`: tokens per second of many requests at once."""
