@@ -30,11 +30,12 @@ FOUND = tl.constexpr(18)  # bits of the order that are found
 WANTED = tl.constexpr(19)  # sum of weights that the tokens above the cutoff of top-p must reach
 WEIGHT = tl.constexpr(SCALE)  # of the likeliest token
 LOWEST = tl.constexpr(-23.0)  # nats below the likeliest token at which the weight is 0: exp(-23) * WEIGHT is below 1
+SLACK = tl.constexpr(1.01)  # for rounding, where blocks of weight 0 are skipped
 
 
 @triton.jit
 def _order(values, BITS: tl.constexpr):
-    """Unsigned orders of these logits, int64."""
+    """Unsigned orders of these logits, uint32."""
     if BITS == 16:
         bits = values.to(tl.int16, bitcast=True).to(tl.int32)
         bits = tl.where(bits == -32768, 0, bits)  # -0.0 becomes 0.0
@@ -136,8 +137,8 @@ def _find_digit(
                     sums += tl.where(bar == i, tl.sum(above.to(tl.int32), 0), 0)
             if adds:
                 best = _logit(top.to(tl.int64), logits, BITS)
-                reached = (best - highest) > LOWEST * temperature * 1.01
-                if reached & (top.to(tl.int64) >= base):
+                weighs = (best == highest) | (best - highest > LOWEST * temperature * SLACK)
+                if weighs & (top >= known.to(tl.uint32)):  # most blocks have no such token
                     weight = _weights(values.to(tl.float32), highest, temperature)
                     weight = tl.where(order >= known.to(tl.uint32), weight, 0)
                     sums += tl.where(bar == 0, tl.sum(weight, 0), 0)
@@ -150,8 +151,8 @@ def _find_digit(
         before = tl.atomic_add(notes + ARRIVED, 1, sem="acq_rel")
         tl.debug_barrier()
         if before == tl.num_programs(1) - 1:
-            sums = tl.atomic_add(notes + bar, tl.zeros([BARS], tl.int64), sem="relaxed")  # reads beyond the L1 cache
-            top = tl.atomic_add(notes + HIGHEST, 0, sem="relaxed")
+            sums = tl.load(notes + bar)
+            top = tl.load(notes + HIGHEST)
             total = tl.sum(tl.where(bar == 0, sums, 0), 0).to(tl.float64)
             wanted = tl.load(notes + WANTED)
             share = tl.maximum(tl.ceil(top_p.to(tl.float64) * total), 1.0).to(tl.int64)

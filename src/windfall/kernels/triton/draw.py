@@ -21,6 +21,7 @@ def _best(
     temperature_at,
     noise,
     owners,
+    cutoffs,
     values,
     columns,
     width,
@@ -30,6 +31,7 @@ def _best(
     GREEDY: tl.constexpr,
     NOISE_ROWS: tl.constexpr,
     OWNED: tl.constexpr,
+    CUT: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -46,7 +48,11 @@ def _best(
             seed_at += owner
             temperature_at += owner
         temperature = tl.load(temperature_at)
-        if temperature != 0:
+        noisy = temperature != 0
+        if CUT:
+            scores = tl.where(scores >= tl.load(cutoffs + row), scores, float("-inf"))
+            noisy = noisy & (tl.max(scores, 0) > float("-inf"))  # in most blocks, no token is left
+        if noisy:
             position = tl.load(positions + row) + OFFSET
             if NOISE_ROWS > 0:
                 added = tl.load(noise + position % NOISE_ROWS * noise_row + column, mask=inside, other=0.0)
@@ -78,11 +84,13 @@ def draw(
     offset: int,
     noise: Tensor | None,
     owners: Tensor | None = None,
+    cutoff: Tensor | None = None,
 ) -> Tensor:
     (rows, width), device = logits.shape, logits.device
     assert logits.stride(1) == 1 and positions.is_contiguous()
     assert noise is None or (noise.is_contiguous() and noise.shape[1] >= width)
     assert owners is None or all(x.is_contiguous() for x in (owners, seed, temperature))
+    assert cutoff is None or cutoff.is_contiguous()
     blocks = -(-width // BLOCK)
     values = torch.empty((rows, blocks), device=device)
     columns = torch.empty((rows, blocks), dtype=torch.int32, device=device)
@@ -94,6 +102,7 @@ def draw(
         temperature,
         temperature if noise is None else noise,
         positions if owners is None else owners,
+        temperature if cutoff is None else cutoff,
         values,
         columns,
         width,
@@ -103,6 +112,7 @@ def draw(
         GREEDY=greedy,
         NOISE_ROWS=0 if noise is None else len(noise),
         OWNED=owners is not None,
+        CUT=cutoff is not None,
         BLOCK=BLOCK,
         num_warps=4,
         **pdl_trigger(logits),
