@@ -31,7 +31,7 @@ def reference(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, owners: Tensor | None = None
 ) -> Tensor:
     """`cutoffs` with torch, which sorts."""
-    settings = temperature, top_k, top_p, min_p
+    settings = [temperature, top_k, top_p, min_p]
     if owners is not None:
-        settings = tuple(x[owners.long()] for x in settings)
+        settings = [x[owners.long()] for x in settings]
     return cutoff.cutoffs(logits, *settings)

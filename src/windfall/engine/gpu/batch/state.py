@@ -102,7 +102,8 @@ class BatchState:
 
     def cutoffs(self, logits: Tensor, owners: Tensor) -> Tensor:
         """The lowest logit of each row [n, V] that its request's filters keep, [n]."""
-        return cutoffs(logits, *(self[name] for name in ("temperature", "top_k", "top_p", "min_p")), owners)
+        settings = {name: self[name] for name in ("temperature", "top_k", "top_p", "min_p")}
+        return cutoffs(logits, **settings, owners=owners)
 
     def move(self, source: int, goal: int) -> None:
         """The running request at the seat `source` gets the seat `goal`."""
