@@ -299,7 +299,7 @@ def test_a_key_means_the_same_work(
         for device.coupled in (True, False) if length < 50 else (True,):
             device.generate(prompt(length), max_new_tokens=LENGTH, eos=(), **way)
     device.generate(prompt(length + 30), max_new_tokens=LENGTH, eos=())
-    assert sum(len(runs) > 1 for runs in known.values()) > 8
+    assert sum(len(runs) > 1 for runs in known.values()) >= 8
 
 
 def hooked(model: Any) -> None:
