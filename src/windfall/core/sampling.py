@@ -7,7 +7,6 @@ drafts, the batch and the device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -94,19 +93,15 @@ def warp(logits: Tensor, params: SamplingParams) -> Tensor:
 
     Tokens that tie with the last one that is kept are kept, too.
     """
-    if not params.filters:
-        return logits
-    if params.top_k and params.top_p == 1:  # selecting is faster than sorting
-        lowest = logits.topk(min(params.top_k, logits.shape[-1]), dim=-1).values[:, -1:]
-        logits, params = logits.masked_fill(logits < lowest, -torch.inf), replace(params, top_k=0)
-        return warp(logits, params)
-
-    def setting(value: float, off: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        return None if value == off else torch.tensor([value], dtype=dtype, device=logits.device)
-
-    temperature = torch.tensor([params.temperature], device=logits.device)
-    filters = setting(params.top_k, 0, torch.long), setting(params.top_p, 1), setting(params.min_p, 0)
-    return logits.masked_fill(logits < cutoffs(logits, temperature, *filters)[:, None], -torch.inf)
+    if 0 < params.top_k < logits.shape[-1]:  # selecting is faster than sorting
+        lowest = logits.topk(params.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < lowest, -torch.inf)
+    if params.top_p < 1 or params.min_p > 0:
+        settings = params.temperature, params.top_p, params.min_p
+        temperature, top_p, min_p = torch.tensor(settings, dtype=torch.float32, device=logits.device)[:, None]
+        cutoff = cutoffs(logits, temperature, None, top_p if params.top_p < 1 else None, min_p)
+        logits = logits.masked_fill(logits < cutoff[:, None], -torch.inf)
+    return logits
 
 
 class Dice:
