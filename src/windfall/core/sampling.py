@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from windfall.core.cutoff import cutoffs
 from windfall.core.tree import DraftTree
 from windfall.core.types import SamplingParams
 
@@ -72,7 +73,7 @@ def process(logits: Tensor, prefix: Tensor | None, prompt_length: int, params: S
     if params.greedy:
         return logits
     temperature = logits.new_full((1,), params.temperature)  # a tensor, because CUDA divides by a number inexactly
-    return warp(logits / temperature, params)
+    return warp(logits, params) / temperature
 
 
 def _penalise(logits: Tensor, prefix: Tensor, prompt_length: int, params: SamplingParams) -> Tensor:
@@ -88,35 +89,19 @@ def _penalise(logits: Tensor, prefix: Tensor, prompt_length: int, params: Sampli
 
 
 def warp(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Exclude tokens (-inf) by top-k, top-p and min-p."""
-    if 0 < params.top_k < logits.shape[-1]:
+    """Exclude tokens (-inf) by top-k, top-p and min-p, which follow the temperature; the other logits stay as they are.
+
+    Tokens that tie with the last one that is kept are kept, too.
+    """
+    if 0 < params.top_k < logits.shape[-1]:  # selecting is faster than sorting
         lowest = logits.topk(params.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < lowest, -torch.inf)
-    if params.top_p < 1:
-        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-        probs = ordered.softmax(-1)
-        outside = probs.cumsum(-1) - probs >= params.top_p
-        outside[:, 0] = False  # the most likely token always stays
-        logits = logits.masked_fill(outside.scatter(1, order, outside), -torch.inf)
-    if params.min_p > 0:
-        probs = logits.softmax(-1)
-        logits = logits.masked_fill(probs < params.min_p * probs.amax(-1, keepdim=True), -torch.inf)
+    if params.top_p < 1 or params.min_p > 0:
+        settings = params.temperature, params.top_p, params.min_p
+        temperature, top_p, min_p = torch.tensor(settings, dtype=torch.float32, device=logits.device)[:, None]
+        cutoff = cutoffs(logits, temperature, None, top_p if params.top_p < 1 else None, min_p)
+        logits = logits.masked_fill(logits < cutoff[:, None], -torch.inf)
     return logits
-
-
-def warp_rows(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """`warp` with settings for each row [n]; the same numbers, to the bit."""
-    top_k, top_p, min_p = top_k[:, None], top_p[:, None], min_p[:, None]
-    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    lowest = ordered.gather(1, (top_k - 1).clamp(0, logits.shape[-1] - 1))
-    lowest = torch.where((top_k > 0) & (top_k < logits.shape[-1]), lowest, -torch.inf)
-    logits, ordered = (x.masked_fill(x < lowest, -torch.inf) for x in (logits, ordered))
-    probs = ordered.softmax(-1)
-    outside = (probs.cumsum(-1) - probs >= top_p) & (top_p < 1)
-    outside[:, 0] = False
-    logits = logits.masked_fill(outside.scatter(1, order, outside), -torch.inf)
-    probs = logits.softmax(-1)
-    return logits.masked_fill((probs < min_p * probs.amax(-1, keepdim=True)) & (min_p > 0), -torch.inf)
 
 
 class Dice:
@@ -135,7 +120,7 @@ class Dice:
         """Draft log-probabilities [n, M] after nodes of these depths → log-probabilities that each token is drawn."""
         positions = (len(self.committed) + depths).to(logq.device)
         if tokens is None or tokens.dim() == 1:
-            scores = warp(logq / self.params.temperature, self.params)
+            scores = warp(logq, self.params) / self.params.temperature
             noise = gumbel(self.params.noise_seed, positions, _vocabulary(logq) if tokens is None else tokens)
             return torch.log_softmax((scores.log_softmax(-1) + noise) / self.kappa, -1)
         rest = (1 - logq.exp().sum(-1, keepdim=True)).clamp(min=1e-6).log()  # of all other tokens

@@ -18,6 +18,7 @@ def draw(
     offset: int = 0,  # added to `positions`, to get the positions of the drawn tokens
     noise: Tensor | None = None,  # precomputed by `update_noise`
     owners: Tensor | None = None,  # [n] int32: the request of each row; then seed and temperature are [R]
+    cutoff: Tensor | None = None,  # [n] fp32: lower logits are excluded, see `cutoffs`
 ) -> Tensor:
     """argmax of logits / temperature + noise → [n] long. The lower token wins ties.
 
@@ -27,8 +28,8 @@ def draw(
     if on_triton(logits):
         from windfall.kernels.triton.draw import draw as compiled
 
-        return compiled(logits, positions, seed, temperature, greedy, offset, noise, owners)
-    return reference(logits, positions, seed, temperature, greedy, offset, noise, owners)
+        return compiled(logits, positions, seed, temperature, greedy, offset, noise, owners, cutoff)
+    return reference(logits, positions, seed, temperature, greedy, offset, noise, owners, cutoff)
 
 
 def reference(
@@ -40,11 +41,14 @@ def reference(
     offset: int = 0,
     noise: Tensor | None = None,
     owners: Tensor | None = None,
+    cutoff: Tensor | None = None,
 ) -> Tensor:
     """`draw` with torch."""
     scores = logits.float()
     if greedy:
         return scores.argmax(-1)
+    if cutoff is not None:
+        scores = scores.masked_fill(logits < cutoff[:, None], -torch.inf)
     names = torch.arange(logits.shape[-1], device=logits.device)
     if owners is not None:
         seed, temperature = seed[owners.long()], temperature[owners.long()][:, None]

@@ -37,6 +37,7 @@ def top_children(
     offset: int = 0,  # added to `positions`, to get the positions of the drawn tokens
     noise: Tensor | None = None,  # precomputed by `update_noise`
     owners: Tensor | None = None,  # [w] int32: the request of each row; then seed, temperature and kappa are [R]
+    cutoff: Tensor | None = None,  # [w] fp32: lower logits are excluded, see `cutoffs`; needs `positions`
 ) -> tuple[Tensor, Tensor]:
     """The k largest entries of log_softmax(x) in each row, and their tokens → [w, k] fp32, [w, k] long.
 
@@ -46,23 +47,23 @@ def top_children(
     and searched in one kernel if that is possible and faster; otherwise torch multiplies them.
     """
     if isinstance(logits, LazyLogits):
-        noise_known = positions is None or (noise is not None and owners is None)
+        noise_known = positions is None or (noise is not None and owners is None and cutoff is None)
         if noise_known and k <= MAX_CHILDREN and on_triton(logits.hidden) and supports_pdl(logits.hidden.device):
             from windfall.kernels.triton.top import fits, top_children_of_product
 
             if fits(*logits[:2]):
                 return top_children_of_product(*logits, k, positions, temperature, kappa, tokens, offset, noise)
         logits = logits.logits
-    assert 0 < k <= logits.shape[-1]
+    assert 0 < k <= logits.shape[-1] and (cutoff is None or positions is not None)
     if on_triton(logits) and k > MAX_CHILDREN:
-        given = positions, seed, temperature, kappa, tokens, offset, noise, owners
+        given = positions, seed, temperature, kappa, tokens, offset, noise, owners, cutoff
         values, order = _scores(logits, *given).topk(k, dim=-1)
         return values, order if tokens is None else tokens[order]
     if on_triton(logits):
         from windfall.kernels.triton.top import top_children as compiled
 
-        return compiled(logits, k, positions, seed, temperature, kappa, tokens, offset, noise, owners)
-    return reference(logits, k, positions, seed, temperature, kappa, tokens, offset, noise, owners)
+        return compiled(logits, k, positions, seed, temperature, kappa, tokens, offset, noise, owners, cutoff)
+    return reference(logits, k, positions, seed, temperature, kappa, tokens, offset, noise, owners, cutoff)
 
 
 def reference(
@@ -76,9 +77,10 @@ def reference(
     offset: int = 0,
     noise: Tensor | None = None,
     owners: Tensor | None = None,
+    cutoff: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`top_children` with torch."""
-    scores = _scores(logits, positions, seed, temperature, kappa, tokens, offset, noise, owners)
+    scores = _scores(logits, positions, seed, temperature, kappa, tokens, offset, noise, owners, cutoff)
     values, order = scores.sort(dim=-1, descending=True, stable=True)
     values, order = values[:, :k], order[:, :k]
     return values, order if tokens is None else tokens[order]
@@ -94,9 +96,12 @@ def _scores(
     offset: int,
     noise: Tensor | None,
     owners: Tensor | None,
+    cutoff: Tensor | None,
 ) -> Tensor:
     """log_softmax(x), [w, V]."""
     scores = logits.float()
+    if cutoff is not None:
+        scores = scores.masked_fill(logits < cutoff[:, None], -torch.inf)
     if positions is not None:
         assert seed is not None and temperature is not None and kappa is not None
         names = torch.arange(logits.shape[-1], device=logits.device) if tokens is None else tokens

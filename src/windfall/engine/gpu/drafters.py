@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windfall.core.sampling import warp
 from windfall.core.types import SamplingParams
 from windfall.drafters.base import Drafter, GpuForm, HeadForm
 from windfall.engine.gpu.eagle3 import FusedEagle3
@@ -35,7 +34,6 @@ class ChildSampler:
     def __init__(self, params: SamplingParams, coupled: bool, sampling: SamplingBuffers, noise: Tensor | None = None):
         self.params, self.sampling, self.noise = params, sampling, noise
         self.coupled = coupled and not params.greedy
-        self.warped = self.coupled and params.filters
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -48,17 +46,17 @@ class ChildSampler:
         """Log-probabilities and tokens [w, k]; the target draws after these rows at `positions` [w] + `offset`."""
         coupling: dict[str, Any] = {}
         if self.coupled:
-            temperature = self.sampling.temperature
-            if self.warped:
-                logits = warp(as_logits(logits).float().log_softmax(-1) / self.params.temperature, self.params)
-                temperature = torch.ones_like(temperature)
             coupling = {
                 "positions": positions,
                 "offset": offset,
                 "seed": self.sampling.seed,
-                "temperature": temperature,
+                "temperature": self.sampling.temperature,
+                "kappa": self.sampling.kappa,
+                "noise": self.noise,
             }
-            coupling |= {"kappa": self.sampling.kappa, "noise": self.noise}
+            if self.params.filters:
+                logits = as_logits(logits)
+                coupling["cutoff"] = self.sampling.cutoffs(logits)
         columns = len(logits.weight) if isinstance(logits, LazyLogits) else logits.shape[-1]
         return top_children(logits, min(k, columns), tokens=tokens, **coupling)
 

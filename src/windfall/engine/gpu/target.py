@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from windfall.core.sampling import process, signed
+from windfall.core.sampling import signed
 from windfall.core.tree import DraftTree
 from windfall.core.types import GpuOptions, InputError, SamplingParams
 from windfall.engine.gpu.forward import Forward, Pass, Paths, TransformersForward, Unsupported
 from windfall.engine.gpu.fused import FusedForward
 from windfall.engine.gpu.graphs import GraphCache
 from windfall.engine.gpu.transfer import PackedBuffer
+from windfall.kernels.cutoff import cutoffs
 from windfall.kernels.draw import draw, update_noise
 from windfall.kernels.move import move
 from windfall.kernels.rows import place_rows
@@ -27,18 +27,30 @@ VERIFY_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320)  # 
 MAX_VERIFY_ROWS = VERIFY_SIZES[-1]
 PREFILL_SIZES = (16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512)  # rows of captured prefill passes
 PREFILL_CHUNK_TOKENS = PREFILL_SIZES[-1]
-FILTERED_ROWS = 64  # rows whose logits are filtered at a time in exact mode: torch's sums depend on their number
 INITIAL_CAPACITY_ROWS = 2048 - MAX_VERIFY_ROWS  # of the KV cache, in addition to the rows of a pass
 CAPACITY_STEP_ROWS = 1024
 COLUMN_STEP = 256  # of the bound on KV columns, for forwards that need a bound
 
 
 class SamplingBuffers(NamedTuple):
-    """Sampling settings on the device, so that a captured pass works for every seed and temperature."""
+    """Sampling settings on the device, so that a captured pass works for all their values."""
 
     seed: Tensor  # [1] long
     temperature: Tensor  # [1] fp32
     kappa: Tensor  # [1] fp32
+    top_k: Tensor  # [1] long
+    top_p: Tensor  # [1] fp32
+    min_p: Tensor  # [1] fp32
+
+    @classmethod
+    def create(cls, device: torch.device) -> SamplingBuffers:
+        """Settings without filters."""
+        zero, one = torch.zeros(1, device=device), torch.ones(1, device=device)
+        return cls(zero.long(), one, one.clone(), zero.long(), one.clone(), zero)
+
+    def cutoffs(self, logits: Tensor) -> Tensor:
+        """The lowest logit of each row [n, V] that the filters keep, [n]."""
+        return cutoffs(logits, self.temperature, self.top_k, self.top_p, self.min_p)
 
 
 class PrefillChunk:
@@ -95,9 +107,7 @@ class GpuTarget:
         self.move_source, self.move_goal = (torch.zeros(MAX_VERIFY_ROWS, dtype=long, device=device) for _ in range(2))
         self.accepted = torch.zeros(1, dtype=long, device=device)
         self.bonus = torch.zeros(1, dtype=long, device=device)
-        self.sampling = SamplingBuffers(
-            torch.zeros(1, dtype=long, device=device), torch.ones(1, device=device), torch.ones(1, device=device)
-        )
+        self.sampling = SamplingBuffers.create(device)
         self.chunk = PrefillChunk(device)
         self.chunk_states: Tensor | None = None  # tapped states of the chunk
         if taps:
@@ -164,6 +174,9 @@ class GpuTarget:
         self.sampling.seed.fill_(signed(params.noise_seed))
         self.sampling.temperature.fill_(params.temperature or 1.0)
         self.sampling.kappa.fill_(kappa)
+        self.sampling.top_k.fill_(params.top_k)
+        self.sampling.top_p.fill_(params.top_p)
+        self.sampling.min_p.fill_(params.min_p)
 
     def write_rows(self, tree: DraftTree) -> int:
         """Write a tree's rows into the host's arrays of `rows`; returns the size of the pass."""
@@ -225,18 +238,10 @@ class GpuTarget:
 
     def draw(self, scored: Scored, params: SamplingParams, noise: Tensor | None = None) -> Tensor:
         """The target's token after each row, [n]; with `noise` if it is in a buffer, else it is computed."""
-        logits, temperature, size = scored.logits, self.sampling.temperature, len(scored.positions)
-        if not params.greedy and params.filters:
-            logits = self._filtered(logits, params)
-            temperature = torch.ones_like(temperature)
-        return draw(logits[:size], scored.positions, self.sampling.seed, temperature, params.greedy, 1, noise)
-
-    def _filtered(self, logits: Tensor, params: SamplingParams) -> Tensor:
-        """The logits with temperature and filters applied."""
-        if not self.exact:
-            return process(logits, None, 0, params)
-        padded = pad(logits, (0, 0, 0, -len(logits) % FILTERED_ROWS))
-        return torch.cat([process(part, None, 0, params) for part in torch.split(padded, FILTERED_ROWS)])
+        logits, sampling = scored.logits[: len(scored.positions)], self.sampling
+        cutoff = sampling.cutoffs(logits) if params.filters and not params.greedy else None
+        given = logits, scored.positions, sampling.seed, sampling.temperature, params.greedy, 1
+        return draw(*given, noise, cutoff=cutoff)
 
     def commit_host_path(self, verdict: PackedBuffer, deepest: int) -> None:
         """Commit a path that the host chose."""
@@ -260,9 +265,7 @@ def sampling_key(params: SamplingParams) -> tuple[object, ...]:
     """The part of the sampling settings that a captured pass depends on."""
     if params.greedy:
         return ("greedy",)
-    if not params.filters:
-        return ("sampled",)
-    return ("warped", params.temperature, params.top_k, params.top_p, params.min_p)
+    return ("filtered",) if params.filters else ("sampled",)
 
 
 def fastest_forward(model: Any, compiled: bool = False) -> Forward:

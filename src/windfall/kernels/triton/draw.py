@@ -37,6 +37,7 @@ def _best(
     temperature_at,
     noise,
     owners,
+    cutoffs,
     values,
     columns,
     width,
@@ -46,6 +47,7 @@ def _best(
     GREEDY: tl.constexpr,
     NOISE_ROWS: tl.constexpr,
     OWNED: tl.constexpr,
+    CUT: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -62,7 +64,11 @@ def _best(
             seed_at += owner
             temperature_at += owner
         temperature = tl.load(temperature_at)
-        if temperature != 0:
+        noisy = temperature != 0
+        if CUT:
+            scores = tl.where(scores >= tl.load(cutoffs + row), scores, float("-inf"))
+            noisy = noisy & (tl.max(scores, 0) > float("-inf"))  # in most blocks, no token is left
+        if noisy:
             position = tl.load(positions + row) + OFFSET
             scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature)
             if NOISE_ROWS > 0:
@@ -94,11 +100,13 @@ def draw(
     offset: int,
     noise: Tensor | None,
     owners: Tensor | None = None,
+    cutoff: Tensor | None = None,
 ) -> Tensor:
     (rows, width), device = logits.shape, logits.device
     assert logits.stride(1) == 1 and positions.is_contiguous()
     assert noise is None or (noise.is_contiguous() and noise.shape[1] >= width)
     assert owners is None or all(x.is_contiguous() for x in (owners, seed, temperature))
+    assert cutoff is None or cutoff.is_contiguous()
     blocks = -(-width // BLOCK)
     values = torch.empty((rows, blocks), device=device)
     columns = torch.empty((rows, blocks), dtype=torch.int32, device=device)
@@ -110,6 +118,7 @@ def draw(
         temperature,
         temperature if noise is None else noise,
         positions if owners is None else owners,
+        temperature if cutoff is None else cutoff,
         values,
         columns,
         width,
@@ -119,6 +128,7 @@ def draw(
         GREEDY=greedy,
         NOISE_ROWS=0 if noise is None else len(noise),
         OWNED=owners is not None,
+        CUT=cutoff is not None,
         BLOCK=BLOCK,
         num_warps=4,
         **pdl_trigger(logits),

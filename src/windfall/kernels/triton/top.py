@@ -66,6 +66,7 @@ def _block_maxima(
     kappa_at,
     noise,
     owners,
+    cutoffs,
     tokens,
     scored,
     tops,
@@ -79,6 +80,7 @@ def _block_maxima(
     NOISE_ROWS: tl.constexpr,
     MAPPED: tl.constexpr,
     OWNED: tl.constexpr,
+    CUT: tl.constexpr,
     SIZE: tl.constexpr,
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
@@ -94,11 +96,17 @@ def _block_maxima(
         position = tl.load(positions + row) + OFFSET
         if OWNED:
             owner = tl.load(owners + row)
-            if tl.load(temperature_at + owner) != 0:
-                added = _noise_of_row(
-                    position, seed_at + owner, noise, tokens, column, inside, noise_row, NOISE_ROWS, MAPPED
-                )
-                scores = _with_noise(scores, added, temperature_at + owner, kappa_at + owner)
+            seed_at += owner
+            temperature_at += owner
+            kappa_at += owner
+        if OWNED or CUT:
+            noisy = tl.load(temperature_at) != 0
+            if CUT:
+                scores = tl.where(scores >= tl.load(cutoffs + row), scores, float("-inf"))
+                noisy = noisy & (tl.max(tl.max(scores, 1), 0) > float("-inf"))  # in most blocks, no token is left
+            if noisy:
+                added = _noise_of_row(position, seed_at, noise, tokens, column, inside, noise_row, NOISE_ROWS, MAPPED)
+                scores = _with_noise(scores, added, temperature_at, kappa_at)
         else:
             added = _noise_of_row(position, seed_at, noise, tokens, column, inside, noise_row, NOISE_ROWS, MAPPED)
             scores = _with_noise(scores, added, temperature_at, kappa_at)
@@ -289,10 +297,11 @@ def top_children(
     offset: int,
     noise: Tensor | None,
     owners: Tensor | None = None,
+    cutoff: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     rows, width = logits.shape
     assert logits.stride(1) == 1 and (noise is None or noise.is_contiguous())
-    assert all(x is None or x.is_contiguous() for x in (owners, seed, temperature, kappa))
+    assert all(x is None or x.is_contiguous() for x in (owners, seed, temperature, kappa, cutoff))
     top = TopBuffers(rows, width, k, logits.device, tokens)
     scored = logits if positions is None else torch.empty((rows, width), device=logits.device)
     parts = max(1, 512 // top.size)
@@ -301,6 +310,7 @@ def top_children(
         *((logits,) * 4 if positions is None else (positions, seed, temperature, kappa)),
         logits if noise is None else noise,
         top.names if owners is None else owners,
+        logits if cutoff is None else cutoff,
         top.mapped,
         scored,
         top.tops,
@@ -314,6 +324,7 @@ def top_children(
         NOISE_ROWS=0 if noise is None else len(noise),
         MAPPED=tokens is not None,
         OWNED=owners is not None,
+        CUT=cutoff is not None,
         SIZE=top.size,
         PARTS=parts,
         num_warps=1,

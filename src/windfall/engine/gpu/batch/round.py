@@ -145,12 +145,12 @@ class Round:
         assert drafter is not None
         if not kind.coupled:
             return top_children(logits, k, tokens=drafter.vocabulary)
-        state, temperature = self.state, self.state["temperature"]
+        state, cutoff = self.state, None
         if kind.filtered:
-            logits = state.filtered(as_logits(logits).float().log_softmax(-1), owners)
-            temperature = (temperature > 0).float()
-        noise = positions, state["seed"], temperature, state["kappa"]
-        return top_children(logits, k, *noise, drafter.vocabulary, drafter.first + 1, owners=owners)
+            logits = as_logits(logits)
+            cutoff = state.cutoffs(logits, owners)
+        noise = positions, state["seed"], state["temperature"], state["kappa"]
+        return top_children(logits, k, *noise, drafter.vocabulary, drafter.first + 1, owners=owners, cutoff=cutoff)
 
     def rows(self, count: int, seats: int) -> BatchRows:
         """Buffers for a pass of this number of rows."""

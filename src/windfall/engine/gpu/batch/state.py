@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windfall.core.sampling import signed, warp_rows
+from windfall.core.sampling import signed
 from windfall.core.types import SamplingParams
 from windfall.costs.acceptance import DEPTHS, RANKS
 from windfall.engine.gpu.transfer import PackedBuffer
 from windfall.engine.gpu.tree import FORECAST_SHAPE
 from windfall.kernels.accept import reset_to_root
+from windfall.kernels.cutoff import cutoffs
 from windfall.kernels.pages import PAGE_TOKENS, UNUSED_PAGE
 from windfall.kernels.trees import NO_NODE, Calibration, TreeArrays, tree_of
 
@@ -99,13 +100,10 @@ class BatchState:
             self.settings.wait_writable()[name][seat] = value
             self.changed = True
 
-    def filtered(self, logits: Tensor, owners: Tensor) -> Tensor:
-        """The logits of these requests' rows with temperature and filters applied; those of greedy ones as they are."""
-        own = owners.long()
-        temperature, top_k, top_p, min_p = (self[name][own] for name in ("temperature", "top_k", "top_p", "min_p"))
-        greedy = (temperature == 0)[:, None]
-        scaled = logits.float() / torch.where(greedy, 1.0, temperature[:, None])
-        return torch.where(greedy, logits.float(), warp_rows(scaled, top_k, top_p, min_p))
+    def cutoffs(self, logits: Tensor, owners: Tensor) -> Tensor:
+        """The lowest logit of each row [n, V] that its request's filters keep, [n]."""
+        settings = {name: self[name] for name in ("temperature", "top_k", "top_p", "min_p")}
+        return cutoffs(logits, **settings, owners=owners)
 
     def move(self, source: int, goal: int) -> None:
         """The running request at the seat `source` gets the seat `goal`."""

@@ -7,12 +7,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from windfall.engine.gpu.batch.chunks import Chunk, ChunkBuffers
 from windfall.engine.gpu.batch.state import BatchState
 from windfall.engine.gpu.forward import Pass, Paths
-from windfall.engine.gpu.target import FILTERED_ROWS, GpuTarget, Scored
+from windfall.engine.gpu.target import GpuTarget, Scored
 from windfall.kernels.batch_rows import BatchRows, Outcome
 from windfall.kernels.draw import draw
 from windfall.kernels.move import move
@@ -68,20 +67,10 @@ class BatchTarget:
 
     def draw(self, scored: Scored, owners: Tensor, kind: Kind) -> Tensor:
         """The target's token after each row."""
-        state, size = self.state, len(scored.positions)
-        logits, temperature = scored.logits[:size], state["temperature"]
-        if kind.filtered:
-            logits, temperature = self._filtered(logits, owners), (temperature > 0).float()
-        return draw(logits, scored.positions, state["seed"], temperature, kind.greedy, 1, owners=owners)
-
-    def _filtered(self, logits: Tensor, owners: Tensor) -> Tensor:
-        """In parts of a fixed number of rows: torch's sums depend on this number."""
-        padding = -len(logits) % FILTERED_ROWS
-        parts = (
-            torch.split(pad(x, size), FILTERED_ROWS)
-            for x, size in ((logits, (0, 0, 0, padding)), (owners, (0, padding)))
-        )
-        return torch.cat([self.state.filtered(*part) for part in zip(*parts, strict=True)])[: len(logits)]
+        state, logits = self.state, scored.logits[: len(scored.positions)]
+        cutoff = state.cutoffs(logits, owners) if kind.filtered else None
+        given = logits, scored.positions, state["seed"], state["temperature"], kind.greedy, 1
+        return draw(*given, owners=owners, cutoff=cutoff)
 
     def commit(self, outcome: Outcome, states: Tensor | None, seats: int) -> None:
         """Copy the accepted rows into the pages, and their states to the drafter's features."""
