@@ -59,7 +59,7 @@ class BatchDrafter:
     def prefill(self, chunk: Chunk, states: Tensor | None) -> None:
         """Add the columns of a chunk that the target has processed."""
         self.chunk.fill(chunk, self.first)
-        key = ("batch draft prefill", chunk.size, chunk.alone, self.state.span, self)
+        key = ("batch draft prefill", chunk.size, chunk.alone, self.state.span, self.state)
         self._take(chunk, states)
         self.batch.gpu_target.graph_cache.run(key, partial(self._run_chunk, chunk.size, chunk.alone))
 

@@ -249,10 +249,10 @@ class GpuBatchRunner:
         shape = sizes._replace(floor=0.0, per_request=None)  # these are not fixed at capture
         captures, start = cache.captures, self._event()
         if sizes.passes:
-            key: Key = ("draft", work, seats, shape._replace(rows=0), pending, rule, kind, state.span)
+            key: Key = ("draft", state, seats, shape._replace(rows=0), pending, rule, kind, state.span)
             cache.run(key, partial(work.draft, seats, shape, pending, rule, kind))
         drafted, number = self._event(), work.results.expect()
-        key = ("verify", work, seats, shape, pending, kind, state.span)
+        key = ("verify", state, seats, shape, pending, kind, state.span)
         cache.run(key, partial(work.verify, seats, shape, pending, kind))
         recorded = cache.captures > captures
         self._launched.append(

@@ -46,7 +46,7 @@ class BatchTarget:
     def prefill(self, chunk: Chunk) -> Tensor | None:
         """Process a chunk of prompts; returns the tapped states of its rows, which are valid until the next."""
         self.chunk.fill(chunk)
-        key = ("batch prefill", chunk.size, chunk.alone, self.state.span, self)
+        key = ("batch prefill", chunk.size, chunk.alone, self.state.span, self.state)
         self.gpu_target.graph_cache.run(key, partial(self._run_chunk, chunk.size, chunk.alone))
         states = self.gpu_target.chunk_states
         return None if states is None else states[: chunk.rows]
