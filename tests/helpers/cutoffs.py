@@ -86,6 +86,7 @@ def check_cut_draws(n: int, width: int, dtype: torch.dtype, named: bool, device:
     """Draws and children below the cutoff do not exist."""
     logits, owners = make_logits(n, width, dtype, device, False), torch.arange(n, device=device).int() % 3
     cutoff = logits.float().topk(n + 2, dim=-1).values[:, -1].contiguous()
+    cutoff[-1] = logits[-1].max()  # fewer tokens than children
     cutoff[0] = -torch.inf
     seed = torch.tensor([5, -7, 2**60], device=device)
     heat, kappa = torch.tensor([0.7, 1.0, 1.4], device=device), torch.tensor([1.2, 1.0, 0.9], device=device)
