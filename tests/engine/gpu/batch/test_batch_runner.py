@@ -93,6 +93,26 @@ def test_a_perfect_drafter_is_always_right(sampling: dict[str, Any]) -> None:
         assert [len(steps[text].tokens) for text in texts] == [TREES.passes + 1] * 3
 
 
+@pytest.mark.parametrize("kind", ["itself", "eagle3"])
+def test_drafting_pauses_and_goes_on(kind: str) -> None:
+    """While nothing is drafted, tokens wait for the drafter, more of them than it can take in at once."""
+    made = engine("llama", kind, "beam", graphs=False)
+    batch = Batch(made, TREES._replace(rows=72))
+    budget = batch.runner.budget
+    assert isinstance(budget, Always)
+    texts = [batch.text(prompt(length, seed=length), max_new_tokens=64) for length in (9, 40)]
+    batch.runner.join(texts)
+    for number in range(48):
+        budget.given = TREES._replace(rows=72) if number < 2 or number >= 41 else PLAIN
+        steps = batch.runner.round()
+        for step in steps.values() if kind == "itself" else ():
+            assert step.finish or len(step.tokens) == (4 if step.draft_passes else 1)
+        batch.runner.leave([text for text in batch.runner.texts if text.finish])
+    for text, length in zip(texts, (9, 40), strict=True):
+        alone = made.generate(prompt(length, seed=length), max_new_tokens=64, eos=()).token_ids
+        assert text.tokens[length:] == alone[: len(text.tokens) - length]
+
+
 def test_each_request_has_its_own_sampling() -> None:
     made = engine("llama", "itself", "beam", graphs=False)
     batch = Batch(made, TREES)

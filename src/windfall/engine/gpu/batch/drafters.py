@@ -77,6 +77,7 @@ class BatchDrafter:
     def take_in(self, seats: int, pending: int) -> None:
         """Add the pending columns of each request, at most `pending`, without logits."""
         self._run_columns(self._pending(seats, pending)[0], seats, pending)
+        self.state.pending_count[:seats].zero_()
 
     def _pending(self, seats: int, pending: int) -> tuple[Pass, Tensor]:
         """The pending columns as rows of a pass, and the last row of each request."""
@@ -130,7 +131,7 @@ class BatchHeadDrafter(BatchDrafter):
         super().__init__(batch, heads, shared, layer.num_hidden_layers, width, head.dtype)
         self.head, self.hidden = head, layer.hidden_size
         state, taps = self.state, batch.gpu_target.width
-        state.features = torch.zeros(state.rows, state.pending, taps, dtype=head.dtype, device=self.device)
+        state.features = torch.zeros(state.rows, state.backlog, taps, dtype=head.dtype, device=self.device)
         try:
             self.fused: FusedEagle3 | None = FusedEagle3(head, state.longest)
         except Unsupported:

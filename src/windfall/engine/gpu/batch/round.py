@@ -120,7 +120,7 @@ class Round:
         return self._next[width]
 
     def draft(self, seats: int, sizes: Sizes, pending: int, rule: Rule, kind: Kind) -> None:
-        """All draft passes of a round. `pending`: an upper bound on the tokens of the last round."""
+        """All draft passes of a round. `pending`: an upper bound on the tokens that the drafter takes in first."""
         drafter, rows, calibration = self.drafter, self.next_rows(sizes.width), self.state.calibration
         assert drafter is not None
         trees, after = first(self.state.trees, seats), first_rows(rows, seats)
@@ -158,7 +158,7 @@ class Round:
         sized = [array[:count] for array in self._rows[:-2]]
         return BatchRows._make([*sized, self._rows.starts[: seats + 1], self._rows.tiles[:tiles]])
 
-    def verify(self, seats: int, sizes: Sizes, pending: int, kind: Kind) -> None:
+    def verify(self, seats: int, sizes: Sizes, kind: Kind) -> None:
         """The verify pass: choose rows, run the target, commit the accepted paths, start new trees, publish results."""
         state, target, trees = self.state, self.target, first(self.state.trees, seats)
         lengths, tables, live = state.lengths[:seats], state.tables[:seats], state["live"]
@@ -169,17 +169,16 @@ class Round:
             self._describe(trees, rows)
             self._publish_sample(trees)
         else:
-            if self.drafter is not None:
-                self.drafter.take_in(seats, pending)
             root_rows(trees, live, lengths, tables, rows)
         scored = target.score(rows, seats, trees=bool(sizes.passes))
         draws = target.draw(scored, rows.owners, kind)
         outcome = Outcome._make(array[:seats] for array in self.outcome)
         staged = (self.expanded[:seats], self.staged[:seats])
         accept_rows(draws, rows, live, lengths, tables, outcome, trees, *staged)
-        target.commit(outcome, scored.states, seats)
-        state.tokens[:seats] = outcome.tokens
-        state.pending_count[:seats] = outcome.accepted
+        if sizes.passes:
+            state.set_pending(outcome.tokens, target.commit(outcome, scored.states, seats), outcome.accepted)
+        elif self.drafter is not None:  # the rows are in their pages already
+            state.add_pending(outcome.tokens[:, 0], scored.states, outcome.accepted)
         self.results.publish()
 
     def _describe(self, trees: TreeArrays, rows: BatchRows) -> None:

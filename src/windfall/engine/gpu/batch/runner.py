@@ -21,7 +21,7 @@ from windfall.engine.gpu.batch.learning import learn
 from windfall.engine.gpu.batch.page_pool import PagePool
 from windfall.engine.gpu.batch.results import BatchStep, Results
 from windfall.engine.gpu.batch.round import MAX_ROUND_ROWS, SAMPLED, Round, round_rows
-from windfall.engine.gpu.batch.state import BatchState
+from windfall.engine.gpu.batch.state import MAX_BACKLOG, BatchState
 from windfall.engine.gpu.batch.target import BatchTarget, Kind
 from windfall.engine.gpu.cycle import kernel_rule
 from windfall.engine.gpu.forward import Unsupported
@@ -38,6 +38,7 @@ from windfall.policies.budget import Load, Sizes
 
 MAX_FLIGHT = 2  # rounds that are launched before the host reads the results of the first
 MIN_SPAN_PAGES = 8  # of a text that passes read at the least
+PENDING = (1, 2, 4, 6, 8, 12, 16, 24, MAX_BACKLOG)  # tokens of each text that a captured pass takes in
 SEATS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # requests of captured rounds
 
 
@@ -102,7 +103,7 @@ class GpuBatchRunner:
         self._late: WeakKeyDictionary[Sequence, LateText] = WeakKeyDictionary()  # of texts that may come back
         self._launched: list[Launched] = []
         self._turn = 0  # see `Round`
-        self._pending = 1  # an upper bound on the tokens that the last launched round adds to a text
+        self._pending = 1  # an upper bound on the tokens of a text that the drafter has to take in
         self._spare: list[DeviceEvent] = []
         self._versions = self._weight_versions()
         self._changed: set[Sequence] = set()  # texts whose acceptance the device does not know yet
@@ -211,7 +212,7 @@ class GpuBatchRunner:
     def _vacate(self, text: Sequence, pages: list[int]) -> None:
         """The last text takes the seat of this one."""
         seat, last = self.texts.index(text), len(self.texts) - 1
-        done = len(text.tokens) - 1 - self.state.pending  # tokens whose columns the drafter has, too
+        done = len(text.tokens) - 1 - self.state.backlog  # tokens whose columns the drafter has, too
         self.pool.remember(text.tokens[: max(done, 0)], pages)
         if seat != last:
             self.state.move(last, seat)
@@ -242,8 +243,8 @@ class GpuBatchRunner:
         state, work, cache = self.state, self.work, self.gpu_target.graph_cache
         sizes, rule = self._sizes()
         self._send(sizes)
-        live, seats = len(self.texts), min(next(size for size in SEATS if size >= len(self.texts)), state.seats)
-        pending, kind = self._pending, kind_of(self.texts)
+        seats = min(next(size for size in SEATS if size >= len(self.texts)), state.seats)
+        pending, kind = self._take_in(seats, sizes), kind_of(self.texts)
         rows = round_rows(max(sizes.rows, seats)) if sizes.passes else seats
         sizes = sizes._replace(rows=rows)
         shape = sizes._replace(floor=0.0, per_request=None)  # these are not fixed at capture
@@ -252,15 +253,25 @@ class GpuBatchRunner:
             key: Key = ("draft", state, seats, shape._replace(rows=0), pending, rule, kind, state.span)
             cache.run(key, partial(work.draft, seats, shape, pending, rule, kind))
         drafted, number = self._event(), work.results.expect()
-        key = ("verify", state, seats, shape, pending, kind, state.span)
-        cache.run(key, partial(work.verify, seats, shape, pending, kind))
+        key = ("verify", state, seats, shape, kind, state.span)
+        cache.run(key, partial(work.verify, seats, shape, kind))
         recorded = cache.captures > captures
         self._launched.append(
             Launched(number, self._turn, list(self.texts), sizes, recorded, start, drafted, self._event())
         )
         self._turn += SAMPLED if sizes.passes else 0
-        self._pending = sizes.passes + 1
-        assert live <= seats
+        self._pending = sizes.passes + 1 if sizes.passes else self._pending + 1
+
+    def _take_in(self, seats: int, sizes: Sizes) -> int:
+        """An upper bound on the tokens that the first draft pass takes in, one of PENDING. If a plain round would make
+        them too many, the drafter takes them in now."""
+        waiting = min(self._pending, self.state.backlog)
+        pending = next((size for size in PENDING if size >= waiting), waiting)
+        if self.drafter is not None and not sizes.passes and self._pending >= self.state.backlog:
+            key = ("take in", self.state, seats, pending, self.state.span)
+            self.gpu_target.graph_cache.run(key, partial(self.drafter.take_in, seats, pending))
+            self._pending = 0
+        return pending
 
     def _sizes(self) -> tuple[Sizes, Rule]:
         """The sizes of the next round, and the rule by which its trees grow."""

@@ -18,6 +18,8 @@ from windfall.kernels.cutoff import cutoffs
 from windfall.kernels.pages import PAGE_TOKENS, UNUSED_PAGE
 from windfall.kernels.trees import NO_NODE, Calibration, TreeArrays, tree_of
 
+MAX_BACKLOG = 32  # tokens of a text that wait for the drafter while nothing is drafted
+
 
 class BatchState:
     """Running requests have the seats 0, 1, …, without gaps. Those whose prompts are not processed yet have any of the
@@ -56,10 +58,11 @@ class BatchState:
         self.span = pages  # pages of a text that passes read; captured passes depend on it
         self.lengths = torch.zeros(rows, dtype=long, device=device)  # committed tokens, the root not included
         self.trees = batch_trees(device, seats, capacity, deepest)
-        self.tokens = torch.zeros(seats, pending, dtype=long, device=device)  # pending: not in the drafter's KV cache
+        self.backlog = max(pending, MAX_BACKLOG)  # tokens of a text that the drafter may have to take in
+        self.tokens = torch.zeros(seats, self.backlog, dtype=long, device=device)  # not in the drafter's KV cache yet
         self.pending_count = torch.zeros(seats, dtype=long, device=device)
         self.draft_lengths = torch.zeros(rows, dtype=long, device=device)  # positions in the drafter's KV cache
-        self.features: Tensor | None = None  # [seats, pending, taps * H]: the target's states before these tokens
+        self.features: Tensor | None = None  # [rows, backlog, taps * H]: the target's states before these tokens
 
     def __getitem__(self, name: str) -> Tensor:
         """Settings on the device."""
@@ -104,6 +107,26 @@ class BatchState:
         """The lowest logit of each row [n, V] that its request's filters keep, [n]."""
         settings = {name: self[name] for name in ("temperature", "top_k", "top_p", "min_p")}
         return cutoffs(logits, **settings, owners=owners)
+
+    def set_pending(self, tokens: Tensor, features: Tensor | None, count: Tensor) -> None:
+        """The drafter has taken in all tokens but these: tokens [n, P] and features [n * P, F] of the first n seats."""
+        seats, width = tokens.shape
+        self.tokens[:seats, :width] = tokens
+        if self.features is not None and features is not None:
+            self.features[:seats, :width] = features.view(seats, width, -1)
+        self.pending_count[:seats] = count
+
+    def add_pending(self, tokens: Tensor, features: Tensor | None, count: Tensor) -> None:
+        """The drafter has to take in one token more: tokens [n] and features [n, F] of the first n seats.
+
+        `count` is 0 for seats that are not in use.
+        """
+        seats = torch.arange(len(tokens), device=self.device)
+        place = self.pending_count[: len(tokens)].clamp(max=self.backlog - 1)
+        self.tokens[seats, place] = tokens
+        if self.features is not None and features is not None:
+            self.features[seats, place] = features.to(self.features.dtype)
+        self.pending_count[: len(tokens)] += count
 
     def move(self, source: int, goal: int) -> None:
         """The running request at the seat `source` gets the seat `goal`."""

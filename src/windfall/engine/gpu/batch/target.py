@@ -72,12 +72,13 @@ class BatchTarget:
         given = logits, scored.positions, state["seed"], state["temperature"], kind.greedy, 1
         return draw(*given, owners=owners, cutoff=cutoff)
 
-    def commit(self, outcome: Outcome, states: Tensor | None, seats: int) -> None:
-        """Copy the accepted rows into the pages, and their states to the drafter's features."""
-        features = self.state.features
+    def commit(self, outcome: Outcome, states: Tensor | None, seats: int) -> Tensor | None:
+        """Copy the accepted rows into the pages; returns their states [seats * P, F] if the drafter has features."""
         kv = self.kv.view(-1, *self.kv.shape[-2:])
         source, goal, path = (x[:seats].flatten() for x in (outcome.source, outcome.goal, outcome.path))
-        if states is None or features is None:
+        if states is None or self.state.features is None:
             move(kv, source, goal, disjoint=True)
-        else:
-            move(kv, source, goal, states, path, features[:seats].flatten(0, 1), disjoint=True)
+            return None
+        kept = states.new_empty(len(path), states.shape[1])
+        move(kv, source, goal, states, path, kept, disjoint=True)
+        return kept
