@@ -13,6 +13,7 @@ from helpers.batch_kernels import (
     STAGING,
     check_appending,
     check_batch_growth,
+    check_descriptions,
     check_disjoint_moves,
     check_draws_of_requests,
     check_roots,
@@ -71,6 +72,11 @@ def test_rows(requests: int, live: int, largest: int, rows: int, deepest: int, f
 def test_attention_over_pages(lengths: list[int], rows: list[int], trees: bool, dtype: torch.dtype) -> None:
     check_pages(lengths, rows, trees, dtype, "cuda")
     check_pages(lengths, rows, trees, dtype, "cuda", window=100)
+
+
+@pytest.mark.parametrize(("requests", "capacity", "size"), [(1, 9, 5), (64, 713, 384), (256, 1025, 4096)])
+def test_descriptions(requests: int, capacity: int, size: int) -> None:
+    check_descriptions(requests, capacity, size, "cuda")
 
 
 @pytest.mark.parametrize(("requests", "used"), [(1, 1), (64, 60), (256, 256)])

@@ -15,8 +15,15 @@ from helpers.tree_kernels import SELECTIVE, copied, drafted_children, empty_next
 from windfall.kernels import batch as batching
 from windfall.kernels import grow as growing
 from windfall.kernels.accept import reset_to_root
-from windfall.kernels.batch import accept_rows, append_to_pages, choose_rows, root_rows
-from windfall.kernels.batch_rows import BatchRows, Outcome
+from windfall.kernels.batch import (
+    accept_rows,
+    append_to_pages,
+    choose_rows,
+    describe_rows,
+    root_rows,
+    sample_trees,
+)
+from windfall.kernels.batch_rows import BatchRows, Described, Outcome, Sampled
 from windfall.kernels.draw import draw
 from windfall.kernels.draw import reference as draw_reference
 from windfall.kernels.grow import grow
@@ -255,6 +262,37 @@ def flat(arrays: Any) -> list[Tensor]:
     if arrays is None:
         return []
     return [arrays] if isinstance(arrays, Tensor) else [each for part in arrays for each in flat(part)]
+
+
+def check_descriptions(requests: int, capacity: int, size: int, device: str = "cpu") -> None:
+    """Rows and whole trees as the host reads them."""
+    chance = torch.Generator().manual_seed(size)
+    trees, _ = begin_trees(requests, capacity, 2, 2, False, device)
+    for name in ("parents", "depth", "rank", "logq", "score", "key"):
+        array = getattr(trees, name)
+        array.copy_(torch.randint(90, array.shape, generator=chance).to(array))
+    trees.count.copy_(torch.randint(1, capacity + 1, trees.count.shape, generator=chance))
+    rows = batch_rows(size, requests, 3, 5, device)
+    rows.nodes.copy_(torch.randint(-1, capacity, (size,), generator=chance))
+    rows.owners.copy_(torch.randint(requests, (size,), generator=chance))
+    found = Described(rows.nodes * 0, *(torch.zeros(size, device=device) for _ in range(2)))
+    describe_rows(trees, rows, found)
+    owners, nodes = rows.owners.long(), rows.nodes.clamp(min=0)
+    for name in Described._fields:
+        assert torch.equal(getattr(found, name), getattr(trees, name)[owners, nodes])
+    turn, live, some = torch.tensor([3], device=device), torch.tensor([max(requests - 1, 1)], device=device), 3
+    kinds = (torch.int16, torch.int16, torch.int16, torch.bool, torch.float32, torch.float32)
+    sampled = Sampled(turn.new_zeros(some), *(torch.zeros(some, capacity, dtype=d, device=device) for d in kinds))
+    for start in (3, 6):
+        sample_trees(trees, live, turn, sampled)
+        assert int(turn) == start + some
+        for place in range(some):
+            request = (start + place) % int(live)
+            count = int(trees.count[request])
+            assert int(sampled.count[place]) == count
+            for name in Sampled._fields[1:]:
+                one, other = getattr(sampled, name)[place, :count], getattr(trees, name)[request, :count]
+                assert torch.equal(one, other.to(one.dtype))
 
 
 def check_roots(requests: int, used: int, device: str = "cpu") -> None:

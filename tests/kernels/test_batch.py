@@ -12,6 +12,7 @@ from helpers.batch_kernels import (
     BATCH_RULES,
     check_appending,
     check_batch_growth,
+    check_descriptions,
     check_disjoint_moves,
     check_draws_of_requests,
     check_roots,
@@ -59,6 +60,11 @@ def test_rows_of_random_sizes(seed: int) -> None:
 @pytest.mark.parametrize(("requests", "rows"), [(1, 1), (5, 7), (3, 70)])
 def test_appending(requests: int, rows: int) -> None:
     check_appending(requests, rows)
+
+
+@pytest.mark.parametrize(("requests", "capacity", "size"), [(1, 9, 5), (5, 40, 300)])
+def test_descriptions(requests: int, capacity: int, size: int) -> None:
+    check_descriptions(requests, capacity, size)
 
 
 @pytest.mark.parametrize(("requests", "used"), [(1, 1), (7, 5), (20, 20)])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from windfall.kernels.accept import reset_to_root
 from windfall.kernels.backend import on_triton
-from windfall.kernels.batch_rows import Appended, BatchRows, Outcome
+from windfall.kernels.batch_rows import Appended, BatchRows, Described, Outcome, Sampled
 from windfall.kernels.pages import PAGE_TOKENS, UNUSED_PAGE, Pages, tiles_of
 from windfall.kernels.trees import NO_NODE, TreeArrays, tree_of
 
@@ -85,6 +85,31 @@ def choose_reference(
     rows.starts.copy_(torch.cat([firsts, torch.tensor([total], device=device)]))
     padded = torch.where(rows.nodes < 0, requests, rows.owners.long())
     rows.tiles.copy_(tiles_of(padded, tile_rows, len(rows.tiles) - 1))
+
+
+def describe_rows(trees: TreeArrays, rows: BatchRows, described: Described) -> None:
+    """Look up the nodes of a pass in their trees, for the host. Writes `described`."""
+    if on_triton(trees.key):
+        from windfall.kernels.triton.batch import describe_rows as compiled
+
+        compiled(trees, rows, described)
+        return
+    owners, nodes = rows.owners.long(), rows.nodes.clamp(min=0)
+    for name in Described._fields:
+        getattr(described, name).copy_(getattr(trees, name)[owners, nodes])
+
+
+def sample_trees(trees: TreeArrays, live: Tensor, turn: Tensor, sampled: Sampled) -> None:
+    """Copy the trees of S of the `live` requests, from number `turn` [1] on; then the turn is S higher."""
+    if on_triton(trees.key):
+        from windfall.kernels.triton.batch import sample_trees as compiled
+
+        compiled(trees, live, turn, sampled)
+        return
+    requests = (turn + torch.arange(len(sampled.count), device=turn.device)) % live
+    for name in Sampled._fields:
+        getattr(sampled, name).copy_(getattr(trees, name)[requests])
+    turn.add_(len(sampled.count))
 
 
 def root_rows(trees: TreeArrays, live: Tensor, lengths: Tensor, tables: Tensor, rows: BatchRows) -> None:

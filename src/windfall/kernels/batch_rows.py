@@ -40,3 +40,23 @@ class Appended(NamedTuple):
     slots: Tensor  # [R * P] long; in UNUSED_PAGE for padding
     reach: Tensor  # [R * P] long; 0 for padding
     last: Tensor  # [R] long: the last row of each request that is not padding; any if there is none
+
+
+class Described(NamedTuple):
+    """What the drafter thought of the rows of a verify pass; arbitrary for padding."""
+
+    rank: Tensor  # [N] long
+    logq: Tensor  # [N] fp32
+    score: Tensor  # [N] fp32
+
+
+class Sampled(NamedTuple):
+    """The whole trees of some requests, S of them."""
+
+    count: Tensor  # type: ignore[assignment]  # [S] long: entries of each tree; later ones are arbitrary
+    parents: Tensor  # [S, C] int16
+    depth: Tensor  # [S, C] int16
+    rank: Tensor  # [S, C] int16
+    taken: Tensor  # [S, C] bool
+    logq: Tensor  # [S, C] fp32
+    key: Tensor  # [S, C] fp32

@@ -15,10 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from windfall.kernels.backend import pdl_launch, pdl_trigger, power_of_two
-from windfall.kernels.batch_rows import Appended, BatchRows, Outcome
+from windfall.kernels.batch_rows import Appended, BatchRows, Described, Outcome, Sampled
 from windfall.kernels.pages import PAGE_TOKENS, UNUSED_PAGE
 from windfall.kernels.trees import TreeArrays
 from windfall.kernels.triton.accept import _reset_to_root
+from windfall.kernels.triton.counters import counters
 from windfall.kernels.triton.grow import unsigned
 from windfall.kernels.triton.pdl import pdl_wait
 
@@ -340,6 +341,122 @@ def choose_rows(
         BLOCK_P=PADDING,
         num_warps=4,
         **pdl_launch(live),
+    )
+
+
+@triton.jit(do_not_specialize=["all_rows"])
+def _describe_rows(
+    all_rank,
+    all_logq,
+    all_score,
+    owners,
+    nodes,
+    rank,
+    logq,
+    score,
+    all_rows,
+    CAPACITY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (block of rows)."""
+    pdl_wait(PDL)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < all_rows
+    node = tl.maximum(tl.load(nodes + row, mask=inside, other=0), 0)
+    at = tl.load(owners + row, mask=inside, other=0) * CAPACITY + node
+    tl.store(rank + row, tl.load(all_rank + at, mask=inside, other=0), mask=inside)
+    tl.store(logq + row, tl.load(all_logq + at, mask=inside, other=0.0), mask=inside)
+    tl.store(score + row, tl.load(all_score + at, mask=inside, other=0.0), mask=inside)
+
+
+def describe_rows(trees: TreeArrays, rows: BatchRows, described: Described) -> None:
+    size = len(rows.nodes)
+    given = (trees.rank, trees.logq, trees.score, rows.owners, rows.nodes, *described)
+    assert all(x.is_contiguous() for x in given)
+    _describe_rows[(-(-size // MIN_ENTRIES),)](
+        *given, size, CAPACITY=trees.key.shape[1], BLOCK=MIN_ENTRIES, num_warps=2, **pdl_launch(trees.key)
+    )
+
+
+@triton.jit
+def _sample_trees(
+    counts,
+    all_parents,
+    all_depth,
+    all_rank,
+    all_taken,
+    all_logq,
+    all_key,
+    live_at,
+    turn_at,
+    count,
+    parents,
+    depth,
+    rank,
+    taken,
+    logq,
+    key,
+    finished,
+    SAMPLED: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (sampled request). The last one to finish moves the turn on."""
+    pdl_wait(PDL)
+    place = tl.program_id(0)
+    turn = tl.load(turn_at)
+    request = (turn + place) % tl.load(live_at)
+    size = tl.load(counts + request)
+    tl.store(count + place, size)
+    for start in range(0, CAPACITY, BLOCK):
+        node = start + tl.arange(0, BLOCK)
+        inside = node < CAPACITY
+        real = inside & (node < size)
+        old = request * CAPACITY + node
+        new = place * CAPACITY + node
+        tl.store(parents + new, tl.load(all_parents + old, mask=real, other=0).to(tl.int16), mask=inside)
+        tl.store(depth + new, tl.load(all_depth + old, mask=real, other=0).to(tl.int16), mask=inside)
+        tl.store(rank + new, tl.load(all_rank + old, mask=real, other=0).to(tl.int16), mask=inside)
+        tl.store(taken + new, tl.load(all_taken + old, mask=real, other=0), mask=inside)
+        tl.store(logq + new, tl.load(all_logq + old, mask=real, other=0.0), mask=inside)
+        tl.store(key + new, tl.load(all_key + old, mask=real, other=float("-inf")), mask=inside)
+    tl.debug_barrier()  # every thread has read the turn
+    before = tl.atomic_add(finished, 1, sem="acq_rel", scope="gpu")
+    if before == SAMPLED - 1:
+        tl.store(turn_at, turn + SAMPLED)
+        tl.store(finished, 0)
+
+
+def sample_trees(trees: TreeArrays, live: Tensor, turn: Tensor, sampled: Sampled) -> None:
+    capacity, size = trees.key.shape[1], len(sampled.count)
+    assert all(x.is_contiguous() for x in (*trees, *sampled))
+    counts = counters(turn.device)
+    finished = torch.zeros(1, dtype=torch.int32, device=turn.device) if counts is None else counts
+    _sample_trees[(size,)](
+        trees.count,
+        trees.parents,
+        trees.depth,
+        trees.rank,
+        trees.taken.view(torch.uint8),
+        trees.logq,
+        trees.key,
+        live,
+        turn,
+        sampled.count,
+        sampled.parents,
+        sampled.depth,
+        sampled.rank,
+        sampled.taken.view(torch.uint8),
+        sampled.logq,
+        sampled.key,
+        finished,
+        SAMPLED=size,
+        CAPACITY=capacity,
+        BLOCK=min(power_of_two(capacity), 1024),
+        num_warps=4,
+        **pdl_launch(turn),
     )
 
 

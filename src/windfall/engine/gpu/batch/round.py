@@ -14,8 +14,8 @@ from windfall.engine.gpu.batch.target import BatchTarget, Kind
 from windfall.engine.gpu.drafters import as_logits
 from windfall.engine.gpu.mailbox import Mailbox
 from windfall.engine.gpu.transfer import PackedBuffer
-from windfall.kernels.batch import accept_rows, choose_rows, root_rows
-from windfall.kernels.batch_rows import BatchRows, Outcome
+from windfall.kernels.batch import accept_rows, choose_rows, describe_rows, root_rows, sample_trees
+from windfall.kernels.batch_rows import BatchRows, Described, Outcome, Sampled
 from windfall.kernels.grow import grow
 from windfall.kernels.pages import max_tiles
 from windfall.kernels.rules import Rule
@@ -93,7 +93,8 @@ class Round:
         self._roots = torch.zeros(seats, 1, dtype=long, device=device)
         self._summary = torch.zeros(seats, pending + 2, 6, device=device)
         self._turn = torch.zeros(1, dtype=long, device=device)  # the first request of the next sample
-        self._sampled = torch.arange(SAMPLED, device=device)
+        self._described = Described(*(there[name] for name in Described._fields))
+        self._sampled = Sampled(*(there[f"sample_{name}"] for name in Sampled._fields))
 
     def next_rows(self, width: int) -> NextPass:
         """Buffers for the rows of a draft pass of this width."""
@@ -166,8 +167,9 @@ class Round:
         if sizes.passes:
             limits, floor = state["limits"][:seats], state["floor"]
             choose_rows(trees, live, limits, floor, lengths, target.staging, target.tile_rows, rows)
-            self._describe(trees, rows)
-            self._publish_sample(trees)
+            described = Described._make(array[: sizes.rows] for array in self._described)
+            describe_rows(trees, rows, described)
+            sample_trees(trees, live, self._turn, self._sampled)
         else:
             root_rows(trees, live, lengths, tables, rows)
         scored = target.score(rows, seats, trees=bool(sizes.passes))
@@ -180,21 +182,6 @@ class Round:
         elif self.drafter is not None:  # the rows are in their pages already
             state.add_pending(outcome.tokens[:, 0], scored.states, outcome.accepted)
         self.results.publish()
-
-    def _describe(self, trees: TreeArrays, rows: BatchRows) -> None:
-        """Add to the results what the host learns from: the drafter's probabilities of the chosen nodes."""
-        there, count = self.published.device, len(rows.tokens)
-        owners, nodes = rows.owners.long(), rows.nodes.clamp(min=0)
-        for name in ("rank", "logq", "score"):
-            there[name][:count] = getattr(trees, name)[owners, nodes]
-
-    def _publish_sample(self, trees: TreeArrays) -> None:
-        """Add the whole trees of some requests to the results, in turn."""
-        there, seats = self.published.device, (self._turn + self._sampled) % self.state["live"]
-        there["sample_count"].copy_(trees.count[seats])
-        for name in ("parents", "depth", "rank", "taken", "logq", "key"):
-            there[f"sample_{name}"].copy_(getattr(trees, name)[seats])
-        self._turn.add_(SAMPLED)
 
 
 def first(trees: TreeArrays, seats: int) -> TreeArrays:
