@@ -44,11 +44,11 @@ def test_under_the_interpreter() -> None:
 @pytest.mark.parametrize(
     ("n", "heads", "shared", "width", "length", "capacity", "dtype"),
     [
-        (9, 6, 2, 24, 0, 96, HALF),
+        (12, 6, 2, 24, 0, 96, HALF),
         (7, 3, 1, 16, 61, 130, torch.float32),
         (7, 3, 1, 16, 63, 130, HALF),
         (7, 3, 1, 16, 126, 140, torch.float32),
-        (6, 3, 1, 16, 509, 520, HALF),
+        (7, 3, 1, 16, 509, 520, HALF),
     ],
 )
 def test_paths(n: int, heads: int, shared: int, width: int, length: int, capacity: int, dtype: torch.dtype) -> None:
