@@ -19,12 +19,12 @@ CLOSE = 0.98  # of the best rival's speed
 @pytest.mark.parametrize("requests", REQUESTS)
 @pytest.mark.parametrize("curve", CURVES)
 def test_auto_is_as_fast_as_the_best_rival_with_mixed_texts(curve: str, requests: int) -> None:
-    found = speeds(curve, "mixed", requests, max(1000 // requests, 160))
+    found = speeds(curve, "mixed", requests, max(500 // requests, 160))
     assert found["auto"] >= CLOSE * max(found.values()), found
 
 
 @pytest.mark.parametrize("mix", [mix for mix in MIXES if mix != "mixed"])
-@pytest.mark.parametrize("requests", [4, 32])
+@pytest.mark.parametrize("requests", [8])
 @pytest.mark.parametrize("curve", CURVES)
 def test_auto_is_as_fast_as_fixed_sizes_with_texts_of_one_kind(curve: str, requests: int, mix: str) -> None:
     found = speeds(curve, mix, requests, 200, ("plain", "chain of 4", "tree of 8", "survival", "auto"))
