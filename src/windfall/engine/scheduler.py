@@ -17,7 +17,7 @@ ADMISSION_TOKENS = 64  # that all requests must have room for, so that a new one
 
 
 class Scheduler:
-    """A queue of requests, of which the oldest run together as far as the runner's memory goes.
+    """A queue of requests. The oldest ones run together, as many as fit into the runner's memory.
 
     `submit` may be called by any thread, everything else by one thread at a time.
     """

@@ -14,7 +14,7 @@ from windfall.model.hidden_states import with_states
 from windfall.model.kv_cache import KVCache
 
 MAX_PREFILL_ROWS = 1024  # of one pass
-MIN_SPLIT_ROWS = 128  # shorter prompts share a pass, whatever their lengths
+MIN_SPLIT_ROWS = 128  # prompts shorter than this share one pass
 MASKED_ATTENTION = ("sdpa", "eager")  # implementations that take a tree's mask; flash and flex do not
 WINDOWS = {
     "sliding_attention": "sliding_window",

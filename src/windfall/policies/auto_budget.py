@@ -40,6 +40,10 @@ class AutoBudget(Budget):
         self._best_for: tuple[object, ...] = ()
         self._seconds, self._seconds_for = np.zeros(0), tuple[object, ...]()
 
+    @property
+    def largest(self) -> Sizes:
+        return Sizes(MAX_PASSES, MAX_WIDTH, FORECAST_CHILDREN, 0)
+
     def sizes(self, load: Load) -> Sizes:
         self._calibrator = load.calibrator
         self._rounds += 1

@@ -102,6 +102,14 @@ class Budget:
 
     calibrator: Calibrator | None = None  # estimates acceptance instead of the engine's, for calibrated keys
 
+    @property
+    def largest(self) -> Sizes | None:
+        """The most passes, width and children that `sizes` returns: a GPU allocates its buffers for them.
+
+        None: they are not known, and the budget decides for the host loop only.
+        """
+        return None
+
     def sizes(self, load: Load) -> Sizes:
         """The sizes of the next round."""
         raise NotImplementedError
@@ -127,9 +135,17 @@ class OwnSizes(Budget):
     def __init__(self, plan: Plan):
         self._plan = plan
 
+    @property
+    def largest(self) -> Sizes:
+        return self.sizes_of(1)
+
     def sizes(self, load: Load) -> Sizes:
+        return self.sizes_of(load.requests)
+
+    def sizes_of(self, requests: int) -> Sizes:
+        """The sizes of a round of this number of requests."""
         own = self._plan
-        return Sizes(own.passes, own.width, own.k, load.requests * own.rows, own.rows, calibrated=own.calibrated)
+        return Sizes(own.passes, own.width, own.k, requests * own.rows, own.rows, calibrated=own.calibrated)
 
     def plan(self, sizes: Sizes) -> None:
         return None

@@ -58,7 +58,7 @@ class Settings:
                     yield Cell(temperature, arrivals, concurrency)
 
     def requests(self, cell: Cell, prompts: int) -> int:
-        """The requests of one run, if there are so many different prompts."""
+        """The number of requests of one run, with this number of different prompts."""
         if cell.arrivals == STREAM:
             return max(STREAM_FACTOR * cell.concurrency, prompts)
         return max(prompts // cell.concurrency, 1) * cell.concurrency

@@ -169,13 +169,8 @@ class GpuHeadDrafter(GpuDrafter):
         self.kv = gpu_target.cache((layer.num_hidden_layers, heads, width), dtype)
         self.features = torch.zeros(pending, gpu_target.width, dtype=dtype, device=device)
         self.chunk_states = torch.zeros(PREFILL_CHUNK_TOKENS, gpu_target.width, dtype=dtype, device=device)
-        # the head's own features, by slot: the input of the next level
-        self.recycled = torch.zeros(staged + 1, layer.hidden_size, dtype=dtype, device=device)
+        self.network = HeadNetwork(head, self.kv, gpu_target.capacity, staged + 1)
         self._first = torch.zeros(1, dtype=torch.long, device=device)
-        try:
-            self.fused: FusedEagle3 | None = FusedEagle3(head, gpu_target.capacity)
-        except Unsupported:
-            self.fused = None
 
     @property
     def vocabulary(self) -> Tensor | None:
@@ -192,20 +187,41 @@ class GpuHeadDrafter(GpuDrafter):
 
     def _run_columns(self, rows: Pass, features: Tensor | None) -> None:
         assert features is not None
-        self._run(rows, self._fuse(features), None, None, None)
+        self.network(rows, self.network.fuse(features))
 
     def _first_logits(self, rows: Pass, last: Tensor) -> Tensor | LazyLogits:
         assert self.features is not None
-        return self._logits(self._run(rows, self._fuse(self.features[: len(rows.tokens)]), None, last, self._first))
+        hidden = self.network.fuse(self.features[: len(rows.tokens)])
+        return self.network.logits(self.network(rows, hidden, pick=last, here=self._first))
 
     def next_pass(self, rows: Pass, above: Tensor, here: Tensor) -> Tensor | LazyLogits:
-        return self._logits(self._run(rows, self.recycled, above, None, here))
+        return self.network.logits(self.network(rows, self.network.recycled, index=above, here=here))
 
-    def _fuse(self, features: Tensor) -> Tensor:
+
+class HeadNetwork:
+    """A draft head over rows in fixed buffers, with fused kernels where it has them."""
+
+    def __init__(self, head: FeatureHead, kv: Tensor, positions: int, slots: int):
+        """`kv` is its KV cache, `positions` the longest text, `slots` the number of its own features that are kept."""
+        self.head, self.kv = head, kv
+        # the head's own features, by slot: the input of the next level
+        self.recycled = torch.zeros(slots, head.config.layer.hidden_size, dtype=head.dtype, device=kv.device)
+        try:
+            self.fused: FusedEagle3 | None = FusedEagle3(head, positions)
+        except Unsupported:
+            self.fused = None
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's states [n, taps * H] as input features [n, H]."""
         return self.head.fuse(features) if self.fused is None else self.fused.fuse(features)
 
-    def _run(
-        self, rows: Pass, hidden: Tensor, index: Tensor | None, pick: Tensor | None, here: Tensor | None
+    def __call__(
+        self,
+        rows: Pass,
+        hidden: Tensor,
+        index: Tensor | None = None,
+        pick: Tensor | None = None,
+        here: Tensor | None = None,
     ) -> Tensor:
         """Run the head over these rows; returns the states [n, H] of all rows or of those in `pick`.
 
@@ -225,7 +241,8 @@ class GpuHeadDrafter(GpuDrafter):
             self.recycled.index_copy_(0, here, recycled)
         return state
 
-    def _logits(self, state: Tensor) -> Tensor | LazyLogits:
+    def logits(self, state: Tensor) -> Tensor | LazyLogits:
+        """The logits after these states, or the product that gives them."""
         return self.head.logits(state) if self.fused is None else self.fused.logits(state)
 
 

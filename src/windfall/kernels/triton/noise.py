@@ -34,7 +34,7 @@ def gumbel(key, tokens):
 
 @triton.jit
 def quick_gumbel(key, tokens):
-    """`gumbel` in fp32, ten times as fast; at most QUICK_ERROR / 4 from the true noise.
+    """`gumbel` in fp32, without fp64; at most QUICK_ERROR / 4 from the true noise.
 
     Where the uniform number u is close to 1, -log(u) is computed from 1 - u, which is known exactly.
     """

@@ -32,6 +32,11 @@ class _BatchGTBudget(Budget):
     def __init__(self, policy: BatchGT):
         self._policy = policy
 
+    @property
+    def largest(self) -> Sizes:
+        own = self._policy
+        return Sizes(own.depth, own.k, own.k, 0)
+
     def sizes(self, load: Load) -> Sizes:
         policy, most = self._policy, 1 + self._policy.nodes
         c = load.costs.draft(load.requests * policy.k) / load.verify(load.requests) if policy.c is None else policy.c

@@ -37,6 +37,11 @@ class _SmartBudget(Budget):
         self._speed = 0.0  # tokens per second of the recent rounds, for each request
         self._load: Load | None = None
 
+    @property
+    def largest(self) -> Sizes:
+        own = self._policy
+        return Sizes(own.depth, own.k, own.k, 0)
+
     def sizes(self, load: Load) -> Sizes:
         policy, requests = self._policy, load.requests
         self._load = load

@@ -43,6 +43,11 @@ class _SurvivalBudget(Budget):
         self._survivals = np.zeros(0)  # of the last round, for each request, best first
         self._requests = 0  # of the last round
 
+    @property
+    def largest(self) -> Sizes:
+        own = self._policy
+        return Sizes(own.depth, own.k, own.k, 0)
+
     def sizes(self, load: Load) -> Sizes:
         policy, requests = self._policy, load.requests
         most = 1 + policy.nodes

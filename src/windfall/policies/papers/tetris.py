@@ -25,6 +25,11 @@ class _TetrisBudget(Budget):
     def __init__(self, policy: Tetris):
         self._policy = policy
 
+    @property
+    def largest(self) -> Sizes:
+        own = self._policy
+        return Sizes(own.depth, 1, 1, 0)
+
     def sizes(self, load: Load) -> Sizes:
         policy = self._policy
         capacity = policy.mean * load.requests if policy.capacity is None else policy.capacity

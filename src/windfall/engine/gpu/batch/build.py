@@ -16,7 +16,6 @@ from windfall.policies.base import TreePolicy
 from windfall.policies.budget import OwnSizes
 from windfall.policies.plan import Plan
 
-MAX_PASSES, MAX_WIDTH, MAX_CHILDREN = 12, 8, 8  # draft passes, nodes of a pass and children for budgets that adapt
 MAX_CONTEXT = 32_768  # tokens of a text, if the model has no limit
 
 
@@ -30,11 +29,11 @@ def batch_runner(
     gpu_target, form, plan, budget = runner.gpu_target, runner.drafter_form, policy.cached_plan, policy.budget()
     if budget is None:
         return "its policy decides during a cycle, on the host"
-    passes, width, k = MAX_PASSES, MAX_WIDTH, MAX_CHILDREN
-    if plan is not None and isinstance(budget, OwnSizes):
-        if reason := rule_unsupported(plan):
-            return reason
-        passes, width, k = plan.passes, plan.width, plan.k
+    if isinstance(budget, OwnSizes) and plan is not None and (reason := rule_unsupported(plan)):
+        return reason
+    if budget.largest is None:
+        return "its budget does not say how large its rounds can be"
+    passes, width, k = budget.largest[:3]
     if passes and form is None:
         return runner.drafter_unsupported
     longest = runner.target.context or MAX_CONTEXT
@@ -47,8 +46,8 @@ def batch_runner(
             return "its memory has no room for a page"
         limits = Limits(seats, pages, min(longest, (pages - 1) * PAGE_TOKENS), passes, width, k)
         return GpuBatchRunner(gpu_target, form, policy, OnlineCosts(online_costs.costs, online_costs.learns), limits)
-    except Unsupported as reason:
-        return str(reason)
+    except Unsupported as unsupported:
+        return str(unsupported)
 
 
 def rule_unsupported(plan: Plan) -> str:

@@ -1,4 +1,4 @@
-"""Prompts as rows of prefill passes: which tokens of which requests go into a pass, and where their keys go."""
+"""Prefill passes over the prompts of several requests: their tokens, and the slots of their keys and values."""
 
 from __future__ import annotations
 

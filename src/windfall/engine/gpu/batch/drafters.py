@@ -10,15 +10,13 @@ from torch import Tensor
 from windfall.drafters.base import GpuForm, HeadForm
 from windfall.engine.gpu.batch.chunks import Chunk, ChunkBuffers, Part
 from windfall.engine.gpu.batch.target import BatchTarget
-from windfall.engine.gpu.drafters import HeadBuffer
-from windfall.engine.gpu.eagle3 import FusedEagle3
-from windfall.engine.gpu.forward import Pass, Paths, Unsupported
+from windfall.engine.gpu.drafters import HeadNetwork
+from windfall.engine.gpu.forward import Pass, Paths
 from windfall.engine.gpu.fused import FusedForward
 from windfall.heads.base import FeatureHead
 from windfall.heads.layers import head_dim
 from windfall.kernels.batch import append_to_pages
 from windfall.kernels.pages import Pages, tile_rows, tiles_of
-from windfall.kernels.scatter import Scatter
 from windfall.kernels.top import LazyLogits
 from windfall.kernels.trees import NextPass
 from windfall.model.decoder import Decoder
@@ -129,18 +127,13 @@ class BatchHeadDrafter(BatchDrafter):
         layer = head.config.layer
         heads, shared, width = layer.num_attention_heads, layer.num_key_value_heads, head_dim(layer)
         super().__init__(batch, heads, shared, layer.num_hidden_layers, width, head.dtype)
-        self.head, self.hidden = head, layer.hidden_size
+        self.head = head
         state, taps = self.state, batch.gpu_target.width
         state.features = torch.zeros(state.rows, state.backlog, taps, dtype=head.dtype, device=self.device)
-        try:
-            self.fused: FusedEagle3 | None = FusedEagle3(head, state.longest)
-        except Unsupported:
-            self.fused = None
 
     def reserve(self, staged: int) -> None:
         super().reserve(staged)
-        size = (self.state.seats * (staged + 1), self.hidden)
-        self.recycled = torch.zeros(size, dtype=self.dtype, device=self.device)  # its own features, by slot
+        self.network = HeadNetwork(self.head, self.kv, self.state.longest, self.state.seats * (staged + 1))
         self._roots = torch.arange(self.state.seats, device=self.device) * (staged + 1)
 
     @property
@@ -157,47 +150,23 @@ class BatchHeadDrafter(BatchDrafter):
         given = self.chunk.given(size, alone, self.state.draft_lengths, self.state.tables, self.first)
         states = self.batch.gpu_target.chunk_states
         assert states is not None
-        self._run(given, self._fuse(states[:size].to(self.dtype)), None, None, None)
+        self.network(given, self.network.fuse(states[:size].to(self.dtype)))
 
     def _first_logits(self, rows: Pass, last: Tensor, seats: int, pending: int) -> Tensor | LazyLogits:
         features = self._pending_features(seats, pending)
-        return self._logits(self._run(rows, features, None, last, self._roots[:seats]))
+        return self.network.logits(self.network(rows, features, pick=last, here=self._roots[:seats]))
 
     def _run_columns(self, rows: Pass, seats: int, pending: int) -> None:
-        self._run(rows, self._pending_features(seats, pending), None, None, None)
+        self.network(rows, self._pending_features(seats, pending))
 
     def _pending_features(self, seats: int, pending: int) -> Tensor:
         assert self.state.features is not None
-        return self._fuse(self.state.features[:seats, :pending].flatten(0, 1))
+        return self.network.fuse(self.state.features[:seats, :pending].flatten(0, 1))
 
     def _next_logits(self, given: Pass, rows: NextPass, seats: int) -> Tensor | LazyLogits:
         offset = self._roots[:seats, None]
         above, here = ((slots[:seats] + offset).flatten() for slots in (rows.parent_slots, rows.own_slots))
-        return self._logits(self._run(given, self.recycled, above, None, here))
-
-    def _fuse(self, features: Tensor) -> Tensor:
-        return self.head.fuse(features) if self.fused is None else self.fused.fuse(features)
-
-    def _run(
-        self, rows: Pass, hidden: Tensor, index: Tensor | None, pick: Tensor | None, here: Tensor | None
-    ) -> Tensor:
-        """Run the head over these rows; see `GpuHeadDrafter._run`."""
-        if self.fused is not None:
-            keep = None if here is None else Scatter(self.recycled, here, self.fused.recycles_normed)
-            return self.fused(rows, hidden, index, self.kv, pick, keep)
-        hidden = hidden if index is None else hidden.index_select(0, index)
-        memory = HeadBuffer(self.kv, rows, self.head.config.windows)
-        guess = self.head(rows.tokens[None], hidden[None], rows.positions[None], memory)
-        state: Tensor = guess.state[0]
-        recycled: Tensor = guess.recycled[0]
-        if pick is not None:
-            state, recycled = state.index_select(0, pick), recycled.index_select(0, pick)
-        if here is not None:
-            self.recycled.index_copy_(0, here, recycled)
-        return state
-
-    def _logits(self, state: Tensor) -> Tensor | LazyLogits:
-        return self.head.logits(state) if self.fused is None else self.fused.logits(state)
+        return self.network.logits(self.network(given, self.network.recycled, index=above, here=here))
 
 
 class BatchModelDrafter(BatchDrafter):

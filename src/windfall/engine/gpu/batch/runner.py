@@ -280,10 +280,10 @@ class GpuBatchRunner:
         calibrator = self.budget.calibrator or texts[0].calibrator
         wanted = self.budget.sizes(Load(len(texts), length, room, self.online_costs.costs, calibrator))
         plan = self.budget.plan(wanted) or texts[0].policy.cached_plan
-        passes = min(wanted.passes, limits.passes) if self.drafter is not None else 0
-        sizes = wanted._replace(passes=passes, width=min(wanted.width, limits.width), k=min(wanted.k, limits.k))
         assert plan is not None
-        return sizes, kernel_rule(plan)
+        fits = wanted.passes <= limits.passes and wanted.width <= limits.width and wanted.k <= limits.k
+        assert fits or not wanted.passes, "a budget's sizes exceed its largest ones"
+        return wanted, kernel_rule(plan)
 
     def _send(self, sizes: Sizes) -> None:
         """Send what the device must know before a round."""
