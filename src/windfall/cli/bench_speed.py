@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,13 @@ from rich.text import Text
 from windfall.bench.methods import parse_methods
 from windfall.bench.paths import shorten
 from windfall.bench.tasks import load_tasks
+from windfall.cli import measuring
 from windfall.cli.declare import ignore_eos_option, json_option, numbers, option, plot_option, tasks_option, words
 from windfall.cli.options import ModelOptions
 from windfall.cli.session import ON_INTERRUPT, check_out_file, command_line, write_json
 from windfall.core.errors import InputError
 from windfall.render import console
-from windfall.render.tables import Figures
+from windfall.render.tables import Figures, figure
 
 if TYPE_CHECKING:
     from windfall.bench.speed.race import Settings
@@ -95,15 +95,8 @@ def speed(
         target, drafter = widened(target, drafter, options.widen)
     about = provenance.describe({}, target, prompts, command_line())
     about["drafters"] = {drafter.label: None}
-    chosen = {
-        "methods": [method.label for method in methods],
-        "tasks": list(map(shorten, tasks)),
-        "limit": options.limit,
-        "drafter": drafter.label,
-        "widen": options.widen,
-        **dataclasses.asdict(settings),
-    }
-    result, interrupted = Result(shorten(target.name), about, chosen), False
+    given = measuring.chosen(options, methods, tasks, drafter, settings)
+    result = Result(shorten(target.name), about, given)
 
     def attach_costs(measured: Any) -> dict[str, Any]:
         engines = {each.drafter.label: each.engine for each in measured if each.drafter is not None}
@@ -114,21 +107,16 @@ def speed(
     def save(found: Result) -> None:
         write_json(out, found.as_dict(), indent=1)
 
-    try:
+    def work() -> None:
         with _bars() as progress:
-            work = result, target, methods, drafter, prompts, settings
-            measure(*work, attach_costs, save, progress, model.trust_remote_code)
-    except KeyboardInterrupt:
-        interrupted = True
-        console.note("stopped; finished measurements are kept")
-    save(result)
-    report = result.as_dict()
-    if plot is not None and result.methods:
-        speed_plot.plot(report, plot)
-    if json:
-        console.print_json(report, indent=2)
-    else:
-        show(report)
+            parts = result, target, methods, drafter, prompts, settings
+            measure(*parts, attach_costs, save, progress, model.trust_remote_code)
+
+    def draw(report: dict[str, Any]) -> None:
+        if plot is not None and result.methods:
+            speed_plot.plot(report, plot)
+
+    interrupted = measuring.run(result, work, save, draw, show, json)
     if interrupted:
         raise typer.Exit(ON_INTERRUPT)
 
@@ -181,15 +169,15 @@ def _method_table(rows: list[dict[str, Any]], title: str) -> Figures:
         split, inside = row["split"] or {}, row["inside"] or {}
         table.add(
             row["method"],
-            _number(row["tokens_per_second"], "{:.0f}" if (row["tokens_per_second"] or 0) >= 100 else "{:.1f}"),
-            _number(row["tau"], "{:.2f}"),
-            _number(row["cycle_seconds"], "{:.2f}", 1000),
-            _number(split.get("draft_ms"), "{:.2f}"),
-            _number(split.get("verify_ms"), "{:.2f}"),
-            _number(inside.get("rest_share", split.get("rest_share")), "{:.0f}%", 100),
-            _number(row["over_none"], "{:.2f}"),
-            _number(row["over_hf"], "{:.1f}"),
-            _number(row["memory_overhead"], "{:+.1f}%", 100),
+            figure(row["tokens_per_second"], "{:.0f}" if (row["tokens_per_second"] or 0) >= 100 else "{:.1f}"),
+            figure(row["tau"], "{:.2f}"),
+            figure(row["cycle_seconds"], "{:.2f}", 1000),
+            figure(split.get("draft_ms"), "{:.2f}"),
+            figure(split.get("verify_ms"), "{:.2f}"),
+            figure(inside.get("rest_share", split.get("rest_share")), "{:.0f}%", 100),
+            figure(row["over_none"], "{:.2f}"),
+            figure(row["over_hf"], "{:.1f}"),
+            figure(row["memory_overhead"], "{:+.1f}%", 100),
             "" if row["texts"] is None else f"{row['same_texts']}/{row['texts']}",
         )
     return table
@@ -202,15 +190,11 @@ def _pass_table(rows: list[dict[str, Any]], title: str) -> Figures:
         table.add(
             f"{row['length']}" + (" (beyond)" if row.get("beyond_context") else ""),
             str(row["rows"]),
-            _number(row["seconds"], "{:.3f}", 1000),
-            _number(row["verify_seconds"], "{:.3f}", 1000),
-            _number(row["over_first"], "{:.2f}"),
-            _number(row["bytes"], "{:.0f}", 1e-6),
-            _number(row["floor_seconds"], "{:.3f}", 1000),
-            _number(row["over_floor"], "{:.2f}"),
+            figure(row["seconds"], "{:.3f}", 1000),
+            figure(row["verify_seconds"], "{:.3f}", 1000),
+            figure(row["over_first"], "{:.2f}"),
+            figure(row["bytes"], "{:.0f}", 1e-6),
+            figure(row["floor_seconds"], "{:.3f}", 1000),
+            figure(row["over_floor"], "{:.2f}"),
         )
     return table
-
-
-def _number(value: float | None, shape: str, factor: float = 1) -> str:
-    return "" if value is None else shape.format(factor * value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,11 +12,12 @@ from rich.text import Text
 from windfall.bench.methods import parse_methods
 from windfall.bench.paths import shorten
 from windfall.bench.tasks import in_turns, load_tasks
+from windfall.cli import measuring
 from windfall.cli.declare import ignore_eos_option, json_option, numbers, option, plot_option, tasks_option, words
 from windfall.cli.options import ModelOptions
 from windfall.cli.session import DIFFERENT, ON_INTERRUPT, check_out_file, command_line, write_json
 from windfall.render import console
-from windfall.render.tables import Figures, Wrapped
+from windfall.render.tables import Figures, Wrapped, figure
 
 if TYPE_CHECKING:
     from windfall.bench.throughput.workload import Settings
@@ -88,33 +88,21 @@ def throughput(
     if options.widen is not None:
         target, drafter = widened(target, drafter, options.widen)
     about = provenance.describe({}, target, prompts, command_line())
-    chosen = {
-        "methods": [method.label for method in methods],
-        "tasks": list(map(shorten, tasks)),
-        "limit": options.limit,
-        "drafter": drafter.label,
-        "widen": options.widen,
-        **dataclasses.asdict(settings),
-    }
-    result, interrupted = Result(shorten(target.name), about, chosen), False
+    given = measuring.chosen(options, methods, tasks, drafter, settings)
+    result = Result(shorten(target.name), about, given)
 
     def save(found: Result) -> None:
         write_json(out, found.as_dict(), indent=1)
 
-    try:
+    def work() -> None:
         with console.progress("Throughput", counts=True) as progress:
             measure(result, target, methods, drafter, prompts, settings, save, progress, model.trust_remote_code)
-    except KeyboardInterrupt:
-        interrupted = True
-        console.note("stopped; finished measurements are kept")
-    save(result)
-    report = result.as_dict()
-    if plot is not None and result.rows:
-        throughput_plot.plot(report, plot)
-    if json:
-        console.print_json(report, indent=2)
-    else:
-        show(report)
+
+    def draw(report: dict[str, Any]) -> None:
+        if plot is not None and result.rows:
+            throughput_plot.plot(report, plot)
+
+    interrupted = measuring.run(result, work, save, draw, show, json)
     if interrupted:
         raise typer.Exit(ON_INTERRUPT)
     if result.different:
@@ -156,19 +144,15 @@ def table(rows: list[dict[str, Any]], title: str) -> Figures:
         made.add(
             row["method"],
             str(count),
-            _number(row["tokens_per_second"], "{:.0f}" if (row["tokens_per_second"] or 0) >= 100 else "{:.1f}"),
-            _number(row["over_none"], "{:.2f}"),
-            *(_number(ttft.get(name), "{:.1f}", 1000) for name in ("median", "p95")),
-            *(_number(tpot.get(name), "{:.2f}", 1000) for name in ("median", "p95")),
-            _number(row["tau"], "{:.2f}"),
-            _number(row["rows_per_pass"], "{:.1f}"),
-            _number(row["draft_passes"], "{:.1f}"),
-            _number(row["rest_share"], "{:.0f}%", 100),
+            figure(row["tokens_per_second"], "{:.0f}" if (row["tokens_per_second"] or 0) >= 100 else "{:.1f}"),
+            figure(row["over_none"], "{:.2f}"),
+            *(figure(ttft.get(name), "{:.1f}", 1000) for name in ("median", "p95")),
+            *(figure(tpot.get(name), "{:.2f}", 1000) for name in ("median", "p95")),
+            figure(row["tau"], "{:.2f}"),
+            figure(row["rows_per_pass"], "{:.1f}"),
+            figure(row["draft_passes"], "{:.1f}"),
+            figure(row["rest_share"], "{:.0f}%", 100),
             row["runner"],
             "" if row["texts"] is None else f"{row['same_texts']}/{row['texts']}",
         )
     return made
-
-
-def _number(value: float | None, shape: str, factor: float = 1) -> str:
-    return "" if value is None else shape.format(factor * value)

@@ -114,3 +114,8 @@ class Figures:
 
 def _longest_word(text: str) -> int:
     return max(map(cell_len, text.split()), default=0)
+
+
+def figure(value: float | None, shape: str, factor: float = 1) -> str:
+    """A number times `factor` in this shape, such as "{:.2f}"; empty for None."""
+    return "" if value is None else shape.format(factor * value)
