@@ -1,6 +1,7 @@
 """Texts of exact and of fast passes against plain decoding in half precision, and what exactness costs.
 
-python benchmarks/exact.py TASK… [--limit 40] [--policies auto,beam,…] [--tokens 128] [--modes exact,fast] [--json FILE]
+python benchmarks/exact.py TASK… [--limit 40] [--policies auto,beam,…] [--tokens 128] [--modes exact,fast]
+                           [--widen SHAPE] [--json FILE]
 
 The engines run in turn over the same prompts, after a warm-up. The exit code is 1 if a text of exact passes differs
 from plain decoding's. --texts leaves out tokens/s, for a machine that does other work at the same time.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,9 @@ from provenance import publish
 import windfall
 from windfall import registry
 from windfall.bench.tasks import load_tasks
+from windfall.bench.widen import widen_pair
+from windfall.drafters.feature_head import FeatureHeadDrafter
+from windfall.model.target import Target
 from windfall.render import console
 
 POLICIES = "auto,beam,salf,talon,ltd"
@@ -36,15 +41,17 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--limit", type=int, default=40, help="prompts of each task")
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--widen", help="zero-pad the models to a larger pair's shape, e.g. llama-3.1-8b; for timing")
     parser.add_argument("--modes", default="exact,fast")
     parser.add_argument("--texts", action="store_true", help="compare texts only, without tokens/s")
     options = parser.parse_args()
     prompts = [prompt.turns[0] for prompt in load_tasks(options.tasks, options.limit)]
     given: dict[str, Any] = {"device": options.device, "dtype": options.dtype}
-    engines = {
-        mode: windfall.load(options.target, options.drafter, exact=MODES[mode], **given)
-        for mode in options.modes.split(",")
-    }
+    models = widened(options, given) if options.widen else lambda: (options.target, options.drafter, given)
+    engines = {}
+    for mode in options.modes.split(","):
+        target, drafter, how = models()
+        engines[mode] = windfall.load(target, drafter, exact=MODES[mode], **how)
     for engine in engines.values():
         run(engine, prompts, 0.0, 1)  # captures the graphs of all prompt lengths
     policies = ["none", *options.policies.split(",")]
@@ -78,12 +85,20 @@ def main() -> None:
             "tasks": tasks,
             "dtype": options.dtype,
             "tokens": options.tokens,
+            "widened_to": options.widen,
             "device": device,
             "exact_passes": {mode: engine.exact_passes for mode, engine in engines.items()},
         },
         options.json,
     )
     sys.exit(any(row["different"] for row in rows if row["mode"] == "exact"))
+
+
+def widened(options: argparse.Namespace, given: dict[str, Any]) -> Callable[[], tuple[Any, Any, dict[str, Any]]]:
+    """Makes targets and drafters that share one pair of models, zero-padded to a larger pair's shape."""
+    engine = windfall.load(options.target, options.drafter, **given)
+    pair = widen_pair(engine.target.model, engine.drafter.head, options.widen)  # type: ignore[attr-defined]
+    return lambda: (Target(pair.model, engine.target.tokenizer), FeatureHeadDrafter(pair.head), {})
 
 
 def speed(rates: dict[tuple[Any, ...], float], temperature: float, policy: str, mode: str) -> dict[str, float]:

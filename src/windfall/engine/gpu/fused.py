@@ -33,7 +33,7 @@ class FusedForward:
         self.needs_paths = described.score_cap is not None or any(
             layer.window is not None or layer.sinks is not None for layer in self.layers
         )
-        self._angles: Tensor | None = None  # [positions, rotaries * 2r]
+        self._angles: list[Tensor] = []  # [positions, rotaries * 2r], the longest last; graphs read the others
 
     @torch.no_grad()
     def __call__(self, rows: Pass, kv: Tensor, taps: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor | None]:
@@ -67,11 +67,11 @@ class FusedForward:
         """Embed the tokens [n, H]; cos and sin [n, r] of each kind of rotary angles. `longest`: a text's length."""
         described = self.described
         positions = min(longest, described.positions or longest)
-        if self._angles is None or len(self._angles) < positions:
+        if not self._angles or len(self._angles[-1]) < positions:
             tables = [RotaryTable(each, described.embedding, positions).table for each in described.rotaries]
-            self._angles = torch.cat(tables, -1)
+            self._angles.append(torch.cat(tables, -1))
         x, turns = embed(
-            rows.tokens, described.embedding, rows.positions, self._angles, scale=described.embedding_scale
+            rows.tokens, described.embedding, rows.positions, self._angles[-1], scale=described.embedding_scale
         )
         return x, [cos_and_sin(part) for part in turns.chunk(len(described.rotaries), -1)]
 

@@ -86,7 +86,9 @@ class BatchDrafter:
         owners, tiles = self.rows_of(seats, pending)
         paths = Paths(rows.reach, None, Pages(owners, lengths, tables, tiles), self.first)
         positions = (rows.positions - self.first).clamp(min=0)
-        return Pass.in_pages(state.tokens[:seats, :pending].flatten(), positions, rows.slots, paths), rows.last
+        return Pass.in_pages(
+            state.tokens[:seats, :pending].contiguous().view(-1), positions, rows.slots, paths
+        ), rows.last
 
     def next_pass(self, rows: NextPass, seats: int) -> Tensor | LazyLogits:
         """Run the chosen nodes of each request; returns logits [seats * W, V]."""
@@ -161,7 +163,7 @@ class BatchHeadDrafter(BatchDrafter):
 
     def _pending_features(self, seats: int, pending: int) -> Tensor:
         assert self.state.features is not None
-        return self.network.fuse(self.state.features[:seats, :pending].flatten(0, 1))
+        return self.network.fuse(self.state.features[:seats, :pending].contiguous().flatten(0, 1))
 
     def _next_logits(self, given: Pass, rows: NextPass, seats: int) -> Tensor | LazyLogits:
         offset = self._roots[:seats, None]
