@@ -75,9 +75,9 @@ def _matmul(
     SEGMENTS: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr,
     STEP: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of outputs, tile of rows, segment if SPLIT)."""
-    out_at = tl.program_id(0) * BLOCK_O
-    row_at = tl.program_id(1) * BLOCK_N
+    """Program (tile of rows, tile of outputs, segment if SPLIT): the rows' tiles share a weight in the L2 cache."""
+    row_at = tl.program_id(0) * BLOCK_N
+    out_at = tl.program_id(1) * BLOCK_O
     outs = out_at + tl.arange(0, BLOCK_O)
     rows = row_at + tl.arange(0, BLOCK_N)
     place = rows[None, :].to(tl.int64) * outputs + outs[:, None]
@@ -189,7 +189,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             TensorDescriptor.from_tensor(x, [tile.rows, tile.step]),
             TensorDescriptor.from_tensor(weight, [tile.outputs, tile.step]),
         )
-    _matmul[(tiles, blocks, segments if split else 1)](
+    _matmul[(blocks, tiles, segments if split else 1)](
         *given,
         weight,
         weight if bias is None else bias,

@@ -60,4 +60,4 @@ def test_graphs_read_buffers_that_live_on(monkeypatch: pytest.MonkeyPatch) -> No
     device.policy = registry.policy("auto")
     for length in (9, 9, 530, 9):
         device.generate_batch([prompt(length), prompt(12)], max_new_tokens=4, eos=())
-    assert device.batch_fallback == "" and sum(count > 2 for count in runs.values()) > 4
+    assert device.batch_fallback == "" and sum(count > 2 for count in runs.values()) >= 4
