@@ -26,12 +26,18 @@ from windfall.kernels.triton.attention import LOG2_E, _load_partial, _store_part
 from windfall.kernels.triton.counters import COUNTERS, counters
 from windfall.kernels.triton.pdl import pdl_wait, prefetch
 
-# Keys of a part: few where most texts end, for many programs; more further on, for few parts to merge.
-NEAR, MIDDLE, FAR = tl.constexpr(64), tl.constexpr(128), tl.constexpr(512)
-NEAR_END, MIDDLE_END = tl.constexpr(512), tl.constexpr(2048)  # the first positions of larger parts
+# Keys of a part, by zones of positions: few where most texts end, for many programs and short branching parts; more
+# further on, for few parts to merge.
+NEAR, MIDDLE, FAR, FARTHEST = tl.constexpr(64), tl.constexpr(128), tl.constexpr(256), tl.constexpr(512)
+NEAR_END, MIDDLE_END, FAR_END = tl.constexpr(1024), tl.constexpr(2048), tl.constexpr(8192)  # where zones end
+# The number of the first part of each zone.
+MIDDLE_PART = tl.constexpr(NEAR_END.value // NEAR.value)
+FAR_PART = tl.constexpr(MIDDLE_PART.value + (MIDDLE_END.value - NEAR_END.value) // MIDDLE.value)
+FARTHEST_PART = tl.constexpr(FAR_PART.value + (FAR_END.value - MIDDLE_END.value) // FAR.value)
 # Programs that find room beside those of the previous kernel, so that they can start early.
-MAX_SINGLES, MAX_SHARED = 128, 96
-MERGED = 4096  # partial sums that a program loads before it adds the first
+MAX_SINGLES, MAX_SHARED = 256, 264
+MERGED = 8192  # partial sums that a program loads before it adds the first
+MAX_MERGED = 8  # parts of which it does so
 ONES = tl.constexpr(16)  # columns of the matrix that sums weights: the fewest of a matrix product
 MAX_TILE = 8192  # sums that a program holds
 BATCH_PROGRAMS = 528  # programs of a pass over several requests: four for each multiprocessor
@@ -48,21 +54,19 @@ class Tile(NamedTuple):
 @triton.jit
 def _part_start(part):
     """The first position of a part."""
-    near = NEAR_END // NEAR
-    middle = near + (MIDDLE_END - NEAR_END) // MIDDLE
-    start = tl.where(part < middle, NEAR_END + (part - near) * MIDDLE, MIDDLE_END + (part - middle) * FAR)
-    return tl.where(part < near, part * NEAR, start)
+    near, middle = part * NEAR, NEAR_END + (part - MIDDLE_PART) * MIDDLE
+    far, farthest = MIDDLE_END + (part - FAR_PART) * FAR, FAR_END + (part - FARTHEST_PART) * FARTHEST
+    late = tl.where(part < FARTHEST_PART, far, farthest)
+    return tl.where(part < MIDDLE_PART, near, tl.where(part < FAR_PART, middle, late))
 
 
 @triton.jit
 def _part_of(position):
     """The part that this position belongs to."""
-    near = NEAR_END // NEAR
-    middle = near + (MIDDLE_END - NEAR_END) // MIDDLE
-    after = tl.where(
-        position < MIDDLE_END, near + (position - NEAR_END) // MIDDLE, middle + (position - MIDDLE_END) // FAR
-    )
-    return tl.where(position < NEAR_END, position // NEAR, after)
+    near, middle = position // NEAR, MIDDLE_PART + (position - NEAR_END) // MIDDLE
+    far, farthest = FAR_PART + (position - MIDDLE_END) // FAR, FARTHEST_PART + (position - FAR_END) // FARTHEST
+    late = tl.where(position < FAR_END, far, farthest)
+    return tl.where(position < NEAR_END, near, tl.where(position < MIDDLE_END, middle, late))
 
 
 @triton.jit
@@ -106,6 +110,33 @@ def _add_sink(sinks, query, live, top, total, sums, SINKS: tl.constexpr):
 
 
 @triton.jit
+def _load_parts(
+    tops, totals, partials, place, step, first, last, live, early, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    UNROLL: tl.constexpr,
+):  # fmt: skip
+    """Request the parts from `early` on: their sums, maxima and weights. Of those that are not a row's own, 0."""
+    parts, levels, weights = (), (), ()
+    for ahead in tl.static_range(UNROLL):
+        there = live & (early + ahead >= first) & (early + ahead <= last)
+        at = (early + ahead) * step + place
+        part, level, weight = _load_partial(tops, totals, partials, at, there, D, BLOCK_D)
+        parts += (part,)
+        levels += (level,)
+        weights += (weight,)
+    return parts, levels, weights
+
+
+@triton.jit
+def _add_parts(parts, levels, weights, base, whole, sums, UNROLL: tl.constexpr):
+    """Add these parts in ascending order."""
+    for ahead in tl.static_range(UNROLL):
+        share = tl.exp2(levels[ahead] - base)
+        whole += weights[ahead] * share
+        sums += parts[ahead] * share[:, None]
+    return whole, sums
+
+
+@triton.jit
 def _merge_parts(
     tops, totals, partials, place, step, first, last, live, D: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,
@@ -115,6 +146,11 @@ def _merge_parts(
     Parts that are not a row's own add exactly 0. place [BLOCK_M]: of each row in part 0; the next part is `step`
     further.
     """
+    start = tl.min(tl.where(live, first, 1 << 30))
+    end = tl.max(tl.where(live, last, -1)) + 1
+    parts, levels, weights = _load_parts(  # before anything waits for a load
+        tops, totals, partials, place, step, first, last, live, start, D, BLOCK_D, UNROLL
+    )
     index = tl.arange(0, PARTS)[None, :]
     made = live[:, None] & (index >= first[:, None]) & (index <= last[:, None])
     known = tl.load(tops + index * step + place[:, None], mask=made, other=float("-inf"), cache_modifier=".cg")
@@ -122,20 +158,12 @@ def _merge_parts(
     base = tl.where(top == float("-inf"), 0.0, top)
     whole = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    start = tl.min(tl.where(live, first, 1 << 30))
-    for early in tl.range(start, tl.max(tl.where(live, last, -1)) + 1, UNROLL):
-        parts, levels, weights = (), (), ()
-        for ahead in tl.static_range(UNROLL):  # issue all loads before the first result is used
-            there = live & (early + ahead >= first) & (early + ahead <= last)
-            at = (early + ahead) * step + place
-            part, level, weight = _load_partial(tops, totals, partials, at, there, D, BLOCK_D)
-            parts += (part,)
-            levels += (level,)
-            weights += (weight,)
-        for ahead in tl.static_range(UNROLL):
-            share = tl.exp2(levels[ahead] - base)
-            whole += weights[ahead] * share
-            sums += parts[ahead] * share[:, None]
+    whole, sums = _add_parts(parts, levels, weights, base, whole, sums, UNROLL)
+    for early in tl.range(start + UNROLL, end, UNROLL):
+        parts, levels, weights = _load_parts(
+            tops, totals, partials, place, step, first, last, live, early, D, BLOCK_D, UNROLL
+        )
+        whole, sums = _add_parts(parts, levels, weights, base, whole, sums, UNROLL)
     return top, whole, sums
 
 
@@ -213,7 +241,7 @@ def _attend_part(
             _store_result(target, mixed, weight_and_sink, whole[:, None] & within[None, :])
         split = own & (first_part < last_part)
         if tl.max(split.to(tl.int32)) > 0:
-            heads = tl.num_programs(1) * GROUP
+            heads = tl.num_programs(0) * GROUP
             place = node * heads + query
             step = nodes * heads
             shown = split[:, None] & within[None, :]
@@ -240,15 +268,15 @@ def _attend_paths(
     D: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     UNROLL: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of rows, key head), for the GROUP queries of the head.
+    """Program (key head, tile of rows), for the GROUP queries of the head.
 
     The first `singles` programs compute the parts in which paths differ, each for SINGLE_ROWS rows, one after the
     other (0: the rows are a chain). In the other parts all rows of a request find their keys in the same slots: a
     program computes every `stride`-th of them for a tile.
     """
     CHAIN: tl.constexpr = SINGLE_ROWS == 0
-    each = tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(0)
+    each = tl.program_id(1)  # those that may have no work start last
     single = each < singles
     shared = each - singles
     tile = tl.maximum(shared, 0) % tiles
@@ -323,7 +351,8 @@ def choose_tile(rows: int, group: int, width: int, dtype: torch.dtype, chain: bo
 def parts_of(capacity: int) -> int:
     """The number of parts of this number of keys."""
     parts, start = 0, 0
-    for end, size in ((NEAR_END.value, NEAR), (MIDDLE_END.value, MIDDLE), (capacity, FAR)):
+    zones = ((NEAR_END.value, NEAR), (MIDDLE_END.value, MIDDLE), (FAR_END.value, FAR), (capacity, FARTHEST))
+    for end, size in zones:
         parts += -(-max(min(end, capacity) - start, 0) // size.value)
         start = end
     return parts
@@ -331,7 +360,7 @@ def parts_of(capacity: int) -> int:
 
 def _register_limit(x: Tensor, sums: int) -> dict[str, int]:
     """Limit the registers of small tiles, so that a multiprocessor runs three programs at a time."""
-    return {"maxnreg": 168} if x.is_cuda and torch.version.hip is None and sums <= 2048 else {}
+    return {"maxnreg": 168} if x.is_cuda and torch.version.hip is None and sums <= 1024 else {}
 
 
 def attend(
@@ -372,7 +401,7 @@ def attend(
     counts = counters(out.device) if count * heads <= COUNTERS else None
     if counts is None:
         counts = torch.zeros(count * heads, dtype=torch.int32, device=out.device)
-    _attend_paths[(singles + tiles * stride, shared)](
+    _attend_paths[(shared, singles + tiles * stride)](
         queries,
         keys,
         values,
@@ -412,7 +441,7 @@ def attend(
         BLOCK_M=tile.height,
         BLOCK_N=tile.keys,
         BLOCK_D=block_d,
-        UNROLL=max(1, min(4, MERGED // (tile.height * block_d))),
+        UNROLL=max(1, min(MAX_MERGED, MERGED // (tile.height * block_d))),
         PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
         CAPPED=cap is not None,
         SINKS=sinks is not None,
