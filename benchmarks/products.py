@@ -1,10 +1,10 @@
 """Matrix products of fixed order against cuBLAS, for the layers of known models and many numbers of rows.
 
-python benchmarks/products.py [NAME…] [--rows 1,8,…] [--json FILE]
+python benchmarks/products.py [NAME…] [--rows 1,8,…] [--tiles] [--json FILE]
 
 Without NAME: all models. A graph holds the product of each layer of a model once, with weights of their own, so that
 weights come from memory as in a pass. The times are medians over replays, in microseconds for one product; both ways
-run in turn.
+run in turn. --tiles also times other tiles and lists the fastest, for changes to `choose_tile`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from provenance import publish
 from torch import Tensor
 from torch.nn import functional as F
 
-from windfall.kernels.triton.matmul import matmul
+from windfall.kernels.backend import shared_memory
+from windfall.kernels.triton import matmul as kernel
 from windfall.render import console
 
 # outputs and inputs of each product; the vocabulary is one product, the others are one for each layer
@@ -56,6 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--rows", default=ROWS)
+    parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--json")
     options = parser.parse_args()
     rows = [int(each) for each in options.rows.split(",")]
@@ -63,18 +65,19 @@ def main() -> None:
     found = []
     with console.progress("Timing…") as progress:
         for place, (name, product) in enumerate(jobs):
-            found.append({"model": name, "product": product, **measure(*MODELS[name][product], rows)})
+            found.append({"model": name, "product": product, **measure(*MODELS[name][product], rows, options.tiles)})
             progress((place + 1) / len(jobs))
     publish({"products": found, "dtype": "bfloat16"}, options.json)
 
 
 @torch.inference_mode()
-def measure(outputs: int, inputs: int, rows: list[int]) -> dict[str, Any]:
-    """Microseconds of both ways by the number of rows, and their ratio."""
+def measure(outputs: int, inputs: int, rows: list[int], tiles: bool) -> dict[str, Any]:
+    """Microseconds of both ways by the number of rows, and their ratio; with `tiles`, the fastest tiles."""
     count = max(1, min(MAX_PRODUCTS, GRAPH_BYTES // (2 * outputs * inputs)))
     weights = [torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
     ways: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"windfall": fixed_order, "cublas": F.linear}
     times: dict[str, dict[str, float]] = {way: {} for way in ways}
+    fastest: dict[str, Any] = {}
     for size in rows:
         x = torch.randn(size, inputs, device="cuda", dtype=torch.bfloat16)
         graphs = {way: captured(call, x, weights) for way, call in ways.items()}
@@ -84,12 +87,39 @@ def measure(outputs: int, inputs: int, rows: list[int]) -> dict[str, Any]:
                 samples[way].append(replay_time(graph) / count)
         for way, seconds in samples.items():
             times[way][str(size)] = round(median(seconds), 3)
+        if tiles:
+            fastest[str(size)] = fastest_tiles(x, weights)
     ratio = {size: round(times["windfall"][size] / times["cublas"][size], 3) for size in times["cublas"]}
-    return {"outputs": outputs, "inputs": inputs, "us": times, "ratio": ratio}
+    return {"outputs": outputs, "inputs": inputs, "us": times, "ratio": ratio, **({"tiles": fastest} if tiles else {})}
+
+
+def fastest_tiles(x: Tensor, weights: list[Tensor]) -> list[tuple[float, tuple[Any, ...]]]:
+    """The three fastest tiles, each after its time."""
+    found, chosen = [], kernel.choose_tile
+    for tile in candidates(x.shape[1]):
+        if 2 * tile.stages * tile.step * (tile.outputs + tile.rows) > shared_memory(x.device):
+            continue
+        kernel.choose_tile = lambda *given, tile=tile: tile
+        graph = captured(fixed_order, x, weights)
+        found.append((round(median(replay_time(graph) for _ in range(5)) / len(weights), 3), tuple(tile)))
+    kernel.choose_tile = chosen
+    return sorted(found)[:3]
+
+
+def candidates(k: int) -> list[kernel.Tile]:
+    """Tiles with tensor descriptors for many rows."""
+    shapes = ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 8), (128, 256, 8), (256, 64, 8), (256, 128, 8))
+    return [
+        kernel.Tile(outputs, rows, step, stages, warps, True)
+        for outputs, rows, warps in shapes
+        for step in (64, 128)
+        for stages in (3, 4)
+        if k % step == 0
+    ]
 
 
 def fixed_order(x: Tensor, weight: Tensor) -> Tensor:
-    return matmul(x, weight, None)
+    return kernel.matmul(x, weight, None)
 
 
 def captured(call: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights: list[Tensor]) -> torch.cuda.CUDAGraph:

@@ -21,7 +21,7 @@ def publish(result: dict[str, Any], file: str | None) -> None:
     """Print a result with its command, machine, versions and date; save it as JSON if a file is given."""
     script = f"benchmarks/{Path(sys.argv[0]).name}"
     about = {
-        "command": shorten(" ".join(["python", script, *sys.argv[1:]])),
+        "command": " ".join(["python", script, *map(shorten, sys.argv[1:])]),
         "machine": {"architecture": platform.machine(), **machine(torch.device("cpu"))},
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "versions": {
