@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windfall.kernels.backend import pdl_launch, shared_memory, supports_pdl
+from windfall.kernels.backend import pdl_launch, power_of_two, shared_memory, supports_pdl
 from windfall.kernels.triton.counters import COUNTERS, counters
 from windfall.kernels.triton.pdl import pdl_wait, prefetch
 
@@ -27,7 +27,8 @@ MIN_SEGMENT = 2048  # elements of K
 ENOUGH_TILES = 128  # of 64 outputs each: about one for each multiprocessor
 MAX_SPLIT_ROWS = 128  # with more rows, one program takes all segments of its tile
 MANY_OUTPUTS = 16_384  # from here on, tiles of 256 outputs still occupy all multiprocessors
-PREFETCHED = tl.constexpr(256)  # elements of K that a program requests before the previous kernel has ended
+PREFETCHED_BYTES = 2**23  # of a weight that programs request before the previous kernel has ended: its time is enough
+MIN_PREFETCHED, MAX_PREFETCHED = 256, 1024  # elements of K of a segment of which they do so
 SHORT_K = 1024  # below this, loops are too short for large tiles
 
 
@@ -73,7 +74,7 @@ def _store(out, bias, sums, outs, place, shown, outputs, BIAS: tl.constexpr):
 def _matmul(
     x, weight, weight_at, bias, out, partials, counters, n, outputs, k_size, segment, x_row,
     SEGMENTS: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr,
-    STEP: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
+    STEP: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, PREFETCHED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of rows, tile of outputs, segment if SPLIT): the rows' tiles share a weight in the L2 cache."""
     row_at = tl.program_id(0) * BLOCK_N
@@ -131,6 +132,12 @@ def segments_of(outputs: int, k: int) -> tuple[int, int]:
         return 1, k
     size = -(-k // (wanted * SEGMENT_UNIT)) * SEGMENT_UNIT
     return -(-k // size), size
+
+
+def prefetched_elements(outputs: int, segments: int) -> int:
+    """How many elements of K of each segment are requested early; a power of two."""
+    fitting = PREFETCHED_BYTES // (2 * outputs * segments)  # two bytes for each element
+    return max(MIN_PREFETCHED, min(MAX_PREFETCHED, power_of_two(fitting + 1) // 2))
 
 
 def choose_tile(rows: int, outputs: int, k: int, descriptors: bool, memory: int) -> Tile:
@@ -209,6 +216,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         STEP=tile.step,
         STAGES=tile.stages,
         TMA=tile.descriptors,
+        PREFETCHED=prefetched_elements(outputs, segments),
         num_warps=tile.warps,
         **pdl_launch(x),
     )
