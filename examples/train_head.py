@@ -12,7 +12,6 @@ from pathlib import Path
 
 import windfall
 from windfall.bench.tasks import builtin
-from windfall.engine.loading import as_target
 from windfall.train.data import Settings, make_data
 from windfall.train.heads import HeadJob, train_head
 from windfall.train.recipe import Recipe
@@ -29,13 +28,13 @@ if len(sys.argv) > 2:
 else:
     prompts.write_text("".join(json.dumps({"turns": each.turns}) + "\n" for each in builtin()[::5]))
 
-target = as_target(None)  # the embedded model; or a folder, hub id, model object
-make_data(target, [str(prompts)], folder / "data", Settings(max_new_tokens=32, held_out=0.3))
+writer = windfall.load(policy="none")  # of the embedded model; or give a folder, hub id, model object
+make_data(writer, [str(prompts)], folder / "data", Settings(max_new_tokens=32, held_out=0.3))
 
 job = HeadJob(folder / "data", folder / "head", method="ttt", light=True, shape={"vocabulary": 4096})
 recipe = Recipe(steps=6, batch_tokens=512, max_length=128, validate_every=3, validation_batches=1)
-for event in train_head(job, recipe, target):
+for event in train_head(job, recipe, writer.target):
     print(f"step {event.step}: loss {event.loss:.2f}", *(f"{hit:.2f}" for hit in event.hits))
 
-engine = windfall.load(target, drafter=str(folder / "head" / "best"), policy="beam")
+engine = windfall.load(writer.target, drafter=str(folder / "head" / "best"), policy="beam")
 print(f"{engine.generate('Name three rivers.', max_new_tokens=24).stats.tau:.2f} tokens per pass")

@@ -13,7 +13,7 @@ import torch
 from helpers.cli import character_tokenizer, refused, windfall
 from helpers.tiny import tiny
 from windfall import registry
-from windfall.core.types import InputError
+from windfall.core.types import GpuOptions, InputError
 from windfall.engine.engine import Engine
 from windfall.model.target import Target
 from windfall.train import shards
@@ -41,6 +41,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(folder / "chat.jsonl"), str(folder / "book.txt")]
 
 
+def plain(target: Target, batch: int = 4, **gpu: bool) -> Engine:
+    """An engine without drafts, for this many texts at once."""
+    drafter, policy = registry.drafter("ngram"), registry.policy("none")
+    return Engine(target, drafter, policy, gpu_options=GpuOptions(**gpu), max_requests=batch)
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(folder.glob("*.safetensors"))}
 
@@ -48,15 +54,15 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def whole(target: Target, files: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("whole")
-    return folder, make_data(target, files, folder, SETTINGS, batch=4)
+    return folder, make_data(plain(target), files, folder, SETTINGS)
 
 
 def test_the_answer_mask_marks_exactly_the_generated_tokens(target: Target, tmp_path: Path) -> None:
     turns = ("What is stone", "And then", "Why")
     (tmp_path / "p.jsonl").write_text(json.dumps({"turns": turns}))
     settings = dataclasses.replace(SETTINGS, held_out=0.0, greedy_share=1.0, max_length=250)
-    about = make_data(target, [str(tmp_path / "p.jsonl")], tmp_path / "out", settings)
-    engine = Engine(target, registry.drafter("ngram"), registry.policy("none"))
+    about = make_data(plain(target), [str(tmp_path / "p.jsonl")], tmp_path / "out", settings)
+    engine = plain(target)
     messages: list[dict[str, str]] = []
     tokens: list[int] = []
     answer: list[bool] = []
@@ -100,8 +106,19 @@ def test_counts_in_the_metadata(whole: tuple[Path, dict[str, Any]]) -> None:
 def test_the_files_do_not_depend_on_the_batch(
     whole: tuple[Path, dict[str, Any]], target: Target, files: list[str], tmp_path: Path, batch: int
 ) -> None:
-    make_data(target, files, tmp_path / "other", SETTINGS, batch=batch)
+    make_data(plain(target, batch), files, tmp_path / "other", SETTINGS)
     assert contents(tmp_path / "other") == contents(whole[0])
+
+
+def test_the_files_do_not_depend_on_the_runner(
+    whole: tuple[Path, dict[str, Any]], target: Target, files: list[str], tmp_path: Path
+) -> None:
+    engine = plain(target, graphs=True, pages=True)
+    make_data(engine, files, tmp_path / "pages", SETTINGS)
+    assert not engine.batch_fallback and contents(tmp_path / "pages") == contents(whole[0])
+    drafting = Engine(target, registry.drafter("ngram"), registry.policy("chain"), max_requests=4)
+    make_data(drafting, files, tmp_path / "drafts", SETTINGS)
+    assert contents(tmp_path / "drafts") == contents(whole[0])
 
 
 @pytest.mark.parametrize(
@@ -129,10 +146,10 @@ def test_a_resumed_run_gives_the_same_files(
         if not saves:
             patch.setattr(shards, "write_unfinished", lambda *_: None)
         with pytest.raises(KeyboardInterrupt):
-            make_data(target, files, again, SETTINGS, batch=4, report=stop)
+            make_data(plain(target), files, again, SETTINGS, report=stop)
     assert contents(again).keys() != contents(whole[0]).keys()
     asked = []
-    about = make_data(target, files, again, SETTINGS, batch=4, resume=True, report=asked.append)
+    about = make_data(plain(target), files, again, SETTINGS, resume=True, report=asked.append)
     assert contents(again) == contents(whole[0]) and about["counts"] == whole[1]["counts"]
     if saves:
         assert len(asked) <= whole[1]["counts"]["answers"] - after + 4 * 3  # only running conversations are repeated
@@ -140,9 +157,9 @@ def test_a_resumed_run_gives_the_same_files(
 
 def test_more_prompts_are_added_in_new_shards(target: Target, files: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    make_data(target, files[:1], folder, SETTINGS, limit=7, batch=4)
+    make_data(plain(target), files[:1], folder, SETTINGS, limit=7)
     before = contents(folder)
-    about = make_data(target, files, folder, SETTINGS, batch=4, resume=True)
+    about = make_data(plain(target), files, folder, SETTINGS, resume=True)
     after = contents(folder)
     assert before.items() <= after.items() and len(after) > len(before)
     keys = [key for file in shards.shard_files(folder, "train") for key in shards.Shard.read(file).prompts.tolist()]
@@ -151,9 +168,9 @@ def test_more_prompts_are_added_in_new_shards(target: Target, files: list[str], 
 
 def test_existing_data_is_not_overwritten(whole: tuple[Path, dict[str, Any]], target: Target, files: list[str]) -> None:
     with pytest.raises(InputError, match="--resume"):
-        make_data(target, files, whole[0], SETTINGS)
+        make_data(plain(target), files, whole[0], SETTINGS)
     with pytest.raises(InputError, match="was made with seed = 0, not 1"):
-        make_data(target, files, whole[0], dataclasses.replace(SETTINGS, seed=1), resume=True)
+        make_data(plain(target), files, whole[0], dataclasses.replace(SETTINGS, seed=1), resume=True)
 
 
 def test_loops_are_found_and_cut(target: Target, tmp_path: Path) -> None:
@@ -161,9 +178,9 @@ def test_loops_are_found_and_cut(target: Target, tmp_path: Path) -> None:
     assert find_loop([1, 2, 3] * 8) == (14, 17, 14)
     (tmp_path / "p.jsonl").write_text("\n".join(json.dumps({"prompt": f"{c}{d}"}) for c in "abcd" for d in "ef"))
     settings = Settings(max_new_tokens=60, greedy_share=1.0, held_out=0.0, max_length=200)
-    free = make_data(target, [str(tmp_path / "p.jsonl")], tmp_path / "free", settings)
+    free = make_data(plain(target), [str(tmp_path / "p.jsonl")], tmp_path / "free", settings)
     cut = make_data(
-        target, [str(tmp_path / "p.jsonl")], tmp_path / "cut", dataclasses.replace(settings, cut_loops=True)
+        plain(target), [str(tmp_path / "p.jsonl")], tmp_path / "cut", dataclasses.replace(settings, cut_loops=True)
     )
     assert free["counts"]["loops"] == cut["counts"]["loops"] > 0 and free["repeated_share"] > 0
     longer, shorter = TokenData.open(tmp_path / "free"), TokenData.open(tmp_path / "cut")
@@ -183,25 +200,25 @@ def test_the_opening_of_a_user_turn(target: Target) -> None:
 
 def test_the_target_generates_prompts(tmp_path: Path) -> None:
     target = Target(tiny(eos_token_id=END), character_tokenizer(), "tiny")  # ends its turns soon
-    about = make_data(target, [], tmp_path / "one", SETTINGS, self_prompts=4, batch=4)
+    about = make_data(plain(target), [], tmp_path / "one", SETTINGS, self_prompts=4)
     rows = [json.loads(line) for line in (tmp_path / "one/self-prompts.jsonl").read_text().splitlines()]
     texts = [row["text"] for row in rows if row["text"]]
     assert about["prompts"]["self"] == len({text.casefold() for text in texts}) == 4
     data = TokenData.open(tmp_path / "one")
     asked = target.tokenizer.decode(data[0][0][~data[0][1]].tolist())
     assert any(asked == f"<|user|>{text}<|end|><|assistant|>" for text in texts)
-    make_data(target, [], tmp_path / "two", SETTINGS, self_prompts=4, batch=2)
+    make_data(plain(target, 2), [], tmp_path / "two", SETTINGS, self_prompts=4)
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
-    again = make_data(target, [], tmp_path / "one", SETTINGS, self_prompts=7, batch=4, resume=True)
+    again = make_data(plain(target), [], tmp_path / "one", SETTINGS, self_prompts=7, resume=True)
     assert again["prompts"]["self"] == 7 and again["counts"]["answers"] > about["counts"]["answers"]
 
 
 def test_generated_prompts_need_a_chat_template(tmp_path: Path) -> None:
     bare = Target(tiny(), character_tokenizer(None), "bare")
     with pytest.raises(InputError, match="no chat template"):
-        make_data(bare, [], tmp_path / "out", SETTINGS, self_prompts=2)
+        make_data(plain(bare), [], tmp_path / "out", SETTINGS, self_prompts=2)
     (tmp_path / "p.jsonl").write_text('{"turns": ["One two", "three"]}')
-    about = make_data(bare, [str(tmp_path / "p.jsonl")], tmp_path / "plain", SETTINGS)
+    about = make_data(plain(bare), [str(tmp_path / "p.jsonl")], tmp_path / "plain", SETTINGS)
     assert about["counts"]["answers"] == 1  # continued as a text, because without a template it has no turns
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import queue
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,6 @@ from windfall.render import console
 if TYPE_CHECKING:
     from windfall.engine.engine import Prompt
     from windfall.engine.request import Handle
-
-QUEUED_SHARE = 2  # requests in the queue or running, as a multiple of those that run together
 
 
 class Conversation:
@@ -100,7 +98,8 @@ def answer_all(session: Session, conversations: list[Conversation], answers: Ans
 
     with stop_on_interrupt(kept), closing(session.engine), console.progress("Answering", counts=True) as progress:
         progress(len(answers.texts), total)
-        _run(session, deque(conversations), answers, lambda: progress(len(answers.texts), total))
+        unfinished = deque(each for each in conversations if not each.ended)
+        _run(session, unfinished, answers, lambda: progress(len(answers.texts), total))
     session.remember_costs()
     console.note(f"{counted(len(answers.texts), 'answer')} in '{answers.file}'")
 
@@ -130,27 +129,17 @@ def at_line(line: PromptLine) -> Iterator[None]:
 
 def _run(session: Session, waiting: deque[Conversation], answers: AnswerFile, on_answer: Callable[[], None]) -> None:
     """Keep the engine busy until every conversation has ended."""
-    engine, ended = session.engine, queue.Queue[tuple[Conversation, "Handle"]]()
-    most, inside = QUEUED_SHARE * engine.max_requests, 0
-    while waiting or inside:
-        while waiting and inside < most:
-            conversation = waiting.popleft()
-            if not conversation.ended:
-                _submit(session, conversation, ended)
-                inside += 1
-        if not inside:
-            return
-        conversation, handle = ended.get()
-        inside -= 1
-        generation = handle.result()
+    from windfall.engine.as_completed import as_completed
+
+    for conversation, generation in as_completed(session.engine, waiting, partial(_submit, session)):
         about = {"id": conversation.line.id, "line": conversation.line.number, "turn": conversation.turn}
         answers.add({**about, **session.report(generation)})
         conversation.add_answer(generation.text)
-        waiting.appendleft(conversation)
+        if not conversation.ended:
+            waiting.appendleft(conversation)
         on_answer()
 
 
-def _submit(session: Session, conversation: Conversation, ended: queue.Queue[tuple[Conversation, Handle]]) -> None:
+def _submit(session: Session, conversation: Conversation) -> Handle:
     with at_line(conversation.line):
-        handle = session.engine.submit(conversation.next_prompt(), raw=conversation.raw, **session.sampling)
-    handle.add_done_callback(lambda done: ended.put((conversation, done)))
+        return session.engine.submit(conversation.next_prompt(), raw=conversation.raw, **session.sampling)

@@ -15,7 +15,10 @@ from windfall.core.wording import counted
 from windfall.render import console
 
 if TYPE_CHECKING:
+    from windfall.engine.engine import Engine
     from windfall.train.data import Progress
+
+MAX_REQUESTS, MAX_REQUESTS_CUDA = 16, 256  # texts that are generated at once by default
 
 
 def data(
@@ -30,7 +33,7 @@ def data(
     cut_loops: bool = option(False, "End an answer when the same eight tokens occur for the third time."),
     held_out: float = option(0.02, "Share of the prompts kept for validation."),
     limit: int | None = option(None, "Use at most this many of the given prompts.", min=1),
-    batch: int | None = option(None, "Texts generated at once. Default: as many as fit in memory.", min=1),
+    batch: int | None = option(None, "Most texts that are generated at once. Default: 256 with CUDA, else 16.", min=1),
     shard: int = option(2000, "Prompts per token file."),
     seed: int = option(0, "Random seed; the same seed gives the same answers."),
     resume: bool = option(False, "Continue or extend the data in --out."),
@@ -40,10 +43,11 @@ def data(
     from windfall.train.data import Settings, make_data
 
     settings = Settings(max_new_tokens, temperature, greedy_share, held_out, seed, max_length, cut_loops, shard)
-    target = model.load_target()
-    with stop_on_interrupt("stopped; the data so far is kept, and --resume continues"), _progress() as report:
-        how: dict[str, Any] = {"self_prompts": self_prompts, "limit": limit, "batch": batch, "resume": resume}
-        about = make_data(target, prompts or [], out, settings, **how, report=report, notify=console.note)
+    engine = _plain_engine(model, batch)
+    how: dict[str, Any] = {"self_prompts": self_prompts, "limit": limit, "resume": resume, "notify": console.note}
+    note = "stopped; the data so far is kept, and --resume continues"
+    with stop_on_interrupt(note), engine, _progress(engine) as report:
+        about = make_data(engine, prompts or [], out, settings, **how, report=report)
     if json:
         console.print_json(about, indent=2)
         return
@@ -60,13 +64,25 @@ def data(
         console.note("training needs held-out texts: give more prompts, or a larger --held-out")
 
 
+def _plain_engine(model: TargetOptions, batch: int | None) -> Engine:
+    """Decodes many texts at once, without drafts: in large batches these cost more than they save."""
+    from windfall.core.types import GpuOptions
+    from windfall.engine.loading import load
+
+    target = model.load_target()
+    usual = MAX_REQUESTS_CUDA if target.device.type == "cuda" else MAX_REQUESTS
+    return load(target, "ngram", "none", gpu_options=GpuOptions(pages=True), max_requests=batch or usual)
+
+
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[Progress], None]]:
+def _progress(engine: Engine) -> Iterator[Callable[[Progress], None]]:
     """A bar with the stage, the prompts done and the tokens per second."""
     started: dict[str, float] = {}
     with console.live_progress("Generating") as progress:
 
         def report(now: Progress) -> None:
+            if not started and engine.target.device.type == "cuda" and engine.batch_fallback:
+                console.note(f"texts are decoded without CUDA graphs, which is slower: {engine.batch_fallback}")
             seconds = time.monotonic() - started.setdefault(now.stage, time.monotonic())
             speed = f", {now.tokens / seconds:,.0f} tokens/s" if seconds else ""
             share = now.done / now.total if now.total else 0.0

@@ -1,6 +1,6 @@
 """Training.
 
-Data: `sources` reads prompts, `data` lets the target answer them (`bulk`, `slot_cache`), `shards` stores the texts.
+Data: `sources` reads prompts, `data` lets the target answer them with an engine, `shards` stores the texts.
 Heads and small models: `heads` and `lm` are the two jobs (`jobs`); `trainer` is the loop, `recipe` its settings,
 `teacher` the target's states, `objectives` the losses (`losses`, `unroll`), `new_heads` untrained heads.
 Learned policies of papers: `classifiers` (disco, specdecpp, c2t) and `rl` (LTD).

@@ -6,7 +6,8 @@ import dataclasses
 import json
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,12 @@ from windfall.core import options
 from windfall.core.files import make_folder, replace_text
 from windfall.core.options import option
 from windfall.core.types import InputError
+from windfall.engine.as_completed import as_completed
+from windfall.engine.engine import Engine
+from windfall.engine.generation import Generation
+from windfall.engine.request import Handle
 from windfall.model.target import Target
 from windfall.train import shards
-from windfall.train.bulk import BulkGenerator, Completion, Request, slots_that_fit
 from windfall.train.shards import FinishedPrompt, Text
 from windfall.train.sources import MIN_PASSAGE_CHARS, Source, hashed, read_sources, share
 
@@ -30,6 +34,23 @@ MAX_USER_TOKENS = 256  # of a user turn that the target generates
 ATTEMPTS_PER_SELF_PROMPT = 4
 SENTINEL = "WINDFALLUSERTEXT"
 SELF_PROMPTS_FILE = "self-prompts.jsonl"
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to complete. The completion depends on these fields only."""
+
+    key: int  # the caller's identifier
+    prompt: list[int]
+    max_new_tokens: int
+    temperature: float
+    seed: int
+    eos: tuple[int, ...] | None = None  # tokens that end the text; None: the model's
+
+    def submit(self, engine: Engine) -> Handle:
+        """Let the engine complete the prompt."""
+        names = ("max_new_tokens", "temperature", "seed", "eos")
+        return engine.submit(self.prompt, **{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True)
@@ -48,11 +69,14 @@ class Settings:
     def __post_init__(self) -> None:
         options.check(self)
 
-    def request(self, key: int, prompt: list[int]) -> Request:
-        """The request for an answer. Its temperature and seed depend on the prompt's key and the seed only."""
+    def request(self, key: int, prompt: list[int], limit: int) -> Request:
+        """The request for an answer, up to `limit` tokens of prompt and answer.
+
+        Its temperature and seed depend on the prompt's key and the seed only.
+        """
         greedy = share("greedy", self.seed, key) < self.greedy_share
-        temperature = 0.0 if greedy else self.temperature
-        return Request(key, prompt, self.max_new_tokens, temperature, hashed("noise", self.seed, key))
+        temperature, room = 0.0 if greedy else self.temperature, limit - len(prompt)
+        return Request(key, prompt, min(self.max_new_tokens, room), temperature, hashed("noise", self.seed, key))
 
     def conversation_limit(self, target: Target) -> int:
         """The largest number of tokens of a conversation with this target."""
@@ -73,19 +97,22 @@ Report = Callable[[Progress], None]
 
 
 def make_data(
-    target: Target,
+    engine: Engine,
     names: list[str],
     folder: Path,
     settings: Settings,
     *,
     self_prompts: int = 0,
     limit: int | None = None,
-    batch: int | None = None,
     resume: bool = False,
     report: Report = lambda _: None,
     notify: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Let the target answer these prompts and `self_prompts` of its own; return the metadata in `data.json`."""
+    """Let the engine's target answer these prompts and `self_prompts` of its own; return the metadata in `data.json`.
+
+    The engine decodes `max_requests` texts at once. Its policy changes the speed, but not the answers.
+    """
+    target = engine.target
     if target.tokenizer is None:
         raise InputError(f"{target.name} has no tokenizer, so prompts cannot be encoded")
     if not names and not self_prompts:
@@ -98,13 +125,12 @@ def make_data(
     chosen = sorted(prompts, key=lambda key: hashed("order", settings.seed, key))[:limit]
     if not chosen and not self_prompts:
         raise InputError(f"these files hold no prompts (a text to continue needs {MIN_PASSAGE_CHARS} characters)")
-    generator = _make_generator(target, settings, batch, max(len(chosen), self_prompts), notify)
     make_folder(folder)
     if not (folder / shards.METADATA_FILE).exists():
         shards.write_metadata(folder, metadata)
     kept = {key: prompts[key] for key in chosen}
     if self_prompts:
-        own = _self_prompts(generator, folder, settings, self_prompts, set(kept), report)
+        own = _self_prompts(engine, folder, settings, self_prompts, set(kept), report)
         metadata["prompts"]["self"] = len(own)
         kept |= {source.key: source for source in own}
         if len(own) < self_prompts:
@@ -114,7 +140,7 @@ def make_data(
         raise InputError(f"{target.name} wrote no complete user turn; give it prompts")
     metadata["prompts"]["kept"] = len(kept)
     metadata["prompts"]["sources"] = dict(Counter(source.origin for source in kept.values()))
-    DataWriter(generator, folder, settings, metadata, report).answer(list(kept.values()))
+    DataWriter(engine, folder, settings, metadata, report).answer(list(kept.values()))
     return metadata
 
 
@@ -152,19 +178,6 @@ def _check_folder(folder: Path, metadata: dict[str, Any], resume: bool) -> None:
                 raise InputError(f"'{folder}' was made with {key} = {was}, not {now}; choose another --out")
 
 
-def _make_generator(
-    target: Target, settings: Settings, batch: int | None, requests: int, notify: Callable[[str], None]
-) -> BulkGenerator:
-    capacity = settings.conversation_limit(target)
-    slots = max(1, min(batch or slots_that_fit(target, capacity), requests))
-    try:
-        return BulkGenerator(target, slots, capacity, notify)
-    except torch.OutOfMemoryError:
-        raise InputError(
-            f"{slots} slots of {capacity} tokens do not fit on {target.device}; use a smaller --batch or --max-length"
-        ) from None
-
-
 # ---- conversations
 
 
@@ -185,14 +198,15 @@ class Conversation:
             return None
         self.messages.append({"role": "user", "content": self.source.turns[turn]})
         prompt = _render(target, self.messages) if chat else list(target.tokenizer(self.source.turns[0]).input_ids)
-        if not 0 < len(prompt) <= settings.conversation_limit(target) - MIN_ANSWER_ROOM:
+        limit = settings.conversation_limit(target)
+        if not 0 < len(prompt) <= limit - MIN_ANSWER_ROOM:
             self.done.counts["too_long"] += 1
             return None
-        return settings.request(self.done.key, prompt)
+        return settings.request(self.done.key, prompt, limit)
 
-    def add(self, completion: Completion, target: Target, settings: Settings) -> bool:
+    def add(self, request: Request, answer: Generation, target: Target, settings: Settings) -> bool:
         """Add an answer; return whether the conversation can continue."""
-        tokens, counts = completion.tokens, self.done.counts
+        tokens, counts = answer.token_ids, self.done.counts
         content = target.tokenizer.decode(tokens, skip_special_tokens=True)
         if not content.strip():
             counts["empty"] += 1
@@ -200,12 +214,12 @@ class Conversation:
         repeated, grams, loop = find_loop(tokens)
         cut = settings.cut_loops and loop is not None
         tokens = tokens[:loop] if cut else tokens
-        self._append(completion.request.prompt, tokens)
+        self._append(request.prompt, tokens)
         counts.update(
             answers=1,
             answer_tokens=len(tokens),
-            greedy=int(completion.request.temperature == 0),
-            stopped=int(completion.finish == "stop" and not cut),
+            greedy=int(request.temperature == 0),
+            stopped=int(answer.finish_reason == "stop" and not cut),
             loops=int(loop is not None),
             grams=grams,
             repeated=repeated,
@@ -247,10 +261,8 @@ def find_loop(tokens: list[int]) -> tuple[int, int, int | None]:
 class DataWriter:
     """Has prompts answered and writes them block by block, so that a file's content does not depend on timing."""
 
-    def __init__(
-        self, generator: BulkGenerator, folder: Path, settings: Settings, metadata: dict[str, Any], report: Report
-    ):
-        self.generator, self.target, self.folder = generator, generator.target, folder
+    def __init__(self, engine: Engine, folder: Path, settings: Settings, metadata: dict[str, Any], report: Report):
+        self.engine, self.target, self.folder = engine, engine.target, folder
         self.settings, self.metadata, self.report = settings, metadata, report
         files = shards.shard_files(folder, shards.TRAIN)
         written = [shards.Shard.read(file) for file in files]
@@ -270,10 +282,12 @@ class DataWriter:
         blocks = deque([s.key for s in waiting[at : at + size]] for at in range(0, len(waiting), size))
         prior = len(sources) - len(waiting)
         try:
-            for _ in self._conversations(source for source in waiting if source.key not in self.finished):
-                self._write_blocks(blocks)
-                done = len(sources) - sum(map(len, blocks)) + len(self.finished)
-                self.report(Progress("Answering", max(done, prior), len(sources), self.tokens))
+            left = (source for source in waiting if source.key not in self.finished)
+            with closing(self._conversations(left)) as answers:
+                for _ in answers:
+                    self._write_blocks(blocks)
+                    done = len(sources) - sum(map(len, blocks)) + len(self.finished)
+                    self.report(Progress("Answering", max(done, prior), len(sources), self.tokens))
             self._write_blocks(blocks)
         finally:
             if blocks:
@@ -282,13 +296,13 @@ class DataWriter:
         self.metadata["finished"] = True
         self._write_metadata()
 
-    def _conversations(self, sources: Iterator[Source]) -> Iterator[None]:
-        """Keep the generator supplied with requests; yield after every answer."""
+    def _conversations(self, sources: Iterator[Source]) -> Generator[None, None, None]:
+        """Keep the engine supplied with requests; yield after every answer."""
         queue: deque[Request] = deque()
         running: dict[int, Conversation] = {}
 
         def supply() -> None:
-            while len(queue) < 2 * self.generator.batch and (source := next(sources, None)) is not None:
+            while len(queue) < self.engine.max_requests and (source := next(sources, None)) is not None:
                 held_out = share("held-out", source.key) < self.settings.held_out
                 conversation = Conversation(source, FinishedPrompt(source.key, held_out))
                 if (request := conversation.next_request(self.target, self.settings)) is None:
@@ -298,17 +312,18 @@ class DataWriter:
                     queue.append(request)
 
         supply()
-        for completion in self.generator.run(queue):
-            conversation = running[completion.request.key]
-            self.tokens += len(completion.tokens)
-            goes_on = conversation.add(completion, self.target, self.settings)
-            request = conversation.next_request(self.target, self.settings) if goes_on else None
-            if request is None:
-                self._finish(running.pop(completion.request.key).done)
-            else:
-                queue.appendleft(request)
-            supply()
-            yield
+        with closing(as_completed(self.engine, queue, lambda request: request.submit(self.engine))) as answers:
+            for request, answer in answers:
+                conversation = running[request.key]
+                self.tokens += len(answer.token_ids)
+                goes_on = conversation.add(request, answer, self.target, self.settings)
+                following = conversation.next_request(self.target, self.settings) if goes_on else None
+                if following is None:
+                    self._finish(running.pop(request.key).done)
+                else:
+                    queue.appendleft(following)
+                supply()
+                yield
 
     def _finish(self, done: FinishedPrompt) -> None:
         tokens = sum(len(text.tokens) for text in done.texts)
@@ -351,28 +366,37 @@ def user_opening(target: Target) -> tuple[list[int], str]:
 
 
 def _self_prompts(
-    generator: BulkGenerator, folder: Path, settings: Settings, wanted: int, known: set[int], report: Report
+    engine: Engine, folder: Path, settings: Settings, wanted: int, known: set[int], report: Report
 ) -> list[Source]:
     """Different user turns that the target generates after the opening of its chat template."""
-    tried = _read_attempts(folder)
-    opening, after = user_opening(generator.target)
+    tried, target = _read_attempts(folder), engine.target
+    opening, after = user_opening(target)
+    room = settings.conversation_limit(target) - len(opening)
+    if room < 1:
+        raise InputError(f"the chat template of {target.name} takes {len(opening)} tokens; use a larger --max-length")
     temperature = settings.temperature or 1.0  # greedy turns would all be the same
+    stops = _user_stop_tokens(target, after)
     found: dict[int, Source] = {}
     first, tokens, last = 0, 0, ATTEMPTS_PER_SELF_PROMPT * wanted
     while len(found) < wanted and first < last:
         attempts = range(first, min(first + wanted - len(found), last))
         queue = deque(
-            Request(number, opening, MAX_USER_TOKENS, temperature, hashed("self", settings.seed, number))
+            Request(
+                number, opening, min(MAX_USER_TOKENS, room), temperature, hashed("self", settings.seed, number), stops
+            )
             for number in attempts
             if number not in tried
         )
-        for done, completion in enumerate(generator.run(queue, _user_stop_tokens(generator.target, after)), 1):
-            tried[completion.request.key] = _user_turn(generator.target, completion, after)
-            tokens += len(completion.tokens)
-            report(Progress("Asking", len(found) + done, wanted, tokens))
-            if done % settings.shard == 0:
-                _write_attempts(folder, tried)
-        _write_attempts(folder, tried)
+        try:
+            with closing(as_completed(engine, queue, lambda request: request.submit(engine))) as texts:
+                for done, (request, text) in enumerate(texts, 1):
+                    tried[request.key] = _user_turn(target, text, after)
+                    tokens += len(text.token_ids)
+                    report(Progress("Asking", len(found) + done, wanted, tokens))
+                    if done % settings.shard == 0:
+                        _write_attempts(folder, tried)
+        finally:
+            _write_attempts(folder, tried)
         for number in attempts:
             source = Source((tried[number] or "",), origin="self")
             if tried[number] and source.key not in known:
@@ -388,12 +412,12 @@ def _user_stop_tokens(target: Target, after: str) -> tuple[int, ...]:
     return tuple({*target.eos, *(token for token in ids if token in special)})
 
 
-def _user_turn(target: Target, completion: Completion, after: str) -> str | None:
+def _user_turn(target: Target, generation: Generation, after: str) -> str | None:
     """The generated user turn, or None if it ends neither with a stop token nor with the template's next words."""
-    text = target.tokenizer.decode(completion.tokens, skip_special_tokens=True)
+    text = target.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
     closing = after.strip()
     words, closed, _ = text.partition(closing) if closing else (text, "", "")
-    return (words.strip() or None) if closed or completion.finish == "stop" else None
+    return (words.strip() or None) if closed or generation.finish_reason == "stop" else None
 
 
 def _read_attempts(folder: Path) -> dict[int, str | None]:

@@ -12,6 +12,7 @@ from helpers.gpu import engine
 from helpers.tiny import prompt
 from windfall import registry
 from windfall.engine.engine import Engine
+from windfall.engine.gpu.batch import runner as batch_runner
 from windfall.engine.gpu.batch.runner import GpuBatchRunner
 from windfall.engine.split_runner import SplitRunner
 
@@ -47,6 +48,14 @@ def test_the_texts_of_a_batch_are_those_of_single_requests(policy: str, greedy: 
         texts = found.generate_batch(PROMPTS, **ASKED, **sampling)
         assert [text.token_ids for text in texts] == wanted
     assert in_pages(found) is runner and runner.pool.available == runner.pool.pages
+
+
+def test_no_more_requests_run_than_the_largest_captured_round_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_runner, "SEATS", (1, 2))
+    found = made("none")
+    assert found.max_requests > len(PROMPTS) > in_pages(found).limits.seats == 2
+    wanted = [found.generate(each, **ASKED).token_ids for each in PROMPTS]
+    assert [text.token_ids for text in found.generate_batch(PROMPTS, **ASKED)] == wanted
 
 
 def test_the_memory_of_a_runner_is_freed_when_the_policy_changes() -> None:

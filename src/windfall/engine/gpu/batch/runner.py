@@ -86,6 +86,7 @@ class GpuBatchRunner:
         if not isinstance(gpu_target.forward, FusedForward):
             raise Unsupported("only models with a fused forward run in batches")
         self.gpu_target, self.policy, self.budget = gpu_target, policy, budget
+        limits = limits._replace(seats=min(limits.seats, SEATS[-1]))  # more requests wait
         self.online_costs, self.limits = online_costs, limits
         pages = pages_for(limits.longest)
         self.state = BatchState(
