@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from helpers.kernels import random_tree
 from helpers.tiny import VOCABULARY, prompt
+from helpers.trees import random_tree
 from windfall import registry
 from windfall.core.tree import DraftTree
 from windfall.core.types import GpuOptions
