@@ -103,8 +103,7 @@ def test_policies_that_learn_write_the_same_text(family: str, kind: str, policy:
     assert max(step.draft_passes for step in found.steps) > 0
 
 
-@pytest.mark.parametrize("least", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["eagle3", "lm"])
+@pytest.mark.parametrize(("kind", "least"), [("eagle3", 1), ("eagle3", 3), ("lm", 2), ("lm", 3)])
 def test_auto_follows_the_plain_rule(kind: str, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # nothing is learnt, so that the device cannot lag
     for name in ("observe", "update_forecast", "update_speedup", "record_draft_passes"):
@@ -494,8 +493,13 @@ def test_steps_account_for_their_time() -> None:
     assert sum(step.seconds.total for step in found.steps) <= 1.5 * found.stats.seconds
 
 
-@pytest.mark.parametrize(("kind", "temperature"), [("lm", 0.0), ("eagle3", 0.7)])
-@pytest.mark.parametrize("policy", [*ON_DEVICE, *WATCHING, *LEARNING, *SELECTIVE])
+@pytest.mark.parametrize(
+    ("policy", "kind", "temperature"),
+    [
+        *((policy, "lm", 0.0) for policy in (*ON_DEVICE, *WATCHING, *LEARNING, *SELECTIVE)),
+        *((policy, "eagle3", 0.7) for policy in ("beam", "gt", "svip", "auto", "talon")),
+    ],
+)
 def test_no_cycle_waits_for_a_capture(
     policy: str, kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
