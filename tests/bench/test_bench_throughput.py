@@ -25,22 +25,23 @@ from windfall.model.target import Target
 
 __all__ = ["folder"]  # the fixture
 PROMPTS = [Prompt("talk", "", name, (f"tell me {name}",)) for name in ("a story", "more")]
-TOKENS = 6
+TOKENS = 4
+BEAM, SVIP = "beam:depth=2:k=2:nodes=6", "svip:depth=2:k=2:nodes=6"
 SHORT = "--methods chain:depth=2 --limit 1 --max-new-tokens 4 --rounds 1 --temperature 0 --ignore-eos"
 
 
 @pytest.fixture(scope="module")
 def measured() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """A whole measurement with a head on fixed buffers, and what was kept on the way."""
-    target, kept = Target(tiny(), character_tokenizer(), "tiny"), list[dict[str, Any]]()
+    target, kept = Target(tiny(num_hidden_layers=2), character_tokenizer(), "tiny"), list[dict[str, Any]]()
     settings = Settings(
         concurrency=(1, 3), rounds=2, max_new_tokens=TOKENS, ignore_eos=True, launch=GpuOptions(graphs=True, pages=True)
     )
     throughput.measure(
         Result(target.name, {}, {}),
         target,
-        parse_methods(["beam:depth=2:k=2:nodes=6,svip"]),
-        Ready("head", {}, random_head()),
+        parse_methods([f"{BEAM},{SVIP}"]),
+        Ready("head", {}, random_head(taps=(0, 1, 2))),
         PROMPTS,
         settings,
         lambda found: kept.append(json.loads(json.dumps(found.as_dict()))),
@@ -50,7 +51,7 @@ def measured() -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 def test_every_method_is_measured_in_every_cell(measured: Any) -> None:
     told, kept = measured
-    ours = ["none", "beam:depth=2:k=2:nodes=6", "svip"]
+    ours = ["none", BEAM, SVIP]
     wanted = [
         (method, temperature, arrivals, concurrency)
         for temperature in (0, 1)
@@ -86,8 +87,8 @@ def test_the_figures_of_a_row_fit_together(measured: Any) -> None:
 
 def test_a_row_says_where_its_requests_ran(measured: Any) -> None:
     on = {row["method"]: (row["runner"], row["fallback"]) for row in measured[0]["rows"]}
-    assert on["none"] == on["beam:depth=2:k=2:nodes=6"] == ("gpu", None)
-    assert on["svip"] == ("host", "its policy decides during a cycle, on the host")
+    assert on["none"] == on[BEAM] == ("gpu", None)
+    assert on[SVIP] == ("host", "its policy decides during a cycle, on the host")
 
 
 def test_texts_are_those_of_plain_decoding(measured: Any) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from helpers.kernels import random_tree
 from helpers.tiny import VOCABULARY, prompt
+from helpers.trees import random_tree
 from windfall import registry
 from windfall.core.tree import DraftTree
 from windfall.core.types import GpuOptions
@@ -73,12 +73,14 @@ def tree_with_path(path: list[int], others: int, seed: int) -> tuple[DraftTree, 
 
 
 @torch.inference_mode()
-def check_one_hash(target: Any, length: int, rows: tuple[int, ...], chunks: tuple[int, ...]) -> None:
+def check_one_hash(
+    target: Any, length: int, rows: tuple[int, ...], chunks: tuple[int, ...], pairs: bool = False
+) -> None:
     """The logits after a text have one hash: in trees of these sizes, with the text's end committed or in random slots
-    of the tree, and with the prompt cut into chunks of these sizes."""
+    of the tree, and with the prompt cut into chunks of these sizes. In `pairs`, or in all combinations of both."""
     text, path = prompt(length, seed=length), prompt(5, seed=5)
     made, hashes = graph_target(target), set()
-    for seed, (count, chunk) in enumerate(itertools.product(rows, chunks)):
+    for seed, (count, chunk) in enumerate(zip(rows, chunks, strict=True) if pairs else itertools.product(rows, chunks)):
         committed = 4 if count == 1 else seed % 4  # of the path
         for _ in made.gpu_target.prefill(
             torch.tensor([*text, *path[:committed]], device=made.gpu_target.device), chunk

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from helpers.architectures import WINDOW, build
-from helpers.kernels import random_tree
 from helpers.tiny import VOCABULARY, prompt
+from helpers.trees import random_tree
 from windfall.core.types import GpuOptions
 from windfall.engine.gpu.graphs import GraphCache
 from windfall.engine.gpu.host_policy import GraphTarget

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 
 from helpers.cli import character_tokenizer
 from helpers.random_heads import random_head
-from helpers.tiny import tiny
+from helpers.tiny import prompt, tiny
 from windfall import registry
 from windfall.core.tree import DraftTree
 from windfall.core.types import GpuOptions
@@ -25,7 +26,8 @@ from windfall.policies.base import TreePolicy
 from windfall.policies.context import Context
 from windfall.policies.plan import Plan
 
-LENGTH = 20
+LENGTH = 14
+LONG = 20  # of a text whose drafter is always right: cycles take several tokens
 
 
 PRECISE = torch.float64  # random heads magnify rounding so far that float32 trees differ deep down
@@ -92,6 +94,13 @@ def engine(
     return Engine(target, drafter(kind), registry.policy(policy, **known[policy]), coupled, options)
 
 
+@cache
+def plain_text(family: str, length: int = LENGTH, **sampling: Any) -> list[int]:
+    """The tokens that any engine with this target writes: by the host loop, without speculation."""
+    made = engine(family, "itself", "none", graphs=False)
+    return made.generate(prompt(), max_new_tokens=length, eos=(), **sampling).token_ids
+
+
 def paths(tree: DraftTree) -> list[tuple[int, ...]]:
     return sorted(tuple(tree.tokens[torch.tensor(tree.path(node))].tolist()) for node in range(len(tree)))
 
@@ -100,7 +109,7 @@ def same_trees(wanted: Generation, found: Generation, deepest: int) -> None:
     """Cycle by cycle, but for the last ones: the device does not know how much room is left."""
     said = compared = 0
     for one, other in zip(wanted.steps, found.steps, strict=False):
-        if LENGTH - said <= deepest:
+        if len(wanted.token_ids) - said <= deepest:
             break
         assert paths(one.drafted) == paths(other.drafted)
         assert paths(one.tree) == paths(other.tree)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HALF = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter does not multiply or round in bf16
+both = pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
 outside = pytest.mark.skipif(
     INTERPRETED or find_spec("triton") is None, reason="this is the interpreter, or Triton is not installed"
 )
@@ -20,7 +22,7 @@ outside = pytest.mark.skipif(
 
 def passes_under_the_interpreter(file: str) -> None:
     """Run a file's tests in a process of their own."""
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", file]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", file]
     run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
 
@@ -28,11 +30,23 @@ def passes_under_the_interpreter(file: str) -> None:
 if INTERPRETED and find_spec("triton"):
     from triton.runtime import interpreter
 
-    plain = interpreter._patch_lang_tensor
+    patch_tensor, patch_language = interpreter._patch_lang_tensor, interpreter._patch_lang
+    patched_for: dict[int, dict[str, Any]] = {}  # globals by their id
 
-    def patched(tensor: type, scope: Any) -> None:
+    def patch_tensor_index(tensor: type, scope: Any) -> None:
         """Triton before 3.9 takes int() of an array of one element as a loop's bound; numpy no longer allows it."""
-        plain(tensor, scope)
+        patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
-    interpreter._patch_lang_tensor = patched
+    def patch_language_once(function: Any) -> Any:
+        """Triton patches its language for each call of a function, which takes long. Here it stays patched."""
+        seen = function.__globals__
+        if id(seen) not in patched_for:
+            patched_for[id(seen)] = seen
+            patch_language(function)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang_tensor, interpreter._patch_lang = patch_tensor_index, patch_language_once
+    # It computes whether integers overflow, but does not look at the result.
+    options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    interpreter.interpreter_builder.options = options

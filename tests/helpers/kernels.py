@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -20,8 +19,9 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as rotate_partly
 
 from helpers.interpreter import HALF, INTERPRETED
+from helpers.interpreter import both as both  # tests of kernels take it from here
+from helpers.trees import random_tree
 from windfall.core.sampling import Dice, gumbel, signed
-from windfall.core.tree import DraftTree
 from windfall.core.types import Grow, SamplingParams
 from windfall.drafters.base import add_children
 from windfall.kernels import (
@@ -44,20 +44,6 @@ from windfall.kernels.scatter import Scatter
 from windfall.kernels.top import LazyLogits
 
 SEED = 2**63 + 12345  # its int64 is negative
-
-
-both = pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
-
-
-def random_tree(size: int, seed: int, width: int = 50) -> DraftTree:
-    """Random parents; siblings differ."""
-    chance = torch.Generator().manual_seed(seed)
-    tree = DraftTree.root(0)
-    for node in range(1, size):
-        parent = torch.randint(node, (1,), generator=chance)
-        taken = (tree.parents == parent).sum()
-        tree = tree.extend(parent, taken.reshape(1) % width, torch.zeros(1), taken.reshape(1))
-    return tree
 
 
 def make_cache(

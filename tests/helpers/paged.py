@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from helpers.kernels import random_tree
+from helpers.trees import random_tree
 from windfall.kernels import path_attention
 from windfall.kernels.pages import PAGE_TOKENS, Pages, max_tiles, tile_rows, tiles_of
 from windfall.kernels.rows import ancestors

@@ -19,8 +19,7 @@ from helpers.cutoffs import (
     make_logits,
     on_device,
 )
-from helpers.interpreter import HALF, INTERPRETED, outside, passes_under_the_interpreter
-from helpers.kernels import both
+from helpers.interpreter import HALF, INTERPRETED, both, outside, passes_under_the_interpreter
 from windfall.core.sampling import process, warp
 from windfall.core.types import SamplingParams
 from windfall.kernels.cutoff import cutoffs

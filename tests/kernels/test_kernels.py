@@ -8,9 +8,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from helpers.interpreter import HALF, INTERPRETED, outside, passes_under_the_interpreter
+from helpers.interpreter import HALF, INTERPRETED, both, outside, passes_under_the_interpreter
 from helpers.kernels import (
-    both,
     check_attention,
     check_chain,
     check_close_draws,

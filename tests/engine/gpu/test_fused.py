@@ -11,8 +11,8 @@ import torch
 
 from helpers.fused import MODELS, logits_of, model
 from helpers.gpu import ON_DEVICE, ON_HOST, PRECISE, paths
-from helpers.kernels import random_tree
 from helpers.tiny import features_of, prompt, tiny
+from helpers.trees import random_tree
 from sweep import PAGE
 from windfall import registry
 from windfall.core.types import GpuOptions

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from helpers.gpu import LENGTH, PRECISE, SAMPLINGS, drafter, paths, plan_of
+from helpers.gpu import PRECISE, SAMPLINGS, drafter, paths, plan_of
 from helpers.tiny import prompt, tiny
 from helpers.watching import PAIRS, both
 from windfall import registry
@@ -47,7 +47,7 @@ def verify_the_same(wanted: Generation, found: Generation, deepest: int) -> list
     the device leaves out."""
     said, compared = 0, []
     for one, other in zip(wanted.steps, found.steps, strict=False):
-        if LENGTH - said <= deepest:  # the device does not know how much room is left
+        if len(wanted.token_ids) - said <= deepest:  # the device does not know how much room is left
             break
         assert paths(one.tree) == paths(other.tree) == paths(other.drafted)
         assert one.draft_passes == other.draft_passes

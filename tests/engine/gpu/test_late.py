@@ -98,10 +98,10 @@ def texts(name: str, folder: Path) -> list[Generation]:
     known = {**ON_DEVICE, **LEARNING, **SHAPED}
     made.policy = registry.policy(name, **known[name]) if name in known else watching(name, folder)
     ways: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 2}]
-    first = made.generate(prompt(), max_new_tokens=11, eos=(), **ways[0])
-    next(made.stream(prompt(7, seed=1), max_new_tokens=11, eos=(), **ways[1]))
+    first = made.generate(prompt(), max_new_tokens=8, eos=(), **ways[0])
+    next(made.stream(prompt(7, seed=1), max_new_tokens=8, eos=(), **ways[1]))
     assert made.fallback == ""
-    return [first, made.generate(prompt(9, seed=2), max_new_tokens=11, eos=(), **ways[1])]
+    return [first, made.generate(prompt(9, seed=2), max_new_tokens=8, eos=(), **ways[1])]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from helpers.gpu import LENGTH, engine
+from helpers.gpu import LENGTH, LONG, engine
 from helpers.tiny import prompt
 from windfall.core.types import GpuOptions, SamplingParams
 from windfall.engine.engine import Engine
@@ -95,7 +95,7 @@ def test_the_texts_are_those_of_single_requests(kind: str, sizes: Sizes, samplin
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
 def test_a_perfect_drafter_is_always_right(sampling: dict[str, Any]) -> None:
     batch = Batch(engine("llama", "itself", "beam", graphs=False), TREES._replace(rows=72))
-    texts = [batch.text(prompt(length, seed=length), **sampling) for length in (9, 40, 65)]
+    texts = [batch.text(prompt(length, seed=length), max_new_tokens=LONG, **sampling) for length in (9, 40, 65)]
     batch.runner.join(texts)
     for _ in range(4):
         steps = batch.runner.round()
