@@ -427,7 +427,7 @@ def check_gelu_and_cap(n: int, width: int, dtype: torch.dtype, device: str = "cp
     gate_up[0, :4] = torch.tensor([0.0, 1e-3, -40.0, 40.0], device=device)
     made, wanted = gate_mul(gate_up, gelu=True), F.gelu(gate_up[:, :width], approximate="tanh") * gate_up[:, width:]
     torch.testing.assert_close(made, wanted, atol=1e-5, rtol=ulp)  # 1 + tanh loses digits far below 0
-    assert_same(gate_mul(gate_up[-1:], gelu=True), made[-1:], 1e-6)
+    assert_same(gate_mul(gate_up[-1:], gelu=True), made[-1:], 1e-5)
     logits = 40 * torch.randn(n, width, device=device).to(dtype)
     logits[0, :4] = torch.tensor([0.0, 1e-3, -9e3, 9e3], device=device)
     wanted = torch.tanh(logits / 30.0) * 30.0
