@@ -20,7 +20,7 @@ def test_under_the_interpreter() -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="torch's products on a CPU depend on the number of rows")
 def test_logits_have_one_hash(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MAX_SINGLES", "MAX_SHARED"):  # each program takes long here
+    for name in ("MAX_PROGRAMS_SMALL", "MAX_PROGRAMS"):  # each program takes long here
         monkeypatch.setattr(f"windfall.kernels.triton.path_attention.{name}", 4)
     model = tiny(dtype=torch.float16, hidden_size=64, intermediate_size=64, num_hidden_layers=1)
     check_one_hash(model, 70, (1, 7, 7), (64, 33, 64), pairs=True)

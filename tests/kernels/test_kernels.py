@@ -47,7 +47,8 @@ def test_under_the_interpreter() -> None:
         (7, 3, 1, 16, 61, 130, torch.float32),
         (7, 3, 1, 16, 63, 130, HALF),
         (7, 3, 1, 16, 126, 140, torch.float32),
-        (7, 3, 1, 16, 509, 520, HALF),
+        (7, 3, 1, 16, 1021, 1040, HALF),  # across a change of the size of parts
+        (8, 6, 2, 72, 61, 130, HALF),  # a taller tile
     ],
 )
 def test_paths(n: int, heads: int, shared: int, width: int, length: int, capacity: int, dtype: torch.dtype) -> None:

@@ -34,8 +34,9 @@ NEAR_END, MIDDLE_END, FAR_END = tl.constexpr(1024), tl.constexpr(2048), tl.const
 MIDDLE_PART = tl.constexpr(NEAR_END.value // NEAR.value)
 FAR_PART = tl.constexpr(MIDDLE_PART.value + (MIDDLE_END.value - NEAR_END.value) // MIDDLE.value)
 FARTHEST_PART = tl.constexpr(FAR_PART.value + (FAR_END.value - MIDDLE_END.value) // FAR.value)
-# Programs that find room beside those of the previous kernel, so that they can start early.
-MAX_SINGLES, MAX_SHARED = 256, 264
+# Programs for rows alone and for tiles, each: half of those that a GPU of 132 multiprocessors runs at the same time.
+MAX_PROGRAMS_SMALL, MAX_PROGRAMS = 198, 132
+SMALL_TILE = 1024  # sums up to which three programs run on a multiprocessor
 MERGED = 8192  # partial sums that a program loads before it adds the first
 MAX_MERGED = 8  # parts of which it does so
 ONES = tl.constexpr(16)  # columns of the matrix that sums weights: the fewest of a matrix product
@@ -339,13 +340,20 @@ def _attend_paths(
             )  # fmt: skip
 
 
-def choose_tile(rows: int, group: int, width: int, dtype: torch.dtype, chain: bool) -> Tile:
-    """The tile for a pass. Its height does not change a row's result; keys and warps depend on the model alone."""
+def choose_tile(rows: int, group: int, width: int, dtype: torch.dtype, chain: bool, lone: bool) -> Tile:
+    """The tile for a pass. Its height does not change a row's result; keys and warps depend on the model alone.
+
+    chain: each row follows the one before. lone: all rows are of one request.
+    """
     height = max(power_of_two(group), 16)
     if dtype == torch.float32:
         return Tile(height, 32, 4) if width <= 64 else Tile(height, 16, 8)
     tall = min(64, MAX_TILE // max(power_of_two(width), 16))  # pays in passes over many rows of a chain
-    return Tile(max(tall, height) if chain and rows * group >= 4 * tall else height, 64, 4 if width <= 128 else 8)
+    if chain and rows * group >= 4 * tall:
+        height = max(tall, height)
+    elif lone and width > 64 and rows * group > height:
+        height = max(32, height)  # a program of a wide head is worth more rows
+    return Tile(height, 64, 4 if width <= 128 else 8)
 
 
 def parts_of(capacity: int) -> int:
@@ -360,7 +368,7 @@ def parts_of(capacity: int) -> int:
 
 def _register_limit(x: Tensor, sums: int) -> dict[str, int]:
     """Limit the registers of small tiles, so that a multiprocessor runs three programs at a time."""
-    return {"maxnreg": 168} if x.is_cuda and torch.version.hip is None and sums <= 1024 else {}
+    return {"maxnreg": 168} if x.is_cuda and torch.version.hip is None and sums <= SMALL_TILE else {}
 
 
 def attend(
@@ -383,17 +391,18 @@ def attend(
     assert queries.stride(2) == keys.stride(2) == values.stride(2) == out.stride(2) == 1
     assert reach.is_contiguous() and (lineage is None or lineage.stride(1) == 1)
     group, block_d = heads // shared, max(power_of_two(width), 16)
-    tile = choose_tile(count, group, width, queries.dtype, lineage is None and (pages is None or pages.tiles is None))
-    positions = keys.shape[1] if pages is None else pages.positions
     several = pages is not None and pages.tiles is not None
+    tile = choose_tile(count, group, width, queries.dtype, lineage is None and not several, not several)
+    positions = keys.shape[1] if pages is None else pages.positions
+    limit = MAX_PROGRAMS_SMALL if tile.height * block_d <= SMALL_TILE else MAX_PROGRAMS
     parts, tiles = parts_of(positions), -(-count // (tile.height // group))
     if pages is not None and pages.tiles is not None:
         assert tile.height // group == tile_rows(group)
         tiles = len(pages.tiles) - 1
-    stride = max(1, min(parts, (BATCH_PROGRAMS if several else MAX_SHARED) // (tiles * shared)))
+    stride = max(1, min(parts, (BATCH_PROGRAMS if several else limit) // (tiles * shared)))
     single_rows = 0
     if lineage is not None:
-        single_rows = power_of_two(-(-count * shared // (BATCH_PROGRAMS if several else MAX_SINGLES)))
+        single_rows = power_of_two(-(-count * shared // (BATCH_PROGRAMS if several else limit)))
         single_rows = min(single_rows, tile.height // group)
     singles = -(-count // single_rows) if single_rows else 0
     tops = torch.empty((2, parts, count * heads), device=out.device)
