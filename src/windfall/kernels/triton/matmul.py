@@ -25,6 +25,7 @@ STEP = 64  # elements of K; K must be a multiple
 SEGMENT_UNIT = 256  # elements of K; all segments but the last are multiples
 MIN_SEGMENT = 2048  # elements of K
 ENOUGH_TILES = 128  # of 64 outputs each: about one for each multiprocessor
+ENOUGH_LARGE_TILES = 96  # of 128 outputs and 128 rows each
 MAX_SPLIT_ROWS = 128  # with more rows, one program takes all segments of its tile
 MANY_OUTPUTS = 16_384  # from here on, tiles of 256 outputs still occupy all multiprocessors
 PREFETCHED_BYTES = 2**23  # of a weight that programs request before the previous kernel has ended: its time is enough
@@ -150,7 +151,8 @@ def choose_tile(rows: int, outputs: int, k: int, descriptors: bool, memory: int)
     elif outputs >= MANY_OUTPUTS and k >= SHORT_K:
         tile = Tile(128, 256, STEP, 4, 8, True) if 128 < rows <= 256 else Tile(256, 128, STEP, 4, 8, True)
     else:
-        tile = Tile(128, 128, STEP, 4, 8, True) if outputs >= 6144 else Tile(64, 128, STEP, 5, 4, True)
+        large = -(-outputs // 128) * -(-rows // 128) >= ENOUGH_LARGE_TILES
+        tile = Tile(128, 128, STEP, 4, 8, True) if large else Tile(64, 128, STEP, 5, 4, True)
     fitting = memory // (2 * tile.step * (tile.outputs + tile.rows))  # two bytes for each element
     return tile._replace(stages=max(2, min(tile.stages, fitting)))
 
