@@ -238,12 +238,17 @@ def test_a_prefill_that_raises_does_not_affect_the_running_ones(monkeypatch: pyt
 # ---- memory
 
 
+def lengths(*given: int) -> dict[Any, int]:
+    """These lengths of different sequences."""
+    return dict(enumerate(given))
+
+
 def test_memory_is_counted_as_padded_rows() -> None:
     made = engine()
     loop: BatchRunner = runner(made, memory(made, 3, 50))
-    assert loop.fits([50, 20, 1]) and not loop.fits([51, 20, 1]) and not loop.fits([50] * 4)
-    assert loop.fits([loop.max_length]) and not loop.fits([loop.max_length + 1])
-    assert runner(made).fits([10**9]) and runner(made).max_length is None
+    assert loop.fits(lengths(50, 20, 1)) and not loop.fits(lengths(51, 20, 1)) and not loop.fits(lengths(*[50] * 4))
+    assert loop.fits(lengths(loop.max_length)) and not loop.fits(lengths(loop.max_length + 1))
+    assert runner(made).fits(lengths(10**9)) and runner(made).max_length is None
 
 
 def test_the_estimate_of_a_row_is_what_the_cache_takes() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -191,7 +191,7 @@ class LateRunner:
     def join(self, sequences: list[Sequence]) -> None:
         assert not set(sequences) & set(self.live)
         self.live += sequences
-        assert self.fits([len(each.tokens) for each in self.live]) or len(self.live) == 1
+        assert self.fits({each: len(each.tokens) for each in self.live}) or len(self.live) == 1
 
     def leave(self, sequences: Iterable[Sequence]) -> None:
         leaving = set(sequences)
@@ -208,8 +208,8 @@ class LateRunner:
         taken, text = sequence.accept(tree, verdict)
         return Step(taken, text, tree, verdict.path, tree, verdict.path, 0, Split(), sequence.finish)
 
-    def fits(self, lengths: Iterable[int]) -> bool:
-        return sum(-(-length // PAGE_TOKENS) for length in lengths) <= self.pages
+    def fits(self, lengths: Mapping[Sequence, int]) -> bool:
+        return sum(-(-length // PAGE_TOKENS) for length in lengths.values()) <= self.pages
 
     @property
     def max_length(self) -> int:

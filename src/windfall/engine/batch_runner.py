@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from windfall.core.types import Step
@@ -39,8 +39,8 @@ class BatchRunner(Protocol):
         before the next round. If `round` itself raises, all sequences that run have failed, and must leave, too.
         """
 
-    def fits(self, lengths: Iterable[int]) -> bool:
-        """Whether there is memory for a round of sequences that have these numbers of tokens."""
+    def fits(self, lengths: Mapping[Sequence, int]) -> bool:
+        """Whether there is memory for a round of these sequences, each with this number of tokens."""
 
     @property
     def max_length(self) -> int | None:

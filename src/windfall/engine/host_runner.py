@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -107,10 +107,9 @@ class HostRunner:
                 return dict.fromkeys(self.live.values(), error)
             return self._round_one_by_one()
 
-    def fits(self, lengths: Iterable[int]) -> bool:
+    def fits(self, lengths: Mapping[Sequence, int]) -> bool:
         """The caches are padded: each sequence takes as many rows as the longest, and those of its tree."""
-        known = list(lengths)
-        rows = len(known) * (max(known, default=0) + TREE_ROWS)
+        rows = len(lengths) * (max(lengths.values(), default=0) + TREE_ROWS)
         return self.memory is None or rows * self._row_bytes <= self.memory
 
     @property

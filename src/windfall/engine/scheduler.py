@@ -113,7 +113,7 @@ class Scheduler:
         """Let the oldest requests of the queue join, as far as there is room."""
         new: list[Request] = []
         with self._lock:
-            while sum(lengths(new)) < PREFILL_TOKENS and self._queue:
+            while sum(lengths(new).values()) < PREFILL_TOKENS and self._queue:
                 if not self._has_room([*self._running, *new, self._queue[0]]):
                     break
                 new.append(self._queue.popleft())
@@ -156,7 +156,7 @@ class Scheduler:
                 request.put(outcome)
 
 
-def lengths(requests: Iterable[Request], more: int = 0) -> list[int]:
-    """The tokens of each request so far, and up to `more` of those to come."""
+def lengths(requests: Iterable[Request], more: int = 0) -> dict[Sequence, int]:
+    """The tokens of each sequence so far, and up to `more` of those to come."""
     sequences = [request.sequence for request in requests]
-    return [min(len(sequence.tokens) + more, max(sequence.end, len(sequence.tokens))) for sequence in sequences]
+    return {each: min(len(each.tokens) + more, max(each.end, len(each.tokens))) for each in sequences}

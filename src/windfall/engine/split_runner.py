@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from windfall.engine.batch_runner import BatchRunner, Outcome
 from windfall.engine.sequence import Sequence
 
 
 class SplitRunner:
-    """A `BatchRunner` of two. `suits` says whether the first can take a sequence; the second takes all others.
+    """A `BatchRunner` of two, each with memory of its own.
 
-    Each has memory of its own. Lengths do not tell where a sequence would run, so both must have room for all.
+    `suits` says whether the first can take a sequence; the second takes all others.
     """
 
     def __init__(self, first: BatchRunner, second: BatchRunner, suits: Callable[[Sequence], bool]):
@@ -40,9 +40,10 @@ class SplitRunner:
         found = self.first.round()
         return {**found, **self.second.round()} if self._others else found
 
-    def fits(self, lengths: Iterable[int]) -> bool:
-        known = list(lengths)
-        return self.first.fits(known) and (not self._others or self.second.fits(known))
+    def fits(self, lengths: Mapping[Sequence, int]) -> bool:
+        mine = {sequence: length for sequence, length in lengths.items() if self._suits(sequence)}
+        others = {sequence: length for sequence, length in lengths.items() if sequence not in mine}
+        return self.first.fits(mine) and self.second.fits(others)
 
     @property
     def max_length(self) -> int | None:

@@ -105,3 +105,16 @@ def test_little_memory_is_enough_for_one_after_another() -> None:
     texts = small.generate_batch(PROMPTS, **ASKED)
     assert [text.token_ids for text in texts] == plain_texts()
     assert in_pages(small).pool.available == 5
+
+
+def test_memory_is_counted_where_a_request_runs() -> None:
+    """The host loop has room for its own request, though not for all; no request is prefilled twice."""
+    found = made("beam")
+    rows = found.target.decoder.row_bytes + found.drafter.row_bytes
+    found._kv_memory = 600 * rows
+    asked = [{}, {}, {}, {"repetition_penalty": 1.3}]
+    handles = [found.submit(prompt(100, seed=n), **ASKED, **own) for n, own in enumerate(asked)]
+    texts = [handle.result(60) for handle in handles]
+    assert in_pages(found).pool.available == in_pages(found).pool.pages
+    assert not any(step.prefill_seconds for text in texts for step in text.steps[1:])
+    assert all(text.steps[0].prefill_seconds >= 0 for text in texts)

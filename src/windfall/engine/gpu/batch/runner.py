@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -64,6 +64,7 @@ class Launched(NamedTuple):
     number: int  # of its results in the mailbox
     turn: int  # of its sample
     texts: list[Sequence]  # by seat
+    pages: list[list[int]]  # of each text; one that has left and come back has another list
     sizes: Sizes
     recorded: bool  # whether graphs were captured
     start: DeviceEvent
@@ -125,10 +126,9 @@ class GpuBatchRunner:
 
     # requests
 
-    def fits(self, lengths: Iterable[int]) -> bool:
+    def fits(self, lengths: Mapping[Sequence, int]) -> bool:
         """Whether there are pages for texts of these lengths; those that texts share are counted for each."""
-        known = list(lengths)
-        return len(known) <= self.limits.seats and sum(map(self._needed, known)) <= self.pool.pages
+        return len(lengths) <= self.limits.seats and sum(map(self._needed, lengths.values())) <= self.pool.pages
 
     def _needed(self, length: int) -> int:
         """Pages for a text of this length, for the rounds in flight and one more."""
@@ -256,9 +256,9 @@ class GpuBatchRunner:
         drafted, number = self._event(), work.results.expect()
         key = ("verify", state, seats, shape, kind, state.span)
         cache.run(key, partial(work.verify, seats, shape, kind))
-        recorded = cache.captures > captures
+        recorded, pages = cache.captures > captures, [self._pages[text] for text in self.texts]
         self._launched.append(
-            Launched(number, self._turn, list(self.texts), sizes, recorded, start, drafted, self._event())
+            Launched(number, self._turn, list(self.texts), pages, sizes, recorded, start, drafted, self._event())
         )
         self._turn += SAMPLED if sizes.passes else 0
         self._pending = sizes.passes + 1 if sizes.passes else self._pending + 1
@@ -322,7 +322,7 @@ class GpuBatchRunner:
             self._learn_costs(launched, draft, verify)
         steps: dict[Sequence, Outcome] = {}
         for seat, text in enumerate(launched.texts):
-            if text.finish is None and text in self._pages:
+            if text.finish is None and self._pages.get(text) is launched.pages[seat]:
                 steps[text] = self._step(text, seat, found, launched, Split(draft, verify))
         if found.drafted:
             self._learn_acceptance(found, launched, draft + verify)
