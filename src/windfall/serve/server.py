@@ -1,0 +1,69 @@
+"""Runs the application with uvicorn."""
+
+from __future__ import annotations
+
+import ipaddress
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from fastapi import FastAPI
+
+from windfall.core.errors import InputError
+
+DRAIN_SECONDS = 30  # that running requests have after SIGTERM or Ctrl-C
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket with this address, on which uvicorn listens later; port 0 is a free port."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        made = socket.socket(family, kind, protocol)
+        try:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(address)
+        except OSError:
+            made.close()
+            raise
+    except (OSError, OverflowError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"cannot listen on {host}, port {port}: {reason}") from None
+    return made
+
+
+def is_local(bound: socket.socket) -> bool:
+    """Whether only this machine can connect."""
+    return ipaddress.ip_address(bound.getsockname()[0]).is_loopback
+
+
+def address(bound: socket.socket) -> str:
+    """The URL of the server."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def make_server(app: FastAPI, drain_seconds: int = DRAIN_SECONDS) -> uvicorn.Server:
+    """A server that prints warnings and errors only."""
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=drain_seconds)
+    return uvicorn.Server(config)
+
+
+def run(app: FastAPI, bound: socket.socket) -> None:
+    """Serve until SIGTERM or Ctrl-C; then accept nothing more, and let running requests finish within a limit."""
+    server = make_server(app)
+    with _sigterm_ignored():
+        server.run(sockets=[bound])
+
+
+@contextmanager
+def _sigterm_ignored() -> Iterator[None]:
+    """uvicorn handles SIGTERM, and sends it again after its end; the caller has to close the engine then."""
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
