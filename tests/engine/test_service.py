@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from helpers.random_parallel import some_drafter
-from helpers.scheduling import Gate, alone, held
+from helpers.scheduling import alone, held
 from helpers.tiny import prompt, tiny
 from windfall import registry
 from windfall.core.types import InputError, Step

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import httpx
 import openai
 
 from helpers.cli import character_tokenizer
@@ -25,7 +26,7 @@ MODEL = "tiny"
 
 
 def new_engine(max_requests: int = 4) -> Engine:
-    target = Target(tiny(num_hidden_layers=2), character_tokenizer(), MODEL)
+    target = Target(tiny(num_hidden_layers=2, max_position_embeddings=96), character_tokenizer(), MODEL)
     return Engine(target, some_drafter("ngram"), registry.policy("chain", depth=2), max_requests=max_requests)
 
 
@@ -55,6 +56,12 @@ def wait_for(met: Callable[[], Any], seconds: float = 20) -> None:
     while not met():
         assert time.monotonic() < end, "this takes too long"
         time.sleep(0.01)
+
+
+@cache
+def http() -> httpx.Client:
+    """A client for all tests: making one takes long."""
+    return httpx.Client(verify=False, timeout=20)
 
 
 def client(address: str, key: str = "none") -> openai.OpenAI:

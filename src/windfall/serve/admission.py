@@ -35,19 +35,26 @@ class Admission:
         self.engine, self.settings = engine, settings
         self.capacity = engine.max_requests + settings.max_queue
         self.closed = False
-        self._open = 0
+        self._expected = 0  # texts that are about to be submitted
+        self._handles: list[Handle] = []
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "windfall-submit")
 
     @property
+    def unfinished(self) -> int:
+        """Texts that run or wait."""
+        with self._lock:
+            return self._count()
+
+    @property
     def running(self) -> int:
         """Texts that run, if all fit into the memory."""
-        return min(self._open, self.engine.max_requests)
+        return min(self.unfinished, self.engine.max_requests)
 
     @property
     def waiting(self) -> int:
         """Texts that wait for a place."""
-        return self._open - self.running
+        return max(self.unfinished - self.engine.max_requests, 0)
 
     async def submit(self, jobs: list[Job]) -> list[Handle]:
         """Submit all of these texts, or none if one is refused. If the caller is cancelled, so are the texts."""
@@ -59,7 +66,7 @@ class Admission:
             return await asyncio.wrap_future(submitted)
         except asyncio.CancelledError:
             if submitted.cancel():
-                self._leave(len(jobs))
+                self._add([], len(jobs))
             else:
                 submitted.add_done_callback(_cancel)
             raise
@@ -76,13 +83,11 @@ class Admission:
                 timeout = self.settings.request_timeout
                 handles.append(self.engine.submit(job.prompt, raw=job.raw, deadline=timeout, **job.sampling))
         except BaseException:
-            self._leave(len(jobs) - len(handles))
             for handle in handles:
                 handle.cancel()
             raise
         finally:
-            for handle in handles:
-                handle.add_done_callback(lambda _: self._leave(1))
+            self._add(handles, len(jobs))
         return handles
 
     def _enter(self, texts: int) -> None:
@@ -92,20 +97,26 @@ class Admission:
                 f"the request asks for {texts} texts at once; this server takes at most {self.capacity}",
             )
         with self._lock:
-            if self._open + texts <= self.capacity:
-                self._open += texts
+            if self._count() + texts <= self.capacity:
+                self._expected += texts
                 return
         raise ApiError(
             HTTPStatus.TOO_MANY_REQUESTS,
-            f"{counted(self.waiting, 'text')} already waiting; try again later",
+            f"the queue is full: {counted(self.running, 'text')} in progress, {self.waiting} waiting; try again later",
             "rate_limit_error",
             code="queue_full",
             headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
         )
 
-    def _leave(self, texts: int) -> None:
+    def _add(self, handles: list[Handle], expected: int) -> None:
+        """Count these handles in the place of the texts that were expected."""
         with self._lock:
-            self._open -= texts
+            self._expected -= expected
+            self._handles += handles
+
+    def _count(self) -> int:
+        self._handles = [handle for handle in self._handles if not handle.done]
+        return self._expected + len(self._handles)
 
 
 def _cancel(submitted: Future[list[Handle]]) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -102,7 +102,10 @@ def add_handlers(app: FastAPI) -> None:
 
 
 class Failures:
-    """Middleware that answers an unexpected exception with status 500, without a traceback."""
+    """Middleware that answers an unexpected exception with status 500, without a traceback.
+
+    Only the server cancels a request that has not ended: when it shuts down.
+    """
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -117,9 +120,13 @@ class Failures:
 
         try:
             await self.app(scope, receive, watched)
+        except asyncio.CancelledError:
+            if scope["type"] == "http" and not started:
+                await shutting_down().response()(scope, receive, send)
+            raise
         except Exception as error:
             if scope["type"] != "http":
                 raise
-            failure: Any = as_api_error(error).response()
+            failure = as_api_error(error).response()
             if not started:
                 await failure(scope, receive, send)

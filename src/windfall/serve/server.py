@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
 
 from windfall.core.errors import InputError
 
@@ -48,7 +50,13 @@ def address(bound: socket.socket) -> str:
 
 def make_server(app: FastAPI, drain_seconds: int = DRAIN_SECONDS) -> uvicorn.Server:
     """A server that prints warnings and errors only."""
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=drain_seconds)
+
+    async def quiet(scope: Scope, receive: Receive, send: Send) -> None:
+        """The app; uvicorn would print a traceback of a request that it cancels itself."""
+        with suppress(asyncio.CancelledError):
+            await app(scope, receive, send)
+
+    config = uvicorn.Config(quiet, log_level="warning", access_log=False, timeout_graceful_shutdown=drain_seconds)
     return uvicorn.Server(config)
 
 
