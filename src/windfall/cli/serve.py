@@ -10,6 +10,7 @@ from windfall.cli.options import BatchOptions, ModelOptions, PolicyOptions
 from windfall.cli.session import remember_costs
 from windfall.core.errors import InputError
 from windfall.render import console
+from windfall.serve.settings import MAX_QUEUE, Settings
 
 KEY_VARIABLE = "WINDFALL_API_KEY"
 NEEDED = ("fastapi", "uvicorn")
@@ -25,7 +26,7 @@ def serve(
     api_key: list[str] = option(
         [], f"Key that clients must send. Repeatable. Default: {KEY_VARIABLE}, or no key.", metavar="KEY"
     ),
-    max_queue: int = option(64, "Most texts that wait; further requests are refused with status 429."),
+    max_queue: int = option(MAX_QUEUE, "Most texts that wait; further requests are refused with status 429."),
     served_model_name: str | None = option(
         None, "Name of the model for clients. Default: the name of the target.", metavar="NAME"
     ),
@@ -37,7 +38,6 @@ def serve(
     """
     check_extra()
     from windfall.serve import server
-    from windfall.serve.settings import Settings
 
     if not 0 <= port <= MAX_PORT:
         raise InputError(f"--port takes a number from 0 to {MAX_PORT}, not {port}")

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 MAX_N = 128
 MAX_STOPS = 16
-MAX_TOKEN_ID = 2**31 - 1
+MAX_TOKENS = MAX_TOKEN_ID = 2**31 - 1
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - MAX_N  # each of n texts adds one
 IGNORED = ("user", "metadata", "safety_identifier", "service_tier", "prompt_cache_key")  # the text stays the same
 NEUTRAL: dict[str, Any] = {  # values that ask for nothing, of fields that are not supported
@@ -50,8 +50,8 @@ class GenerationRequest(Body):
     """The fields that chat and completions share."""
 
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)  # 0 or -1: off
