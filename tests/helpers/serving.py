@@ -25,9 +25,10 @@ from windfall.serve.settings import Settings
 MODEL = "tiny"
 
 
-def new_engine(max_requests: int = 4) -> Engine:
+def new_engine(max_requests: int = 4, kv_memory: int | None = None) -> Engine:
     target = Target(tiny(num_hidden_layers=2, max_position_embeddings=96), character_tokenizer(), MODEL)
-    return Engine(target, some_drafter("ngram"), registry.policy("chain", depth=2), max_requests=max_requests)
+    limits: dict[str, Any] = {"max_requests": max_requests, "kv_memory": kv_memory}
+    return Engine(target, some_drafter("ngram"), registry.policy("chain", depth=2), **limits)
 
 
 @cache

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from helpers.scheduling import held
+from helpers.scheduling import held, memory
 from helpers.serving import MODEL, client, engine, http, new_engine, running, wait_for
 from windfall.engine.engine import Engine
 from windfall.engine.request import Handle
@@ -90,6 +90,20 @@ def test_a_refused_text_leaves_nothing(address: str) -> None:
     wait_for(lambda: http().get(f"{address}/ready").json()["running"] == 0)
 
 
+def test_a_small_memory_ends_texts_without_a_limit_early() -> None:
+    made = new_engine(kv_memory=memory(engine(), 1, 40))
+    body = {"prompt": "a" * 30, "ignore_eos": True}
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "ignore_eos": True}
+    with running(made) as url:
+        whole = http().post(f"{url}/v1/chat/completions", json=chat).json()
+        assert whole["usage"]["total_tokens"] == 40 and whole["choices"][0]["finish_reason"] == "length"
+        assert http().post(f"{url}/v1/completions", json=body).json()["usage"]["completion_tokens"] == 10
+        refused = http().post(f"{url}/v1/completions", json={**body, "max_tokens": 11})
+        assert refused.status_code == 400 and "needs room for 41 tokens" in refused.json()["error"]["message"]
+        assert http().post(f"{url}/v1/completions", json={"prompt": "a" * 41}).status_code == 400
+    made.close()
+
+
 def test_a_timeout_cuts_the_text_off() -> None:
     made = new_engine()
     gate, _ = held(made)
@@ -141,3 +155,5 @@ def test_closing_the_engine_ends_requests_with_an_error() -> None:
         made.close()
         assert answer.result().status_code == 503
         assert answer.result().json()["error"]["message"] == "the server is shutting down"
+        assert http().post(f"{url}/v1/completions", json=LONG).status_code == 503
+        assert http().get(f"{url}/ready").status_code == 503

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
+from windfall.core.errors import RoomError
 from windfall.core.wording import counted
 from windfall.engine.engine import Engine, Prompt
 from windfall.engine.request import Handle
@@ -26,6 +27,7 @@ class Job:
     prompt: Prompt
     raw: bool  # whether the chat template is left out
     sampling: dict[str, Any]
+    shortens: bool = False  # whether a text with fewer new tokens will do, if the memory is too small
 
 
 class Admission:
@@ -34,7 +36,6 @@ class Admission:
     def __init__(self, engine: Engine, settings: Settings):
         self.engine, self.settings = engine, settings
         self.capacity = engine.max_requests + settings.max_queue
-        self.closed = False
         self._expected = 0  # texts that are about to be submitted
         self._handles: list[Handle] = []
         self._lock = threading.Lock()
@@ -58,7 +59,7 @@ class Admission:
 
     async def submit(self, jobs: list[Job]) -> list[Handle]:
         """Submit all of these texts, or none if one is refused. If the caller is cancelled, so are the texts."""
-        if self.closed:
+        if self.engine.closed:
             raise shutting_down()
         self._enter(len(jobs))
         submitted = self._thread.submit(self._submit, jobs)
@@ -71,17 +72,11 @@ class Admission:
                 submitted.add_done_callback(_cancel)
             raise
 
-    def close(self) -> None:
-        """Accept no more texts."""
-        self.closed = True
-        self._thread.shutdown(wait=False)
-
     def _submit(self, jobs: list[Job]) -> list[Handle]:
         handles: list[Handle] = []
         try:
             for job in jobs:
-                timeout = self.settings.request_timeout
-                handles.append(self.engine.submit(job.prompt, raw=job.raw, deadline=timeout, **job.sampling))
+                handles.append(self._submit_one(job))
         except BaseException:
             for handle in handles:
                 handle.cancel()
@@ -89,6 +84,16 @@ class Admission:
         finally:
             self._add(handles, len(jobs))
         return handles
+
+    def _submit_one(self, job: Job) -> Handle:
+        timeout = self.settings.request_timeout
+        try:
+            return self.engine.submit(job.prompt, raw=job.raw, deadline=timeout, **job.sampling)
+        except RoomError as error:
+            if not (job.shortens and error.room):
+                raise
+            shorter = {**job.sampling, "max_new_tokens": error.room}
+        return self.engine.submit(job.prompt, raw=job.raw, deadline=timeout, **shorter)
 
     def _enter(self, texts: int) -> None:
         if texts > self.capacity:

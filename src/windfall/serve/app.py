@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-
 from fastapi import FastAPI
 
 from windfall import __version__
@@ -23,12 +20,7 @@ def make_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
     settings = settings or Settings()
     admission = Admission(engine, settings)
 
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        admission.close()
-
-    app = FastAPI(title="windfall", version=__version__, lifespan=lifespan, openapi_url=None)
+    app = FastAPI(title="windfall", version=__version__, openapi_url=None)
     for routes in (model_routes(admission), chat_routes(admission), completion_routes(admission)):
         app.include_router(routes)
 
@@ -38,7 +30,7 @@ def make_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
 
     @app.get("/ready")
     async def ready() -> dict[str, str | int]:
-        if admission.closed:
+        if engine.closed:
             raise shutting_down()
         return {"status": "ready", "running": admission.running, "waiting": admission.waiting}
 

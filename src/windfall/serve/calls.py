@@ -55,7 +55,8 @@ async def submit(
     """
     sampling = sampling_of(admission.engine, asked, limit)
     seeds = [None if asked.seed is None else asked.seed + number for number in range(asked.n)]
-    jobs = [Job(prompt, raw, {**sampling, "seed": seed}) for prompt in prompts for seed in seeds]
+    shortens = asked.limit is None
+    jobs = [Job(prompt, raw, {**sampling, "seed": seed}, shortens) for prompt in prompts for seed in seeds]
     return Texts(await while_connected(request.receive, admission.submit(jobs)), asked.n)
 
 

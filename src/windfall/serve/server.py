@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from windfall.core.errors import InputError
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 DRAIN_SECONDS = 30  # that running requests have after SIGTERM or Ctrl-C
 
 
@@ -56,22 +57,31 @@ def make_server(app: FastAPI, drain_seconds: int = DRAIN_SECONDS) -> uvicorn.Ser
         with suppress(asyncio.CancelledError):
             await app(scope, receive, send)
 
-    config = uvicorn.Config(quiet, log_level="warning", access_log=False, timeout_graceful_shutdown=drain_seconds)
+    config = uvicorn.Config(
+        quiet, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=drain_seconds
+    )
     return uvicorn.Server(config)
 
 
 def run(app: FastAPI, bound: socket.socket) -> None:
-    """Serve until SIGTERM or Ctrl-C; then accept nothing more, and let running requests finish within a limit."""
+    """Serve until SIGTERM or Ctrl-C; then accept nothing more, and let running requests finish within a limit.
+
+    A second Ctrl-C ends the server at once.
+    """
     server = make_server(app)
-    with _sigterm_ignored():
+    received: list[int] = []
+    with _recorded_signals(received):
         server.run(sockets=[bound])
+    if signal.SIGINT in received:
+        raise KeyboardInterrupt
 
 
 @contextmanager
-def _sigterm_ignored() -> Iterator[None]:
-    """uvicorn handles SIGTERM, and sends it again after its end; the caller has to close the engine then."""
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
+def _recorded_signals(received: list[int]) -> Iterator[None]:
+    """uvicorn handles signals, and sends them again when it ends. Then the caller has to close the engine."""
+    before = {each: signal.signal(each, lambda number, _: received.append(number)) for each in SIGNALS}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
