@@ -18,6 +18,9 @@ from helpers.cli import refused, windfall
 from helpers.serving import http, wait_for
 from windfall.cli import serve
 from windfall.serve import server
+from windfall.serve.errors import NOT_YET
+from windfall.serve.protocol import IGNORED, MAX_N, MAX_STOPS, ChatRequest, CompletionRequest, Speculation
+from windfall.serve.settings import MAX_BODY_BYTES
 
 QUICK = ("--policy", "none", "--device", "cpu")
 
@@ -26,6 +29,16 @@ def test_the_help_names_the_options() -> None:
     shown = windfall("serve", "--help").stdout
     options = ("--target", "--max-requests", "--host", "--port", "--api-key", "--max-queue", "--served-model-name")
     assert all(option in shown for option in (*options, "--request-timeout"))
+
+
+def test_the_page_has_all_fields_options_and_limits() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "serve.md").read_text("utf-8")
+    fields = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *Speculation.model_fields, *IGNORED, *NOT_YET}
+    assert [name for name in sorted(fields) if f"`{name}`" not in page] == []
+    for limit in (f"{server.DRAIN_SECONDS} seconds", f"at most {MAX_N}", f"at most {MAX_STOPS} texts", "4 MiB"):
+        assert limit in page
+    assert f"{server.DRAIN_SECONDS} seconds" in (serve.serve.__doc__ or "")
+    assert MAX_BODY_BYTES == 4 * 2**20
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from windfall.serve.texts import Texts
 T = TypeVar("T")
 MakeChoice = Callable[[int, "Step | Generation"], "BaseModel | None"]
 
-DONE = "data: [DONE]\n\n"
+DONE = "[DONE]"
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -79,7 +79,7 @@ async def chunks(
 
     def event(choice: BaseModel) -> str:
         answer = stamp.answer(object, [choice])
-        return as_event(answer if include_usage else answer.model_dump(exclude={"usage"}))
+        return as_event(answer.model_dump_json(exclude=None if include_usage else {"usage"}))
 
     done: dict[int, Generation] = {}
     try:
@@ -92,12 +92,11 @@ async def chunks(
                 if (choice := choice_of(number, piece)) is not None:
                     yield event(choice)
         if include_usage:
-            yield as_event(stamp.answer(object, [], texts.usage([*done.values()])))
-        yield DONE
+            yield as_event(stamp.answer(object, [], texts.usage([*done.values()])).model_dump_json())
+        yield as_event(DONE)
     except Exception as error:
-        yield as_event(as_api_error(error).body)
+        yield as_event(json.dumps(as_api_error(error).body))
 
 
-def as_event(data: BaseModel | dict[str, Any]) -> str:
-    text = data.model_dump_json() if isinstance(data, BaseModel) else json.dumps(data, ensure_ascii=False)
-    return f"data: {text}\n\n"
+def as_event(data: str) -> str:
+    return f"data: {data}\n\n"
