@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from helpers.scheduling import held, memory
-from helpers.serving import MODEL, client, engine, http, new_engine, running, wait_for
+from helpers.serving import MODEL, engine, http, new_engine, running, wait_for
 from windfall.engine.engine import Engine
 from windfall.engine.request import Handle
 from windfall.serve.admission import Admission, Job
@@ -42,7 +42,7 @@ def test_a_disconnect_cancels_the_texts(address: str, handles: list[Handle], str
     handles.clear()
     try:
         with pytest.raises(httpx.ReadTimeout):
-            http().post(f"{address}/v1/completions", json={**LONG, "n": 2, "stream": stream}, timeout=0.5)
+            http().post(f"{address}/v1/completions", json={**LONG, "n": 2, "stream": stream}, timeout=1)
         wait_for(lambda: len(handles) == 2 and all(handle._request.cancelled for handle in handles))
     finally:
         gate.open.set()
@@ -107,11 +107,12 @@ def test_a_small_memory_ends_texts_without_a_limit_early() -> None:
 def test_a_timeout_cuts_the_text_off() -> None:
     made = new_engine()
     gate, _ = held(made)
-    opener = threading.Timer(0.3, gate.open.set)
-    opener.start()
-    with running(made, Settings(request_timeout=0.1)) as url, client(url) as api:
-        choice = api.completions.create(model=MODEL, prompt="Hi", max_tokens=200).choices[0]
-        assert (choice.text, choice.finish_reason) == ("", "length")
+    with running(made, Settings(request_timeout=0.1)) as url, ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(http().post, f"{url}/v1/completions", json=LONG)
+        wait_for(lambda: http().get(f"{url}/ready").json()["running"] == 1)
+        threading.Timer(0.2, gate.open.set).start()
+        choice = answer.result().json()["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == ("", "length")
     made.close()
 
 

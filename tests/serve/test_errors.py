@@ -147,14 +147,15 @@ def test_a_full_queue_is_answered_with_429() -> None:
     gate, _ = held(made)
     try:
         with running(made, Settings(max_queue=0)) as url, client(url) as api:
-            with api.completions.create(model=MODEL, prompt="Hi", stream=True) as stream:
+            how: Any = {"model": MODEL, "prompt": "Hi", "extra_body": {"ignore_eos": True}}
+            with api.completions.create(stream=True, **how) as stream:
                 assert http().get(f"{url}/ready").json() == {"status": "ready", "running": 1, "waiting": 0}
                 with pytest.raises(openai.RateLimitError, match="try again later") as caught:
-                    api.completions.create(model=MODEL, prompt="Hi")
+                    api.completions.create(**how)
                 assert int(caught.value.response.headers["retry-after"]) > 0
                 gate.open.set()
                 assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
-            assert api.completions.create(model=MODEL, prompt="Hi").choices  # there is room again
+            assert api.completions.create(**how).choices  # there is room again
     finally:
         gate.open.set()
         made.close()
