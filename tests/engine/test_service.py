@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from helpers.random_parallel import some_drafter
-from helpers.scheduling import alone
+from helpers.scheduling import alone, held
 from helpers.tiny import prompt, tiny
 from windfall import registry
 from windfall.core.types import InputError, Step
@@ -31,26 +31,6 @@ HOW: dict[str, Any] = {"max_new_tokens": 12}
 def engine() -> Engine:
     target = Target(tiny(num_hidden_layers=2))
     return Engine(target, some_drafter("ngram"), registry.policy("chain", depth=2), max_requests=3)
-
-
-class Gate:
-    """A processor that lets the text go on when the gate is open."""
-
-    def __init__(self) -> None:
-        self.reached, self.open = threading.Event(), threading.Event()
-
-    def __call__(self, prefix: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.reached.set()
-        assert self.open.wait(30)
-        return scores
-
-
-def held(made: Engine, number: int = 0) -> tuple[Gate, Any]:
-    """A request that waits at its first token, so that the engine is busy."""
-    gate = Gate()
-    handle = made.submit(prompt(9, number), processors=(gate,), **HOW)
-    assert gate.reached.wait(30)
-    return gate, handle
 
 
 def ids(steps: Any) -> list[int]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from typing import Any
+
+from torch import Tensor
 
 from helpers.random_parallel import some_drafter
 from helpers.tiny import prompt, tiny
@@ -11,10 +14,30 @@ from windfall import registry
 from windfall.core.types import SamplingParams
 from windfall.engine.engine import Engine
 from windfall.engine.host_runner import TREE_ROWS, HostRunner
-from windfall.engine.request import Request
+from windfall.engine.request import Handle, Request
 from windfall.engine.scheduler import Scheduler
 from windfall.engine.sequence import Sequence
 from windfall.model.target import Target
+
+
+class Gate:
+    """A processor that lets the text go on when the gate is open."""
+
+    def __init__(self) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+
+    def __call__(self, prefix: Tensor, scores: Tensor) -> Tensor:
+        self.reached.set()
+        assert self.open.wait(30)
+        return scores
+
+
+def held(made: Engine, number: int = 0) -> tuple[Gate, Handle]:
+    """A request that waits at its first token, so that the engine is busy."""
+    gate = Gate()
+    handle = made.submit(prompt(9, number), processors=(gate,), max_new_tokens=12)
+    assert gate.reached.wait(30)
+    return gate, handle
 
 
 @cache

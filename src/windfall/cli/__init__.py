@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from windfall import __version__
-from windfall.cli import audit, bench, chat, diagnose, generate, measure, report, show, train_ltd, tune
+from windfall.cli import audit, bench, chat, diagnose, generate, measure, report, serve, show, train_ltd, tune
 from windfall.cli.bench_speed import speed
 from windfall.cli.bench_throughput import throughput
 from windfall.cli.help import Group, make_group
@@ -70,6 +70,7 @@ app = make_group(
     "Faster text generation with any Hugging Face causal language model; the text stays exactly the same.",
     generate.generate,
     chat.chat,
+    serve.serve,
     show.tree,
     measure.compare,
     measure.profile,

@@ -50,11 +50,8 @@ class Session:
         return generation
 
     def remember_costs(self) -> None:
-        """Store what the engine has learned about the costs of passes, if its policy uses them."""
-        if self.engine.policy.uses_costs:
-            from windfall.engine.profiling import remember
-
-            remember(self.engine)
+        """Store what the engine has learned about the costs of passes."""
+        remember_costs(self.engine)
 
     def report(self, generation: Generation) -> dict[str, Any]:
         """The object that `--json` prints."""
@@ -67,6 +64,14 @@ class Session:
         if self.coloured:
             return console.DraftColours(self.engine.target.tokenizer, self.sampling["stop"])
         return console.show_text
+
+
+def remember_costs(engine: Engine) -> None:
+    """Store what the engine has learned about the costs of passes, if its policy uses them."""
+    if engine.policy.uses_costs:
+        from windfall.engine.profiling import remember
+
+        remember(engine)
 
 
 def as_record(generation: Generation) -> dict[str, Any]:

@@ -5,6 +5,14 @@ class InputError(ValueError):
     """The user's input cannot be used; the message is one line that says what is wrong or what to do."""
 
 
+class RoomError(InputError):
+    """A request that does not fit into the memory; `room` new tokens would, or none if it is 0."""
+
+    def __init__(self, message: str, room: int):
+        super().__init__(message)
+        self.room = room
+
+
 class UserNote(UserWarning):
     """A warning that the command line prints as a note, once for each text."""
 

@@ -260,6 +260,11 @@ class Engine:
         """The largest number of requests that run together."""
         return self._service.max_requests
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._service.closed
+
     def close(self) -> None:
         """Cancel all submitted requests and end the engine's threads; `submit` then raises a RuntimeError."""
         self._service.close()

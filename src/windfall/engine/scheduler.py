@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 
-from windfall.core.types import InputError
+from windfall.core.errors import RoomError
 from windfall.core.wording import counted
 from windfall.engine.batch_runner import BatchRunner, Outcome
 from windfall.engine.request import CANCELLED, Request
@@ -31,13 +31,14 @@ class Scheduler:
         self._lock = threading.Lock()  # of the queue
 
     def submit(self, request: Request) -> None:
-        """Put a request at the end of the queue; raises an InputError if it can never fit into the memory."""
+        """Put a request at the end of the queue; raises a RoomError if it can never fit into the memory."""
         limit, end = self.runner.max_length, request.sequence.end
         if limit is not None and end > limit:
-            raise InputError(
+            raise RoomError(
                 f"the request needs room for {counted(end, 'token')} ({request.prompt_tokens} of the prompt and "
                 f"{end - request.prompt_tokens} new ones), but kv_memory holds {max(limit, 0)}; give more kv_memory, "
-                "or ask for fewer max_new_tokens"
+                "or ask for fewer max_new_tokens",
+                max(limit - request.prompt_tokens, 0),
             )
         with self._lock:
             self._queue.append(request)

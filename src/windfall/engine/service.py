@@ -37,14 +37,14 @@ class Service:
         self._scheduler: Scheduler | None = None
         self._policy: TreePolicy | None = None  # that the scheduler's runner was made for
         self._thread: threading.Thread | None = None
-        self._closed = False
+        self.closed = False
         self._text = -1  # the value of `target.texts` while the KV cache belongs to this scheduler
         self._lock = threading.Lock()  # of the thread's start and end
 
     @property
     def busy(self) -> bool:
         """Whether the thread runs and takes requests."""
-        return self._thread is not None and not self._closed
+        return self._thread is not None and not self.closed
 
     @contextmanager
     def alone(self) -> Iterator[bool]:
@@ -65,7 +65,7 @@ class Service:
         A new thread has a new runner. So has a thread without requests if `policy`, which is the engine's, has changed.
         """
         with self._lock:
-            if self._closed:
+            if self.closed:
                 raise RuntimeError("this engine is closed")
             if self._scheduler is None or self._thread is None or (self._scheduler.idle and self._policy != policy):
                 self._scheduler = None  # its runner's memory can be used again
@@ -92,7 +92,7 @@ class Service:
     def close(self) -> None:
         """Cancel all requests and end the thread; no more requests are taken."""
         with self._lock:
-            self._closed, thread = True, self._thread
+            self.closed, thread = True, self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(CLOSE_SECONDS)
 
@@ -102,7 +102,7 @@ class Service:
         while True:
             with self._lock:
                 scheduler = self._scheduler
-                if self._closed or scheduler is None or scheduler.idle:
+                if self.closed or scheduler is None or scheduler.idle:
                     self._thread = self._scheduler = None
                     break
             with self.target.turn, tree_attention(self.target.model):

@@ -1,0 +1,69 @@
+"""`windfall serve`: the OpenAI API over the model."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+from windfall.cli.declare import option
+from windfall.cli.options import BatchOptions, ModelOptions, PolicyOptions
+from windfall.cli.session import remember_costs
+from windfall.core.errors import InputError
+from windfall.render import console
+from windfall.serve.settings import MAX_QUEUE, Settings
+
+KEY_VARIABLE = "WINDFALL_API_KEY"
+NEEDED = ("fastapi", "uvicorn")
+MAX_PORT = 65_535
+
+
+def serve(
+    model: ModelOptions,
+    policy: PolicyOptions,
+    batch: BatchOptions,
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 accepts connections from other machines."),
+    port: int = option(8000, "Port to listen on; 0: any free port."),
+    api_key: list[str] = option(
+        [], f"Key that clients must send. Repeatable. Default: {KEY_VARIABLE}, or no key.", metavar="KEY"
+    ),
+    max_queue: int = option(MAX_QUEUE, "Most texts that wait; further requests are refused with status 429."),
+    served_model_name: str | None = option(
+        None, "Name of the model for clients. Default: the name of the target.", metavar="NAME"
+    ),
+    request_timeout: float | None = option(None, "End a text after this time. Default: no limit.", metavar="SECONDS"),
+) -> None:
+    """Serve the model over the OpenAI API, until Ctrl-C or SIGTERM.
+
+    Running requests then have 30 seconds to finish. The server needs fastapi and uvicorn: pip install windfall[serve].
+    """
+    check_extra()
+    from windfall.serve import server
+
+    if not 0 <= port <= MAX_PORT:
+        raise InputError(f"--port takes a number from 0 to {MAX_PORT}, not {port}")
+    settings = Settings(served_model_name, _keys(api_key), max_queue, request_timeout)
+    made_policy = policy.make()
+    with server.bind(host, port) as bound:
+        if not settings.api_keys and not server.is_local(bound):
+            console.note("other machines can use this server without a key; set one with --api-key")
+        with model.load(made_policy, batch) as engine:
+            from windfall.serve.app import make_app
+
+            app = make_app(engine, settings)
+            console.note(f"serving {settings.model_name or engine.target.name} on {server.address(bound)}/v1")
+            try:
+                server.run(app, bound)
+            finally:
+                remember_costs(engine)
+
+
+def check_extra() -> None:
+    """Refuse to start without the packages of the server."""
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        raise InputError(f"the server needs {' and '.join(missing)}; run: pip install windfall[serve]")
+
+
+def _keys(given: list[str]) -> tuple[str, ...]:
+    """The keys of the command line, or that of the environment."""
+    from_environment = os.environ.get(KEY_VARIABLE)
+    return tuple(given or ([from_environment] if from_environment else []))

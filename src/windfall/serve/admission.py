@@ -1,0 +1,130 @@
+"""Admission: submits texts to the engine, and refuses them if too many wait."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from windfall.core.errors import RoomError
+from windfall.core.wording import counted
+from windfall.engine.engine import Engine, Prompt
+from windfall.engine.request import Handle
+from windfall.serve.errors import ApiError, shutting_down
+from windfall.serve.settings import Settings
+
+RETRY_AFTER_SECONDS = 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """A text to be generated."""
+
+    prompt: Prompt
+    raw: bool  # whether the chat template is left out
+    sampling: dict[str, Any]
+    shortens: bool = False  # whether a text with fewer new tokens will do, if the memory is too small
+
+
+class Admission:
+    """Counts the texts that run or wait. Prompts are tokenized in a thread, one after another."""
+
+    def __init__(self, engine: Engine, settings: Settings):
+        self.engine, self.settings = engine, settings
+        self.capacity = engine.max_requests + settings.max_queue
+        self._expected = 0  # texts that are about to be submitted
+        self._handles: list[Handle] = []
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "windfall-submit")
+
+    @property
+    def unfinished(self) -> int:
+        """Texts that run or wait."""
+        with self._lock:
+            return self._count()
+
+    @property
+    def running(self) -> int:
+        """Texts that run, if all fit into the memory."""
+        return min(self.unfinished, self.engine.max_requests)
+
+    @property
+    def waiting(self) -> int:
+        """Texts that wait for a place."""
+        return max(self.unfinished - self.engine.max_requests, 0)
+
+    async def submit(self, jobs: list[Job]) -> list[Handle]:
+        """Submit all of these texts, or none if one is refused. If the caller is cancelled, so are the texts."""
+        if self.engine.closed:
+            raise shutting_down()
+        self._enter(len(jobs))
+        submitted = self._thread.submit(self._submit, jobs)
+        try:
+            return await asyncio.wrap_future(submitted)
+        except asyncio.CancelledError:
+            if submitted.cancel():
+                self._add([], len(jobs))
+            else:
+                submitted.add_done_callback(_cancel)
+            raise
+
+    def _submit(self, jobs: list[Job]) -> list[Handle]:
+        handles: list[Handle] = []
+        try:
+            for job in jobs:
+                handles.append(self._submit_one(job))
+        except BaseException:
+            for handle in handles:
+                handle.cancel()
+            raise
+        finally:
+            self._add(handles, len(jobs))
+        return handles
+
+    def _submit_one(self, job: Job) -> Handle:
+        timeout = self.settings.request_timeout
+        try:
+            return self.engine.submit(job.prompt, raw=job.raw, deadline=timeout, **job.sampling)
+        except RoomError as error:
+            if not (job.shortens and error.room):
+                raise
+            shorter = {**job.sampling, "max_new_tokens": error.room}
+        return self.engine.submit(job.prompt, raw=job.raw, deadline=timeout, **shorter)
+
+    def _enter(self, texts: int) -> None:
+        if texts > self.capacity:
+            raise ApiError(
+                HTTPStatus.BAD_REQUEST,
+                f"the request asks for {texts} texts at once; this server takes at most {self.capacity}",
+            )
+        with self._lock:
+            if self._count() + texts <= self.capacity:
+                self._expected += texts
+                return
+        raise ApiError(
+            HTTPStatus.TOO_MANY_REQUESTS,
+            f"the queue is full: {counted(self.running, 'text')} in progress, {self.waiting} waiting; try again later",
+            "rate_limit_error",
+            code="queue_full",
+            headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
+        )
+
+    def _add(self, handles: list[Handle], expected: int) -> None:
+        """Count these handles in the place of the texts that were expected."""
+        with self._lock:
+            self._expected -= expected
+            self._handles += handles
+
+    def _count(self) -> int:
+        self._handles = [handle for handle in self._handles if not handle.done]
+        return self._expected + len(self._handles)
+
+
+def _cancel(submitted: Future[list[Handle]]) -> None:
+    with suppress(Exception):
+        for handle in submitted.result():
+            handle.cancel()

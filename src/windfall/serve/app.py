@@ -1,0 +1,42 @@
+"""The ASGI application."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from windfall import __version__
+from windfall.engine.engine import Engine
+from windfall.serve.admission import Admission
+from windfall.serve.chat import chat_routes
+from windfall.serve.completions import completion_routes
+from windfall.serve.errors import Failures, add_handlers, shutting_down
+from windfall.serve.guard import BodyLimit, KeyCheck
+from windfall.serve.models import model_routes
+from windfall.serve.settings import Settings
+
+
+def make_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
+    """The OpenAI API over this engine, for any ASGI server. The caller closes the engine after the server has ended."""
+    settings = settings or Settings()
+    admission = Admission(engine, settings)
+
+    app = FastAPI(title="windfall", version=__version__, openapi_url=None)
+    for routes in (model_routes(admission), chat_routes(admission), completion_routes(admission)):
+        app.include_router(routes)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> dict[str, str | int]:
+        if engine.closed:
+            raise shutting_down()
+        return {"status": "ready", "running": admission.running, "waiting": admission.waiting}
+
+    add_handlers(app)
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)  # the last one added is the first that is called
+    if settings.api_keys:
+        app.add_middleware(KeyCheck, keys=settings.api_keys)
+    app.add_middleware(Failures)
+    return app

@@ -1,0 +1,74 @@
+"""What chat and completions have in common: reading a request, its sampling, and submitting its texts."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+from fastapi import Request
+
+from windfall.engine.engine import Engine, Prompt
+from windfall.serve.admission import Admission, Job
+from windfall.serve.errors import ApiError
+from windfall.serve.protocol import GenerationRequest
+from windfall.serve.streaming import while_connected
+from windfall.serve.texts import Texts
+
+R = TypeVar("R", bound=GenerationRequest)
+
+SHARED = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")  # same names
+
+
+def served_name(admission: Admission) -> str:
+    """The name of the model that clients use."""
+    return admission.settings.model_name or admission.engine.target.name
+
+
+def check_model(admission: Admission, name: str | None) -> None:
+    """Refuse the name of another model."""
+    known = served_name(admission)
+    if name is not None and name != known:
+        message = f"the model '{name}' does not exist; this server has '{known}'"
+        raise ApiError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
+
+
+async def read(request: Request, kind: type[R]) -> R:
+    """The body of a request. Other content types are refused: web pages may send them to any server."""
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        message = "send the body as JSON, with the header Content-Type: application/json"
+        raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, code="unsupported_content_type")
+    return kind.model_validate_json(await request.body())
+
+
+async def submit(
+    request: Request,
+    admission: Admission,
+    asked: GenerationRequest,
+    prompts: list[Prompt],
+    raw: bool,
+    limit: int | None,
+) -> Texts:
+    """Submit n texts for each prompt, with seeds one after another.
+
+    `raw` leaves out the chat template; `limit` is the default number of new tokens.
+    """
+    sampling = sampling_of(admission.engine, asked, limit)
+    seeds = [None if asked.seed is None else asked.seed + number for number in range(asked.n)]
+    shortens = asked.limit is None
+    jobs = [Job(prompt, raw, {**sampling, "seed": seed}, shortens) for prompt in prompts for seed in seeds]
+    return Texts(await while_connected(request.receive, admission.submit(jobs)), asked.n)
+
+
+def sampling_of(engine: Engine, asked: GenerationRequest, limit: int | None) -> dict[str, Any]:
+    """The keywords of `Engine.submit`, without the seed."""
+    own_eos = () if asked.ignore_eos else engine.target.eos
+    most = asked.limit or limit
+    return {
+        **{name: getattr(asked, name) for name in SHARED},
+        **({} if most is None else {"max_new_tokens": most}),
+        "top_k": max(asked.top_k, 0),
+        "stop": tuple(asked.stop),
+        "logit_bias": {int(token): bias for token, bias in asked.logit_bias.items()},
+        "eos": (*own_eos, *asked.stop_token_ids),
+    }

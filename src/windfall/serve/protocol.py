@@ -1,0 +1,242 @@
+"""The bodies of requests and answers."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+MAX_N = 128
+MAX_STOPS = 16
+MAX_TOKENS = MAX_TOKEN_ID = 2**31 - 1
+MIN_SEED, MAX_SEED = -(2**63), 2**63 - MAX_N  # each of n texts adds one
+IGNORED = ("user", "metadata", "safety_identifier", "service_tier", "prompt_cache_key")  # the text stays the same
+NEUTRAL: dict[str, Any] = {  # values that ask for nothing, of fields that are not supported
+    "logprobs": False,
+    "tools": [],
+    "tool_choice": "none",
+    "response_format": {"type": "text"},
+    "best_of": 1,
+}
+PROMPT = "must be text, a list of texts, a list of token ids, or a list of such lists, and not be empty"
+
+
+def _wrong(message: str) -> PydanticCustomError:
+    return PydanticCustomError("wrong", message)
+
+
+class Body(BaseModel):
+    """A JSON object without unknown fields. Null is the same as leaving a field out."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        return {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else given
+
+
+# ---- requests
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class GenerationRequest(Body):
+    """The fields that chat and completions share."""
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1)  # 0 or -1: off
+    min_p: float = Field(0.0, ge=0, le=1)
+    n: int = Field(1, ge=1, le=MAX_N)
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    seed: int | None = Field(None, ge=MIN_SEED, le=MAX_SEED)
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = Field(1.0, gt=0)
+    logit_bias: dict[str, float] = {}
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {key: value for key, value in given.items() if key not in IGNORED and not _is_neutral(key, value)}
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _as_list(cls, given: Any) -> Any:
+        return [given] if isinstance(given, str) else given
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, given: list[str]) -> list[str]:
+        if not all(given) or len(given) > MAX_STOPS:
+            raise _wrong(f"must be at most {MAX_STOPS} texts that are not empty")
+        return given
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _check_bias(cls, given: dict[str, float]) -> dict[str, float]:
+        if not all(key.isascii() and key.isdecimal() and int(key) <= MAX_TOKEN_ID for key in given):
+            raise _wrong('the keys must be token ids, such as "42"')
+        return given
+
+    @model_validator(mode="after")
+    def _check_together(self) -> GenerationRequest:
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise _wrong("max_tokens and max_completion_tokens have the same meaning; give one of them")
+        if "stream_options" in self.model_fields_set and not self.stream:
+            raise _wrong("stream_options needs stream to be true")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        """The largest number of new tokens."""
+        return self.max_completion_tokens or self.max_tokens
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    neutral = NEUTRAL.get(name)
+    return neutral is not None and type(value) is type(neutral) and value == neutral
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: list[str] | list[list[int]]
+    echo: bool = False
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _as_prompts(cls, given: Any) -> Any:
+        """All four forms as a list of texts, or as a list of lists of token ids."""
+        prompts = [given] if isinstance(given, str) or _are_ids(given) else given
+        if not isinstance(prompts, list) or not prompts:
+            raise _wrong(PROMPT)
+        if not all(isinstance(each, str) for each in prompts) and not all(map(_are_ids, prompts)):
+            raise _wrong(PROMPT)
+        return prompts
+
+
+def _are_ids(given: Any) -> bool:
+    whole = isinstance(given, list) and bool(given) and all(type(each) is int for each in given)
+    return whole and 0 <= min(given) <= max(given) <= MAX_TOKEN_ID
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Body):
+    role: str = Field(min_length=1)
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def as_dict(self) -> dict[str, str]:
+        """The message as chat templates take it; several parts become lines."""
+        parts = self.content
+        content = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
+        return {"role": self.role, "content": content, **({} if self.name is None else {"name": self.name})}
+
+
+class ChatRequest(GenerationRequest):
+    messages: list[ChatMessage] = Field(min_length=1)
+
+
+# ---- answers
+
+
+class Speculation(BaseModel):
+    """How the texts were drafted and verified."""
+
+    target_passes: int
+    draft_passes: int
+    drafted_tokens: int
+    verified_tokens: int  # drafted tokens that the target scored
+    accepted_tokens: int
+    tokens_per_pass: float
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    speculation: Speculation
+
+
+class Answer(BaseModel):
+    """The fields of every answer and of every chunk of a stream."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Any]
+    usage: Usage | None = None
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: None = None
+    finish_reason: str | None = None
+
+
+class AssistantMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AssistantMessage
+    logprobs: None = None
+    finish_reason: str | None = None
+
+
+class ChatChunkChoice(BaseModel):
+    index: int
+    delta: dict[str, str]
+    logprobs: None = None
+    finish_reason: str | None = None
+
+
+class Model(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "windfall"
+    max_model_len: int | None = None
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class Stamp(BaseModel):
+    """What all chunks of one answer have in common."""
+
+    id: str
+    created: int
+    model: str
+
+    @classmethod
+    def new(cls, prefix: str, model: str) -> Stamp:
+        return cls(id=f"{prefix}-{uuid.uuid4().hex}", created=int(time.time()), model=model)
+
+    def answer(self, object: str, choices: list[Any], usage: Usage | None = None) -> Answer:
+        return Answer(object=object, choices=choices, usage=usage, **self.model_dump())

@@ -1,0 +1,87 @@
+"""Runs the application with uvicorn."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
+
+from windfall.core.errors import InputError
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+DRAIN_SECONDS = 30  # that running requests have after SIGTERM or Ctrl-C
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket with this address, on which uvicorn listens later; port 0 is a free port."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        made = socket.socket(family, kind, protocol)
+        try:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(address)
+        except OSError:
+            made.close()
+            raise
+    except (OSError, OverflowError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"cannot listen on {host}, port {port}: {reason}") from None
+    return made
+
+
+def is_local(bound: socket.socket) -> bool:
+    """Whether only this machine can connect."""
+    return ipaddress.ip_address(bound.getsockname()[0]).is_loopback
+
+
+def address(bound: socket.socket) -> str:
+    """The URL of the server."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def make_server(app: FastAPI, drain_seconds: int = DRAIN_SECONDS) -> uvicorn.Server:
+    """A server that prints warnings and errors only."""
+
+    async def quiet(scope: Scope, receive: Receive, send: Send) -> None:
+        """The app; uvicorn would print a traceback of a request that it cancels itself."""
+        with suppress(asyncio.CancelledError):
+            await app(scope, receive, send)
+
+    config = uvicorn.Config(
+        quiet, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=drain_seconds
+    )
+    return uvicorn.Server(config)
+
+
+def run(app: FastAPI, bound: socket.socket) -> None:
+    """Serve until SIGTERM or Ctrl-C; then accept nothing more, and let running requests finish within a limit.
+
+    A second Ctrl-C ends the server at once.
+    """
+    server = make_server(app)
+    received: list[int] = []
+    with _recorded_signals(received):
+        server.run(sockets=[bound])
+    if signal.SIGINT in received:
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def _recorded_signals(received: list[int]) -> Iterator[None]:
+    """uvicorn handles signals, and sends them again when it ends. Then the caller has to close the engine."""
+    before = {each: signal.signal(each, lambda number, _: received.append(number)) for each in SIGNALS}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

@@ -1,0 +1,34 @@
+"""The settings of a server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from windfall.core.errors import InputError
+from windfall.core.options import is_number
+
+MAX_BODY_BYTES = 4 * 2**20
+MAX_QUEUE = 64  # requests
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a server allows, and the name of its model."""
+
+    model_name: str | None = None  # None: the name of the target
+    api_keys: tuple[str, ...] = field(default=(), repr=False)  # empty: no key is needed
+    max_queue: int = MAX_QUEUE  # texts that wait, besides those that run
+    request_timeout: float | None = None  # seconds after which a text ends as it is
+    max_body_bytes: int = MAX_BODY_BYTES
+
+    def __post_init__(self) -> None:
+        if self.model_name is not None and not self.model_name.strip():
+            raise InputError("the name of the served model must not be empty")
+        if not all(key.strip() for key in self.api_keys):
+            raise InputError("an API key must not be empty")
+        if not is_number(self.max_queue, whole=True) or self.max_queue < 0:
+            raise InputError(f"max_queue must be a whole number of at least 0, not {self.max_queue!r}")
+        if self.request_timeout is not None and not (is_number(self.request_timeout) and self.request_timeout > 0):
+            raise InputError(f"request_timeout must be a number of seconds above 0, not {self.request_timeout!r}")
+        if not is_number(self.max_body_bytes, whole=True) or self.max_body_bytes < 1:
+            raise InputError(f"max_body_bytes must be a whole number of at least 1, not {self.max_body_bytes!r}")

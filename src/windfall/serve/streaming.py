@@ -1,0 +1,102 @@
+"""Server-sent events, and work that ends when the client disconnects."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from fastapi.responses import Response
+from pydantic import BaseModel
+from starlette.types import Receive, Scope, Send
+
+from windfall.core.types import Step
+from windfall.engine.engine import Generation
+from windfall.serve.errors import Disconnected, as_api_error
+from windfall.serve.protocol import Stamp
+from windfall.serve.texts import Texts
+
+T = TypeVar("T")
+MakeChoice = Callable[[int, "Step | Generation"], "BaseModel | None"]
+
+DONE = "[DONE]"
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of this work. If the client disconnects first, the work is cancelled, and Disconnected raised."""
+    doing, watching = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({doing, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            raise Disconnected
+        return doing.result()
+    finally:
+        doing.cancel()
+        watching.cancel()
+        await asyncio.gather(doing, watching, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends events as they happen. The texts are cancelled when the client disconnects."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, texts: Texts, events: AsyncGenerator[str, None]):
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._texts, self._events = texts, events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._send(send))
+        except (Disconnected, OSError):
+            pass
+        finally:
+            self._texts.cancel()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with aclosing(self._events) as events:
+            async for event in events:
+                await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def chunks(
+    texts: Texts, stamp: Stamp, object: str, first: Sequence[BaseModel], choice_of: MakeChoice, include_usage: bool
+) -> AsyncGenerator[str, None]:
+    """The events of a stream: `first` and then all pieces as choices, the usage if it is wanted, and the end.
+
+    An error after the beginning is an event, too.
+    """
+
+    def event(choice: BaseModel) -> str:
+        answer = stamp.answer(object, [choice])
+        return as_event(answer.model_dump_json(exclude=None if include_usage else {"usage"}))
+
+    done: dict[int, Generation] = {}
+    try:
+        for beginning in first:
+            yield event(beginning)
+        async with aclosing(texts.pieces()) as pieces:
+            async for number, piece in pieces:
+                if isinstance(piece, Generation):
+                    done[number] = piece
+                if (choice := choice_of(number, piece)) is not None:
+                    yield event(choice)
+        if include_usage:
+            yield as_event(stamp.answer(object, [], texts.usage([*done.values()])).model_dump_json())
+        yield as_event(DONE)
+    except Exception as error:
+        yield as_event(json.dumps(as_api_error(error).body))
+
+
+def as_event(data: str) -> str:
+    return f"data: {data}\n\n"

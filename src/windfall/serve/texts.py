@@ -1,0 +1,94 @@
+"""The texts that answer one request: followed together, and cancelled together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from windfall.core.types import Step
+from windfall.engine.engine import Generation
+from windfall.engine.request import CANCELLED, Handle
+from windfall.serve.errors import shutting_down
+from windfall.serve.protocol import Speculation, Usage
+
+STOP, LENGTH = "stop", "length"  # finish reasons of OpenAI's API
+
+
+class Texts:
+    """Submitted texts, `n` for each prompt."""
+
+    def __init__(self, handles: list[Handle], n: int = 1):
+        self._handles, self._n = handles, n
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def cancel(self) -> None:
+        """End the texts that have not ended."""
+        for handle in self._handles:
+            handle.cancel()
+
+    async def results(self) -> list[Generation]:
+        """The finished texts; if one fails, or the caller is cancelled, all are cancelled."""
+        try:
+            return [_checked(await handle) for handle in self._handles]
+        finally:
+            self.cancel()
+
+    async def pieces(self) -> AsyncGenerator[tuple[int, Step | Generation], None]:
+        """The Steps of all texts with the text's number, as they happen; after the last Step, the Generation."""
+        queue: asyncio.Queue[tuple[int, Step | Generation | Exception]] = asyncio.Queue()
+        tasks = [asyncio.create_task(_follow(number, handle, queue)) for number, handle in enumerate(self._handles)]
+        try:
+            left = len(tasks)
+            while left:
+                number, piece = await queue.get()
+                if isinstance(piece, Exception):
+                    raise piece
+                left -= isinstance(piece, Generation)
+                yield number, piece
+        finally:
+            self.cancel()
+            for task in tasks:
+                task.cancel()
+
+    def usage(self, done: list[Generation]) -> Usage:
+        """Tokens and passes of all texts; each prompt counts once."""
+        steps = [step for each in done for step in each.steps]
+        prompt = sum(handle.prompt_tokens for handle in self._handles[:: self._n])
+        completion = sum(len(step.tokens) for step in steps)
+        speculation = Speculation(
+            target_passes=len(steps),
+            draft_passes=sum(step.draft_passes for step in steps),
+            drafted_tokens=sum(len(step.drafted) - 1 for step in steps),
+            verified_tokens=sum(step.rows - 1 for step in steps),
+            accepted_tokens=sum(min(step.accepted, len(step.tokens)) for step in steps),
+            tokens_per_pass=round(completion / len(steps), 4) if steps else 0.0,
+        )
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            speculation=speculation,
+        )
+
+
+async def _follow(number: int, handle: Handle, queue: asyncio.Queue[tuple[int, Step | Generation | Exception]]) -> None:
+    try:
+        async for step in handle:
+            queue.put_nowait((number, step))
+        queue.put_nowait((number, _checked(await handle)))
+    except Exception as error:
+        queue.put_nowait((number, error))
+
+
+def _checked(done: Generation) -> Generation:
+    """A text that nobody but the engine can have cancelled is an error."""
+    if done.finish_reason == CANCELLED:
+        raise shutting_down()
+    return done
+
+
+def finish_reason(done: Generation) -> str:
+    """A text that ends at its deadline is cut off, as at its maximum length."""
+    return STOP if done.finish_reason == STOP else LENGTH

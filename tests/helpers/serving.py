@@ -1,0 +1,69 @@
+"""A server in a thread, over a tiny model."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import httpx
+import openai
+
+from helpers.cli import character_tokenizer
+from helpers.random_parallel import some_drafter
+from helpers.tiny import tiny
+from windfall import registry
+from windfall.engine.engine import Engine
+from windfall.model.target import Target
+from windfall.serve import server
+from windfall.serve.app import make_app
+from windfall.serve.settings import Settings
+
+MODEL = "tiny"
+
+
+def new_engine(max_requests: int = 4, kv_memory: int | None = None) -> Engine:
+    target = Target(tiny(num_hidden_layers=2, max_position_embeddings=96), character_tokenizer(), MODEL)
+    limits: dict[str, Any] = {"max_requests": max_requests, "kv_memory": kv_memory}
+    return Engine(target, some_drafter("ngram"), registry.policy("chain", depth=2), **limits)
+
+
+@cache
+def engine() -> Engine:
+    return new_engine()
+
+
+@contextmanager
+def running(made: Engine, settings: Settings | None = None, drain_seconds: int = 5) -> Iterator[str]:
+    """The address of a server that runs in this block."""
+    uvicorn = server.make_server(make_app(made, settings), drain_seconds)
+    with server.bind("127.0.0.1", 0) as bound:
+        thread = threading.Thread(target=uvicorn.run, kwargs={"sockets": [bound]})
+        thread.start()
+        try:
+            wait_for(lambda: uvicorn.started)
+            yield server.address(bound)
+        finally:
+            uvicorn.should_exit = True
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+def wait_for(met: Callable[[], Any], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not met():
+        assert time.monotonic() < end, "this takes too long"
+        time.sleep(0.01)
+
+
+@cache
+def http() -> httpx.Client:
+    """A client for all tests: making one takes long."""
+    return httpx.Client(verify=False, timeout=20)
+
+
+def client(address: str, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0, timeout=30)
