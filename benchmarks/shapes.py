@@ -28,6 +28,32 @@ from windfall.model.target import Target
 from windfall.render import console
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "smollm2-135m": (
+        "Llama",
+        {
+            "vocab_size": 49_152,
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 8192,
+        },
+    ),
+    "qwen2.5-1.5b": (
+        "Qwen2",
+        {
+            "vocab_size": 151_936,
+            "hidden_size": 1536,
+            "intermediate_size": 8960,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 32_768,
+        },
+    ),
     "llama-3.1-8b": (
         "Llama",
         {
@@ -70,6 +96,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 STEPS = 64
+LEVELS = 7  # of trees
 
 
 def main() -> None:
@@ -159,15 +186,10 @@ def step_time(engine: Engine, prompt: list[int]) -> float:
 
 @torch.inference_mode()
 def pass_time(gpu_target: Any, prompt: list[int], rows: int) -> float:
-    """Microseconds of a verify pass over a tree of this many rows: a node with leaves."""
+    """Microseconds of a verify pass over a tree of this many rows."""
     target = GraphTarget(gpu_target)
     target.prefill([prompt])
-    tree = DraftTree.root(0)
-    if rows > 1:
-        count = rows - 1
-        parents, tokens = torch.zeros(count, dtype=torch.long), torch.arange(count)
-        tree = tree.extend(parents, tokens, torch.zeros(count), torch.arange(count))
-    size = gpu_target.send_rows(tree)
+    size = gpu_target.send_rows(tree_of(rows))
     columns = gpu_target.columns(size)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -186,6 +208,18 @@ def pass_time(gpu_target: Any, prompt: list[int], rows: int) -> float:
         end.synchronize()
         times.append(start.elapsed_time(end) * 1000)
     return median(times)
+
+
+def tree_of(rows: int) -> DraftTree:
+    """A tree of about LEVELS levels of equal size, in which the first nodes of a level have most children."""
+    tree, first, size = DraftTree.root(0), 0, 1
+    while (total := first + size) < rows:
+        count = min(max(2, rows // LEVELS), rows - total)
+        ranks = torch.arange(count)
+        parents = first + (ranks * ranks * size) // (count * count)
+        tree = tree.extend(parents, ranks, torch.zeros(count), ranks)
+        first, size = total, count
+    return tree
 
 
 if __name__ == "__main__":
