@@ -98,7 +98,8 @@ def main() -> None:
 def widened(options: argparse.Namespace, given: dict[str, Any]) -> Callable[[], tuple[Any, Any, dict[str, Any]]]:
     """Makes targets and drafters that share one pair of models, zero-padded to a larger pair's shape."""
     engine = windfall.load(options.target, options.drafter, **given)
-    pair = widen_pair(engine.target.model, engine.drafter.head, options.widen)  # type: ignore[attr-defined]
+    assert isinstance(engine.drafter, FeatureHeadDrafter), "--widen needs a draft head"
+    pair = widen_pair(engine.target.model, engine.drafter.head, options.widen)
     return lambda: (Target(pair.model, engine.target.tokenizer), FeatureHeadDrafter(pair.head), {})
 
 

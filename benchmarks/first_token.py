@@ -12,13 +12,14 @@ from statistics import median
 from typing import Any
 
 from provenance import publish
+from same_text import long_prompt
 
 import windfall
 from windfall import registry
 from windfall.render import console
 
 LENGTHS = "40,80,160,320,640,1200,2000"
-LINE = "Entry {n}: on day {n} the keeper noted wind {a}, waves {b} and {c} ships, and trimmed the lamp twice.\n"
+WARM_UP = 2  # calls of each length
 TOKENS = 24  # of an answer: a few cycles, so that the next call does not wait for the end of a cycle
 
 
@@ -32,21 +33,17 @@ def main() -> None:
     options = parser.parse_args()
     lengths = [int(each) for each in options.lengths.split(",")]
     engine = windfall.load(options.target, options.drafter, device=options.device, dtype=options.dtype)
-    log = engine.tokenize("".join(map(line, range(1, 400))), raw=True)
+    log = long_prompt(engine, max(lengths) + options.rounds + WARM_UP)
     jobs = [(policy, length) for policy in options.policies.split(",") for length in lengths]
     found: dict[str, dict[str, float]] = {}
     with console.progress("Timing…") as progress:
         for place, (policy, length) in enumerate(jobs):
             engine.policy = registry.policy(policy)
-            times = [first_token(engine, log[start : start + length]) for start in range(options.rounds + 2)]
-            found.setdefault(policy, {})[str(length)] = round(median(times[2:]), 3)
+            times = [first_token(engine, log[start : start + length]) for start in range(options.rounds + WARM_UP)]
+            found.setdefault(policy, {})[str(length)] = round(median(times[WARM_UP:]), 3)
             progress((place + 1) / len(jobs))
     about = {"device": str(engine.target.device), "dtype": str(engine.target.decoder.dtype), "rounds": options.rounds}
     publish({"milliseconds": found, **about}, options.json)
-
-
-def line(n: int) -> str:
-    return LINE.format(n=n, a=n * 7 % 12, b=n * 5 % 9, c=n * 3 % 17)
 
 
 def first_token(engine: Any, prompt: list[int]) -> float:

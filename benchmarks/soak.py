@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from provenance import publish
+from same_text import long_prompt
 
 import windfall
 from windfall import registry
@@ -29,7 +30,6 @@ from windfall.core.types import GpuOptions
 from windfall.engine.request import CANCELLED, DEADLINE, Handle
 from windfall.render import console
 
-LINE = "Entry {n}: on day {n} the keeper noted wind {a}, waves {b} and {c} ships, and trimmed the lamp twice.\n"
 SAMPLING: list[dict[str, Any]] = [
     {},
     {"temperature": 1.0},
@@ -108,8 +108,7 @@ def main() -> None:
 
 def make_cases(engine: windfall.Engine, options: argparse.Namespace, chance: random.Random) -> list[Case]:
     """Prompts of random lengths, some with the same beginning, and their texts by plain decoding."""
-    lines = [LINE.format(n=n, a=n * 7 % 12, b=n * 5 % 9, c=n * 3 % 17) for n in range(1, options.longest // 4)]
-    log = engine.tokenize("".join(lines), raw=True)
+    log = long_prompt(engine, 4 * options.longest)
     policy, cases = engine.policy, []
     engine.policy = registry.policy("none")
     with console.progress("Generating each text alone…") as progress:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator
+from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -26,13 +27,17 @@ def as_completed(
     """
     ended: SimpleQueue[tuple[T, Handle]] = SimpleQueue()
     submitted: dict[int, Handle] = {}
+
+    def end(item: T, handle: Handle) -> None:
+        ended.put((item, handle))
+
     try:
         while queue or submitted:
             while queue and len(submitted) < SUBMITTED_SHARE * engine.max_requests:
                 item = queue.popleft()
                 handle = submit(item)
                 submitted[handle.id] = handle
-                handle.add_done_callback(lambda done, item=item: ended.put((item, done)))  # type: ignore[misc]
+                handle.add_done_callback(partial(end, item))
             item, handle = ended.get()
             del submitted[handle.id]
             yield item, handle.result()

@@ -1,17 +1,20 @@
-"""What chat and completions have in common: reading a request, its sampling, and submitting its texts."""
+"""What chat and completions have in common: reading a request, its sampling, submitting its texts, answering."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
 
-from windfall.engine.engine import Engine, Prompt
+from windfall.engine.engine import Engine, Generation, Prompt
 from windfall.serve.admission import Admission, Job
 from windfall.serve.errors import ApiError
-from windfall.serve.protocol import GenerationRequest
-from windfall.serve.streaming import while_connected
+from windfall.serve.protocol import GenerationRequest, Stamp
+from windfall.serve.streaming import EventStream, MakeChoice, chunks, while_connected
 from windfall.serve.texts import Texts
 
 R = TypeVar("R", bound=GenerationRequest)
@@ -32,13 +35,18 @@ def check_model(admission: Admission, name: str | None) -> None:
         raise ApiError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
 
 
-async def read(request: Request, kind: type[R]) -> R:
-    """The body of a request. Other content types are refused: web pages may send them to any server."""
+async def read(request: Request, admission: Admission, kind: type[R]) -> R:
+    """The body of a request for the served model.
+
+    Content types other than JSON are refused, because web pages may send them to any server.
+    """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         message = "send the body as JSON, with the header Content-Type: application/json"
         raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, code="unsupported_content_type")
-    return kind.model_validate_json(await request.body())
+    asked = kind.model_validate_json(await request.body())
+    check_model(admission, asked.model)
+    return asked
 
 
 async def submit(
@@ -58,6 +66,29 @@ async def submit(
     shortens = asked.limit is None
     jobs = [Job(prompt, raw, {**sampling, "seed": seed}, shortens) for prompt in prompts for seed in seeds]
     return Texts(await while_connected(request.receive, admission.submit(jobs)), asked.n)
+
+
+class Form(NamedTuple):
+    """How an answer is written, whole or in chunks."""
+
+    prefix: str  # of its id
+    whole: str  # the field `object` of a whole answer
+    chunk: str  # and of a chunk
+    beginning: Sequence[BaseModel]  # the first choices of a stream
+    choice_of: MakeChoice  # the choice for a piece of a stream
+    choices_of: Callable[[list[Generation]], Sequence[BaseModel]]  # the choices of a whole answer
+
+
+async def answer(
+    request: Request, admission: Admission, asked: GenerationRequest, texts: Texts, form: Form
+) -> Response:
+    """The answer with these texts: a stream if it is wanted, else one JSON object."""
+    stamp = Stamp.new(form.prefix, served_name(admission))
+    if asked.stream:
+        usage = asked.stream_options.include_usage
+        return EventStream(texts, chunks(texts, stamp, form.chunk, form.beginning, form.choice_of, usage))
+    done = await while_connected(request.receive, texts.results())
+    return JSONResponse(stamp.answer(form.whole, [*form.choices_of(done)], texts.usage(done)).model_dump())
 
 
 def sampling_of(engine: Engine, asked: GenerationRequest, limit: int | None) -> dict[str, Any]:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from windfall.core.types import Step
 from windfall.engine.engine import Generation
 from windfall.serve.admission import Admission
-from windfall.serve.calls import check_model, read, served_name, submit
-from windfall.serve.protocol import AssistantMessage, ChatChoice, ChatChunkChoice, ChatRequest, Stamp
-from windfall.serve.streaming import EventStream, chunks, while_connected
+from windfall.serve.calls import Form, answer, read, submit
+from windfall.serve.protocol import AssistantMessage, ChatChoice, ChatChunkChoice, ChatRequest
 from windfall.serve.texts import finish_reason
-
-WHOLE, CHUNK = "chat.completion", "chat.completion.chunk"
 
 
 def chat_routes(admission: Admission) -> APIRouter:
@@ -21,17 +18,12 @@ def chat_routes(admission: Admission) -> APIRouter:
 
     @routes.post("/v1/chat/completions", response_model=None)
     async def chat(request: Request) -> Response:
-        asked = await read(request, ChatRequest)
-        check_model(admission, asked.model)
+        asked = await read(request, admission, ChatRequest)
         messages = [message.as_dict() for message in asked.messages]
         texts = await submit(request, admission, asked, [messages], False, admission.engine.target.context)
-        stamp = Stamp.new("chatcmpl", served_name(admission))
-        if asked.stream:
-            first = [ChatChunkChoice(index=i, delta={"role": "assistant", "content": ""}) for i in range(len(texts))]
-            usage = asked.stream_options.include_usage
-            return EventStream(texts, chunks(texts, stamp, CHUNK, first, _chunk, usage))
-        done = await while_connected(request.receive, texts.results())
-        return JSONResponse(stamp.answer(WHOLE, _choices(done), texts.usage(done)).model_dump())
+        first = [ChatChunkChoice(index=i, delta={"role": "assistant", "content": ""}) for i in range(len(texts))]
+        form = Form("chatcmpl", "chat.completion", "chat.completion.chunk", first, _chunk, _choices)
+        return await answer(request, admission, asked, texts, form)
 
     return routes
 

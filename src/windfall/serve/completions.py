@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from windfall.core.errors import InputError
 from windfall.core.types import Step
 from windfall.engine.engine import Engine, Generation
 from windfall.serve.admission import Admission
-from windfall.serve.calls import check_model, read, served_name, submit
-from windfall.serve.protocol import CompletionChoice, CompletionRequest, Stamp
-from windfall.serve.streaming import EventStream, chunks, while_connected
+from windfall.serve.calls import Form, answer, read, submit
+from windfall.serve.protocol import CompletionChoice, CompletionRequest
 from windfall.serve.texts import finish_reason
 
 OBJECT = "text_completion"
@@ -25,16 +25,12 @@ def completion_routes(admission: Admission) -> APIRouter:
 
     @routes.post("/v1/completions", response_model=None)
     async def complete(request: Request) -> Response:
-        asked = await read(request, CompletionRequest)
-        check_model(admission, asked.model)
+        asked = await read(request, admission, CompletionRequest)
         echoes = await asyncio.to_thread(_echoes, admission.engine, asked)
         texts = await submit(request, admission, asked, [*asked.prompt], True, DEFAULT_TOKENS)
-        stamp = Stamp.new("cmpl", served_name(admission))
-        if asked.stream:
-            first = [CompletionChoice(index=index, text=echo) for index, echo in enumerate(echoes) if echo]
-            return EventStream(texts, chunks(texts, stamp, OBJECT, first, _chunk, asked.stream_options.include_usage))
-        done = await while_connected(request.receive, texts.results())
-        return JSONResponse(stamp.answer(OBJECT, _choices(done, echoes), texts.usage(done)).model_dump())
+        first = [CompletionChoice(index=index, text=echo) for index, echo in enumerate(echoes) if echo]
+        form = Form("cmpl", OBJECT, OBJECT, first, _chunk, partial(_choices, echoes=echoes))
+        return await answer(request, admission, asked, texts, form)
 
     return routes
 

@@ -83,7 +83,7 @@ async def _follow(number: int, handle: Handle, queue: asyncio.Queue[tuple[int, S
 
 
 def _checked(done: Generation) -> Generation:
-    """A text that nobody but the engine can have cancelled is an error."""
+    """The text; an error if the engine has cancelled it, which it does only when it closes."""
     if done.finish_reason == CANCELLED:
         raise shutting_down()
     return done

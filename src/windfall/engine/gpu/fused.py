@@ -33,7 +33,9 @@ class FusedForward:
         self.needs_paths = described.score_cap is not None or any(
             layer.window is not None or layer.sinks is not None for layer in self.layers
         )
-        self._angles: list[Tensor] = []  # [positions, rotaries * 2r], the longest last; graphs read the others
+        self._angles: list[
+            Tensor
+        ] = []  # tables [positions, rotaries * 2r]; captured graphs go on reading the shorter ones
 
     @torch.no_grad()
     def __call__(self, rows: Pass, kv: Tensor, taps: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor | None]:

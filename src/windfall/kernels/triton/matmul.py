@@ -28,8 +28,8 @@ ENOUGH_TILES = 128  # of 64 outputs each: about one for each multiprocessor
 ENOUGH_LARGE_TILES = 96  # of 128 outputs and 128 rows each
 MAX_SPLIT_ROWS = 128  # with more rows, one program takes all segments of its tile
 MANY_OUTPUTS = 16_384  # from here on, tiles of 256 outputs still occupy all multiprocessors
-PREFETCHED_BYTES = 2**23  # of a weight that programs request before the previous kernel has ended: its time is enough
-MIN_PREFETCHED, MAX_PREFETCHED = 256, 1024  # elements of K of a segment of which they do so
+PREFETCHED_BYTES = 2**23  # of a weight, requested while the previous kernel still runs
+MIN_PREFETCHED, MAX_PREFETCHED = 256, 1024  # elements of K that are requested early, in each segment
 SHORT_K = 1024  # below this, loops are too short for large tiles
 
 

@@ -86,9 +86,8 @@ class BatchDrafter:
         owners, tiles = self.rows_of(seats, pending)
         paths = Paths(rows.reach, None, Pages(owners, lengths, tables, tiles), self.first)
         positions = (rows.positions - self.first).clamp(min=0)
-        return Pass.in_pages(
-            state.tokens[:seats, :pending].contiguous().view(-1), positions, rows.slots, paths
-        ), rows.last
+        tokens = state.tokens[:seats, :pending].contiguous().flatten()
+        return Pass.in_pages(tokens, positions, rows.slots, paths), rows.last
 
     def next_pass(self, rows: NextPass, seats: int) -> Tensor | LazyLogits:
         """Run the chosen nodes of each request; returns logits [seats * W, V]."""
