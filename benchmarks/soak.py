@@ -5,8 +5,8 @@ python benchmarks/soak.py [--requests 1000] [--policy auto] [--max-requests 16] 
 
 The texts of all cases are first generated alone, by plain decoding. Then requests for random cases arrive at random
 times. A text that ends by itself must be the one generated alone; one that is cancelled or late must be its beginning.
-At the end all pages must be free, and the memory must not have grown in the second half. The exit code is 1 if
-anything is wrong.
+At the end all pages must be free, and in a long run the memory must not have grown in the second half. The exit code is
+1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ SAMPLING: list[dict[str, Any]] = [
     {"repetition_penalty": 1.1},
 ]
 CANCELLED_SHARE, LATE_SHARE = 0.2, 0.08  # of the requests; some have ended before they are cancelled
+LONG_RUN = 500  # requests from which the memory must be flat; before, caches still fill
 MEMORY_SLACK = 0.03  # share by which the memory may grow in the second half
 
 
@@ -82,7 +83,8 @@ def main() -> None:
     free = pages_are_free(engine)
     memory = outcome.pop("memory")
     grown = memory[-1] / memory[len(memory) // 2] - 1
-    right = not outcome["wrong"] and free is not False and grown <= MEMORY_SLACK
+    flat = grown <= MEMORY_SLACK or options.requests < LONG_RUN
+    right = not outcome["wrong"] and free is not False and flat
     publish(
         {
             "right": right,
