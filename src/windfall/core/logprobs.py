@@ -9,6 +9,7 @@ from torch import Tensor
 
 RAW, PROCESSED = "raw", "processed"  # the model's own distribution, or the one that the token was drawn from
 MODES = (RAW, PROCESSED)
+LOWEST = -9999.0  # stands for minus infinity in JSON, which does not have it
 
 
 class TokenLogprob(NamedTuple):
