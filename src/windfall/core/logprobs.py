@@ -27,14 +27,22 @@ def token_logprobs(logits: Tensor, tokens: list[int], count: int) -> tuple[Token
     """
     logs = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
     chosen = logs.gather(1, torch.tensor(tokens, device=logs.device)[:, None])[:, 0].tolist()
-    most = min(count, logs.shape[-1])
-    tops = [top_tokens(row, most) if most else () for row in logs]
+    tops = top_tokens(logs, min(count, logs.shape[-1])) if count else [()] * len(tokens)
     return tuple(map(TokenLogprob, tokens, chosen, tops))
 
 
-def top_tokens(row: Tensor, count: int) -> tuple[tuple[int, float], ...]:
-    """The most likely tokens of a row of log-probabilities [V]; of equally likely ones, those with the lower ids."""
-    lowest = row.topk(count).values[-1]
-    ids = ((row >= lowest) & (row > -torch.inf)).nonzero()[:, 0]  # more than `count` if there are ties
-    values, order = row[ids].sort(descending=True, stable=True)
-    return tuple(zip(ids[order][:count].tolist(), values[:count].tolist(), strict=True))
+def top_tokens(logs: Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:
+    """The most likely tokens of rows of log-probabilities [n, V]; of equally likely ones, those with the lower ids."""
+    found = logs.topk(min(count + 1, logs.shape[-1]))
+    rows = zip(logs, found.indices.tolist(), found.values.tolist(), strict=True)
+    return [_in_order(row, ids, values, count) for row, ids, values in rows]
+
+
+def _in_order(row: Tensor, ids: list[int], values: list[float], count: int) -> tuple[tuple[int, float], ...]:
+    """The first `count` of these most likely tokens of a row [V]; there is one more, unless the row ends."""
+    last = values[count - 1]
+    if values[count:] == [last] and last > -torch.inf:  # a tie that topk has broken in its own way
+        ids = (row >= last).nonzero()[:, 0].tolist()
+        values = row[ids].tolist()
+    pairs = sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
+    return tuple((token, value) for token, value in pairs[:count] if value > -torch.inf)
