@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from windfall.core.errors import InputError as InputError
+from windfall.core.logprobs import MODES, RAW, TokenLogprob
 from windfall.core.options import is_number, require_flag
 from windfall.core.tree import DraftTree
 
@@ -62,6 +63,9 @@ class SamplingParams:
     seed: int | None = None  # of the draws; None: a fresh one for each text
     processors: tuple[Callable[[Tensor, Tensor], Tensor], ...] = ()  # transformers LogitsProcessors, before temperature
     criteria: tuple[Callable[..., Any], ...] = ()  # transformers StoppingCriteria, asked after every token
+    logprobs: int | None = None  # log-probabilities of new tokens, with this many of the likeliest; None: none
+    logprobs_mode: str = RAW  # "raw": of the model; "processed": after bias, penalties, temperature and filters
+    prompt_logprobs: int | None = None  # the same as `logprobs` for the tokens of the prompt, always raw
 
     def __post_init__(self) -> None:
         _require(isinstance(self.stop or (), Iterable), "stop takes strings")
@@ -72,6 +76,11 @@ class SamplingParams:
         for name in INTEGER_FIELDS:
             _require(is_number(getattr(self, name), whole=True), f"{name} must be a whole number")
         _require(self.seed is None or is_number(self.seed, whole=True), "seed must be a whole number, or None")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            known = count is None or (is_number(count, whole=True) and count >= 0)
+            _require(known, f"{name} must be a whole number of at least 0, or None, not {count!r}")
+        _require(self.logprobs_mode in MODES, f"logprobs_mode must be 'raw' or 'processed', not {self.logprobs_mode!r}")
         for name in NUMBER_FIELDS:
             _require(is_number(getattr(self, name)), f"{name} must be a number, not {getattr(self, name)!r}")
         _require(all(isinstance(each, str) for each in self.stop), "stop takes strings")
@@ -129,6 +138,11 @@ class SamplingParams:
         """Whether a row's logits depend on the tokens before it (and not on the model alone)."""
         return bool(self.processors or self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
 
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether log-probabilities are computed, of new tokens or of the prompt."""
+        return self.logprobs is not None or self.prompt_logprobs is not None
+
 
 @dataclass(frozen=True)
 class GpuOptions:
@@ -159,6 +173,7 @@ class Verdict(NamedTuple):
 
     path: Tensor  # [a] long, path[0] == 0
     bonus: int
+    logprobs: tuple[TokenLogprob, ...] | None = None  # of the tokens of path[1:] and of the bonus, if they are wanted
 
 
 class Scores(NamedTuple):
@@ -197,6 +212,8 @@ class Step:
     finish: str | None = None  # None: not finished; else "stop" or "length"
     recorded: bool = False  # CUDA graphs were captured in this cycle, so its seconds are not typical
     prefill_seconds: float = 0.0  # of the first Step of a text, and of the first one after a preemption
+    logprobs: tuple[TokenLogprob, ...] | None = None  # of `tokens`, if they are wanted
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # of the first Step, if wanted; the first is None
 
     @property
     def accepted(self) -> int:

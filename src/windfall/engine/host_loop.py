@@ -109,6 +109,7 @@ class HostLoop:
             )
             for i, s in enumerate(live)
         ]
+        steps = list(map(_with_logprobs, steps, verdicts))
         if not recorded and self.online_costs.learns:
             verified, length = sum(map(len, trees)), sum(context.length for context in contexts)
             self._learn_costs(learner or self._budgets.costs, length, passes, verified, verify_seconds, alone)
@@ -131,7 +132,7 @@ class HostLoop:
     def _walk(self, sequence: Sequence, tree: DraftTree, scores: Scores) -> Verdict:
         self.walked = True
         nothing = Verdict(torch.tensor([0]), sequence.tokens[-1])
-        return self._attempt(sequence, sequence.walk_tree, tree, scores, otherwise=nothing)
+        return self._attempt(sequence, sequence.verify, tree, scores, otherwise=nothing)
 
     @cached_property
     def _budgets(self) -> SharedBudgets:
@@ -156,6 +157,12 @@ class HostLoop:
         for width, seconds in passes[1:]:
             learner.record_drafts([width], seconds, slower)
         learner.record_verify(verified_rows, length, verify_seconds, slower)
+
+
+def _with_logprobs(step: Step, verdict: Verdict) -> Step:
+    """The Step with the log-probabilities of the tokens that the text takes, if they are wanted."""
+    found = verdict.logprobs
+    return step if found is None else replace(step, logprobs=found[: len(step.tokens)])
 
 
 class Growth:

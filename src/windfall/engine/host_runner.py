@@ -65,6 +65,8 @@ class HostRunner:
         if not sequences:
             return
         started, running, self.loop.drafted_length = now(self.device), list(self.live.values()), 0
+        for sequence in sequences:
+            sequence.score_prompt()
         try:
             if running and self.drafter.can_join:
                 prompts, dice = [list(each.tokens) for each in sequences], [each.dice for each in sequences]
@@ -135,7 +137,7 @@ class HostRunner:
         steps = dict(zip(self.live.values(), self.loop.cycle(self.live), strict=True))
         waits = self._prefill_seconds
         done = {
-            sequence: replace(step, prefill_seconds=waits.pop(sequence)) if sequence in waits else step
+            sequence: _as_first(step, sequence, waits.pop(sequence)) if sequence in waits else step
             for sequence, step in steps.items()
         }
         return {**done, **self.loop.failed}
@@ -153,6 +155,11 @@ class HostRunner:
         self.live = {n: each for n, each in everyone.items() if not isinstance(outcomes[each], Exception)}
         self._start(list(self.live.values()))
         return outcomes
+
+
+def _as_first(step: Step, sequence: Sequence, prefill_seconds: float) -> Step:
+    """The first Step after a prefill."""
+    return replace(step, prefill_seconds=prefill_seconds, prompt_logprobs=sequence.take_prompt_logprobs())
 
 
 def raised(outcome: Outcome) -> Step:

@@ -13,6 +13,7 @@ from windfall.serve.errors import Failures, add_handlers, shutting_down
 from windfall.serve.guard import BodyLimit, KeyCheck
 from windfall.serve.models import model_routes
 from windfall.serve.settings import Settings
+from windfall.serve.tokenize import tokenize_routes
 
 
 def make_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
@@ -21,8 +22,8 @@ def make_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
     admission = Admission(engine, settings)
 
     app = FastAPI(title="windfall", version=__version__, openapi_url=None)
-    for routes in (model_routes(admission), chat_routes(admission), completion_routes(admission)):
-        app.include_router(routes)
+    for make_routes in (model_routes, chat_routes, completion_routes, tokenize_routes):
+        app.include_router(make_routes(admission))
 
     @app.get("/health")
     async def health() -> dict[str, str]:

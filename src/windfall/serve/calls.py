@@ -13,11 +13,11 @@ from pydantic import BaseModel
 from windfall.engine.engine import Engine, Generation, Prompt
 from windfall.serve.admission import Admission, Job
 from windfall.serve.errors import ApiError
-from windfall.serve.protocol import GenerationRequest, Stamp
+from windfall.serve.protocol import GenerationRequest, ModelRequest, Stamp
 from windfall.serve.streaming import EventStream, MakeChoice, chunks, while_connected
 from windfall.serve.texts import Texts
 
-R = TypeVar("R", bound=GenerationRequest)
+R = TypeVar("R", bound=ModelRequest)
 
 SHARED = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")  # same names
 
@@ -102,4 +102,7 @@ def sampling_of(engine: Engine, asked: GenerationRequest, limit: int | None) -> 
         "stop": tuple(asked.stop),
         "logit_bias": {int(token): bias for token, bias in asked.logit_bias.items()},
         "eos": (*own_eos, *asked.stop_token_ids),
+        "logprobs": asked.token_logprobs,
+        "logprobs_mode": asked.logprobs_mode,
+        "prompt_logprobs": asked.prompt_logprobs,
     }

@@ -11,10 +11,11 @@ from pydantic_core import PydanticCustomError
 
 MAX_N = 128
 MAX_STOPS = 16
+MAX_LOGPROBS = 20
 MAX_TOKENS = MAX_TOKEN_ID = 2**31 - 1
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - MAX_N  # each of n texts adds one
 IGNORED = ("user", "metadata", "safety_identifier", "service_tier", "prompt_cache_key")  # the text stays the same
-NEUTRAL: dict[str, Any] = {  # values that ask for nothing, of fields that are not supported
+NEUTRAL: dict[str, Any] = {  # values that ask for nothing; most of these fields are not supported
     "logprobs": False,
     "tools": [],
     "tool_choice": "none",
@@ -46,10 +47,15 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class GenerationRequest(Body):
-    """The fields that chat and completions share."""
+class ModelRequest(Body):
+    """A request that may name the served model."""
 
     model: str | None = None
+
+
+class GenerationRequest(ModelRequest):
+    """The fields that chat and completions share."""
+
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     temperature: float = Field(1.0, ge=0)
@@ -65,6 +71,7 @@ class GenerationRequest(Body):
     presence_penalty: float = 0.0
     repetition_penalty: float = Field(1.0, gt=0)
     logit_bias: dict[str, float] = {}
+    logprobs_mode: Literal["raw", "processed"] = "raw"
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
@@ -108,6 +115,16 @@ class GenerationRequest(Body):
         """The largest number of new tokens."""
         return self.max_completion_tokens or self.max_tokens
 
+    @property
+    def token_logprobs(self) -> int | None:
+        """The number of likeliest tokens to report with each new token; None: report no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """The same for the tokens of the prompt."""
+        return None
+
 
 def _is_neutral(name: str, value: Any) -> bool:
     neutral = NEUTRAL.get(name)
@@ -117,6 +134,15 @@ def _is_neutral(name: str, value: Any) -> bool:
 class CompletionRequest(GenerationRequest):
     prompt: list[str] | list[list[int]]
     echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @property
+    def token_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo else None
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -154,6 +180,38 @@ class ChatMessage(Body):
 
 class ChatRequest(GenerationRequest):
     messages: list[ChatMessage] = Field(min_length=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise _wrong("top_logprobs needs logprobs to be true")
+        return self
+
+    @property
+    def token_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+
+class TokenizeRequest(ModelRequest):
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    add_special_tokens: bool | None = None  # None: for a prompt; the chat template has them already
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check_source(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise _wrong("give 'prompt' or 'messages', and not both")
+        if self.messages is None and "add_generation_prompt" in self.model_fields_set:
+            raise _wrong("add_generation_prompt needs messages")
+        return self
+
+
+class DetokenizeRequest(ModelRequest):
+    tokens: list[int]
 
 
 # ---- answers
@@ -188,10 +246,34 @@ class Answer(BaseModel):
     usage: Usage | None = None
 
 
+class CompletionLogprobs(BaseModel):
+    """Lists with an item for each token; items of the first token of a prompt are null."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class LogprobOfToken(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class LogprobWithTop(LogprobOfToken):
+    top_logprobs: list[LogprobOfToken]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[LogprobWithTop]
+    refusal: None = None
+
+
 class CompletionChoice(BaseModel):
     index: int
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
 
 
@@ -203,15 +285,26 @@ class AssistantMessage(BaseModel):
 class ChatChoice(BaseModel):
     index: int
     message: AssistantMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
 
 
 class ChatChunkChoice(BaseModel):
     index: int
     delta: dict[str, str]
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
+
+
+class Tokenized(BaseModel):
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(BaseModel):
+    prompt: str
 
 
 class Model(BaseModel):
