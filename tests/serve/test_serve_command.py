@@ -20,7 +20,7 @@ from windfall.cli import serve
 from windfall.serve import server
 from windfall.serve.errors import NOT_YET
 from windfall.serve.protocol import IGNORED, MAX_N, MAX_STOPS, ChatRequest, CompletionRequest, Speculation
-from windfall.serve.settings import MAX_BODY_BYTES
+from windfall.serve.settings import DRAIN_SECONDS, MAX_BODY_BYTES
 
 QUICK = ("--policy", "none", "--device", "cpu")
 
@@ -28,16 +28,16 @@ QUICK = ("--policy", "none", "--device", "cpu")
 def test_the_help_names_the_options() -> None:
     shown = windfall("serve", "--help").stdout
     options = ("--target", "--max-requests", "--host", "--port", "--api-key", "--max-queue", "--served-model-name")
-    assert all(option in shown for option in (*options, "--request-timeout"))
+    assert all(option in shown for option in (*options, "--request-timeout", "--drain-seconds", "--max-body-mb"))
 
 
 def test_the_page_has_all_fields_options_and_limits() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "serve.md").read_text("utf-8")
     fields = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *Speculation.model_fields, *IGNORED, *NOT_YET}
     assert [name for name in sorted(fields) if f"`{name}`" not in page] == []
-    for limit in (f"{server.DRAIN_SECONDS} seconds", f"at most {MAX_N}", f"at most {MAX_STOPS} texts", "4 MiB"):
+    for limit in (f"{DRAIN_SECONDS} seconds", f"at most {MAX_N}", f"at most {MAX_STOPS} texts", "4 MiB"):
         assert limit in page
-    assert f"{server.DRAIN_SECONDS} seconds" in (serve.serve.__doc__ or "")
+    assert f"{DRAIN_SECONDS} seconds" in (serve.serve.__doc__ or "")
     assert MAX_BODY_BYTES == 4 * 2**20
 
 
@@ -68,7 +68,9 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded() -> None:
 
 def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "find_spec", lambda name: None)
-    assert refused("serve") == "the server needs fastapi and uvicorn; run: pip install windfall[serve]"
+    assert (
+        refused("serve") == "the server needs fastapi, uvicorn and prometheus_client; run: pip install windfall[serve]"
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,7 @@ def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_open_server_without_a_key_is_warned_about(
     folder: Path, monkeypatch: pytest.MonkeyPatch, host: str, keys: tuple[str, ...], warned: bool
 ) -> None:
-    monkeypatch.setattr(server, "run", lambda app, bound: None)
+    monkeypatch.setattr(server, "run", lambda app, bound, drain_seconds: None)
     result = windfall("serve", "--target", folder, "--host", host, "--port", 0, *keys, *QUICK)
     assert result.exit_code == 0 and "secret" not in result.output
     assert ("without a key" in result.stderr) == warned

@@ -7,11 +7,14 @@ from fastapi import FastAPI
 from windfall import __version__
 from windfall.engine.engine import Engine
 from windfall.serve.admission import Admission
+from windfall.serve.calls import served_name
 from windfall.serve.chat import chat_routes
 from windfall.serve.completions import completion_routes
 from windfall.serve.errors import Failures, add_handlers, shutting_down
 from windfall.serve.guard import BodyLimit, KeyCheck
+from windfall.serve.metrics import Metrics, metric_routes
 from windfall.serve.models import model_routes
+from windfall.serve.request_log import RequestLog
 from windfall.serve.settings import Settings
 
 
@@ -19,10 +22,12 @@ def make_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
     """The OpenAI API over this engine, for any ASGI server. The caller closes the engine after the server has ended."""
     settings = settings or Settings()
     admission = Admission(engine, settings)
+    metrics = Metrics(admission, served_name(admission))
 
     app = FastAPI(title="windfall", version=__version__, openapi_url=None)
     for routes in (model_routes(admission), chat_routes(admission), completion_routes(admission)):
         app.include_router(routes)
+    app.include_router(metric_routes(metrics))
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -39,4 +44,5 @@ def make_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
     if settings.api_keys:
         app.add_middleware(KeyCheck, keys=settings.api_keys)
     app.add_middleware(Failures)
+    app.add_middleware(RequestLog, count=metrics.add_answer)
     return app
