@@ -14,6 +14,8 @@ from windfall.serve.errors import Failures, add_handlers, shutting_down
 from windfall.serve.guard import BodyLimit, KeyCheck
 from windfall.serve.metrics import Metrics, metric_routes
 from windfall.serve.models import model_routes
+from windfall.serve.openapi import describe
+from windfall.serve.protocol import ChatRequest, CompletionRequest
 from windfall.serve.request_log import RequestLog
 from windfall.serve.settings import Settings
 
@@ -24,7 +26,7 @@ def make_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
     admission = Admission(engine, settings)
     metrics = Metrics(admission, served_name(admission))
 
-    app = FastAPI(title="windfall", version=__version__, openapi_url=None)
+    app = FastAPI(title="windfall", version=__version__, docs_url=None, redoc_url=None)
     for routes in (model_routes(admission), chat_routes(admission), completion_routes(admission)):
         app.include_router(routes)
     app.include_router(metric_routes(metrics))
@@ -40,6 +42,11 @@ def make_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
         return {"status": "ready", "running": admission.running, "waiting": admission.waiting}
 
     add_handlers(app)
+    describe(
+        app,
+        {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest},
+        keys=bool(settings.api_keys),
+    )
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)  # the last one added is the first that is called
     if settings.api_keys:
         app.add_middleware(KeyCheck, keys=settings.api_keys)

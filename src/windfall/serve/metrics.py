@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from http import HTTPStatus
 
 from fastapi import APIRouter
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -139,7 +139,7 @@ def _buckets(values: Histogram) -> list[tuple[str, float]]:
 def metric_routes(metrics: Metrics) -> APIRouter:
     routes = APIRouter()
 
-    @routes.get("/metrics", response_class=Response)
+    @routes.get("/metrics", response_class=PlainTextResponse)
     async def read() -> Response:
         """Numbers for Prometheus."""
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
