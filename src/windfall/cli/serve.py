@@ -39,8 +39,8 @@ def serve(
 ) -> None:
     """Serve the model over the OpenAI API, until Ctrl-C or SIGTERM.
 
-    Running requests then have 30 seconds to finish. The server needs fastapi, uvicorn and prometheus_client: pip
-    install windfall[serve].
+    Running requests then have 30 seconds to finish. The server needs fastapi, uvicorn and prometheus_client, which the
+    extra `serve` installs.
     """
     check_extra()
     from windfall.serve import log_format as log_formats
