@@ -8,9 +8,11 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import pytest
 
 from helpers.deploy import DEPLOY
@@ -123,16 +125,40 @@ def test_streams_are_not_buffered(cluster: Cluster) -> None:
             gate.open.set()
 
 
+@contextmanager
+def waiting_text(cluster: Cluster) -> Iterator[httpx.Response]:
+    """A stream of Anna's session, which has begun."""
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "stream": True}
+    headers = {"X-Session-Id": "anna"}
+    with http().stream("POST", f"{cluster.url}/v1/chat/completions", json=body, headers=headers) as answer:
+        assert answer.status_code == 200
+        yield answer
+
+
+@needs_nginx
+def test_if_all_are_full_the_client_is_told(cluster: Cluster) -> None:
+    gates = [held(each)[0] for each in cluster.engines]
+    try:
+        with waiting_text(cluster) as one, waiting_text(cluster) as other:
+            for _ in range(3):
+                refused = http().post(f"{cluster.url}/v1/completions", json=BODY)
+                assert refused.status_code == 429 and int(refused.headers["retry-after"]) > 0
+            for gate in gates:
+                gate.open.set()
+            assert one.read() and other.read()
+        ask(cluster, "anna")
+    finally:
+        for gate in gates:
+            gate.open.set()
+
+
 @needs_nginx
 def test_another_server_answers_for_a_full_or_stopped_one(cluster: Cluster) -> None:
     ask(cluster, "anna")
     place = cluster.answers.index(1)
     gate, _ = held(cluster.engines[place])
     try:
-        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "stream": True}
-        headers = {"X-Session-Id": "anna"}
-        with http().stream("POST", f"{cluster.url}/v1/chat/completions", json=body, headers=headers) as answer:
-            assert answer.status_code == 200  # this text waits at its server, which takes no other
+        with waiting_text(cluster) as answer:  # at its server, which takes no other
             before = cluster.answers[1 - place]
             ask(cluster, "anna")
             assert cluster.answers[1 - place] == before + 1

@@ -108,6 +108,11 @@ def test_the_description_lists_errors_and_keys() -> None:
     assert {*open_app["paths"]} >= {"/v1/models", "/v1/chat/completions", "/health", "/ready", "/metrics"}
 
 
+def test_every_route_that_takes_a_body_describes_it() -> None:
+    operations = [path["post"] for path in make_app(engine()).openapi()["paths"].values() if "post" in path]
+    assert len(operations) >= 2 and all("requestBody" in each for each in operations)
+
+
 def test_the_description_is_served_and_no_page_with_foreign_scripts(address: str) -> None:
     assert MODEL and http().get(f"{address}/openapi.json").json()["openapi"].startswith("3.1")
     assert http().get(f"{address}/docs").status_code == http().get(f"{address}/redoc").status_code == 404

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -28,7 +30,10 @@ QUICK = ("--policy", "none", "--device", "cpu")
 def test_the_help_names_the_options() -> None:
     shown = windfall("serve", "--help").stdout
     options = ("--target", "--max-requests", "--host", "--port", "--api-key", "--max-queue", "--served-model-name")
-    assert all(option in shown for option in (*options, "--request-timeout", "--drain-seconds", "--max-body-mb"))
+    assert all(
+        option in shown
+        for option in (*options, "--request-timeout", "--drain-seconds", "--max-body-mb", "--log-format")
+    )
 
 
 def test_the_page_has_all_fields_options_and_limits() -> None:
@@ -50,6 +55,9 @@ def test_the_page_has_all_fields_options_and_limits() -> None:
         (("--max-queue", "-1"), "max_queue must be a whole number of at least 0, not -1"),
         (("--request-timeout", "0"), "request_timeout must be a number of seconds above 0"),
         (("--served-model-name", ""), "must not be empty"),
+        (("--log-format", "xml"), "--log-format takes text, json or none, not 'xml'"),
+        (("--drain-seconds", "-1"), "Invalid value for '--drain-seconds'"),
+        (("--max-body-mb", "0"), "Invalid value for '--max-body-mb'"),
         (("--host", "no such host"), "cannot listen on no such host, port 8000"),
         (("--policy", "nothing"), "there is no policy 'nothing'"),
     ],
@@ -102,9 +110,12 @@ def is_up(url: str) -> bool:
 
 def test_sigterm_lets_the_running_request_finish(folder: Path) -> None:
     command = [sys.executable, "-m", "windfall", "serve", "--target", folder, "--port", "0", *QUICK]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    how: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(
+        [*command, "--log-format", "json", "--drain-seconds", "20"], env={**os.environ, "OMP_NUM_THREADS": "1"}, **how
+    )
     try:
-        assert process.stderr is not None
+        assert process.stdout is not None and process.stderr is not None
         line = process.stderr.readline()
         url = re.findall(r"http://\S+", line)[0]
         body = {"prompt": "Hi", "max_tokens": 200, "ignore_eos": True, "stream": True, "seed": 1}
@@ -116,6 +127,9 @@ def test_sigterm_lets_the_running_request_finish(folder: Path) -> None:
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert process.wait(20) == 0
         assert process.stderr.read() == ""
+        *_, line = map(json.loads, process.stdout)
+        assert (line["route"], line["status"], line["finish_reason"]) == ("/v1/completions", 200, "length")
+        assert line["completion_tokens"] == 200 and line["prompt_tokens"] == 2
     finally:
         process.kill()
         process.communicate()
