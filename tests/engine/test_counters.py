@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -14,6 +16,8 @@ from windfall.engine.batch_runner import Use
 from windfall.engine.counters import Counters, Histogram
 from windfall.engine.request import Request
 from windfall.engine.scheduler import Scheduler
+from windfall.engine.split_runner import SplitRunner
+from windfall.policies.budget import Sizes
 
 
 def test_a_histogram_counts_values_up_to_each_bound() -> None:
@@ -36,6 +40,12 @@ def served() -> tuple[Counters, list[Request], list[Use]]:
         scheduler.step()
         used.append(scheduler.counters.use)
     return scheduler.counters, requests, used
+
+
+def ended(counters: Counters) -> dict[str, int]:
+    """Requests by finish reason."""
+    counts = {reason: each.cumulative[-1] for reason, each in counters.durations.items()}
+    return {reason: count for reason, count in counts.items() if count}
 
 
 def test_the_sums_are_those_of_the_steps(served: tuple[Counters, list[Request], list[Use]]) -> None:
@@ -61,7 +71,7 @@ def test_times_are_those_of_the_requests(served: tuple[Counters, list[Request], 
     assert counters.between_tokens.cumulative[-1] == later  # each token counts once
     decoding = sum(each.times[-1] - each.times[0] for each in requests)
     assert counters.between_tokens.sum == pytest.approx(decoding, abs=0.01)
-    assert {reason: each.cumulative[-1] for reason, each in counters.durations.items()} == {"length": 3}
+    assert ended(counters) == {"length": 3}
 
 
 def test_memory_and_budget_are_those_of_the_last_round(served: tuple[Counters, list[Request], list[Use]]) -> None:
@@ -82,18 +92,24 @@ def test_endings_and_preemptions(monkeypatch: pytest.MonkeyPatch) -> None:
         scheduler.submit(each)
     finish(scheduler)
     counters = scheduler.counters
-    assert {reason: each.cumulative[-1] for reason, each in counters.durations.items()} == {
-        "deadline": 1,
-        "cancelled": 1,
-        counting.FAILED: 1,
-        "length": 2,
-    }
+    assert ended(counters) == {"length": 2, "deadline": 1, "cancelled": 1, counting.FAILED: 1}
     assert counters.preemptions > 0
     assert counters.prompt_tokens == 18  # of those that began; a preempted one counts once
 
 
 def _fail(*_: object, **__: object) -> bool:
     raise ValueError("no")
+
+
+def test_of_two_runners_the_fuller_memory_counts() -> None:
+    budget = Sizes(passes=1, width=1, k=1, rows=4)
+    for one, other, both in (
+        (Use(0.2), Use(0.7, budget), Use(0.7, budget)),
+        (Use(0.2, budget), Use(None), Use(0.2, budget)),
+        (Use(), Use(), Use()),
+    ):
+        first, second = cast(Any, SimpleNamespace(use=one)), cast(Any, SimpleNamespace(use=other))
+        assert SplitRunner(first, second, lambda sequence: True).use == both
 
 
 def test_an_engine_counts_across_its_threads() -> None:

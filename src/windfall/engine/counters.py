@@ -10,9 +10,10 @@ from itertools import accumulate
 
 from windfall.core.types import Step
 from windfall.engine.batch_runner import Use
-from windfall.engine.request import Request
+from windfall.engine.request import CANCELLED, DEADLINE, Request
 
 FAILED = "error"  # the finish reason of a request that failed
+REASONS = ("stop", "length", DEADLINE, CANCELLED, FAILED)
 MILLISECONDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 30_000, 60_000, 120_000, 300_000)
 SECONDS = tuple(each / 1000 for each in MILLISECONDS)
 TOKEN_SECONDS = tuple(each / 1000 for each in (0.1, 0.2, 0.5, *MILLISECONDS[:12]))
@@ -48,7 +49,7 @@ class Counters:
         self.accepted_by_depth: Counter[int] = Counter()  # cycles that accepted a token at this depth, from 1
         self.preemptions = 0
         self.first_token, self.between_tokens = Histogram(SECONDS), Histogram(TOKEN_SECONDS)  # seconds
-        self.durations: dict[str, Histogram] = {}  # seconds of requests, by finish reason
+        self.durations = {reason: Histogram(SECONDS) for reason in REASONS}  # seconds of requests, by finish reason
         self.lengths, self.rows = Histogram(LENGTHS), Histogram(ROWS)  # tokens per cycle, rows per pass
         self.use = Use()  # of the last round
 

@@ -86,7 +86,7 @@ class Metrics:
         yield self._histogram("rows_per_pass", "rows of a verify pass, of all requests together", counters.rows)
         about = "seconds from the submission to the end of a text, by finish reason"
         ended = HistogramMetricFamily(f"{OWN}e2e_request_latency_seconds", about, labels=[*self._labels, "reason"])
-        for reason, durations in sorted(counters.durations.items()):
+        for reason, durations in counters.durations.items():
             ended.add_metric([*self._labels.values(), reason], _buckets(durations), durations.sum)
         yield ended
 
@@ -99,7 +99,7 @@ class Metrics:
             yield self._count(f"{prefix}num_accepted_tokens", "drafted tokens that were accepted", counters.accepted)
             name, about = f"{prefix}num_accepted_tokens_per_pos", "accepted tokens by depth in the tree, from 0"
             by_depth = CounterMetricFamily(name, about, labels=[*self._labels, "position"])
-            for depth, count in sorted(counters.accepted_by_depth.copy().items()):
+            for depth, count in sorted(dict(counters.accepted_by_depth).items()):
                 by_depth.add_metric([*self._labels.values(), str(depth - 1)], count)
             yield by_depth
 
