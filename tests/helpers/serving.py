@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import openai
+from fastapi import FastAPI
 
 from helpers.cli import character_tokenizer
 from helpers.random_parallel import some_drafter
@@ -39,7 +40,14 @@ def engine() -> Engine:
 @contextmanager
 def running(made: Engine, settings: Settings | None = None, drain_seconds: int = 5) -> Iterator[str]:
     """The address of a server that runs in this block."""
-    uvicorn = server.make_server(make_app(made, settings), drain_seconds)
+    with app_running(make_app(made, settings), drain_seconds) as url:
+        yield url
+
+
+@contextmanager
+def app_running(app: FastAPI, drain_seconds: int = 5) -> Iterator[str]:
+    """The address of any application that runs in this block."""
+    uvicorn = server.make_server(app, drain_seconds)
     with server.bind("127.0.0.1", 0) as bound:
         thread = threading.Thread(target=uvicorn.run, kwargs={"sockets": [bound]})
         thread.start()

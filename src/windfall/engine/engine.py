@@ -26,6 +26,7 @@ from windfall.costs.online import OnlineCosts
 from windfall.drafters.base import Drafter
 from windfall.engine.background import Background, Check
 from windfall.engine.batch_runner import BatchRunner
+from windfall.engine.counters import Counters
 from windfall.engine.dispatch import SEVERAL_TEXTS, Dispatcher, Route
 from windfall.engine.generation import Generation as Generation
 from windfall.engine.host_runner import HostRunner
@@ -259,6 +260,21 @@ class Engine:
     def max_requests(self) -> int:
         """The largest number of requests that run together."""
         return self._service.max_requests
+
+    @property
+    def counters(self) -> Counters:
+        """Numbers of all requests so far."""
+        return self._service.counters
+
+    @property
+    def running(self) -> int:
+        """The number of submitted requests that run."""
+        return self._service.running
+
+    @property
+    def waiting(self) -> int:
+        """The number of submitted requests that wait for a place or for memory."""
+        return self._service.waiting
 
     @property
     def closed(self) -> bool:

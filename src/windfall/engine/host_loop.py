@@ -22,6 +22,7 @@ from windfall.engine.lockstep import Lockstep
 from windfall.engine.sequence import Sequence
 from windfall.engine.shared_budget import Grower, SharedBudgets
 from windfall.model.target import Target
+from windfall.policies.budget import Sizes
 from windfall.policies.context import Context
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class HostLoop:
         self.failed: dict[Sequence, Exception] = {}  # in the last cycle; the Steps of these sequences do not count
         self.walked = False  # whether the last cycle has called processors and criteria, which may keep state
         self.drafted_length = 0  # length of the text at the last draft pass
+        self.budget: Sizes | None = None  # that sequences shared in the last cycle; with several, the first
 
     @torch.inference_mode()
     def cycle(self, rows: dict[int, Sequence]) -> list[Step]:
@@ -63,6 +65,7 @@ class HostLoop:
 
         # Draft: every policy, or the budget of several, asks for passes that extend a tree, until none wants another.
         deciders = self._budgets.begin(live, contexts)
+        self.budget = deciders.sizes
         drafted = drafter.begin([sequence.tokens[-1] for sequence in live])
         growths = [Growth(grower, context) for grower, context in zip(deciders.growers, contexts, strict=True)]
         passes: list[tuple[int, float]] = []  # expanded nodes and seconds of the passes that found children

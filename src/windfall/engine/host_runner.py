@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from windfall.core.clock import now
 from windfall.core.types import Step
 from windfall.costs.online import OnlineCosts
 from windfall.drafters.base import Drafter
-from windfall.engine.batch_runner import Outcome
+from windfall.engine.batch_runner import Outcome, Use
 from windfall.engine.host_loop import HostLoop
 from windfall.engine.lockstep import Lockstep
 from windfall.engine.sequence import Sequence
@@ -111,13 +111,21 @@ class HostRunner:
 
     def fits(self, lengths: Mapping[Sequence, int]) -> bool:
         """The caches are padded: each sequence takes as many rows as the longest, and those of its tree."""
-        rows = len(lengths) * (max(lengths.values(), default=0) + TREE_ROWS)
-        return self.memory is None or rows * self._row_bytes <= self.memory
+        return self.memory is None or self._bytes(lengths.values()) <= self.memory
+
+    def _bytes(self, lengths: Collection[int]) -> int:
+        return len(lengths) * (max(lengths, default=0) + TREE_ROWS) * self._row_bytes
 
     @property
     def max_length(self) -> int | None:
         """The number of tokens up to which a single sequence fits."""
         return None if self.memory is None else self.memory // self._row_bytes - TREE_ROWS
+
+    @property
+    def use(self) -> Use:
+        """The share of the memory, as `fits` counts it, and the budget of the last round."""
+        lengths = [len(sequence.tokens) for sequence in self.live.values()]
+        return Use(None if self.memory is None else self._bytes(lengths) / self.memory, self.loop.budget)
 
     @property
     def _row_bytes(self) -> int:

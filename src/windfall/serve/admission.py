@@ -48,6 +48,11 @@ class Admission:
             return self._count()
 
     @property
+    def expected(self) -> int:
+        """Texts that are not submitted to the engine yet, because their prompts are being tokenized."""
+        return self._expected
+
+    @property
     def running(self) -> int:
         """Texts that run, if all fit into the memory."""
         return min(self.unfinished, self.engine.max_requests)

@@ -65,7 +65,9 @@ async def submit(
     seeds = [None if asked.seed is None else asked.seed + number for number in range(asked.n)]
     shortens = asked.limit is None
     jobs = [Job(prompt, raw, {**sampling, "seed": seed}, shortens) for prompt in prompts for seed in seeds]
-    return Texts(await while_connected(request.receive, admission.submit(jobs)), asked.n)
+    texts = Texts(await while_connected(request.receive, admission.submit(jobs)), asked.n)
+    request.state.texts = texts  # for the log
+    return texts
 
 
 class Form(NamedTuple):

@@ -9,6 +9,7 @@ from windfall.core.options import is_number
 
 MAX_BODY_BYTES = 4 * 2**20
 MAX_QUEUE = 64  # requests
+DRAIN_SECONDS = 30  # that running requests have after SIGTERM or Ctrl-C
 
 
 @dataclass(frozen=True)
