@@ -28,7 +28,9 @@ QUICK = ("--policy", "none", "--device", "cpu")
 def test_the_help_names_the_options() -> None:
     shown = windfall("serve", "--help").stdout
     options = ("--target", "--max-requests", "--host", "--port", "--api-key", "--max-queue", "--served-model-name")
-    assert all(option in shown for option in (*options, "--request-timeout", "--drain-seconds", "--max-body-mb"))
+    assert all(
+        option in shown for option in (*options, "--request-timeout", "--drain-seconds", "--max-body-mb", "--no-page")
+    )
 
 
 def test_the_page_has_all_fields_options_and_limits() -> None:
@@ -52,6 +54,7 @@ def test_the_page_has_all_fields_options_and_limits() -> None:
         (("--served-model-name", ""), "must not be empty"),
         (("--host", "no such host"), "cannot listen on no such host, port 8000"),
         (("--policy", "nothing"), "there is no policy 'nothing'"),
+        (("--request-policy", "nothing"), "there is no policy 'nothing'"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(options: tuple[str, ...], words: str) -> None:
@@ -84,7 +87,13 @@ def test_an_open_server_without_a_key_is_warned_about(
     result = windfall("serve", "--target", folder, "--host", host, "--port", 0, *keys, *QUICK)
     assert result.exit_code == 0 and "secret" not in result.output
     assert ("without a key" in result.stderr) == warned
-    assert re.search(rf"serving tiny on http://{host}:\d+/v1", result.stderr)
+    assert re.search(rf"serving tiny on http://{host}:\d+/v1 \(live page: http://{host}:\d+/\)\n", result.stderr)
+
+
+def test_no_page_is_announced_without_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "run", lambda app, bound, drain_seconds: None)
+    result = windfall("serve", "--target", folder, "--port", 0, "--no-page", *QUICK)
+    assert result.exit_code == 0 and "live page" not in result.stderr
 
 
 def test_the_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool = False
+    include_speculation: bool = False
 
 
 class GenerationRequest(Body):
@@ -67,6 +68,7 @@ class GenerationRequest(Body):
     logit_bias: dict[str, float] = {}
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    policy: str | None = None  # None: the server's
 
     @model_validator(mode="before")
     @classmethod
