@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 
 import pytest
@@ -47,6 +48,13 @@ def test_the_page_needs_no_key_and_its_figures_do() -> None:
         assert http().get(f"{url}/live").status_code == 401
         assert http().get(f"{url}/live", headers={"Authorization": "Bearer secret"}).status_code == 200
         assert "secret" not in http().get(f"{url}/").text
+
+
+def test_the_page_is_logged_once_and_its_questions_are_not(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "windfall.serve.request_log"):
+        for path in (*PAGE_PATHS, "/live", "/live"):
+            assert http().get(address + path).status_code == 200
+    assert [record.message.split()[:3] for record in caplog.records] == [["GET", "/", "200"]]
 
 
 def test_the_figures_of_an_idle_server() -> None:

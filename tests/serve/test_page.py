@@ -183,6 +183,16 @@ def test_the_next_message_has_the_conversation(page: Any) -> None:
     assert page.locator(".answer").count() == 2
 
 
+def test_a_model_without_a_chat_template_continues_the_text(browser: Any) -> None:
+    with running(drafting_engine(chats=False)) as url, opened(browser, url) as page:
+        until(page, "() => document.getElementById('message').placeholder === 'Begin a text'")
+        with page.expect_request("**/v1/completions") as asked:
+            ask(page, "Once", tokens=8)
+        assert json.loads(asked.value.post_data)["prompt"] == "Once"
+        text = "".join(page.locator(".answer .token").all_text_contents())
+    assert text == drafting_engine(chats=False).generate("Once", max_new_tokens=8).text
+
+
 # ---- stopping, errors and keys
 
 

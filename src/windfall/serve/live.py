@@ -50,7 +50,7 @@ class Live(BaseModel):
     about: About
     running: int  # texts
     waiting: int
-    cache_use: float | None  # share of the memory for KV caches, from 0 to 1; None: there is no limit
+    cache_use: float | None  # share of the memory for KV caches, from 0 to 1; None: unknown
     budget: Budget | None  # of the last round; None: each text decides for itself
     totals: Totals
 

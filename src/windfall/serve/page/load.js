@@ -54,14 +54,15 @@ export class Load {
     byId("load-note").textContent = `The last minute, for all clients. ${this.#budget(live)}`;
     const grown = (name) => (before ? Math.max(live.totals[name] - before.live.totals[name], 0) : 0);
     const rounds = grown("rounds");
-    const perRound = (name) => (rounds ? grown(name) / rounds : 0);
+    const known = live.running ? this.samples.at(-1) : undefined; // of passes that take longer than the interval
+    const perRound = (name, sample) => (rounds ? grown(name) / rounds : known?.[sample] ?? 0);
     this.samples.push({
       running: live.running,
       waiting: live.waiting,
-      texts: perRound("texts"),
-      rows: perRound("rows"),
+      texts: perRound("texts", "texts"),
+      rows: perRound("rows", "rows"),
       budget: live.budget ? live.budget.rows : null,
-      drafts: perRound("draft_passes"),
+      drafts: perRound("draft_passes", "drafts"),
       cache: live.cache_use,
       speed: before ? grown("tokens") / (now - before.now) : 0,
     });
@@ -80,7 +81,7 @@ export class Load {
     const drafted = now.rows - now.texts;
     rows.draw(this.samples, SAMPLES, now.rows ? `${brief(now.rows)}, ${brief(drafted)} drafted` : "0");
     drafts.draw(this.samples, SAMPLES, now.drafts ? brief(now.drafts) : "0");
-    cache.draw(this.samples, SAMPLES, now.cache === null ? "no limit" : `${(100 * now.cache).toFixed(1)}% in use`);
+    cache.draw(this.samples, SAMPLES, now.cache === null ? "unknown" : `${(100 * now.cache).toFixed(1)}% in use`);
     speed.draw(this.samples, SAMPLES, now.speed ? brief(now.speed) : "0");
   }
 }
