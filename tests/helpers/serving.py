@@ -17,6 +17,7 @@ from helpers.cli import character_tokenizer
 from helpers.random_parallel import some_drafter
 from helpers.tiny import tiny
 from windfall import registry
+from windfall.drafters.lm import LMDrafter
 from windfall.engine.engine import Engine
 from windfall.model.target import Target
 from windfall.serve import server
@@ -30,6 +31,15 @@ def new_engine(max_requests: int = 4, kv_memory: int | None = None) -> Engine:
     target = Target(tiny(num_hidden_layers=2, max_position_embeddings=96), character_tokenizer(), MODEL)
     limits: dict[str, Any] = {"max_requests": max_requests, "kv_memory": kv_memory}
     return Engine(target, some_drafter("ngram"), registry.policy("chain", depth=2), **limits)
+
+
+@cache
+def drafting_engine(chats: bool = True) -> Engine:
+    """An engine with wide trees, most of which are accepted: the drafter is the target itself. `chats`: its model has a
+    chat template."""
+    model = tiny(num_hidden_layers=2, max_position_embeddings=512)
+    target = Target(model, character_tokenizer(**({} if chats else {"template": None})), MODEL)
+    return Engine(target, LMDrafter(model=model), registry.policy("beam", depth=3, k=3, nodes=8), max_requests=4)
 
 
 @cache

@@ -32,7 +32,7 @@ def test_the_help_names_the_options() -> None:
     options = ("--target", "--max-requests", "--host", "--port", "--api-key", "--max-queue", "--served-model-name")
     assert all(
         option in shown
-        for option in (*options, "--request-timeout", "--drain-seconds", "--max-body-mb", "--log-format")
+        for option in (*options, "--request-timeout", "--drain-seconds", "--max-body-mb", "--log-format", "--no-page")
     )
 
 
@@ -60,6 +60,7 @@ def test_the_page_has_all_fields_options_and_limits() -> None:
         (("--max-body-mb", "0"), "Invalid value for '--max-body-mb'"),
         (("--host", "no such host"), "cannot listen on no such host, port 8000"),
         (("--policy", "nothing"), "there is no policy 'nothing'"),
+        (("--request-policy", "nothing"), "there is no policy 'nothing'"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(options: tuple[str, ...], words: str) -> None:
@@ -92,7 +93,13 @@ def test_an_open_server_without_a_key_is_warned_about(
     result = windfall("serve", "--target", folder, "--host", host, "--port", 0, *keys, *QUICK)
     assert result.exit_code == 0 and "secret" not in result.output
     assert ("without a key" in result.stderr) == warned
-    assert re.search(rf"serving tiny on http://{host}:\d+/v1", result.stderr)
+    assert re.search(rf"serving tiny on http://{host}:\d+/v1 \(live page: http://{host}:\d+/\)\n", result.stderr)
+
+
+def test_no_page_is_announced_without_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "run", lambda app, bound, drain_seconds: None)
+    result = windfall("serve", "--target", folder, "--port", 0, "--no-page", *QUICK)
+    assert result.exit_code == 0 and "live page" not in result.stderr
 
 
 def test_the_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 
-from windfall.cli.declare import option
+from windfall.cli.declare import complete, option
 from windfall.cli.options import BatchOptions, ModelOptions, PolicyOptions
 from windfall.cli.session import remember_costs
 from windfall.core.errors import InputError
@@ -36,6 +36,13 @@ def serve(
     ),
     max_body_mb: int = option(MAX_BODY_BYTES // 2**20, "Largest body of a request, in MiB.", min=1, metavar="MIB"),
     log_format: str = option("text", "Log of requests on stdout: text, json or none.", metavar="FORMAT"),
+    request_policy: list[str] = option(
+        [],
+        "Policy that a request may choose, besides none. Repeatable.",
+        metavar="NAME",
+        autocompletion=complete("policies"),
+    ),
+    no_page: bool = option(False, "Do not offer the live page at / and its data."),
 ) -> None:
     """Serve the model over the OpenAI API, until Ctrl-C or SIGTERM.
 
@@ -44,13 +51,22 @@ def serve(
     """
     check_extra()
     from windfall.serve import log_format as log_formats
-    from windfall.serve import server
+    from windfall.serve import policies, server
 
     if not 0 <= port <= MAX_PORT:
         raise InputError(f"--port takes a number from 0 to {MAX_PORT}, not {port}")
     log_formats.check(log_format)
-    settings = Settings(served_model_name, _keys(api_key), max_queue, request_timeout, max_body_mb * 2**20)
+    settings = Settings(
+        served_model_name,
+        _keys(api_key),
+        max_queue,
+        request_timeout,
+        max_body_mb * 2**20,
+        request_policies=tuple(request_policy),
+        page=not no_page,
+    )
     made_policy = policy.make()
+    policies.offered(request_policy)  # before the weights are read: a wrong name costs no loading
     with server.bind(host, port) as bound:
         if not settings.api_keys and not server.is_local(bound):
             console.note("other machines can use this server without a key; set one with --api-key")
@@ -58,7 +74,9 @@ def serve(
             from windfall.serve.app import make_app
 
             app = make_app(engine, settings)
-            console.note(f"serving {settings.model_name or engine.target.name} on {server.address(bound)}/v1")
+            url = server.address(bound)
+            page = f" (live page: {url}/)" if settings.page else ""
+            console.note(f"serving {settings.model_name or engine.target.name} on {url}/v1{page}")
             try:
                 with log_formats.logging_as(log_format):
                     server.run(app, bound, drain_seconds)

@@ -7,7 +7,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -201,6 +201,7 @@ class Split(NamedTuple):
 class Step:
     """One cycle of one sequence: the verified tree and the result."""
 
+    whole_tree: ClassVar[bool] = True  # whether `drafted` has all drafted nodes, and not only the verified ones
     tokens: tuple[int, ...]  # emitted by this cycle, cut at the first stop
     text: str  # what these tokens add to the text, as far as it can no longer change
     tree: DraftTree  # the verified nodes

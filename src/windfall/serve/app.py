@@ -12,7 +12,9 @@ from windfall.serve.calls import served_name
 from windfall.serve.chat import chat_routes
 from windfall.serve.completions import completion_routes
 from windfall.serve.errors import Failures, add_handlers, shutting_down
-from windfall.serve.guard import BodyLimit, KeyCheck
+from windfall.serve.guard import OPEN_PATHS, BodyLimit, KeyCheck
+from windfall.serve.live import live_routes
+from windfall.serve.live_page import PAGE_PATHS, page_routes
 from windfall.serve.metrics import Metrics, metric_routes
 from windfall.serve.models import model_routes
 from windfall.serve.openapi import describe
@@ -39,6 +41,9 @@ def make_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
     for make_routes in (model_routes, chat_routes, completion_routes, tokenize_routes):
         app.include_router(make_routes(admission))
     app.include_router(metric_routes(metrics))
+    if settings.page:
+        app.include_router(page_routes())
+        app.include_router(live_routes(admission))
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -54,7 +59,8 @@ def make_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
     describe(app, BODIES, keys=bool(settings.api_keys))
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)  # the last one added is the first that is called
     if settings.api_keys:
-        app.add_middleware(KeyCheck, keys=settings.api_keys)
+        open_paths = (*OPEN_PATHS, *(PAGE_PATHS if settings.page else ()))
+        app.add_middleware(KeyCheck, keys=settings.api_keys, open_paths=open_paths)
     app.add_middleware(Failures)
     app.add_middleware(RequestLog, count=metrics.add_answer)
     return app

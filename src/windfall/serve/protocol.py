@@ -45,6 +45,7 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool = False
+    include_speculation: bool = False
 
 
 class ModelRequest(Body):
@@ -74,6 +75,7 @@ class GenerationRequest(ModelRequest):
     logprobs_mode: Literal["raw", "processed"] = "raw"
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    policy: str | None = None  # None: the server's
 
     @model_validator(mode="before")
     @classmethod

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 ID_HEADER = "x-request-id"
 ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")  # other ids of clients are replaced
-PROBES = (*OPEN_PATHS, "/metrics")  # logged only if they fail
+PROBES = (*OPEN_PATHS, "/metrics", "/live", "/page/{name}")  # logged only if they fail
 NO_ROUTE = "none"
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")  # clients may send any word
 

@@ -61,6 +61,10 @@ class Texts:
             for task in tasks:
                 task.cancel()
 
+    def seconds(self, number: int, cycle: int) -> float:
+        """The time from the submission of a text to the end of this cycle."""
+        return self._handles[number].times[cycle]
+
     def usage(self, done: list[Generation]) -> Usage:
         """Tokens and passes of all texts; each prompt counts once."""
         steps = [step for each in done for step in each.steps]
