@@ -206,26 +206,47 @@ class Engine:
         raw: bool = False,
         policy: TreePolicy | str | None = None,
         deadline: float | None = None,
+        resume_token_ids: Many[int] = (),
         **sampling: Any,
     ) -> Handle:
         """Generate a text in the background, together with the other requests; returns at once.
 
-        `policy` takes the place of the engine's policy. After `deadline` seconds the text ends as it is. A request that
-        fails, for example in a logits processor, does so alone. Processors and criteria are called in the thread that
-        generates.
+        `policy` takes the place of the engine's policy. After `deadline` seconds the text ends as it is.
+        `resume_token_ids` are tokens that the text already has, from this engine or another one: with the same prompt,
+        seed and sampling, it goes on as it would have there. A request that fails, for example in a logits processor,
+        does so alone. Processors and criteria are called in the thread that generates.
         """
         if deadline is not None and not (is_number(deadline) and deadline > 0):
             raise InputError(f"deadline takes a number of seconds above 0, not {deadline!r}")
         if not isinstance(policy, TreePolicy | str | None):
             raise InputError(f"a policy is a name or a TreePolicy, not {policy!r}")
         chosen = registry.policy(policy) if isinstance(policy, str) else policy
-        return self._submit(self.encode(prompt, raw), self.params(**sampling), chosen, deadline)
+        ids, params = self.encode(prompt, raw), self.params(**sampling)
+        return self._submit(ids, params, chosen, deadline, self._checked_resume(resume_token_ids, params))
+
+    def _checked_resume(self, tokens: Many[int], params: SamplingParams) -> list[int]:
+        """Token ids to resume from."""
+        vocabulary = self.target.vocab_size
+        if not all(is_number(token, whole=True) and 0 <= token < vocabulary for token in tokens):
+            raise InputError(f"resume_token_ids takes token ids between 0 and {vocabulary - 1}")
+        if len(tokens) and not params.greedy and params.seed is None:
+            raise InputError("resume_token_ids needs the seed that the text began with, or temperature 0")
+        return list(tokens)
 
     def _submit(
-        self, ids: list[int], params: SamplingParams, policy: TreePolicy | None = None, deadline: float | None = None
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        policy: TreePolicy | None = None,
+        deadline: float | None = None,
+        resume: list[int] | None = None,
     ) -> Handle:
         request = self._request(ids, params, policy, deadline)
-        self._service.submit(request, self._batch_runner, self.policy)
+        request.sequence.resume(resume or [])
+        if (ending := request.sequence.finish) is not None:
+            request.end(ending)
+        else:
+            self._service.submit(request, self._batch_runner, self.policy)
         return Handle(request)
 
     def _request(

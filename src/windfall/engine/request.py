@@ -24,7 +24,7 @@ class Request:
     def __init__(self, number: int, sequence: Sequence, deadline: float | None = None):
         """`deadline`: seconds from now after which the text ends as it is."""
         self.number, self.sequence = number, sequence
-        self.prompt_tokens, self.seed = len(sequence.tokens), sequence.params.seed
+        self.prompt_tokens, self.seed = sequence.prompt_length, sequence.params.seed
         self.created = time.perf_counter()
         self.expires = None if deadline is None else self.created + deadline
         self.cancelled = False

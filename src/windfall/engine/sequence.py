@@ -10,8 +10,9 @@ from windfall.core.detokenizer import Detokenizer
 from windfall.core.logprobs import TokenLogprob, token_logprobs
 from windfall.core.sampling import Dice, Sampler
 from windfall.core.tree import DraftTree
-from windfall.core.types import SamplingParams, Scores, Step, Verdict
+from windfall.core.types import InputError, SamplingParams, Scores, Step, Verdict
 from windfall.core.verify import walk
+from windfall.core.wording import counted
 from windfall.costs.acceptance import Calibrator
 from windfall.costs.correction import Correction
 from windfall.costs.curves import Costs
@@ -49,6 +50,16 @@ class Sequence:
         self._eos = frozenset(target.eos if params.eos is None else params.eos)
         limit = params.max_new_tokens
         self.end = len(prompt) + (limit if target.context is None else min(limit, target.context - len(prompt)))
+
+    def resume(self, tokens: list[int]) -> None:
+        """Continue a text that begins with these tokens. Their own text is not given out again.
+
+        They may end the text, but nothing may follow the end.
+        """
+        taken = self.extend(tokens)
+        if len(taken) < len(tokens):
+            raise InputError(f"the text ends after {len(taken)} of the {counted(len(tokens), 'token')} to resume from")
+        self.text.take(final=self.finish is not None)
 
     def context(self, costs: Costs, online_costs: OnlineCosts | None = None) -> Context:
         """What the policy may know besides the tree."""

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel
 
+from windfall.core.types import Step
 from windfall.engine.engine import Engine, Generation, Prompt
 from windfall.serve.admission import Admission, Job
 from windfall.serve.errors import ApiError
 from windfall.serve.policies import chosen
-from windfall.serve.protocol import GenerationRequest, ModelRequest, Stamp
+from windfall.serve.protocol import Choice, GenerationRequest, ModelRequest, Stamp
 from windfall.serve.speculation import Cycles
 from windfall.serve.streaming import EventStream, MakeChoice, chunks, while_connected
 from windfall.serve.texts import Texts
@@ -78,9 +78,29 @@ class Form(NamedTuple):
     prefix: str  # of its id
     whole: str  # the field `object` of a whole answer
     chunk: str  # and of a chunk
-    beginning: Sequence[BaseModel]  # the first choices of a stream
+    beginning: Sequence[Choice]  # the first choices of a stream
     choice_of: MakeChoice  # the choice for a piece of a stream
-    choices_of: Callable[[list[Generation]], Sequence[BaseModel]]  # the choices of a whole answer
+    choices_of: Callable[[list[Generation]], Sequence[Choice]]  # the choices of a whole answer
+    empty: Callable[[int], Choice]  # a choice of a stream with this index and without text
+
+
+def with_token_ids(form: Form) -> Form:
+    """The same form with the ids of tokens: of each cycle in a stream, also if it adds no text."""
+
+    def choice_of(index: int, piece: Step | Generation) -> Choice | None:
+        choice = form.choice_of(index, piece)
+        if isinstance(piece, Step):
+            choice = choice or form.empty(index)
+            choice.token_ids = [*piece.tokens]
+        return choice
+
+    def choices_of(done: list[Generation]) -> Sequence[Choice]:
+        choices = form.choices_of(done)
+        for choice, each in zip(choices, done, strict=True):
+            choice.token_ids = each.token_ids
+        return choices
+
+    return form._replace(choice_of=choice_of, choices_of=choices_of)
 
 
 async def answer(
@@ -88,6 +108,7 @@ async def answer(
 ) -> Response:
     """The answer with these texts: a stream if it is wanted, else one JSON object."""
     stamp = Stamp.new(form.prefix, served_name(admission))
+    form = with_token_ids(form) if asked.return_token_ids else form
     if asked.stream:
         wanted, tokenizer = asked.stream_options, admission.engine.target.tokenizer
         cycles = Cycles(texts, tokenizer, tuple(asked.stop)) if wanted.include_speculation else None
@@ -111,4 +132,5 @@ def sampling_of(engine: Engine, asked: GenerationRequest, limit: int | None) -> 
         "logprobs": asked.token_logprobs,
         "logprobs_mode": asked.logprobs_mode,
         "prompt_logprobs": asked.prompt_logprobs,
+        "resume_token_ids": asked.resume_token_ids,
     }

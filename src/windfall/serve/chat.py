@@ -27,10 +27,14 @@ def chat_routes(admission: Admission) -> APIRouter:
         texts = await submit(request, admission, asked, [messages], False, admission.engine.target.context)
         first = [ChatChunkChoice(index=i, delta={"role": "assistant", "content": ""}) for i in range(len(texts))]
         write = partial(_chunk, reports=reports), partial(_choices, reports=reports)
-        form = Form("chatcmpl", "chat.completion", "chat.completion.chunk", first, *write)
+        form = Form("chatcmpl", "chat.completion", "chat.completion.chunk", first, *write, _empty)
         return await answer(request, admission, asked, texts, form)
 
     return routes
+
+
+def _empty(index: int) -> ChatChunkChoice:
+    return ChatChunkChoice(index=index, delta={})
 
 
 def _choices(done: list[Generation], reports: Reports | None) -> list[ChatChoice]:

@@ -40,10 +40,14 @@ def completion_routes(admission: Admission) -> APIRouter:
         reports = make_reports(names, asked.logprobs is not None, [len(echo.text) for echo in echoes])
         texts = await submit(request, admission, asked, [*asked.prompt], True, DEFAULT_TOKENS)
         choices = Choices(echoes, reports)
-        form = Form("cmpl", OBJECT, OBJECT, choices.beginning(), choices.chunk, choices.whole)
+        form = Form("cmpl", OBJECT, OBJECT, choices.beginning(), choices.chunk, choices.whole, _empty)
         return await answer(request, admission, asked, texts, form)
 
     return routes
+
+
+def _empty(index: int) -> CompletionChoice:
+    return CompletionChoice(index=index, text="")
 
 
 def _echoes(engine: Engine, asked: CompletionRequest) -> list[Echo]:

@@ -76,6 +76,8 @@ class GenerationRequest(ModelRequest):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     policy: str | None = None  # None: the server's
+    return_token_ids: bool = False
+    resume_token_ids: list[int] = []  # that the client already has of the answer
 
     @model_validator(mode="before")
     @classmethod
@@ -110,7 +112,22 @@ class GenerationRequest(ModelRequest):
             raise _wrong("max_tokens and max_completion_tokens have the same meaning; give one of them")
         if "stream_options" in self.model_fields_set and not self.stream:
             raise _wrong("stream_options needs stream to be true")
+        self._check_resume()
         return self
+
+    def _check_resume(self) -> None:
+        """A text goes on as it began only if everything that it depends on is given again."""
+        if not self.resume_token_ids:
+            return
+        if self.texts != 1:
+            raise _wrong(f"resume_token_ids continues one text; this request asks for {self.texts}")
+        if self.seed is None and self.temperature:
+            raise _wrong("resume_token_ids needs the seed that the text began with, or temperature 0")
+
+    @property
+    def texts(self) -> int:
+        """The number of texts that the request asks for."""
+        return self.n
 
     @property
     def limit(self) -> int | None:
@@ -145,6 +162,16 @@ class CompletionRequest(GenerationRequest):
     @property
     def prompt_logprobs(self) -> int | None:
         return self.logprobs if self.echo else None
+
+    @property
+    def texts(self) -> int:
+        return len(self.prompt) * self.n
+
+    @model_validator(mode="after")
+    def _check_echo(self) -> CompletionRequest:
+        if self.echo and self.resume_token_ids:
+            raise _wrong("resume_token_ids and echo exclude each other: the client has the prompt already")
+        return self
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -272,8 +299,12 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
-class CompletionChoice(BaseModel):
+class Choice(BaseModel):
     index: int
+    token_ids: list[int] | None = None  # if they are wanted; in a stream, those of one cycle
+
+
+class CompletionChoice(Choice):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
@@ -284,15 +315,13 @@ class AssistantMessage(BaseModel):
     content: str
 
 
-class ChatChoice(BaseModel):
-    index: int
+class ChatChoice(Choice):
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
 
 
-class ChatChunkChoice(BaseModel):
-    index: int
+class ChatChunkChoice(Choice):
     delta: dict[str, str]
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None

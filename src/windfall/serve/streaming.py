@@ -15,12 +15,12 @@ from starlette.types import Receive, Scope, Send
 from windfall.core.types import Step
 from windfall.engine.engine import Generation
 from windfall.serve.errors import Disconnected, as_api_error
-from windfall.serve.protocol import Stamp
+from windfall.serve.protocol import Choice, Stamp
 from windfall.serve.speculation import Cycle, CycleChunk, Cycles
 from windfall.serve.texts import Texts
 
 T = TypeVar("T")
-MakeChoice = Callable[[int, "Step | Generation"], "BaseModel | None"]
+MakeChoice = Callable[[int, "Step | Generation"], "Choice | None"]
 
 DONE = "[DONE]"
 
