@@ -81,7 +81,10 @@ def test_a_text_that_has_ended_is_not_generated() -> None:
         ({"resume_token_ids": [6]}, "resume_token_ids takes token ids between 0 and 5"),
         ({"resume_token_ids": [-1]}, "resume_token_ids takes token ids between 0 and 5"),
         ({"resume_token_ids": ["a"]}, "resume_token_ids takes token ids"),
-        ({"resume_token_ids": [1], "seed": None}, "resume_token_ids needs the seed that the text began with, or temperature 0"),
+        (
+            {"resume_token_ids": [1], "seed": None},
+            "resume_token_ids needs the seed that the text began with, or temperature 0",
+        ),
         ({"resume_token_ids": [0, 5, 1], "eos": (5,)}, "the text ends after 2 of the 3 tokens to resume from"),
         ({"resume_token_ids": [0] * (NEW + 1)}, f"the text ends after {NEW} of the {NEW + 1} tokens"),
     ],

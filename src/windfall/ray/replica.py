@@ -1,0 +1,88 @@
+"""A replica: an engine and its server, in a process of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import ExitStack
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from windfall.engine.engine import Engine
+from windfall.engine.loading import load
+from windfall.engine.profiling import remember
+from windfall.ray.options import KEY_VARIABLE, Options
+from windfall.serve import log_format
+from windfall.serve.app import make_app
+from windfall.serve.request_log import ID_HEADER
+
+PROBE_SECONDS = 50.0  # that a text of one token may take, less than Ray waits for a health check
+PROBE: dict[str, Any] = {"policy": "none", "max_new_tokens": 1, "temperature": 0, "eos": ()}
+
+
+class WithoutRequestId:
+    """Middleware that leaves out the id of the request: Ray's proxy chose it, and adds it to the answer itself."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def without_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                del MutableHeaders(scope=message)[ID_HEADER]
+            await send(message)
+
+        await self.app(scope, receive, without_id)
+
+
+class Replica:
+    """Loads the engine when Ray starts the process, and closes it when Ray ends it."""
+
+    def __init__(self, options: Options, engine: Engine | None = None):
+        """`engine`: a loaded one, for tests."""
+        self._log = ExitStack()
+        self._log.enter_context(log_format.logging_as(options.log_format))
+        own_key = os.environ.get(KEY_VARIABLE)
+        if own_key and not options.api_keys:  # of the machine that the replica runs on
+            options = options.model_copy(update={"api_keys": (own_key,)})
+        self._settings = options.settings
+        self.engine = engine or load(**options.load)
+        self._known_rounds = -1
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """The application that `windfall serve` runs, too."""
+        app = make_app(self.engine, self._settings)
+        app.add_middleware(WithoutRequestId)
+        return app
+
+    async def check_health(self) -> None:
+        """Raise an error if the engine does not generate; Ray then starts another replica.
+
+        An engine that has finished a pass since the last check is well. Otherwise it must answer a text of one token:
+        it may be idle, or hang, or fail in every pass.
+        """
+        rounds = self.engine.counters.rounds
+        if self.engine.closed:
+            raise RuntimeError("the engine is closed")
+        if rounds == self._known_rounds:
+            try:
+                await asyncio.wait_for(self._probe(), PROBE_SECONDS)
+            except asyncio.TimeoutError:
+                raise RuntimeError(f"the engine has generated nothing for {PROBE_SECONDS:.0f} seconds") from None
+        self._known_rounds = self.engine.counters.rounds
+
+    async def _probe(self) -> None:
+        await self.engine.submit([0], **PROBE)
+
+    def __del__(self) -> None:
+        """Ray calls this when all requests have ended, or the time for them is over."""
+        made = self.__dict__  # without an engine, if it could not be loaded
+        if "engine" in made and not self.engine.closed:
+            self.engine.close()
+            if self.engine.policy.uses_costs:
+                remember(self.engine)
+        if "_log" in made:
+            self._log.close()

@@ -1,0 +1,78 @@
+"""A small Ray cluster on this machine, with two replicas of a tiny model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from helpers.serving import http, wait_for
+
+MARK = "WINDFALL_TEST_CLUSTER"  # environment variable that the processes of this cluster have
+OWN = uuid.uuid4().hex
+PORT = 8873
+
+
+@contextmanager
+def cluster(**options: Any) -> Iterator[str]:
+    """The address of an application with these options."""
+    os.environ.update({MARK: OWN, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"})  # its processes inherit them
+    import ray
+    from ray import serve
+
+    import windfall.ray
+
+    ray.init(num_cpus=2, object_store_memory=100 * 2**20, include_dashboard=False, log_to_driver=False)
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": PORT})
+        serve.run(windfall.ray.build({**options, "cpus": 0.5, "device": "cpu"}), name="windfall", route_prefix="/")
+        yield f"http://127.0.0.1:{PORT}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def replicas() -> list[int]:
+    """The process ids of the replicas."""
+    return [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit() and _is_replica(each)]
+
+
+def _is_replica(process: Path) -> bool:
+    try:
+        named = (process / "cmdline").read_bytes().startswith(b"ray::ServeReplica:windfall")
+        return named and f"{MARK}={OWN}".encode() in (process / "environ").read_bytes()
+    except OSError:
+        return False
+
+
+def _ticks(pid: int) -> int:
+    """The CPU time of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+def kill_the_busiest() -> int:
+    """Kill the replica that works most now; returns its process id."""
+    known = replicas()
+    before = [_ticks(pid) for pid in known]
+    time.sleep(0.3)
+    spent = [_ticks(pid) - old for pid, old in zip(known, before, strict=True)]
+    busiest = known[spent.index(max(spent))]
+    os.kill(busiest, signal.SIGKILL)
+    return busiest
+
+
+def metrics(url: str, session: str) -> dict[str, float]:
+    """The metrics of the replica that has this session."""
+    lines = http().get(f"{url}/metrics", headers={"X-Session-Id": session}).text.splitlines()
+    pairs = [line.rpartition(" ") for line in lines if line and not line.startswith("#")]
+    return {name: float(value) for name, _, value in pairs}
+
+
+def wait_for_replicas(count: int) -> None:
+    wait_for(lambda: len(replicas()) == count, 60)
