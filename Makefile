@@ -17,7 +17,7 @@ demo: $(RUN)
 
 test: lint docs unit
 
-.PHONY: install unit coverage wheel-smoke dockerfile
+.PHONY: install unit coverage wheel-smoke dockerfile ray clients
 install: $(DEV)
 
 unit: $(DEV)
@@ -31,6 +31,14 @@ wheel-smoke:  # builds sdist and wheel, installs the wheel into an empty environ
 
 dockerfile: $(DEV)  # runs every command of deploy/Dockerfile in a new folder; no image is built
 	RUN_DOCKERFILE=1 TORCH="$(TORCH)" $(BIN)/python -m pytest tests/deploy/test_dockerfile.py
+
+ray: $(DEV)  # installs Ray, starts a small cluster on this machine, and kills replicas while they generate
+	$(BIN)/python -m pip install --quiet --editable ".[ray]"
+	RUN_RAY=1 $(BIN)/python -m pytest tests/scale_out
+
+clients: $(DEV)  # installs other clients of the OpenAI API, and tests the server with them
+	$(BIN)/python -m pip install --quiet langchain-openai litellm
+	$(BIN)/python -m pytest tests/serve/test_other_clients.py
 
 lint: $(DEV)
 	$(BIN)/lint-imports --no-logo
