@@ -24,9 +24,8 @@ from windfall.kernels.triton.pdl import pdl_wait, prefetch
 STEP = 64  # elements of K; K must be a multiple
 SEGMENT_UNIT = 256  # elements of K; all segments but the last are multiples
 MIN_SEGMENT = 2048  # elements of K
-ENOUGH_TILES = 128  # of 64 outputs each: about one for each multiprocessor
+ENOUGH_TILES = 128  # about one for each multiprocessor
 FEW_TILES = 264  # of 64 outputs and 64 rows each: two for each multiprocessor
-MAX_SPLIT_ROWS = 128  # with more rows, one program takes all segments of its tile
 MANY_OUTPUTS = 16_384  # from here on, tiles of 256 outputs still occupy all multiprocessors
 PREFETCHED_BYTES = 2**23  # of a weight, requested while the previous kernel still runs
 MIN_PREFETCHED, MAX_PREFETCHED = 256, 1024  # elements of K that are requested early, in each segment
@@ -102,7 +101,7 @@ def _matmul(
         tl.store(partials + own * stride + place, sums, mask=shown)
         counter = counters + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         tl.debug_barrier()  # all threads have stored their sums before the counter is raised
-        before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        before = tl.atomic_add(counter, 1, sem="release", scope="gpu")
         tl.debug_barrier()
         if before == SEGMENTS - 1:
             parts = ()
@@ -195,7 +194,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     tile = choose_tile(rows, outputs, k, supports_pdl(x.device) and aligned, shared_memory(x.device))
     tiles, blocks = -(-outputs // tile.outputs), -(-rows // tile.rows)  # of outputs, of rows
     out = x.new_empty(rows, outputs)
-    few = segments > 1 and rows <= MAX_SPLIT_ROWS and tiles * blocks <= COUNTERS
+    few = segments > 1 and tiles * blocks <= min(ENOUGH_TILES, COUNTERS)  # otherwise one program takes all segments
     counts = counters(x.device) if few else None
     split = counts is not None
     partials = torch.empty((segments, rows, outputs), device=x.device) if split else out
