@@ -16,6 +16,7 @@ from jinja2 import TemplateError
 
 from windfall import registry
 from windfall.checkpoints.quiet_libs import first_line
+from windfall.core.constraint import BACKEND_KEYWORD, KEYWORDS, with_constraint
 from windfall.core.files import is_unicode
 from windfall.core.options import brief, is_number
 from windfall.core.types import GpuOptions, InputError, SamplingParams, Step
@@ -35,6 +36,8 @@ from windfall.engine.request import Handle, Request
 from windfall.engine.sequence import Sequence
 from windfall.engine.service import Service
 from windfall.engine.split_runner import SplitRunner
+from windfall.grammar.base import Grammar
+from windfall.grammar.compile import Grammars
 from windfall.model.decoder import tree_attention
 from windfall.model.target import Target
 from windfall.policies.base import TreePolicy
@@ -231,7 +234,8 @@ class Engine:
         self, ids: list[int], params: SamplingParams, policy: TreePolicy | None = None, deadline: float | None = None
     ) -> Request:
         own = (policy or self.policy).fresh()
-        sequence = Sequence(ids, params.seeded(), own, self.target, self.coupled, self.calibrators)
+        grammar = self._grammar(params)
+        sequence = Sequence(ids, params.seeded(), own, self.target, self.coupled, self.calibrators, grammar)
         self.drafter.expect(sequence.end)
         self._route = Route(None, SEVERAL_TEXTS)
         return Request(next(self._request_numbers), sequence, deadline)
@@ -340,7 +344,9 @@ class Engine:
             self.target.texts += 1
             number = self.target.texts
             sequences = [
-                Sequence(prompt, own.seeded(), policy.fresh(), self.target, self.coupled, calibrators)
+                Sequence(
+                    prompt, own.seeded(), policy.fresh(), self.target, self.coupled, calibrators, self._grammar(own)
+                )
                 for prompt, own in zip(prompts, params, strict=True)
             ]
             cycles = self._cycles(sequences, lockstep)
@@ -464,15 +470,24 @@ class Engine:
 
     def params(self, **sampling: Any) -> SamplingParams:
         """SamplingParams from keywords, checked against this target."""
-        known = SamplingParams.__dataclass_fields__
+        known = [*SamplingParams.__dataclass_fields__, *KEYWORDS, BACKEND_KEYWORD]
         if unknown := [name for name in sampling if name not in known]:
             raise InputError(f"there is no sampling option '{unknown[0]}'; there are {', '.join(known)}")
-        params = SamplingParams(**sampling)
+        params = SamplingParams(**with_constraint(sampling))
         if params.stop and self.target.tokenizer is None:
             raise InputError("stop strings need a tokenizer; this target has none")
         if params.logit_bias and not 0 <= min(params.logit_bias) <= max(params.logit_bias) < self.target.vocab_size:
             raise InputError(f"logit_bias takes token ids between 0 and {self.target.vocab_size - 1}")
+        self._grammar(params)  # a constraint that cannot be used is refused here
         return params
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        """The compiled constraint."""
+        return None if params.constraint is None else self._grammars.compile(params.constraint)
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(self.target.tokenizer, self.target.vocab_size, self.target.eos)
 
 
 def _is_text(prompt: Prompt) -> bool:

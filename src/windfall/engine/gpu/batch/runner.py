@@ -117,7 +117,7 @@ class GpuBatchRunner:
         """Whether this runner can decode this text: its policy is the budget's, and it draws on the device."""
         params, own = sequence.params, sequence.policy
         same = type(own) is type(self.policy) and own == self.policy
-        return same and not (params.reads_prefix or params.logit_bias)
+        return same and not params.needs_host
 
     @property
     def busy(self) -> bool:
