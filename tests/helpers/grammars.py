@@ -26,7 +26,7 @@ from windfall.model.target import Target
 
 SPECIAL = ["<unk>", "<|user|>", "<|assistant|>", "<|end|>"]
 LONGER = ['{"', '": ', '", "', "true", '"}', "ab", "<tool_call>"]
-TOKENS = [*SPECIAL, *'{}[]":,-. \n', *string.digits, *string.ascii_lowercase[:21], *LONGER, "<", ">", "/", "_"]
+TOKENS = [*SPECIAL, *'{}[]":,-. \n', *string.digits, *string.ascii_lowercase[:21], *LONGER, *"<>/_;"]
 END = TOKENS.index("<|end|>")
 assert len(TOKENS) < VOCABULARY  # so that there are logits without tokens
 

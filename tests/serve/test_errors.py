@@ -32,8 +32,6 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
     ("path", "change", "param", "words"),
     [
         (CHAT, {"logprobs": True}, "logprobs", "'logprobs' is not supported yet"),
-        (CHAT, {"tools": [{"type": "function"}]}, "tools", "'tools' is not supported yet"),
-        (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
         (COMPLETIONS, {"logprobs": 0}, "logprobs", "not supported yet"),
         (COMPLETIONS, {"suffix": "end"}, "suffix", "not supported yet"),
         (COMPLETIONS, {"best_of": 3}, "best_of", "not supported yet"),
@@ -44,8 +42,8 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
         (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content", "required"),
         (
             CHAT,
-            {"messages": [{"role": "assistant", "content": "", "tool_calls": []}]},
-            "messages.0.tool_calls",
+            {"messages": [{"role": "assistant", "content": "", "refusal": "no"}]},
+            "messages.0.refusal",
             "not s",
         ),
         (CHAT, {"temperature": "hot"}, "temperature", "number"),

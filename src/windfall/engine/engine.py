@@ -206,22 +206,23 @@ class Engine:
         prompt: Prompt,
         *,
         raw: bool = False,
+        tools: list[dict[str, Any]] | None = None,
         policy: TreePolicy | str | None = None,
         deadline: float | None = None,
         **sampling: Any,
     ) -> Handle:
         """Generate a text in the background, together with the other requests; returns at once.
 
-        `policy` takes the place of the engine's policy. After `deadline` seconds the text ends as it is. A request that
-        fails, for example in a logits processor, does so alone. Processors and criteria are called in the thread that
-        generates.
+        `tools` are shown to the model by its chat template, in OpenAI's form. `policy` takes the place of the engine's
+        policy. After `deadline` seconds the text ends as it is. A request that fails, for example in a logits
+        processor, does so alone. Processors and criteria are called in the thread that generates.
         """
         if deadline is not None and not (is_number(deadline) and deadline > 0):
             raise InputError(f"deadline takes a number of seconds above 0, not {deadline!r}")
         if not isinstance(policy, TreePolicy | str | None):
             raise InputError(f"a policy is a name or a TreePolicy, not {policy!r}")
         chosen = registry.policy(policy) if isinstance(policy, str) else policy
-        return self._submit(self.encode(prompt, raw), self.params(**sampling), chosen, deadline)
+        return self._submit(self.encode(prompt, raw, tools), self.params(**sampling), chosen, deadline)
 
     def _submit(
         self, ids: list[int], params: SamplingParams, policy: TreePolicy | None = None, deadline: float | None = None
@@ -434,9 +435,12 @@ class Engine:
             done += len(steps[0].tokens)
             yield min(done / WARM_UP_TOKENS, 1.0)
 
-    def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
-        """Text, chat messages or token ids → token ids; text becomes a user's message unless `raw`."""
-        ids = self.tokenize(prompt, raw) if _is_text(prompt) else _as_ids(prompt)
+    def encode(self, prompt: Prompt, raw: bool = False, tools: list[dict[str, Any]] | None = None) -> list[int]:
+        """Text, chat messages or token ids → token ids; text becomes a user's message unless `raw`.
+
+        `tools` are shown to the model by the chat template.
+        """
+        ids = self.tokenize(prompt, raw, tools) if _is_text(prompt) else _as_ids(prompt)
         context, vocabulary = self.target.context, self.target.vocab_size
         if not ids:
             raise InputError("the prompt is empty")
@@ -448,7 +452,7 @@ class Engine:
             raise InputError(f"token ids must be between 0 and {vocabulary - 1}")
         return ids
 
-    def tokenize(self, prompt: Prompt, raw: bool = False) -> list[int]:
+    def tokenize(self, prompt: Prompt, raw: bool = False, tools: list[dict[str, Any]] | None = None) -> list[int]:
         """Text or chat messages → token ids, without the checks of `encode`."""
         tokenizer = self.target.tokenizer
         if tokenizer is None:
@@ -459,7 +463,8 @@ class Engine:
             if not tokenizer.chat_template:
                 raise InputError(f"{self.target.name} has no chat template; give the prompt as text")
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-            return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+            how = {"add_generation_prompt": True, "return_dict": False, **({"tools": tools} if tools else {})}
+            return list(tokenizer.apply_chat_template(messages, **how))
         except TypeError as error:
             reason = "the prompt is not valid Unicode text"
             if not isinstance(prompt, str) and all(is_unicode(str(message.get("content"))) for message in prompt):

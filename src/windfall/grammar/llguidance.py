@@ -14,6 +14,7 @@ from windfall.core.constraint import Constraint
 from windfall.core.errors import InputError
 from windfall.core.tree import Flags
 from windfall.grammar.limits import without_anchors
+from windfall.grammar.tagged import lark
 from windfall.grammar.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -113,11 +114,9 @@ def _source(constraint: Constraint) -> str:
         return llguidance.LLMatcher.grammar_from_lark(gbnf_to_lark(constraint.source))
     if constraint.kind == "json_schema":
         return llguidance.LLMatcher.grammar_from_json_schema(constraint.source, overrides=JSON_STYLE)
-    return llguidance.LLMatcher.grammar_from_lark(_tagged(json.loads(constraint.source)))
-
-
-def _tagged(parts: dict[str, object]) -> str:
-    raise NotImplementedError(parts)
+    parts = json.loads(constraint.source)
+    inner = json.dumps({**parts["schema"], "x-guidance": JSON_STYLE})
+    return llguidance.LLMatcher.grammar_from_lark(lark(parts, f"%json {inner}"))
 
 
 def _first_line(message: str) -> str:

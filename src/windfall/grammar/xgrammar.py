@@ -13,6 +13,7 @@ from windfall.core.constraint import Constraint
 from windfall.core.errors import InputError
 from windfall.core.tree import Flags
 from windfall.grammar.limits import ignored_in_regex, ignored_in_schema, without_anchors
+from windfall.grammar.tagged import lark
 from windfall.grammar.vocabulary import Vocabulary
 
 PLACE = re.compile(r"^\[[0-9:]+\] \S+: (?:Check failed: \(.*?\) is false: )?")  # of an error in xgrammar's own code
@@ -93,8 +94,6 @@ class XGrammarBackend:
             return self._compiler.compile_grammar(constraint.source)
         if constraint.kind == "json_schema":
             return self._compiler.compile_json_schema(constraint.source, any_whitespace=False)
-        return self._compiler.compile_grammar(_tagged(json.loads(constraint.source)))
-
-
-def _tagged(parts: dict[str, object]) -> xgrammar.Grammar:
-    raise NotImplementedError(parts)
+        parts = json.loads(constraint.source)
+        inner = xgrammar.Grammar.from_json_schema(json.dumps(parts["schema"]), any_whitespace=False)
+        return self._compiler.compile_lark(lark(parts, "@json"), named_grammars={"json": inner})

@@ -56,12 +56,14 @@ async def submit(
     prompts: list[Prompt],
     raw: bool,
     limit: int | None,
+    **more: Any,
 ) -> Texts:
     """Submit n texts for each prompt, with seeds one after another.
 
-    `raw` leaves out the chat template; `limit` is the default number of new tokens.
+    `raw` leaves out the chat template; `limit` is the default number of new tokens; `more` are other keywords of
+    `Engine.submit`.
     """
-    sampling = sampling_of(admission.engine, asked, limit)
+    sampling = {**sampling_of(admission.engine, asked, limit), **more}
     seeds = [None if asked.seed is None else asked.seed + number for number in range(asked.n)]
     shortens = asked.limit is None
     jobs = [Job(prompt, raw, {**sampling, "seed": seed}, shortens) for prompt in prompts for seed in seeds]
@@ -102,4 +104,5 @@ def sampling_of(engine: Engine, asked: GenerationRequest, limit: int | None) -> 
         "stop": tuple(asked.stop),
         "logit_bias": {int(token): bias for token, bias in asked.logit_bias.items()},
         "eos": (*own_eos, *asked.stop_token_ids),
+        "constraint": asked.constraint,
     }

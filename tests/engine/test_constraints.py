@@ -11,7 +11,17 @@ from typing import Any
 import jsonschema
 import pytest
 
-from helpers.grammars import CONSTRAINTS, END, SCHEMA, TOKENS, plain_greedy, random_schema, target, text_of
+from helpers.grammars import (
+    CONSTRAINTS,
+    END,
+    SCHEMA,
+    TOKENS,
+    MaskedLogits,
+    plain_greedy,
+    random_schema,
+    target,
+    text_of,
+)
 from helpers.grammars import engine as new_engine
 from helpers.random_parallel import some_drafter
 from helpers.tiny import prompt
@@ -79,6 +89,18 @@ def test_greedy_text_is_that_of_transformers_with_masked_logits(kind: str, name:
         tokens, finish = written(engine(policy, "small"), kind, "greedy", max_new_tokens=30, grammar_backend=name)
         assert wanted == ([*tokens, END] if wanted[-1] == END and tokens[-1] != END else tokens)
         assert finish == ("stop" if wanted[-1] == END else "length")
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_sampled_text_is_that_of_masks_before_all_filters(sampling: str) -> None:
+    """Here a processor of the user masks every token's logits: it comes before temperature, top-k and top-p."""
+    for kind, given in CONSTRAINTS.items():
+        constraint = engine().params(**given).constraint
+        assert constraint is not None
+        masking = {"processors": (MaskedLogits(constraint, len(prompt()), "xgrammar"),), **SAMPLING[sampling]}
+        wanted = engine("none").generate(prompt(), max_new_tokens=TOKENS_AT_MOST, seed=3, **masking).token_ids
+        tokens, _ = plain(kind, sampling)
+        assert wanted == ([*tokens, END] if len(wanted) > len(tokens) else tokens)
 
 
 @pytest.mark.parametrize("place", range(12))
