@@ -38,10 +38,7 @@ class Grammars:
 
     def _compile(self, constraint: Constraint) -> Grammar:
         """By the first installed library that supports all of the constraint."""
-        names = [name for name in (BACKENDS if constraint.backend is None else [constraint.backend]) if installed(name)]
-        if not names:
-            raise InputError(f"structured output needs {constraint.backend or ' or '.join(BACKENDS)}: {INSTALL}")
-        reason = ""
+        names, reason = check_installed(constraint), ""
         for name in names:
             backend = self._backend(name)
             ignored = backend.unsupported(constraint)
@@ -59,6 +56,14 @@ class Grammars:
     @cached_property
     def _vocabulary(self) -> Vocabulary:
         return read_vocabulary(self._tokenizer, self._size, self._eos)
+
+
+def check_installed(constraint: Constraint) -> list[str]:
+    """The installed libraries that may compile a constraint; raises an InputError if there are none."""
+    wanted = BACKENDS if constraint.backend is None else (constraint.backend,)
+    if not (names := [name for name in wanted if installed(name)]):
+        raise InputError(f"structured output needs {' or '.join(wanted)}: {INSTALL}")
+    return names
 
 
 def installed(name: str) -> bool:
