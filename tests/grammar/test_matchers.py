@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import numpy as np
 import pytest
+import torch
 
 from helpers.grammars import CONSTRAINTS, END, SCHEMA, TOKENS, backend, guide, ids, json_tokenizer
 from helpers.tiny import VOCABULARY
 from windfall.core.constraint import BACKENDS, MAX_SOURCE_CHARACTERS, Constraint, with_constraint
 from windfall.core.errors import InputError
+from windfall.core.tree import DraftTree
 from windfall.grammar import compile as compiling
 from windfall.grammar.compile import Grammars
 from windfall.grammar.limits import ignored_in_regex, ignored_in_schema, without_anchors
 
 both = pytest.mark.parametrize("name", BACKENDS)
 YES_OR_NO = Constraint.ebnf('root ::= "si" | "no" "pe"?')
+
+
+def deep(levels: int) -> dict[str, object]:
+    schema: dict[str, object] = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
 
 
 def constraint(kind: str) -> Constraint:
@@ -69,13 +79,6 @@ def test_a_finished_text_still_has_a_mask(name: str) -> None:
 
 
 @both
-def test_forced_text_is_known(name: str) -> None:
-    matcher = backend(name).compile(constraint("schema")).matcher()
-    assert matcher.forced() == b'{"name": "'
-    assert backend(name).compile(Constraint.regex("a|b")).matcher().forced() == b""
-
-
-@both
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -103,6 +106,7 @@ def test_a_wrong_constraint_is_an_error_of_one_line(name: str, wrong: Constraint
         ({"json_schema": "{"}, "json_schema is not valid JSON: "),
         ({"json_schema": 3}, "json_schema takes a JSON Schema"),
         ({"json_schema": {"a": {1}}}, "json_schema cannot be written as JSON"),
+        ({"json_schema": deep(70)}, "a JSON schema has 128 levels at most"),
         ({"json_object": 1}, "json_object must be True or False, not 1"),
         ({"regex": ""}, "regex takes a text that is not empty, not ''"),
         ({"ebnf": 5}, "ebnf takes a text that is not empty, not 5"),
@@ -136,6 +140,39 @@ def test_what_one_library_ignores_goes_to_the_other() -> None:
     assert [TOKENS[token] for token in np.flatnonzero(matcher.mask())] == ["1"]
 
 
+@both
+@pytest.mark.parametrize(
+    "endless",
+    [
+        Constraint.ebnf('root ::= "a" root'),
+        Constraint.json_schema({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
+        Constraint.regex("((a{9}){99}){99}"),
+    ],
+)
+def test_text_without_an_end_is_followed_step_by_step(name: str, endless: Constraint) -> None:
+    """Asking the libraries for all text that must come next takes forever here."""
+    text = guide(endless, name)
+    text.begin([])
+    if name == "llguidance" and endless.kind != "regex":
+        with pytest.raises(InputError, match=r"^the grammar cannot be followed: [^\n]+$"):
+            text.add_forced(DraftTree.root(0), torch.tensor([0]), room=100)
+        return
+    grown, kept = text.add_forced(DraftTree.root(0), torch.tensor([0]), room=100)
+    assert 3 < len(grown) == len(kept) <= 33
+
+
+@pytest.mark.parametrize("schema", [{"required": 5}, {"enum": 3}, {"properties": []}, {"allOf": 5}, {"type": {}}])
+def test_what_is_no_schema_is_refused_or_harmless(schema: dict[str, object]) -> None:
+    with contextlib.suppress(InputError):
+        Grammars(json_tokenizer(), VOCABULARY, (END,)).compile(Constraint.json_schema(schema))
+
+
+def test_an_error_names_what_both_libraries_lack() -> None:
+    wrong = Constraint.json_schema({"oneOf": [{"type": "number"}, {"type": "integer"}]})
+    with pytest.raises(InputError, match=r"xgrammar does not support 'oneOf' of .*; llguidance: oneOf"):
+        Grammars(json_tokenizer(), VOCABULARY, (END,)).compile(wrong)
+
+
 def test_compiled_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "MAX_KEPT", 2)
     grammars = Grammars(json_tokenizer(), VOCABULARY, (END,))
@@ -160,6 +197,17 @@ def test_compiled_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"type": "integer", "enum": ["a"]}, "'type' beside 'enum'"),
         ({"$ref": "#/$defs/x", "minimum": 5}, "'minimum' beside '$ref'"),
         ({"$ref": "http://x/y"}, "a '$ref' that does not start with '#/'"),
+        (
+            {
+                "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
+                "discriminator": {"propertyName": "kind"},
+                "$defs": {
+                    name: {"type": "object", "properties": {"kind": {"const": name}}, "required": ["kind"]}
+                    for name in ("a", "b")
+                },
+            },
+            "",
+        ),
         ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "'oneOf' of schemas that may overlap"),
         ({"allOf": [{"type": "object"}, {"type": "object"}]}, "'allOf' of several schemas"),
         ({"minimum": 5}, "'minimum' without 'type'"),

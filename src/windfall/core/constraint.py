@@ -11,6 +11,7 @@ from windfall.core.errors import InputError
 
 BACKENDS = ("xgrammar", "llguidance")  # the first that is installed and supports a constraint is used
 MAX_SOURCE_CHARACTERS = 100_000
+MAX_DEPTH = 128  # of objects and lists in a schema; deeper ones take long to compile
 KEYWORDS = ("json_schema", "json_object", "regex", "ebnf")  # of Engine.generate, each a constraint
 BACKEND_KEYWORD = "grammar_backend"
 ANY_OBJECT = '{"type": "object", "additionalProperties": true}'
@@ -47,10 +48,7 @@ class Constraint:
                 raise InputError(f"json_schema is not valid JSON: {error}") from None
         if not isinstance(schema, Mapping | bool):
             raise InputError(f"json_schema takes a JSON Schema (an object), not {_brief(schema)}")
-        try:
-            return cls("json_schema", json.dumps(schema, allow_nan=False), backend)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise InputError(f"json_schema cannot be written as JSON: {error}") from None
+        return cls("json_schema", _as_json(schema), backend)
 
     @classmethod
     def json_object(cls, backend: str | None = None) -> Constraint:
@@ -71,7 +69,7 @@ class Constraint:
     def tagged_json(cls, tags: Tags, schema: Any, many: bool) -> Constraint:
         """JSON between fixed texts, once or, with `many`, several times."""
         parts = {"begin": tags.begin, "end": tags.end, "separator": tags.separator, "schema": schema, "many": many}
-        return cls("tagged_json", json.dumps(parts))
+        return cls("tagged_json", _as_json(parts))
 
     @classmethod
     def choice(cls, options: list[str], backend: str | None = None) -> Constraint:
@@ -108,6 +106,20 @@ def with_constraint(sampling: Mapping[str, Any]) -> dict[str, Any]:
         elif key != "constraint":
             rest["constraint"] = getattr(Constraint, key)(value, backend)
     return rest
+
+
+def _as_json(schema: Any) -> str:
+    if _is_deeper(schema, MAX_DEPTH):
+        raise InputError(f"a JSON schema has {MAX_DEPTH} levels at most")
+    try:
+        return json.dumps(schema, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"json_schema cannot be written as JSON: {error}") from None
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return levels < 0 or any(_is_deeper(each, levels - 1) for each in inner)
 
 
 def _text(name: str, given: Any) -> str:

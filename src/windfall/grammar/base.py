@@ -28,9 +28,6 @@ class Matcher(Protocol):
     def may_end(self) -> bool:
         """Whether the text is complete; more may be allowed to follow."""
 
-    def forced(self) -> bytes:
-        """Text that must come next, as far as it is easily known."""
-
 
 class Grammar(Protocol):
     """A compiled grammar, for any number of texts."""

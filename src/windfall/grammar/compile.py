@@ -43,7 +43,11 @@ class Grammars:
             backend = self._backend(name)
             ignored = backend.unsupported(constraint)
             if not ignored:
-                return backend.compile(constraint)
+                try:
+                    return backend.compile(constraint)
+                except InputError as error:
+                    more = str(error).partition(": ")[2]
+                    raise InputError(f"{reason}; {name}: {more}" if reason else str(error)) from None
             reason = f"the {constraint.name} cannot be used: {name} does not support {ignored}"
         others = [name for name in BACKENDS if name not in names]
         raise InputError(f"{reason}; {others[0]} may: {INSTALL}" if others and not constraint.backend else reason)

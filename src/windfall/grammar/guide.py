@@ -13,6 +13,8 @@ from windfall.grammar.base import Grammar
 
 ILLEGAL_LOGQ = -1e4  # the log-probability of a node that the grammar forbids: 0 as a probability, yet finite
 MAX_FORCED_NODES = 32  # nodes of forced text that a tree gets
+MAX_FORCED_STARTS = 4  # nodes after which forced text is looked for; each costs a mask
+MAX_SPELLINGS = 64  # tokens that may begin a forced text
 MAX_ROWS = 256  # of a tree with forced text
 SURE, FIRST = np.zeros(1, np.float32), np.zeros(1, np.int64)  # log-probability and rank of forced nodes
 
@@ -118,7 +120,7 @@ class Guide:
         return kept[torch.tensor([self._legal[node] for node in kept.tolist()])]
 
     def add_forced(self, tree: DraftTree, kept: Tensor, room: int) -> tuple[DraftTree, Tensor]:
-        """Add nodes for the text that must follow the kept nodes, the likeliest first; `room`: tokens until the end.
+        """Add nodes for text that must follow the likeliest of the kept nodes; `room`: tokens until the end.
 
         The target still scores them: only the text is certain, not how tokens spell it.
         """
@@ -126,9 +128,8 @@ class Guide:
         edges = zip(known.parents.tolist(), known.tokens.tolist(), strict=True)
         child, chosen = {edge: node for node, edge in enumerate(edges)}, set(nodes)
         limit = min(len(nodes) + MAX_FORCED_NODES, MAX_ROWS)
-        for start in sorted(nodes, key=lambda node: -known.score[node]):
-            if start and known.tokens[start] in self._eos:
-                continue
+        starts = [node for node in nodes if not node or known.tokens[node] not in self._eos]
+        for start in sorted(starts, key=lambda node: -known.score[node])[:MAX_FORCED_STARTS]:
             self.go_to(self._path(tree, start))
             node = start
             for token in self._forced_tokens(room - 1 - int(known.depth[start])):
@@ -145,11 +146,22 @@ class Guide:
     def _forced_tokens(self, most: int) -> list[int]:
         """Tokens for the text that must come next."""
         here, tokens = list(self._ahead), list[int]()
-        if self._matcher.may_end:
-            return tokens
-        for token in self._vocabulary.split(self._matcher.forced()):
-            if len(tokens) >= most or not self.legal(token):
-                break
+        while len(tokens) < min(most, MAX_FORCED_NODES) and (token := self._forced_token()) is not None:
             tokens.append(token)
             self.go_to([*here, *tokens])
         return tokens
+
+    def _forced_token(self) -> int | None:
+        """The longest token that all others continue or begin like; None if the text is not certain."""
+        if self._matcher.may_end:
+            return None
+        legal = np.flatnonzero(self.mask())
+        if len(legal) > MAX_SPELLINGS:
+            return None
+        texts: dict[bytes, int] = {self._vocabulary.tokens[token]: token for token in legal.tolist()}
+        if len({text[0] for text in texts}) != 1:
+            return None
+        for text in sorted(texts, key=len, reverse=True):
+            if all(text.startswith(other) or other.startswith(text) for other in texts):
+                return texts[text]
+        return None

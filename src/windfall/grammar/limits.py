@@ -35,9 +35,11 @@ LOOKAROUND = re.compile(r"\(\?<?[=!]")
 def ignored_in_schema(schema: Any) -> str:
     """The first part of a schema that xgrammar would ignore; empty if there is none."""
     try:
-        return next(filter(None, map(_ignored, _subschemas(schema))), "")
+        return next(filter(None, (_ignored(each, schema) for each in _subschemas(schema))), "")
     except RecursionError:
         return "its depth"
+    except (AttributeError, KeyError, TypeError, ValueError):  # not a schema, which the library will say
+        return ""
 
 
 def ignored_in_regex(pattern: str) -> str:
@@ -75,16 +77,16 @@ def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
         yield from _subschemas(schema.get(key))
 
 
-def _ignored(schema: dict[str, Any]) -> str:
+def _ignored(schema: dict[str, Any], root: dict[str, Any]) -> str:
     """What is ignored in this schema, apart from the schemas inside it."""
     if found := next((key for key in IGNORED if key in schema), None):
         return f"'{found}'"
     if schema.get("uniqueItems"):
         return "'uniqueItems'"
-    return _in_combination(schema) or _in_strings(schema) or _in_numbers(schema) or _in_objects(schema)
+    return _in_combination(schema, root) or _in_strings(schema) or _in_numbers(schema) or _in_objects(schema)
 
 
-def _in_combination(schema: dict[str, Any]) -> str:
+def _in_combination(schema: dict[str, Any], root: dict[str, Any]) -> str:
     given = [key for key in ALONE if key in schema]
     others = sorted(ASSERTIONS & schema.keys())
     if len(given) > 1 or (given and others):
@@ -95,7 +97,7 @@ def _in_combination(schema: dict[str, Any]) -> str:
         return "a '$ref' that does not start with '#/'"
     if len(schema.get("allOf", ())) > 1:
         return "'allOf' of several schemas"
-    if "oneOf" in schema and not _are_disjoint(schema["oneOf"]):
+    if "oneOf" in schema and not _are_disjoint(schema["oneOf"], root):
         return "'oneOf' of schemas that may overlap"
     if not given and "type" not in schema:
         loose = {*ASSERTIONS} - {"properties", "items", "prefixItems"}
@@ -151,15 +153,26 @@ def _kinds_of(value: Any) -> set[str]:
     return {"array" if isinstance(value, list) else "object" if isinstance(value, dict) else "null"}
 
 
-def _are_disjoint(branches: Any) -> bool:
+def _are_disjoint(given: Any, root: dict[str, Any]) -> bool:
     """Whether no value can fit two of these schemas, as far as types, constants and required constants show it."""
-    if not isinstance(branches, list) or not all(isinstance(each, dict) for each in branches):
+    branches = [_resolved(each, root) for each in given] if isinstance(given, list) else []
+    if not branches or not all(isinstance(each, dict) for each in branches):
         return False
     kinds = [_kinds(each) for each in branches]
     if all(kinds) and sum(map(len, kinds)) == len(set().union(*kinds)):
         return True
     shared = set.intersection(*({*each.get("required", [])} & each.get("properties", {}).keys() for each in branches))
     return any(_differ([each["properties"][name] for each in branches]) for name in shared)
+
+
+def _resolved(schema: Any, root: Any) -> Any:
+    """The schema that a `$ref` of this one leads to, or this one."""
+    path = schema.get("$ref") if isinstance(schema, dict) else None
+    if not isinstance(path, str) or not path.startswith("#/"):
+        return schema
+    for part in path[2:].split("/"):
+        root = root.get(part) if isinstance(root, dict) else None
+    return root
 
 
 def _kinds(schema: dict[str, Any]) -> set[str]:

@@ -39,12 +39,16 @@ class LLMatcher:
     def advance(self, token: int) -> None:
         self._mask = None
         if not self._matcher.consume_token(token):
-            raise ValueError(f"the grammar does not allow token {token} here: {self._matcher.get_error()}")
+            raise self._failure()
 
     def undo(self, tokens: int) -> None:
         self._mask = None
         if tokens and not self._matcher.rollback(tokens):
-            raise ValueError(f"the grammar cannot go back: {self._matcher.get_error()}")
+            raise self._failure()
+
+    def _failure(self) -> InputError:
+        """The library gives up on grammars that are too complex, or whose texts never end."""
+        return InputError(f"the grammar cannot be followed: {_first_line(self._matcher.get_error())}")
 
     def legal(self, token: int) -> bool:
         if self._mask is None:
@@ -58,9 +62,6 @@ class LLMatcher:
     @property
     def may_end(self) -> bool:
         return self._matcher.is_accepting()
-
-    def forced(self) -> bytes:
-        return self._matcher.compute_ff_bytes()
 
 
 class LLGrammar:

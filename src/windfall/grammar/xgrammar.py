@@ -49,9 +49,6 @@ class XMatcher:
     def may_end(self) -> bool:
         return bool(self._matcher.is_completed())
 
-    def forced(self) -> bytes:
-        return self._matcher.find_jump_forward_string().encode()
-
 
 class XGrammar:
     """A compiled grammar."""
