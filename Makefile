@@ -17,7 +17,7 @@ demo: $(RUN)
 
 test: lint docs unit
 
-.PHONY: install unit coverage wheel-smoke
+.PHONY: install unit coverage wheel-smoke dockerfile
 install: $(DEV)
 
 unit: $(DEV)
@@ -28,6 +28,9 @@ coverage: $(DEV)  # runs the tests, prints which lines they miss, and writes cov
 
 wheel-smoke:  # builds sdist and wheel, installs the wheel into an empty environment, and generates with it
 	$(PYTHON) scripts/wheel_smoke.py --torch "$(TORCH)"
+
+dockerfile: $(DEV)  # runs every command of deploy/Dockerfile in a new folder; no image is built
+	RUN_DOCKERFILE=1 TORCH="$(TORCH)" $(BIN)/python -m pytest tests/deploy/test_dockerfile.py
 
 lint: $(DEV)
 	$(BIN)/lint-imports --no-logo

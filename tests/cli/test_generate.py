@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.cli import SHORT, STATS, character_tokenizer, interrupted_after, refused, windfall
+from helpers.cli import SHORT, SPECIAL, STATS, character_tokenizer, interrupted_after, refused, windfall
 from helpers.tiny import tiny
 from windfall import registry
 from windfall.cli.options import SamplingOptions
@@ -58,6 +58,29 @@ def test_json_is_one_object(folder: Path) -> None:
     assert len(told["token_ids"]) == told["stats"]["tokens"] == 12
 
 
+def test_json_with_log_probabilities(folder: Path, tmp_path: Path) -> None:
+    options = ("--target", folder, "--policy", "chain", "--temperature", 0.7, "--seed", 7, "--logprobs", 2, *SHORT)
+    raw = json.loads(windfall("generate", "abc", "--json", *options).stdout)
+    assert [each["id"] for each in raw["logprobs"]] == raw["token_ids"]
+    for each in raw["logprobs"]:
+        assert {*each} == {"id", "token", "logprob", "top"}
+        assert len(each["token"]) == 1 or each["token"] in SPECIAL
+        assert [{*best} for best in each["top"]] == [{"id", "token", "logprob"}] * 2
+        assert (
+            each["logprob"] <= each["top"][0]["logprob"] < 0 and each["top"][1]["logprob"] <= each["top"][0]["logprob"]
+        )
+    mode = ("--logprobs-mode", "processed")
+    processed = json.loads(windfall("generate", "abc", "--json", *options, *mode).stdout)
+    assert processed["token_ids"] == raw["token_ids"]
+    best = [told["logprobs"][0]["top"][0]["logprob"] for told in (raw, processed)]
+    assert best[0] < best[1]  # the temperature makes the likeliest token more likely
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "abc"}\n')
+    out = tmp_path / "answers.jsonl"
+    windfall("generate", "--file", tmp_path / "prompts.jsonl", "--out", out, *options)
+    found = json.loads(out.read_text())["logprobs"]
+    assert [each["logprob"] for each in found] == pytest.approx([each["logprob"] for each in raw["logprobs"]], abs=1e-4)
+
+
 def test_every_sampling_option_reaches_the_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = {}
     params = Engine.params
@@ -85,7 +108,8 @@ def test_sampling_defaults_are_the_library_s() -> None:
     library = SamplingParams()
     given = SamplingOptions().keywords()
     assert given == {name: getattr(library, name) for name in given}
-    assert {f.name for f in dataclasses.fields(library)} - set(given) == {"processors", "criteria"}
+    others = {"processors", "criteria", "logprobs", "logprobs_mode", "prompt_logprobs"}
+    assert {f.name for f in dataclasses.fields(library)} - set(given) == others
 
 
 @pytest.mark.parametrize(
@@ -262,6 +286,10 @@ def test_control_c_while_loading_is_quiet(folder: Path, monkeypatch: pytest.Monk
         ("--file /no/such/file", "give a prompt or --file, not both"),
         ("--exact --fast", "--exact and --fast contradict each other; choose one"),
         ("--raw --system kind", "--system needs the chat template, which --raw leaves out; choose one"),
+        ("--logprobs 2", "--logprobs adds log-probabilities to the JSON; give --json or --out, too"),
+        ("--logprobs -1 --json", "logprobs must be a whole number of at least 0, or None, not -1"),
+        ("--logprobs 2 --logprobs-mode cooked --json", "logprobs_mode must be 'raw' or 'processed', not 'cooked'"),
+        ("--logprobs-mode raw --json", "--logprobs-mode is for log-probabilities; give --logprobs, too"),
         ("--json --show-drafts", "--show-drafts colours a text, and --json prints none; choose one"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 from functools import cache
@@ -264,6 +265,18 @@ def test_processors_are_called_once_for_each_token() -> None:
     tokens, _ = written(engine("beam"), "schema", "greedy", processors=(watch,))
     assert tokens == plain("schema", "greedy")[0]
     assert calls == list(range(9, 9 + len(tokens)))
+
+
+@pytest.mark.parametrize("policy", ["none", "beam"])
+def test_processed_log_probabilities_are_those_of_legal_tokens(policy: str) -> None:
+    how = {"regex": "[ab][cd]", "temperature": 1.0, "seed": 2, "logprobs": 5, "eos": ()}
+    done = engine(policy).generate(prompt(), **how, logprobs_mode="processed")
+    raw = engine(policy).generate(prompt(), **how)
+    assert done.logprobs is not None and raw.logprobs is not None and raw.token_ids == done.token_ids
+    for place, (processed, unchanged) in enumerate(zip(done.logprobs, raw.logprobs, strict=True)):
+        assert {TOKENS[token] for token, _ in processed.top} <= ({"a", "b"}, {"c", "d"})[place]
+        assert sum(math.exp(value) for _, value in processed.top) == pytest.approx(1, abs=1e-5)
+        assert unchanged.logprob < processed.logprob
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "filtered"])

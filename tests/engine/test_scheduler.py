@@ -18,7 +18,7 @@ from windfall.core.sampling import noise_bits
 from windfall.core.tree import DraftTree
 from windfall.core.types import InputError, SamplingParams, Split, Step, Verdict
 from windfall.costs.acceptance import Calibrator
-from windfall.engine.batch_runner import Outcome
+from windfall.engine.batch_runner import Outcome, Use
 from windfall.engine.request import Request
 from windfall.engine.scheduler import Scheduler
 from windfall.engine.sequence import Sequence
@@ -214,6 +214,10 @@ class LateRunner:
     @property
     def max_length(self) -> int:
         return self.pages * PAGE_TOKENS
+
+    @property
+    def use(self) -> Use:
+        return Use(len(self.live) / self.pages)
 
 
 def table_request(number: int, length: int, new: int) -> Request:

@@ -11,11 +11,13 @@ from typing import Any
 
 import httpx
 import openai
+from fastapi import FastAPI
 
 from helpers.cli import character_tokenizer
 from helpers.random_parallel import some_drafter
 from helpers.tiny import tiny
 from windfall import registry
+from windfall.drafters.lm import LMDrafter
 from windfall.engine.engine import Engine
 from windfall.model.target import Target
 from windfall.serve import server
@@ -32,6 +34,15 @@ def new_engine(max_requests: int = 4, kv_memory: int | None = None) -> Engine:
 
 
 @cache
+def drafting_engine(chats: bool = True) -> Engine:
+    """An engine with wide trees, most of which are accepted: the drafter is the target itself. `chats`: its model has a
+    chat template."""
+    model = tiny(num_hidden_layers=2, max_position_embeddings=512)
+    target = Target(model, character_tokenizer(**({} if chats else {"template": None})), MODEL)
+    return Engine(target, LMDrafter(model=model), registry.policy("beam", depth=3, k=3, nodes=8), max_requests=4)
+
+
+@cache
 def engine() -> Engine:
     return new_engine()
 
@@ -39,7 +50,14 @@ def engine() -> Engine:
 @contextmanager
 def running(made: Engine, settings: Settings | None = None, drain_seconds: int = 5) -> Iterator[str]:
     """The address of a server that runs in this block."""
-    uvicorn = server.make_server(make_app(made, settings), drain_seconds)
+    with app_running(make_app(made, settings), drain_seconds) as url:
+        yield url
+
+
+@contextmanager
+def app_running(app: FastAPI, drain_seconds: int = 5) -> Iterator[str]:
+    """The address of any application that runs in this block."""
+    uvicorn = server.make_server(app, drain_seconds)
     with server.bind("127.0.0.1", 0) as bound:
         thread = threading.Thread(target=uvicorn.run, kwargs={"sockets": [bound]})
         thread.start()

@@ -31,8 +31,6 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "change", "param", "words"),
     [
-        (CHAT, {"logprobs": True}, "logprobs", "'logprobs' is not supported yet"),
-        (COMPLETIONS, {"logprobs": 0}, "logprobs", "not supported yet"),
         (COMPLETIONS, {"suffix": "end"}, "suffix", "not supported yet"),
         (COMPLETIONS, {"best_of": 3}, "best_of", "not supported yet"),
         (CHAT, {"colour": "blue"}, "colour", "'colour' is not supported"),
@@ -94,8 +92,8 @@ def test_other_content_types_are_refused(address: str) -> None:
 
 def test_the_clients_errors(api: openai.OpenAI) -> None:
     messages: Any = MESSAGES
-    with pytest.raises(openai.BadRequestError, match="not supported yet"):
-        api.chat.completions.create(model=MODEL, messages=messages, logprobs=True)
+    with pytest.raises(openai.BadRequestError, match="top_logprobs needs logprobs to be true"):
+        api.chat.completions.create(model=MODEL, messages=messages, top_logprobs=2)
     with pytest.raises(openai.NotFoundError, match="'other' does not exist; this server has 'tiny'"):
         api.chat.completions.create(model="other", messages=messages)
     with pytest.raises(openai.NotFoundError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -20,7 +22,7 @@ from windfall.cli import serve
 from windfall.serve import server
 from windfall.serve.errors import NOT_YET
 from windfall.serve.protocol import IGNORED, MAX_N, MAX_STOPS, ChatRequest, CompletionRequest, Speculation
-from windfall.serve.settings import MAX_BODY_BYTES
+from windfall.serve.settings import DRAIN_SECONDS, MAX_BODY_BYTES
 
 QUICK = ("--policy", "none", "--device", "cpu")
 
@@ -28,16 +30,19 @@ QUICK = ("--policy", "none", "--device", "cpu")
 def test_the_help_names_the_options() -> None:
     shown = windfall("serve", "--help").stdout
     options = ("--target", "--max-requests", "--host", "--port", "--api-key", "--max-queue", "--served-model-name")
-    assert all(option in shown for option in (*options, "--request-timeout"))
+    assert all(
+        option in shown
+        for option in (*options, "--request-timeout", "--drain-seconds", "--max-body-mb", "--log-format", "--no-page")
+    )
 
 
 def test_the_page_has_all_fields_options_and_limits() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "serve.md").read_text("utf-8")
     fields = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *Speculation.model_fields, *IGNORED, *NOT_YET}
     assert [name for name in sorted(fields) if f"`{name}`" not in page] == []
-    for limit in (f"{server.DRAIN_SECONDS} seconds", f"at most {MAX_N}", f"at most {MAX_STOPS} texts", "4 MiB"):
+    for limit in (f"{DRAIN_SECONDS} seconds", f"at most {MAX_N}", f"at most {MAX_STOPS} texts", "4 MiB"):
         assert limit in page
-    assert f"{server.DRAIN_SECONDS} seconds" in (serve.serve.__doc__ or "")
+    assert f"{DRAIN_SECONDS} seconds" in (serve.serve.__doc__ or "")
     assert MAX_BODY_BYTES == 4 * 2**20
 
 
@@ -50,8 +55,12 @@ def test_the_page_has_all_fields_options_and_limits() -> None:
         (("--max-queue", "-1"), "max_queue must be a whole number of at least 0, not -1"),
         (("--request-timeout", "0"), "request_timeout must be a number of seconds above 0"),
         (("--served-model-name", ""), "must not be empty"),
+        (("--log-format", "xml"), "--log-format takes text, json or none, not 'xml'"),
+        (("--drain-seconds", "-1"), "Invalid value for '--drain-seconds'"),
+        (("--max-body-mb", "0"), "Invalid value for '--max-body-mb'"),
         (("--host", "no such host"), "cannot listen on no such host, port 8000"),
         (("--policy", "nothing"), "there is no policy 'nothing'"),
+        (("--request-policy", "nothing"), "there is no policy 'nothing'"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(options: tuple[str, ...], words: str) -> None:
@@ -68,7 +77,9 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded() -> None:
 
 def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "find_spec", lambda name: None)
-    assert refused("serve") == "the server needs fastapi and uvicorn; run: pip install windfall[serve]"
+    assert (
+        refused("serve") == "the server needs fastapi, uvicorn and prometheus_client; run: pip install windfall[serve]"
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,11 +89,17 @@ def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_open_server_without_a_key_is_warned_about(
     folder: Path, monkeypatch: pytest.MonkeyPatch, host: str, keys: tuple[str, ...], warned: bool
 ) -> None:
-    monkeypatch.setattr(server, "run", lambda app, bound: None)
+    monkeypatch.setattr(server, "run", lambda app, bound, drain_seconds: None)
     result = windfall("serve", "--target", folder, "--host", host, "--port", 0, *keys, *QUICK)
     assert result.exit_code == 0 and "secret" not in result.output
     assert ("without a key" in result.stderr) == warned
-    assert re.search(rf"serving tiny on http://{host}:\d+/v1", result.stderr)
+    assert re.search(rf"serving tiny on http://{host}:\d+/v1 \(live page: http://{host}:\d+/\)\n", result.stderr)
+
+
+def test_no_page_is_announced_without_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "run", lambda app, bound, drain_seconds: None)
+    result = windfall("serve", "--target", folder, "--port", 0, "--no-page", *QUICK)
+    assert result.exit_code == 0 and "live page" not in result.stderr
 
 
 def test_the_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,9 +117,12 @@ def is_up(url: str) -> bool:
 
 def test_sigterm_lets_the_running_request_finish(folder: Path) -> None:
     command = [sys.executable, "-m", "windfall", "serve", "--target", folder, "--port", "0", *QUICK]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    how: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(
+        [*command, "--log-format", "json", "--drain-seconds", "20"], env={**os.environ, "OMP_NUM_THREADS": "1"}, **how
+    )
     try:
-        assert process.stderr is not None
+        assert process.stdout is not None and process.stderr is not None
         line = process.stderr.readline()
         url = re.findall(r"http://\S+", line)[0]
         body = {"prompt": "Hi", "max_tokens": 200, "ignore_eos": True, "stream": True, "seed": 1}
@@ -114,6 +134,9 @@ def test_sigterm_lets_the_running_request_finish(folder: Path) -> None:
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert process.wait(20) == 0
         assert process.stderr.read() == ""
+        *_, line = map(json.loads, process.stdout)
+        assert (line["route"], line["status"], line["finish_reason"]) == ("/v1/completions", 200, "length")
+        assert line["completion_tokens"] == 200 and line["prompt_tokens"] == 2
     finally:
         process.kill()
         process.communicate()

@@ -200,6 +200,15 @@ def test_several_calls_in_a_stream(api: openai.OpenAI) -> None:
         check(call)
 
 
+def test_calls_with_log_probabilities(api: openai.OpenAI) -> None:
+    how: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "logprobs": True}
+    whole = chat(api, **how).choices[0]
+    tokens = [each.token for each in whole.logprobs.content]
+    assert "".join(tokens).startswith("<tool_call>\n{") and whole.message.tool_calls
+    parts = [chunk.choices[0].logprobs for chunk in chat(api, **how, stream=True)]
+    assert [each.token for part in parts if part for each in part.content] == tokens
+
+
 def test_an_answer_without_calls_is_text(api: openai.OpenAI) -> None:
     answer = chat(api, tools=TOOLS, max_tokens=12).choices[0]
     text = "".join(c.choices[0].delta.content or "" for c in chat(api, tools=TOOLS, max_tokens=12, stream=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import re
 import shlex
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
@@ -23,6 +24,7 @@ from windfall.model.decoder import attention_of
 from windfall.model.target import Target
 
 HASHED_VALUES = 1024  # of each parameter, evenly spread
+URL = re.compile("https?://")
 
 
 def describe(
@@ -30,15 +32,7 @@ def describe(
 ) -> dict[str, Any]:
     """What is needed to repeat a run."""
     return {
-        "command": shlex.join(shorten(word) for word in command),
-        "date": now(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            "transformers": transformers.__version__,
-            "windfall": __version__,
-        },
-        "machine": machine(target.device),
+        **describe_client(prompts, command, target.device),
         "target": {
             "name": shorten(target.name),
             "weights": weights_hash(target.model.named_parameters()),
@@ -48,6 +42,23 @@ def describe(
             "exact": all(engine.exact_passes for engine in engines.values()) if engines else None,
         },
         "drafters": {label: _drafter(engine) for label, engine in engines.items()},
+    }
+
+
+def describe_client(
+    prompts: Sequence[Prompt], command: Sequence[str], device: torch.device | None = None
+) -> dict[str, Any]:
+    """What is known of a run without its models: versions, this machine, the command and the prompts."""
+    return {
+        "command": shlex.join(word if URL.match(word) else shorten(word) for word in command),
+        "date": now(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "transformers": transformers.__version__,
+            "windfall": __version__,
+        },
+        "machine": machine(device or torch.device("cpu")),
         "prompts": prompts_hash(prompts),
     }
 

@@ -12,7 +12,20 @@ from typing import Annotated, Any
 import typer
 
 from windfall import __version__
-from windfall.cli import audit, bench, chat, diagnose, generate, measure, report, serve, show, train_ltd, tune
+from windfall.cli import (
+    audit,
+    bench,
+    bench_serve,
+    chat,
+    diagnose,
+    generate,
+    measure,
+    report,
+    serve,
+    show,
+    train_ltd,
+    tune,
+)
 from windfall.cli.bench_speed import speed
 from windfall.cli.bench_throughput import throughput
 from windfall.cli.help import Group, make_group
@@ -84,7 +97,9 @@ app = make_group(
     cls=Commands,
 )
 about = "Run methods over prompts, and keep the results."
-app.add_typer(make_group(about, speed, throughput, bench.run, bench.suites, bench.show, study), name="bench")
+app.add_typer(
+    make_group(about, speed, throughput, bench_serve.serve, bench.run, bench.suites, bench.show, study), name="bench"
+)
 about = "Train drafters and policies on texts that the target writes."
 app.add_typer(make_group(about, data, head, lm, classifier, train_ltd.record, train_ltd.ltd), name="train")
 

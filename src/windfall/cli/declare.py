@@ -16,7 +16,15 @@ from windfall.core.errors import InputError
 
 OWN_METADATA = ("flags", "argument", "low", "high", "choices")  # keys of a field's metadata that typer does not take
 
-VALUES = ("cpu", "float32", "eagle", "lean", "replay", "builtin")  # a help text that begins with a value keeps its case
+VALUES = (
+    "cpu",
+    "float32",
+    "eagle",
+    "lean",
+    "raw",
+    "replay",
+    "builtin",
+)  # a help text that begins with a value keeps its case
 
 
 def option(default: Any, help: str, *flags: str, **details: Any) -> Any:

@@ -43,6 +43,12 @@ def generate(
     show_drafts: bool = show_drafts_option(),
     out: Path | None = option(None, "Answer the lines of --file together, and write one JSON object per answer here."),
     resume: bool = option(False, "Answer the lines that have no answer in --out yet."),
+    logprobs: int | None = option(
+        None, "Add the log-probability of each token to the JSON, and of this number of the likeliest tokens."
+    ),
+    logprobs_mode: str | None = option(
+        None, "raw: log-probabilities of the model (default); processed: after penalties, temperature and filters."
+    ),
 ) -> None:
     """Answer a prompt, or each line of a JSONL file (--file PROMPTS.jsonl).
 
@@ -51,7 +57,9 @@ def generate(
     """
     _check_output(source, json, show_drafts, compare, out, resume)
     lines = source.read_many() if source.has_many else []
-    prompt, keywords = None if lines else source.read(), {**sampling.keywords(), **constraint.keywords()}
+    prompt = None if lines else source.read()
+    keywords = sampling.keywords(**_logprobs_keywords(logprobs, logprobs_mode, json or out is not None))
+    keywords |= constraint.keywords()
     answers = None if out is None else AnswerFile(out, lines, resume)
     engine = model.load(policy.make(), batch)
     if source.system is not None or any(line.system for line in lines):
@@ -95,6 +103,17 @@ def _check_output(
         raise InputError("--out takes the answers to a file of prompts; give one with --file PROMPTS.jsonl")
     if out is not None and (json or show_drafts):
         raise InputError("--out writes JSON to a file and prints no text; leave --json and --show-drafts out")
+
+
+def _logprobs_keywords(logprobs: int | None, mode: str | None, writes_json: bool) -> dict[str, int | str]:
+    """The keywords of `Engine.generate` for log-probabilities; none if they are not wanted."""
+    if logprobs is None:
+        if mode is not None:
+            raise InputError("--logprobs-mode is for log-probabilities; give --logprobs, too")
+        return {}
+    if not writes_json:
+        raise InputError("--logprobs adds log-probabilities to the JSON; give --json or --out, too")
+    return {"logprobs": logprobs, **({} if mode is None else {"logprobs_mode": mode})}
 
 
 def _answer_turns(session: Session, conversation: Conversation) -> None:

@@ -235,11 +235,11 @@ class SamplingOptions:
     ignore_eos: bool = ignore_eos_option()
     seed: int | None = option(None, "Random seed; the same seed gives the same text. Default: a new seed, printed.")
 
-    def keywords(self) -> dict[str, Any]:
-        """The keywords of Engine.generate, with all checks that need no model."""
+    def keywords(self, **more: Any) -> dict[str, Any]:
+        """The keywords of Engine.generate, and `more` of them, with all checks that need no model."""
         from windfall.core.types import SamplingParams
 
-        values = dataclasses.asdict(self)
+        values = {**dataclasses.asdict(self), **more}
         values["eos"] = () if values.pop("ignore_eos") else None
         values["stop"] = tuple(self.stop)
         values["logit_bias"] = dict(map(_parse_bias, self.logit_bias))

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 
-from windfall.cli.declare import option
+from windfall.cli.declare import complete, option
 from windfall.cli.options import BatchOptions, ModelOptions, PolicyOptions
 from windfall.cli.session import remember_costs
 from windfall.core.errors import InputError
 from windfall.render import console
-from windfall.serve.settings import MAX_QUEUE, Settings
+from windfall.serve.settings import DRAIN_SECONDS, MAX_BODY_BYTES, MAX_QUEUE, Settings
 
 KEY_VARIABLE = "WINDFALL_API_KEY"
-NEEDED = ("fastapi", "uvicorn")
+NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 MAX_PORT = 65_535
 
 
@@ -31,18 +31,42 @@ def serve(
         None, "Name of the model for clients. Default: the name of the target.", metavar="NAME"
     ),
     request_timeout: float | None = option(None, "End a text after this time. Default: no limit.", metavar="SECONDS"),
+    drain_seconds: int = option(
+        DRAIN_SECONDS, "Time that running requests have after SIGTERM or Ctrl-C.", min=0, metavar="SECONDS"
+    ),
+    max_body_mb: int = option(MAX_BODY_BYTES // 2**20, "Largest body of a request, in MiB.", min=1, metavar="MIB"),
+    log_format: str = option("text", "Log of requests on stdout: text, json or none.", metavar="FORMAT"),
+    request_policy: list[str] = option(
+        [],
+        "Policy that a request may choose, besides none. Repeatable.",
+        metavar="NAME",
+        autocompletion=complete("policies"),
+    ),
+    no_page: bool = option(False, "Do not offer the live page at / and its data."),
 ) -> None:
     """Serve the model over the OpenAI API, until Ctrl-C or SIGTERM.
 
-    Running requests then have 30 seconds to finish. The server needs fastapi and uvicorn: pip install windfall[serve].
+    Running requests then have 30 seconds to finish. The server needs fastapi, uvicorn and prometheus_client, which the
+    extra `serve` installs.
     """
     check_extra()
-    from windfall.serve import server
+    from windfall.serve import log_format as log_formats
+    from windfall.serve import policies, server
 
     if not 0 <= port <= MAX_PORT:
         raise InputError(f"--port takes a number from 0 to {MAX_PORT}, not {port}")
-    settings = Settings(served_model_name, _keys(api_key), max_queue, request_timeout)
+    log_formats.check(log_format)
+    settings = Settings(
+        served_model_name,
+        _keys(api_key),
+        max_queue,
+        request_timeout,
+        max_body_mb * 2**20,
+        request_policies=tuple(request_policy),
+        page=not no_page,
+    )
     made_policy = policy.make()
+    policies.offered(request_policy)  # before the weights are read: a wrong name costs no loading
     with server.bind(host, port) as bound:
         if not settings.api_keys and not server.is_local(bound):
             console.note("other machines can use this server without a key; set one with --api-key")
@@ -50,9 +74,12 @@ def serve(
             from windfall.serve.app import make_app
 
             app = make_app(engine, settings)
-            console.note(f"serving {settings.model_name or engine.target.name} on {server.address(bound)}/v1")
+            url = server.address(bound)
+            page = f" (live page: {url}/)" if settings.page else ""
+            console.note(f"serving {settings.model_name or engine.target.name} on {url}/v1{page}")
             try:
-                server.run(app, bound)
+                with log_formats.logging_as(log_format):
+                    server.run(app, bound, drain_seconds)
             finally:
                 remember_costs(engine)
 
@@ -60,7 +87,8 @@ def serve(
 def check_extra() -> None:
     """Refuse to start without the packages of the server."""
     if missing := [name for name in NEEDED if find_spec(name) is None]:
-        raise InputError(f"the server needs {' and '.join(missing)}; run: pip install windfall[serve]")
+        names = " and ".join(filter(None, (", ".join(missing[:-1]), missing[-1])))
+        raise InputError(f"the server needs {names}; run: pip install windfall[serve]")
 
 
 def _keys(given: list[str]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ from windfall.core.files import make_folder, replace_text
 from windfall.render import console
 
 if TYPE_CHECKING:
+    from windfall.core.logprobs import TokenLogprob
+    from windfall.core.token_text import TokenTexts
     from windfall.core.types import Step
     from windfall.engine.engine import Engine, Generation, Prompt, Stream
 
@@ -56,7 +59,24 @@ class Session:
     def report(self, generation: Generation) -> dict[str, Any]:
         """The object that `--json` prints."""
         source = {"target": self.engine.target.name, **self.names, "seed": generation.seed}
-        return {**as_record(generation), **source}
+        found = generation.logprobs
+        logprobs = {} if found is None else {"logprobs": [self._of_token(each) for each in found]}
+        return {**as_record(generation), **logprobs, **source}
+
+    def _of_token(self, found: TokenLogprob) -> dict[str, Any]:
+        """A token with its log-probability, and the most likely tokens at its place."""
+        from windfall.core.logprobs import LOWEST
+
+        def pair(token: int, logprob: float) -> dict[str, Any]:
+            return {"id": token, "token": self._token_texts[token].text, "logprob": max(logprob, LOWEST)}
+
+        return {**pair(found.token, found.logprob), "top": [pair(*each) for each in found.top]}
+
+    @cached_property
+    def _token_texts(self) -> TokenTexts:
+        from windfall.core.token_text import TokenTexts
+
+        return TokenTexts(self.engine.target.tokenizer)
 
     def _show(self) -> console.Show:
         if self.json:

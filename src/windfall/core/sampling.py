@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from windfall.core.cutoff import cutoffs
+from windfall.core.logprobs import PROCESSED
 from windfall.core.tree import DraftTree
 from windfall.core.types import SamplingParams
 
@@ -141,6 +142,7 @@ class Sampler:
     def __init__(self, params: SamplingParams, prompt_length: int):
         self.params = params
         self.prompt_length = prompt_length
+        self._processed: dict[int, Tensor] = {}  # node → processed logits [V], if log-probabilities need them
 
     def draws(self, tree: DraftTree, logits: Tensor, committed: list[int]) -> Callable[[int], int]:
         """A function from node to the target's token after that node.
@@ -148,6 +150,7 @@ class Sampler:
         On a CPU, or with processors, it draws on demand, so that only visited nodes are processed, in order. On a GPU
         all nodes are drawn at once.
         """
+        self._processed = {}
         if logits.device.type == "cpu" or self.params.processors:
             return lambda node: int(self._draw(tree, logits, committed, torch.tensor([node])))
         if not self.params.reads_prefix:
@@ -166,10 +169,22 @@ class Sampler:
         self, tree: DraftTree, logits: Tensor, committed: list[int], nodes: Tensor, mask: Tensor | None = None
     ) -> Tensor:
         """The tokens that follow these nodes [n] (of one depth, if the logits depend on the prefix)."""
-        rows = logits if len(nodes) == len(tree) else logits[nodes.to(logits.device)]
+        whole = len(nodes) == len(tree) and not self.params.processors  # which may write into their input
+        rows = logits if whole else logits[nodes.to(logits.device)]
         prefix = self._prefixes(tree, committed, nodes, logits.device) if self.params.reads_prefix else None
         rows = process(rows, prefix, self.prompt_length, self.params, mask)
+        if self.params.logprobs is not None and self.params.logprobs_mode == PROCESSED:
+            self._processed.update(zip(nodes.tolist(), rows, strict=True))
         return self.pick(rows, len(committed) + tree.depth[nodes])
+
+    def scored(self, logits: Tensor, path: Tensor) -> Tensor:
+        """The logits [a, V] of which log-probabilities are wanted, for nodes that tokens were drawn after."""
+        if self._processed:
+            return torch.stack([self._processed[node] for node in path.tolist()])
+        rows = logits[path.to(logits.device)]
+        if self.params.logprobs_mode == PROCESSED:  # the pass itself drew, which it does if the logits alone decide
+            return process(rows, None, self.prompt_length, self.params)
+        return rows
 
     def pick(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Draw a token from each row of processed logits [n, V], for these positions of the text [n]."""

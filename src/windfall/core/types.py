@@ -7,13 +7,14 @@ import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from windfall.core.constraint import Constraint
 from windfall.core.errors import InputError as InputError
+from windfall.core.logprobs import MODES, RAW, TokenLogprob
 from windfall.core.options import is_number, require_flag
 from windfall.core.tree import DraftTree
 
@@ -64,6 +65,9 @@ class SamplingParams:
     processors: tuple[Callable[[Tensor, Tensor], Tensor], ...] = ()  # transformers LogitsProcessors, before temperature
     criteria: tuple[Callable[..., Any], ...] = ()  # transformers StoppingCriteria, asked after every token
     constraint: Constraint | None = None  # what the text must follow, such as a JSON schema
+    logprobs: int | None = None  # log-probabilities of new tokens, with this many of the likeliest; None: none
+    logprobs_mode: str = RAW  # "raw": of the model; "processed": after bias, penalties, temperature and filters
+    prompt_logprobs: int | None = None  # the same as `logprobs` for the tokens of the prompt, always raw
 
     def __post_init__(self) -> None:
         _require(isinstance(self.stop or (), Iterable), "stop takes strings")
@@ -76,6 +80,11 @@ class SamplingParams:
         given = self.constraint
         _require(isinstance(given, Constraint | None), f"constraint takes a windfall Constraint, not {given!r}")
         _require(self.seed is None or is_number(self.seed, whole=True), "seed must be a whole number, or None")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            known = count is None or (is_number(count, whole=True) and count >= 0)
+            _require(known, f"{name} must be a whole number of at least 0, or None, not {count!r}")
+        _require(self.logprobs_mode in MODES, f"logprobs_mode must be 'raw' or 'processed', not {self.logprobs_mode!r}")
         for name in NUMBER_FIELDS:
             _require(is_number(getattr(self, name)), f"{name} must be a number, not {getattr(self, name)!r}")
         _require(all(isinstance(each, str) for each in self.stop), "stop takes strings")
@@ -138,6 +147,11 @@ class SamplingParams:
         """Whether draws need more than the logits, the noise and the filters, which is all that a GPU's loop knows."""
         return bool(self.reads_prefix or self.logit_bias or self.constraint)
 
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether log-probabilities are computed, of new tokens or of the prompt."""
+        return self.logprobs is not None or self.prompt_logprobs is not None
+
 
 @dataclass(frozen=True)
 class GpuOptions:
@@ -168,6 +182,7 @@ class Verdict(NamedTuple):
 
     path: Tensor  # [a] long, path[0] == 0
     bonus: int
+    logprobs: tuple[TokenLogprob, ...] | None = None  # of the tokens of path[1:] and of the bonus, if they are wanted
 
 
 class Scores(NamedTuple):
@@ -195,6 +210,7 @@ class Split(NamedTuple):
 class Step:
     """One cycle of one sequence: the verified tree and the result."""
 
+    whole_tree: ClassVar[bool] = True  # whether `drafted` has all drafted nodes, and not only the verified ones
     tokens: tuple[int, ...]  # emitted by this cycle, cut at the first stop
     text: str  # what these tokens add to the text, as far as it can no longer change
     tree: DraftTree  # the verified nodes
@@ -206,6 +222,8 @@ class Step:
     finish: str | None = None  # None: not finished; else "stop" or "length"
     recorded: bool = False  # CUDA graphs were captured in this cycle, so its seconds are not typical
     prefill_seconds: float = 0.0  # of the first Step of a text, and of the first one after a preemption
+    logprobs: tuple[TokenLogprob, ...] | None = None  # of `tokens`, if they are wanted
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # of the first Step, if wanted; the first is None
 
     @property
     def accepted(self) -> int:

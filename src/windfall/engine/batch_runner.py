@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from windfall.core.types import Step
 from windfall.engine.sequence import Sequence
+from windfall.policies.budget import Sizes
 
 Outcome = Step | Exception  # an exception says why the sequence failed
+
+
+class Use(NamedTuple):
+    """What the last round took of a runner."""
+
+    memory: float | None = None  # share of the memory for KV caches, from 0 to 1; None: unknown
+    budget: Sizes | None = None  # that requests shared; None: each decided for itself
 
 
 class BatchRunner(Protocol):
@@ -45,3 +53,7 @@ class BatchRunner(Protocol):
     @property
     def max_length(self) -> int | None:
         """The number of tokens up to which a single sequence fits; None: any."""
+
+    @property
+    def use(self) -> Use:
+        """What the last round took; asked after each round, so it must be cheap."""

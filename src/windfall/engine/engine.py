@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from collections.abc import Sequence as Many
 from contextlib import aclosing
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +27,7 @@ from windfall.costs.online import OnlineCosts
 from windfall.drafters.base import Drafter
 from windfall.engine.background import Background, Check
 from windfall.engine.batch_runner import BatchRunner
+from windfall.engine.counters import Counters
 from windfall.engine.dispatch import SEVERAL_TEXTS, Dispatcher, Route
 from windfall.engine.generation import Generation as Generation
 from windfall.engine.host_runner import HostRunner
@@ -266,6 +267,21 @@ class Engine:
         return self._service.max_requests
 
     @property
+    def counters(self) -> Counters:
+        """Numbers of all requests so far."""
+        return self._service.counters
+
+    @property
+    def running(self) -> int:
+        """The number of submitted requests that run."""
+        return self._service.running
+
+    @property
+    def waiting(self) -> int:
+        """The number of submitted requests that wait for a place or for memory."""
+        return self._service.waiting
+
+    @property
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._service.closed
@@ -452,19 +468,31 @@ class Engine:
             raise InputError(f"token ids must be between 0 and {vocabulary - 1}")
         return ids
 
-    def tokenize(self, prompt: Prompt, raw: bool = False, tools: list[dict[str, Any]] | None = None) -> list[int]:
-        """Text or chat messages → token ids, without the checks of `encode`."""
+    def tokenize(
+        self,
+        prompt: Prompt,
+        raw: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        special: bool | None = None,
+        generation_prompt: bool = True,
+    ) -> list[int]:
+        """Text or chat messages → token ids, without the checks of `encode`.
+
+        `special`: whether the tokenizer adds its special tokens; None: to text, as a chat template has its own.
+        `generation_prompt`: whether the chat template adds the beginning of an answer.
+        """
         tokenizer = self.target.tokenizer
         if tokenizer is None:
             raise InputError("this target has no tokenizer; give the prompt as token ids")
         try:
             if isinstance(prompt, str) and (raw or not tokenizer.chat_template):
-                return list(tokenizer(prompt).input_ids)
+                return list(tokenizer(prompt, add_special_tokens=special is not False).input_ids)
             if not tokenizer.chat_template:
                 raise InputError(f"{self.target.name} has no chat template; give the prompt as text")
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-            how = {"add_generation_prompt": True, "return_dict": False, **({"tools": tools} if tools else {})}
-            return list(tokenizer.apply_chat_template(messages, **how))
+            how = {"add_generation_prompt": generation_prompt, **({"tools": tools} if tools else {})}
+            chat = partial(tokenizer.apply_chat_template, messages, **how)
+            return list(tokenizer(chat(tokenize=False)).input_ids if special else chat(return_dict=False))
         except TypeError as error:
             reason = "the prompt is not valid Unicode text"
             if not isinstance(prompt, str) and all(is_unicode(str(message.get("content"))) for message in prompt):

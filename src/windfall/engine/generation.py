@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from windfall.core.logprobs import TokenLogprob
 from windfall.core.stats import Stats
 from windfall.core.types import Step
 
@@ -27,6 +28,18 @@ class Generation:
     def seed(self) -> int | None:
         """The seed of the draws: with it the same prompt gives the same text. None: greedy, and none was given."""
         return self.stats.seed
+
+    @property
+    def logprobs(self) -> list[TokenLogprob] | None:
+        """The log-probabilities of `token_ids`; None if they were not wanted."""
+        found = [step.logprobs for step in self.steps]
+        return None if None in found else [each for own in found for each in own or ()]
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
+        """The log-probabilities of the prompt's tokens, None for the first; None if they were not wanted."""
+        found = self.steps[0].prompt_logprobs if self.steps else None
+        return None if found is None else list(found)
 
     @classmethod
     def of(cls, steps: list[Step], times: list[float], prompt_tokens: int = 0, seed: int | None = None) -> Generation:

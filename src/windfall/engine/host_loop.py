@@ -23,6 +23,7 @@ from windfall.engine.sequence import Sequence
 from windfall.engine.shared_budget import Grower, SharedBudgets
 from windfall.grammar.guide import Guide
 from windfall.model.target import Target
+from windfall.policies.budget import Sizes
 from windfall.policies.context import Context
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class HostLoop:
         self.failed: dict[Sequence, Exception] = {}  # in the last cycle; the Steps of these sequences do not count
         self.walked = False  # whether the last cycle has called processors and criteria, which may keep state
         self.drafted_length = 0  # length of the text at the last draft pass
+        self.budget: Sizes | None = None  # that sequences shared in the last cycle; with several, the first
 
     @torch.inference_mode()
     def cycle(self, rows: dict[int, Sequence]) -> list[Step]:
@@ -64,6 +66,7 @@ class HostLoop:
 
         # Draft: every policy, or the budget of several, asks for passes that extend a tree, until none wants another.
         deciders = self._budgets.begin(live, contexts)
+        self.budget = deciders.sizes
         drafted = drafter.begin([sequence.tokens[-1] for sequence in live])
         growths = [
             Growth(grower, context, sequence.guide)
@@ -116,6 +119,7 @@ class HostLoop:
             )
             for i, s in enumerate(live)
         ]
+        steps = list(map(_with_logprobs, steps, verdicts))
         if not recorded and self.online_costs.learns:
             verified, length = sum(map(len, trees)), sum(context.length for context in contexts)
             self._learn_costs(learner or self._budgets.costs, length, passes, verified, verify_seconds, alone)
@@ -139,7 +143,7 @@ class HostLoop:
     def _walk(self, sequence: Sequence, tree: DraftTree, scores: Scores) -> Verdict:
         self.walked = True
         nothing = Verdict(torch.tensor([0]), sequence.tokens[-1])
-        return self._attempt(sequence, sequence.walk_tree, tree, scores, otherwise=nothing)
+        return self._attempt(sequence, sequence.verify, tree, scores, otherwise=nothing)
 
     @cached_property
     def _budgets(self) -> SharedBudgets:
@@ -164,6 +168,12 @@ class HostLoop:
         for width, seconds in passes[1:]:
             learner.record_drafts([width], seconds, slower)
         learner.record_verify(verified_rows, length, verify_seconds, slower)
+
+
+def _with_logprobs(step: Step, verdict: Verdict) -> Step:
+    """The Step with the log-probabilities of the tokens that the text takes, if they are wanted."""
+    found = verdict.logprobs
+    return step if found is None else replace(step, logprobs=found[: len(step.tokens)])
 
 
 class Growth:

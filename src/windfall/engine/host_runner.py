@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from windfall.core.clock import now
 from windfall.core.types import Step
 from windfall.costs.online import OnlineCosts
 from windfall.drafters.base import Drafter
-from windfall.engine.batch_runner import Outcome
+from windfall.engine.batch_runner import Outcome, Use
 from windfall.engine.host_loop import HostLoop
 from windfall.engine.lockstep import Lockstep
 from windfall.engine.sequence import Sequence
@@ -65,6 +65,8 @@ class HostRunner:
         if not sequences:
             return
         started, running, self.loop.drafted_length = now(self.device), list(self.live.values()), 0
+        for sequence in sequences:
+            sequence.score_prompt()
         try:
             if running and self.drafter.can_join:
                 prompts, dice = [list(each.tokens) for each in sequences], [each.dice for each in sequences]
@@ -109,13 +111,21 @@ class HostRunner:
 
     def fits(self, lengths: Mapping[Sequence, int]) -> bool:
         """The caches are padded: each sequence takes as many rows as the longest, and those of its tree."""
-        rows = len(lengths) * (max(lengths.values(), default=0) + TREE_ROWS)
-        return self.memory is None or rows * self._row_bytes <= self.memory
+        return self.memory is None or self._bytes(lengths.values()) <= self.memory
+
+    def _bytes(self, lengths: Collection[int]) -> int:
+        return len(lengths) * (max(lengths, default=0) + TREE_ROWS) * self._row_bytes
 
     @property
     def max_length(self) -> int | None:
         """The number of tokens up to which a single sequence fits."""
         return None if self.memory is None else self.memory // self._row_bytes - TREE_ROWS
+
+    @property
+    def use(self) -> Use:
+        """The share of the memory, as `fits` counts it, and the budget of the last round."""
+        lengths = [len(sequence.tokens) for sequence in self.live.values()]
+        return Use(None if self.memory is None else self._bytes(lengths) / self.memory, self.loop.budget)
 
     @property
     def _row_bytes(self) -> int:
@@ -135,7 +145,7 @@ class HostRunner:
         steps = dict(zip(self.live.values(), self.loop.cycle(self.live), strict=True))
         waits = self._prefill_seconds
         done = {
-            sequence: replace(step, prefill_seconds=waits.pop(sequence)) if sequence in waits else step
+            sequence: _as_first(step, sequence, waits.pop(sequence)) if sequence in waits else step
             for sequence, step in steps.items()
         }
         return {**done, **self.loop.failed}
@@ -153,6 +163,11 @@ class HostRunner:
         self.live = {n: each for n, each in everyone.items() if not isinstance(outcomes[each], Exception)}
         self._start(list(self.live.values()))
         return outcomes
+
+
+def _as_first(step: Step, sequence: Sequence, prefill_seconds: float) -> Step:
+    """The first Step after a prefill."""
+    return replace(step, prefill_seconds=prefill_seconds, prompt_logprobs=sequence.take_prompt_logprobs())
 
 
 def raised(outcome: Outcome) -> Step:

@@ -143,6 +143,16 @@ class Handle:
         """Seconds from the submission to each Step so far."""
         return list(self._request.times)
 
+    @property
+    def steps(self) -> list[Step]:
+        """The Steps so far."""
+        return list(self._request.steps)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the text has ended; None if it has not, or has failed."""
+        return self._request.finish
+
     def cancel(self) -> None:
         """End the text at the next cycle, with the finish reason "cancelled"; a text that has ended stays as it is."""
         self._request.cancelled = True

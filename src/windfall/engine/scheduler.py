@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from windfall.core.errors import RoomError
 from windfall.core.wording import counted
 from windfall.engine.batch_runner import BatchRunner, Outcome
+from windfall.engine.counters import FAILED, Counters
 from windfall.engine.request import CANCELLED, Request
 from windfall.engine.sequence import Sequence
 
@@ -22,9 +23,9 @@ class Scheduler:
     `submit` may be called by any thread, everything else by one thread at a time.
     """
 
-    def __init__(self, runner: BatchRunner, max_requests: int):
+    def __init__(self, runner: BatchRunner, max_requests: int, counters: Counters | None = None):
         """`max_requests`: the largest number of requests that run together."""
-        self.runner, self.max_requests = runner, max_requests
+        self.runner, self.max_requests, self.counters = runner, max_requests, counters or Counters()
         self._queue: deque[Request] = deque()
         self._running: list[Request] = []  # the oldest first
         self._joining: list[Request] = []  # that left the queue and do not run yet
@@ -56,8 +57,8 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """The number of requests that run."""
-        return len(self._running)
+        """The number of requests that run or are being prefilled."""
+        return len(self._running) + len(self._joining)
 
     def step(self) -> None:
         """One round: end requests that were cancelled or are late, preempt, admit, decode, and deliver the Steps."""
@@ -80,10 +81,18 @@ class Scheduler:
         running, self._running = self._running, []
         for request in left:
             if error is None:
-                request.end(CANCELLED)
+                self._end(request, CANCELLED)
             else:
-                request.fail(error)
+                self._fail(request, error)
         self.runner.leave([request.sequence for request in running])
+
+    def _end(self, request: Request, reason: str) -> None:
+        self.counters.add_end(request, reason)
+        request.end(reason)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        self.counters.add_end(request, FAILED)
+        request.fail(error)
 
     def _requeue(self, requests: list[Request]) -> None:
         with self._lock:
@@ -96,7 +105,7 @@ class Scheduler:
             self._queue = deque(request for request in self._queue if request not in late)
         self._drop([request for request in self._running if request in late])
         for request in late:
-            request.end(request.over or CANCELLED)
+            self._end(request, request.over or CANCELLED)
 
     def _drop(self, requests: list[Request]) -> None:
         """Take these out of the running ones."""
@@ -107,6 +116,7 @@ class Scheduler:
         """While the running requests do not fit into the memory, the newest goes back to the head of the queue."""
         while len(self._running) > 1 and not self.runner.fits(lengths(self._running)):
             newest = self._running[-1:]
+            self.counters.preemptions += 1
             self._drop(newest)
             self._requeue(newest)
 
@@ -137,7 +147,7 @@ class Scheduler:
         except Exception as error:
             if len(requests) > 1:
                 return False
-            requests[0].fail(error)
+            self._fail(requests[0], error)
             return True
         self._running += requests
         return True
@@ -150,9 +160,11 @@ class Scheduler:
             outcomes = {request.sequence: error for request in self._running}
         known = [(request, outcomes[request.sequence]) for request in self._running if request.sequence in outcomes]
         self._drop([request for request, outcome in known if isinstance(outcome, Exception) or outcome.finish])
+        steps = [(request, outcome) for request, outcome in known if not isinstance(outcome, Exception)]
+        self.counters.add_round(steps, self.runner.use)
         for request, outcome in known:
             if isinstance(outcome, Exception):
-                request.fail(outcome)
+                self._fail(request, outcome)
             else:
                 request.put(outcome)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from windfall.core.detokenizer import Detokenizer
+from windfall.core.logprobs import PROCESSED, TokenLogprob, token_logprobs
 from windfall.core.sampling import Dice, Sampler
 from windfall.core.tree import DraftTree
 from windfall.core.types import InputError, SamplingParams, Scores, Step, Verdict
@@ -48,6 +49,8 @@ class Sequence:
         self.correction = Correction()
         self.text = Detokenizer(target.tokenizer, params.stop)
         self.finish: str | None = None
+        self._target = target
+        self._prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # until `take_prompt_logprobs`
         self._endings: list[str | None] = []  # how each token that was drawn but not accepted yet ends the text
         self._eos = frozenset(target.eos if params.eos is None else params.eos)
         self.guide = None if grammar is None else Guide(grammar, self._eos)
@@ -67,6 +70,29 @@ class Sequence:
         if self.guide:
             self.guide.begin(self.tokens[self.prompt_length :])
         return self.context(costs, online_costs)
+
+    def score_prompt(self) -> None:
+        """Compute the log-probabilities of the prompt, if they are wanted and no token was generated yet."""
+        count = self.params.prompt_logprobs
+        if count is None or len(self.tokens) > self.prompt_length:
+            return
+        known: list[TokenLogprob | None] = [None]  # nothing comes before the first token
+        for logits in self._target.prompt_logits(self.tokens):
+            known += token_logprobs(logits, self.tokens[len(known) : len(known) + len(logits)], count)
+        self._prompt_logprobs = tuple(known)
+
+    def take_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
+        """What `score_prompt` computed, once."""
+        known, self._prompt_logprobs = self._prompt_logprobs, None
+        return known
+
+    def verify(self, tree: DraftTree, scores: Scores) -> Verdict:
+        """`walk_tree`, with the log-probabilities of the tokens if they are wanted."""
+        verdict, count = self.walk_tree(tree, scores), self.params.logprobs
+        if count is None:
+            return verdict
+        rows = self.sampler.scored(scores.logits, verdict.path)
+        return verdict._replace(logprobs=token_logprobs(rows, emitted(tree, verdict), count))
 
     def walk_tree(self, tree: DraftTree, scores: Scores) -> Verdict:
         """The path of a scored tree that the target keeps, and its next token.
@@ -101,9 +127,11 @@ class Sequence:
         """`draw` from the tokens that the grammar allows after `ahead`, the text up to the node.
 
         Without filters, a legal token that wins among all tokens also wins among the legal ones. Then no mask is
-        needed. Processors may keep state, so they are called once.
+        needed. Processors may keep state, so they are called once. Processed log-probabilities come after the mask.
         """
-        wins_anyway = not (self.params.filters or self.params.processors)
+        params = self.params
+        processed = params.logprobs is not None and params.logprobs_mode == PROCESSED
+        wins_anyway = not (params.filters or params.processors or processed)
 
         def draw_legal(node: int) -> int:
             guide.go_to(ahead[len(self.tokens) :])
@@ -131,7 +159,7 @@ class Sequence:
 
     def accept(self, tree: DraftTree, verdict: Verdict) -> tuple[tuple[int, ...], str]:
         """Append the target's tokens up to the first that ends the text; returns those taken, and their text."""
-        taken = self.extend([*tree.arrays.tokens[verdict.path.numpy()[1:]].tolist(), verdict.bonus])
+        taken = self.extend(emitted(tree, verdict))
         return taken, self.text.take(final=self.finish is not None)
 
     def extend(self, tokens: list[int]) -> tuple[int, ...]:
@@ -160,3 +188,8 @@ class Sequence:
         if stopped:
             return "stop"
         return "length" if len(tokens) >= self.end else None
+
+
+def emitted(tree: DraftTree, verdict: Verdict) -> list[int]:
+    """The tokens that a verdict adds to the text."""
+    return [*tree.arrays.tokens[verdict.path.numpy()[1:]].tolist(), verdict.bonus]

@@ -13,6 +13,7 @@ import torch
 from windfall.core.options import is_number
 from windfall.core.types import InputError
 from windfall.engine.batch_runner import BatchRunner
+from windfall.engine.counters import Counters
 from windfall.engine.request import Request
 from windfall.engine.scheduler import Scheduler
 from windfall.model.decoder import tree_attention
@@ -34,6 +35,7 @@ class Service:
     def __init__(self, target: Target, max_requests: int | None = None):
         usual = MAX_REQUESTS_CPU if target.device.type == "cpu" else MAX_REQUESTS_GPU
         self.target, self.max_requests = target, checked_requests(max_requests) or usual
+        self.counters = Counters()  # of all requests
         self._scheduler: Scheduler | None = None
         self._policy: TreePolicy | None = None  # that the scheduler's runner was made for
         self._thread: threading.Thread | None = None
@@ -45,6 +47,21 @@ class Service:
     def busy(self) -> bool:
         """Whether the thread runs and takes requests."""
         return self._thread is not None and not self.closed
+
+    @property
+    def running(self) -> int:
+        """Submitted requests that run."""
+        scheduler = self._scheduler
+        return 0 if scheduler is None else scheduler.running
+
+    @property
+    def waiting(self) -> int:
+        """Submitted requests that wait."""
+        scheduler = self._scheduler
+        return 0 if scheduler is None else scheduler.waiting
+
+    def _new_scheduler(self, runner: BatchRunner) -> Scheduler:
+        return Scheduler(runner, self.max_requests, self.counters)
 
     @contextmanager
     def alone(self) -> Iterator[bool]:
@@ -69,7 +86,7 @@ class Service:
                 raise RuntimeError("this engine is closed")
             if self._scheduler is None or self._thread is None or (self._scheduler.idle and self._policy != policy):
                 self._scheduler = None  # its runner's memory can be used again
-                self._scheduler, self._policy = Scheduler(make_runner(), self.max_requests), policy
+                self._scheduler, self._policy = self._new_scheduler(make_runner()), policy
             self._scheduler.submit(request)
             if self._thread is None:
                 _services.add(self)
@@ -78,7 +95,7 @@ class Service:
 
     def run(self, requests: list[Request], make_runner: Callable[[], BatchRunner]) -> None:
         """Run these requests in this thread, until all have ended or the first has failed."""
-        scheduler = Scheduler(make_runner(), self.max_requests)
+        scheduler = self._new_scheduler(make_runner())
         with self.target.turn, tree_attention(self.target.model):
             self.target.texts += 1
             try:

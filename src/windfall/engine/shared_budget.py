@@ -12,7 +12,7 @@ from windfall.core.types import Grow, Step
 from windfall.costs.online import OnlineCosts
 from windfall.engine.sequence import Sequence
 from windfall.policies.base import TreePolicy
-from windfall.policies.budget import Budget
+from windfall.policies.budget import Budget, Sizes
 from windfall.policies.context import Context
 from windfall.policies.round import Round
 
@@ -69,6 +69,11 @@ class BatchRound:
         self._rounds.append((members, made))
         for place, member in zip(members, made.members, strict=True):
             self.growers[place] = member
+
+    @property
+    def sizes(self) -> Sizes | None:
+        """The sizes of the first budget that requests share; None: none do."""
+        return self._rounds[0][1].sizes if self._rounds else None
 
     def select(self, trees: Many[DraftTree]) -> list[Tensor]:
         """The nodes to verify of each tree."""

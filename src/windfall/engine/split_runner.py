@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from windfall.engine.batch_runner import BatchRunner, Outcome
+from windfall.engine.batch_runner import BatchRunner, Outcome, Use
 from windfall.engine.sequence import Sequence
 
 
@@ -49,3 +49,10 @@ class SplitRunner:
     def max_length(self) -> int | None:
         limits = [limit for limit in (self.first.max_length, self.second.max_length) if limit is not None]
         return min(limits, default=None)
+
+    @property
+    def use(self) -> Use:
+        """Of the memory that is fuller; the budget of the first runner, if it has one."""
+        one, other = self.first.use, self.second.use
+        known = [each.memory for each in (one, other) if each.memory is not None]
+        return Use(max(known, default=None), one.budget or other.budget)

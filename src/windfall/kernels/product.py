@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from windfall.kernels.triton.product import Tiling
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
+MAX_FUSED_ROWS = 64  # with more rows, exact passes compute a product with larger tiles, and the rest apart
 MAX_FAST_ROWS = 64  # with at most this number, fast passes also use our product, which can start early
 PIECE_ROWS = 64  # rows that torch multiplies at a time in exact mode
 
@@ -32,7 +33,7 @@ PIECE_ROWS = 64  # rows that torch multiplies at a time in exact mode
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, exact: bool = False) -> Tensor:
     """`F.linear` of rows [n, K]. The fused kernel is used where it can start before its predecessor has ended."""
     tiling = tiling_for(x, weight, exact) if supports_pdl(x.device) else None
-    if tiling is None:
+    if tiling is None or wide(x, weight):
         return product(x, weight, bias, exact)
     from windfall.kernels.triton.product import linear as run
 
@@ -72,8 +73,8 @@ def norm_gate(
     """
     plain = kind is NormKind.ROUNDED and before is None and not gelu
     tiling = tiling_for(x, weight, exact, normed=True) if plain else None
-    if tiling is None:
-        normed, total = add_norm(x, residual, norm, eps, kind=kind, before=before)
+    if tiling is None or wide(x, weight):
+        normed, total = normed_rows(x, residual, norm, eps, tiling, kind, before)
         return gate_mul(product(normed, weight, None, exact), gelu), total
     from windfall.kernels.triton.product import norm_gate as run
 
@@ -103,13 +104,41 @@ def norm_rotate(
     """
     plain = kind is NormKind.ROUNDED and before is None and norms is None and cos.shape[1] == keys.shape[2]
     tiling = tiling_for(x, weight, exact, unit=keys.shape[2], normed=True) if plain else None
-    if tiling is None or keys.shape[2] % tiling.outputs:  # the outputs of a program must belong to one head
-        normed, total = add_norm(x, residual, norm, eps, kind=kind, before=before)
+    if tiling is not None and keys.shape[2] % tiling.outputs:  # the outputs of a program must belong to one head
+        tiling = None
+    if tiling is None or wide(x, weight):
+        normed, total = normed_rows(x, residual, norm, eps, tiling, kind, before)
         qkv = product(normed, weight, bias, exact)
         return rotate_and_store(qkv, cos, sin, keys, values, slots, norms=norms), total
     from windfall.kernels.triton.product import norm_rotate as run
 
     return run(x, residual, norm, eps, weight, bias, cos, sin, keys, values, slots, tiling)
+
+
+def normed_rows(
+    x: Tensor,
+    residual: Tensor | None,
+    norm: Tensor,
+    eps: float,
+    tiling: Tiling | None,
+    kind: NormKind,
+    before: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`add_norm`, with the roundings of the fused kernels if passes of fewer rows use these."""
+    if tiling is None:
+        return add_norm(x, residual, norm, eps, kind=kind, before=before)
+    from windfall.kernels.triton.product import add_norm as run
+
+    return run(x, residual, norm, eps, tiling)
+
+
+def wide(x: Tensor, weight: Tensor) -> bool:
+    """Whether there are many rows for a fused kernel, and the product with larger tiles rounds in the same way."""
+    if len(x) <= MAX_FUSED_ROWS or not supports_pdl(x.device):
+        return False
+    from windfall.kernels.triton.matmul import segments_of, supported
+
+    return supported(x, weight) and segments_of(*weight.shape)[0] == 1
 
 
 def tiling_for(

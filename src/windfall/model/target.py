@@ -17,6 +17,7 @@ from windfall.model.batch import Rows
 from windfall.model.decoder import WINDOWS, Decoder, max_plain_rows, tree_attention
 
 TREE_LAYERS = {"full_attention", "attention", "global", *WINDOWS, "mlp", "moe"}  # kinds of layers that can score a tree
+MAX_PROMPT_LOGIT_ROWS = 256  # of a pass with the logits of a prompt, which take much memory
 TEST_WINDOW = 3  # tokens of a window while a model is checked
 ALIBI = "has ALiBi attention, whose biases go by places in the cache, where a tree's rows lie otherwise"
 UNSUPPORTED = {  # architectures whose config does not show that they cannot score a tree
@@ -118,6 +119,19 @@ class Target:
     def retain(self, keep: list[int]) -> None:
         """Keep these sequences only."""
         self.decoder.retain(keep)
+
+    def prompt_logits(self, prompt: list[int]) -> Iterator[Tensor]:
+        """The logits [n, V] after all tokens of a prompt but the last, in parts.
+
+        They come from passes of their own, in a KV cache that is dropped afterwards.
+        """
+        reader = Decoder(self.model)
+        reader.reset(1)
+        for start in range(0, len(prompt) - 1, MAX_PROMPT_LOGIT_ROWS):
+            part = prompt[start : min(start + MAX_PROMPT_LOGIT_ROWS, len(prompt) - 1)]
+            (logits,), _ = reader.feed([Rows.chain(part, start)], causal=True)
+            reader.commit([list(range(len(part)))])
+            yield logits
 
     @torch.inference_mode()
     def _tree_gap(self) -> float:

@@ -14,7 +14,9 @@ from windfall.core.errors import RoomError
 from windfall.core.wording import counted
 from windfall.engine.engine import Engine, Prompt
 from windfall.engine.request import Handle
+from windfall.policies.base import TreePolicy
 from windfall.serve.errors import ApiError, shutting_down
+from windfall.serve.policies import offered
 from windfall.serve.settings import Settings
 
 RETRY_AFTER_SECONDS = 1
@@ -28,6 +30,7 @@ class Job:
     raw: bool  # whether the chat template is left out
     sampling: dict[str, Any]
     shortens: bool = False  # whether a text with fewer new tokens will do, if the memory is too small
+    policy: TreePolicy | None = None  # None: the engine's
 
 
 class Admission:
@@ -36,6 +39,7 @@ class Admission:
     def __init__(self, engine: Engine, settings: Settings):
         self.engine, self.settings = engine, settings
         self.capacity = engine.max_requests + settings.max_queue
+        self.policies = offered(settings.request_policies)
         self._expected = 0  # texts that are about to be submitted
         self._handles: list[Handle] = []
         self._lock = threading.Lock()
@@ -46,6 +50,11 @@ class Admission:
         """Texts that run or wait."""
         with self._lock:
             return self._count()
+
+    @property
+    def expected(self) -> int:
+        """Texts that are not submitted to the engine yet, because their prompts are being tokenized."""
+        return self._expected
 
     @property
     def running(self) -> int:
@@ -86,14 +95,14 @@ class Admission:
         return handles
 
     def _submit_one(self, job: Job) -> Handle:
-        timeout = self.settings.request_timeout
+        how: dict[str, Any] = {"raw": job.raw, "deadline": self.settings.request_timeout, "policy": job.policy}
         try:
-            return self.engine.submit(job.prompt, raw=job.raw, deadline=timeout, **job.sampling)
+            return self.engine.submit(job.prompt, **how, **job.sampling)
         except RoomError as error:
             if not (job.shortens and error.room):
                 raise
             shorter = {**job.sampling, "max_new_tokens": error.room}
-        return self.engine.submit(job.prompt, raw=job.raw, deadline=timeout, **shorter)
+        return self.engine.submit(job.prompt, **how, **shorter)
 
     def _enter(self, texts: int) -> None:
         if texts > self.capacity:

@@ -13,11 +13,13 @@ from pydantic import BaseModel
 from windfall.engine.engine import Engine, Generation, Prompt
 from windfall.serve.admission import Admission, Job
 from windfall.serve.errors import ApiError
-from windfall.serve.protocol import GenerationRequest, Stamp
+from windfall.serve.policies import chosen
+from windfall.serve.protocol import GenerationRequest, ModelRequest, Stamp
+from windfall.serve.speculation import Cycles
 from windfall.serve.streaming import EventStream, MakeChoice, chunks, while_connected
 from windfall.serve.texts import Texts
 
-R = TypeVar("R", bound=GenerationRequest)
+R = TypeVar("R", bound=ModelRequest)
 
 SHARED = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")  # same names
 
@@ -64,10 +66,13 @@ async def submit(
     `Engine.submit`.
     """
     sampling = {**sampling_of(admission.engine, asked, limit), **more}
+    policy = chosen(admission.policies, asked.policy)
     seeds = [None if asked.seed is None else asked.seed + number for number in range(asked.n)]
     shortens = asked.limit is None
-    jobs = [Job(prompt, raw, {**sampling, "seed": seed}, shortens) for prompt in prompts for seed in seeds]
-    return Texts(await while_connected(request.receive, admission.submit(jobs)), asked.n)
+    jobs = [Job(prompt, raw, {**sampling, "seed": seed}, shortens, policy) for prompt in prompts for seed in seeds]
+    texts = Texts(await while_connected(request.receive, admission.submit(jobs)), asked.n)
+    request.state.texts = texts  # for the log
+    return texts
 
 
 class Form(NamedTuple):
@@ -87,8 +92,10 @@ async def answer(
     """The answer with these texts: a stream if it is wanted, else one JSON object."""
     stamp = Stamp.new(form.prefix, served_name(admission))
     if asked.stream:
-        usage = asked.stream_options.include_usage
-        return EventStream(texts, chunks(texts, stamp, form.chunk, form.beginning, form.choice_of, usage))
+        wanted, tokenizer = asked.stream_options, admission.engine.target.tokenizer
+        cycles = Cycles(texts, tokenizer, tuple(asked.stop)) if wanted.include_speculation else None
+        usage = wanted.include_usage
+        return EventStream(texts, chunks(texts, stamp, form.chunk, form.beginning, form.choice_of, usage, cycles))
     done = await while_connected(request.receive, texts.results())
     return JSONResponse(stamp.answer(form.whole, [*form.choices_of(done)], texts.usage(done)).model_dump())
 
@@ -105,4 +112,7 @@ def sampling_of(engine: Engine, asked: GenerationRequest, limit: int | None) -> 
         "logit_bias": {int(token): bias for token, bias in asked.logit_bias.items()},
         "eos": (*own_eos, *asked.stop_token_ids),
         "constraint": asked.constraint,
+        "logprobs": asked.token_logprobs,
+        "logprobs_mode": asked.logprobs_mode,
+        "prompt_logprobs": asked.prompt_logprobs,
     }

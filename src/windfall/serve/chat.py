@@ -12,6 +12,7 @@ from windfall.core.types import Step
 from windfall.engine.engine import Generation
 from windfall.serve.admission import Admission
 from windfall.serve.calls import Form, answer, read, submit
+from windfall.serve.logprobs import Reports, make_reports, token_texts
 from windfall.serve.protocol import AssistantMessage, ChatChoice, ChatChunkChoice, ChatRequest
 from windfall.serve.texts import STOP, finish_reason
 from windfall.serve.tool_calls import call_constraint, check_template, find_calls, form_of
@@ -21,16 +22,17 @@ TOOL_CALLS = "tool_calls"  # finish reason
 
 
 def chat_routes(admission: Admission) -> APIRouter:
-    routes = APIRouter()
+    routes, names = APIRouter(), token_texts(admission.engine)
 
     @routes.post("/v1/chat/completions", response_model=None)
     async def chat(request: Request) -> Response:
         asked = await read(request, admission, ChatRequest)
+        reports = make_reports(names, asked.token_logprobs is not None, [0] * asked.n)
         messages = [message.as_dict() for message in asked.messages]
         more = tool_keywords(admission, asked)
         texts = await submit(request, admission, asked, [messages], False, admission.engine.target.context, **more)
         first = [ChatChunkChoice(index=i, delta={"role": "assistant", "content": ""}) for i in range(len(texts))]
-        answers = Answers({tool.function.name for tool in asked.offered}, len(texts))
+        answers = Answers({tool.function.name for tool in asked.offered}, len(texts), reports)
         form = Form("chatcmpl", "chat.completion", "chat.completion.chunk", first, answers.chunk, answers.choices)
         return await answer(request, admission, asked, texts, form)
 
@@ -54,8 +56,8 @@ def tool_keywords(admission: Admission, asked: ChatRequest) -> dict[str, Any]:
 class Answers:
     """The choices of an answer, with calls of tools that have these names."""
 
-    def __init__(self, names: set[str], texts: int):
-        self._names = names
+    def __init__(self, names: set[str], texts: int, reports: Reports | None):
+        self._names, self._reports = names, reports
         self._streams = [ToolStream(names) for _ in range(texts)] if names else []
 
     def choices(self, done: list[Generation]) -> list[ChatChoice]:
@@ -63,6 +65,8 @@ class Answers:
         return [self._choice(index, each) for index, each in enumerate(done)]
 
     def _choice(self, index: int, done: Generation) -> ChatChoice:
+        reports = self._reports
+        logprobs = None if reports is None else reports.as_chat(reports.of_text(index, done))
         if not self._names:
             message, called = AssistantMessage(content=done.text), False
         else:
@@ -70,10 +74,12 @@ class Answers:
             called = bool(found.calls)
             content = found.content or (None if called else "")
             message = AssistantMessage(content=content, tool_calls=found.calls or None)
-        return ChatChoice(index=index, message=message, finish_reason=_finish(done, called))
+        return ChatChoice(index=index, message=message, logprobs=logprobs, finish_reason=_finish(done, called))
 
     def chunk(self, index: int, piece: Step | Generation) -> ChatChunkChoice | None:
         """The choice for a piece of a stream."""
+        found = [] if self._reports is None else self._reports.of_piece(index, piece)
+        logprobs = self._reports.as_chat(found) if self._reports is not None and found else None
         if not self._streams:
             delta, called = ({"content": piece.text} if isinstance(piece, Step) and piece.text else {}), False
         else:
@@ -81,8 +87,9 @@ class Answers:
             delta = stream.push(piece.text) if isinstance(piece, Step) else stream.end()
             called = stream.called
         if isinstance(piece, Generation):
-            return ChatChunkChoice(index=index, delta=delta, finish_reason=_finish(piece, called))
-        return ChatChunkChoice(index=index, delta=delta) if delta else None
+            reason = _finish(piece, called)
+            return ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=reason)
+        return ChatChunkChoice(index=index, delta=delta, logprobs=logprobs) if delta or logprobs else None
 
 
 def _finish(done: Generation, called: bool) -> str:

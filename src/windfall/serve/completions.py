@@ -3,62 +3,111 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from windfall.core.errors import InputError
+from windfall.core.logprobs import TokenLogprob
 from windfall.core.types import Step
 from windfall.engine.engine import Engine, Generation
 from windfall.serve.admission import Admission
 from windfall.serve.calls import Form, answer, read, submit
-from windfall.serve.protocol import CompletionChoice, CompletionRequest
+from windfall.serve.logprobs import Placed, Reports, make_reports, token_texts
+from windfall.serve.protocol import CompletionChoice, CompletionLogprobs, CompletionRequest
 from windfall.serve.texts import finish_reason
 
 OBJECT = "text_completion"
 DEFAULT_TOKENS = 16  # of OpenAI's API
 
 
+class Echo(NamedTuple):
+    """What precedes a text: its prompt, if it is wanted."""
+
+    text: str = ""
+    ids: list[int] | None = None  # if their log-probabilities are wanted
+
+
 def completion_routes(admission: Admission) -> APIRouter:
-    routes = APIRouter()
+    routes, names = APIRouter(), token_texts(admission.engine)
 
     @routes.post("/v1/completions", response_model=None)
     async def complete(request: Request) -> Response:
         asked = await read(request, admission, CompletionRequest)
         echoes = await asyncio.to_thread(_echoes, admission.engine, asked)
+        reports = make_reports(names, asked.logprobs is not None, [len(echo.text) for echo in echoes])
         texts = await submit(request, admission, asked, [*asked.prompt], True, DEFAULT_TOKENS)
-        first = [CompletionChoice(index=index, text=echo) for index, echo in enumerate(echoes) if echo]
-        form = Form("cmpl", OBJECT, OBJECT, first, _chunk, partial(_choices, echoes=echoes))
+        choices = Choices(echoes, reports)
+        form = Form("cmpl", OBJECT, OBJECT, choices.beginning(), choices.chunk, choices.whole)
         return await answer(request, admission, asked, texts, form)
 
     return routes
 
 
-def _echoes(engine: Engine, asked: CompletionRequest) -> list[str]:
-    """What precedes each of the texts: its prompt, if it is wanted."""
+def _echoes(engine: Engine, asked: CompletionRequest) -> list[Echo]:
     if not asked.echo:
-        return [""] * (len(asked.prompt) * asked.n)
-    return [_as_text(engine, prompt) for prompt in asked.prompt for _ in range(asked.n)]
+        return [Echo()] * (len(asked.prompt) * asked.n)
+    with_ids = asked.prompt_logprobs is not None
+    return [_echo(engine, prompt, with_ids) for prompt in asked.prompt for _ in range(asked.n)]
 
 
-def _as_text(engine: Engine, prompt: str | list[int]) -> str:
+def _echo(engine: Engine, prompt: str | list[int], with_ids: bool) -> Echo:
+    ids = engine.encode(prompt, raw=True) if with_ids or not isinstance(prompt, str) else []
     if isinstance(prompt, str):
-        return prompt
+        return Echo(prompt, ids if with_ids else None)
     if engine.target.tokenizer is None:
         raise InputError("echo needs a tokenizer; this model has none")
-    text: str = engine.target.tokenizer.decode(engine.encode(prompt), skip_special_tokens=True)
-    return text
+    return Echo(engine.target.tokenizer.decode(ids, skip_special_tokens=True), ids if with_ids else None)
 
 
-def _choices(done: list[Generation], echoes: list[str]) -> list[CompletionChoice]:
-    return [
-        CompletionChoice(index=index, text=echo + each.text, finish_reason=finish_reason(each))
-        for index, (echo, each) in enumerate(zip(echoes, done, strict=True))
-    ]
+class Choices:
+    """The choices of one answer. An echo with log-probabilities is sent with the first Step, which has them."""
 
+    def __init__(self, echoes: list[Echo], reports: Reports | None):
+        self._echoes, self._reports = echoes, reports
 
-def _chunk(index: int, piece: Step | Generation) -> CompletionChoice | None:
-    if isinstance(piece, Generation):
-        return CompletionChoice(index=index, text="", finish_reason=finish_reason(piece))
-    return CompletionChoice(index=index, text=piece.text) if piece.text else None
+    def beginning(self) -> list[CompletionChoice]:
+        """The first choices of a stream."""
+        now = [(index, echo.text) for index, echo in enumerate(self._echoes) if echo.text and echo.ids is None]
+        return [CompletionChoice(index=index, text=text) for index, text in now]
+
+    def whole(self, done: list[Generation]) -> list[CompletionChoice]:
+        """The choices of a whole answer."""
+        return [
+            CompletionChoice(
+                index=index,
+                text=self._echoes[index].text + each.text,
+                logprobs=None if self._reports is None else self._of_text(self._reports, index, each),
+                finish_reason=finish_reason(each),
+            )
+            for index, each in enumerate(done)
+        ]
+
+    def _of_text(self, reports: Reports, index: int, done: Generation) -> CompletionLogprobs:
+        prompt = self._of_prompt(reports, index, done.prompt_logprobs)
+        return reports.as_completion([*prompt, *reports.of_text(index, done)])
+
+    def chunk(self, index: int, piece: Step | Generation) -> CompletionChoice | None:
+        """The choice for a piece of a stream."""
+        logprobs = None if self._reports is None else self._of_piece(self._reports, index, piece)
+        if isinstance(piece, Generation):
+            text = "" if piece.steps else self._late_echo(index)
+            return CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=finish_reason(piece))
+        text = piece.text if piece.prompt_logprobs is None else self._late_echo(index) + piece.text
+        return CompletionChoice(index=index, text=text, logprobs=logprobs) if text else None
+
+    def _late_echo(self, index: int) -> str:
+        """The echo, if `beginning` has left it out."""
+        echo = self._echoes[index]
+        return "" if echo.ids is None else echo.text
+
+    def _of_piece(self, reports: Reports, index: int, piece: Step | Generation) -> CompletionLogprobs | None:
+        prompt = [] if isinstance(piece, Generation) else self._of_prompt(reports, index, piece.prompt_logprobs)
+        found = [*prompt, *reports.of_piece(index, piece)]
+        return reports.as_completion(found) if found else None
+
+    def _of_prompt(self, reports: Reports, index: int, found: Iterable[TokenLogprob | None] | None) -> list[Placed]:
+        ids = self._echoes[index].ids
+        return [] if ids is None or found is None else reports.of_prompt(ids, found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+from collections.abc import Iterable
 from http import HTTPStatus
 
 from starlette.datastructures import Headers
@@ -14,13 +15,13 @@ OPEN_PATHS = ("/health", "/ready")  # probes have no key
 
 
 class KeyCheck:
-    """Asks for `Authorization: Bearer KEY` with one of these keys."""
+    """Asks for `Authorization: Bearer KEY` with one of these keys, except on the open paths."""
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...]):
-        self.app, self._keys = app, [key.encode() for key in keys]
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...], open_paths: Iterable[str] = OPEN_PATHS):
+        self.app, self._keys, self._open = app, [key.encode() for key in keys], frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._knows(Headers(scope=scope)):
+        if scope["type"] != "http" or scope["path"] in self._open or self._knows(Headers(scope=scope)):
             await self.app(scope, receive, send)
             return
         refusal = ApiError(

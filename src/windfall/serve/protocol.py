@@ -14,10 +14,11 @@ from windfall.serve.tools import AnswerCall, ToolFields, ToolMessageFields
 
 MAX_N = 128
 MAX_STOPS = 16
+MAX_LOGPROBS = 20
 MAX_TOKENS = MAX_TOKEN_ID = 2**31 - 1
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - MAX_N  # each of n texts adds one
 IGNORED = ("user", "metadata", "safety_identifier", "service_tier", "prompt_cache_key")  # the text stays the same
-NEUTRAL: dict[str, Any] = {  # values that ask for nothing, of fields that are not supported
+NEUTRAL: dict[str, Any] = {  # values that ask for nothing; most of these fields are not supported
     "logprobs": False,
     "best_of": 1,
 }
@@ -29,12 +30,18 @@ PROMPT = "must be text, a list of texts, a list of token ids, or a list of such 
 
 class StreamOptions(Body):
     include_usage: bool = False
+    include_speculation: bool = False
 
 
-class GenerationRequest(StructuredFields):
-    """The fields that chat and completions share."""
+class ModelRequest(Body):
+    """A request that may name the served model."""
 
     model: str | None = None
+
+
+class GenerationRequest(ModelRequest, StructuredFields):
+    """The fields that chat and completions share."""
+
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     temperature: float = Field(1.0, ge=0)
@@ -50,8 +57,10 @@ class GenerationRequest(StructuredFields):
     presence_penalty: float = 0.0
     repetition_penalty: float = Field(1.0, gt=0)
     logit_bias: dict[str, float] = Field({})
+    logprobs_mode: Literal["raw", "processed"] = "raw"
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    policy: str | None = None  # None: the server's
 
     @model_validator(mode="before")
     @classmethod
@@ -93,6 +102,16 @@ class GenerationRequest(StructuredFields):
         """The largest number of new tokens."""
         return self.max_completion_tokens or self.max_tokens
 
+    @property
+    def token_logprobs(self) -> int | None:
+        """The number of likeliest tokens to report with each new token; None: report no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """The same for the tokens of the prompt."""
+        return None
+
 
 def _is_neutral(name: str, value: Any) -> bool:
     neutral = NEUTRAL.get(name)
@@ -102,6 +121,15 @@ def _is_neutral(name: str, value: Any) -> bool:
 class CompletionRequest(GenerationRequest):
     prompt: list[str] | list[list[int]]
     echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @property
+    def token_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo else None
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -140,6 +168,38 @@ class ChatMessage(ToolMessageFields):
 
 class ChatRequest(GenerationRequest, ToolFields):
     messages: list[ChatMessage] = Field(min_length=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise wrong("top_logprobs needs logprobs to be true")
+        return self
+
+    @property
+    def token_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+
+class TokenizeRequest(ModelRequest):
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    add_special_tokens: bool | None = None  # None: for a prompt; the chat template has them already
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check_source(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise wrong("give 'prompt' or 'messages', and not both")
+        if self.messages is None and "add_generation_prompt" in self.model_fields_set:
+            raise wrong("add_generation_prompt needs messages")
+        return self
+
+
+class DetokenizeRequest(ModelRequest):
+    tokens: list[int]
 
 
 # ---- answers
@@ -174,10 +234,34 @@ class Answer(BaseModel):
     usage: Usage | None = None
 
 
+class CompletionLogprobs(BaseModel):
+    """Lists with an item for each token; items of the first token of a prompt are null."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class LogprobOfToken(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class LogprobWithTop(LogprobOfToken):
+    top_logprobs: list[LogprobOfToken]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[LogprobWithTop]
+    refusal: None = None
+
+
 class CompletionChoice(BaseModel):
     index: int
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
 
 
@@ -190,15 +274,26 @@ class AssistantMessage(BaseModel):
 class ChatChoice(BaseModel):
     index: int
     message: AssistantMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
 
 
 class ChatChunkChoice(BaseModel):
     index: int
     delta: dict[str, Any]
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
+
+
+class Tokenized(BaseModel):
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(BaseModel):
+    prompt: str
 
 
 class Model(BaseModel):

@@ -14,9 +14,9 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from windfall.core.errors import InputError
+from windfall.serve.settings import DRAIN_SECONDS
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-DRAIN_SECONDS = 30  # that running requests have after SIGTERM or Ctrl-C
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -50,7 +50,7 @@ def address(bound: socket.socket) -> str:
 
 
 def make_server(app: FastAPI, drain_seconds: int = DRAIN_SECONDS) -> uvicorn.Server:
-    """A server that prints warnings and errors only."""
+    """A server that logs warnings and errors only."""
 
     async def quiet(scope: Scope, receive: Receive, send: Send) -> None:
         """The app; uvicorn would print a traceback of a request that it cancels itself."""
@@ -58,17 +58,22 @@ def make_server(app: FastAPI, drain_seconds: int = DRAIN_SECONDS) -> uvicorn.Ser
             await app(scope, receive, send)
 
     config = uvicorn.Config(
-        quiet, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=drain_seconds
+        quiet,
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=drain_seconds,
     )
     return uvicorn.Server(config)
 
 
-def run(app: FastAPI, bound: socket.socket) -> None:
+def run(app: FastAPI, bound: socket.socket, drain_seconds: int = DRAIN_SECONDS) -> None:
     """Serve until SIGTERM or Ctrl-C; then accept nothing more, and let running requests finish within a limit.
 
     A second Ctrl-C ends the server at once.
     """
-    server = make_server(app)
+    server = make_server(app, drain_seconds)
     received: list[int] = []
     with _recorded_signals(received):
         server.run(sockets=[bound])

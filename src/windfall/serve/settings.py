@@ -9,6 +9,7 @@ from windfall.core.options import is_number
 
 MAX_BODY_BYTES = 4 * 2**20
 MAX_QUEUE = 64  # requests
+DRAIN_SECONDS = 30  # that running requests have after SIGTERM or Ctrl-C
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class Settings:
     max_queue: int = MAX_QUEUE  # texts that wait, besides those that run
     request_timeout: float | None = None  # seconds after which a text ends as it is
     max_body_bytes: int = MAX_BODY_BYTES
+    request_policies: tuple[str, ...] = ()  # that a request may choose, besides plain decoding
+    page: bool = True  # whether there is a live page at /
 
     def __post_init__(self) -> None:
         if self.model_name is not None and not self.model_name.strip():

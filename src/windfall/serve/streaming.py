@@ -16,6 +16,7 @@ from windfall.core.types import Step
 from windfall.engine.engine import Generation
 from windfall.serve.errors import Disconnected, as_api_error
 from windfall.serve.protocol import Stamp
+from windfall.serve.speculation import Cycle, CycleChunk, Cycles
 from windfall.serve.texts import Texts
 
 T = TypeVar("T")
@@ -70,15 +71,24 @@ class EventStream(Response):
 
 
 async def chunks(
-    texts: Texts, stamp: Stamp, object: str, first: Sequence[BaseModel], choice_of: MakeChoice, include_usage: bool
+    texts: Texts,
+    stamp: Stamp,
+    object: str,
+    first: Sequence[BaseModel],
+    choice_of: MakeChoice,
+    include_usage: bool,
+    cycles: Cycles | None = None,
 ) -> AsyncGenerator[str, None]:
     """The events of a stream: `first` and then all pieces as choices, the usage if it is wanted, and the end.
 
-    An error after the beginning is an event, too.
+    With `cycles`, each cycle has an event with its description, and without a choice if it adds no text. An error after
+    the beginning is an event, too.
     """
 
-    def event(choice: BaseModel) -> str:
-        answer = stamp.answer(object, [choice])
+    def event(choice: BaseModel | None, cycle: Cycle | None = None) -> str:
+        answer = stamp.answer(object, [] if choice is None else [choice])
+        if cycle is not None:
+            answer = CycleChunk(**answer.__dict__, speculation=cycle)
         return as_event(answer.model_dump_json(exclude=None if include_usage else {"usage"}))
 
     done: dict[int, Generation] = {}
@@ -87,10 +97,11 @@ async def chunks(
             yield event(beginning)
         async with aclosing(texts.pieces()) as pieces:
             async for number, piece in pieces:
+                cycle = cycles.describe(number, piece) if cycles and isinstance(piece, Step) else None
                 if isinstance(piece, Generation):
                     done[number] = piece
-                if (choice := choice_of(number, piece)) is not None:
-                    yield event(choice)
+                if (choice := choice_of(number, piece)) is not None or cycle is not None:
+                    yield event(choice, cycle)
         if include_usage:
             yield as_event(stamp.answer(object, [], texts.usage([*done.values()])).model_dump_json())
         yield as_event(DONE)

@@ -23,6 +23,15 @@ class Texts:
     def __len__(self) -> int:
         return len(self._handles)
 
+    @property
+    def handles(self) -> tuple[Handle, ...]:
+        return tuple(self._handles)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts; each counts once."""
+        return sum(handle.prompt_tokens for handle in self._handles[:: self._n])
+
     def cancel(self) -> None:
         """End the texts that have not ended."""
         for handle in self._handles:
@@ -52,10 +61,14 @@ class Texts:
             for task in tasks:
                 task.cancel()
 
+    def seconds(self, number: int, cycle: int) -> float:
+        """The time from the submission of a text to the end of this cycle."""
+        return self._handles[number].times[cycle]
+
     def usage(self, done: list[Generation]) -> Usage:
         """Tokens and passes of all texts; each prompt counts once."""
         steps = [step for each in done for step in each.steps]
-        prompt = sum(handle.prompt_tokens for handle in self._handles[:: self._n])
+        prompt = self.prompt_tokens
         completion = sum(len(step.tokens) for step in steps)
         speculation = Speculation(
             target_passes=len(steps),

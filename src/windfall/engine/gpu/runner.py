@@ -80,6 +80,8 @@ class GpuRunner:
             return self.drafter_unsupported
         if params.needs_host:
             return "its sampling looks at the text so far"
+        if params.wants_logprobs:
+            return "its log-probabilities are computed on the host"
         return ""
 
     def host_policy_pair(self, sequence: Sequence) -> tuple[GraphTarget, Drafter]:

@@ -27,18 +27,18 @@ from windfall.kernels.triton.counters import COUNTERS, counters
 from windfall.kernels.triton.pdl import pdl_wait, prefetch
 
 # Keys of a part, by zones of positions: few where most texts end, for many programs and short branching parts; more
-# further on, for few parts to merge.
-NEAR, MIDDLE, FAR, FARTHEST = tl.constexpr(64), tl.constexpr(128), tl.constexpr(256), tl.constexpr(512)
-NEAR_END, MIDDLE_END, FAR_END = tl.constexpr(1024), tl.constexpr(2048), tl.constexpr(8192)  # where zones end
-# The number of the first part of each zone.
-MIDDLE_PART = tl.constexpr(NEAR_END.value // NEAR.value)
-FAR_PART = tl.constexpr(MIDDLE_PART.value + (MIDDLE_END.value - NEAR_END.value) // MIDDLE.value)
-FARTHEST_PART = tl.constexpr(FAR_PART.value + (FAR_END.value - MIDDLE_END.value) // FAR.value)
+# further on, for few parts to merge. All are powers of two, and a zone ends at a multiple of the next zone's parts.
+NEAR, MIDDLE, FAR = tl.constexpr(64), tl.constexpr(256), tl.constexpr(1024)
+NEAR_END, MIDDLE_END = tl.constexpr(1024), tl.constexpr(16_384)  # where zones end
+NEAR_BITS, MIDDLE_BITS, FAR_BITS = (tl.constexpr(each.value.bit_length() - 1) for each in (NEAR, MIDDLE, FAR))
+# The part of a position p is p // MIDDLE plus this number in the second zone, and so on in the third.
+MIDDLE_SHIFT = tl.constexpr(NEAR_END.value // NEAR.value - NEAR_END.value // MIDDLE.value)
+FAR_SHIFT = tl.constexpr(MIDDLE_SHIFT.value + MIDDLE_END.value // MIDDLE.value - MIDDLE_END.value // FAR.value)
 # Programs for rows alone and for tiles, each: half of those that a GPU of 132 multiprocessors runs at the same time.
 MAX_PROGRAMS_SMALL, MAX_PROGRAMS = 198, 132
 SMALL_TILE = 1024  # sums up to which three programs run on a multiprocessor
-MERGED = 8192  # partial sums that a program loads before it adds the first
-MAX_MERGED = 8  # parts that a program loads at a time when it merges them
+MERGED = 4096  # partial sums that a program loads before it adds the first
+MAX_MERGED = 4  # parts that a program loads at a time when it merges them
 ONES = tl.constexpr(16)  # columns of the matrix that sums weights: the fewest of a matrix product
 MAX_TILE = 8192  # sums that a program holds
 BATCH_PROGRAMS = 528  # programs of a pass over several requests: four for each multiprocessor
@@ -55,19 +55,16 @@ class Tile(NamedTuple):
 @triton.jit
 def _part_start(part):
     """The first position of a part."""
-    near, middle = part * NEAR, NEAR_END + (part - MIDDLE_PART) * MIDDLE
-    far, farthest = MIDDLE_END + (part - FAR_PART) * FAR, FAR_END + (part - FARTHEST_PART) * FARTHEST
-    late = tl.where(part < FARTHEST_PART, far, farthest)
-    return tl.where(part < MIDDLE_PART, near, tl.where(part < FAR_PART, middle, late))
+    start = (part - MIDDLE_SHIFT) * MIDDLE
+    start = tl.where(start < MIDDLE_END, start, (part - FAR_SHIFT) * FAR)
+    return tl.where(part * NEAR < NEAR_END, part * NEAR, start)
 
 
 @triton.jit
 def _part_of(position):
-    """The part that this position belongs to."""
-    near, middle = position // NEAR, MIDDLE_PART + (position - NEAR_END) // MIDDLE
-    far, farthest = FAR_PART + (position - MIDDLE_END) // FAR, FARTHEST_PART + (position - FAR_END) // FARTHEST
-    late = tl.where(position < FAR_END, far, farthest)
-    return tl.where(position < NEAR_END, near, tl.where(position < MIDDLE_END, middle, late))
+    """The part that this position belongs to; positions are not negative."""
+    part = tl.where(position < MIDDLE_END, (position >> MIDDLE_BITS) + MIDDLE_SHIFT, (position >> FAR_BITS) + FAR_SHIFT)
+    return tl.where(position < NEAR_END, position >> NEAR_BITS, part)
 
 
 @triton.jit
@@ -359,8 +356,7 @@ def choose_tile(rows: int, group: int, width: int, dtype: torch.dtype, chain: bo
 def parts_of(capacity: int) -> int:
     """The number of parts of this number of keys."""
     parts, start = 0, 0
-    zones = ((NEAR_END.value, NEAR), (MIDDLE_END.value, MIDDLE), (FAR_END.value, FAR), (capacity, FARTHEST))
-    for end, size in zones:
+    for end, size in ((NEAR_END.value, NEAR), (MIDDLE_END.value, MIDDLE), (capacity, FAR)):
         parts += -(-max(min(end, capacity) - start, 0) // size.value)
         start = end
     return parts

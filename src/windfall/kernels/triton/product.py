@@ -136,6 +136,37 @@ def _weight_pieces(weight, column, K: tl.constexpr, FIRST: tl.constexpr, REST: t
 
 
 @triton.jit
+def _normed_rows(
+    x,
+    residual,
+    norm,
+    total,
+    row,
+    live,
+    x_row,
+    residual_row,
+    eps,
+    kind: tl.constexpr,
+    ADD: tl.constexpr,
+    K: tl.constexpr,
+    FIRST: tl.constexpr,
+    REST: tl.constexpr,
+):
+    """Both pieces of norm(x + residual); without a rest, the first one twice."""
+    left = _residual_sum(x, residual, total, row, live, x_row, residual_row, 0, K, ADD, FIRST)
+    squares = tl.sum(left * left, 1)
+    if REST > 0:
+        right = _residual_sum(x, residual, total, row, live, x_row, residual_row, FIRST, K, ADD, REST)
+        squares += tl.sum(right * right, 1)
+    shrink = tl.rsqrt(squares / K + eps)
+    first = _normed(left, shrink, norm, kind, 0, K, FIRST)
+    rest = first
+    if REST > 0:
+        rest = _normed(right, shrink, norm, kind, FIRST, K, REST)
+    return first, rest
+
+
+@triton.jit
 def _product(
     x,
     residual,
@@ -154,16 +185,44 @@ def _product(
     REST: tl.constexpr,
 ):
     """The product of norm(x + residual) and both pieces of a weight → [M, N] fp32."""
-    left = _residual_sum(x, residual, total, row, live, x_row, residual_row, 0, K, ADD, FIRST)
-    squares = tl.sum(left * left, 1)
+    left, right = _normed_rows(
+        x, residual, norm, total, row, live, x_row, residual_row, eps, near.dtype, ADD, K, FIRST, REST
+    )
+    sums = tl.dot(left, near)
     if REST > 0:
-        right = _residual_sum(x, residual, total, row, live, x_row, residual_row, FIRST, K, ADD, REST)
-        squares += tl.sum(right * right, 1)
-    shrink = tl.rsqrt(squares / K + eps)
-    sums = tl.dot(_normed(left, shrink, norm, near.dtype, 0, K, FIRST), near)
-    if REST > 0:
-        sums = tl.dot(_normed(right, shrink, norm, near.dtype, FIRST, K, REST), far, sums)
+        sums = tl.dot(right, far, sums)
     return sums
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _norm(
+    x,
+    residual,
+    norm,
+    total,
+    out,
+    rows,
+    x_row,
+    residual_row,
+    eps,
+    ADD: tl.constexpr,
+    K: tl.constexpr,
+    FIRST: tl.constexpr,
+    REST: tl.constexpr,
+    M: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (0, block of rows)."""
+    row = tl.program_id(1).to(tl.int64) * M + tl.arange(0, M)
+    live = row < rows
+    pdl_wait(PDL)
+    kind = out.dtype.element_ty
+    left, right = _normed_rows(x, residual, norm, total, row, live, x_row, residual_row, eps, kind, ADD, K, FIRST, REST)
+    k = tl.arange(0, FIRST)
+    tl.store(out + row[:, None] * K + k[None, :], left, mask=live[:, None])
+    if REST > 0:
+        k = FIRST + tl.arange(0, REST)
+        tl.store(out + row[:, None] * K + k[None, :], right, mask=live[:, None] & (k < K)[None, :])
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -331,6 +390,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling) -> Te
     given = (x, weight, weight if bias is None else bias, out, rows, width, x.stride(0))
     _linear[(width // tiling.outputs, -(-rows // ROWS))](*given, BIAS=bias is not None, **_options(x, tiling))
     return out
+
+
+def add_norm(x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, tiling: Tiling) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual), x + residual), with the roundings of the fused kernels with this tiling."""
+    rows, other = len(x), x if residual is None else residual
+    assert x.stride(1) == other.stride(1) == 1 and norm.is_contiguous()
+    total, out = x if residual is None else x.new_empty(x.shape), x.new_empty(x.shape)
+    options = _options(x, tiling)
+    del options["N"]
+    given = (x, other, norm, total, out, rows, x.stride(0), other.stride(0), eps)
+    _norm[(1, -(-rows // ROWS))](*given, ADD=residual is not None, **options)
+    return out, total
 
 
 def norm_gate(

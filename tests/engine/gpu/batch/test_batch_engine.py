@@ -91,8 +91,11 @@ def test_requests_that_need_the_host_run_beside_the_others() -> None:
     wanted = [found.generate(PROMPTS[0], **ASKED), found.generate(PROMPTS[1], repetition_penalty=1.3, **ASKED)]
     handles = [found.submit(PROMPTS[0], **ASKED), found.submit(PROMPTS[1], repetition_penalty=1.3, **ASKED)]
     other = found.submit(PROMPTS[0], policy="svip", **ASKED)
+    reported = found.submit(PROMPTS[1], logprobs=2, **ASKED)
     assert [handle.result(60).token_ids for handle in handles] == [text.token_ids for text in wanted]
     assert other.result(60).token_ids == wanted[0].token_ids
+    assert reported.result(60).token_ids == plain_texts()[1]
+    assert [each.token for each in reported.result().logprobs or ()] == plain_texts()[1]
     found.close()
 
 

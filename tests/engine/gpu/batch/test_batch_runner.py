@@ -92,6 +92,20 @@ def test_the_texts_are_those_of_single_requests(kind: str, sizes: Sizes, samplin
     assert batch.runner.pool.available == SMALL.pages - 1
 
 
+def test_use_is_that_of_pages_and_of_the_shared_budget() -> None:
+    batch = Batch(engine("llama", "eagle3", "beam", graphs=False), TREES)
+    assert batch.runner.use == (0, None)
+    texts = [batch.text(prompt(length, seed=length)) for length in (9, 70)]
+    batch.runner.join(texts)
+    while not batch.runner.round():
+        pass
+    held = sum(len(batch.runner._pages[text]) for text in texts)
+    assert batch.runner.use.memory == pytest.approx(held / (SMALL.pages - 1))
+    assert batch.runner.use.budget == TREES
+    batch.run()
+    assert batch.runner.use.memory == 0
+
+
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
 def test_a_perfect_drafter_is_always_right(sampling: dict[str, Any]) -> None:
     batch = Batch(engine("llama", "itself", "beam", graphs=False), TREES._replace(rows=72))

@@ -90,6 +90,7 @@ class Results:
 class BatchStep(Step):
     """A Step whose text and tree are made when they are first read: most callers read few of them."""
 
+    whole_tree = False
     _results: Results
     _seat: int
     _root: int

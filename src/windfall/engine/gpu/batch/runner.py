@@ -14,7 +14,7 @@ from windfall.core.types import Split, Step
 from windfall.costs.acceptance import Calibrator
 from windfall.costs.online import OnlineCosts
 from windfall.drafters.base import GpuForm
-from windfall.engine.batch_runner import Outcome
+from windfall.engine.batch_runner import Outcome, Use
 from windfall.engine.gpu.batch.chunks import Prompt, PromptQueue
 from windfall.engine.gpu.batch.drafters import batch_drafter
 from windfall.engine.gpu.batch.learning import learn
@@ -104,6 +104,7 @@ class GpuBatchRunner:
         self._pages: dict[Sequence, list[int]] = {}
         self._late: WeakKeyDictionary[Sequence, LateText] = WeakKeyDictionary()  # of texts that may come back
         self._launched: list[Launched] = []
+        self._budget_sizes: Sizes | None = None  # of the last round
         self._turn = 0  # see `Round`
         self._pending = 1  # an upper bound on the tokens of a text that the drafter has to take in
         self._spare: list[DeviceEvent] = []
@@ -117,7 +118,7 @@ class GpuBatchRunner:
         """Whether this runner can decode this text: its policy is the budget's, and it draws on the device."""
         params, own = sequence.params, sequence.policy
         same = type(own) is type(self.policy) and own == self.policy
-        return same and not params.needs_host
+        return same and not (params.needs_host or params.wants_logprobs)
 
     @property
     def busy(self) -> bool:
@@ -138,6 +139,11 @@ class GpuBatchRunner:
     def max_length(self) -> int | None:
         """The number of tokens up to which a single text fits."""
         return min(self.state.longest, self.pool.pages * PAGE_TOKENS) - (MAX_FLIGHT + 1) * self.state.pending
+
+    @property
+    def use(self) -> Use:
+        """The share of the pages that texts hold, and the budget of the last round."""
+        return Use(1 - self.pool.available / self.pool.pages, self._budget_sizes)
 
     @torch.inference_mode()
     def join(self, sequences: list[Sequence]) -> None:
@@ -243,6 +249,7 @@ class GpuBatchRunner:
     def _launch(self) -> None:
         state, work, cache = self.state, self.work, self.gpu_target.graph_cache
         sizes, rule = self._sizes()
+        self._budget_sizes = sizes if len(self.texts) > 1 else None
         self._send(sizes)
         seats = min(next(size for size in SEATS if size >= len(self.texts)), state.seats)
         pending, kind = self._take_in(seats, sizes), kind_of(self.texts)
