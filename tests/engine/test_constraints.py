@@ -105,6 +105,20 @@ def test_sampled_text_is_that_of_masks_before_all_filters(sampling: str) -> None
         assert wanted == ([*tokens, END] if len(wanted) > len(tokens) else tokens)
 
 
+@pytest.mark.parametrize("filters", [{"top_k": 2}, {"top_p": 0.3}, {"min_p": 0.5}])
+def test_filters_count_legal_tokens_only(filters: dict[str, Any]) -> None:
+    """A legal token that wins after the filters of all tokens may lose to one that only the mask lets in."""
+    constraint = engine().params(regex="[a-m0-9]{24}").constraint
+    assert constraint is not None
+    how = {"temperature": 4.0, "max_new_tokens": 20, **filters}
+    masking = (MaskedLogits(constraint, len(prompt()), "xgrammar"),)
+    for seed in range(3):
+        wanted = engine("none").generate(prompt(), seed=seed, processors=masking, **how)
+        for policy in ("none", "beam"):
+            given = engine(policy).generate(prompt(), seed=seed, constraint=constraint, **how)
+            assert given.token_ids == wanted.token_ids
+
+
 @pytest.mark.parametrize("place", range(12))
 def test_random_schemas_give_valid_json(place: int) -> None:
     schema, name = random_schema(random.Random(place)), BACKENDS[place % 3 == 2]
