@@ -25,7 +25,7 @@ STEP = 64  # elements of K; K must be a multiple
 SEGMENT_UNIT = 256  # elements of K; all segments but the last are multiples
 MIN_SEGMENT = 2048  # elements of K
 ENOUGH_TILES = 128  # of 64 outputs each: about one for each multiprocessor
-ENOUGH_LARGE_TILES = 96  # of 128 outputs and 128 rows each
+FEW_TILES = 264  # of 64 outputs and 64 rows each: two for each multiprocessor
 MAX_SPLIT_ROWS = 128  # with more rows, one program takes all segments of its tile
 MANY_OUTPUTS = 16_384  # from here on, tiles of 256 outputs still occupy all multiprocessors
 PREFETCHED_BYTES = 2**23  # of a weight, requested while the previous kernel still runs
@@ -146,13 +146,8 @@ def choose_tile(rows: int, outputs: int, k: int, descriptors: bool, memory: int)
     long = 2 * STEP if k % (2 * STEP) == 0 else STEP
     if not descriptors:
         tile = Tile(64, 16 if rows <= 16 else 32 if rows <= 32 else 64, long if rows <= 32 else STEP, 4, 4, False)
-    elif rows <= 64:
-        tile = _small_tile(rows, outputs, k, long)
-    elif outputs >= MANY_OUTPUTS and k >= SHORT_K:
-        tile = Tile(128, 256, STEP, 4, 8, True) if 128 < rows <= 256 else Tile(256, 128, STEP, 4, 8, True)
     else:
-        large = -(-outputs // 128) * -(-rows // 128) >= ENOUGH_LARGE_TILES
-        tile = Tile(128, 128, STEP, 4, 8, True) if large else Tile(64, 128, STEP, 5, 4, True)
+        tile = _small_tile(rows, outputs, k, long) if rows <= 64 else _large_tile(rows, outputs, k, long)
     fitting = memory // (2 * tile.step * (tile.outputs + tile.rows))  # two bytes for each element
     return tile._replace(stages=max(2, min(tile.stages, fitting)))
 
@@ -171,6 +166,20 @@ def _small_tile(rows: int, outputs: int, k: int, long: int) -> Tile:
     return Tile(
         128 if outputs >= 4 * MANY_OUTPUTS and height < 64 else 64, height, long, 5 if height == 16 else 4, 4, True
     )
+
+
+def _large_tile(rows: int, outputs: int, k: int, long: int) -> Tile:
+    """The tile for more than 64 rows."""
+    if k <= MIN_SEGMENT and -(-outputs // 64) * -(-rows // 64) <= FEW_TILES:
+        return Tile(64, 64, long, 4, 4, True)
+    if k < SHORT_K:
+        many = outputs >= MANY_OUTPUTS and rows > 128
+        return Tile(128, 128, STEP, 3, 8, True) if many else Tile(64, 128, STEP, 3, 4, True)
+    if outputs >= MANY_OUTPUTS and rows <= 512:
+        return Tile(256, 128, STEP, 4, 8, True)
+    if rows <= 128:
+        return Tile(64, 128, long, 4, 4, True)
+    return Tile(128, 64, STEP, 4, 4, True) if rows <= 384 else Tile(128, 128, STEP, 5, 8, True)
 
 
 def supported(x: Tensor, weight: Tensor) -> bool:
