@@ -118,7 +118,7 @@ class GpuBatchRunner:
         """Whether this runner can decode this text: its policy is the budget's, and it draws on the device."""
         params, own = sequence.params, sequence.policy
         same = type(own) is type(self.policy) and own == self.policy
-        return same and not (params.reads_prefix or params.logit_bias or params.wants_logprobs)
+        return same and not (params.needs_host or params.wants_logprobs)
 
     @property
     def busy(self) -> bool:
