@@ -108,7 +108,7 @@ def test_sampling_defaults_are_the_library_s() -> None:
     library = SamplingParams()
     given = SamplingOptions().keywords()
     assert given == {name: getattr(library, name) for name in given}
-    others = {"processors", "criteria", "logprobs", "logprobs_mode", "prompt_logprobs"}
+    others = {"processors", "criteria", "constraint", "logprobs", "logprobs_mode", "prompt_logprobs"}
     assert {f.name for f in dataclasses.fields(library)} - set(given) == others
 
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from windfall.core.detokenizer import Detokenizer
+from windfall.core.detokenizer import Detokenizer, LateText
 
 
 class ByteTokenizer:
@@ -105,3 +105,34 @@ def test_undecodable_bytes_are_not_decoded_again_with_every_token() -> None:
             stream.push(lead)
         assert stream.take() == ""
     assert tokenizer.decoded <= 2 * 200 + 10
+
+
+def late(text: str, size: int, stop: tuple[str, ...], final: bool) -> LateText:
+    """A text in steps of this number of tokens."""
+    stream = Detokenizer(TOKENIZER, stop)
+    made, ids = LateText(stream), TOKENIZER.inner.encode(text).ids
+    for start in range(0, len(ids), size):
+        for token in ids[start : start + size]:
+            stream.push(token)
+        made.add(min(start + size, len(ids)), final and start + size >= len(ids))
+    return made
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=20), st.integers(1, 5), st.booleans(), st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_a_whole_text_is_that_of_its_steps(text: str, size: int, final: bool, read_one: bool) -> None:
+    one, other = late(text, size, (), final), late(text, size, (), final)
+    if read_one and len(other):
+        _ = other[0]
+    pieces = [one[number] for number in range(len(one))]
+    assert other.whole == "".join(pieces)
+    assert [other[number] for number in range(len(other))] == pieces  # also after the whole was read
+
+
+def test_a_whole_text_is_decoded_once() -> None:
+    made, calls = late("one two three", 1, (), True), []
+    plain = TOKENIZER.decode
+    made._detokenizer.tokenizer = type(
+        "Counting", (), {"decode": lambda _, ids, **how: calls.append(ids) or plain(ids)}
+    )()
+    assert made.whole == "one two three" and len(calls) <= 2

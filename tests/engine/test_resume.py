@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from helpers import grammars
+from helpers.grammars import CONSTRAINTS
 from helpers.sampling import SAMPLING
-from helpers.tiny import tiny
+from helpers.tiny import prompt, tiny
 from helpers.tokenizers import byte_level
 from windfall import registry
 from windfall.core.types import InputError
@@ -92,3 +94,19 @@ def test_a_text_that_has_ended_is_not_generated() -> None:
 def test_wrong_tokens_are_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         made(**given)
+
+
+@pytest.mark.parametrize("kind", CONSTRAINTS)
+def test_a_text_goes_on_within_its_grammar(kind: str) -> None:
+    used, how = grammars.engine(), {**CONSTRAINTS[kind], "max_new_tokens": 60, "temperature": 0.9, "seed": 3}
+
+    def rest(tokens: list[int]) -> Generation:
+        return used.submit(prompt(), resume_token_ids=tokens, **how).result(60)
+
+    whole = rest([])
+    for place in (1, len(whole.token_ids) // 2, len(whole.token_ids)):
+        made = rest(whole.token_ids[:place])
+        assert whole.token_ids[:place] + made.token_ids == whole.token_ids
+        assert made.finish_reason == whole.finish_reason
+    with pytest.raises(InputError, match="token 2 of those to resume from does not follow the grammar"):
+        rest([whole.token_ids[0], grammars.TOKENS.index("_")])

@@ -31,8 +31,6 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "change", "param", "words"),
     [
-        (CHAT, {"tools": [{"type": "function"}]}, "tools", "'tools' is not supported yet"),
-        (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
         (COMPLETIONS, {"suffix": "end"}, "suffix", "not supported yet"),
         (COMPLETIONS, {"best_of": 3}, "best_of", "not supported yet"),
         (CHAT, {"colour": "blue"}, "colour", "'colour' is not supported"),
@@ -42,8 +40,8 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
         (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content", "required"),
         (
             CHAT,
-            {"messages": [{"role": "assistant", "content": "", "tool_calls": []}]},
-            "messages.0.tool_calls",
+            {"messages": [{"role": "assistant", "content": "", "refusal": "no"}]},
+            "messages.0.refusal",
             "not s",
         ),
         (CHAT, {"temperature": "hot"}, "temperature", "number"),

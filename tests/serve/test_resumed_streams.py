@@ -78,3 +78,10 @@ def test_whole_answers_have_the_ids(address: str, path: str) -> None:
 def test_what_cannot_go_on_is_refused(address: str, change: dict[str, Any], words: str) -> None:
     answer = http().post(f"{address}/v1/completions", json={**COMPLETION, **HOW, "resume_token_ids": [1], **change})
     assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+
+
+def test_an_answer_that_may_call_tools_is_refused(address: str) -> None:
+    tools = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
+    body = {**CHAT, **HOW, "resume_token_ids": [1], "tools": tools}
+    answer = http().post(f"{address}/v1/chat/completions", json=body)
+    assert answer.status_code == 400 and "may call tools" in answer.json()["error"]["message"]

@@ -10,6 +10,7 @@ import typer
 
 from windfall import registry
 from windfall.cli.answers import AnswerFile, Conversation, answer_all, at_line
+from windfall.cli.constraints import ConstraintOptions
 from windfall.cli.declare import json_option, option, show_drafts_option
 from windfall.cli.options import BatchOptions, ModelOptions, PolicyOptions, PromptOptions, SamplingOptions
 from windfall.cli.session import (
@@ -35,6 +36,7 @@ def generate(
     model: ModelOptions,
     policy: PolicyOptions,
     sampling: SamplingOptions,
+    constraint: ConstraintOptions,
     batch: BatchOptions,
     json: bool = json_option(),
     compare: bool = option(False, "First generate with plain decoding, then compare tokens and times."),
@@ -57,6 +59,7 @@ def generate(
     lines = source.read_many() if source.has_many else []
     prompt = None if lines else source.read()
     keywords = sampling.keywords(**_logprobs_keywords(logprobs, logprobs_mode, json or out is not None))
+    keywords |= constraint.keywords()
     answers = None if out is None else AnswerFile(out, lines, resume)
     engine = model.load(policy.make(), batch)
     if source.system is not None or any(line.system for line in lines):

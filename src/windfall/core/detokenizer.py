@@ -40,6 +40,12 @@ class Detokenizer:
         start, self._taken = self._taken, max(self._taken, len(self.text) - held)
         return self.text[start : self._taken]
 
+    def copy(self, end: int) -> Detokenizer:
+        """A new one, which has only the ids before `end` and has not decoded any."""
+        made = Detokenizer(self.tokenizer, self.stop)
+        made._ids = self._ids[:end]
+        return made
+
     def _catch_up(self, final: bool, last: int) -> None:
         """Without stop strings, decode all new tokens at once; if the last one ends within a character, as many as
         possible."""
@@ -93,6 +99,18 @@ class LateText:
         """A step after which there are this number of tokens; returns its number."""
         self._ends.append((tokens, final))
         return len(self._ends) - 1
+
+    @property
+    def whole(self) -> str:
+        """The text of all steps. If none was read so far, and there are no stop strings, it is decoded at once."""
+        with self._lock:
+            if self._ends and not self._pieces and not self._detokenizer.stop:
+                end, final = self._ends[-1]
+                return self._detokenizer.copy(end).take(final)
+        return "".join(self[number] for number in range(len(self._ends)))
+
+    def __len__(self) -> int:
+        return len(self._ends)
 
     def __getitem__(self, number: int) -> str:
         """The text of a step."""

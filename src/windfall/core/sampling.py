@@ -55,10 +55,13 @@ def gumbel(seed: int, positions: Tensor, tokens: Tensor) -> Tensor:
     return uniform.log_().neg_().log_().neg_().float()
 
 
-def process(logits: Tensor, prefix: Tensor | None, prompt_length: int, params: SamplingParams) -> Tensor:
-    """Apply bias, penalties, processors, temperature, top-k, top-p and min-p.
+def process(
+    logits: Tensor, prefix: Tensor | None, prompt_length: int, params: SamplingParams, mask: Tensor | None = None
+) -> Tensor:
+    """Apply bias, penalties, processors, the mask, temperature, top-k, top-p and min-p.
 
-    logits [n, V]; prefix [n, L] holds the tokens before each row (needed only if `params.reads_prefix`).
+    logits [n, V]; prefix [n, L] holds the tokens before each row (needed only if `params.reads_prefix`); mask [V] says
+    which tokens are allowed, None: all.
     Returns new logits, -inf where a token is excluded; at temperature 0 only their order matters.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -71,6 +74,8 @@ def process(logits: Tensor, prefix: Tensor | None, prompt_length: int, params: S
         logits = _penalise(logits, prefix, prompt_length, params)
         for processor in params.processors:
             logits = processor(prefix, logits)
+    if mask is not None:
+        logits = logits.masked_fill(~mask.to(logits.device), -torch.inf)
     if params.greedy:
         return logits
     temperature = logits.new_full((1,), params.temperature)  # a tensor, because CUDA divides by a number inexactly
@@ -156,12 +161,18 @@ class Sampler:
             drawn[nodes.to(drawn.device)] = self._draw(tree, logits, committed, nodes)
         return drawn.tolist().__getitem__
 
-    def _draw(self, tree: DraftTree, logits: Tensor, committed: list[int], nodes: Tensor) -> Tensor:
+    def draw_masked(self, tree: DraftTree, logits: Tensor, committed: list[int], node: int, mask: Tensor) -> int:
+        """The token that follows a node, one of those that the mask [V] allows."""
+        return int(self._draw(tree, logits, committed, torch.tensor([node]), mask))
+
+    def _draw(
+        self, tree: DraftTree, logits: Tensor, committed: list[int], nodes: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
         """The tokens that follow these nodes [n] (of one depth, if the logits depend on the prefix)."""
         whole = len(nodes) == len(tree) and not self.params.processors  # which may write into their input
         rows = logits if whole else logits[nodes.to(logits.device)]
         prefix = self._prefixes(tree, committed, nodes, logits.device) if self.params.reads_prefix else None
-        rows = process(rows, prefix, self.prompt_length, self.params)
+        rows = process(rows, prefix, self.prompt_length, self.params, mask)
         if self.params.logprobs is not None and self.params.logprobs_mode == PROCESSED:
             self._processed.update(zip(nodes.tolist(), rows, strict=True))
         return self.pick(rows, len(committed) + tree.depth[nodes])

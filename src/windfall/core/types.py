@@ -12,6 +12,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from windfall.core.constraint import Constraint
+from windfall.core.detokenizer import LateText
 from windfall.core.errors import InputError as InputError
 from windfall.core.logprobs import MODES, RAW, TokenLogprob
 from windfall.core.options import is_number, require_flag
@@ -63,6 +65,7 @@ class SamplingParams:
     seed: int | None = None  # of the draws; None: a fresh one for each text
     processors: tuple[Callable[[Tensor, Tensor], Tensor], ...] = ()  # transformers LogitsProcessors, before temperature
     criteria: tuple[Callable[..., Any], ...] = ()  # transformers StoppingCriteria, asked after every token
+    constraint: Constraint | None = None  # what the text must follow, such as a JSON schema
     logprobs: int | None = None  # log-probabilities of new tokens, with this many of the likeliest; None: none
     logprobs_mode: str = RAW  # "raw": of the model; "processed": after bias, penalties, temperature and filters
     prompt_logprobs: int | None = None  # the same as `logprobs` for the tokens of the prompt, always raw
@@ -75,6 +78,8 @@ class SamplingParams:
             object.__setattr__(self, "eos", (self.eos,))
         for name in INTEGER_FIELDS:
             _require(is_number(getattr(self, name), whole=True), f"{name} must be a whole number")
+        given = self.constraint
+        _require(isinstance(given, Constraint | None), f"constraint takes a windfall Constraint, not {given!r}")
         _require(self.seed is None or is_number(self.seed, whole=True), "seed must be a whole number, or None")
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
@@ -137,6 +142,11 @@ class SamplingParams:
     def reads_prefix(self) -> bool:
         """Whether a row's logits depend on the tokens before it (and not on the model alone)."""
         return bool(self.processors or self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether draws need more than the logits, the noise and the filters, which is all that a GPU's loop knows."""
+        return bool(self.reads_prefix or self.logit_bias or self.constraint)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -202,6 +212,7 @@ class Step:
     """One cycle of one sequence: the verified tree and the result."""
 
     whole_tree: ClassVar[bool] = True  # whether `drafted` has all drafted nodes, and not only the verified ones
+    late_text: ClassVar[LateText | None] = None  # from which this text and that of all other steps can be read
     tokens: tuple[int, ...]  # emitted by this cycle, cut at the first stop
     text: str  # what these tokens add to the text, as far as it can no longer change
     tree: DraftTree  # the verified nodes
@@ -220,6 +231,14 @@ class Step:
     def accepted(self) -> int:
         """Drafted tokens that the target agreed with."""
         return len(self.path) - 1
+
+    def of_policy(self, size: int) -> Step:
+        """The same cycle with the first `size` drafted nodes only, those that the policy knows; others may follow."""
+        if size == len(self.drafted):
+            return self
+        kept = self.kept[self.kept < size]
+        tree, drafted = self.tree.select(torch.arange(len(kept))), self.drafted.select(torch.arange(size))
+        return replace(self, tree=tree, drafted=drafted, kept=kept, path=self.path[self.path < len(kept)])
 
     @property
     def rows(self) -> int:

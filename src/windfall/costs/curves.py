@@ -8,6 +8,11 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+Reals = NDArray[np.float64]
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -31,6 +36,20 @@ class Curve:
             left = max(bisect_right(self.sizes, self.sizes[last] / 2) - 1, 0)
         slope = (self.seconds[right] - self.seconds[left]) / (self.sizes[right] - self.sizes[left])
         return self.seconds[right] + max(slope, 0.0) * (size - self.sizes[right])
+
+    def over(self, sizes: NDArray[np.int64]) -> Reals:
+        """`at` for many sizes."""
+        own, seconds, last = np.array(self.sizes), np.array(self.seconds), len(self.sizes) - 1
+        place = np.searchsorted(own, sizes)
+        right = np.minimum(place, last)
+        if last == 0:
+            return seconds[right]
+        left = np.maximum(np.where(place > last, bisect_right(self.sizes, self.sizes[last] / 2) - 1, place - 1), 0)
+        run = np.maximum(own[right] - own[left], 1)
+        slope = np.maximum((seconds[right] - seconds[left]) / run, 0.0)
+        exact = (place <= last) & (self.stepped | (own[right] == sizes)) | (place == 0)
+        found: Reals = np.where(exact, seconds[right], seconds[right] + slope * (sizes - own[right]))
+        return found
 
     @classmethod
     def of_dict(cls, given: Mapping[str, Any]) -> Curve:
@@ -72,6 +91,20 @@ class Costs:
         """One target pass over this many rows after a context of this length."""
         lengths = [known for known, _ in self.verifies]
         return Curve(tuple(lengths), tuple(curve.at(rows) for _, curve in self.verifies)).at(length)
+
+    def verify_over(self, rows: NDArray[np.int64], length: int) -> Reals:
+        """`verify` for many numbers of rows."""
+        lengths, last = [known for known, _ in self.verifies], len(self.verifies) - 1
+        place = bisect_left(lengths, length)
+        if last == 0 or place == 0 or (place <= last and lengths[place] == length):
+            return self.verifies[min(place, last)][1].over(rows)
+        left, right = place - 1, min(place, last)
+        if place > last:
+            left = max(bisect_right(lengths, lengths[last] / 2) - 1, 0)
+        near, far = (self.verifies[each][1].over(rows) for each in (left, right))
+        slope = np.maximum((far - near) / (lengths[right] - lengths[left]), 0.0)
+        found: Reals = far + slope * (length - lengths[right])
+        return found
 
     def verify_curve(self, max_rows: int, length: int) -> list[float]:
         """`verify` for 1 to `max_rows` rows."""

@@ -16,6 +16,7 @@ from jinja2 import TemplateError
 
 from windfall import registry
 from windfall.checkpoints.quiet_libs import first_line
+from windfall.core.constraint import BACKEND_KEYWORD, KEYWORDS, with_constraint
 from windfall.core.files import is_unicode
 from windfall.core.options import brief, is_number
 from windfall.core.types import GpuOptions, InputError, SamplingParams, Step
@@ -36,6 +37,8 @@ from windfall.engine.request import Handle, Request
 from windfall.engine.sequence import Sequence
 from windfall.engine.service import Service
 from windfall.engine.split_runner import SplitRunner
+from windfall.grammar.base import Grammar
+from windfall.grammar.compile import Grammars
 from windfall.model.decoder import tree_attention
 from windfall.model.target import Target
 from windfall.policies.base import TreePolicy
@@ -204,6 +207,7 @@ class Engine:
         prompt: Prompt,
         *,
         raw: bool = False,
+        tools: list[dict[str, Any]] | None = None,
         policy: TreePolicy | str | None = None,
         deadline: float | None = None,
         resume_token_ids: Many[int] = (),
@@ -211,17 +215,18 @@ class Engine:
     ) -> Handle:
         """Generate a text in the background, together with the other requests; returns at once.
 
-        `policy` takes the place of the engine's policy. After `deadline` seconds the text ends as it is.
-        `resume_token_ids` are tokens that the text already has, from this engine or another one: with the same prompt,
-        seed and sampling, it goes on as it would have there. A request that fails, for example in a logits processor,
-        does so alone. Processors and criteria are called in the thread that generates.
+        `tools` are shown to the model by its chat template, in OpenAI's form. `policy` takes the place of the engine's
+        policy. After `deadline` seconds the text ends as it is. `resume_token_ids` are tokens that the text already
+        has, from this engine or another one: with the same prompt, seed and sampling, it goes on as it would have
+        there. A request that fails, for example in a logits processor, does so alone. Processors and criteria are
+        called in the thread that generates.
         """
         if deadline is not None and not (is_number(deadline) and deadline > 0):
             raise InputError(f"deadline takes a number of seconds above 0, not {deadline!r}")
         if not isinstance(policy, TreePolicy | str | None):
             raise InputError(f"a policy is a name or a TreePolicy, not {policy!r}")
         chosen = registry.policy(policy) if isinstance(policy, str) else policy
-        ids, params = self.encode(prompt, raw), self.params(**sampling)
+        ids, params = self.encode(prompt, raw, tools), self.params(**sampling)
         return self._submit(ids, params, chosen, deadline, self._checked_resume(resume_token_ids, params))
 
     def _checked_resume(self, tokens: Many[int], params: SamplingParams) -> list[int]:
@@ -253,7 +258,8 @@ class Engine:
         self, ids: list[int], params: SamplingParams, policy: TreePolicy | None = None, deadline: float | None = None
     ) -> Request:
         own = (policy or self.policy).fresh()
-        sequence = Sequence(ids, params.seeded(), own, self.target, self.coupled, self.calibrators)
+        grammar = self._grammar(params)
+        sequence = Sequence(ids, params.seeded(), own, self.target, self.coupled, self.calibrators, grammar)
         self.drafter.expect(sequence.end)
         self._route = Route(None, SEVERAL_TEXTS)
         return Request(next(self._request_numbers), sequence, deadline)
@@ -377,7 +383,9 @@ class Engine:
             self.target.texts += 1
             number = self.target.texts
             sequences = [
-                Sequence(prompt, own.seeded(), policy.fresh(), self.target, self.coupled, calibrators)
+                Sequence(
+                    prompt, own.seeded(), policy.fresh(), self.target, self.coupled, calibrators, self._grammar(own)
+                )
                 for prompt, own in zip(prompts, params, strict=True)
             ]
             cycles = self._cycles(sequences, lockstep)
@@ -465,9 +473,12 @@ class Engine:
             done += len(steps[0].tokens)
             yield min(done / WARM_UP_TOKENS, 1.0)
 
-    def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
-        """Text, chat messages or token ids → token ids; text becomes a user's message unless `raw`."""
-        ids = self.tokenize(prompt, raw) if _is_text(prompt) else _as_ids(prompt)
+    def encode(self, prompt: Prompt, raw: bool = False, tools: list[dict[str, Any]] | None = None) -> list[int]:
+        """Text, chat messages or token ids → token ids; text becomes a user's message unless `raw`.
+
+        `tools` are shown to the model by the chat template.
+        """
+        ids = self.tokenize(prompt, raw, tools) if _is_text(prompt) else _as_ids(prompt)
         context, vocabulary = self.target.context, self.target.vocab_size
         if not ids:
             raise InputError("the prompt is empty")
@@ -480,7 +491,12 @@ class Engine:
         return ids
 
     def tokenize(
-        self, prompt: Prompt, raw: bool = False, special: bool | None = None, generation_prompt: bool = True
+        self,
+        prompt: Prompt,
+        raw: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        special: bool | None = None,
+        generation_prompt: bool = True,
     ) -> list[int]:
         """Text or chat messages → token ids, without the checks of `encode`.
 
@@ -496,7 +512,8 @@ class Engine:
             if not tokenizer.chat_template:
                 raise InputError(f"{self.target.name} has no chat template; give the prompt as text")
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-            chat = partial(tokenizer.apply_chat_template, messages, add_generation_prompt=generation_prompt)
+            how = {"add_generation_prompt": generation_prompt, **({"tools": tools} if tools else {})}
+            chat = partial(tokenizer.apply_chat_template, messages, **how)
             return list(tokenizer(chat(tokenize=False)).input_ids if special else chat(return_dict=False))
         except TypeError as error:
             reason = "the prompt is not valid Unicode text"
@@ -508,15 +525,24 @@ class Engine:
 
     def params(self, **sampling: Any) -> SamplingParams:
         """SamplingParams from keywords, checked against this target."""
-        known = SamplingParams.__dataclass_fields__
+        known = [*SamplingParams.__dataclass_fields__, *KEYWORDS, BACKEND_KEYWORD]
         if unknown := [name for name in sampling if name not in known]:
             raise InputError(f"there is no sampling option '{unknown[0]}'; there are {', '.join(known)}")
-        params = SamplingParams(**sampling)
+        params = SamplingParams(**with_constraint(sampling))
         if params.stop and self.target.tokenizer is None:
             raise InputError("stop strings need a tokenizer; this target has none")
         if params.logit_bias and not 0 <= min(params.logit_bias) <= max(params.logit_bias) < self.target.vocab_size:
             raise InputError(f"logit_bias takes token ids between 0 and {self.target.vocab_size - 1}")
+        self._grammar(params)  # a constraint that cannot be used is refused here
         return params
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        """The compiled constraint."""
+        return None if params.constraint is None else self._grammars.compile(params.constraint)
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(self.target.tokenizer, self.target.vocab_size, self.target.eos)
 
 
 def _is_text(prompt: Prompt) -> bool:

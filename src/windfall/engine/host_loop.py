@@ -21,6 +21,7 @@ from windfall.drafters.base import Drafter
 from windfall.engine.lockstep import Lockstep
 from windfall.engine.sequence import Sequence
 from windfall.engine.shared_budget import Grower, SharedBudgets
+from windfall.grammar.guide import Guide
 from windfall.model.target import Target
 from windfall.policies.budget import Sizes
 from windfall.policies.context import Context
@@ -67,18 +68,24 @@ class HostLoop:
         deciders = self._budgets.begin(live, contexts)
         self.budget = deciders.sizes
         drafted = drafter.begin([sequence.tokens[-1] for sequence in live])
-        growths = [Growth(grower, context) for grower, context in zip(deciders.growers, contexts, strict=True)]
+        growths = [
+            Growth(grower, context, sequence.guide)
+            for grower, context, sequence in zip(deciders.growers, contexts, live, strict=True)
+        ]
         passes: list[tuple[int, float]] = []  # expanded nodes and seconds of the passes that found children
         while any(grows := [growth.next(tree) for growth, tree in zip(growths, drafted, strict=True)]):
             clock.lap("policy")
             size = sum(map(len, drafted))
             drafted = drafter.expand(drafted, grows)
             seconds = clock.lap("draft")
+            drafted = [s.guide.rate(tree) if s.guide else tree for s, tree in zip(live, drafted, strict=True)]
             if sum(map(len, drafted)) > size:
                 passes.append((sum(len(grow.nodes) for grow in grows if grow), seconds))
 
         # Select the nodes that are worth verifying.
-        kept = deciders.select(drafted)
+        kept, own_sizes = deciders.select(drafted), [*map(len, drafted)]
+        for i, sequence in enumerate(live):
+            drafted[i], kept[i] = sequence.choose_legal(drafted[i], kept[i], contexts[i].room)
         trees = [tree.select(keep) for tree, keep in zip(drafted, kept, strict=True)]
         clock.lap("policy")
 
@@ -116,8 +123,9 @@ class HostLoop:
         if not recorded and self.online_costs.learns:
             verified, length = sum(map(len, trees)), sum(context.length for context in contexts)
             self._learn_costs(learner or self._budgets.costs, length, passes, verified, verify_seconds, alone)
-        deciders.observe(steps)
-        for sequence, step in zip(live, steps, strict=True):
+        own_steps = [step.of_policy(size) for step, size in zip(steps, own_sizes, strict=True)]
+        deciders.observe(own_steps)
+        for sequence, step in zip(live, own_steps, strict=True):
             self._attempt(sequence, sequence.observe, step, otherwise=None)
         clock.lap("policy")
         return [replace(step, seconds=clock.split) for step in steps]
@@ -171,8 +179,8 @@ def _with_logprobs(step: Step, verdict: Verdict) -> Step:
 class Growth:
     """Asks a policy or a shared round for its next draft pass, and leaves out what is not possible."""
 
-    def __init__(self, policy: Grower, context: Context):
-        self.policy, self.context = policy, context
+    def __init__(self, policy: Grower, context: Context, guide: Guide | None = None):
+        self.policy, self.context, self.guide = policy, context, guide
         self.passes = 0
         self._expanded: set[int] = set()
         self._over = False
@@ -195,4 +203,5 @@ class Growth:
     def _possible(self, tree: DraftTree, grow: Grow) -> list[int]:
         deepest = self.context.room - 2  # a child at depth room - 1 and the target's own token fill the room
         nodes, depths = grow.nodes.tolist(), tree.arrays.depth[grow.nodes.numpy()].tolist()
-        return [n for n, depth in zip(nodes, depths, strict=True) if depth <= deepest and n not in self._expanded]
+        found = [n for n, depth in zip(nodes, depths, strict=True) if depth <= deepest and n not in self._expanded]
+        return found if self.guide is None else list(filter(self.guide.allows, found))

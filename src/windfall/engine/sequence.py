@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
+from torch import Tensor
 
 from windfall.core.detokenizer import Detokenizer
-from windfall.core.logprobs import TokenLogprob, token_logprobs
+from windfall.core.logprobs import PROCESSED, TokenLogprob, token_logprobs
 from windfall.core.sampling import Dice, Sampler
 from windfall.core.tree import DraftTree
 from windfall.core.types import InputError, SamplingParams, Scores, Step, Verdict
@@ -17,6 +18,8 @@ from windfall.costs.acceptance import Calibrator
 from windfall.costs.correction import Correction
 from windfall.costs.curves import Costs
 from windfall.costs.online import OnlineCosts
+from windfall.grammar.base import Grammar
+from windfall.grammar.guide import Guide
 from windfall.model.target import Target
 from windfall.policies.base import TreePolicy
 from windfall.policies.context import Context
@@ -33,14 +36,17 @@ class Sequence:
         target: Target,
         coupled: bool,
         calibrators: Mapping[str, Calibrator],
+        grammar: Grammar | None = None,
     ):
-        """`calibrators` are by regime: what draft confidence means depends on how tokens are drawn."""
+        """`calibrators` are by regime: what draft confidence means depends on how tokens are drawn. `grammar`: that of
+        the parameters' constraint."""
         self.tokens, self.prompt_length = list(prompt), len(prompt)
         self.params = params
         self.policy = policy
         self.sampler = Sampler(params, len(prompt))
         self.dice = Dice(params, self.tokens) if coupled and not params.greedy else None
-        self.calibrator = calibrators["greedy" if params.greedy else "coupled" if self.dice else "sampled"]
+        regime = "greedy" if params.greedy else "coupled" if self.dice else "sampled"
+        self.calibrator = calibrators[regime if grammar is None else f"{regime}, constrained"]
         self.correction = Correction()
         self.text = Detokenizer(target.tokenizer, params.stop)
         self.finish: str | None = None
@@ -48,6 +54,7 @@ class Sequence:
         self._prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # until `take_prompt_logprobs`
         self._endings: list[str | None] = []  # how each token that was drawn but not accepted yet ends the text
         self._eos = frozenset(target.eos if params.eos is None else params.eos)
+        self.guide = None if grammar is None else Guide(grammar, self._eos)
         limit = params.max_new_tokens
         self.end = len(prompt) + (limit if target.context is None else min(limit, target.context - len(prompt)))
 
@@ -56,10 +63,27 @@ class Sequence:
 
         They may end the text, but nothing may follow the end.
         """
+        if self.guide is not None:
+            self._follow_grammar(self.guide, tokens)
         taken = self.extend(tokens)
         if len(taken) < len(tokens):
             raise InputError(f"the text ends after {len(taken)} of the {counted(len(tokens), 'token')} to resume from")
         self.text.take(final=self.finish is not None)
+
+    def _follow_grammar(self, guide: Guide, tokens: list[int]) -> None:
+        """Lead the guide along these tokens, up to the first that ends the text."""
+        text = list(self.tokens)
+        for place, token in enumerate(tokens):
+            if not guide.legal(token):
+                raise InputError(f"token {place + 1} of those to resume from does not follow the grammar")
+            text.append(token)
+            ending = self._ending(text)
+            if ending != "stop":
+                guide.go_to(tokens[: place + 1])
+                ending = "stop" if guide.over else ending
+            self.note_ending(ending)
+            if ending is not None:
+                break
 
     def context(self, costs: Costs, online_costs: OnlineCosts | None = None) -> Context:
         """What the policy may know besides the tree."""
@@ -71,6 +95,8 @@ class Sequence:
         """The context of a new cycle, for which the drafter gets the newest weight of the noise."""
         if self.dice:
             self.dice.kappa = self.calibrator.kappa
+        if self.guide:
+            self.guide.begin(self.tokens[self.prompt_length :])
         return self.context(costs, online_costs)
 
     def score_prompt(self) -> None:
@@ -106,17 +132,54 @@ class Sequence:
             draw: Callable[[int], int] = scores.draws.__getitem__  # node → the target's own token after it
         else:
             draw = self.sampler.draws(tree, scores.logits, self.tokens)
-        if not (self.params.processors or self.params.criteria):
+        guide, ahead = self.guide, list(self.tokens)
+        if guide is not None:
+            draw = self._within(guide, ahead, tree, scores.logits, draw)
+        elif not (self.params.processors or self.params.criteria):
             return walk(tree, draw)
-        ahead = list(self.tokens)
 
         def ends(token: int) -> bool:
             ahead.append(token)
             ending = self._ending(ahead)
+            if guide is not None and ending != "stop":
+                guide.go_to(ahead[len(self.tokens) :])
+                ending = "stop" if guide.over else ending
             self.note_ending(ending)
             return ending is not None
 
         return walk(tree, draw, ends)
+
+    def _within(
+        self, guide: Guide, ahead: list[int], tree: DraftTree, logits: Tensor, draw: Callable[[int], int]
+    ) -> Callable[[int], int]:
+        """`draw` from the tokens that the grammar allows after `ahead`, the text up to the node.
+
+        Without filters, a legal token that wins among all tokens also wins among the legal ones. Then no mask is
+        needed. Processors may keep state, so they are called once. Processed log-probabilities come after the mask.
+        """
+        params = self.params
+        processed = params.logprobs is not None and params.logprobs_mode == PROCESSED
+        wins_anyway = not (params.filters or params.processors or processed)
+
+        def draw_legal(node: int) -> int:
+            guide.go_to(ahead[len(self.tokens) :])
+            if wins_anyway and guide.legal(token := draw(node)):
+                return token
+            mask = torch.from_numpy(guide.mask())
+            token = self.sampler.draw_masked(tree, logits, self.tokens, node, mask)
+            if not guide.legal(token):
+                raise InputError("no token is possible here: all that the grammar allows are excluded")
+            return token
+
+        return draw_legal
+
+    def choose_legal(self, tree: DraftTree, kept: Tensor, room: int) -> tuple[DraftTree, Tensor]:
+        """The tree and the nodes to verify: without those that the grammar forbids, and with text that it forces."""
+        if self.guide is None:
+            return tree, kept
+        plan, kept = self.policy.cached_plan, self.guide.prune(kept)
+        plain = plan is not None and not plan.passes  # plain decoding verifies no drafts
+        return (tree, kept) if plain else self.guide.add_forced(tree, kept, room)
 
     def note_ending(self, ending: str | None) -> None:
         """Remember how the next token that will be accepted ends the text; None: it does not."""

@@ -11,7 +11,9 @@ from windfall.policies.budget import CONTEXT_STEP, Budget, Load, Outcome, Sizes
 from windfall.policies.outlook import MAX_WIDTH, Outlook, Reals
 
 WIDTHS = (1, 2, 4, MAX_WIDTH)  # nodes of a request in one draft pass
-MAX_PASSES = 12  # draft passes of a round
+PASSES = (1, 2, 3, 4, 6, 8, 12)  # draft passes of a round: few, because a GPU captures graphs for each
+MAX_PASSES = PASSES[-1]
+KEPT_FACTOR = 1.02  # sizes stay as they are unless others should be faster by this factor
 EXPLORATION_SHARE = 0.01  # of the time that may be spent on drafts that should not pay
 PROBED_NODES = 8  # drafted nodes that a probe verifies, where rows are not free
 LARGE_BATCH = 16  # requests
@@ -49,7 +51,8 @@ class AutoBudget(Budget):
         self._rounds += 1
         situation = (load.requests, load.costs, min(load.room, MAX_PASSES + 1))
         if self._best is None or self._due(load.requests) or situation != self._best_for:
-            self._best, self._best_for = self._fastest(load), situation
+            kept = self._best if situation == self._best_for else None
+            self._best, self._best_for = self._fastest(load, kept), situation
         if self._best.passes or load.room < 2:
             return self._best
         return self._probe(load) or self._best
@@ -59,15 +62,15 @@ class AutoBudget(Budget):
         period = UPDATE_EVERY_ROUNDS if requests >= LARGE_BATCH else 1
         return self._rounds <= EAGER_ROUNDS or self._rounds % period == 0
 
-    def _fastest(self, load: Load) -> Sizes:
-        """The sizes with the most tokens per second."""
+    def _fastest(self, load: Load, kept: Sizes | None) -> Sizes:
+        """The sizes with the most tokens per second; `kept` ones if these are about as fast."""
         requests = load.requests
         nodes, trees = self._outlook.nodes(load.calibrator)
         known = 1 + load.calibrator.observed // NODES_PER_PASS
         deepest = min(MAX_PASSES, int(nodes.depth.max(initial=0)), load.room - 1, known)
         if deepest < 1:
             return _plain(load)
-        shapes = [(passes, width) for width in WIDTHS for passes in range(1, deepest + 1)]
+        shapes = [(passes, width) for width in WIDTHS for passes in PASSES if passes <= deepest]
         passes, widths = np.array(shapes).T[:, :, None]
         drafted = (nodes.depth <= passes) & (nodes.width <= widths)  # [shapes, nodes]
         share = requests / trees  # each remembered tree stands for this many requests
@@ -77,10 +80,16 @@ class AutoBudget(Budget):
         seconds = self._verify_seconds(load, int(rows.max()))
         drafting = np.array([load.drafting(*shape) for shape in shapes])[:, None]
         speed = tokens / (seconds[rows - requests] + drafting)
+        speed[rows > (load.max_rows or math.inf)] = 0.0
         shape, count = divmod(int(np.argmax(speed)), speed.shape[1])
-        most = float(speed[shape, count])
-        if most <= requests / float(seconds[0]):
+        most, plain = float(speed[shape, count]), requests / float(seconds[0])
+        if most <= plain * (1.0 if kept is None or kept.passes else KEPT_FACTOR):
             return _plain(load)
+        if kept is not None and (kept.passes, kept.width) in shapes:
+            own = shapes.index((kept.passes, kept.width))
+            now = float(speed[own].max(where=rows[own] <= kept.rows, initial=0.0))
+            if most <= now * KEPT_FACTOR and now > plain:
+                return kept
         depth, width = shapes[shape]
         return self._of(load, depth, width, int(rows[shape, count]), seconds, most)
 
@@ -88,8 +97,8 @@ class AutoBudget(Budget):
         """Seconds of verify passes over the roots and 0, 1, 2, … drafted nodes, at least up to `rows` in total."""
         situation = (load.requests, load.costs, load.context // CONTEXT_STEP)
         if situation != self._seconds_for or len(self._seconds) <= rows - load.requests:
-            curve = [load.verify(size) for size in range(load.requests, 2 * rows + 1)]
-            self._seconds, self._seconds_for = np.array(curve), situation
+            self._seconds = load.verify_over(np.arange(load.requests, 2 * rows + 1))
+            self._seconds_for = situation
         return self._seconds
 
     def _of(self, load: Load, passes: int, width: int, rows: int, seconds: Reals, speed: float) -> Sizes:

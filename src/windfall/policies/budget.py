@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from windfall.core.tree import Flags, Floats, Integers
 from windfall.costs.acceptance import Calibrator
-from windfall.costs.curves import Costs
+from windfall.costs.curves import Costs, Reals
 from windfall.policies.plan import Plan
 
 CONTEXT_STEP = 256  # tokens; smaller differences in the batch's context do not change its costs
@@ -31,10 +31,15 @@ class Load(NamedTuple):
     room: int  # tokens that may still be emitted, in the request where this is most
     costs: Costs
     calibrator: Calibrator  # forecasts the children of nodes that are not drafted yet
+    max_rows: int | None = None  # of a verify pass; None: no limit
 
     def verify(self, rows: int) -> float:
         """Seconds of a verify pass over this many rows of all requests, with the overhead of a round."""
         return _verify(self.costs, rows, self.context // CONTEXT_STEP * CONTEXT_STEP) + self.costs.overhead
+
+    def verify_over(self, rows: Integers) -> Reals:
+        """`verify` for many numbers of rows."""
+        return self.costs.verify_over(rows, self.context // CONTEXT_STEP * CONTEXT_STEP) + self.costs.overhead
 
     def drafting(self, passes: int, width: int) -> float:
         """Seconds of this many draft passes: the first expands the roots, later ones `width` nodes of each request."""

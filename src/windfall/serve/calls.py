@@ -58,12 +58,15 @@ async def submit(
     prompts: list[Prompt],
     raw: bool,
     limit: int | None,
+    **more: Any,
 ) -> Texts:
     """Submit n texts for each prompt, with seeds one after another.
 
-    `raw` leaves out the chat template; `limit` is the default number of new tokens.
+    `raw` leaves out the chat template; `limit` is the default number of new tokens; `more` are other keywords of
+    `Engine.submit`.
     """
-    sampling, policy = sampling_of(admission.engine, asked, limit), chosen(admission.policies, asked.policy)
+    sampling = {**sampling_of(admission.engine, asked, limit), **more}
+    policy = chosen(admission.policies, asked.policy)
     seeds = [None if asked.seed is None else asked.seed + number for number in range(asked.n)]
     shortens = asked.limit is None
     jobs = [Job(prompt, raw, {**sampling, "seed": seed}, shortens, policy) for prompt in prompts for seed in seeds]
@@ -129,6 +132,7 @@ def sampling_of(engine: Engine, asked: GenerationRequest, limit: int | None) -> 
         "stop": tuple(asked.stop),
         "logit_bias": {int(token): bias for token, bias in asked.logit_bias.items()},
         "eos": (*own_eos, *asked.stop_token_ids),
+        "constraint": asked.constraint,
         "logprobs": asked.token_logprobs,
         "logprobs_mode": asked.logprobs_mode,
         "prompt_logprobs": asked.prompt_logprobs,

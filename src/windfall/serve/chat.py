@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from windfall.core.errors import InputError
 from windfall.core.types import Step
 from windfall.engine.engine import Generation
 from windfall.serve.admission import Admission
 from windfall.serve.calls import Form, answer, read, submit
 from windfall.serve.logprobs import Reports, make_reports, token_texts
 from windfall.serve.protocol import AssistantMessage, ChatChoice, ChatChunkChoice, ChatRequest
-from windfall.serve.texts import finish_reason
+from windfall.serve.texts import STOP, finish_reason
+from windfall.serve.tool_calls import call_constraint, check_template, find_calls, form_of
+from windfall.serve.tool_stream import ToolStream
+
+TOOL_CALLS = "tool_calls"  # finish reason
 
 
 def chat_routes(admission: Admission) -> APIRouter:
@@ -24,9 +29,11 @@ def chat_routes(admission: Admission) -> APIRouter:
         asked = await read(request, admission, ChatRequest)
         reports = make_reports(names, asked.token_logprobs is not None, [0] * asked.n)
         messages = [message.as_dict() for message in asked.messages]
-        texts = await submit(request, admission, asked, [messages], False, admission.engine.target.context)
+        more = tool_keywords(admission, asked)
+        texts = await submit(request, admission, asked, [messages], False, admission.engine.target.context, **more)
         first = [ChatChunkChoice(index=i, delta={"role": "assistant", "content": ""}) for i in range(len(texts))]
-        write = partial(_chunk, reports=reports), partial(_choices, reports=reports)
+        answers = Answers({tool.function.name for tool in asked.offered}, len(texts), reports)
+        write = answers.chunk, answers.choices
         form = Form("chatcmpl", "chat.completion", "chat.completion.chunk", first, *write, _empty)
         return await answer(request, admission, asked, texts, form)
 
@@ -37,21 +44,59 @@ def _empty(index: int) -> ChatChunkChoice:
     return ChatChunkChoice(index=index, delta={})
 
 
-def _choices(done: list[Generation], reports: Reports | None) -> list[ChatChoice]:
-    return [
-        ChatChoice(
-            index=index,
-            message=AssistantMessage(content=each.text),
-            logprobs=None if reports is None else reports.as_chat(reports.of_text(index, each)),
-            finish_reason=finish_reason(each),
-        )
-        for index, each in enumerate(done)
-    ]
+def tool_keywords(admission: Admission, asked: ChatRequest) -> dict[str, Any]:
+    """The keywords of `Engine.submit` for the tools of a request."""
+    if not asked.tools:
+        return {}
+    if asked.offered and asked.constraint is not None:
+        raise InputError("tools and structured output exclude each other; give one, or set tool_choice to 'none'")
+    target = admission.engine.target
+    template = check_template(getattr(target.tokenizer, "chat_template", None) or "", target.name)
+    given: dict[str, Any] = {"tools": [tool.as_dict() for tool in asked.tools]}
+    if asked.must_call:
+        given["constraint"] = call_constraint(form_of(template), asked.must_call, asked.parallel_tool_calls)
+    return given
 
 
-def _chunk(index: int, piece: Step | Generation, reports: Reports | None) -> ChatChunkChoice | None:
-    found = [] if reports is None else reports.of_piece(index, piece)
-    logprobs = reports.as_chat(found) if reports is not None and found else None
-    if isinstance(piece, Generation):
-        return ChatChunkChoice(index=index, delta={}, logprobs=logprobs, finish_reason=finish_reason(piece))
-    return ChatChunkChoice(index=index, delta={"content": piece.text}, logprobs=logprobs) if piece.text else None
+class Answers:
+    """The choices of an answer, with calls of tools that have these names."""
+
+    def __init__(self, names: set[str], texts: int, reports: Reports | None):
+        self._names, self._reports = names, reports
+        self._streams = [ToolStream(names) for _ in range(texts)] if names else []
+
+    def choices(self, done: list[Generation]) -> list[ChatChoice]:
+        """The choices of a whole answer."""
+        return [self._choice(index, each) for index, each in enumerate(done)]
+
+    def _choice(self, index: int, done: Generation) -> ChatChoice:
+        reports = self._reports
+        logprobs = None if reports is None else reports.as_chat(reports.of_text(index, done))
+        if not self._names:
+            message, called = AssistantMessage(content=done.text), False
+        else:
+            found = find_calls(done.text, self._names)
+            called = bool(found.calls)
+            content = found.content or (None if called else "")
+            message = AssistantMessage(content=content, tool_calls=found.calls or None)
+        return ChatChoice(index=index, message=message, logprobs=logprobs, finish_reason=_finish(done, called))
+
+    def chunk(self, index: int, piece: Step | Generation) -> ChatChunkChoice | None:
+        """The choice for a piece of a stream."""
+        found = [] if self._reports is None else self._reports.of_piece(index, piece)
+        logprobs = self._reports.as_chat(found) if self._reports is not None and found else None
+        if not self._streams:
+            delta, called = ({"content": piece.text} if isinstance(piece, Step) and piece.text else {}), False
+        else:
+            stream = self._streams[index]
+            delta = stream.push(piece.text) if isinstance(piece, Step) else stream.end()
+            called = stream.called
+        if isinstance(piece, Generation):
+            reason = _finish(piece, called)
+            return ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=reason)
+        return ChatChunkChoice(index=index, delta=delta, logprobs=logprobs) if delta or logprobs else None
+
+
+def _finish(done: Generation, called: bool) -> str:
+    reason = finish_reason(done)
+    return TOOL_CALLS if called and reason == STOP else reason

@@ -6,8 +6,11 @@ import time
 import uuid
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, Field, field_validator, model_validator
+
+from windfall.serve.body import Body, wrong
+from windfall.serve.structured import StructuredFields
+from windfall.serve.tools import AnswerCall, ToolFields, ToolMessageFields
 
 MAX_N = 128
 MAX_STOPS = 16
@@ -17,27 +20,9 @@ MIN_SEED, MAX_SEED = -(2**63), 2**63 - MAX_N  # each of n texts adds one
 IGNORED = ("user", "metadata", "safety_identifier", "service_tier", "prompt_cache_key")  # the text stays the same
 NEUTRAL: dict[str, Any] = {  # values that ask for nothing; most of these fields are not supported
     "logprobs": False,
-    "tools": [],
-    "tool_choice": "none",
-    "response_format": {"type": "text"},
     "best_of": 1,
 }
 PROMPT = "must be text, a list of texts, a list of token ids, or a list of such lists, and not be empty"
-
-
-def _wrong(message: str) -> PydanticCustomError:
-    return PydanticCustomError("wrong", message)
-
-
-class Body(BaseModel):
-    """A JSON object without unknown fields. Null is the same as leaving a field out."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        return {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else given
 
 
 # ---- requests
@@ -54,7 +39,7 @@ class ModelRequest(Body):
     model: str | None = None
 
 
-class GenerationRequest(ModelRequest):
+class GenerationRequest(ModelRequest, StructuredFields):
     """The fields that chat and completions share."""
 
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
@@ -64,20 +49,20 @@ class GenerationRequest(ModelRequest):
     top_k: int = Field(0, ge=-1)  # 0 or -1: off
     min_p: float = Field(0.0, ge=0, le=1)
     n: int = Field(1, ge=1, le=MAX_N)
-    stop: list[str] = []
-    stop_token_ids: list[int] = []
+    stop: list[str] = Field([])
+    stop_token_ids: list[int] = Field([])
     ignore_eos: bool = False
     seed: int | None = Field(None, ge=MIN_SEED, le=MAX_SEED)
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = Field(1.0, gt=0)
-    logit_bias: dict[str, float] = {}
+    logit_bias: dict[str, float] = Field({})
     logprobs_mode: Literal["raw", "processed"] = "raw"
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     policy: str | None = None  # None: the server's
     return_token_ids: bool = False
-    resume_token_ids: list[int] = []  # that the client already has of the answer
+    resume_token_ids: list[int] = Field([])  # that the client already has of the answer
 
     @model_validator(mode="before")
     @classmethod
@@ -95,23 +80,23 @@ class GenerationRequest(ModelRequest):
     @classmethod
     def _check_stop(cls, given: list[str]) -> list[str]:
         if not all(given) or len(given) > MAX_STOPS:
-            raise _wrong(f"must be at most {MAX_STOPS} texts that are not empty")
+            raise wrong(f"must be at most {MAX_STOPS} texts that are not empty")
         return given
 
     @field_validator("logit_bias")
     @classmethod
     def _check_bias(cls, given: dict[str, float]) -> dict[str, float]:
         if not all(key.isascii() and key.isdecimal() and int(key) <= MAX_TOKEN_ID for key in given):
-            raise _wrong('the keys must be token ids, such as "42"')
+            raise wrong('the keys must be token ids, such as "42"')
         return given
 
     @model_validator(mode="after")
     def _check_together(self) -> GenerationRequest:
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
-            raise _wrong("max_tokens and max_completion_tokens have the same meaning; give one of them")
+            raise wrong("max_tokens and max_completion_tokens have the same meaning; give one of them")
         if "stream_options" in self.model_fields_set and not self.stream:
-            raise _wrong("stream_options needs stream to be true")
+            raise wrong("stream_options needs stream to be true")
         self._check_resume()
         return self
 
@@ -120,9 +105,9 @@ class GenerationRequest(ModelRequest):
         if not self.resume_token_ids:
             return
         if self.texts != 1:
-            raise _wrong(f"resume_token_ids continues one text; this request asks for {self.texts}")
+            raise wrong(f"resume_token_ids continues one text; this request asks for {self.texts}")
         if self.seed is None and self.temperature:
-            raise _wrong("resume_token_ids needs the seed that the text began with, or temperature 0")
+            raise wrong("resume_token_ids needs the seed that the text began with, or temperature 0")
 
     @property
     def texts(self) -> int:
@@ -170,7 +155,7 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _check_echo(self) -> CompletionRequest:
         if self.echo and self.resume_token_ids:
-            raise _wrong("resume_token_ids and echo exclude each other: the client has the prompt already")
+            raise wrong("resume_token_ids and echo exclude each other: the client has the prompt already")
         return self
 
     @field_validator("prompt", mode="before")
@@ -179,9 +164,9 @@ class CompletionRequest(GenerationRequest):
         """All four forms as a list of texts, or as a list of lists of token ids."""
         prompts = [given] if isinstance(given, str) or _are_ids(given) else given
         if not isinstance(prompts, list) or not prompts:
-            raise _wrong(PROMPT)
+            raise wrong(PROMPT)
         if not all(isinstance(each, str) for each in prompts) and not all(map(_are_ids, prompts)):
-            raise _wrong(PROMPT)
+            raise wrong(PROMPT)
         return prompts
 
 
@@ -195,19 +180,20 @@ class TextPart(Body):
     text: str
 
 
-class ChatMessage(Body):
+class ChatMessage(ToolMessageFields):
     role: str = Field(min_length=1)
     content: str | list[TextPart]
     name: str | None = None
 
-    def as_dict(self) -> dict[str, str]:
+    def as_dict(self) -> dict[str, Any]:
         """The message as chat templates take it; several parts become lines."""
         parts = self.content
         content = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
-        return {"role": self.role, "content": content, **({} if self.name is None else {"name": self.name})}
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": self.role, "content": content, **named, **self.of_tools()}
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(GenerationRequest, ToolFields):
     messages: list[ChatMessage] = Field(min_length=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
@@ -215,7 +201,13 @@ class ChatRequest(GenerationRequest):
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
-            raise _wrong("top_logprobs needs logprobs to be true")
+            raise wrong("top_logprobs needs logprobs to be true")
+        return self
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> ChatRequest:
+        if self.resume_token_ids and self.offered:
+            raise wrong("resume_token_ids cannot continue an answer that may call tools; ask again from its beginning")
         return self
 
     @property
@@ -233,9 +225,9 @@ class TokenizeRequest(ModelRequest):
     @model_validator(mode="after")
     def _check_source(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise _wrong("give 'prompt' or 'messages', and not both")
+            raise wrong("give 'prompt' or 'messages', and not both")
         if self.messages is None and "add_generation_prompt" in self.model_fields_set:
-            raise _wrong("add_generation_prompt needs messages")
+            raise wrong("add_generation_prompt needs messages")
         return self
 
 
@@ -312,7 +304,8 @@ class CompletionChoice(Choice):
 
 class AssistantMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    tool_calls: list[AnswerCall] | None = None
 
 
 class ChatChoice(Choice):
@@ -322,7 +315,7 @@ class ChatChoice(Choice):
 
 
 class ChatChunkChoice(Choice):
-    delta: dict[str, str]
+    delta: dict[str, Any]
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
 

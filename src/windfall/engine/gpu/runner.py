@@ -78,7 +78,7 @@ class GpuRunner:
             return reason
         if plan.passes and self.drafter_unsupported:
             return self.drafter_unsupported
-        if params.reads_prefix or params.logit_bias:
+        if params.needs_host:
             return "its sampling looks at the text so far"
         if params.wants_logprobs:
             return "its log-probabilities are computed on the host"

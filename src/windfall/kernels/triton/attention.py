@@ -241,7 +241,7 @@ def _attend(
             _store_partial(tops, totals, partials, split * heads * rows + place, dims, top, total, sums, live, shown, D)
             counter = counters + tl.program_id(0) * heads + head
             tl.debug_barrier()  # all threads have stored their part before the atomic releases it
-            before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+            before = tl.atomic_add(counter, 1, sem="release", scope="gpu")
             tl.debug_barrier()
             needed = (end + size - 1) // size
             if before == needed - 1:

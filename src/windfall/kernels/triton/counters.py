@@ -1,4 +1,9 @@
-"""Counters by which the last program of a group to finish knows that it is the last."""
+"""Counters by which the last program of a group to finish knows that it is the last.
+
+A program raises its counter with an atomic that releases its results. The last one reads those of the others with
+loads that bypass the L1 cache (".cg"), after the atomic and a barrier. It does not acquire: that would discard the L1
+cache of the whole multiprocessor, on which other programs still work.
+"""
 
 from __future__ import annotations
 

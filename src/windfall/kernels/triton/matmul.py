@@ -24,9 +24,8 @@ from windfall.kernels.triton.pdl import pdl_wait, prefetch
 STEP = 64  # elements of K; K must be a multiple
 SEGMENT_UNIT = 256  # elements of K; all segments but the last are multiples
 MIN_SEGMENT = 2048  # elements of K
-ENOUGH_TILES = 128  # of 64 outputs each: about one for each multiprocessor
-ENOUGH_LARGE_TILES = 96  # of 128 outputs and 128 rows each
-MAX_SPLIT_ROWS = 128  # with more rows, one program takes all segments of its tile
+ENOUGH_TILES = 128  # about one for each multiprocessor
+FEW_TILES = 264  # of 64 outputs and 64 rows each: two for each multiprocessor
 MANY_OUTPUTS = 16_384  # from here on, tiles of 256 outputs still occupy all multiprocessors
 PREFETCHED_BYTES = 2**23  # of a weight, requested while the previous kernel still runs
 MIN_PREFETCHED, MAX_PREFETCHED = 256, 1024  # elements of K that are requested early, in each segment
@@ -102,7 +101,7 @@ def _matmul(
         tl.store(partials + own * stride + place, sums, mask=shown)
         counter = counters + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         tl.debug_barrier()  # all threads have stored their sums before the counter is raised
-        before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        before = tl.atomic_add(counter, 1, sem="release", scope="gpu")
         tl.debug_barrier()
         if before == SEGMENTS - 1:
             parts = ()
@@ -146,13 +145,8 @@ def choose_tile(rows: int, outputs: int, k: int, descriptors: bool, memory: int)
     long = 2 * STEP if k % (2 * STEP) == 0 else STEP
     if not descriptors:
         tile = Tile(64, 16 if rows <= 16 else 32 if rows <= 32 else 64, long if rows <= 32 else STEP, 4, 4, False)
-    elif rows <= 64:
-        tile = _small_tile(rows, outputs, k, long)
-    elif outputs >= MANY_OUTPUTS and k >= SHORT_K:
-        tile = Tile(128, 256, STEP, 4, 8, True) if 128 < rows <= 256 else Tile(256, 128, STEP, 4, 8, True)
     else:
-        large = -(-outputs // 128) * -(-rows // 128) >= ENOUGH_LARGE_TILES
-        tile = Tile(128, 128, STEP, 4, 8, True) if large else Tile(64, 128, STEP, 5, 4, True)
+        tile = _small_tile(rows, outputs, k, long) if rows <= 64 else _large_tile(rows, outputs, k, long)
     fitting = memory // (2 * tile.step * (tile.outputs + tile.rows))  # two bytes for each element
     return tile._replace(stages=max(2, min(tile.stages, fitting)))
 
@@ -173,6 +167,20 @@ def _small_tile(rows: int, outputs: int, k: int, long: int) -> Tile:
     )
 
 
+def _large_tile(rows: int, outputs: int, k: int, long: int) -> Tile:
+    """The tile for more than 64 rows."""
+    if k <= MIN_SEGMENT and -(-outputs // 64) * -(-rows // 64) <= FEW_TILES:
+        return Tile(64, 64, long, 4, 4, True)
+    if k < SHORT_K:
+        many = outputs >= MANY_OUTPUTS and rows > 128
+        return Tile(128, 128, STEP, 3, 8, True) if many else Tile(64, 128, STEP, 3, 4, True)
+    if outputs >= MANY_OUTPUTS and rows <= 512:
+        return Tile(256, 128, STEP, 4, 8, True)
+    if rows <= 128:
+        return Tile(64, 128, long, 4, 4, True)
+    return Tile(128, 64, STEP, 4, 4, True) if rows <= 384 else Tile(128, 128, STEP, 5, 8, True)
+
+
 def supported(x: Tensor, weight: Tensor) -> bool:
     """Whether this kernel multiplies these operands."""
     return x.shape[1] % STEP == 0 and weight.is_contiguous() and x.stride(1) == 1
@@ -186,7 +194,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     tile = choose_tile(rows, outputs, k, supports_pdl(x.device) and aligned, shared_memory(x.device))
     tiles, blocks = -(-outputs // tile.outputs), -(-rows // tile.rows)  # of outputs, of rows
     out = x.new_empty(rows, outputs)
-    few = segments > 1 and rows <= MAX_SPLIT_ROWS and tiles * blocks <= COUNTERS
+    few = segments > 1 and tiles * blocks <= min(ENOUGH_TILES, COUNTERS)  # otherwise one program takes all segments
     counts = counters(x.device) if few else None
     split = counts is not None
     partials = torch.empty((segments, rows, outputs), device=x.device) if split else out

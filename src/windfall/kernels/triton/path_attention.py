@@ -37,8 +37,8 @@ FAR_SHIFT = tl.constexpr(MIDDLE_SHIFT.value + MIDDLE_END.value // MIDDLE.value -
 # Programs for rows alone and for tiles, each: half of those that a GPU of 132 multiprocessors runs at the same time.
 MAX_PROGRAMS_SMALL, MAX_PROGRAMS = 198, 132
 SMALL_TILE = 1024  # sums up to which three programs run on a multiprocessor
-MERGED = 4096  # partial sums that a program loads before it adds the first
-MAX_MERGED = 4  # parts that a program loads at a time when it merges them
+MERGED = 2048  # partial sums that a program loads before it adds the first
+MAX_MERGED = 2  # parts that a program loads at a time when it merges them
 ONES = tl.constexpr(16)  # columns of the matrix that sums weights: the fewest of a matrix product
 MAX_TILE = 8192  # sums that a program holds
 BATCH_PROGRAMS = 528  # programs of a pass over several requests: four for each multiprocessor
@@ -245,7 +245,7 @@ def _attend_part(
             shown = split[:, None] & within[None, :]
             _store_partial(tops, totals, partials, part * step + place, dims, top, weight, sums, split, shown, D)
             tl.debug_barrier()  # all threads have stored their part before the atomic releases it
-            before = tl.atomic_add(counters + place, 1, mask=split, sem="acq_rel", scope="gpu")
+            before = tl.atomic_add(counters + place, 1, mask=split, sem="release", scope="gpu")
             tl.debug_barrier()
             done = split & (before == last_part - first_part)
             if tl.max(done.to(tl.int32)) > 0:

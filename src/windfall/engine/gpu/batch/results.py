@@ -122,6 +122,10 @@ class BatchStep(Step):
             prefill_seconds=prefill_seconds,
         )
 
+    @property
+    def late_text(self) -> LateText:  # type: ignore[override]
+        return self._text[0]
+
     @cached_property
     def text(self) -> str:
         texts, number = self._text

@@ -26,8 +26,9 @@ from windfall.policies.budget import Sizes
 ROUND_ROWS: tuple[int, ...] = (
     *range(8, 65, 8),
     *range(80, 129, 16),
-    *range(160, 321, 32),
-    *range(384, 1025, 64),
+    *range(160, 257, 32),
+    *range(320, 513, 64),
+    *range(640, 1025, 128),
 )  # of verify passes
 MAX_ROUND_ROWS = ROUND_ROWS[-1]
 RESULT_BLOCKS = 3  # rounds whose results stay readable on the host

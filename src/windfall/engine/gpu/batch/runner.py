@@ -13,6 +13,7 @@ from windfall.core.detokenizer import LateText
 from windfall.core.types import Split, Step
 from windfall.costs.acceptance import Calibrator
 from windfall.costs.online import OnlineCosts
+from windfall.costs.rounds import RoundCosts, Situation
 from windfall.drafters.base import GpuForm
 from windfall.engine.batch_runner import Outcome, Use
 from windfall.engine.gpu.batch.chunks import Prompt, PromptQueue
@@ -20,7 +21,7 @@ from windfall.engine.gpu.batch.drafters import batch_drafter
 from windfall.engine.gpu.batch.learning import learn
 from windfall.engine.gpu.batch.page_pool import PagePool
 from windfall.engine.gpu.batch.results import BatchStep, Results
-from windfall.engine.gpu.batch.round import MAX_ROUND_ROWS, SAMPLED, Round, round_rows
+from windfall.engine.gpu.batch.round import MAX_ROUND_ROWS, ROUND_ROWS, SAMPLED, Round, round_rows
 from windfall.engine.gpu.batch.state import MAX_BACKLOG, BatchState
 from windfall.engine.gpu.batch.target import BatchTarget, Kind
 from windfall.engine.gpu.cycle import kernel_rule
@@ -65,6 +66,7 @@ class Launched(NamedTuple):
     turn: int  # of its sample
     texts: list[Sequence]  # by seat
     pages: list[list[int]]  # of each text; one that has left and come back has another list
+    situation: Situation
     sizes: Sizes
     recorded: bool  # whether graphs were captured
     start: DeviceEvent
@@ -88,7 +90,8 @@ class GpuBatchRunner:
             raise Unsupported("only models with a fused forward run in batches")
         self.gpu_target, self.policy, self.budget = gpu_target, policy, budget
         limits = limits._replace(seats=min(limits.seats, SEATS[-1]))  # more requests wait
-        self.online_costs, self.limits = online_costs, limits
+        self.costs = RoundCosts(online_costs.costs, ROUND_ROWS, online_costs.learns)
+        self.limits = limits
         pages = pages_for(limits.longest)
         self.state = BatchState(
             gpu_target.device, limits.seats, pages, limits.passes + 1, limits.nodes, limits.passes + 1
@@ -118,7 +121,7 @@ class GpuBatchRunner:
         """Whether this runner can decode this text: its policy is the budget's, and it draws on the device."""
         params, own = sequence.params, sequence.policy
         same = type(own) is type(self.policy) and own == self.policy
-        return same and not (params.reads_prefix or params.logit_bias or params.wants_logprobs)
+        return same and not (params.needs_host or params.wants_logprobs)
 
     @property
     def busy(self) -> bool:
@@ -248,10 +251,10 @@ class GpuBatchRunner:
     @torch.inference_mode()
     def _launch(self) -> None:
         state, work, cache = self.state, self.work, self.gpu_target.graph_cache
-        sizes, rule = self._sizes()
+        now = self._situation()
+        seats, (sizes, rule) = now.seats, self._sizes(now)
         self._budget_sizes = sizes if len(self.texts) > 1 else None
         self._send(sizes)
-        seats = min(next(size for size in SEATS if size >= len(self.texts)), state.seats)
         pending, kind = self._take_in(seats, sizes), kind_of(self.texts)
         rows = round_rows(max(sizes.rows, seats)) if sizes.passes else seats
         sizes = sizes._replace(rows=rows)
@@ -261,11 +264,12 @@ class GpuBatchRunner:
             key: Key = ("draft", state, seats, shape._replace(rows=0), pending, rule, kind, state.span)
             cache.run(key, partial(work.draft, seats, shape, pending, rule, kind))
         drafted, number = self._event(), work.results.expect()
-        key = ("verify", state, seats, shape, kind, state.span)
-        cache.run(key, partial(work.verify, seats, shape, kind))
+        verified = Sizes(min(sizes.passes, 1), 1, 1, rows)  # all drafts of this number of rows share a graph
+        key = ("verify", state, seats, verified, kind, state.span)
+        cache.run(key, partial(work.verify, seats, verified, kind))
         recorded, pages = cache.captures > captures, [self._pages[text] for text in self.texts]
         self._launched.append(
-            Launched(number, self._turn, list(self.texts), pages, sizes, recorded, start, drafted, self._event())
+            Launched(number, self._turn, list(self.texts), pages, now, sizes, recorded, start, drafted, self._event())
         )
         self._turn += SAMPLED if sizes.passes else 0
         self._pending = sizes.passes + 1 if sizes.passes else self._pending + 1
@@ -281,12 +285,19 @@ class GpuBatchRunner:
             self._pending = 0
         return pending
 
-    def _sizes(self) -> tuple[Sizes, Rule]:
+    def _situation(self) -> Situation:
+        """What the costs of the next round depend on."""
+        requests = len(self.texts)
+        seats = min(next(size for size in SEATS if size >= requests), self.state.seats)
+        return Situation(seats, requests, sum(len(text.tokens) for text in self.texts) // requests)
+
+    def _sizes(self, now: Situation) -> tuple[Sizes, Rule]:
         """The sizes of the next round, and the rule by which its trees grow."""
         texts, limits = self.texts, self.limits
-        length, room = sum(len(text.tokens) for text in texts), max(text.end - len(text.tokens) for text in texts)
+        room = max(text.end - len(text.tokens) for text in texts)
         calibrator = self.budget.calibrator or texts[0].calibrator
-        wanted = self.budget.sizes(Load(len(texts), length, room, self.online_costs.costs, calibrator))
+        costs = self.costs.at(now)  # at the present length of context, so that the Load has none
+        wanted = self.budget.sizes(Load(len(texts), 0, room, costs, calibrator, MAX_ROUND_ROWS))
         plan = self.budget.plan(wanted) or texts[0].policy.cached_plan
         assert plan is not None
         fits = wanted.passes <= limits.passes and wanted.width <= limits.width and wanted.k <= limits.k
@@ -328,9 +339,10 @@ class GpuBatchRunner:
         if not launched.recorded:
             self._learn_costs(launched, draft, verify)
         steps: dict[Sequence, Outcome] = {}
+        seconds = Split(draft, verify)
         for seat, text in enumerate(launched.texts):
             if text.finish is None and self._pages.get(text) is launched.pages[seat]:
-                steps[text] = self._step(text, seat, found, launched, Split(draft, verify))
+                steps[text] = self._step(text, seat, found, launched, seconds)
         if found.drafted:
             self._learn_acceptance(found, launched, draft + verify)
         self._spare += [launched.start, launched.drafted, launched.end]
@@ -360,14 +372,11 @@ class GpuBatchRunner:
         self._changed.update(sampled)
 
     def _learn_costs(self, launched: Launched, draft: float, verify: float) -> None:
-        """Correct the costs of passes by the times of a round."""
-        sizes, requests = launched.sizes, len(launched.texts)
-        if not self.online_costs.learns:
-            return
-        if sizes.passes > 1:
-            self.online_costs.record_drafts([requests * sizes.width] * (sizes.passes - 1), draft, at_most=True)
-        length = sum(len(text.tokens) for text in launched.texts)
-        self.online_costs.record_verify(sizes.rows, length, verify)
+        """Correct the costs of rounds by the times of one."""
+        now, sizes = launched.situation, launched.sizes
+        if sizes.passes:
+            self.costs.record_drafts(now, sizes.passes, sizes.width, draft)
+        self.costs.record_verify(now, sizes.rows, verify)
 
 
 def kind_of(texts: list[Sequence]) -> Kind:

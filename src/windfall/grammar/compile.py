@@ -1,0 +1,86 @@
+"""Compiles constraints for a target, each once."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Any
+
+from windfall.core.constraint import BACKENDS, Constraint
+from windfall.core.errors import InputError
+from windfall.grammar.base import Backend, Grammar
+from windfall.grammar.vocabulary import Vocabulary, read_vocabulary
+
+MAX_KEPT = 64  # compiled grammars
+INSTALL = 'pip install "windfall[grammar]"'
+
+
+class Grammars:
+    """The compiled grammars of one tokenizer, the latest first. Any thread may ask."""
+
+    def __init__(self, tokenizer: Any, vocabulary_size: int, eos: tuple[int, ...]):
+        self._tokenizer, self._size, self._eos = tokenizer, vocabulary_size, eos
+        self._backends: dict[str, Backend] = {}
+        self._kept: OrderedDict[Constraint, Grammar] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def compile(self, constraint: Constraint) -> Grammar:
+        """The grammar of a constraint; raises an InputError of one line if there is none."""
+        with self._lock:
+            if constraint not in self._kept:
+                self._kept[constraint] = self._compile(constraint)
+                if len(self._kept) > MAX_KEPT:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(constraint)
+            return self._kept[constraint]
+
+    def _compile(self, constraint: Constraint) -> Grammar:
+        """By the first installed library that supports all of the constraint."""
+        names, reason = check_installed(constraint), ""
+        for name in names:
+            backend = self._backend(name)
+            ignored = backend.unsupported(constraint)
+            if not ignored:
+                try:
+                    return backend.compile(constraint)
+                except InputError as error:
+                    more = str(error).partition(": ")[2]
+                    raise InputError(f"{reason}; {name}: {more}" if reason else str(error)) from None
+            reason = f"the {constraint.name} cannot be used: {name} does not support {ignored}"
+        others = [name for name in BACKENDS if name not in names]
+        raise InputError(f"{reason}; {others[0]} may: {INSTALL}" if others and not constraint.backend else reason)
+
+    def _backend(self, name: str) -> Backend:
+        if name not in self._backends:
+            self._backends[name] = make_backend(name, self._vocabulary)
+        return self._backends[name]
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return read_vocabulary(self._tokenizer, self._size, self._eos)
+
+
+def check_installed(constraint: Constraint) -> list[str]:
+    """The installed libraries that may compile a constraint; raises an InputError if there are none."""
+    wanted = BACKENDS if constraint.backend is None else (constraint.backend,)
+    if not (names := [name for name in wanted if installed(name)]):
+        raise InputError(f"structured output needs {' or '.join(wanted)}: {INSTALL}")
+    return names
+
+
+def installed(name: str) -> bool:
+    """Whether a library can be imported."""
+    return find_spec(name) is not None
+
+
+def make_backend(name: str, vocabulary: Vocabulary) -> Backend:
+    """A grammar library with this vocabulary. The libraries are imported on first use."""
+    if name == "xgrammar":
+        from windfall.grammar.xgrammar import XGrammarBackend
+
+        return XGrammarBackend(vocabulary)
+    from windfall.grammar.llguidance import LLGuidanceBackend
+
+    return LLGuidanceBackend(vocabulary)

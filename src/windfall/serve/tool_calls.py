@@ -1,0 +1,179 @@
+"""Tool calls in the texts of models: found in all usual forms, and demanded in the form of a model's chat template."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from windfall.core.constraint import Constraint, Tags
+from windfall.core.errors import InputError
+from windfall.serve.tools import NO_ARGUMENTS, AnswerCall, Tool
+
+OPENING, CLOSING = "<tool_call>", "</tool_call>"  # Qwen, Hermes, SmolLM
+MARKS = ("<|python_tag|>", "[TOOL_CALLS]")  # Llama and Mistral; special tokens, which most texts do not show
+MISTRAL_ARGUMENTS = "[ARGS]"  # between name and arguments, in newer models of Mistral
+SEPARATORS = re.compile(r"[\s;,]*")  # between calls without tags
+DECODER = json.JSONDecoder()
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a model's chat template wants calls to be written."""
+
+    tags: Tags
+    arguments: str = "arguments"  # the key of the arguments
+    is_list: bool = False  # whether all calls are one JSON list
+
+
+HERMES = Form(Tags(f"{OPENING}\n", f"\n{CLOSING}", "\n"))
+SMOLLM = Form(Tags(OPENING, CLOSING), is_list=True)
+MISTRAL = Form(Tags(), is_list=True)
+LLAMA = Form(Tags(separator="; "), "parameters")
+
+
+def form_of(template: str) -> Form:
+    """The form that a chat template shows."""
+    if re.search(r"<tool_call>\s*\[", template):
+        return SMOLLM
+    if OPENING in template:
+        return HERMES
+    if "[TOOL_CALLS]" in template:
+        return MISTRAL
+    return LLAMA if "parameters" in template and ("python_tag" in template or '"name":' in template) else HERMES
+
+
+def check_template(template: Any, model: str) -> str:
+    """The text of a chat template that shows tools to the model; others are refused."""
+    text = template if isinstance(template, str) else json.dumps(template)
+    if "tools" not in text:
+        raise InputError(f"the chat template of {model} does not show tools to the model")
+    return text
+
+
+def call_constraint(form: Form, tools: list[Tool], parallel: bool) -> Constraint:
+    """The constraint of a text that calls one of these tools, or with `parallel` several."""
+    names = [f"call_{_letters(place)}" for place in range(len(tools))]
+    definitions = {
+        name: _moved(tool.function.parameters or NO_ARGUMENTS, f"#/$defs/{name}")
+        for name, tool in zip(names, tools, strict=True)
+    }
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool.function.name}, form.arguments: {"$ref": f"#/$defs/{name}"}},
+            "required": ["name", form.arguments],
+            "additionalProperties": False,
+        }
+        for name, tool in zip(names, tools, strict=True)
+    ]
+    schema: dict[str, Any] = {"$defs": definitions, "anyOf": calls}
+    if form.is_list:
+        most = {} if parallel else {"maxItems": 1}
+        schema = {"$defs": definitions, "type": "array", "items": {"anyOf": calls}, "minItems": 1, **most}
+    return Constraint.tagged_json(form.tags, schema, many=parallel and not form.is_list)
+
+
+def _letters(number: int) -> str:
+    """A number in letters: names of definitions must differ in letters."""
+    return "".join("abcdefghij"[int(digit)] for digit in str(number))
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """A schema whose references to its own root lead to its new place."""
+    if isinstance(schema, list):
+        return [_moved(each, root) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(value, root) for key, value in schema.items()}
+    reference = moved.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = root + reference[1:]
+    return moved
+
+
+# ---- finding calls
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a text consists of."""
+
+    content: str
+    calls: list[AnswerCall]
+
+
+def find_calls(text: str, names: set[str]) -> Found:
+    """The calls of tools with these names in a text, and the text around them."""
+    if OPENING in text:
+        return _find_tagged(text, names)
+    rest = text.strip()
+    for mark in MARKS:
+        rest = rest.removeprefix(mark).strip()
+    calls = _decode_calls(rest, names) or _decode_named(rest, names)
+    return Found("", calls) if calls else Found(text, [])
+
+
+def _find_tagged(text: str, names: set[str]) -> Found:
+    content, *parts = text.split(OPENING)
+    calls: list[AnswerCall] = []
+    for part in parts:
+        inner, _, after = part.partition(CLOSING)
+        found = _decode_calls(inner.strip(), names)
+        calls += found
+        content += after if found else OPENING + part
+    return Found(content.strip() if calls else content, calls)
+
+
+def _decode_calls(text: str, names: set[str]) -> list[AnswerCall]:
+    """The calls of which a text consists: JSON objects or lists of them; empty if there is anything else."""
+    calls: list[AnswerCall] = []
+    while text:
+        try:
+            value, end = DECODER.raw_decode(text)
+        except (ValueError, RecursionError):
+            return []
+        for each in value if isinstance(value, list) else [value]:
+            call = _as_call(each, names)
+            if call is None:
+                return []
+            calls.append(call)
+        text = text[SEPARATORS.match(text, end).end() :]  # type: ignore[union-attr]
+    return calls
+
+
+def _decode_named(text: str, names: set[str]) -> list[AnswerCall]:
+    """The calls of a text in which each is a name and its arguments: Mistral's newer form."""
+    calls: list[AnswerCall] = []
+    while text:
+        name = next((each for each in sorted(names, key=len, reverse=True) if text.startswith(each)), None)
+        if name is None:
+            return []
+        try:
+            value, end = DECODER.raw_decode(rest := text[len(name) :].removeprefix(MISTRAL_ARGUMENTS).lstrip())
+        except (ValueError, RecursionError):
+            return []
+        if not isinstance(value, dict):
+            return []
+        calls.append(AnswerCall.new(name, json.dumps(value, ensure_ascii=False)))
+        text = rest[end:].strip()
+        for mark in MARKS:
+            text = text.removeprefix(mark).lstrip()
+    return calls
+
+
+def _as_call(value: Any, names: set[str]) -> AnswerCall | None:
+    if not isinstance(value, dict) or value.get("name") not in names:
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return None
+    return (
+        AnswerCall.new(value["name"], json.dumps(arguments, ensure_ascii=False))
+        if isinstance(arguments, dict)
+        else None
+    )
