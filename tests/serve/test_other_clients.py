@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from helpers.serving import MODEL
+from helpers.grammars import SCHEMA
+from helpers.serving import MODEL, running
+from helpers.tools import TOOLS, engine
 
 MESSAGES: Any = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "Hi"}]
 LIMIT, SEED = 12, 5
@@ -55,11 +58,24 @@ def test_langchain_gets_logprobs_and_answers_in_batches(chat_openai: Any, text: 
     assert all(len(each["top_logprobs"]) == 2 for each in one.response_metadata["logprobs"]["content"])
 
 
+@pytest.fixture(scope="module")
+def tool_address() -> Iterator[str]:
+    with running(engine()) as url:
+        yield url
+
+
+def test_langchain_calls_tools_and_gets_json(tool_address: str, chat_openai: Any) -> None:
+    """A random model calls a tool if it must."""
+    how = {"openai_api_base": f"{tool_address}/v1", "max_tokens": 120, "seed": 4}
+    made = type(chat_openai)(model=MODEL, api_key="none", max_retries=0, **how)
+    (call,) = made.bind_tools(TOOLS[:1], tool_choice="required", parallel_tool_calls=False).invoke("a cab").tool_calls
+    assert call["name"] == "find" and 0 <= call["args"]["id"] <= 99
+    assert made.with_structured_output(SCHEMA | {"title": "person"}, method="json_schema").invoke("a cab")["age"] >= 0
+
+
 def ask(litellm: Any, address: str, **more: Any) -> Any:
-    how = {"api_base": f"{address}/v1", "api_key": "none", "max_retries": 0, "num_retries": 0}
-    return litellm.completion(
-        model=f"openai/{MODEL}", messages=MESSAGES, max_tokens=LIMIT, seed=SEED, temperature=1, **how, **more
-    )
+    how = {"api_base": f"{address}/v1", "api_key": "none", "max_retries": 0, "num_retries": 0, "max_tokens": LIMIT}
+    return litellm.completion(model=f"openai/{MODEL}", messages=MESSAGES, seed=SEED, temperature=1, **{**how, **more})
 
 
 def test_litellm_chats(litellm: Any, address: str, text: str) -> None:

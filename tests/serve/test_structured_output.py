@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from functools import cache
 from typing import Any, Literal
 
 import jsonschema
@@ -13,43 +12,11 @@ import openai
 import pydantic
 import pytest
 
-from helpers.grammars import SCHEMA, json_tokenizer
-from helpers.random_parallel import some_drafter
-from helpers.serving import client, http, running
-from helpers.tiny import tiny
-from windfall import registry
-from windfall.engine.engine import Engine
-from windfall.model.target import Target
+from helpers.grammars import SCHEMA
+from helpers.serving import MODEL, client, http, running
+from helpers.tools import TOOLS, engine
 
-MODEL = "tiny"
 MESSAGES: list[Any] = [{"role": "user", "content": "a cab"}]
-TEMPLATE = (
-    "{% if tools %}<|user|>{{ tools | tojson }}<tool_call>{% endif %}"
-    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
-    "{% for call in message.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}"
-    "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-TOOLS: list[Any] = [
-    {"type": "function", "function": {"name": name, "description": "a", "parameters": parameters}}
-    for name, parameters in {
-        "find": {
-            "type": "object",
-            "properties": {"id": {"$ref": "#/$defs/id"}, "on": {"type": "boolean"}},
-            "required": ["id", "on"],
-            "$defs": {"id": {"type": "integer", "minimum": 0, "maximum": 99}},
-        },
-        "call": {"type": "object", "properties": {"kind": {"enum": ["a", "b"]}}, "required": ["kind"]},
-        "end": None,
-    }.items()
-]
-
-
-@cache
-def engine() -> Engine:
-    tokenizer = json_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    target = Target(tiny(num_hidden_layers=2, max_position_embeddings=1024), tokenizer, MODEL)
-    return Engine(target, some_drafter("ngram"), registry.policy("chain", depth=2), max_requests=4)
 
 
 @pytest.fixture(scope="module")
