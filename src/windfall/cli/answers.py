@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windfall.cli.options import message
-from windfall.cli.session import Session, check_out_file, stop_on_interrupt
+from windfall.cli.session import Session, check_out_file, freeze_objects, stop_on_interrupt
 from windfall.core.errors import InputError
 from windfall.core.files import read_text, replace_text
 from windfall.core.wording import counted
@@ -131,6 +131,7 @@ def _run(session: Session, waiting: deque[Conversation], answers: AnswerFile, on
     """Keep the engine busy until every conversation has ended."""
     from windfall.engine.as_completed import as_completed
 
+    freeze_objects()
     for conversation, generation in as_completed(session.engine, waiting, partial(_submit, session)):
         about = {"id": conversation.line.id, "line": conversation.line.number, "turn": conversation.turn}
         answers.add({**about, **session.report(generation)})

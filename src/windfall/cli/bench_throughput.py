@@ -15,7 +15,7 @@ from windfall.bench.tasks import in_turns, load_tasks
 from windfall.cli import measuring
 from windfall.cli.declare import ignore_eos_option, json_option, numbers, option, plot_option, tasks_option, words
 from windfall.cli.options import ModelOptions
-from windfall.cli.session import DIFFERENT, ON_INTERRUPT, check_out_file, command_line, write_json
+from windfall.cli.session import DIFFERENT, ON_INTERRUPT, check_out_file, command_line, freeze_objects, write_json
 from windfall.render import console
 from windfall.render.tables import Figures, Wrapped, figure
 
@@ -95,6 +95,7 @@ def throughput(
         write_json(out, found.as_dict(), indent=1)
 
     def work() -> None:
+        freeze_objects()
         with console.progress("Throughput", counts=True) as progress:
             measure(result, target, methods, drafter, prompts, settings, save, progress, model.trust_remote_code)
 

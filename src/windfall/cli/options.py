@@ -105,7 +105,7 @@ class BatchOptions:
     PANEL = "Batch"
 
     max_requests: int | None = option(
-        None, "Most texts that are generated together. Default: 8 on a CPU, 32 on other devices."
+        None, "Most texts that are generated together. Default: 8 on a CPU, 128 on other devices."
     )
     kv_memory: str | None = option(
         None,

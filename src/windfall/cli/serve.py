@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from windfall.cli.declare import complete, option
 from windfall.cli.options import BatchOptions, ModelOptions, PolicyOptions
-from windfall.cli.session import remember_costs
+from windfall.cli.session import freeze_objects, remember_costs
 from windfall.core.errors import InputError
 from windfall.render import console
 from windfall.serve.settings import DRAIN_SECONDS, MAX_BODY_BYTES, MAX_QUEUE, Settings
@@ -76,6 +76,7 @@ def serve(
             app = make_app(engine, settings)
             url = server.address(bound)
             page = f" (live page: {url}/)" if settings.page else ""
+            freeze_objects()
             console.note(f"serving {settings.model_name or engine.target.name} on {url}/v1{page}")
             try:
                 with log_formats.logging_as(log_format):

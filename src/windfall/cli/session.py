@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
@@ -84,6 +85,16 @@ class Session:
         if self.coloured:
             return console.DraftColours(self.engine.target.tokenizer, self.sampling["stop"])
         return console.show_text
+
+
+def freeze_objects() -> None:
+    """Exempt all present objects from garbage collection, in a process that works with many requests from here on.
+
+    Otherwise Python now and then looks through the hundreds of thousands of objects of torch and transformers, and all
+    requests wait.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def remember_costs(engine: Engine) -> None:

@@ -66,12 +66,11 @@ def data(
 
 def _plain_engine(model: TargetOptions, batch: int | None) -> Engine:
     """Decodes many texts at once, without drafts: in large batches these cost more than they save."""
-    from windfall.core.types import GpuOptions
     from windfall.engine.loading import load
 
     target = model.load_target()
     usual = MAX_REQUESTS_CUDA if target.device.type == "cuda" else MAX_REQUESTS
-    return load(target, "ngram", "none", gpu_options=GpuOptions(pages=True), max_requests=batch or usual)
+    return load(target, "ngram", "none", max_requests=batch or usual)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -41,8 +42,8 @@ class Detokenizer:
         return self.text[start : self._taken]
 
     def copy(self, end: int) -> Detokenizer:
-        """A new one, which has only the ids before `end` and has not decoded any."""
-        made = Detokenizer(self.tokenizer, self.stop)
+        """Another one in the same state, with only the ids before `end`."""
+        made = copy.copy(self)
         made._ids = self._ids[:end]
         return made
 

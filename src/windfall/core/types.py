@@ -162,7 +162,7 @@ class GpuOptions:
     compiled: bool = False  # use torch.compile for models without a fused forward
     exact: bool = True  # compute every row in one order, for plain decoding's text in half precision; False: faster
     plans: bool = True  # run policies that have a plan on the GPU; False: all decide on the host
-    pages: bool = False  # run several requests in CUDA graphs on a KV cache in pages; new, and off by default
+    pages: bool = True  # run several requests in CUDA graphs on a KV cache in pages; False: kernel by kernel
 
     def __post_init__(self) -> None:
         _require(isinstance(self.graphs, bool | None), f"graphs must be True, False or None, not {self.graphs!r}")

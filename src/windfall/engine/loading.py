@@ -74,7 +74,7 @@ def load(
         may differ from plain decoding's.
     host_policies: on a GPU, let every policy decide on the host.
     gpu_options: the last four as one record, instead of them; `launch` is its older name.
-    max_requests: the largest number of texts that run together. None: 8 on a CPU, 32 on other devices.
+    max_requests: the largest number of texts that run together. None: 8 on a CPU, 128 on other devices.
     kv_memory: memory for the KV caches of the texts that run together, such as "4GB" or a number of bytes; others
         wait. None: half of the memory that is free.
     """

@@ -20,7 +20,7 @@ from windfall.model.decoder import tree_attention
 from windfall.model.target import Target
 from windfall.policies.base import TreePolicy
 
-MAX_REQUESTS_CPU, MAX_REQUESTS_GPU = 8, 32  # that run together by default
+MAX_REQUESTS_CPU, MAX_REQUESTS_GPU = 8, 128  # that run together by default
 TURN_SECONDS = 0.1  # between two looks at whether the thread runs
 CLOSE_SECONDS = 60.0  # that `close` waits for the last round
 

@@ -57,6 +57,19 @@ def test_the_texts_of_a_batch_are_those_of_single_requests(policy: str, greedy: 
     assert in_pages(found) is runner and runner.pool.available == runner.pool.pages
 
 
+def test_a_text_that_was_begun_elsewhere_goes_on() -> None:
+    found, how = made("beam"), {**ASKED, "temperature": 1.0, "seed": 3}
+    in_pages(found)
+    whole = found.submit(PROMPTS[0], **how).result(60)
+    assert whole.token_ids == plain_texts(temperature=1.0, seed=3)[0]
+    for place in (1, 4, 9):
+        rest = found.submit(PROMPTS[0], resume_token_ids=whole.token_ids[:place], **how).result(60)
+        assert rest.steps[0].late_text is not None
+        assert whole.token_ids[:place] + rest.token_ids == whole.token_ids
+        known = found.target.tokenizer.decode(whole.token_ids[:place], skip_special_tokens=True)
+        assert known + rest.text == known + "".join(step.text for step in rest.steps) == whole.text
+
+
 def test_no_more_requests_run_than_the_largest_captured_round_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_runner, "SEATS", (1, 2))
     found = made("none")
