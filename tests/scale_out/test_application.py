@@ -24,6 +24,7 @@ from helpers.scheduling import held
 from helpers.serving import new_engine
 from windfall.core.errors import InputError
 from windfall.engine.host_runner import HostRunner
+from windfall.engine.service import MAX_REQUESTS_CPU, MAX_REQUESTS_GPU
 from windfall.ray import replica, routing
 from windfall.ray.application import completed, deployment
 from windfall.ray.options import Options
@@ -53,8 +54,8 @@ def test_options_come_from_the_environment_too() -> None:
 
 def test_the_defaults_fit_an_engine() -> None:
     made = deployment(options())
-    assert made["max_ongoing_requests"] == 16 and made["num_replicas"] == 1
-    assert deployment(options(gpus=1, device=None))["max_ongoing_requests"] == 40
+    assert made["max_ongoing_requests"] == MAX_REQUESTS_CPU + 8 and made["num_replicas"] == 1
+    assert deployment(options(gpus=1, device=None))["max_ongoing_requests"] == MAX_REQUESTS_GPU + 8
     assert made["backpressure_config"].status_code == 429 and made["backpressure_config"].retry_after_s > 0
     assert made["max_queued_requests"] > 0 and made["graceful_shutdown_timeout_s"] == 600
     assert made["health_check_timeout_s"] > replica.PROBE_SECONDS
@@ -84,6 +85,7 @@ def test_wrong_options_are_refused_in_one_line(given: dict[str, Any], words: str
 
 def test_the_documents_name_all_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [name for name in Options.model_fields if f"`{name}`" not in PAGE] == []
+    assert f"{MAX_REQUESTS_CPU} without a GPU, {MAX_REQUESTS_GPU} with one" in PAGE
     (application,) = yaml.safe_load((DEPLOY / "ray.yaml").read_text("utf-8"))["applications"]
     module, _, name = application["import_path"].partition(":")
     assert (module, getattr(windfall.ray, name)) == ("windfall.ray", windfall.ray.build)

@@ -47,7 +47,7 @@ class Options(BaseModel):
     fast: bool = False
     drafter_options: Named = {}
     policy_options: Named = {}
-    max_requests: int | None = Field(None, ge=1)  # None: 8 without a GPU, 32 with one
+    max_requests: int | None = Field(None, ge=1)  # None: depends on whether there is a GPU
     kv_memory: str | None = None
 
     # its server, as in `windfall serve`
