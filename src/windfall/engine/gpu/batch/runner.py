@@ -195,16 +195,17 @@ class GpuBatchRunner:
                 self.drafter.prefill(chunk, states)
             for part in chunk.parts:
                 self._prefill_events.setdefault(self._waiting[part.prompt.seat], started)
+        goals = [*range(len(self.texts), len(self.texts) + len(ended))]
+        self.state.admit([prompt.seat for prompt in ended], goals, [prompt.tokens for prompt in ended])
         for prompt in ended:
-            text, seat = self._waiting.pop(prompt.seat), len(self.texts)
-            self.texts.append(text)
-            self.state.admit(prompt.seat, seat, prompt.tokens, len(prompt.tokens) - 1)
+            self.texts.append(self._waiting.pop(prompt.seat))
             self.pool.remember(prompt.tokens[:-1], prompt.pages)
         self.state.write(live=len(self.texts))
 
     @torch.inference_mode()
     def leave(self, sequences: Iterable[Sequence]) -> None:
         """Remove these texts; their pages become free. Results of rounds in flight are dropped."""
+        seats = [*range(len(self.texts))]  # where the texts were before
         for text in list(sequences):
             if text not in self._pages:
                 continue
@@ -215,19 +216,16 @@ class GpuBatchRunner:
                 self._prompts.remove(seat)
                 del self._waiting[seat]
             else:
-                self._vacate(text, pages)
+                done = len(text.tokens) - 1 - self.state.backlog  # tokens whose columns the drafter has, too
+                self.pool.remember(text.tokens[: max(done, 0)], pages)
+                seat = self.texts.index(text)  # which the last text takes
+                self.texts[seat], seats[seat] = self.texts[-1], seats[-1]
+                self.texts.pop()
+                seats.pop()
             self.pool.release(pages)
+        moved = [(source, goal) for goal, source in enumerate(seats) if source != goal]
+        self.state.move([source for source, _ in moved], [goal for _, goal in moved])
         self.state.write(live=len(self.texts))
-
-    def _vacate(self, text: Sequence, pages: list[int]) -> None:
-        """The last text takes the seat of this one."""
-        seat, last = self.texts.index(text), len(self.texts) - 1
-        done = len(text.tokens) - 1 - self.state.backlog  # tokens whose columns the drafter has, too
-        self.pool.remember(text.tokens[: max(done, 0)], pages)
-        if seat != last:
-            self.state.move(last, seat)
-            self.texts[seat] = self.texts[last]
-        self.texts.pop()
 
     def _take(self, count: int) -> list[int]:
         pages = self.pool.take(count) if count > 0 else []

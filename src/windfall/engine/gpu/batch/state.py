@@ -128,28 +128,33 @@ class BatchState:
             self.features[seats, place] = features.to(self.features.dtype)
         self.pending_count[: len(tokens)] += count
 
-    def move(self, source: int, goal: int) -> None:
-        """The running request at the seat `source` gets the seat `goal`."""
+    def move(self, sources: list[int], goals: list[int]) -> None:
+        """The running requests at the seats `sources` get the seats `goals`."""
+        if not goals:
+            return
+        source, goal = torch.tensor([sources, goals]).to(self.device)
         for array in (self.lengths, self.draft_lengths, self.tokens, self.pending_count):
             array[goal] = array[source]
-        reset_to_root(tree_of(self.trees, goal), self.trees.tokens[source, :1])
-        self._move_settings(source, goal)
+        self.trees.tokens[goal, 0] = self.trees.tokens[source, 0]  # between rounds, a tree is its root
+        self._move_settings(sources, goals, source, goal)
 
-    def admit(self, source: int, goal: int, text: Sequence[int], drafted: int) -> None:
-        """A request whose prompt is processed gets the seat `goal`. `drafted`: positions in the drafter's KV cache."""
-        self._move_settings(source, goal)
-        self.lengths[goal] = len(text) - 1
-        self.draft_lengths[goal] = drafted
-        self.tokens[goal, 0] = text[-1]
-        self.pending_count[goal] = 1 if len(text) > 1 else 0
-        reset_to_root(tree_of(self.trees, goal), self.tokens[goal, :1])
+    def admit(self, sources: list[int], goals: list[int], texts: list[list[int]]) -> None:
+        """Requests whose prompts are processed, by target and drafter, get the seats `goals`."""
+        if not goals:
+            return
+        ends = [(len(text) - 1, text[-1], int(len(text) > 1)) for text in texts]
+        source, goal, length, token, waits = torch.tensor([sources, goals, *zip(*ends, strict=True)]).to(self.device)
+        self.lengths[goal] = self.draft_lengths[goal] = length
+        self.tokens[goal, 0] = self.trees.tokens[goal, 0] = token
+        self.pending_count[goal] = waits
+        self._move_settings(sources, goals, source, goal)
 
-    def _move_settings(self, source: int, goal: int) -> None:
+    def _move_settings(self, sources: list[int], goals: list[int], source: Tensor, goal: Tensor) -> None:
         if self.features is not None:
             self.features[goal] = self.features[source]
         host = self.settings.wait_writable()
         for name in ("tables", "seed", "temperature", "kappa", "top_k", "top_p", "min_p", "limits", "weights"):
-            host[name][goal] = host[name][source]
+            host[name][goals] = host[name][sources]
         self.changed = True
 
     @property
