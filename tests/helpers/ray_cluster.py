@@ -75,4 +75,12 @@ def metrics(url: str, session: str) -> dict[str, float]:
 
 
 def wait_for_replicas(count: int) -> None:
-    wait_for(lambda: len(replicas()) == count, 60)
+    """Wait until this number of replicas answers requests."""
+    from ray import serve
+
+    def running() -> int:
+        known = serve.status().applications.get("windfall")
+        states = known.deployments["windfall"].replica_states if known and known.deployments else {}
+        return sum(number for state, number in states.items() if state == "RUNNING")
+
+    wait_for(lambda: running() == count == len(replicas()), 90)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from contextlib import ExitStack
 from typing import Any
@@ -50,6 +51,9 @@ class Replica:
             options = options.model_copy(update={"api_keys": (own_key,)})
         self._settings = options.settings
         self.engine = engine or load(**options.load)
+        if engine is None:
+            gc.collect()
+            gc.freeze()  # a collection over all objects of the model would interrupt texts
         self._known_rounds = -1
 
     def __serve_build_asgi_app__(self) -> FastAPI:
