@@ -49,8 +49,9 @@ def test_what_is_copied_exists_and_is_not_ignored() -> None:
 
 def test_the_extra_the_port_and_the_options_exist() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-    extras = {name for run in values("RUN") for name in re.findall(r'"\.\[(\w+)\]"', run)}
-    assert extras == {"serve"} and extras <= {*project["project"]["optional-dependencies"]}
+    named = [found for run in values("RUN") for found in re.findall(r'"\.\[([\w,]+)\]"', run)]
+    extras = {name for each in named for name in each.split(",")}
+    assert extras == {"serve", "grammar"} and extras <= {*project["project"]["optional-dependencies"]}
     command = next(each.words for each in dockerfile() if each.name == "ENTRYPOINT")
     assert command[:2] == [".venv/bin/windfall", "serve"]
     assert [word for word in command if word.startswith("--") and word not in serve_options()] == []
