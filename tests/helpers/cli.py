@@ -27,11 +27,18 @@ SHORT = ["--max-new-tokens", "12", "--ignore-eos"]
 
 
 def character_tokenizer(template: str | None = TEMPLATE) -> transformers.PreTrainedTokenizerFast:
-    vocabulary = {token: place for place, token in enumerate([*SPECIAL, *CHARACTERS])}
+    return word_tokenizer(SPECIAL, [*CHARACTERS], template)
+
+
+def word_tokenizer(
+    special: list[str], others: list[str], template: str | None = TEMPLATE
+) -> transformers.PreTrainedTokenizerFast:
+    """A tokenizer with these tokens that splits text into characters."""
+    vocabulary = {token: place for place, token in enumerate([*special, *others])}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     backend.decoder = tokenizers.decoders.Fuse()
-    backend.add_special_tokens(SPECIAL)
+    backend.add_special_tokens(special)
     made = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<|end|>")
     made.chat_template = template
     return made

@@ -60,7 +60,6 @@ def step(text: str, finish: str | None) -> Any:
     return SimpleNamespace(
         tokens=(ord(text),),
         text=text,
-        late_text=None,
         tree=[0],
         rows=1,
         accepted=0,

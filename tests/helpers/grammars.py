@@ -7,12 +7,11 @@ import string
 from functools import cache
 from typing import Any
 
-import tokenizers
 import torch
 import transformers
 from torch import Tensor
 
-from helpers.cli import TEMPLATE
+from helpers.cli import word_tokenizer
 from helpers.random_parallel import some_drafter
 from helpers.tiny import VOCABULARY, tiny
 from windfall import registry
@@ -26,7 +25,8 @@ from windfall.model.target import Target
 
 SPECIAL = ["<unk>", "<|user|>", "<|assistant|>", "<|end|>"]
 LONGER = ['{"', '": ', '", "', "true", '"}', "ab", "<tool_call>"]
-TOKENS = [*SPECIAL, *'{}[]":,-. \n', *string.digits, *string.ascii_lowercase[:21], *LONGER, *"<>/_;"]
+OTHERS = [*'{}[]":,-. \n', *string.digits, *string.ascii_lowercase[:21], *LONGER, *"<>/_;"]
+TOKENS = [*SPECIAL, *OTHERS]
 END = TOKENS.index("<|end|>")
 assert len(TOKENS) < VOCABULARY  # so that there are logits without tokens
 
@@ -49,14 +49,7 @@ CONSTRAINTS: dict[str, dict[str, Any]] = {
 
 
 def json_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    vocabulary = {token: place for place, token in enumerate(TOKENS)}
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    backend.decoder = tokenizers.decoders.Fuse()
-    backend.add_special_tokens(SPECIAL)
-    made = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<|end|>")
-    made.chat_template = TEMPLATE
-    return made
+    return word_tokenizer(SPECIAL, OTHERS)
 
 
 @cache

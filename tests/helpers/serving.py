@@ -35,8 +35,10 @@ def new_engine(max_requests: int = 4, kv_memory: int | None = None) -> Engine:
 
 @cache
 def drafting_engine(chats: bool = True) -> Engine:
-    """An engine with wide trees, most of which are accepted: the drafter is the target itself. `chats`: its model has a
-    chat template."""
+    """An engine with wide trees. Most drafts are accepted, because the drafter is the target itself.
+
+    `chats`: its model has a chat template.
+    """
     model = tiny(num_hidden_layers=2, max_position_embeddings=512)
     target = Target(model, character_tokenizer(**({} if chats else {"template": None})), MODEL)
     return Engine(target, LMDrafter(model=model), registry.policy("beam", depth=3, k=3, nodes=8), max_requests=4)

@@ -178,7 +178,7 @@ class Sampler:
         return self.pick(rows, len(committed) + tree.depth[nodes])
 
     def scored(self, logits: Tensor, path: Tensor) -> Tensor:
-        """The logits [a, V] of which log-probabilities are wanted, for nodes that tokens were drawn after."""
+        """The logits [a, V] of the accepted nodes, for log-probabilities."""
         if self._processed:
             return torch.stack([self._processed[node] for node in path.tolist()])
         rows = logits[path.to(logits.device)]

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from windfall.core.constraint import Constraint
-from windfall.core.detokenizer import LateText
 from windfall.core.errors import InputError as InputError
 from windfall.core.logprobs import MODES, RAW, TokenLogprob
 from windfall.core.options import is_number, require_flag
@@ -212,7 +211,6 @@ class Step:
     """One cycle of one sequence: the verified tree and the result."""
 
     whole_tree: ClassVar[bool] = True  # whether `drafted` has all drafted nodes, and not only the verified ones
-    late_text: ClassVar[LateText | None] = None  # from which this text and that of all other steps can be read
     tokens: tuple[int, ...]  # emitted by this cycle, cut at the first stop
     text: str  # what these tokens add to the text, as far as it can no longer change
     tree: DraftTree  # the verified nodes

@@ -55,8 +55,9 @@ class Generation:
 
 
 def text_of(steps: list[Step]) -> str:
-    """The text of a sequence's Steps. Where it can be, it is decoded at once, which takes less time."""
-    late = steps[0].late_text if steps else None
-    if late is not None and len(late) == len(steps) and all(step.late_text is late for step in steps):
-        return late.whole
+    """The text of a sequence's Steps. Where Steps decode it only when it is read, it is decoded at once."""
+    late = {getattr(step, "late_text", None) for step in steps}
+    whole = late.pop() if len(late) == 1 else None
+    if whole is not None and len(whole) == len(steps):
+        return str(whole.whole)
     return "".join(step.text for step in steps)

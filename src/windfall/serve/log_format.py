@@ -46,7 +46,7 @@ class JsonLines(logging.Formatter):
 
 class _Handler(logging.StreamHandler[TextIO]):
     def handleError(self, record: logging.LogRecord) -> None:
-        """A log that nobody reads any more does not end the server, and is not worth a traceback."""
+        """Ignore errors while writing: the server goes on if its output was closed."""
 
 
 def check(given: str) -> str:

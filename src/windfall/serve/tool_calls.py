@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import string
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from windfall.serve.tools import NO_ARGUMENTS, AnswerCall, Tool
 OPENING, CLOSING = "<tool_call>", "</tool_call>"  # Qwen, Hermes, SmolLM
 MARKS = ("<|python_tag|>", "[TOOL_CALLS]")  # Llama and Mistral; special tokens, which most texts do not show
 MISTRAL_ARGUMENTS = "[ARGS]"  # between name and arguments, in newer models of Mistral
-SEPARATORS = re.compile(r"[\s;,]*")  # between calls without tags
+SEPARATORS = string.whitespace + ";,"  # between calls without tags
 DECODER = json.JSONDecoder()
 
 
@@ -127,7 +128,7 @@ def _find_tagged(text: str, names: set[str]) -> Found:
 
 
 def _decode_calls(text: str, names: set[str]) -> list[AnswerCall]:
-    """The calls of which a text consists: JSON objects or lists of them; empty if there is anything else."""
+    """The calls in a text of JSON objects, or lists of them; empty if the text has anything else."""
     calls: list[AnswerCall] = []
     while text:
         try:
@@ -139,7 +140,7 @@ def _decode_calls(text: str, names: set[str]) -> list[AnswerCall]:
             if call is None:
                 return []
             calls.append(call)
-        text = text[SEPARATORS.match(text, end).end() :]  # type: ignore[union-attr]
+        text = text[end:].lstrip(SEPARATORS)
     return calls
 
 

@@ -72,7 +72,7 @@ class ToolFields(Body):
 
     @property
     def must_call(self) -> list[Tool]:
-        """The tools of which the answer must call one; empty: it may be text."""
+        """The answer must call one of these tools. Empty: it may be text."""
         if isinstance(self.tool_choice, NamedTool):
             return [tool for tool in self.tools if tool.function.name == self.tool_choice.function.name]
         return self.tools if self.tool_choice == "required" else []

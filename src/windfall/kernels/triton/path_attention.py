@@ -38,7 +38,6 @@ FAR_SHIFT = tl.constexpr(MIDDLE_SHIFT.value + MIDDLE_END.value // MIDDLE.value -
 MAX_PROGRAMS_SMALL, MAX_PROGRAMS = 198, 132
 SMALL_TILE = 1024  # sums up to which three programs run on a multiprocessor
 MERGED = 2048  # partial sums that a program loads before it adds the first
-MAX_MERGED = 2  # parts that a program loads at a time when it merges them
 ONES = tl.constexpr(16)  # columns of the matrix that sums weights: the fewest of a matrix product
 MAX_TILE = 8192  # sums that a program holds
 BATCH_PROGRAMS = 528  # programs of a pass over several requests: four for each multiprocessor
@@ -446,7 +445,7 @@ def attend(
         BLOCK_M=tile.height,
         BLOCK_N=tile.keys,
         BLOCK_D=block_d,
-        UNROLL=max(1, min(MAX_MERGED, MERGED // (tile.height * block_d))),
+        UNROLL=max(1, MERGED // (tile.height * block_d)),
         PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
         CAPPED=cap is not None,
         SINKS=sinks is not None,

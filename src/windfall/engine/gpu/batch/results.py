@@ -123,7 +123,8 @@ class BatchStep(Step):
         )
 
     @property
-    def late_text(self) -> LateText:  # type: ignore[override]
+    def late_text(self) -> LateText:
+        """The text of all Steps of the request."""
         return self._text[0]
 
     @cached_property
