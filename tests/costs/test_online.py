@@ -54,6 +54,16 @@ def test_one_faster_pass_lowers_its_cost_and_those_of_other_sizes() -> None:
     assert online_costs.overestimate == pytest.approx(5 / 3)
 
 
+@pytest.mark.parametrize("stepped", [False, True], ids=["on a CPU", "in CUDA graphs"])
+def test_a_small_error_of_draft_passes_is_noise_except_on_a_device(stepped: bool) -> None:
+    verifies = ((0, replace(COSTS.verifies[0][1], stepped=stepped)),)
+    online_costs = warm(replace(COSTS, verifies=verifies))
+    for _ in range(12):
+        verify(online_costs, 1, 10.0)
+        online_costs.record_drafts([0, 8, 8], 0.75 * (1.5 + 2 * 2.0))
+    assert online_costs.costs.draft(8) == pytest.approx(1.5 if stepped else 2.0)
+
+
 def test_costs_rise_strictly_with_rows() -> None:
     """Otherwise policies would grow trees without limit."""
     online_costs = warm()

@@ -13,7 +13,7 @@ from windfall import registry
 from windfall.costs.acceptance import Calibrator
 from windfall.costs.correction import Correction
 from windfall.costs.curves import Costs, Curve
-from windfall.policies.budget import Budget, Load, Outcome, Sizes
+from windfall.policies.budget import NO_PREPARATION, Budget, Load, Outcome, Preparation, Sizes
 from windfall.policies.choice import choose
 
 Reals = NDArray[np.float64]
@@ -77,6 +77,7 @@ class Batch:
     mix: tuple[str, ...]
     seed: int = 0
     calibrator: Calibrator = field(default_factory=Calibrator)
+    preparation: Preparation = NO_PREPARATION
 
     def __post_init__(self) -> None:
         self._random = np.random.default_rng(self.seed)
@@ -97,7 +98,7 @@ class Batch:
 
     def round(self, budget: Budget) -> Done:
         """Expected tokens and seconds of a round; what is learned from it is drawn."""
-        load = Load(self.requests, 0, 256, self.costs, self.calibrator)
+        load = Load(self.requests, 0, 256, self.costs, self.calibrator, preparation=self.preparation)
         sizes = budget.sizes(load)
         tree = self._draft(sizes, budget.calibrator or self.calibrator)
         tree.verified[:] = choose(tree.owner, tree.key, self.requests, sizes)

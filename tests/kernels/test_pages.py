@@ -20,7 +20,7 @@ def test_under_the_interpreter() -> None:
 @pytest.fixture(autouse=True)
 def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr("windfall.kernels.triton.path_attention.BATCH_PROGRAMS", 6)  # each takes long here
+    monkeypatch.setattr("windfall.kernels.triton.path_attention.BATCH_TILE_PROGRAMS", 6)  # each takes long here
 
 
 @pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])

@@ -9,8 +9,8 @@ from helpers.batches import CURVES, METHODS, MIXES, Batch, speeds
 from windfall import registry
 from windfall.costs.acceptance import Calibrator
 from windfall.costs.curves import Costs
-from windfall.policies.auto_budget import EXPLORATION_SHARE, AutoBudget
-from windfall.policies.budget import Load, Sizes
+from windfall.policies.auto_budget import EXPLORATION_SHARE, PREPARATION_SHARE, AutoBudget
+from windfall.policies.budget import Load, Preparation, Sizes
 
 REQUESTS = (1, 8, 64)  # benchmarks/batches.py has more
 CLOSE = 0.98  # of the best rival's speed
@@ -92,6 +92,42 @@ def test_where_every_row_has_its_price_only_worthy_nodes_are_verified() -> None:
         batch.round(budget)
     sizes = budget.sizes(load(4, batch.calibrator, costs))
     assert -4 < sizes.floor < 0 and sizes.rows > 4
+
+
+class Graphs(Preparation):
+    """Every width of draft passes and every number of rows takes `seconds` once."""
+
+    def __init__(self, seconds: float):
+        self.seconds, self.spent = seconds, 0.0
+        self.known: set[object] = set()
+
+    def drafts(self, passes: int, width: int) -> float:
+        return 0.0 if ("draft", width) in self.known else self.seconds
+
+    def verify(self, rows: int) -> float:
+        return 0.0 if ("verify", rows) in self.known else self.seconds
+
+    def run(self, sizes: Sizes) -> None:
+        if sizes.passes:
+            self.spent += self.drafts(sizes.passes, sizes.width) + self.verify(sizes.rows)
+            self.known |= {("draft", sizes.width), ("verify", sizes.rows)}
+
+
+@pytest.mark.parametrize("factor", [1, 20, 400])
+def test_passes_are_prepared_where_that_saves_time(factor: float) -> None:
+    """`factor`: the rounds that take as long as a preparation."""
+    plain = CURVES["8B"].verify(8, 0)
+    graphs = Graphs(factor * plain)
+    batch, budget = Batch(CURVES["8B"], 8, MIXES["mixed"], preparation=graphs), AutoBudget(96)
+    tokens = seconds = 0.0
+    for _ in range(600):
+        done = batch.round(budget)
+        graphs.run(done.sizes)
+        tokens, seconds = tokens + done.tokens, seconds + done.seconds
+    free = Batch(CURVES["8B"], 8, MIXES["mixed"]).speed(AutoBudget(96), 400)
+    lost = seconds - tokens / free  # because passes were not prepared
+    assert 0 < graphs.spent <= 1.3 * lost / PREPARATION_SHARE + 2 * graphs.seconds
+    assert factor > 20 or tokens / (seconds + graphs.spent) > 0.85 * free
 
 
 @pytest.mark.parametrize("room", [1, 2, 3])

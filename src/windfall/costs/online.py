@@ -22,6 +22,7 @@ RECENT_PASSES = 24  # passes of any size that count
 RECENT_PASSES_PER_SIZE = 12
 MIN_PASSES = 3  # at least one of this many passes is undisturbed
 DISTINCT_FACTOR = 1.5  # a smaller difference between sizes, or between draft and verify passes, is taken for noise
+DISTINCT_FACTOR_GRAPHS = 1.1  # the same where passes are CUDA graphs: a device times them, and little disturbs them
 CHANGE_FACTOR = 1.1  # a smaller change does not update the costs
 RECOVERY_FACTOR = 1.5  # a verify pass this much faster than before means that other work on the machine has ended
 MIN_SLOPE = 0.0005  # of the smallest pass's time, per added row or node: a larger pass is never free
@@ -52,7 +53,8 @@ class OnlineCosts:
 
     def _reset(self, level: float) -> None:
         """Forget all factors but this common one."""
-        self._drafts, self._verifies = Factors(level), Factors(level)
+        distinct = DISTINCT_FACTOR_GRAPHS if self.measured.verifies[0][1].stepped else DISTINCT_FACTOR
+        self._drafts, self._verifies = Factors(level, distinct), Factors(level, distinct)
         self._last_seen = [-STALE_CYCLES] * len(SIZES)  # the last cycle with a verify pass of each size
 
     def record_verify(self, rows: int, length: int, seconds: float, at_most: bool = False) -> None:
@@ -131,7 +133,9 @@ class OnlineCosts:
 class Factors:
     """Time over measured time of passes of one kind, by size."""
 
-    def __init__(self, level: float) -> None:
+    def __init__(self, level: float, distinct: float) -> None:
+        """`distinct`: sizes whose factors differ by less have the same one."""
+        self._distinct = distinct
         self.current = [level] * len(SIZES)  # the factors that `applied` uses
         self.count = 0
         self._all = deque([level], RECENT_PASSES)
@@ -157,13 +161,13 @@ class Factors:
         level = quickest_quarter(self._all)
         if self._others is None:
             return level
-        distinct = self.count and not 1 / DISTINCT_FACTOR < level / self._others < DISTINCT_FACTOR
+        distinct = self.count and not 1 / self._distinct < level / self._others < self._distinct
         return level if distinct else self._others
 
     def _believed(self, place: int, level: float) -> float:
         """The factor of a size that has run: the one of all sizes unless it clearly differs."""
         own = quickest_quarter([level, *self._own[place]])
-        return level if 1 / DISTINCT_FACTOR < own / level < DISTINCT_FACTOR else own
+        return level if 1 / self._distinct < own / level < self._distinct else own
 
     def recent(self, place: int) -> float:
         """The factor of the recent passes of a size; 0 if there were too few."""

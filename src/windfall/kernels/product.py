@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 MAX_FUSED_ROWS = 64  # with more rows, exact passes compute a product with larger tiles, and the rest apart
+MAX_LINEAR_ROWS = 64  # the same for products that are fused with nothing
 MAX_FAST_ROWS = 64  # with at most this number, fast passes also use our product, which can start early
 PIECE_ROWS = 64  # rows that torch multiplies at a time in exact mode
 
@@ -33,7 +34,7 @@ PIECE_ROWS = 64  # rows that torch multiplies at a time in exact mode
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, exact: bool = False) -> Tensor:
     """`F.linear` of rows [n, K]. The fused kernel is used where it can start before its predecessor has ended."""
     tiling = tiling_for(x, weight, exact) if supports_pdl(x.device) else None
-    if tiling is None or wide(x, weight):
+    if tiling is None or wide(x, weight, MAX_LINEAR_ROWS):
         return product(x, weight, bias, exact)
     from windfall.kernels.triton.product import linear as run
 
@@ -132,9 +133,9 @@ def normed_rows(
     return run(x, residual, norm, eps, tiling)
 
 
-def wide(x: Tensor, weight: Tensor) -> bool:
-    """Whether there are many rows for a fused kernel, and the product with larger tiles rounds in the same way."""
-    if len(x) <= MAX_FUSED_ROWS or not supports_pdl(x.device):
+def wide(x: Tensor, weight: Tensor, most: int = MAX_FUSED_ROWS) -> bool:
+    """Whether there are more than `most` rows, and the product with larger tiles rounds like a fused kernel."""
+    if len(x) <= most or not supports_pdl(x.device):
         return False
     from windfall.kernels.triton.matmul import segments_of, supported
 

@@ -6,14 +6,16 @@ import math
 
 import numpy as np
 
+from windfall.core.tree import Integers
 from windfall.costs.acceptance import FORECAST_CHILDREN, Calibrator
-from windfall.policies.budget import CONTEXT_STEP, Budget, Load, Outcome, Sizes
+from windfall.policies.budget import CONTEXT_STEP, NO_PREPARATION, Budget, Load, Outcome, Sizes
 from windfall.policies.outlook import MAX_WIDTH, Outlook, Reals
 
 WIDTHS = (1, 2, 4, MAX_WIDTH)  # nodes of a request in one draft pass
-PASSES = (1, 2, 3, 4, 6, 8, 12)  # draft passes of a round: few, because a GPU captures graphs for each
+PASSES = (1, 2, 3, 4, 6, 8, 12)  # draft passes of a round
 MAX_PASSES = PASSES[-1]
 KEPT_FACTOR = 1.02  # sizes stay as they are unless others should be faster by this factor
+PREPARATION_SHARE = 0.25  # of a preparation's time that must be lost before it pays: an engine usually runs for long
 EXPLORATION_SHARE = 0.01  # of the time that may be spent on drafts that should not pay
 PROBED_NODES = 8  # drafted nodes that a probe verifies, where rows are not free
 LARGE_BATCH = 16  # requests
@@ -37,6 +39,7 @@ class AutoBudget(Budget):
         self._outlook, self._trust = Outlook(), Trust()
         self._calibrator: Calibrator | None = None
         self._saved = 0.0  # seconds that may be spent on probes
+        self._lost = 0.0  # seconds that rounds took longer because faster passes were not prepared
         self._rounds = 0
         self._best: Sizes | None = None
         self._best_for: tuple[object, ...] = ()
@@ -44,7 +47,7 @@ class AutoBudget(Budget):
 
     @property
     def largest(self) -> Sizes:
-        return Sizes(MAX_PASSES, MAX_WIDTH, FORECAST_CHILDREN, 0)
+        return Sizes(MAX_PASSES, MAX_WIDTH, FORECAST_CHILDREN, 0, calibrated=True)
 
     def sizes(self, load: Load) -> Sizes:
         self._calibrator = load.calibrator
@@ -59,8 +62,11 @@ class AutoBudget(Budget):
 
     def _due(self, requests: int) -> bool:
         """Whether this round's trees are recorded, and the sizes of this round computed."""
-        period = UPDATE_EVERY_ROUNDS if requests >= LARGE_BATCH else 1
-        return self._rounds <= EAGER_ROUNDS or self._rounds % period == 0
+        return self._rounds <= EAGER_ROUNDS or self._rounds % self._period(requests) == 0
+
+    @staticmethod
+    def _period(requests: int) -> int:
+        return UPDATE_EVERY_ROUNDS if requests >= LARGE_BATCH else 1
 
     def _fastest(self, load: Load, kept: Sizes | None) -> Sizes:
         """The sizes with the most tokens per second; `kept` ones if these are about as fast."""
@@ -81,8 +87,9 @@ class AutoBudget(Budget):
         drafting = np.array([load.drafting(*shape) for shape in shapes])[:, None]
         speed = tokens / (seconds[rows - requests] + drafting)
         speed[rows > (load.max_rows or math.inf)] = 0.0
-        shape, count = divmod(int(np.argmax(speed)), speed.shape[1])
-        most, plain = float(speed[shape, count]), requests / float(seconds[0])
+        plain = requests / float(seconds[0])
+        shape, count = self._best_place(load, shapes, rows, tokens, speed, plain)
+        most = float(speed[shape, count])
         if most <= plain * (1.0 if kept is None or kept.passes else KEPT_FACTOR):
             return _plain(load)
         if kept is not None and (kept.passes, kept.width) in shapes:
@@ -92,6 +99,33 @@ class AutoBudget(Budget):
                 return kept
         depth, width = shapes[shape]
         return self._of(load, depth, width, int(rows[shape, count]), seconds, most)
+
+    def _best_place(
+        self, load: Load, shapes: list[tuple[int, int]], rows: Integers, tokens: Reals, speed: Reals, plain: float
+    ) -> tuple[int, int]:
+        """The place of the highest speed among the passes that a GPU has prepared.
+
+        Others are prepared once rounds have lost a good part of the time without them that their preparation takes.
+        """
+        fastest = _place_of_most(speed)
+        if load.preparation is NO_PREPARATION or not load.stepped:
+            return fastest
+        sizes = load.costs.verifies[0][1].sizes
+        verify = np.array([load.preparation.verify(size) for size in sizes])
+        drafts = np.array([load.preparation.drafts(*shape) for shape in shapes])
+        preparing = drafts[:, None] + verify[np.minimum(np.searchsorted(sizes, rows), len(sizes) - 1)]
+        if not preparing[fastest]:
+            return fastest
+        prepared = _place_of_most(np.where(preparing > 0, 0.0, speed))
+        if preparing[prepared]:  # nothing but plain decoding is prepared
+            speed[prepared] = 0.0
+        at_hand, made = max((plain, load.requests), (float(speed[prepared]), float(tokens[prepared])))
+        rounds = self._period(load.requests) if self._rounds > EAGER_ROUNDS else 1
+        self._lost += rounds * made * max(1 / at_hand - 1 / float(speed[fastest]), 0.0)
+        if self._lost < PREPARATION_SHARE * preparing[fastest]:
+            return prepared
+        self._lost = 0.0
+        return fastest
 
     def _verify_seconds(self, load: Load, rows: int) -> Reals:
         """Seconds of verify passes over the roots and 0, 1, 2, … drafted nodes, at least up to `rows` in total."""
@@ -119,6 +153,7 @@ class AutoBudget(Budget):
         self._saved += EXPLORATION_SHARE * plain
         rows = load.prepared(load.requests + 1) if load.stepped else load.requests + PROBED_NODES
         seconds = load.drafting(1, 1) + load.verify(rows) - plain
+        seconds += load.preparation.drafts(1, 1) + load.preparation.verify(rows)
         if self._saved < seconds:
             return None
         self._saved = 0.0
@@ -130,6 +165,11 @@ class AutoBudget(Budget):
         if self._calibrator is None or not len(outcome.owner) or not (probed or self._due(outcome.requests)):
             return
         self._outlook.record(outcome, self._calibrator)
+
+
+def _place_of_most(table: Reals) -> tuple[int, int]:
+    row, column = divmod(int(np.argmax(table)), table.shape[1])
+    return row, column
 
 
 def _plain(load: Load) -> Sizes:

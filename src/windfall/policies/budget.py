@@ -19,6 +19,24 @@ from windfall.policies.plan import Plan
 CONTEXT_STEP = 256  # tokens; smaller differences in the batch's context do not change its costs
 
 
+class Preparation:
+    """How long a GPU needs to prepare passes that have not run yet: it captures a graph for each size.
+
+    This one is for other devices, which prepare nothing.
+    """
+
+    def drafts(self, passes: int, width: int) -> float:
+        """Seconds for these draft passes; 0 if they are prepared."""
+        return 0.0
+
+    def verify(self, rows: int) -> float:
+        """Seconds for a verify pass; 0 if it is prepared."""
+        return 0.0
+
+
+NO_PREPARATION = Preparation()
+
+
 class Load(NamedTuple):
     """What a budget knows about a batch before a round.
 
@@ -32,6 +50,7 @@ class Load(NamedTuple):
     costs: Costs
     calibrator: Calibrator  # forecasts the children of nodes that are not drafted yet
     max_rows: int | None = None  # of a verify pass; None: no limit
+    preparation: Preparation = NO_PREPARATION
 
     def verify(self, rows: int) -> float:
         """Seconds of a verify pass over this many rows of all requests, with the overhead of a round."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,6 +14,7 @@ import torch
 Key = tuple[object, ...]
 MAX_CAPTURE_FAILURES = 3  # after these, no more graphs are captured
 MAX_GRAPHS = 1024  # the least recently used ones are dropped
+UNKNOWN_SECONDS = 0.05  # assumed of the first capture of a kind
 
 
 @cache
@@ -39,6 +41,7 @@ class GraphCache:
         self.captures = 0  # failed ones included
         self.failures = 0
         self.last_failure = ""  # the reason of the last failed capture
+        self._seconds: dict[object, float] = {}  # of the quickest capture by kind; others may have compiled kernels
 
     def run(self, key: Key, work: Callable[[], object]) -> None:
         """Run this work. Equal keys must mean the same work on the same buffers."""
@@ -48,10 +51,19 @@ class GraphCache:
                 self.graphs[key] = graph  # now the most recently used one
                 graph.replay()
                 return
+            start = time.perf_counter()
             work()
             if self.enabled:
                 self.captures += 1
                 self._capture(key, work)
+                seconds = time.perf_counter() - start
+                self._seconds[key[0]] = min(self._seconds.get(key[0], seconds), seconds)
+
+    def missing_seconds(self, key: Key) -> float:
+        """About how long the first run of this key takes, with its capture; 0 if it is captured."""
+        if not self.enabled or key in self.graphs:
+            return 0.0
+        return self._seconds.get(key[0], UNKNOWN_SECONDS)
 
     def refresh(self, key: Key, work: Callable[[], object]) -> None:
         """The same for work that may run twice and returns its results in memory of the graph, not in fixed buffers."""

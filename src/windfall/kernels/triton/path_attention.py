@@ -40,7 +40,9 @@ SMALL_TILE = 1024  # sums up to which three programs run on a multiprocessor
 MERGED = 2048  # partial sums that a program loads before it adds the first
 ONES = tl.constexpr(16)  # columns of the matrix that sums weights: the fewest of a matrix product
 MAX_TILE = 8192  # sums that a program holds
-BATCH_PROGRAMS = 528  # programs of a pass over several requests: four for each multiprocessor
+# Of a pass over several requests: programs for tiles, most of which find no keys and end at once, because only some
+# texts are long; and for rows alone, four for each multiprocessor.
+BATCH_TILE_PROGRAMS, BATCH_ROW_PROGRAMS = 2112, 528
 
 
 class Tile(NamedTuple):
@@ -394,10 +396,10 @@ def attend(
     if pages is not None and pages.tiles is not None:
         assert tile.height // group == tile_rows(group)
         tiles = len(pages.tiles) - 1
-    stride = max(1, min(parts, (BATCH_PROGRAMS if several else limit) // (tiles * shared)))
+    stride = max(1, min(parts, (BATCH_TILE_PROGRAMS if several else limit) // (tiles * shared)))
     single_rows = 0
     if lineage is not None:
-        single_rows = power_of_two(-(-count * shared // (BATCH_PROGRAMS if several else limit)))
+        single_rows = power_of_two(-(-count * shared // (BATCH_ROW_PROGRAMS if several else limit)))
         single_rows = min(single_rows, tile.height // group)
     singles = -(-count // single_rows) if single_rows else 0
     tops = torch.empty((2, parts, count * heads), device=out.device)

@@ -23,19 +23,14 @@ from windfall.kernels.top import LazyLogits, top_children
 from windfall.kernels.trees import NO_NODE, Calibration, NextPass, TreeArrays
 from windfall.policies.budget import Sizes
 
-ROUND_ROWS: tuple[int, ...] = (
-    *range(8, 65, 8),
-    *range(80, 129, 16),
-    *range(160, 257, 32),
-    *range(384, 1025, 128),
-)  # of verify passes; large products are fastest with multiples of 128 rows
+ROUND_ROWS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # of verify passes: a graph for each
 MAX_ROUND_ROWS = ROUND_ROWS[-1]
 RESULT_BLOCKS = 3  # rounds whose results stay readable on the host
 SAMPLED = 16  # requests of a round whose whole trees the host gets
 
 
 class Round:
-    """Buffers of a batch of requests, and the work on them. `draft` and `verify` only launch kernels."""
+    """Buffers of a batch of requests, and the work on them. Passes only launch kernels."""
 
     def __init__(self, state: BatchState, target: BatchTarget, drafter: BatchDrafter | None):
         self.state, self.target, self.drafter = state, target, drafter
@@ -120,23 +115,40 @@ class Round:
             )
         return self._next[width]
 
-    def draft(self, seats: int, sizes: Sizes, pending: int, rule: Rule, kind: Kind) -> None:
-        """All draft passes of a round. `pending`: an upper bound on the tokens that the drafter takes in first."""
-        drafter, rows, calibration = self.drafter, self.next_rows(sizes.width), self.state.calibration
+    def first_draft_pass(self, seats: int, sizes: Sizes, pending: int, rule: Rule, kind: Kind) -> None:
+        """Let the drafter take in the pending tokens, at most `pending` of a request, and expand all roots."""
+        drafter, state = self.drafter, self.state
         assert drafter is not None
-        trees, after = first(self.state.trees, seats), first_rows(rows, seats)
         logits = drafter.first_pass(seats, pending)
-        torch.sub(self.state.draft_lengths[:seats], drafter.first, out=self._columns[:seats])
-        owners, positions = drafter.rows_of(seats, 1)[0], self._columns[:seats] - 1
-        terms = Calibration._make(array[:seats] for array in calibration) if rule.calibrated else None
-        for level in range(1, sizes.passes + 1):
-            if level > 1:
-                logits = drafter.next_pass(rows, seats)
-                owners, positions = drafter.rows_of(seats, sizes.width)[0], after.positions.flatten()
-            values, tokens = self._children(logits, sizes.k, owners, positions, kind)
-            nodes = self._roots[:seats] if level == 1 else after.nodes.clone()
-            shape = (*nodes.shape, sizes.k)
-            grow(trees, nodes, tokens.view(shape), values.view(shape), after, rule, terms)
+        torch.sub(state.draft_lengths[:seats], drafter.first, out=self._columns[:seats])
+        owners = drafter.rows_of(seats, 1)[0]
+        self._grow(seats, sizes, logits, self._roots[:seats], owners, self._columns[:seats] - 1, rule, kind)
+
+    def next_draft_pass(self, seats: int, sizes: Sizes, rule: Rule, kind: Kind) -> None:
+        """Expand the nodes that the pass before has chosen."""
+        drafter, rows = self.drafter, self.next_rows(sizes.width)
+        assert drafter is not None
+        logits = drafter.next_pass(rows, seats)
+        owners, after = drafter.rows_of(seats, sizes.width)[0], first_rows(rows, seats)
+        self._grow(seats, sizes, logits, after.nodes.clone(), owners, after.positions.flatten(), rule, kind)
+
+    def _grow(
+        self,
+        seats: int,
+        sizes: Sizes,
+        logits: Tensor | LazyLogits,
+        nodes: Tensor,
+        owners: Tensor,
+        positions: Tensor,
+        rule: Rule,
+        kind: Kind,
+    ) -> None:
+        """Add the children of these nodes to the trees, and choose the nodes of the next pass."""
+        trees, after = first(self.state.trees, seats), first_rows(self.next_rows(sizes.width), seats)
+        terms = Calibration._make(array[:seats] for array in self.state.calibration) if rule.calibrated else None
+        values, tokens = self._children(logits, sizes.k, owners, positions, kind)
+        shape = (*nodes.shape, sizes.k)
+        grow(trees, nodes, tokens.view(shape), values.view(shape), after, rule, terms)
 
     def _children(
         self, logits: Tensor | LazyLogits, k: int, owners: Tensor, positions: Tensor, kind: Kind

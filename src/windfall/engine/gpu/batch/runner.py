@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -22,16 +21,15 @@ from windfall.engine.gpu.batch.learning import learn
 from windfall.engine.gpu.batch.page_pool import PagePool
 from windfall.engine.gpu.batch.results import BatchStep, Results
 from windfall.engine.gpu.batch.round import MAX_ROUND_ROWS, ROUND_ROWS, SAMPLED, Round, round_rows
+from windfall.engine.gpu.batch.round_graphs import RoundGraphs
 from windfall.engine.gpu.batch.state import MAX_BACKLOG, BatchState
 from windfall.engine.gpu.batch.target import BatchTarget, Kind
 from windfall.engine.gpu.cycle import kernel_rule
 from windfall.engine.gpu.forward import Unsupported
 from windfall.engine.gpu.fused import FusedForward
-from windfall.engine.gpu.graphs import Key
 from windfall.engine.gpu.pipeline import DeviceEvent, current_stream
 from windfall.engine.gpu.target import GpuTarget
 from windfall.engine.sequence import Sequence
-from windfall.kernels.backend import power_of_two
 from windfall.kernels.pages import PAGE_TOKENS, pages_for, tile_rows
 from windfall.kernels.rules import Rule
 from windfall.policies.base import TreePolicy
@@ -39,6 +37,7 @@ from windfall.policies.budget import Load, Sizes
 
 MAX_FLIGHT = 2  # rounds that are launched before the host reads the results of the first
 MIN_SPAN_PAGES = 8  # of a text that passes read at the least
+SPAN_FACTOR = 4  # between the numbers of pages that captured passes read
 PENDING = (1, 2, 4, 6, 8, 12, 16, 24, MAX_BACKLOG)  # tokens of each text that a captured pass takes in
 SEATS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # requests of captured rounds
 
@@ -186,7 +185,8 @@ class GpuBatchRunner:
 
     def _prefill(self) -> None:
         """Process the next chunk of the waiting prompts; texts whose prompts end take part in the next round."""
-        self._send_tables()
+        self._set_span()
+        self.state.send()
         started = self._event()
         chunk, ended = self._prompts.take()
         if chunk is not None:
@@ -248,23 +248,22 @@ class GpuBatchRunner:
 
     @torch.inference_mode()
     def _launch(self) -> None:
-        state, work, cache = self.state, self.work, self.gpu_target.graph_cache
-        now = self._situation()
-        seats, (sizes, rule) = now.seats, self._sizes(now)
+        cache, now = self.gpu_target.graph_cache, self._situation()
+        self._update_settings()
+        graphs = self._graphs(now.seats)
+        sizes, rule = self._sizes(now, graphs)
         self._budget_sizes = sizes if len(self.texts) > 1 else None
-        self._send(sizes)
-        pending, kind = self._take_in(seats, sizes), kind_of(self.texts)
-        rows = round_rows(max(sizes.rows, seats)) if sizes.passes else seats
-        sizes = sizes._replace(rows=rows)
-        shape = sizes._replace(floor=0.0, per_request=None)  # these are not fixed at capture
+        self.state.write(floor=sizes.floor, limits=sizes.per_request or MAX_ROUND_ROWS)
+        self.state.send()
+        sizes = sizes._replace(rows=round_rows(max(sizes.rows, now.seats)) if sizes.passes else now.seats)
         captures, start = cache.captures, self._event()
         if sizes.passes:
-            key: Key = ("draft", state, seats, shape._replace(rows=0), pending, rule, kind, state.span)
-            cache.run(key, partial(work.draft, seats, shape, pending, rule, kind))
-        drafted, number = self._event(), work.results.expect()
-        verified = Sizes(min(sizes.passes, 1), 1, 1, rows)  # all drafts of this number of rows share a graph
-        key = ("verify", state, seats, verified, kind, state.span)
-        cache.run(key, partial(work.verify, seats, verified, kind))
+            graphs.run_drafts(sizes, rule)
+        elif self.drafter is not None and self._pending >= self.state.backlog:  # there is no room for one more
+            graphs.take_in()
+            self._pending = 0
+        drafted, number = self._event(), self.work.results.expect()
+        graphs.run_verify(sizes)
         recorded, pages = cache.captures > captures, [self._pages[text] for text in self.texts]
         self._launched.append(
             Launched(number, self._turn, list(self.texts), pages, now, sizes, recorded, start, drafted, self._event())
@@ -272,16 +271,11 @@ class GpuBatchRunner:
         self._turn += SAMPLED if sizes.passes else 0
         self._pending = sizes.passes + 1 if sizes.passes else self._pending + 1
 
-    def _take_in(self, seats: int, sizes: Sizes) -> int:
-        """An upper bound on the tokens that the first draft pass takes in, one of PENDING. If a plain round would make
-        them too many, the drafter takes them in now."""
+    def _graphs(self, seats: int) -> RoundGraphs:
+        """The passes of the next round for this number of seats."""
         waiting = min(self._pending, self.state.backlog)
         pending = next((size for size in PENDING if size >= waiting), waiting)
-        if self.drafter is not None and not sizes.passes and self._pending >= self.state.backlog:
-            key = ("take in", self.state, seats, pending, self.state.span)
-            self.gpu_target.graph_cache.run(key, partial(self.drafter.take_in, seats, pending))
-            self._pending = 0
-        return pending
+        return RoundGraphs(self.gpu_target.graph_cache, self.work, self.budget, seats, kind_of(self.texts), pending)
 
     def _situation(self) -> Situation:
         """What the costs of the next round depend on."""
@@ -289,21 +283,21 @@ class GpuBatchRunner:
         seats = min(next(size for size in SEATS if size >= requests), self.state.seats)
         return Situation(seats, requests, sum(len(text.tokens) for text in self.texts) // requests)
 
-    def _sizes(self, now: Situation) -> tuple[Sizes, Rule]:
+    def _sizes(self, now: Situation, graphs: RoundGraphs) -> tuple[Sizes, Rule]:
         """The sizes of the next round, and the rule by which its trees grow."""
         texts, limits = self.texts, self.limits
         room = max(text.end - len(text.tokens) for text in texts)
         calibrator = self.budget.calibrator or texts[0].calibrator
         costs = self.costs.at(now)  # at the present length of context, so that the Load has none
-        wanted = self.budget.sizes(Load(len(texts), 0, room, costs, calibrator, MAX_ROUND_ROWS))
+        wanted = self.budget.sizes(Load(len(texts), 0, room, costs, calibrator, MAX_ROUND_ROWS, graphs))
         plan = self.budget.plan(wanted) or texts[0].policy.cached_plan
         assert plan is not None
         fits = wanted.passes <= limits.passes and wanted.width <= limits.width and wanted.k <= limits.k
         assert fits or not wanted.passes, "a budget's sizes exceed its largest ones"
         return wanted, kernel_rule(plan)
 
-    def _send(self, sizes: Sizes) -> None:
-        """Send what the device must know before a round."""
+    def _update_settings(self) -> None:
+        """Give texts the pages that the next round may need, and note what was learned about their acceptance."""
         state, margin = self.state, (MAX_FLIGHT + 1) * self.state.pending
         for seat, text in enumerate(self.texts):
             pages = self._pages[text]
@@ -315,14 +309,14 @@ class GpuBatchRunner:
                 state.set_term("kappa", seat, text.calibrator.kappa if text.dice else 1.0)
                 state.set_term("weights", seat, calibrator.shifted(text.correction.shift).astype("float32"))
         self._changed.clear()
-        state.write(floor=sizes.floor, limits=sizes.per_request or MAX_ROUND_ROWS)
-        self._send_tables()
+        self._set_span()
 
-    def _send_tables(self) -> None:
-        """Send all settings; passes read as many pages as the longest text has, on a coarse scale."""
-        longest = max(map(len, self._pages.values()), default=1)
-        self.state.span = min(max(power_of_two(longest), MIN_SPAN_PAGES), self.state.pages)
-        self.state.send()
+    def _set_span(self) -> None:
+        """Passes read as many pages as the longest text has, on a coarse scale."""
+        longest, span = max(map(len, self._pages.values()), default=1), MIN_SPAN_PAGES
+        while span < longest:
+            span *= SPAN_FACTOR
+        self.state.span = min(span, self.state.pages)
 
     def _event(self) -> DeviceEvent:
         event = self._spare.pop() if self._spare else DeviceEvent(self.gpu_target.device)

@@ -1,0 +1,67 @@
+"""The passes of a round as CUDA graphs, and which of them are captured."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from windfall.engine.gpu.batch.round import Round
+from windfall.engine.gpu.batch.target import Kind
+from windfall.engine.gpu.cycle import kernel_rule
+from windfall.engine.gpu.graphs import GraphCache, Key
+from windfall.kernels.rules import Rule
+from windfall.policies.budget import Budget, Preparation, Sizes
+
+
+class RoundGraphs(Preparation):
+    """Runs the passes of one round.
+
+    Few graphs are captured: all draft passes but the first share one, and a verify pass has one for each number of
+    rows, however the trees were drafted.
+    """
+
+    def __init__(self, cache: GraphCache, work: Round, budget: Budget, seats: int, kind: Kind, pending: int):
+        """`seats` of the requests, and an upper bound on the `pending` tokens that the first draft pass takes in."""
+        self._cache, self._work, self._budget = cache, work, budget
+        self._seats, self._kind, self._pending = seats, kind, pending
+        self._fixed = (work.state, seats, kind, work.state.span)
+
+    def run_drafts(self, sizes: Sizes, rule: Rule) -> None:
+        """All draft passes."""
+        shape, work, cache = Sizes(1, sizes.width, sizes.k, 0), self._work, self._cache
+        first, later = self._draft_keys(shape, rule)
+        cache.run(first, partial(work.first_draft_pass, self._seats, shape, self._pending, rule, self._kind))
+        for _ in range(1, sizes.passes):
+            cache.run(later, partial(work.next_draft_pass, self._seats, shape, rule, self._kind))
+
+    def run_verify(self, sizes: Sizes) -> None:
+        """The verify pass."""
+        shape = Sizes(min(sizes.passes, 1), 1, 1, sizes.rows)
+        self._cache.run(self._verify_key(shape), partial(self._work.verify, self._seats, shape, self._kind))
+
+    def take_in(self) -> None:
+        """Let the drafter take in the pending tokens without a draft."""
+        drafter = self._work.drafter
+        assert drafter is not None
+        key = ("take in", self._pending, *self._fixed)
+        self._cache.run(key, partial(drafter.take_in, self._seats, self._pending))
+
+    def drafts(self, passes: int, width: int) -> float:
+        largest = self._budget.largest
+        assert largest is not None
+        shape = Sizes(1, width, largest.k, 0, calibrated=largest.calibrated)
+        plan = self._budget.plan(shape)
+        if plan is None:  # the budget has a single shape
+            return 0.0
+        keys = self._draft_keys(shape, kernel_rule(plan))
+        return sum(self._cache.missing_seconds(key) for key in keys[: min(passes, 2)])
+
+    def verify(self, rows: int) -> float:
+        return self._cache.missing_seconds(self._verify_key(Sizes(1, 1, 1, rows)))
+
+    def _draft_keys(self, shape: Sizes, rule: Rule) -> tuple[Key, Key]:
+        """Of the first pass and of the others."""
+        fixed = (shape.width, shape.k, rule, *self._fixed)
+        return ("first draft pass", self._pending, *fixed), ("draft pass", *fixed)
+
+    def _verify_key(self, shape: Sizes) -> Key:
+        return ("verify" if shape.passes else "step", shape.rows, *self._fixed)
