@@ -40,7 +40,7 @@ def test_a_request_that_is_always_rejected_gets_no_more_rows() -> None:
         late = number >= 20
         for kind in (0, 1):
             rows[int(late), kind] += tree.verified[tree.owner % 2 == kind].sum()
-    assert rows[1, 1] < 0.5 * rows[1, 0]
+    assert rows[1, 1] <= 0.5 * rows[1, 0]
 
 
 def test_probes_take_a_hundredth_of_the_time() -> None:

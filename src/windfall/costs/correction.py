@@ -39,15 +39,18 @@ class Correction:
         """Learn from the verified nodes of a cycle whose parents were accepted: their chances and 1.0 or 0.0."""
         self.add(float((accepted - chances).sum()), float((chances * (1 - chances)).sum()), len(chances) > 0)
 
-    def add(self, slope: float, information: float, drafted: bool = True) -> None:
-        """The same from the sums over these nodes of accepted - chance and of chance * (1 - chance)."""
+    def add(self, slope: float, information: float, drafted: bool = True, fit: bool = False) -> None:
+        """The same from the sums over these nodes of accepted - chance and of chance * (1 - chance).
+
+        `fit`: change the shift at once.
+        """
         self._unread += 1
         if drafted:
             self._slope += slope
             self._information = MEMORY * self._information + information
         else:
             self.shift *= RETURN
-        if self._unread >= FIT_EVERY_CYCLES:
+        if fit or self._unread >= FIT_EVERY_CYCLES:
             moved = self.shift + self._slope / (PRIOR_INFORMATION + self._information)
             self.shift = min(max(moved, -MAX_SHIFT), MAX_SHIFT)
             self._slope, self._unread = 0.0, 0

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 MAX_FUSED_ROWS = 64  # with more rows, exact passes compute a product with larger tiles, and the rest apart
-MAX_LINEAR_ROWS = 64  # the same for products that are fused with nothing
+MAX_LINEAR_ROWS = 16  # the same for products that are fused with nothing
 MAX_FAST_ROWS = 64  # with at most this number, fast passes also use our product, which can start early
 PIECE_ROWS = 64  # rows that torch multiplies at a time in exact mode
 

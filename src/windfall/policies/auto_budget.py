@@ -19,7 +19,7 @@ PREPARATION_SHARE = 0.25  # of a preparation's time that must be lost before it 
 EXPLORATION_SHARE = 0.01  # of the time that may be spent on drafts that should not pay
 PROBED_NODES = 8  # drafted nodes that a probe verifies, where rows are not free
 LARGE_BATCH = 16  # requests
-UPDATE_EVERY_ROUNDS = 4  # of the sizes in large batches, which change slowly
+UPDATE_EVERY_ROUNDS = 4  # of the sizes in large batches, which change slowly, and on a GPU, whose rounds are short
 EAGER_ROUNDS = 8  # at first the sizes are computed in every round
 NODES_PER_PASS = 32  # verified nodes after which a new drafter may draft one pass more
 TRUST_MEMORY = 0.98  # share of the evidence about the estimates that is kept per round
@@ -41,6 +41,7 @@ class AutoBudget(Budget):
         self._saved = 0.0  # seconds that may be spent on probes
         self._lost = 0.0  # seconds that rounds took longer because faster passes were not prepared
         self._rounds = 0
+        self._stepped = False
         self._best: Sizes | None = None
         self._best_for: tuple[object, ...] = ()
         self._seconds, self._seconds_for = np.zeros(0), tuple[object, ...]()
@@ -50,9 +51,9 @@ class AutoBudget(Budget):
         return Sizes(MAX_PASSES, MAX_WIDTH, FORECAST_CHILDREN, 0, calibrated=True)
 
     def sizes(self, load: Load) -> Sizes:
-        self._calibrator = load.calibrator
+        self._calibrator, self._stepped = load.calibrator, load.stepped
         self._rounds += 1
-        situation = (load.requests, load.costs, min(load.room, MAX_PASSES + 1))
+        situation = (load.requests, min(load.room, MAX_PASSES + 1))
         if self._best is None or self._due(load.requests) or situation != self._best_for:
             kept = self._best if situation == self._best_for else None
             self._best, self._best_for = self._fastest(load, kept), situation
@@ -64,9 +65,8 @@ class AutoBudget(Budget):
         """Whether this round's trees are recorded, and the sizes of this round computed."""
         return self._rounds <= EAGER_ROUNDS or self._rounds % self._period(requests) == 0
 
-    @staticmethod
-    def _period(requests: int) -> int:
-        return UPDATE_EVERY_ROUNDS if requests >= LARGE_BATCH else 1
+    def _period(self, requests: int) -> int:
+        return UPDATE_EVERY_ROUNDS if requests >= LARGE_BATCH or self._stepped else 1
 
     def _fastest(self, load: Load, kept: Sizes | None) -> Sizes:
         """The sizes with the most tokens per second; `kept` ones if these are about as fast."""
@@ -88,7 +88,10 @@ class AutoBudget(Budget):
         speed = tokens / (seconds[rows - requests] + drafting)
         speed[rows > (load.max_rows or math.inf)] = 0.0
         plain = requests / float(seconds[0])
-        shape, count = self._best_place(load, shapes, rows, tokens, speed, plain)
+        place = self._best_place(load, shapes, rows, tokens, speed, plain)
+        if place is None:
+            return _plain(load)
+        shape, count = place
         most = float(speed[shape, count])
         if most <= plain * (1.0 if kept is None or kept.passes else KEPT_FACTOR):
             return _plain(load)
@@ -102,12 +105,14 @@ class AutoBudget(Budget):
 
     def _best_place(
         self, load: Load, shapes: list[tuple[int, int]], rows: Integers, tokens: Reals, speed: Reals, plain: float
-    ) -> tuple[int, int]:
-        """The place of the highest speed among the passes that a GPU has prepared.
+    ) -> tuple[int, int] | None:
+        """The place of the highest speed among the passes that a GPU has prepared; None if there is none.
 
         Others are prepared once rounds have lost a good part of the time without them that their preparation takes.
         """
         fastest = _place_of_most(speed)
+        if not speed[fastest]:
+            return None
         if load.preparation is NO_PREPARATION or not load.stepped:
             return fastest
         sizes = load.costs.verifies[0][1].sizes
@@ -116,14 +121,13 @@ class AutoBudget(Budget):
         preparing = drafts[:, None] + verify[np.minimum(np.searchsorted(sizes, rows), len(sizes) - 1)]
         if not preparing[fastest]:
             return fastest
-        prepared = _place_of_most(np.where(preparing > 0, 0.0, speed))
-        if preparing[prepared]:  # nothing but plain decoding is prepared
-            speed[prepared] = 0.0
-        at_hand, made = max((plain, load.requests), (float(speed[prepared]), float(tokens[prepared])))
+        ready = np.where(preparing > 0, 0.0, speed)
+        prepared = _place_of_most(ready)
+        at_hand, made = max((plain, load.requests), (float(ready[prepared]), float(tokens[prepared])))
         rounds = self._period(load.requests) if self._rounds > EAGER_ROUNDS else 1
         self._lost += rounds * made * max(1 / at_hand - 1 / float(speed[fastest]), 0.0)
         if self._lost < PREPARATION_SHARE * preparing[fastest]:
-            return prepared
+            return prepared if ready[prepared] else None
         self._lost = 0.0
         return fastest
 
@@ -162,7 +166,8 @@ class AutoBudget(Budget):
     def observe(self, outcome: Outcome) -> None:
         self._trust.learn(float(np.exp(outcome.key[outcome.verified]).sum()), int(outcome.accepted.sum()))
         probed = self._best is not None and not self._best.passes
-        if self._calibrator is None or not len(outcome.owner) or not (probed or self._due(outcome.requests)):
+        recorded = probed or self._stepped or self._due(outcome.requests)  # a GPU's runner learns from some rounds only
+        if self._calibrator is None or not len(outcome.owner) or not recorded:
             return
         self._outlook.record(outcome, self._calibrator)
 

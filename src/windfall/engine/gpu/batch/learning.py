@@ -30,7 +30,7 @@ def learn(outcome: Outcome, calibrator: Calibrator, corrections: Mapping[int, Co
     information = np.bincount(owner, chance * (1 - chance), outcome.requests).tolist()
     drafted = np.bincount(owner, minlength=outcome.requests).tolist()
     for request, correction in corrections.items():
-        correction.add(slopes[request], information[request], drafted[request] > 0)
+        correction.add(slopes[request], information[request], drafted[request] > 0, fit=True)
     parents = outcome.parents[nodes]
     families = np.where(parents >= 0, parents + outcome.requests, owner)  # siblings have the same
     _, families = np.unique(families, return_inverse=True)
