@@ -53,27 +53,32 @@ class Request:
             self.steps.append(step)
             self.times.append(time.perf_counter() - self.created)
             self.finish = step.finish
-        self._notify()
+            calls = self._wake()
+        self._make(calls)
 
     def end(self, reason: str) -> None:
         """The text ends here, for this reason."""
         with self.changed:
             self.finish = reason
-        self._notify()
+            calls = self._wake()
+        self._make(calls)
 
     def fail(self, error: Exception) -> None:
         """The text ends with this error, which the handle raises."""
         with self.changed:
             self.error = error
-        self._notify()
+            calls = self._wake()
+        self._make(calls)
 
-    def _notify(self) -> None:
-        """Wake the threads that wait, and make the calls."""
-        with self.changed:
-            self.changed.notify_all()
-            calls, self._calls = self._calls, []
-            if self.done:
-                calls, self._end_calls = [*calls, *self._end_calls], []
+    def _wake(self) -> list[Callable[[], None]]:
+        """Wake the threads that wait; returns the calls to make."""
+        self.changed.notify_all()
+        calls, self._calls = self._calls, []
+        if self.done:
+            calls, self._end_calls = [*calls, *self._end_calls], []
+        return calls
+
+    def _make(self, calls: list[Callable[[], None]]) -> None:
         for call in calls:
             try:
                 call()

@@ -109,6 +109,8 @@ class Scheduler:
 
     def _drop(self, requests: list[Request]) -> None:
         """Take these out of the running ones."""
+        if not requests:
+            return
         self.runner.leave([request.sequence for request in requests])
         self._running = [request for request in self._running if request not in requests]
 
@@ -123,22 +125,23 @@ class Scheduler:
     def _admit(self) -> None:
         """Let the oldest requests of the queue join, as far as there is room."""
         new: list[Request] = []
+        needed, prefilled = lengths(self._running, ADMISSION_TOKENS), 0
         with self._lock:
-            while sum(lengths(new).values()) < PREFILL_TOKENS and self._queue:
-                if not self._has_room([*self._running, *new, self._queue[0]]):
+            while self._queue and prefilled < PREFILL_TOKENS:
+                needed |= lengths([self._queue[0]], ADMISSION_TOKENS)
+                if not self._has_room(needed):
                     break
                 new.append(self._queue.popleft())
+                prefilled += len(new[-1].sequence.tokens)
             self._joining = new
         if new and not self._join(new):
             for request in new:  # one of them fails
                 self._join([request])
         self._joining = []
 
-    def _has_room(self, requests: list[Request]) -> bool:
-        """Whether these can run together; one alone always can."""
-        if len(requests) == 1:
-            return True
-        return len(requests) <= self.max_requests and self.runner.fits(lengths(requests, ADMISSION_TOKENS))
+    def _has_room(self, needed: dict[Sequence, int]) -> bool:
+        """Whether sequences of these lengths can run together; one alone always can."""
+        return len(needed) == 1 or (len(needed) <= self.max_requests and self.runner.fits(needed))
 
     def _join(self, requests: list[Request]) -> bool:
         """Prefill these requests; False if several failed together. One that fails alone ends with its error."""

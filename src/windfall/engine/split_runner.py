@@ -16,6 +16,7 @@ class SplitRunner:
 
     def __init__(self, first: BatchRunner, second: BatchRunner, suits: Callable[[Sequence], bool]):
         self.first, self.second, self._suits = first, second, suits
+        self._mine: set[Sequence] = set()  # that run in the first
         self._others: set[Sequence] = set()  # that run in the second
 
     def join(self, sequences: list[Sequence]) -> None:
@@ -27,11 +28,13 @@ class SplitRunner:
         except Exception:
             self.first.leave(mine)
             raise
+        self._mine.update(mine)
         self._others.update(others)
 
     def leave(self, sequences: Iterable[Sequence]) -> None:
         leaving = list(sequences)
         self.first.leave(leaving)
+        self._mine.difference_update(leaving)
         if self._others & {*leaving}:
             self.second.leave(leaving)
             self._others.difference_update(leaving)
@@ -41,9 +44,14 @@ class SplitRunner:
         return {**found, **self.second.round()} if self._others else found
 
     def fits(self, lengths: Mapping[Sequence, int]) -> bool:
-        mine = {sequence: length for sequence, length in lengths.items() if self._suits(sequence)}
-        others = {sequence: length for sequence, length in lengths.items() if sequence not in mine}
-        return self.first.fits(mine) and self.second.fits(others)
+        new = lengths.keys() - self._mine - self._others
+        others = {each: lengths[each] for each in {*new, *self._others} if each in lengths and not self._takes(each)}
+        mine = lengths if not others else {each: length for each, length in lengths.items() if each not in others}
+        return self.first.fits(mine) and (not others or self.second.fits(others))
+
+    def _takes(self, sequence: Sequence) -> bool:
+        """Whether the first runner takes this sequence."""
+        return sequence not in self._others and self._suits(sequence)
 
     @property
     def max_length(self) -> int | None:
@@ -53,6 +61,8 @@ class SplitRunner:
     @property
     def use(self) -> Use:
         """Of the memory that is fuller; the budget of the first runner, if it has one."""
+        if not self._others:
+            return self.first.use
         one, other = self.first.use, self.second.use
         known = [each.memory for each in (one, other) if each.memory is not None]
         return Use(max(known, default=None), one.budget or other.budget)

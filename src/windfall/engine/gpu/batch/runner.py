@@ -136,6 +136,8 @@ class GpuBatchRunner:
 
     def fits(self, lengths: Mapping[Sequence, int]) -> bool:
         """Whether there are pages for texts of these lengths; those that texts share are counted for each."""
+        if len(lengths) * self.state.pages <= self.pool.pages:  # for texts of any length
+            return len(lengths) <= self.limits.seats
         return len(lengths) <= self.limits.seats and sum(map(self._needed, lengths.values())) <= self.pool.pages
 
     def _needed(self, length: int) -> int:
