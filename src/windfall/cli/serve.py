@@ -74,6 +74,8 @@ def serve(
             from windfall.serve.app import make_app
 
             app = make_app(engine, settings)
+            with console.progress("Preparing for batches…") as progress:
+                engine.prepare(progress=progress)
             url = server.address(bound)
             page = f" (live page: {url}/)" if settings.page else ""
             freeze_objects()

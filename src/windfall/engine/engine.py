@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from windfall.engine.gpu.runner import GpuRunner
 
 WARM_UP_TOKENS = 24
+MADE_UP_TOKENS, MADE_UP_NEW_TOKENS = 33, 1024  # of the texts with which a GPU prepares: their prompts, and most others
 OnStep = Callable[[Step], None]
 Prompt = Any  # text, chat messages ({"role", "content"}), or token ids
 
@@ -282,6 +283,34 @@ class Engine:
         on_host = HostRunner(self.target, self.drafter, device, self.online_costs, on_gpu, memory=memory)
         in_pages = self._dispatcher.batch_runner(self.policy, self.online_costs, self.max_requests, self._kv_memory)
         return on_host if in_pages is None else SplitRunner(in_pages, on_host, in_pages.suits)
+
+    def prepare(
+        self, temperatures: Many[float] = (0.0, 1.0), progress: Callable[[float], None] = lambda share: None
+    ) -> None:
+        """Let a GPU prepare for batches of up to `max_requests`, which takes seconds.
+
+        It captures the passes that requests with these temperatures will need, and measures them. Otherwise this
+        happens while requests run. On a CPU, or while requests run, this does nothing.
+        """
+        with self._service.alone() as alone:
+            in_pages = self._dispatcher.batch_runner(self.policy, self.online_costs, self.max_requests, self._kv_memory)
+            if not alone or in_pages is None:
+                return
+            from windfall.engine.gpu.batch.rehearsal import rehearse
+
+            with tree_attention(self.target.model):
+                self.target.texts += 1
+                for place, temperature in enumerate(temperatures):
+                    for share in rehearse(in_pages, partial(self._made_up_texts, temperature)):
+                        progress((place + share) / len(temperatures))
+
+    def _made_up_texts(self, temperature: float, count: int) -> list[Sequence]:
+        """Texts to prepare a GPU with."""
+        params = SamplingParams(max_new_tokens=MADE_UP_NEW_TOKENS, temperature=temperature, eos=())
+        chance = torch.Generator().manual_seed(0)
+        ids = torch.randint(self.target.vocab_size, (count, MADE_UP_TOKENS), generator=chance).tolist()
+        made = partial(Sequence, params=params.seeded(), target=self.target, coupled=self.coupled)
+        return [made(each, policy=self.policy.fresh(), calibrators=self.calibrators) for each in ids]
 
     @property
     def max_requests(self) -> int:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from windfall.core.tree import Integers
 from windfall.costs.acceptance import FORECAST_CHILDREN, Calibrator
-from windfall.policies.budget import CONTEXT_STEP, NO_PREPARATION, Budget, Load, Outcome, Sizes
+from windfall.policies.budget import CONTEXT_STEP, NO_PREPARATION, Budget, Load, Outcome, Sizes, usual_sizes
 from windfall.policies.outlook import MAX_WIDTH, Outlook, Reals
 
-WIDTHS = (1, 2, 4, MAX_WIDTH)  # nodes of a request in one draft pass
+WIDTHS = (1, 4, MAX_WIDTH)  # nodes of a request in one draft pass
 PASSES = (1, 2, 3, 4, 6, 8, 12)  # draft passes of a round
 MAX_PASSES = PASSES[-1]
 KEPT_FACTOR = 1.02  # sizes stay as they are unless others should be faster by this factor
@@ -49,6 +50,9 @@ class AutoBudget(Budget):
     @property
     def largest(self) -> Sizes:
         return Sizes(MAX_PASSES, MAX_WIDTH, FORECAST_CHILDREN, 0, calibrated=True)
+
+    def usual_sizes(self, requests: int, rows: Sequence[int]) -> list[Sizes]:
+        return usual_sizes(self.largest, WIDTHS, requests, rows)
 
     def sizes(self, load: Load) -> Sizes:
         self._calibrator, self._stepped = load.calibrator, load.stepped

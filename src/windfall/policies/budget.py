@@ -8,7 +8,9 @@ waiting for the host. After drafting, one fixed rule chooses the rows to verify 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import cycle, islice
 from typing import NamedTuple
 
 from windfall.core.tree import Flags, Floats, Integers
@@ -16,6 +18,8 @@ from windfall.costs.acceptance import Calibrator
 from windfall.costs.curves import Costs, Reals
 from windfall.policies.plan import Plan
 
+USUAL_PASSES = (3, 7, 12)  # draft passes of rounds that are prepared
+MOST_ROWS = 96  # of a request, in rounds that are prepared
 CONTEXT_STEP = 256  # tokens; smaller differences in the batch's context do not change its costs
 
 
@@ -145,6 +149,28 @@ class Budget:
     def observe(self, outcome: Outcome) -> None:
         """Learn from a round. On a GPU this may come one round late."""
 
+    def usual_sizes(self, requests: int, rows: Sequence[int]) -> list[Sizes]:
+        """Sizes of rounds that a GPU should prepare for this number of requests.
+
+        `rows`: the sizes of its verify passes. By default, trees of the largest width are assumed.
+        """
+        return usual_sizes(self.largest, () if self.largest is None else (self.largest.width,), requests, rows)
+
+
+def usual_sizes(largest: Sizes | None, widths: Sequence[int], requests: int, rows: Sequence[int]) -> list[Sizes]:
+    """Plain decoding, and rounds that draft: few and many passes, each twice in a row, since the tokens that a round
+    accepts are taken in by the next one; and every number of rows."""
+    plain = Sizes(0, 1, 1, requests)
+    if largest is None or not largest.passes:
+        return [plain]
+    depths = sorted({min(passes, largest.passes) for passes in USUAL_PASSES})
+    shapes = [(passes, width) for width in widths for passes in depths for _ in range(2)]
+    most = requests * min(MOST_ROWS, 1 + largest.k * largest.width * largest.passes)
+    fitting = [size for size in rows if requests < size <= most] or [requests]
+    turns = max(len(shapes), len(fitting))
+    chosen = zip(islice(cycle(shapes), turns), islice(cycle(fitting), turns), strict=True)
+    return [plain, *(Sizes(*shape, largest.k, size, calibrated=largest.calibrated) for shape, size in chosen)]
+
 
 @lru_cache(maxsize=256)
 def _beam(passes: int, width: int, k: int, calibrated: bool) -> Plan:
@@ -173,3 +199,6 @@ class OwnSizes(Budget):
 
     def plan(self, sizes: Sizes) -> None:
         return None
+
+    def usual_sizes(self, requests: int, rows: Sequence[int]) -> list[Sizes]:
+        return [self.sizes_of(requests)]

@@ -73,6 +73,7 @@ class Engines:
         made = Engine(own, drafter, policy, *options, max_requests=requests, kv_memory=memory)
         if policy.uses_costs:
             made.online_costs = OnlineCosts(self._costs(label, made))
+        made.prepare(self.settings.temperatures)
         if label not in self.about:
             self.about[label] = provenance.describe({label: made}, own, (), ())
         return made

@@ -46,7 +46,7 @@ class _SurvivalBudget(Budget):
     @property
     def largest(self) -> Sizes:
         own = self._policy
-        return Sizes(own.depth, own.k, own.k, 0)
+        return Sizes(own.depth, own.k, own.k, 0, calibrated=True)
 
     def sizes(self, load: Load) -> Sizes:
         policy, requests = self._policy, load.requests

@@ -37,9 +37,9 @@ from windfall.policies.base import TreePolicy
 from windfall.policies.budget import Load, Sizes
 
 MAX_FLIGHT = 2  # rounds that are launched before the host reads the results of the first
-MIN_SPAN_PAGES = 8  # of a text that passes read at the least
+MIN_SPAN_PAGES = 32  # of a text that passes read at the least
 SPAN_FACTOR = 4  # between the numbers of pages that captured passes read
-PENDING = (1, 2, 4, 6, 8, 12, 16, 24, MAX_BACKLOG)  # tokens of each text that a captured pass takes in
+PENDING = (1, 2, 4, 8, 16, MAX_BACKLOG)  # tokens of each text that a captured pass takes in
 EAGER_ROUNDS = 8  # with drafts, after a plain round: acceptance is learned from all of them
 LEARNING_SHARE = 0.3  # of later rounds: learning may take longer than a round. They are drawn, as samples take turns
 SEATS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # requests of captured rounds
@@ -111,6 +111,7 @@ class GpuBatchRunner:
         self._launched: list[Launched] = []
         self._budget_sizes: Sizes | None = None  # of the last round
         self._turn = 0  # see `Round`
+        self.learns = True  # about acceptance
         self._drafted_rounds = 0  # without a plain round between them
         self._chance = random.Random(0)
         self._pending = 1  # an upper bound on the tokens of a text that the drafter has to take in
@@ -343,7 +344,11 @@ class GpuBatchRunner:
             if text.finish is None and self._pages.get(text) is launched.pages[seat]:
                 steps[text] = self._step(text, seat, found, launched, seconds)
         self._drafted_rounds = self._drafted_rounds + 1 if found.drafted else 0
-        if found.drafted and (self._drafted_rounds <= EAGER_ROUNDS or self._chance.random() < LEARNING_SHARE):
+        if (
+            found.drafted
+            and self.learns
+            and (self._drafted_rounds <= EAGER_ROUNDS or self._chance.random() < LEARNING_SHARE)
+        ):
             self._learn_acceptance(found, launched, draft + verify)
         self._spare += [launched.start, launched.drafted, launched.end]
         return steps

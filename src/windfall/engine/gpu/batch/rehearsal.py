@@ -1,0 +1,65 @@
+"""Prepares a runner for the batches to come: it captures the graphs of the usual sizes, and measures their rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from windfall.engine.gpu.batch.round import ROUND_ROWS
+from windfall.engine.gpu.batch.runner import MAX_FLIGHT, SEATS, GpuBatchRunner
+from windfall.engine.sequence import Sequence
+from windfall.policies.budget import Budget, Load, Sizes
+from windfall.policies.plan import Plan
+
+TURNS = 2  # of all sizes: the first captures, the second measures
+
+
+def rehearse(runner: GpuBatchRunner, texts: Callable[[int], list[Sequence]]) -> Iterator[float]:
+    """Decode new texts in rounds of all usual sizes; yields the finished share. No request may run.
+
+    `texts` makes this number of texts, which should not end soon. Nothing is learned about acceptance.
+    """
+    budget, levels = runner.budget, [seats for seats in SEATS if seats <= runner.limits.seats]
+    runner.learns = False
+    try:
+        for place, seats in enumerate(reversed(levels)):
+            runner.budget = Script(budget, TURNS * budget.usual_sizes(seats, ROUND_ROWS))
+            _play(runner, runner.budget, texts(seats))
+            yield (place + 1) / len(levels)
+    finally:
+        runner.budget, runner.learns = budget, True
+        runner.pool.clear()  # nobody asks for these texts again
+
+
+def _play(runner: GpuBatchRunner, script: Script, texts: list[Sequence]) -> None:
+    if not runner.fits({text: text.end for text in texts}):
+        return
+    runner.join(texts)
+    try:
+        while script.left and all(text.end - len(text.tokens) > _most_tokens(runner) for text in texts):
+            runner.round()
+    finally:
+        runner.leave(texts)
+
+
+def _most_tokens(runner: GpuBatchRunner) -> int:
+    """That a text may get until the host knows it."""
+    return (MAX_FLIGHT + 1) * runner.state.pending
+
+
+class Script(Budget):
+    """Gives the sizes of a list, one after the other, instead of those of a budget."""
+
+    def __init__(self, budget: Budget, sizes: list[Sizes]):
+        self._budget, self.left = budget, list(reversed(sizes))
+        self._last = sizes[-1]
+
+    @property
+    def largest(self) -> Sizes | None:
+        return self._budget.largest
+
+    def plan(self, sizes: Sizes) -> Plan | None:
+        return self._budget.plan(sizes)
+
+    def sizes(self, load: Load) -> Sizes:
+        self._last = self.left.pop() if self.left else self._last
+        return self._last

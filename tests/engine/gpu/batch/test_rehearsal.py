@@ -1,0 +1,43 @@
+"""A GPU that prepares for batches: later rounds find their graphs, and nothing else changes."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers.gpu import engine
+from helpers.tiny import prompt
+from windfall import registry
+from windfall.engine.gpu.graphs import GraphCache, Key
+
+
+@pytest.mark.parametrize("policy", ["none", "chain", "auto", "survival"])
+def test_later_rounds_find_their_graphs(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Key] = []
+    run = GraphCache.run
+    monkeypatch.setattr(GraphCache, "run", lambda self, key, work: (runs.append(key), run(self, key, work)))
+    device = engine("llama", "itself", policy, graphs=True, max_position_embeddings=2048, max_requests=2)
+    device.prepare((0.0,))
+    prepared = {*runs}
+    assert {key[0] for key in prepared} >= ({"step"} if policy == "none" else {"verify", "first draft pass"})
+    runs.clear()
+    found = device.generate_batch([prompt(9), prompt(12)], max_new_tokens=12, eos=())
+    rounds = {key for key in runs if "prefill" not in str(key[0])}
+    assert rounds and rounds <= prepared
+    device.policy = registry.policy("none")
+    wanted = device.generate_batch([prompt(9), prompt(12)], max_new_tokens=12, eos=())
+    assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
+
+
+def test_pages_are_free_again_and_nothing_is_learned() -> None:
+    device = engine("llama", "itself", "auto", graphs=True, max_position_embeddings=2048, max_requests=2)
+    shares: list[float] = []
+    device.prepare(progress=shares.append)
+    assert shares == [0.25, 0.5, 0.75, 1.0]
+    assert all(calibrator.observed == 0 for calibrator in device.calibrators.values())
+    runner = device._dispatcher.batch_runner(device.policy, device.online_costs, 2, None)
+    assert runner is not None and runner.pool.available == runner.pool.pages and not runner.busy and runner.learns
+
+
+def test_on_a_cpu_nothing_happens() -> None:
+    device = engine("llama", "itself", "auto", graphs=False)
+    device.prepare(progress=lambda share: pytest.fail("there is nothing to prepare"))
