@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# Runs the measurements of docs/performance-gpu.md, each as a stage of its own, and writes one JSON file for each stage.
+#
+#   benchmarks/gpu.sh OUT STAGE… -- TASK…        TASK: a JSONL file with prompts, or builtin
+#
+# Stages: products first-token shapes price price-8b texts texts-fp16 batch-texts throughput throughput-8b soak
+# MODEL (environment) is the target; without it, the embedded model. A stage that fails or takes longer than LIMIT
+# seconds (600) does not stop the others; the exit code is the number of such stages.
+set -u
+cd "$(dirname "$0")/.."
+OUT=$1
+shift
+STAGES=()
+while [ $# -gt 0 ] && [ "$1" != -- ]; do
+	STAGES+=("$1")
+	shift
+done
+shift
+PY=${PYTHON:-python3}
+TARGET=${MODEL:+--target $MODEL}
+LIMIT=${LIMIT:-600}
+BATCH_METHODS=none,beam,chain,tetris,batch-gt,smart,survival,auto
+mkdir -p "$OUT"
+failed=0
+
+# run NAME COMMAND…: one stage, with its output in OUT/NAME.log
+run() {
+	local name=$1 start=$SECONDS
+	shift
+	if timeout "$LIMIT" "$@" >"$OUT/$name.log" 2>&1; then
+		echo "$name: $((SECONDS - start)) s"
+	else
+		echo "$name: exit code $? after $((SECONDS - start)) s"
+		tail -3 "$OUT/$name.log"
+		failed=$((failed + 1))
+	fi
+}
+
+throughput() {
+	local name=$1
+	shift
+	run "$name" "$PY" -m windfall bench throughput $TARGET --concurrency 1,2,4,8,16,32,64,128 --methods $BATCH_METHODS \
+		--tasks "$(IFS=, && echo "${TASKS[*]}")" --limit 24 --ignore-eos --arrivals batch --rounds 2 --temperature 0 \
+		--out "$OUT/$name.json" "$@"
+}
+
+TASKS=("$@")
+for stage in "${STAGES[@]}"; do
+	json=$OUT/$stage.json
+	case $stage in
+	products) run $stage "$PY" benchmarks/products.py --json "$json" ;;
+	first-token) run $stage "$PY" benchmarks/first_token.py $TARGET --json "$json" ;;
+	shapes) run $stage "$PY" benchmarks/shapes.py --length 512 --json "$json" ;;
+	price) run $stage "$PY" benchmarks/exact.py "$@" $TARGET --limit 10 --policies auto,beam --json "$json" ;;
+	price-8b) run $stage "$PY" benchmarks/exact.py "$@" $TARGET --limit 2 --policies auto --widen llama-3.1-8b --json "$json" ;;
+	texts) run $stage "$PY" benchmarks/exact.py "$@" $TARGET --limit 40 --texts --modes exact --json "$json" ;;
+	texts-fp16) run $stage "$PY" benchmarks/exact.py "$@" $TARGET --limit 7 --dtype float16 --texts --modes exact --json "$json" ;;
+	batch-texts) run $stage "$PY" benchmarks/batch_texts.py "$@" $TARGET --limit 40 --json "$json" ;;
+	throughput) throughput $stage ;;
+	throughput-8b) throughput $stage --widen llama-3.1-8b --no-hf ;;
+	soak) run $stage "$PY" benchmarks/soak.py $TARGET --pages --max-requests 64 --json "$json" ;;
+	*) echo "no stage $stage" && failed=$((failed + 1)) ;;
+	esac
+done
+exit $failed
