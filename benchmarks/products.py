@@ -4,13 +4,15 @@ python benchmarks/products.py [NAME…] [--rows 1,8,…] [--tiles] [--json FILE]
 
 Without NAME: all models. A graph holds the product of each layer of a model once, with weights of their own, so that
 weights come from memory as in a pass. The times are medians over replays, in microseconds for one product; both ways
-run in turn. --tiles also times other tiles and lists the fastest, for changes to `choose_tile`.
+run in turn. --tiles also times other tiles, with and without programs for single segments of K, and lists the fastest,
+for changes to `choose_tile` and `splits`.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -61,11 +63,11 @@ def main() -> None:
     parser.add_argument("--json")
     options = parser.parse_args()
     rows = [int(each) for each in options.rows.split(",")]
-    jobs = [(name, product) for name in options.names or MODELS for product in MODELS[name]]
+    jobs = [(name, kind) for name in options.names or MODELS for kind in MODELS[name]]
     found = []
     with console.progress("Timing…") as progress:
-        for place, (name, product) in enumerate(jobs):
-            found.append({"model": name, "product": product, **measure(*MODELS[name][product], rows, options.tiles)})
+        for place, (name, kind) in enumerate(jobs):
+            found.append({"model": name, "product": kind, **measure(*MODELS[name][kind], rows, options.tiles)})
             progress((place + 1) / len(jobs))
     publish({"products": found, "dtype": "bfloat16"}, options.json)
 
@@ -94,15 +96,17 @@ def measure(outputs: int, inputs: int, rows: list[int], tiles: bool) -> dict[str
 
 
 def fastest_tiles(x: Tensor, weights: list[Tensor]) -> list[tuple[float, tuple[Any, ...]]]:
-    """The three fastest tiles, each after its time."""
-    found, chosen = [], kernel.choose_tile
-    for tile in candidates(x.shape[1]):
+    """The three fastest tiles, each after its time and before whether segments have programs of their own."""
+    found, chosen, splits = [], kernel.choose_tile, kernel.splits
+    segments, _ = kernel.segments_of(len(weights[0]), x.shape[1])
+    for tile, split in product(candidates(x.shape[1]), (False, True) if segments > 1 else (False,)):
         if 2 * tile.stages * tile.step * (tile.outputs + tile.rows) > shared_memory(x.device):
             continue
         kernel.choose_tile = lambda *given, tile=tile: tile
+        kernel.splits = lambda *given, split=split: split
         graph = captured(fixed_order, x, weights)
-        found.append((round(median(replay_time(graph) for _ in range(5)) / len(weights), 3), tuple(tile)))
-    kernel.choose_tile = chosen
+        found.append((round(median(replay_time(graph) for _ in range(5)) / len(weights), 3), (*tile, split)))
+    kernel.choose_tile, kernel.splits = chosen, splits
     return sorted(found)[:3]
 
 

@@ -237,3 +237,12 @@ def test_small_products_fit() -> None:
         choose_tiling(MAX_ROWS, 960, 2560, 232_448) is None and choose_tiling(1, 576, 3584, 232_448) is None
     )  # with their rows
     assert choose_tiling(MAX_ROWS + 1, 3072, 576, 232_448) is None and choose_tiling(1, 28_672, 4096, 232_448) is None
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs Triton")
+def test_segments_have_programs_of_their_own_where_that_takes_fewer_turns() -> None:
+    from windfall.kernels.triton.matmul import splits
+
+    assert splits(64, 2) and splits(128, 2)  # few tiles
+    assert splits(160, 2)  # three turns of half the length instead of two
+    assert not splits(256, 2) and not splits(160, 1)

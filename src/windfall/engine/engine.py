@@ -44,6 +44,7 @@ from windfall.model.target import Target
 from windfall.policies.base import TreePolicy
 
 if TYPE_CHECKING:
+    from windfall.engine.gpu.batch.runner import GpuBatchRunner
     from windfall.engine.gpu.runner import GpuRunner
 
 WARM_UP_TOKENS = 24
@@ -131,7 +132,7 @@ class Engine:
             if streamer is not None:
                 streamer.put(torch.tensor([ids]))
             with self._service.alone() as alone:
-                if alone:
+                if alone and not self._decides_in_rounds:
                     return self.decode([ids], [params], on_steps)[0]
             return self._follow(ids, params, on_steps)
         finally:
@@ -168,7 +169,7 @@ class Engine:
         def steps() -> Generator[Step, None, None]:
             ids, params = self.encode(prompt, raw), self.params(**sampling)
             with self._service.alone() as alone:
-                if alone:
+                if alone and not self._decides_in_rounds:
                     yield from self._own_steps(ids, params)
                     return
             yield from self._request_steps(ids, params)
@@ -186,7 +187,8 @@ class Engine:
         ids, params = self.encode(prompt, raw), self.params(**sampling).seeded()
 
         def steps() -> Generator[Step, None, None]:
-            yield from self._request_steps(ids, params) if self._service.busy else self._own_steps(ids, params)
+            as_request = self._service.busy or self._decides_in_rounds
+            yield from self._request_steps(ids, params) if as_request else self._own_steps(ids, params)
 
         return Stream(steps(), len(ids), params.seed)
 
@@ -277,11 +279,21 @@ class Engine:
         finally:
             handle.cancel()
 
+    @property
+    def _decides_in_rounds(self) -> bool:
+        """Whether the policy is a budget without a plan, which a GPU runs in batches only: a text is a batch of one."""
+        if self.policy.cached_plan is not None or self.policy.budget() is None:
+            return False
+        return self._paged_runner() is not None
+
+    def _paged_runner(self) -> GpuBatchRunner | None:
+        return self._dispatcher.batch_runner(self.policy, self.online_costs, self.max_requests, self._kv_memory)
+
     def _batch_runner(self) -> BatchRunner:
         memory = default_bytes(self.target.device) if self._kv_memory is None else self._kv_memory
         device, on_gpu = self.target.device, self.online_costs.learns and self.gpu_runner is not None
         on_host = HostRunner(self.target, self.drafter, device, self.online_costs, on_gpu, memory=memory)
-        in_pages = self._dispatcher.batch_runner(self.policy, self.online_costs, self.max_requests, self._kv_memory)
+        in_pages = self._paged_runner()
         return on_host if in_pages is None else SplitRunner(in_pages, on_host, in_pages.suits)
 
     def prepare(
@@ -293,7 +305,7 @@ class Engine:
         happens while requests run. On a CPU, or while requests run, this does nothing.
         """
         with self._service.alone() as alone:
-            in_pages = self._dispatcher.batch_runner(self.policy, self.online_costs, self.max_requests, self._kv_memory)
+            in_pages = self._paged_runner()
             if not alone or in_pages is None:
                 return
             from windfall.engine.gpu.batch.rehearsal import rehearse
@@ -356,7 +368,7 @@ class Engine:
         encoded, params = [self.encode(prompt, raw) for prompt in prompts], self.params(**sampling)
         own = [params.with_own_state() for _ in encoded] if len(encoded) > 1 else [params]
         with self._service.alone() as alone:
-            if alone and len(encoded) == 1:
+            if alone and len(encoded) == 1 and not self._decides_in_rounds:
                 return self.decode(encoded, own)
             requests = list(map(self._request, encoded, own))
             if alone:

@@ -134,6 +134,17 @@ def segments_of(outputs: int, k: int) -> tuple[int, int]:
     return -(-k // size), size
 
 
+def splits(tiles: int, segments: int) -> bool:
+    """Whether a tile's segments go to programs of their own; otherwise one program takes all of them.
+
+    They do if there are few tiles, or if the last tiles would otherwise leave most multiprocessors idle.
+    """
+    if segments == 1 or tiles > COUNTERS:
+        return False
+    turns, split_turns = (-(-programs // ENOUGH_TILES) for programs in (tiles, tiles * segments))
+    return tiles <= ENOUGH_TILES or split_turns < segments * turns
+
+
 def prefetched_elements(outputs: int, segments: int) -> int:
     """How many elements of K of each segment are requested early; a power of two."""
     fitting = PREFETCHED_BYTES // (2 * outputs * segments)  # two bytes for each element
@@ -194,8 +205,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     tile = choose_tile(rows, outputs, k, supports_pdl(x.device) and aligned, shared_memory(x.device))
     tiles, blocks = -(-outputs // tile.outputs), -(-rows // tile.rows)  # of outputs, of rows
     out = x.new_empty(rows, outputs)
-    few = segments > 1 and tiles * blocks <= min(ENOUGH_TILES, COUNTERS)  # otherwise one program takes all segments
-    counts = counters(x.device) if few else None
+    counts = counters(x.device) if splits(tiles * blocks, segments) else None
     split = counts is not None
     partials = torch.empty((segments, rows, outputs), device=x.device) if split else out
     given: tuple[Any, Any] = (x, weight)

@@ -57,6 +57,20 @@ def test_the_texts_of_a_batch_are_those_of_single_requests(policy: str, greedy: 
     assert in_pages(found) is runner and runner.pool.available == runner.pool.pages
 
 
+@pytest.mark.parametrize("policy", ["tetris", "smart"])
+def test_a_policy_that_is_a_budget_runs_a_single_text_as_a_batch_of_one(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, wanted, text = made(policy), plain_texts()[1], PROMPTS[1]
+    runner = in_pages(found)
+    rounds = []
+    monkeypatch.setattr(runner, "round", lambda own=runner.round: rounds.append(1) or own())
+    assert found.generate(text, **ASKED).token_ids == wanted and rounds
+    streamed = [token for step in found.stream(text, **ASKED) for token in step.tokens]
+    assert streamed == wanted == found.generate_batch([text], **ASKED)[0].token_ids
+    found.close()
+
+
 def test_a_text_that_was_begun_elsewhere_goes_on() -> None:
     found, how = made("beam"), {**ASKED, "temperature": 1.0, "seed": 3}
     in_pages(found)
