@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,12 +11,14 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 
 from helpers.tiny import SHAPE, VOCABULARY
-from windfall.heads.base import FeatureHead, HeadConfig
+from windfall.heads.base import DraftHead, FeatureHead, HeadConfig
+from windfall.heads.block import BlockConfig, BlockHead
 from windfall.heads.eagle import Eagle
 from windfall.heads.eagle3 import Eagle3
 from windfall.heads.griffin import Griffin
 
 WIDTH = SHAPE["hidden_size"]
+Head = TypeVar("Head", bound=DraftHead)
 KINDS: dict[str, tuple[type[FeatureHead], dict[str, Any]]] = {
     "eagle": (Eagle, {"taps": (-1,), "flags": {"fc_bias": True}}),
     "eagle-pruned": (Eagle, {"taps": (-1,), "draft_vocab_size": 30}),
@@ -27,6 +30,20 @@ KINDS: dict[str, tuple[type[FeatureHead], dict[str, Any]]] = {
     "eagle3-final": (Eagle3, {"taps": (-1,), "flags": {"final_state": True}}),
     "eagle3-partial": (Eagle3, {"rope": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
     "griffin": (Griffin, {"taps": (-1,)}),
+}
+
+
+_ANCHOR = {"predict_anchor": True}
+BLOCKS: dict[str, dict[str, Any]] = {
+    "block": {"flags": {**_ANCHOR, "fc_norm": True}},
+    "block-pruned": {"flags": _ANCHOR, "draft_vocab_size": 30},
+    "block-plain": {"flags": _ANCHOR, "pair": "none", "qk_norm": True},
+    "block-dflash": {"flags": {"bidirectional": True}, "pair": "none", "mask_token": 3},
+    "block-conv": {"flags": _ANCHOR, "pair": "selector", "conv_taps": 2, "mask_token": 3},
+    "block-markov": {"flags": {**_ANCHOR, "bidirectional": True, "own_vocabulary": True}, "pair": "markov"},
+    "block-gated": {"flags": _ANCHOR, "pair": "gated", "draft_vocab_size": 30},
+    "block-rnn": {"pair": "rnn"},
+    "block-windows": {"flags": {**_ANCHOR, "bidirectional": True}, "windows": (None, 3), "causal_layers": (1,)},
 }
 
 
@@ -58,12 +75,28 @@ class Chain:
 def random_head(name: str = "eagle3", seed: int = 0, **changes: Any) -> FeatureHead:
     kind, given = {**KINDS, **WINDOWED}[name]
     given = {"taps": (1, 2, 4), **given, **changes}
-    layer = LlamaConfig(
-        hidden_size=WIDTH, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCABULARY,
-        num_hidden_layers=given.pop("layers", 1), max_position_embeddings=given.pop("positions", 256),
-        rope_parameters=given.pop("rope", None),
-    )  # fmt: skip
+    layer = _layer(given.pop("layers", 1), given.pop("positions", 256), given.pop("rope", None))
     config = HeadConfig(kind=name.split("-")[0], layer=layer, target_hidden=WIDTH, vocab_size=VOCABULARY, **given)
+    return _random(kind, config, seed)
+
+
+def random_block(name: str = "block", seed: int = 0, **changes: Any) -> BlockHead:
+    given = {"taps": (1, 2, 4), "block": 4, "candidates": 6, "pair": "projected", "rank": 8, "conv_group": 8}
+    given |= {**BLOCKS[name], **changes}
+    layer = _layer(given.pop("layers", 2), given.pop("positions", 256), given.pop("rope", None))
+    layer.qk_norm = given.pop("qk_norm", False)
+    config = BlockConfig(kind="block", layer=layer, target_hidden=WIDTH, vocab_size=VOCABULARY, **given)
+    return _random(BlockHead, config, seed)
+
+
+def _layer(layers: int, positions: int, rope: Any) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=WIDTH, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCABULARY,
+        num_hidden_layers=layers, max_position_embeddings=positions, rope_parameters=rope,
+    )  # fmt: skip
+
+
+def _random(kind: Callable[[Any], Head], config: HeadConfig, seed: int) -> Head:
     torch.manual_seed(seed)
     head = kind(config)
     with torch.no_grad():

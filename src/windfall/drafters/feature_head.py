@@ -37,7 +37,7 @@ MAX_PENDING = 32  # pending columns that run with the first draft pass; more run
 
 @dataclass
 class FeatureHeadDrafter(Drafter):
-    """A draft head: a folder, a hub id or a loaded FeatureHead; by default the bundled head of the embedded model."""
+    """A draft head: a folder, a hub id or a loaded head; by default the bundled head of the embedded model."""
 
     model: Any = option(
         None, "folder or hub id of a head, or a loaded one; none: the bundled head of the embedded model"
@@ -283,6 +283,9 @@ class HeadMemory:
         columns = torch.cat([committed, self._staged], 1)
         age = packed.positions[:, :, None] - columns[:, None]  # [B, n, columns]
         self._narrowed = {window: within(packed.mask, age, window) for window in {*self._windows}}
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        self.cache.layers[layer].update(keys, values)
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         keys, values = self.cache.layers[layer].update(keys, values)

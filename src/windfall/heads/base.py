@@ -1,9 +1,10 @@
-"""The interface of a feature head: it predicts tokens from the target's hidden states and its own."""
+"""What all draft heads share, and the interface of a feature head."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +13,14 @@ from transformers import LlamaConfig
 from windfall.heads.int8_vocabulary import Int8Vocabulary
 from windfall.heads.layers import Memory, Rotary
 
+H = TypeVar("H", bound="DraftHead")
+
 
 @dataclass(frozen=True)
 class HeadConfig:
     """The description of a head, independent of its file format."""
 
-    kind: str  # eagle, eagle3 or griffin
+    kind: str  # a name of windfall.heads.kinds.KINDS
     layer: LlamaConfig  # widths, heads, rope, activation; qk_norm and o_bias as extra attributes
     target_hidden: int  # width of one of the target's states
     taps: tuple[int, ...]  # the target states that it reads, see windfall.model.hidden_states
@@ -34,19 +37,11 @@ class HeadConfig:
         return self.windows[layer] if self.windows else None
 
 
-class Guess(NamedTuple):
-    """A head's outputs for some rows."""
+class DraftHead(nn.Module):
+    """A small network that predicts tokens from the target's hidden states.
 
-    state: Tensor  # [B, n, H], for `FeatureHead.logits`
-    recycled: Tensor  # [B, n, H], used instead of the target's feature to draft the next token
-
-
-class FeatureHead(nn.Module):
-    """Column t reads token x[t+1] and the feature of position t, and predicts x[t+2].
-
-    The feature of a committed token is the target's, through `fuse`; that of a drafted one is `Guess.recycled`.
-    `embedding` and `vocabulary` are the target's unless the file has its own; they are frozen and not part of the
-    module.
+    `embedding` and `vocabulary` are the target's unless the file has its own; borrowed ones are frozen and not part of
+    the module.
     """
 
     def __init__(self, config: HeadConfig):
@@ -94,14 +89,6 @@ class FeatureHead(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         return nn.functional.embedding(tokens, self.embedding)
 
-    def fuse(self, features: Tensor) -> Tensor:
-        """The target's tapped states [.., taps * target_hidden] → [.., H]."""
-        raise NotImplementedError
-
-    def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, memory: Memory) -> Guess:
-        """Rows of tokens [B, n], each with its (fused or recycled) feature [B, n, H]."""
-        raise NotImplementedError
-
     def logits(self, state: Tensor) -> Tensor:
         """[.., H] → [.., Vd]"""
         if self.int8_vocabulary is not None:
@@ -112,6 +99,12 @@ class FeatureHead(nn.Module):
         """The input of the vocabulary head."""
         return state
 
+    def twin(self: H) -> H:
+        """A copy that shares all weights, for changes of the config or of what is borrowed."""
+        made = copy.copy(self)
+        made._modules = dict(self._modules)
+        return made
+
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
@@ -119,3 +112,25 @@ class FeatureHead(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return next(self.parameters()).dtype
+
+
+class Guess(NamedTuple):
+    """A head's outputs for some rows."""
+
+    state: Tensor  # [B, n, H], for `FeatureHead.logits`
+    recycled: Tensor  # [B, n, H], used instead of the target's feature to draft the next token
+
+
+class FeatureHead(DraftHead):
+    """Column t reads token x[t+1] and the feature of position t, and predicts x[t+2].
+
+    The feature of a committed token is the target's, through `fuse`; that of a drafted one is `Guess.recycled`.
+    """
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's tapped states [.., taps * target_hidden] → [.., H]."""
+        raise NotImplementedError
+
+    def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, memory: Memory) -> Guess:
+        """Rows of tokens [B, n], each with its (fused or recycled) feature [B, n, H]."""
+        raise NotImplementedError

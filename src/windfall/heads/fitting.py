@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
 from windfall.core.errors import InputError
-from windfall.heads.base import FeatureHead
+from windfall.heads.base import DraftHead
 from windfall.heads.int8_vocabulary import pays, quantise_vocabulary
 from windfall.heads.layers import follows_length, rope_kinds
 from windfall.model.hidden_states import last_residual
@@ -17,8 +16,10 @@ from windfall.model.hidden_states import last_residual
 if TYPE_CHECKING:
     from windfall.model.target import Target
 
+Head = TypeVar("Head", bound=DraftHead)
 
-def fit(head: FeatureHead, target: Target) -> FeatureHead:
+
+def fit(head: Head, target: Target) -> Head:
     """Move a head to its target's device and let it borrow from the target; an InputError if the two do not fit."""
     check_fit(head, target)
     output = target.model.get_output_embeddings()
@@ -28,11 +29,11 @@ def fit(head: FeatureHead, target: Target) -> FeatureHead:
     return head
 
 
-def with_vocabulary(head: FeatureHead, target: Target, tokens: Tensor | None) -> FeatureHead:
+def with_vocabulary(head: Head, target: Target, tokens: Tensor | None) -> Head:
     """The same head, drafting from these tokens [Vd] of the target; None: from all of them."""
     if head.lm_head is not None:
         raise InputError("this head has its own vocabulary and drafts from that; leave out whole and --vocabulary")
-    twin = copy.copy(head)  # shares all weights
+    twin = head.twin()
     twin.draft_tokens = tokens
     twin.config = dataclasses.replace(head.config, draft_vocab_size=None if tokens is None else len(tokens))
     output = target.model.get_output_embeddings()
@@ -40,7 +41,7 @@ def with_vocabulary(head: FeatureHead, target: Target, tokens: Tensor | None) ->
     return twin
 
 
-def with_window(head: FeatureHead, window: int | None, context: int | None) -> FeatureHead:
+def with_window(head: Head, window: int | None, context: int | None) -> Head:
     """The same head, whose attention sees the last `window` positions; None: as many as the head was made for.
 
     This works in longer texts because rotary attention depends on differences of positions only, which stay below the
@@ -50,12 +51,12 @@ def with_window(head: FeatureHead, window: int | None, context: int | None) -> F
     if context is not None and context <= reach:
         return head
     own = head.config.windows or (None,) * head.config.layer.num_hidden_layers
-    twin = copy.copy(head)  # shares all weights
+    twin = head.twin()
     twin.config = dataclasses.replace(head.config, windows=tuple(min(each or reach, reach) for each in own))
     return twin
 
 
-def max_positions(head: FeatureHead, context: int | None) -> int | None:
+def max_positions(head: DraftHead, context: int | None) -> int | None:
     """The number of positions that the head can draft at, if its rotary angles change with the length of the text.
 
     None: no limit, or none below `context` tokens.
@@ -68,21 +69,21 @@ def max_positions(head: FeatureHead, context: int | None) -> int | None:
     return None if context is not None and context <= longest else longest
 
 
-def with_int8_vocabulary(head: FeatureHead, force: bool) -> FeatureHead | None:
+def with_int8_vocabulary(head: Head, force: bool) -> Head | None:
     """The same head with its vocabulary in int8. None if this machine has no such product or (unless `force`) if it
     saves no time."""
     full = head.vocabulary
     product = quantise_vocabulary(full, head.vocabulary_bias, not force) if force or pays(full) else None
     if product is None:
         return None
-    twin = copy.copy(head)  # shares all weights but the vocabulary's, whose memory can be freed
-    twin._modules = {name: module for name, module in head._modules.items() if name != "lm_head"}
+    twin = head.twin()
+    twin._modules.pop("lm_head", None)  # its memory can be freed, as that of a borrowed one
     twin._shared = {name: tensor for name, tensor in head._shared.items() if name == "embedding"}
     twin.lm_head, twin.int8_vocabulary = None, product
     return twin
 
 
-def check_fit(head: FeatureHead, target: Target) -> None:
+def check_fit(head: DraftHead, target: Target) -> None:
     config, own = head.config, target.decoder.config.hidden_size
     if config.target_hidden != own:
         raise InputError(f"this head reads hidden states of width {config.target_hidden}; {target.name} has {own}")

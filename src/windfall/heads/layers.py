@@ -1,4 +1,4 @@
-"""The layers of feature heads.
+"""The layers of draft heads.
 
 The caller passes a `Memory`, which stores keys and values and knows which rows see which. So one forward serves
 drafting with a KV cache and all training methods.
@@ -21,6 +21,14 @@ class Memory(Protocol):
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Queries [B, heads, n, d], keys and values [B, kv_heads, n, d] of the current rows → [B, heads, n, d]."""
+        ...
+
+
+class ContextMemory(Memory, Protocol):
+    """A memory that also takes keys and values of rows without queries."""
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values [B, kv_heads, n, d]; rows that attend later may see them."""
         ...
 
 
@@ -47,10 +55,12 @@ class Unrolled:
         self.mask: Tensor | None = None  # [B or 1, n, all rows so far] bool, set before each pass
         self.age: Tensor | None = None  # the same shape: positions between row and column, where there are windows
 
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        self._rows.setdefault(layer, []).append((keys, values))
+
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        rows = self._rows.setdefault(layer, [])
-        rows.append((keys, values))
-        keys, values = (torch.cat(parts, 2) for parts in zip(*rows, strict=True))
+        self.append(layer, keys, values)
+        keys, values = (torch.cat(parts, 2) for parts in zip(*self._rows[layer], strict=True))
         mask = self.mask
         if self._windows and mask is not None and self.age is not None:
             mask = within(mask, self.age, self._windows[layer])
@@ -88,16 +98,18 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.dim, config.rms_norm_eps) if normed else None
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
-        queries, keys, values = (
-            project(x).unflatten(-1, (-1, self.dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
-        )  # [B, n, heads, d]
+        queries = self.q_proj(x).unflatten(-1, (-1, self.dim))  # [B, n, heads, d]
         queries = queries if self.q_norm is None else self.q_norm(queries)
-        keys = keys if self.k_norm is None else self.k_norm(keys)
-        queries, keys, values = (y.transpose(1, 2) for y in (queries, keys, values))
-        queries, keys = rotate(queries, *turn), rotate(keys, *turn)
-        out = memory.attend(self.place, queries, keys, values)
+        queries = rotate(queries.transpose(1, 2), *turn)
+        out = memory.attend(self.place, queries, *self.keys_values(x, turn))
         projected: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return projected
+
+    def keys_values(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys, rotated, and values of rows [B, n, width]: each [B, kv_heads, n, d]."""
+        keys, values = (project(x).unflatten(-1, (-1, self.dim)) for project in (self.k_proj, self.v_proj))
+        keys = keys if self.k_norm is None else self.k_norm(keys)
+        return rotate(keys.transpose(1, 2), *turn), values.transpose(1, 2)
 
 
 class MLP(nn.Module):
