@@ -164,7 +164,10 @@ def test_what_cannot_be_widened_is_refused() -> None:
         (lambda: widen(model, Shape(72, 4, 96, 6, 3, 12)), "heads of 8 do not fit the rotary frequencies"),
         (lambda: widen(tiny(rope_parameters=yarn), LARGER), "rotary positions of the type yarn change"),
         (lambda: widen(tiny("gemma"), LARGER), "only models of the families llama, mistral, qwen2, qwen3"),
-        (lambda: widen_head(random_head("eagle"), LARGER), "only eagle3 heads can be widened, not eagle"),
+        (
+            lambda: widen_head(random_head("eagle"), LARGER),
+            "only eagle3 heads and block heads without tables can be widened, not eagle",
+        ),
     ):
         with pytest.raises(InputError, match=message):
             refused()

@@ -17,6 +17,7 @@ from windfall.core.types import Grow
 
 if TYPE_CHECKING:
     from windfall.heads.base import FeatureHead
+    from windfall.heads.block import BlockHead
     from windfall.model.decoder import Decoder
     from windfall.model.target import Target
 
@@ -29,6 +30,12 @@ class HeadForm(NamedTuple):
     head: FeatureHead
 
 
+class BlockForm(NamedTuple):
+    """A drafter that runs one block head on the target's hidden states at `Drafter.taps`."""
+
+    head: BlockHead
+
+
 class ModelForm(NamedTuple):
     """A drafter that runs one causal language model over the tokens of the text."""
 
@@ -36,7 +43,7 @@ class ModelForm(NamedTuple):
     vocab_size: int  # the first columns of the model's logits, which are those of the target's vocabulary
 
 
-GpuForm = HeadForm | ModelForm
+GpuForm = HeadForm | BlockForm | ModelForm
 
 
 @dataclass
