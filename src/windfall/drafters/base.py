@@ -33,6 +33,8 @@ class BlockForm(NamedTuple):
     """A drafter that runs one block head on the target's hidden states at `Drafter.taps`."""
 
     head: BlockHead
+    candidates: int  # of a level
+    coupled_candidates: int  # the same in coupled drafting
 
 
 class ModelForm(NamedTuple):

@@ -19,8 +19,8 @@ from windfall.core.options import option
 from windfall.core.sampling import Dice
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow
-from windfall.drafters.base import Drafter, add_children
-from windfall.drafters.feature_head import MAX_CHUNK, WINDOW_HINT, HeadMemory, Reach, head_row_bytes
+from windfall.drafters.base import BlockForm, Drafter, GpuForm, add_children
+from windfall.drafters.feature_head import FOLLOWS_LENGTH, MAX_CHUNK, WINDOW_HINT, HeadMemory, Reach, head_row_bytes
 from windfall.drafters.medusa import find_heads
 
 if TYPE_CHECKING:
@@ -151,9 +151,16 @@ class BlockDrafter(Drafter):
             self._unseen[b] = self._unseen[b][len(own) :]
 
     def _count(self, b: int) -> int:
-        if self.candidates is not None:
-            return self.candidates
-        return self.head.config.candidates * (1 if self._dice[b] is None else COUPLED_FACTOR)
+        return self._counts[self._dice[b] is not None]
+
+    @property
+    def _counts(self) -> tuple[int, int]:
+        """Candidates of a level, and those in coupled drafting."""
+        drafted, own = len(self.head.vocabulary), self.candidates or self.head.config.candidates
+        return min(own, drafted), min(own if self.candidates else COUPLED_FACTOR * own, drafted)
+
+    def gpu_form(self) -> GpuForm | str:
+        return BlockForm(self.head, *self._counts) if self._reach.longest is None else FOLLOWS_LENGTH
 
 
 class Block:

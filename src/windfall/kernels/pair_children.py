@@ -8,39 +8,7 @@ import torch
 from torch import Tensor
 
 from windfall.kernels.backend import on_triton
-
-MIN_REST = 1e-7  # probability of all tokens that are no candidates
-
-
-class PairTables(NamedTuple):
-    """The score of token b after token a is Σ before[a] * hidden * after[b], over the rank R."""
-
-    before: Tensor  # [V, R]
-    after: Tensor  # [V, R]: zeros for tokens that are not drafted
-
-
-class Levels(NamedTuple):
-    """What a block head predicts for each of its rows: L levels for each of N requests, as rows N * L."""
-
-    logq: Tensor  # [N * L, C] fp32: log-probabilities of the candidates, without pair scores
-    tokens: Tensor  # [N * L, C] long
-    hidden: Tensor | None = None  # [N * L, R]; None: the same as ones
-    rest: Tensor | None = None  # [N * L] fp32: mean log-probability of all other tokens
-
-    @property
-    def candidates(self) -> int:
-        """Candidates of a level."""
-        return self.logq.shape[1]
-
-    def fill(self, logq: Tensor, tokens: Tensor, logits: Tensor | None = None) -> None:
-        """Write the candidates and their log-probabilities; `logits` [N * L, V] of all tokens for `rest`."""
-        self.logq.copy_(logq)
-        self.tokens.copy_(tokens)
-        if self.rest is not None:
-            assert logits is not None
-            chances, own = logits.float().softmax(-1), logq.exp()
-            rest = torch.special.entr(own).sum(-1) - torch.special.entr(chances).sum(-1)  # of probability * logarithm
-            self.rest.copy_(rest / (1 - own.sum(-1)).clamp(min=MIN_REST))
+from windfall.kernels.levels import MIN_REST, Levels, PairTables
 
 
 class PairCandidates(NamedTuple):
@@ -84,12 +52,18 @@ def pair_children(given: PairCandidates) -> tuple[Tensor, Tensor]:
         from windfall.kernels.triton.pair_children import pair_children as run
     else:
         run = reference
-    return run(given)
+    return run(*given[:-1])
 
 
-def reference(given: PairCandidates) -> tuple[Tensor, Tensor]:
+def reference(
+    levels: Levels,
+    rows: Tensor,
+    previous: Tensor,
+    tables: PairTables | None,
+    scale: Tensor | None = None,
+    owners: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """`pair_children` with torch."""
-    levels, rows, previous, tables, scale, owners, _ = given
     own = rows.clamp(min=0)
     logq, tokens = levels.logq[own], levels.tokens[own]
     rest = (1 - logq.exp().sum(-1, keepdim=True)).clamp(min=MIN_REST).log()

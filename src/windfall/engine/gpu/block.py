@@ -12,9 +12,9 @@ from transformers.activations import ACT2FN
 from windfall.engine.gpu.forward import Pass, Unsupported
 from windfall.engine.gpu.rope import RotaryTable, cos_and_sin, has_fixed_angles
 from windfall.engine.gpu.weights import merge
-from windfall.heads.block import BlockConfig, BlockHead
+from windfall.heads.block import BlockHead
+from windfall.kernels.levels import Levels, PairTables
 from windfall.kernels.norm import add_norm, rotate_and_store
-from windfall.kernels.pair_children import Levels, PairTables
 from windfall.kernels.product import linear, norm_gate, norm_rotate
 from windfall.kernels.rows import embed
 from windfall.kernels.top import LazyLogits
@@ -54,12 +54,12 @@ class BlockNetwork:
     def logits(self, normed: Tensor) -> Tensor | LazyLogits:
         """The logits after these states, or the product that gives them."""
         head = self.head
-        if head.int8_vocabulary is not None:
-            return head.int8_vocabulary(normed)
+        if head.int8_vocabulary is not None or head.config.softcap is not None:
+            return head.vocabulary_logits(normed)
         return LazyLogits(normed, head.vocabulary, head.vocabulary_bias)
 
-    def level_buffers(self, rows: int) -> tuple[Levels, Levels]:
-        """Buffers for this number of levels, for drafts without and with noise. Both share the pair scores' states."""
+    def level_buffers(self, rows: int, *counts: int) -> list[Levels]:
+        """Buffers for this number of levels with these numbers of candidates. They share the pair scores' states."""
         device, pair = self.kv.device, self._pair_projection
         hidden = None if pair is None else pair.new_zeros(rows, len(pair))
 
@@ -67,8 +67,7 @@ class BlockNetwork:
             tokens = torch.zeros(rows, count, dtype=torch.long, device=device)
             return Levels(torch.zeros(rows, count, device=device), tokens, hidden)
 
-        alone, coupled = map(levels, counts(self.head.config))
-        return alone, coupled
+        return [levels(count) for count in counts]
 
     def store_pair_states(self, normed: Tensor, levels: Levels) -> None:
         """Store what the pair scores need of the states [n, H]."""
@@ -139,7 +138,7 @@ class FusedBlock:
         for place, layer in enumerate(self.layers):
             given = (layer.input_layernorm.weight, self.eps, self.qkv[place], None, *rotary)
             queries, total = norm_rotate(x, total, *given, kv[0, place], kv[1, place], rows.slots)
-            out = rows.attend(queries, kv[:, place], self.head.config.window(place))
+            out = rows.attend(queries, kv[:, place])
             attended = linear(out.flatten(1), layer.self_attn.o_proj.weight, layer.self_attn.o_proj.bias)
             gates, total = norm_gate(
                 attended, total, layer.post_attention_layernorm.weight, self.eps, self.gate_up[place]
@@ -150,16 +149,11 @@ class FusedBlock:
     def _inputs(self, rows: Pass) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """The embedded rows [n, H], with masks after the anchors, and their rotary angles."""
         head, size = self.head, self.head.config.block
-        x, turns = embed(rows.tokens, head.embedding, rows.positions, self.angles)
+        scale = head.config.embedding_scale
+        x, turns = embed(rows.tokens, head.embedding, rows.positions, self.angles, scale)
         mask = head.embedding[head.config.mask_token] if head.mask is None else head.mask
-        x.view(-1, size, x.shape[1])[:, 1:] = mask.to(x.dtype)
+        x.view(-1, size, x.shape[1])[:, 1:] = mask.to(x.dtype) if scale == 1 else mask.to(x.dtype) * scale
         return x, cos_and_sin(turns)
-
-
-def counts(config: BlockConfig) -> tuple[int, int]:
-    """Candidates of a level without noise, and with it, which can lift unlikely tokens."""
-    drafted = config.draft_vocab_size or config.vocab_size
-    return min(config.candidates, drafted), min(2 * config.candidates, drafted)
 
 
 def pair_tables(head: BlockHead) -> PairTables | None:
@@ -180,6 +174,7 @@ def block_unsupported(head: BlockHead) -> str:
     config = head.config
     if config.pair in ("gated", "rnn"):
         return f"its pair scores are {config.pair!r}, which run on the host"
-    if any(window is not None for window in config.windows):
-        return "its head has windows, which run on the host for block heads"
+    sights = {config.sight(layer) for layer in range(config.layer.num_hidden_layers)}
+    if len(sights) > 1 or sights.pop().window is not None:
+        return "the layers of its head see different rows or have windows"
     return ""

@@ -22,9 +22,9 @@ from windfall.engine.gpu.target import (
     sampling_key,
 )
 from windfall.heads.base import DraftHead, FeatureHead
-from windfall.heads.block import BlockHead
 from windfall.heads.layers import head_dim
-from windfall.kernels.pair_children import Levels, PairCandidates
+from windfall.kernels.levels import Levels
+from windfall.kernels.pair_children import PairCandidates
 from windfall.kernels.rows import append_rows
 from windfall.kernels.scatter import Scatter
 from windfall.kernels.top import LazyLogits, top_children
@@ -225,8 +225,9 @@ class GpuHeadDrafter(StatesDrafter):
 class GpuBlockDrafter(StatesDrafter):
     """A block head: its first pass predicts all levels, and later ones only score pairs of tokens."""
 
-    def __init__(self, head: BlockHead, gpu_target: GpuTarget, pending: int, entropies: bool):
+    def __init__(self, form: BlockForm, gpu_target: GpuTarget, pending: int, entropies: bool):
         """`entropies`: whether those of its distributions are asked for."""
+        head = form.head
         super().__init__(head, gpu_target, pending)
         config, device = head.config, gpu_target.device
         self.head, self.levels = head, config.depth
@@ -236,7 +237,7 @@ class GpuBlockDrafter(StatesDrafter):
         self._seen = torch.ones_like(seen) if config.flag("bidirectional") else seen
         self._root = torch.zeros(1, dtype=torch.long, device=device)
         self._scale = torch.ones(1, device=device)
-        self._alone, self._coupled = self.network.level_buffers(self.levels)
+        self._alone, self._coupled = self.network.level_buffers(self.levels, *form[1:])
         self._entropy_levels = self._alone._replace(rest=torch.zeros(self.levels, device=device)) if entropies else None
 
     def _run_columns(self, rows: Pass, features: Tensor | None) -> None:
@@ -395,7 +396,7 @@ def drafter_form(drafter: Drafter, device: torch.device) -> GpuForm | str:
 def gpu_drafter(form: GpuForm, gpu_target: GpuTarget, pending: int, staged: int, entropies: bool = True) -> GpuDrafter:
     """A drafter of this form with buffers for `pending` columns and `staged` rows; `entropies`: if they are needed."""
     if isinstance(form, BlockForm):
-        return GpuBlockDrafter(form.head, gpu_target, pending, entropies)
+        return GpuBlockDrafter(form, gpu_target, pending, entropies)
     if isinstance(form, HeadForm):
         return GpuHeadDrafter(form.head, gpu_target, pending, staged)
     return GpuModelDrafter(form.decoder, form.vocab_size, gpu_target, pending, staged)

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from windfall.kernels.backend import pdl_launch, power_of_two
-from windfall.kernels.pair_children import MIN_REST, PairCandidates
+from windfall.kernels.levels import MIN_REST, Levels, PairTables
 from windfall.kernels.triton.pdl import pdl_wait
 
 
@@ -74,8 +74,14 @@ def _pair_children(
     tl.store(names + goal, name, mask=made)
 
 
-def pair_children(given: PairCandidates) -> tuple[Tensor, Tensor]:
-    levels, rows, previous, tables, scale, owners, _ = given
+def pair_children(
+    levels: Levels,
+    rows: Tensor,
+    previous: Tensor,
+    tables: PairTables | None,
+    scale: Tensor | None = None,
+    owners: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     count, nodes, logq = levels.logq.shape[1], len(rows), levels.logq
     rank = 1 if tables is None else tables.before.shape[1]
     arrays = (logq, levels.tokens, levels.hidden, rows, previous, scale, owners, *(tables or ()))

@@ -16,11 +16,11 @@ from windfall.engine.gpu.drafters import Drafted, HeadNetwork
 from windfall.engine.gpu.forward import Pass, Paths
 from windfall.engine.gpu.fused import FusedForward
 from windfall.heads.base import DraftHead, FeatureHead
-from windfall.heads.block import BlockHead
 from windfall.heads.layers import head_dim
 from windfall.kernels.batch import append_to_pages
+from windfall.kernels.levels import Levels
 from windfall.kernels.pages import Pages, tile_rows, tiles_of
-from windfall.kernels.pair_children import Levels, PairCandidates
+from windfall.kernels.pair_children import PairCandidates
 from windfall.kernels.top import LazyLogits
 from windfall.kernels.trees import NextPass
 from windfall.model.decoder import Decoder
@@ -195,9 +195,10 @@ class BatchHeadDrafter(BatchStatesDrafter):
 class BatchBlockDrafter(BatchStatesDrafter):
     """A block head: its first pass predicts all levels, and later ones only score pairs of tokens."""
 
-    def __init__(self, head: BlockHead, batch: BatchTarget):
+    def __init__(self, form: BlockForm, batch: BatchTarget):
+        head = form.head
         super().__init__(head, batch)
-        self.head, self.levels = head, head.config.depth
+        self.form, self.head, self.levels = form, head, head.config.depth
         self._places = torch.arange(head.config.block, device=self.device)
 
     def _kv_rows(self, staged: int) -> int:
@@ -206,7 +207,7 @@ class BatchBlockDrafter(BatchStatesDrafter):
     def reserve(self, staged: int) -> None:
         super().reserve(staged)
         self.network = BlockNetwork(self.head, self.kv, self.state.longest)
-        self._alone, self._coupled = self.network.level_buffers(self.state.seats * self.levels)
+        self._alone, self._coupled = self.network.level_buffers(self.state.seats * self.levels, *self.form[1:])
 
     def _run_chunk(self, size: int, alone: bool) -> None:
         given = self.chunk.given(size, alone, self.state.draft_lengths, self.state.tables, self.first)
@@ -298,7 +299,7 @@ def is_last(part: Part) -> bool:
 def batch_drafter(form: GpuForm, batch: BatchTarget) -> BatchDrafter:
     """A drafter of this form; raises Unsupported if it cannot run on pages."""
     if isinstance(form, BlockForm):
-        return BatchBlockDrafter(form.head, batch)
+        return BatchBlockDrafter(form, batch)
     if isinstance(form, HeadForm):
         return BatchHeadDrafter(form.head, batch)
     return BatchModelDrafter(form.decoder, form.vocab_size, batch)
