@@ -24,6 +24,7 @@ class Levels(NamedTuple):
     tokens: Tensor  # [N * L, C] long
     hidden: Tensor | None = None  # [N * L, R]; None: the same as ones
     rest: Tensor | None = None  # [N * L] fp32: mean log-probability of all other tokens
+    depth: int = 1  # L
 
     @property
     def candidates(self) -> int:

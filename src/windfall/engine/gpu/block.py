@@ -58,14 +58,16 @@ class BlockNetwork:
             return head.vocabulary_logits(normed)
         return LazyLogits(normed, head.vocabulary, head.vocabulary_bias)
 
-    def level_buffers(self, rows: int, *counts: int) -> list[Levels]:
-        """Buffers for this number of levels with these numbers of candidates. They share the pair scores' states."""
+    def level_buffers(self, requests: int, *counts: int) -> list[Levels]:
+        """Buffers for the levels of requests with these numbers of candidates. They share the pair scores' states."""
+        depth = self.head.config.depth
+        rows = requests * depth
         device, pair = self.kv.device, self._pair_projection
         hidden = None if pair is None else pair.new_zeros(rows, len(pair))
 
         def levels(count: int) -> Levels:
             tokens = torch.zeros(rows, count, dtype=torch.long, device=device)
-            return Levels(torch.zeros(rows, count, device=device), tokens, hidden)
+            return Levels(torch.zeros(rows, count, device=device), tokens, hidden, depth=depth)
 
         return [levels(count) for count in counts]
 

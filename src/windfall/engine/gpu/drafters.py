@@ -235,9 +235,7 @@ class GpuBlockDrafter(StatesDrafter):
         self._places = torch.arange(config.block, device=device)
         seen = self._places[:, None] >= self._places
         self._seen = torch.ones_like(seen) if config.flag("bidirectional") else seen
-        self._root = torch.zeros(1, dtype=torch.long, device=device)
-        self._scale = torch.ones(1, device=device)
-        self._alone, self._coupled = self.network.level_buffers(self.levels, *form[1:])
+        self._alone, self._coupled = self.network.level_buffers(1, *form[1:])
         self._entropy_levels = self._alone._replace(rest=torch.zeros(self.levels, device=device)) if entropies else None
 
     def _run_columns(self, rows: Pass, features: Tensor | None) -> None:
@@ -259,21 +257,28 @@ class GpuBlockDrafter(StatesDrafter):
             levels, columns = self._levels(sampler), places[: self.levels] - 1
             levels.fill(*sampler.children(logits, columns, self.draw_offset, levels.candidates, self.vocabulary))
         self.network.store_pair_states(normed, self._alone)
-        torch.reciprocal(sampler.sampling.temperature * sampler.sampling.kappa, out=self._scale)
-        return self._candidates(self._root, root, sampler)
+        return self._candidates(None, root, sampler)
 
     def next_pass(self, rows: Pass, above: Tensor, here: Tensor, sampler: ChildSampler) -> Drafted:
-        depth = rows.positions - self.length + 1
-        return self._candidates(torch.where(depth < self.levels, depth, -1), rows.tokens, sampler)
+        return self._candidates(rows.positions, rows.tokens, sampler)
 
     def _levels(self, sampler: ChildSampler) -> Levels:
         """The buffers for this sampling, which all passes of a cycle use, as these may be captured apart."""
         return self._coupled if sampler.coupled else self._alone
 
-    def _candidates(self, depth: Tensor, tokens: Tensor, sampler: ChildSampler) -> PairCandidates:
-        """The children of nodes of these depths."""
-        levels, scale = self._levels(sampler), self._scale if sampler.coupled else None
-        return PairCandidates(levels, depth, tokens, self.network.tables, scale, entropy_levels=self._entropy_levels)
+    def _candidates(self, columns: Tensor | None, tokens: Tensor, sampler: ChildSampler) -> PairCandidates:
+        """The children of nodes in these columns; None: of the root."""
+        sampling = sampler.sampling
+        return PairCandidates(
+            self._levels(sampler),
+            tokens,
+            columns,
+            self.length,
+            -1,
+            self.network.tables,
+            (sampling.temperature, sampling.kappa) if sampler.coupled else None,
+            entropy_levels=self._entropy_levels,
+        )
 
 
 class HeadNetwork:

@@ -18,19 +18,25 @@ def _pair_children(
     hidden,
     before,
     after,
-    rows,
     previous,
-    scale,
+    columns,
+    lengths,
+    temperature_at,
+    kappa_at,
     owners,
     values,
     names,
     rank_size,
+    depths,
+    OFFSET: tl.constexpr,
     COUNT: tl.constexpr,
     CANDIDATES: tl.constexpr,
+    K: tl.constexpr,
     RANK: tl.constexpr,
+    ROOTS: tl.constexpr,
     PAIRS: tl.constexpr,
     HIDDEN: tl.constexpr,
-    SCALED: tl.constexpr,
+    NOISY: tl.constexpr,
     OWNED: tl.constexpr,
     MIN_REST: tl.constexpr,
     PDL: tl.constexpr,
@@ -40,8 +46,15 @@ def _pair_children(
     node = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, CANDIDATES)
     made = place < COUNT
-    row = tl.load(rows + node)
-    at = tl.maximum(row, 0).to(tl.int64) * COUNT + place
+    owner = node * 0
+    if OWNED:
+        owner = tl.load(owners + node).to(tl.int64)
+    depth = node * 0
+    if not ROOTS:
+        depth = tl.load(columns + node) - tl.load(lengths + owner) - OFFSET
+    inside = (depth >= 0) & (depth < depths)
+    row = tl.where(inside, owner * depths + depth, 0)
+    at = row * COUNT + place
     scores = tl.load(logq + at, mask=made, other=float("-inf"))
     name = tl.load(tokens + at, mask=made, other=0)
     rest = tl.maximum(1.0 - tl.sum(tl.exp(scores), 0), MIN_REST)
@@ -50,62 +63,67 @@ def _pair_children(
         real = lane < rank_size
         query = tl.load(before + tl.load(previous + node) * rank_size + lane, mask=real, other=0.0).to(tl.float32)
         if HIDDEN:
-            query *= tl.load(hidden + tl.maximum(row, 0).to(tl.int64) * rank_size + lane, mask=real, other=0.0).to(
-                tl.float32
-            )
+            query *= tl.load(hidden + row * rank_size + lane, mask=real, other=0.0).to(tl.float32)
         seen = made[:, None] & real[None, :]
         keys = tl.load(after + name[:, None] * rank_size + lane[None, :], mask=seen, other=0.0).to(tl.float32)
         pairs = tl.sum(keys * query[None, :], 1)
-        if SCALED:
-            owner = node * 0
-            if OWNED:
-                owner = tl.load(owners + node).to(tl.int64)
-            pairs *= tl.load(scale + owner)
+        if NOISY:
+            temperature = tl.load(temperature_at + owner)
+            pairs = tl.where(temperature == 0, pairs, pairs / (temperature * tl.load(kappa_at + owner)))
         scores += pairs
     highest = tl.maximum(tl.max(scores, 0), tl.log(rest))
     total = tl.sum(tl.exp(scores - highest), 0) + rest * tl.exp(-highest)
-    scores = tl.where(row >= 0, scores - highest - tl.log(total), float("-inf"))
+    scores = tl.where(inside, scores - highest - tl.log(total), float("-inf"))
     first = (scores[None, :] > scores[:, None]) | (
         (scores[None, :] == scores[:, None]) & (place[None, :] < place[:, None])
     )
     order = tl.sum((first & made[None, :]).to(tl.int32), 1)  # how many candidates come before
-    goal = node * COUNT + order
-    tl.store(values + goal, scores, mask=made)
-    tl.store(names + goal, name, mask=made)
+    chosen = made & (order < K)
+    tl.store(values + node * K + order, scores, mask=chosen)
+    tl.store(names + node * K + order, name, mask=chosen)
 
 
 def pair_children(
     levels: Levels,
-    rows: Tensor,
     previous: Tensor,
+    columns: Tensor | None,
+    lengths: Tensor,
+    offset: int,
     tables: PairTables | None,
-    scale: Tensor | None = None,
-    owners: Tensor | None = None,
+    warmth: tuple[Tensor, Tensor] | None,
+    owners: Tensor | None,
+    *,
+    k: int,
 ) -> tuple[Tensor, Tensor]:
-    count, nodes, logq = levels.logq.shape[1], len(rows), levels.logq
+    nodes, logq = len(previous), levels.logq
     rank = 1 if tables is None else tables.before.shape[1]
-    arrays = (logq, levels.tokens, levels.hidden, rows, previous, scale, owners, *(tables or ()))
+    arrays = (logq, levels.tokens, levels.hidden, previous, columns, lengths, owners, *(tables or ()), *(warmth or ()))
     assert all(each is None or each.is_contiguous() for each in arrays)
-    values = torch.empty((nodes, count), device=logq.device)
-    names = torch.empty((nodes, count), dtype=torch.long, device=logq.device)
+    values = torch.empty((nodes, k), device=logq.device)
+    names = torch.empty((nodes, k), dtype=torch.long, device=logq.device)
     _pair_children[(nodes,)](
         logq,
         levels.tokens,
         logq if levels.hidden is None else levels.hidden,
         *((logq, logq) if tables is None else tables),
-        rows,
         previous,
-        logq if scale is None else scale,
-        rows if owners is None else owners,
+        previous if columns is None else columns,
+        lengths,
+        *((logq, logq) if warmth is None else warmth),
+        previous if owners is None else owners,
         values,
         names,
         rank,
-        COUNT=count,
-        CANDIDATES=power_of_two(count),
+        levels.depth,
+        OFFSET=offset,
+        COUNT=levels.candidates,
+        CANDIDATES=power_of_two(levels.candidates),
+        K=k,
         RANK=power_of_two(rank),
+        ROOTS=columns is None,
         PAIRS=tables is not None,
         HIDDEN=levels.hidden is not None,
-        SCALED=scale is not None,
+        NOISY=warmth is not None,
         OWNED=owners is not None,
         MIN_REST=MIN_REST,
         num_warps=1 if rank <= 64 else 4,

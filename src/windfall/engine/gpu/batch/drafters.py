@@ -200,6 +200,7 @@ class BatchBlockDrafter(BatchStatesDrafter):
         super().__init__(head, batch)
         self.form, self.head, self.levels = form, head, head.config.depth
         self._places = torch.arange(head.config.block, device=self.device)
+        self._offset = -1 - self.first  # from a request's number of columns to the column of its root
 
     def _kv_rows(self, staged: int) -> int:
         return self.head.config.block
@@ -207,7 +208,7 @@ class BatchBlockDrafter(BatchStatesDrafter):
     def reserve(self, staged: int) -> None:
         super().reserve(staged)
         self.network = BlockNetwork(self.head, self.kv, self.state.longest)
-        self._alone, self._coupled = self.network.level_buffers(self.state.seats * self.levels, *self.form[1:])
+        self._alone, self._coupled = self.network.level_buffers(self.state.seats, *self.form[1:])
 
     def _run_chunk(self, size: int, alone: bool) -> None:
         given = self.chunk.given(size, alone, self.state.draft_lengths, self.state.tables, self.first)
@@ -225,19 +226,14 @@ class BatchBlockDrafter(BatchStatesDrafter):
         normed = self.network(self._block(roots, seats))
         normed = normed.view(seats, -1, normed.shape[1])[:, self.head.config.first_row :].flatten(0, 1)
         levels, owners = self._levels(seats, sampler), self.rows_of(seats, self.levels)[0]
-        columns = (self._root_columns(seats) + self._places[: self.levels]).flatten()
+        columns = (self.state.draft_lengths[:seats, None] + self._places[: self.levels] + self._offset).flatten()
         names, offset = self.vocabulary, self.first + 1
         levels.fill(*sampler.children(self.network.logits(normed), levels.candidates, owners, columns, names, offset))
         self.network.store_pair_states(normed, levels)
-        return self._candidates(torch.zeros_like(roots)[:, None], roots, seats, sampler)
+        return self._candidates(None, roots, seats, sampler)
 
     def next_pass(self, rows: NextPass, seats: int, sampler: SeatSampler) -> Drafted:
-        depth = rows.positions[:seats] - self._root_columns(seats)
-        return self._candidates(depth, rows.tokens[:seats].flatten(), seats, sampler)
-
-    def _root_columns(self, seats: int) -> Tensor:
-        """The column of each request's root, [seats, 1]."""
-        return self.state.draft_lengths[:seats, None] - self.first - 1
+        return self._candidates(rows.positions[:seats].flatten(), rows.tokens[:seats].flatten(), seats, sampler)
 
     def _block(self, roots: Tensor, seats: int) -> Pass:
         """The rows of a block for each request."""
@@ -253,14 +249,16 @@ class BatchBlockDrafter(BatchStatesDrafter):
 
     def _levels(self, seats: int, sampler: SeatSampler) -> Levels:
         levels = self._coupled if sampler.kind.coupled else self._alone
-        return Levels._make(None if array is None else array[: seats * self.levels] for array in levels)
+        count = seats * self.levels
+        hidden = None if levels.hidden is None else levels.hidden[:count]
+        return levels._replace(logq=levels.logq[:count], tokens=levels.tokens[:count], hidden=hidden)
 
-    def _candidates(self, depth: Tensor, tokens: Tensor, seats: int, sampler: SeatSampler) -> PairCandidates:
-        """The children of nodes of these depths [seats, n]."""
-        places = torch.arange(seats, device=self.device)[:, None] * self.levels + depth
-        rows = torch.where(depth < self.levels, places, -1).flatten()
-        scale, owners = sampler.pair_scale(seats), self.rows_of(seats, depth.shape[1])[0]
-        return PairCandidates(self._levels(seats, sampler), rows, tokens, self.network.tables, scale, owners)
+    def _candidates(self, columns: Tensor | None, tokens: Tensor, seats: int, sampler: SeatSampler) -> PairCandidates:
+        """The children of nodes in these columns [seats * n]; None: of the roots."""
+        levels, lengths = self._levels(seats, sampler), self.state.draft_lengths[:seats]
+        owners = self.rows_of(seats, len(tokens) // seats)[0]
+        given = (lengths, self._offset, self.network.tables, sampler.warmth)
+        return PairCandidates(levels, tokens, columns, *given, owners)
 
 
 class BatchModelDrafter(BatchDrafter):

@@ -32,9 +32,7 @@ class SeatSampler:
         noise = positions, state["seed"], state["temperature"], state["kappa"]
         return top_children(logits, k, *noise, tokens, offset, owners=owners, cutoff=cutoff)
 
-    def pair_scale(self, seats: int) -> Tensor | None:
-        """The factor of pair scores [seats], which are scaled as logits are; None: 1."""
-        if not self.kind.coupled:
-            return None
-        temperature, kappa = self.state["temperature"][:seats], self.state["kappa"][:seats]
-        return (temperature * kappa).reciprocal().where(temperature > 0, 1.0)
+    @property
+    def warmth(self) -> tuple[Tensor, Tensor] | None:
+        """Temperature and kappa of each request, in coupled drafting."""
+        return (self.state["temperature"], self.state["kappa"]) if self.kind.coupled else None
