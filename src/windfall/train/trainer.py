@@ -152,8 +152,9 @@ class Trainer:
         """The batch on the device. On a GPU it is padded, so that fewer shapes occur and rows are aligned."""
         wider = -(batch.tokens.shape[1] - 1) % PADDING_MULTIPLE if self.device.type == "cuda" else 0
         tokens, answer = (torch.nn.functional.pad(x, (0, wider)) for x in (batch.tokens, batch.answer))
-        moved = Batch(*(x.to(self.device, non_blocking=True) for x in (tokens, answer)))
-        return moved._replace(lengths=None if batch.lengths is None else batch.lengths.to(self.device))
+        tokens, answer = (x.to(self.device, non_blocking=True) for x in (tokens, answer))
+        of_texts = (None if x is None else x.to(self.device) for x in (batch.lengths, batch.temperatures))
+        return Batch(tokens, answer, *of_texts)
 
     def save(self) -> None:
         """Write a checkpoint with everything that `resume` needs."""
