@@ -60,6 +60,12 @@ def head(
     model: TargetOptions,
     shape: HeadShape,
     method: str = option("ttt", "eagle, hass, talf, ttt, medusa, hydra or griffin."),
+    loss: str | None = option(
+        None,
+        "The distance from the target: kl, tv, lk, match, coupled or a mixture, coupled:0.5,lk:0.5. Default: kl.",
+        metavar="NAME[:WEIGHT],...",
+        show_default=False,
+    ),
     init: str | None = option(None, "Start from this head instead of a new one."),
     light: bool = option(False, "Leave out the target's embeddings and output layer; only windfall reads such heads."),
 ) -> None:
@@ -68,7 +74,7 @@ def head(
     from windfall.train import heads
 
     sizes = {**vars(shape), "taps": heads.parse_taps(shape.taps)}
-    job = heads.HeadJob(**vars(training), method=method, init=init, light=light, shape=sizes)
+    job = heads.HeadJob(**vars(training), method=method, loss=loss, init=init, light=light, shape=sizes)
     job.check()
     follow(heads.train_head(job, recipe, model.load_target()), training.out)
     console.note(f"the best head is in {training.out / BEST}")

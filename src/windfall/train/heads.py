@@ -29,6 +29,7 @@ class HeadJob(Job):
     """The training of a new head, or of the head `init`."""
 
     method: str = "ttt"
+    loss: str | None = None  # of the method; None: its own
     init: str | None = None
     light: bool = False  # write the head without the target's embedding and vocabulary
     shape: dict[str, Any] = field(default_factory=dict)  # of a new head
@@ -41,10 +42,14 @@ class HeadJob(Job):
         super().check()
 
     def objective(self) -> Objective:
-        return objective(self.method, **split_settings(self.settings))
+        settings = split_settings(self.settings)
+        if self.loss is not None and "loss" in settings:
+            raise InputError("the loss is given twice; use --loss or --set loss=..., not both")
+        return objective(self.method, **settings, **({} if self.loss is None else {"loss": self.loss}))
 
     def description(self) -> dict[str, Any]:
-        return {"method": self.method, "settings": self.settings, "init": self.init, "shape": self.shape}
+        told = {"method": self.method, "settings": self.settings, "init": self.init, "shape": self.shape}
+        return {**told, "loss": self.loss}
 
 
 def train_head(job: HeadJob, recipe: Recipe, target: Target) -> Iterator[Event]:
