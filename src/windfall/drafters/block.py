@@ -34,7 +34,7 @@ COUPLED_FACTOR = 2  # more candidates in coupled drafting: noise and pair scores
 class BlockDrafter(Drafter):
     """A block head: one pass predicts all levels; the tree is at most as deep as the head's block.
 
-    DFlash, DFlash 2 and DSpark heads are block heads.
+    DFlash, DFlash 2, DSpark and JetSpec heads are block heads.
     """
 
     model: Any = option(None, "folder or hub id of a block head, or a loaded one; there is no default")

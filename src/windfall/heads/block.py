@@ -1,8 +1,8 @@
 """A block head: one pass over gamma rows predicts gamma tokens, from which a whole tree is drafted.
 
 The first row is the last committed token (the anchor), the others are masks. Every layer attends to keys and values
-made of the target's hidden states at all committed positions, and to the rows of the block. DFlash, DFlash 2 and DSpark
-heads are block heads.
+made of the target's hidden states at all committed positions, and to the rows of the block. DFlash, DFlash 2, DSpark
+and JetSpec heads are block heads.
 """
 
 from __future__ import annotations
