@@ -24,7 +24,7 @@ from windfall.drafters.feature_head import MAX_CHUNK, WINDOW_HINT, HeadMemory, R
 from windfall.drafters.medusa import find_heads
 
 if TYPE_CHECKING:
-    from windfall.heads.block import BlockConfig, BlockHead, Sight
+    from windfall.heads.block import BlockConfig, BlockHead, Visibility
     from windfall.model.target import Target
 
 COUPLED_FACTOR = 2  # more candidates in coupled drafting: noise and pair scores together lift more tokens
@@ -213,7 +213,7 @@ class BlockMemory(HeadMemory):
     def __init__(self, config: BlockConfig):
         super().__init__(config.layer.num_hidden_layers, 0, config.windows)
         self._config = config
-        self._masks: dict[Sight, Tensor] = {}
+        self._masks: dict[Visibility, Tensor] = {}
 
     def prepare_block(self, device: torch.device) -> Tensor:
         """Set the masks for a block after the last committed position of each sequence; returns its positions."""
@@ -222,10 +222,10 @@ class BlockMemory(HeadMemory):
         cache, size = self.cache, self._config.block
         starts = torch.tensor(cache.lengths, device=device)[:, None]
         columns = torch.arange(cache.top, device=device).expand(len(starts), -1)
-        sights = {self._config.sight(layer) for layer in range(len(cache.layers))}
-        self._masks = {sight: block_mask(columns, starts, size, sight) for sight in sights}
+        kinds = {self._config.visibility(layer) for layer in range(len(cache.layers))}
+        self._masks = {visible: block_mask(columns, starts, size, visible) for visible in kinds}
         cache.reserve(size)
         return starts + torch.arange(size, device=device)
 
     def mask_of(self, layer: int) -> Tensor | None:
-        return self._masks[self._config.sight(layer)]
+        return self._masks[self._config.visibility(layer)]
