@@ -1,4 +1,4 @@
-"""Milliseconds of a cycle's draft passes: the bundled head against untrained block heads, and a verify pass beside them.
+"""Milliseconds of a cycle's draft passes: the bundled head against untrained block heads, and those of a verify pass.
 
 python benchmarks/draft_phase.py [--target MODEL] [--layers 2,3,5] [--block 8] [--passes 7] [--length 512]
                                  [--widen llama-3.1-8b] [--json FILE]
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from provenance import publish
+from windfall.train.new_block import new_block
 
 import windfall
 from windfall import registry
@@ -30,7 +31,6 @@ from windfall.engine.loading import as_drafter
 from windfall.heads.fitting import fit
 from windfall.model.target import Target
 from windfall.render import console
-from windfall.train.new_block import new_block
 
 REPLAYS = 41
 TEMPERATURES = (0.0, 1.0)
@@ -85,7 +85,13 @@ def measure(name: str, target: Target, drafter: Drafter, options: argparse.Names
         first, all_passes = (passes_time(cycle, sampler, count, options.length) for count in (1, options.passes))
         verify = verify_time(cycle, params, sampler, options.length)
         rows.append(
-            {"drafter": name, "temperature": temperature, "first_ms": first, "draft_ms": all_passes, "verify_ms": verify}
+            {
+                "drafter": name,
+                "temperature": temperature,
+                "first_ms": first,
+                "draft_ms": all_passes,
+                "verify_ms": verify,
+            }
         )
     return rows
 

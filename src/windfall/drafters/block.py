@@ -156,7 +156,8 @@ class BlockDrafter(Drafter):
     @property
     def _counts(self) -> tuple[int, int]:
         """Candidates of a level, and those in coupled drafting."""
-        drafted, own = len(self.head.vocabulary), self.candidates or self.head.config.candidates
+        config, tokens = self.head.config, self.head.draft_tokens
+        drafted, own = config.vocab_size if tokens is None else len(tokens), self.candidates or config.candidates
         return min(own, drafted), min(own if self.candidates else COUPLED_FACTOR * own, drafted)
 
     def gpu_form(self) -> GpuForm | str:

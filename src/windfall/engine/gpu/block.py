@@ -176,7 +176,7 @@ def block_unsupported(head: BlockHead) -> str:
     config = head.config
     if config.pair in ("gated", "rnn"):
         return f"its pair scores are {config.pair!r}, which run on the host"
-    sights = {config.sight(layer) for layer in range(config.layer.num_hidden_layers)}
-    if len(sights) > 1 or sights.pop().window is not None:
+    visible = {config.visibility(layer) for layer in range(config.layer.num_hidden_layers)}
+    if len(visible) > 1 or visible.pop().window is not None:
         return "the layers of its head see different rows or have windows"
     return ""
