@@ -97,12 +97,8 @@ def measure(name: str, target: Target, drafter: Drafter, options: argparse.Names
 
 
 def passes_time(cycle: Cycle, sampler: ChildSampler, passes: int, length: int) -> float:
-    def work() -> None:
-        cycle.first_pass(sampler)
-        for _ in range(1, passes):
-            cycle.next_pass(sampler)
-
-    return replay_time(cycle, ("draft", passes, *sampler.key), work, length)
+    key = ("draft", passes, *sampler.key)
+    return replay_time(cycle, key, lambda: cycle.draft_passes(passes, sampler), length)
 
 
 def verify_time(cycle: Cycle, params: SamplingParams, sampler: ChildSampler, length: int) -> float:

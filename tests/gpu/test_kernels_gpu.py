@@ -15,6 +15,7 @@ from helpers.kernels import (
     check_gelu_and_cap,
     check_head_norms,
     check_lazy_logits,
+    check_levels,
     check_noise,
     check_norm,
     check_norm_kinds,
@@ -30,6 +31,7 @@ from helpers.kernels import (
 from windfall.core.sampling import signed
 from windfall.kernels import draw, tree_attention
 from windfall.kernels.backend import triton_installed
+from windfall.kernels.rules import Rule
 
 pytestmark = [
     pytest.mark.gpu,
@@ -171,3 +173,12 @@ def test_a_graph_serves_other_lengths_masks_and_seeds() -> None:
 @pytest.mark.parametrize(("rank", "hidden"), [(64, True), (256, True), (256, False)])
 def test_children_with_pair_scores(candidates: int, rank: int, hidden: bool) -> None:
     check_pair_children(candidates, rank, True, hidden, True, "cuda")
+
+
+@pytest.mark.parametrize("batch", [0, 3])
+@pytest.mark.parametrize(
+    ("rule", "pairs", "noisy"),
+    [(Rule(), True, False), (Rule(calibrated=True), True, True), (Rule(whole=True), False, False)],
+)
+def test_all_levels_in_one_launch(rule: Rule, pairs: bool, noisy: bool, batch: int) -> None:
+    check_levels(rule, pairs, noisy, batch, "cuda")

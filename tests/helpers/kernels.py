@@ -24,6 +24,7 @@ from helpers.trees import random_tree
 from windfall.core.sampling import Dice, gumbel, signed
 from windfall.core.types import Grow, SamplingParams
 from windfall.drafters.base import add_children
+from windfall.engine.gpu.tree import next_rows, term_buffers, tree_buffers
 from windfall.kernels import (
     add_norm,
     draw,
@@ -36,14 +37,17 @@ from windfall.kernels import (
 )
 from windfall.kernels.backend import on_triton
 from windfall.kernels.draw import update_noise
+from windfall.kernels.grow import grow
 from windfall.kernels.levels import Levels, PairTables
 from windfall.kernels.norm import add_norm_reference, gate_mul_reference, rotate_and_store_reference
 from windfall.kernels.norm_kinds import HeadNorms, NormKind
-from windfall.kernels.pair_children import PairCandidates, reference
+from windfall.kernels.pair_children import PairCandidates, grow_levels, reference
 from windfall.kernels.product import linear, norm_gate, norm_rotate, tiling_for
 from windfall.kernels.rows import ancestors, place_rows
+from windfall.kernels.rules import Rule
 from windfall.kernels.scatter import Scatter
 from windfall.kernels.top import LazyLogits
+from windfall.kernels.trees import Calibration, NextPass, TreeArrays
 
 SEED = 2**63 + 12345  # its int64 is negative
 
@@ -621,3 +625,75 @@ def check_pair_children(
         asked.children(3)[1].tolist() == names[:, :3].tolist()
         and asked.children(candidates + 2)[0].isneginf()[:, -2:].all()
     )
+
+
+def check_levels(rule: Rule, pairs: bool, noisy: bool, batch: int, device: str = "cpu") -> None:
+    """All levels in one launch are those of one pass after another."""
+    torch.manual_seed(7)
+    vocabulary, depth, candidates, k, width, passes = 90, 5, 8, 4, 3, 4
+    requests, rank = max(batch, 1), 12
+    logits = 2 * torch.randn(requests * depth, vocabulary, device=device)
+    logq, tokens = logits.log_softmax(-1).topk(candidates)
+    before, after = (torch.randn(vocabulary, rank, device=device).to(HALF) for _ in range(2))
+    states = torch.randn(requests * depth, rank, device=device).to(HALF)
+    lengths = torch.arange(requests, device=device) + 20
+    warmth = (torch.rand(requests, device=device) + 0.5, torch.rand(requests, device=device) + 0.5) if noisy else None
+    levels, tables = Levels(logq, tokens, states, depth=depth), PairTables(before, after) if pairs else None
+    owners = torch.arange(requests, device=device).int() if batch else None
+    roots = torch.randint(vocabulary, (requests,), device=device)
+    asked = PairCandidates(levels, roots, None, lengths, -1, tables, warmth, owners)
+    terms = random_terms(device) if rule.calibrated else None
+    found = []
+    for at_once in (False, True):
+        tree, rows = empty_trees(device, lengths, roots, passes, width, k, batch)
+        values, names = asked.children(k)
+        shape = (requests, 1, k) if batch else (1, k)
+        first = torch.zeros(shape[:-1], dtype=torch.long, device=device)
+        grow(tree, first, names.view(shape), values.view(shape), rows, rule, terms)
+        for _ in range(0 if at_once else passes):
+            names_of = None if owners is None else owners.repeat_interleave(width)
+            nodes = asked._replace(previous=rows.tokens.flatten(), columns=rows.positions.flatten(), owners=names_of)
+            values, names = nodes.children(k)
+            shape = (*rows.nodes.shape, k)
+            grow(tree, rows.nodes.clone(), names.view(shape), values.view(shape), rows, rule, terms)
+        if at_once:
+            grow_levels(tree, rows, passes, k, rule, asked, terms)
+        found.append([*tree, *(each for each in rows if each is not None)])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    count = int(found[0][11].flatten()[0])
+    assert count == 1 + k + passes * width * k and int(found[0][2].max()) > 2
+
+
+def empty_trees(
+    device: str, lengths: Tensor, roots: Tensor, passes: int, width: int, k: int, batch: int
+) -> tuple[TreeArrays, NextPass]:
+    """Trees of a root, one for each request, and the rows of their next passes; batch 0: without that dimension."""
+    made = []
+    for length, root in zip(lengths, roots, strict=True):
+        tree, buffer = tree_buffers(
+            torch.device(device), 1 + k * (1 + width * passes), passes + 1, passes + 1, width * (passes + 1)
+        )
+        tree.tokens[0] = root
+        made.append((tree, next_rows(width, buffer, length[None])))
+    if not batch:
+        return made[0]
+
+    def joined(arrays: tuple[Tensor | None, ...]) -> Any:
+        if arrays[0] is None:
+            return None
+        numbers = arrays[0].numel() == 1 and arrays[0].dim() == 1
+        return (torch.cat if numbers else torch.stack)(arrays)  # type: ignore[arg-type]
+
+    trees, rows = zip(*made, strict=True)
+    return TreeArrays._make(map(joined, zip(*trees, strict=True))), NextPass._make(map(joined, zip(*rows, strict=True)))
+
+
+def random_terms(device: str) -> Calibration:
+    """Terms of a calibrated rule."""
+    terms, buffer = term_buffers(torch.device(device))
+    for array in buffer.device.values():
+        if array.is_floating_point():
+            array.copy_(torch.rand_like(array) * 0.1)
+    terms.weights[0] = 1.0
+    return terms

@@ -18,6 +18,7 @@ from helpers.kernels import (
     check_gelu_and_cap,
     check_head_norms,
     check_lazy_logits,
+    check_levels,
     check_matmul,
     check_noise,
     check_norm,
@@ -34,6 +35,7 @@ from helpers.kernels import (
 )
 from windfall.kernels import path_attention, top_children, tree_attention
 from windfall.kernels.product import by_pieces
+from windfall.kernels.rules import Rule
 
 
 @outside
@@ -255,3 +257,12 @@ def test_segments_have_programs_of_their_own_where_that_takes_fewer_turns() -> N
 )
 def test_children_with_pair_scores(candidates: int, rank: int, pairs: bool, hidden: bool, owned: bool) -> None:
     check_pair_children(candidates, rank, pairs, hidden, owned)
+
+
+@pytest.mark.parametrize("batch", [0, 3])
+@pytest.mark.parametrize(
+    ("rule", "pairs", "noisy"),
+    [(Rule(), True, False), (Rule(calibrated=True), True, True), (Rule(whole=True), False, False)],
+)
+def test_all_levels_in_one_launch(rule: Rule, pairs: bool, noisy: bool, batch: int) -> None:
+    check_levels(rule, pairs, noisy, batch)

@@ -108,9 +108,5 @@ class GpuPasses:
         assert cycle is not None
         sampler = ChildSampler(SamplingParams(), False, cycle.gpu_target.sampling)
 
-        def work() -> None:
-            cycle.first_pass(sampler)
-            for _ in range(1, passes):
-                cycle.next_pass(sampler)
-
-        cycle.gpu_target.graph_cache.run(("speed", cycle.buffers_id, "draft", passes, cycle.gpu_target.capacity), work)
+        key = ("speed", cycle.buffers_id, "draft", passes, cycle.gpu_target.capacity)
+        cycle.gpu_target.graph_cache.run(key, lambda: cycle.draft_passes(passes, sampler))

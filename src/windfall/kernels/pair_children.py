@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from windfall.kernels.backend import on_triton
+from windfall.kernels.grow import grow
 from windfall.kernels.levels import MIN_REST, Levels, PairTables
+from windfall.kernels.rules import Rule
+from windfall.kernels.trees import Calibration, NextPass, TreeArrays
 
 
 class PairCandidates(NamedTuple):
@@ -87,3 +90,34 @@ def reference(given: PairCandidates, k: int) -> tuple[Tensor, Tensor]:
     logq = logq.masked_fill((rows < 0)[:, None], -torch.inf)
     values, order = logq.sort(dim=-1, descending=True, stable=True)
     return values[:, :k].contiguous(), tokens.gather(1, order)[:, :k].contiguous()
+
+
+def grow_levels(
+    tree: TreeArrays,
+    next_pass: NextPass,
+    passes: int,
+    k: int,
+    rule: Rule,
+    candidates: PairCandidates,
+    calibration: Calibration | None = None,
+) -> None:
+    """Further passes: each adds the candidates of the nodes in `next_pass`, as `grow` does, and chooses the next nodes.
+
+    `candidates` has the levels; its nodes are not read. In a batch, all arrays have one more dimension, the first.
+    """
+    assert k <= candidates.levels.candidates
+    if on_triton(candidates.levels.logq):
+        from windfall.kernels.triton.pair_children import grow_levels as run
+
+        levels, _, _, lengths, offset, tables, warmth, *_ = candidates
+        run(tree, next_pass, passes, k, rule, calibration, levels, lengths, offset, tables, warmth)
+        return
+    shape = (*next_pass.nodes.shape, k)
+    for _ in range(passes):
+        tokens, columns = next_pass.tokens.flatten(), next_pass.positions.flatten()
+        owners = None
+        if next_pass.nodes.dim() == 2:
+            owners = torch.arange(len(next_pass.nodes), device=tokens.device).repeat_interleave(shape[1])
+        own = candidates._replace(previous=tokens, columns=columns, owners=owners)
+        values, names = own.children(k)
+        grow(tree, next_pass.nodes.clone(), names.view(shape), values.view(shape), next_pass, rule, calibration)

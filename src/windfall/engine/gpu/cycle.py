@@ -14,6 +14,7 @@ from windfall.drafters.base import GpuForm
 from windfall.engine.gpu.drafters import (
     ChildSampler,
     Drafted,
+    GpuBlockDrafter,
     GpuDrafter,
     gpu_drafter,
     prefill,
@@ -29,6 +30,7 @@ from windfall.kernels.accept import accept_path
 from windfall.kernels.choose import choose
 from windfall.kernels.gate import prune
 from windfall.kernels.grow import grow
+from windfall.kernels.pair_children import grow_levels
 from windfall.kernels.rules import Rule
 from windfall.policies.context import Context
 from windfall.policies.plan import NodeFilter, Plan
@@ -50,7 +52,7 @@ DECISION_SECONDS = 3e-5  # time that the device idles during a decision: polling
 class Cycle:
     """Buffers of one plan on the device, and the work on them.
 
-    `first_pass`, `next_pass`, `publish_report` and `verify` only launch kernels, so that a CUDA graph can capture them.
+    `draft_passes`, `next_pass`, `publish_report` and `verify` only launch kernels, so that CUDA graphs can capture them.
     """
 
     def __init__(self, plan: Plan, form: GpuForm | None, gpu_target: GpuTarget):
@@ -161,6 +163,27 @@ class Cycle:
         if params.greedy or self.draft is None:
             return None
         return self.gpu_target.noise_buffer(max(self.plan.passes, self.draft.levels) + 3)
+
+    def draft_passes(self, count: int, sampler: ChildSampler) -> None:
+        """The first `count` draft passes. All levels of a block head but the first take one launch."""
+        self.first_pass(sampler)
+        if self._grows_at_once and count > 1:
+            assert isinstance(self.draft, GpuBlockDrafter)
+            terms = self.terms if self.rule.calibrated else None
+            levels = self.draft.all_levels(sampler)
+            grow_levels(self.tree, self.next_rows, count - 1, self.plan.k, self.rule, levels, terms)
+            return
+        for _ in range(1, count):
+            self.next_pass(sampler)
+
+    @property
+    def _grows_at_once(self) -> bool:
+        """Whether nothing but `grow` happens between two levels."""
+        plan, draft = self.plan, self.draft
+        special = (plan.bounds, plan.floor, plan.shape, plan.keep)
+        if not isinstance(draft, GpuBlockDrafter) or any(each is not None for each in special):
+            return False
+        return "entropy" not in plan.watches and plan.k <= draft.fewest_candidates
 
     def first_pass(self, sampler: ChildSampler) -> None:
         """The first draft pass: add the root's children, and choose the nodes of the next pass."""

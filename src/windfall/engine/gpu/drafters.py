@@ -262,6 +262,15 @@ class GpuBlockDrafter(StatesDrafter):
     def next_pass(self, rows: Pass, above: Tensor, here: Tensor, sampler: ChildSampler) -> Drafted:
         return self._candidates(rows.positions, rows.tokens, sampler)
 
+    def all_levels(self, sampler: ChildSampler) -> PairCandidates:
+        """The candidates of all levels after the first; for `grow_levels`."""
+        return self._candidates(None, self.tokens[:1], sampler)
+
+    @property
+    def fewest_candidates(self) -> int:
+        """Candidates of a level, for any sampling."""
+        return min(self._alone.candidates, self._coupled.candidates)
+
     def _levels(self, sampler: ChildSampler) -> Levels:
         """The buffers for this sampling, which all passes of a cycle use, as these may be captured apart."""
         return self._coupled if sampler.coupled else self._alone

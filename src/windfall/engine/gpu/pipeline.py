@@ -188,8 +188,7 @@ class Pipeline:
 
     def _run_passes(self, count: int, asks: bool) -> None:
         """Run the first draft passes, and publish a report if the plan decides."""
-        for level in range(1, count + 1):
-            (self.cycle.first_pass if level == 1 else self.cycle.next_pass)(self.sampler)
+        self.cycle.draft_passes(count, self.sampler)
         if asks:
             self.cycle.publish_report()
 

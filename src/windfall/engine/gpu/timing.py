@@ -52,8 +52,8 @@ def _measured(
         for rows in cheap_rows.ROWS:
             works["verify", length, rows] = _verify(cycle, rows, params)
     if cycle.draft is not None:
-        works["draft", 1] = lambda: _draft(cycle, sampler, 1)
-        works["draft", 4] = lambda: _draft(cycle, sampler, 4)
+        works["draft", 1] = lambda: cycle.draft_passes(1, sampler)
+        works["draft", 4] = lambda: cycle.draft_passes(4, sampler)
     found: dict[tuple[object, ...], list[float]] = {key: [] for key in works}
     for turn in range(ROUNDS + 1):
         progress(turn / (ROUNDS + 1))
@@ -78,12 +78,6 @@ def _folded(taken: dict[tuple[object, ...], float], lengths: Sequence[int], widt
 
 def _verify(cycle: Cycle, rows: int, params: SamplingParams) -> Callable[[], None]:
     return lambda: cycle.verify(rows, cycle.gpu_target.columns(rows), params)
-
-
-def _draft(cycle: Cycle, sampler: ChildSampler, passes: int) -> None:
-    cycle.first_pass(sampler)
-    for _ in range(1, passes):
-        cycle.next_pass(sampler)
 
 
 def _timed(cycle: Cycle, key: tuple[object, ...], work: Callable[[], None], length: int) -> float:

@@ -8,6 +8,8 @@ depend on them, including the choice of the best older nodes, is done before wai
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -790,6 +792,23 @@ def grow(
     floor: Tensor | None = None,
 ) -> None:
     """See `kernels.grow.reference`."""
+    given, fixed = arguments(tree, nodes, tokens, logq, next_pass, rule, calibration, shape, bounds, floor)
+    _grow[(len(nodes) if nodes.dim() == 2 else 1,)](*given, **fixed, **pdl_launch(logq))
+
+
+def arguments(
+    tree: TreeArrays,
+    nodes: Tensor,
+    tokens: Tensor,
+    logq: Tensor,
+    next_pass: NextPass,
+    rule: Rule,
+    calibration: Calibration | None = None,
+    shape: Tensor | None = None,
+    bounds: Tensor | None = None,
+    floor: Tensor | None = None,
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of the kernel and what it is compiled for."""
     assert not (rule.calibrated and rule.selective)  # the kernel does not count worthy nodes for these
     whole = rule.whole
     batch, own = nodes.dim() == 2, calibration is not None and calibration.weights.dim() == 2
@@ -808,7 +827,7 @@ def grow(
     block_w, block_k = power_of_two(given), power_of_two(k)
     if whole and not rule.selective:  # the best older nodes need as many lanes as the children
         block_k = max(block_k, block_n // block_w)
-    _grow[(len(nodes) if batch else 1,)](
+    return [
         nodes,
         tokens,
         logq,
@@ -836,35 +855,35 @@ def grow(
         mask.stride(0) if batch and mask is not None else 0,
         next_pass.summary.stride(0) if batch else 0,
         *(x.stride(0) if own else 0 for x in (weights, forecast, prices)),
-        WHOLE=whole,
-        CALIBRATED=calibration is not None,
-        SHAPED=shape is not None,
-        BOUNDED=bounds is not None,
-        FLOORED=floor is not None,
-        DECAY=rule.decay,
-        TOP=rule.top,
-        INCLUDE_LAST=rule.include_last,
-        BUDGET=rule.budget,
-        LOG_SHARE=rule.share,
-        FIRST_WIDTH=rule.first,
-        FIRST_LEVELS=rule.levels,
-        CAPACITY=capacity,
-        MAX_DEPTH=columns - 1,
-        PARENTS=given,
-        K=k,
-        WIDTH=width,
-        STAGED_ROWS=staged_rows,
-        MASKED=mask is not None,
-        LINEAGE=0 if lineage is None else lineage.shape[-1],
-        BATCH=batch,
-        CHILDREN=children,
-        COLUMNS=min(COLUMNS, power_of_two(columns)),
-        BLOCK_W=block_w,
-        BLOCK_K=block_k,
-        BLOCK_N=block_n,
-        BLOCK_C=block_c,
-        BLOCK_S=min(power_of_two(staged_rows), max(TILE // block_n, 16)),
-        BLOCK_O=power_of_two(children),
-        num_warps=8 if block_w * block_k > 256 or ((whole or rule.selective) and block_c >= 1024) else 4,
-        **pdl_launch(logq),
-    )
+    ], {
+        "WHOLE": whole,
+        "CALIBRATED": calibration is not None,
+        "SHAPED": shape is not None,
+        "BOUNDED": bounds is not None,
+        "FLOORED": floor is not None,
+        "DECAY": rule.decay,
+        "TOP": rule.top,
+        "INCLUDE_LAST": rule.include_last,
+        "BUDGET": rule.budget,
+        "LOG_SHARE": rule.share,
+        "FIRST_WIDTH": rule.first,
+        "FIRST_LEVELS": rule.levels,
+        "CAPACITY": capacity,
+        "MAX_DEPTH": columns - 1,
+        "PARENTS": given,
+        "K": k,
+        "WIDTH": width,
+        "STAGED_ROWS": staged_rows,
+        "MASKED": mask is not None,
+        "LINEAGE": 0 if lineage is None else lineage.shape[-1],
+        "BATCH": batch,
+        "CHILDREN": children,
+        "COLUMNS": min(COLUMNS, power_of_two(columns)),
+        "BLOCK_W": block_w,
+        "BLOCK_K": block_k,
+        "BLOCK_N": block_n,
+        "BLOCK_C": block_c,
+        "BLOCK_S": min(power_of_two(staged_rows), max(TILE // block_n, 16)),
+        "BLOCK_O": power_of_two(children),
+        "num_warps": 8 if block_w * block_k > 256 or ((whole or rule.selective) and block_c >= 1024) else 4,
+    }

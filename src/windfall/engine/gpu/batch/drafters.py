@@ -235,6 +235,15 @@ class BatchBlockDrafter(BatchStatesDrafter):
     def next_pass(self, rows: NextPass, seats: int, sampler: SeatSampler) -> Drafted:
         return self._candidates(rows.positions[:seats].flatten(), rows.tokens[:seats].flatten(), seats, sampler)
 
+    def all_levels(self, seats: int, sampler: SeatSampler) -> PairCandidates:
+        """The candidates of all levels after the first; for `grow_levels`."""
+        return self._candidates(None, self.state.tokens[:seats, 0], seats, sampler)
+
+    @property
+    def fewest_candidates(self) -> int:
+        """Candidates of a level, for any sampling."""
+        return min(self._alone.candidates, self._coupled.candidates)
+
     def _block(self, roots: Tensor, seats: int) -> Pass:
         """The rows of a block for each request."""
         size, lengths = len(self._places), self.state.draft_lengths[:seats]

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from windfall.engine.gpu.batch.drafters import BatchDrafter
+from windfall.engine.gpu.batch.drafters import BatchBlockDrafter, BatchDrafter
 from windfall.engine.gpu.batch.sampler import SeatSampler
 from windfall.engine.gpu.batch.state import BatchState
 from windfall.engine.gpu.batch.target import BatchTarget, Kind
@@ -19,6 +19,7 @@ from windfall.kernels.batch import accept_rows, choose_rows, describe_rows, root
 from windfall.kernels.batch_rows import BatchRows, Described, Outcome, Sampled
 from windfall.kernels.grow import grow
 from windfall.kernels.pages import max_tiles
+from windfall.kernels.pair_children import grow_levels
 from windfall.kernels.rules import Rule
 from windfall.kernels.trees import NO_NODE, Calibration, NextPass, TreeArrays
 from windfall.policies.budget import Sizes
@@ -135,10 +136,20 @@ class Round:
         self._grow(seats, sizes, logits, after.nodes.clone(), owners, after.positions.flatten(), rule, sampler)
 
     def draft_passes(self, seats: int, sizes: Sizes, pending: int, rule: Rule, kind: Kind) -> None:
-        """All draft passes of a round."""
+        """All draft passes of a round. All levels of a block head but the first take one launch."""
         self.first_draft_pass(seats, sizes, pending, rule, kind)
+        drafter = self.drafter
+        if isinstance(drafter, BatchBlockDrafter) and sizes.k <= drafter.fewest_candidates:
+            trees, rows = first(self.state.trees, seats), first_rows(self.next_rows(sizes.width), seats)
+            levels = drafter.all_levels(seats, SeatSampler(self.state, kind))
+            grow_levels(trees, rows, sizes.passes - 1, sizes.k, rule, levels, self._terms(seats, rule))
+            return
         for _ in range(1, sizes.passes):
             self.next_draft_pass(seats, sizes, rule, kind)
+
+    def _terms(self, seats: int, rule: Rule) -> Calibration | None:
+        """The calibration of each request, if the rule reads it."""
+        return Calibration._make(array[:seats] for array in self.state.calibration) if rule.calibrated else None
 
     def _grow(
         self,
@@ -155,7 +166,7 @@ class Round:
         drafter = self.drafter
         assert drafter is not None
         trees, after = first(self.state.trees, seats), first_rows(self.next_rows(sizes.width), seats)
-        terms = Calibration._make(array[:seats] for array in self.state.calibration) if rule.calibrated else None
+        terms = self._terms(seats, rule)
         names, offset = drafter.vocabulary, drafter.first + 1
         values, tokens = sampler.children(logits, sizes.k, owners, positions, names, offset)
         shape = (*nodes.shape, sizes.k)
