@@ -63,12 +63,23 @@ def append_rows(length: Tensor, waiting: Tensor, rows: int) -> tuple[Tensor, Ten
 
 
 def embed(
-    tokens: Tensor, embedding: Tensor, positions: Tensor, angles: Tensor, scale: float = 1.0
+    tokens: Tensor,
+    embedding: Tensor,
+    positions: Tensor,
+    angles: Tensor,
+    scale: float = 1.0,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """scale * embedding[tokens] [n, H] and angles[positions] [n, a]. Positions past the table use its last row."""
+    """scale * embedding[tokens] [n, H] and angles[positions] [n, a]. Positions past the table use its last row.
+
+    With `mask` [H] there are more positions than tokens: each token begins a block of rows, whose others are the mask.
+    """
     if on_triton(embedding) and embedding.stride(1) == angles.stride(1) == 1:
         from windfall.kernels.triton.rows import embed as compiled
 
-        return compiled(tokens, embedding, positions, angles, scale)
+        return compiled(tokens, embedding, positions, angles, scale, mask)
     embedded = F.embedding(tokens, embedding)
+    if mask is not None:
+        others = mask.to(embedded.dtype).expand(len(tokens), len(positions) // len(tokens) - 1, -1)
+        embedded = torch.cat([embedded[:, None], others], 1).flatten(0, 1)
     return embedded if scale == 1 else embedded * scale, angles[positions.clamp(max=len(angles) - 1)]

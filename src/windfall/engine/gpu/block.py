@@ -41,11 +41,11 @@ class BlockNetwork:
             self.head.remember(self.head.context(features)[None], positions[None], buffer)
 
     def __call__(self, rows: Pass) -> Tensor:
-        """The states [n, H] of whole blocks after the last norm. Every row has the token of its block's anchor."""
+        """The states [n, H] of whole blocks after the last norm. `rows` has the tokens of the anchors only."""
         if self.fused is not None:
             return self.fused(rows, self.kv)
         size = self.head.config.block
-        hidden = self.head.rows(rows.tokens[::size], size).flatten(0, 1)[None]
+        hidden = self.head.rows(rows.tokens, size).flatten(0, 1)[None]
         turn, buffer = self.head.rotary(rows.positions[None], hidden.dtype), BlockBuffer(self.kv, rows.slots, rows)
         for layer in self.head.layers:
             hidden = layer(hidden, turn, buffer)
@@ -74,7 +74,7 @@ class BlockNetwork:
     def store_pair_states(self, normed: Tensor, levels: Levels) -> None:
         """Store what the pair scores need of the states [n, H]."""
         if levels.hidden is not None and self._pair_projection is not None:
-            levels.hidden[: len(normed)] = F.linear(normed, self._pair_projection)
+            torch.mm(normed, self._pair_projection.T, out=levels.hidden[: len(normed)])
 
     @property
     def _pair_projection(self) -> Tensor | None:
@@ -150,11 +150,10 @@ class FusedBlock:
 
     def _inputs(self, rows: Pass) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """The embedded rows [n, H], with masks after the anchors, and their rotary angles."""
-        head, size = self.head, self.head.config.block
-        scale = head.config.embedding_scale
-        x, turns = embed(rows.tokens, head.embedding, rows.positions, self.angles, scale)
-        mask = head.embedding[head.config.mask_token] if head.mask is None else head.mask
-        x.view(-1, size, x.shape[1])[:, 1:] = mask.to(x.dtype) if scale == 1 else mask.to(x.dtype) * scale
+        head = self.head
+        mask = head.embedding[head.config.mask_token] if head.mask is None else head.mask.detach()
+        given = (rows.tokens, head.embedding, rows.positions, self.angles, head.config.embedding_scale)
+        x, turns = embed(*given, mask.to(head.embedding.dtype))
         return x, cos_and_sin(turns)
 
 

@@ -52,7 +52,7 @@ DECISION_SECONDS = 3e-5  # time that the device idles during a decision: polling
 class Cycle:
     """Buffers of one plan on the device, and the work on them.
 
-    `draft_passes`, `next_pass`, `publish_report` and `verify` only launch kernels, so that CUDA graphs can capture them.
+    `draft_passes`, `next_pass`, `publish_report` and `verify` only launch kernels: CUDA graphs can capture them.
     """
 
     def __init__(self, plan: Plan, form: GpuForm | None, gpu_target: GpuTarget):

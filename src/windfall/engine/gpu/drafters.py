@@ -247,15 +247,15 @@ class GpuBlockDrafter(StatesDrafter):
         slots, last, _ = append_rows(self.length, self.pending_count, rows)
         self.network.remember(self.features[:rows], slots, slots)
         root, places = self.tokens.index_select(0, last), self.length + self._places
-        normed = self.network(Pass(root.expand(len(places)).contiguous(), places, places, self._seen, self.length))
+        normed = self.network(Pass(root, places, places, self._seen, self.length))
         normed = normed[self.head.config.first_row :]
         logits = self.network.logits(normed)
         if self._entropy_levels is not None:
             logits = as_logits(logits)
             self._entropy_levels.fill(*top_children(logits, self._alone.candidates, tokens=self.vocabulary), logits)
         if sampler.coupled or self._entropy_levels is None:
-            levels, columns = self._levels(sampler), places[: self.levels] - 1
-            levels.fill(*sampler.children(logits, columns, self.draw_offset, levels.candidates, self.vocabulary))
+            levels, before = self._levels(sampler), self.draw_offset - 1
+            levels.fill(*sampler.children(logits, places[: self.levels], before, levels.candidates, self.vocabulary))
         self.network.store_pair_states(normed, self._alone)
         return self._candidates(None, root, sampler)
 

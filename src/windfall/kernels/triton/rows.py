@@ -95,19 +95,24 @@ def _embed(
     embedding_row,
     angles_row,
     scale,
+    mask,
+    ROWS: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_A: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (row)."""
+    """Program (row). Each token has ROWS rows, all but the first of which are the mask."""
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
-    token = tl.load(tokens + row)
+    token = tl.load(tokens + row // ROWS)
     position = tl.minimum(tl.load(positions + row), last_position)
     column = tl.arange(0, BLOCK)
     angle = tl.arange(0, BLOCK_A)
-    vector = tl.load(embedding + token * embedding_row + column, mask=column < width)
+    source = embedding + token * embedding_row
+    if ROWS > 1:
+        source = tl.where(row % ROWS == 0, source, mask)
+    vector = tl.load(source + column, mask=column < width)
     if SCALED:
         vector = (vector.to(tl.float32) * scale).to(vector.dtype)
     turn = tl.load(angles + position * angles_row + angle, mask=angle < angles_width)
@@ -116,10 +121,16 @@ def _embed(
 
 
 def embed(
-    tokens: Tensor, embedding: Tensor, positions: Tensor, angles: Tensor, scale: float = 1.0
+    tokens: Tensor,
+    embedding: Tensor,
+    positions: Tensor,
+    angles: Tensor,
+    scale: float = 1.0,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    rows, width, angles_width = len(tokens), embedding.shape[1], angles.shape[1]
-    assert tokens.is_contiguous() and positions.is_contiguous()
+    rows, width, angles_width = len(positions), embedding.shape[1], angles.shape[1]
+    assert tokens.is_contiguous() and positions.is_contiguous() and (rows == len(tokens) or mask is not None)
+    assert mask is None or (mask.is_contiguous() and mask.dtype == embedding.dtype)
     embedded, row_angles = embedding.new_empty(rows, width), angles.new_empty(rows, angles_width)
     block = power_of_two(width)
     _embed[(rows,)](
@@ -135,6 +146,8 @@ def embed(
         embedding.stride(0),
         angles.stride(0),
         scale,
+        embedding if mask is None else mask,
+        ROWS=rows // len(tokens),
         SCALED=scale != 1,
         BLOCK=block,
         BLOCK_A=power_of_two(angles_width),

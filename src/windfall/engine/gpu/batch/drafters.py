@@ -254,7 +254,7 @@ class BatchBlockDrafter(BatchStatesDrafter):
         pages = Pages(owners, lengths, self.state.tables[:seats], tiles)
         lineage = slots.int().repeat_interleave(size, 0)
         paths = Paths(reach.flatten(), lineage, pages, self.first)
-        return Pass.in_pages(roots.repeat_interleave(size), positions.flatten(), slots.flatten(), paths)
+        return Pass.in_pages(roots, positions.flatten(), slots.flatten(), paths)
 
     def _levels(self, seats: int, sampler: SeatSampler) -> Levels:
         levels = self._coupled if sampler.kind.coupled else self._alone
