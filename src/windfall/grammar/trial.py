@@ -64,7 +64,7 @@ class Trial:
             pipe = subprocess.PIPE
             command = [sys.executable, "-m", __name__]
             self._process = subprocess.Popen(
-                command, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL
+                command, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True
             )
             weakref.finalize(self, _end, self._process)
             try:
