@@ -61,7 +61,7 @@ class Trial:
             self.close()
             paths = os.pathsep.join(path for path in sys.path if path)
             environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
-            pipe = subprocess.PIPE
+            pipe = subprocess.PIPE  # and a session of its own: Ctrl-C is meant for the server
             command = [sys.executable, "-m", __name__]
             self._process = subprocess.Popen(
                 command, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True
