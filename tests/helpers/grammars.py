@@ -41,6 +41,7 @@ SCHEMA = {
     "required": ["name", "age", "tags", "ok"],
     "additionalProperties": False,
 }
+SLOW_SCHEMA = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(2500)}}  # to compile
 CONSTRAINTS: dict[str, dict[str, Any]] = {
     "schema": {"json_schema": SCHEMA},
     "regex": {"regex": "(ab|c){2,5}-[0-9]+(, (ab|c))*"},

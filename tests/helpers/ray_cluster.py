@@ -27,7 +27,8 @@ def cluster(**options: Any) -> Iterator[str]:
 
     import windfall.ray
 
-    ray.init(num_cpus=2, object_store_memory=100 * 2**20, include_dashboard=False, log_to_driver=False)
+    small = {"num_cpus": 2, "object_store_memory": 100 * 2**20, "include_dashboard": False, "log_to_driver": False}
+    ray.init(**small, _system_config={"metrics_report_interval_ms": 1000})
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": PORT})
         serve.run(windfall.ray.build({**options, "cpus": 0.5, "device": "cpu"}), name="windfall", route_prefix="/")
@@ -72,6 +73,17 @@ def metrics(url: str, session: str) -> dict[str, float]:
     lines = http().get(f"{url}/metrics", headers={"X-Session-Id": session}).text.splitlines()
     pairs = [line.rpartition(" ") for line in lines if line and not line.startswith("#")]
     return {name: float(value) for name, _, value in pairs}
+
+
+def exported() -> list[Any]:
+    """The samples of windfall's metrics at Ray's Prometheus endpoint of this machine."""
+    import ray
+    from prometheus_client.parser import text_string_to_metric_families
+
+    (node,) = ray.nodes()
+    text = http().get(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics").text
+    families = text_string_to_metric_families(text)
+    return [sample for family in families for sample in family.samples if sample.name.startswith("ray_windfall_")]
 
 
 def wait_for_replicas(count: int) -> None:

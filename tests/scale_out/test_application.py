@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -25,10 +26,12 @@ from helpers.serving import new_engine
 from windfall.core.errors import InputError
 from windfall.engine.host_runner import HostRunner
 from windfall.engine.service import MAX_REQUESTS_CPU, MAX_REQUESTS_GPU
+from windfall.ray import metrics as ray_export
 from windfall.ray import replica, routing
 from windfall.ray.application import completed, deployment
 from windfall.ray.options import Options
 from windfall.ray.replica import Replica
+from windfall.serve.app import make_app
 
 PAGE = (DEPLOY.parent / "docs" / "scale-out.md").read_text("utf-8")
 CPU = {"device": "cpu"}
@@ -118,6 +121,48 @@ def test_a_replica_answers_as_the_server_does(folder: Path) -> None:
     assert status == 400 and json.loads(answer)["error"]["param"] == "prompt"
     for _ in range(2):
         handle.check_health.remote().result(timeout_s=60)
+
+
+class Recorded:
+    """Stands for a metric of Ray."""
+
+    made: ClassVar[dict[str, Recorded]] = {}
+
+    def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]):
+        assert ":" not in name and description
+        self.tag_keys, self.values = tag_keys, Counter[tuple[str, ...]]()
+        Recorded.made[name] = self
+
+    def set(self, value: float, tags: dict[str, str]) -> None:
+        self.values[tuple(tags[key] for key in self.tag_keys)] = value  # type: ignore[assignment]
+
+
+class RecordedCounter(Recorded):
+    def inc(self, value: float, tags: dict[str, str]) -> None:
+        assert value > 0
+        self.values[tuple(tags[key] for key in self.tag_keys)] += value  # type: ignore[assignment]
+
+
+def test_ray_gets_the_metrics_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_export.ray_metrics, "Gauge", Recorded)
+    monkeypatch.setattr(ray_export.ray_metrics, "Counter", RecordedCounter)
+    made = new_engine()
+    metrics = make_app(made).state.metrics
+    export = ray_export.RayExport(metrics)
+    for texts in (1, 2):
+        made.submit([1, 2, 3], max_new_tokens=5, eos=(), policy="none").result(20)
+        metrics.add_answer("/v1/models", 200)
+        export.export()
+        export.export()  # nothing is counted twice
+        found = {name: each.values for name, each in Recorded.made.items()}
+        assert found["windfall_generation_tokens"] == {("tiny",): 5 * texts}
+        assert found["windfall_http_requests"] == {("/v1/models", "200"): texts}
+        assert found["windfall_num_requests_running"] == {("tiny",): 0}
+        buckets = found["windfall_accepted_length_bucket"]
+        assert buckets["tiny", "1.0"] == buckets["tiny", "+Inf"] == found["windfall_accepted_length_count"]["tiny",]
+    samples = {sample.name for family in metrics.collect() for sample in family.samples}
+    assert {name.removesuffix("_total").replace(":", "_") for name in samples} == Recorded.made.keys()
+    made.close()
 
 
 def of_engine(engine: Any) -> Replica:

@@ -15,7 +15,7 @@ import pytest
 
 from helpers.cli import SPECIAL, character_tokenizer
 from helpers.deploy import ROOT
-from helpers.ray_cluster import cluster, kill_the_busiest, metrics, replicas, wait_for_replicas
+from helpers.ray_cluster import cluster, exported, kill_the_busiest, metrics, replicas, wait_for_replicas
 from helpers.serving import client, http, wait_for
 from helpers.tiny import tiny
 from windfall.engine.engine import Engine
@@ -96,6 +96,31 @@ def test_a_session_stays_with_one_replica(url: str) -> None:
         assert answer.status_code == 200 and len(answer.headers.get_list("x-request-id")) == 1
     assert metrics(url, "anna")[ANSWERS] == 12  # and other sessions have the other replica
     assert {metrics(url, str(number)).get(ANSWERS, 0) for number in range(20)} == {0, 12}
+
+
+def test_ray_exports_the_metrics_of_all_replicas(url: str) -> None:
+    for number in range(8):
+        session = {"X-Session-Id": str(number)}
+        assert http().post(f"{url}/v1/completions", json=completion(), headers=session).status_code == 200
+    own = [metrics(url, str(number)) for number in range(8)]
+    name = 'windfall:generation_tokens_total{model_name="tiny"}'
+    expected = {each[name] for each in own}  # by replica
+
+    def values(name: str, **labels: str) -> dict[str, float]:
+        fits = [each for each in exported() if each.name == name and labels.items() <= each.labels.items()]
+        fits = [each for each in fits if each.labels.get("replica")]  # and not of replicas that ran in this process
+        assert all(each.labels["deployment"] == each.labels["application"] == "windfall" for each in fits)
+        return {each.labels["replica"]: each.value for each in fits}
+
+    def arrived() -> bool:  # health checks generate tokens, too
+        found = values("ray_windfall_generation_tokens_total", model_name="tiny").values()
+        return len(found) == 2 and min(found) >= min(expected) and max(found) >= max(expected)
+
+    wait_for(arrived, 60)
+    answers = values("ray_windfall_http_requests_total", route="/v1/completions", status="200")
+    assert sum(answers.values()) == sum({each[name]: each[ANSWERS] for each in own}.values())
+    counts = values("ray_windfall_time_to_first_token_seconds_bucket", le="+Inf")
+    assert counts.keys() == answers.keys() and all(counts[each] >= answers[each] for each in counts)
 
 
 def test_a_disconnect_cancels_the_text(url: str) -> None:

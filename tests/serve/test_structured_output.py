@@ -14,7 +14,7 @@ import pytest
 
 from helpers.grammars import SCHEMA
 from helpers.serving import MODEL, client, http, running
-from helpers.tools import TOOLS, engine
+from helpers.tools import TEMPLATE, TOOLS, engine
 
 MESSAGES: list[Any] = [{"role": "user", "content": "a cab"}]
 
@@ -152,19 +152,41 @@ def test_a_named_call_and_its_result(api: openai.OpenAI) -> None:
 def test_several_calls_in_a_stream(api: openai.OpenAI) -> None:
     how: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "seed": 10, "logit_bias": {"3": 3.0}}
     whole = chat(api, **how).choices[0]
-    calls: dict[int, Any] = {}
+    calls: dict[int, list[str]] = {}
     reasons = []
     for chunk in chat(api, **how, stream=True):
         choice = chunk.choices[0]
         reasons.append(choice.finish_reason)
         assert not choice.delta.content
         for part in choice.delta.tool_calls or []:
-            assert part.index not in calls and part.id and part.type == "function"
-            calls[part.index] = (part.function.name, part.function.arguments)
-    assert list(calls.values()) == [(call.function.name, call.function.arguments) for call in whole.message.tool_calls]
+            if part.index not in calls:
+                assert part.id and part.type == "function" and part.function.arguments == ""
+                calls[part.index] = [part.function.name]
+            else:
+                assert part.id is part.type is part.function.name is None
+                calls[part.index].append(part.function.arguments)
+    found = [(name, "".join(pieces)) for name, *pieces in calls.values()]
+    assert found == [(call.function.name, call.function.arguments) for call in whole.message.tool_calls]
     assert len(calls) > 1 and reasons[-1] == whole.finish_reason == "tool_calls" and {*reasons[:-1]} == {None}
     for call in whole.message.tool_calls:
         check(call)
+
+
+@pytest.mark.parametrize("shown", ["<tool_call>", "<tool_call>[", "[TOOL_CALLS]", '{"name": , "parameters": }'])
+def test_the_client_puts_streamed_calls_together(
+    api: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, shown: str
+) -> None:
+    template = TEMPLATE.replace("<tool_call>", f"{{{{ {shown!r} }}}}")
+    monkeypatch.setattr(engine().target.tokenizer, "chat_template", template)
+    how: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "seed": 3, "max_tokens": 200}
+    how |= {"tools": TOOLS[:1], "tool_choice": "required", "extra_body": {"return_token_ids": True}}
+    whole = api.chat.completions.create(**how).choices[0]
+    with api.chat.completions.stream(**how) as stream:
+        pieces = [event for event in stream if event.type == "tool_calls.function.arguments.delta"]
+        final = stream.current_completion_snapshot.choices[0]
+    calls = [(call.function.name, call.function.arguments) for call in final.message.tool_calls or []]
+    assert calls == [(call.function.name, call.function.arguments) for call in whole.message.tool_calls]
+    assert final.finish_reason == whole.finish_reason and len(pieces) > 4 * len(calls) > 0
 
 
 def test_calls_with_log_probabilities(api: openai.OpenAI) -> None:

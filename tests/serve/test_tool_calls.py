@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from helpers.grammars import END, TOKENS, guide
 from windfall.core.constraint import BACKENDS
-from windfall.serve.tool_calls import HERMES, LLAMA, MISTRAL, SMOLLM, Form, call_constraint, find_calls, form_of
-from windfall.serve.tool_stream import ToolStream
+from windfall.serve.tool_calls import HERMES, LLAMA, MISTRAL, SMOLLM, Form, call_constraint, form_of
+from windfall.serve.tool_stream import ToolStream, find_calls
 from windfall.serve.tools import Tool
 
 NAMES = {"find", "get_time"}
@@ -59,23 +62,136 @@ def test_calls_are_found(name: str) -> None:
     assert found.content == content
 
 
+def streamed(pieces: list[str], names: set[str] = NAMES) -> tuple[str, list[tuple[str, str]]]:
+    """The content and the calls that a client puts together from the deltas of a stream."""
+    stream, content, calls, ids = ToolStream(names), "", list[tuple[str, str]](), set[str]()
+    for delta in [delta for piece in pieces for delta in stream.push(piece)] + stream.end():
+        assert len(delta) == 1 and delta.keys() <= {"content", "tool_calls"}
+        content += delta.get("content", "")
+        for call in delta.get("tool_calls", []):
+            function = call["function"]
+            if "id" in call:
+                assert call.keys() == {"index", "id", "type", "function"} and call["type"] == "function"
+                assert call["index"] == len(calls) and function["arguments"] == ""
+                ids.add(call["id"])
+                calls.append((function["name"], ""))
+            else:
+                assert call.keys() == {"index", "function"} and function.keys() == {"arguments"}
+                assert call["index"] == len(calls) - 1 and function["arguments"]
+                calls[-1] = (calls[-1][0], calls[-1][1] + function["arguments"])
+    assert stream.called == bool(calls) and len(ids) == len(calls)
+    return content, calls
+
+
+def whole(text: str, names: set[str] = NAMES) -> tuple[str, list[tuple[str, str]]]:
+    found = find_calls(text, names)
+    return found.content, [(call.function.name, call.function.arguments) for call in found.calls]
+
+
 @pytest.mark.parametrize("size", [1, 3, 1000])
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_stream_finds_the_same(name: str, size: int) -> None:
-    text, calls, content = TEXTS[name]
-    stream = ToolStream(NAMES)
-    deltas = [stream.push(text[at : at + size]) for at in range(0, len(text), size)] + [stream.end()]
-    parts = [call for delta in deltas for call in delta.get("tool_calls", [])]
-    assert [call["index"] for call in parts] == list(range(len(calls)))
-    assert [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in parts] == calls
-    assert "".join(delta.get("content", "") for delta in deltas).strip() == content
-    assert stream.called == bool(calls)
+    text = TEXTS[name][0]
+    assert streamed([text[at : at + size] for at in range(0, len(text), size)]) == whole(text)
+
+
+LETTERS = st.sampled_from('ab{}[]"\\</>_\n\t é😀:,;')
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(LETTERS, max_size=8) | st.just("</tool_call><tool_call>"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(LETTERS, max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+DRAWN_CALLS = st.lists(
+    st.tuples(st.sampled_from(sorted(NAMES)), st.dictionaries(st.text(LETTERS, max_size=4), VALUES, max_size=3)),
+    min_size=1,
+    max_size=3,
+)
+STYLES: list[dict[str, Any]] = [{}, {"ensure_ascii": False}, {"indent": 1}, {"separators": (",", ":")}]
+
+
+def json_calls(key: str, calls: list[tuple[str, str]]) -> list[str]:
+    return [f'{{"name": "{name}", "{key}": {arguments}}}' for name, arguments in calls]
+
+
+def write_named(calls: list[tuple[str, str]]) -> str:
+    return "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in calls)
+
+
+FAMILIES = {
+    "hermes": lambda c: "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in json_calls("arguments", c)),
+    "smollm": lambda c: f"<tool_call>[{', '.join(json_calls('arguments', c))}]</tool_call>",
+    "llama": lambda c: "; ".join(json_calls("parameters", c)),
+    "mistral": lambda c: f"[TOOL_CALLS] [{', '.join(json_calls('arguments', c))}]",
+    "mistral, newer": write_named,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(calls=DRAWN_CALLS, style=st.sampled_from(STYLES), data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_a_stream_has_the_arguments_as_they_were_written(
+    family: str, calls: list[tuple[str, Any]], style: dict[str, Any], data: st.DataObject
+) -> None:
+    written = [(name, json.dumps(arguments, **style)) for name, arguments in calls]
+    text = FAMILIES[family](written)
+    assert whole(text) == ("", written)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    assert streamed([text[a:b] for a, b in pairwise([0, *cuts, len(text)])]) == ("", written)
+    end = data.draw(st.integers(0, len(text)))  # the text may end anywhere
+    assert streamed([text[a : min(b, end)] for a, b in pairwise([0, *cuts, len(text)])]) == whole(text[:end])
+
+
+@given(parts=st.lists(st.sampled_from([*'{}[]",:; \n', "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "find",
+    "<", "abc", '{"name": "find"', '"name"', '"find"', '"arguments": {', '"parameters": "{}"', "<|python_tag|>"]),
+    max_size=14), data=st.data())  # fmt: skip
+@settings(max_examples=300, deadline=None)
+def test_any_text_is_the_same_in_pieces(parts: list[str], data: st.DataObject) -> None:
+    text = "".join(parts)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    assert streamed([text[a:b] for a, b in pairwise([0, *cuts, len(text)])]) == whole(text)
+    content, calls = whole(text)
+    assert calls or content == text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_arguments_are_sent_while_they_are_written(family: str) -> None:
+    text = FAMILIES[family]([("find", '{"city": "Rome"}'), ("get_time", '{"zone": "UTC"}')])
+    stream, middle = ToolStream(NAMES), text.index("ome")
+    first, *more = stream.push(text[:middle])
+    assert first["tool_calls"][0]["function"] == {"name": "find", "arguments": ""}
+    assert more == [{"tool_calls": [{"index": 0, "function": {"arguments": '{"city": "R'}}]}]
+    assert stream.push(text[middle : middle + 2]) == [{"tool_calls": [{"index": 0, "function": {"arguments": "om"}}]}]
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ('<tool_call>{"arguments": {"a" : 1}, "name": "find"}</tool_call>', "", [("find", '{"a" : 1}')]),
+        ('{"id": [1, {"a": "}"}], "name": "find", "arguments": {}, "more": "}"}', "", [("find", "{}")]),
+        ('<tool_call>{"name": "find"}</tool_call>', "", [("find", "{}")]),
+        ('<tool_call>{"name": "find", "arguments": {"a": 1}\n</tool_call>', "", [("find", '{"a": 1}')]),
+        ('<tool_call>{"name": "find", "arguments": {"a": 1}}}\n</tool_call>', "", [("find", '{"a": 1}')]),
+        ('<tool_call>{"name": "find", "arguments": {"a": "b}}\n</tool_call>\n<tool_call>{"name": "get_time"}', "",
+         [("find", '{"a": "b}}'), ("get_time", "{}")]),
+        ('<tool_call>{"name": "find", "arguments": {"a": b}}</tool_call>', "", [("find", '{"a": b}')]),
+        ('<tool_call>{"name": "find", "arguments": {"a": "b', "", [("find", '{"a": "b')]),
+        ('<tool_call>{"name": "find", "arguments": {}}</tool_', "", [("find", "{}")]),
+        ('<tool_call>{"name": "find", "arguments": 5}</tool_call>',
+         '<tool_call>{"name": "find", "arguments": 5}</tool_call>', []),
+        ('Yes.\n<tool_call>{"name": "find"}</tool_call>\nDone.\n', "Yes.\nDone.", [("find", "{}")]),
+        ('{"name": "find"} is a call.', "is a call.", [("find", "{}")]),
+        ("find {it}", "find {it}", []),
+        (" \n", " \n", []),
+    ],
+)  # fmt: skip
+def test_unusual_texts(text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    assert whole(text) == streamed([*text]) == (content, calls)
 
 
 def test_text_is_not_held_back() -> None:
     stream = ToolStream(NAMES)
-    assert stream.push("A b") == {"content": "A b"} and stream.push("c <") == {"content": "c "}
-    assert stream.push("d") == {"content": "<d"} and stream.end() == {}
+    assert stream.push("A b") == [{"content": "A b"}] and stream.push("c <") == [{"content": "c"}]
+    assert stream.push("d") == [{"content": " <d"}] and stream.end() == []
 
 
 @pytest.mark.parametrize(

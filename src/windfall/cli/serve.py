@@ -8,9 +8,10 @@ from importlib.util import find_spec
 from windfall.cli.declare import complete, option
 from windfall.cli.options import BatchOptions, ModelOptions, PolicyOptions
 from windfall.cli.session import freeze_objects, remember_costs
+from windfall.core.constraint import MAX_SOURCE_CHARACTERS
 from windfall.core.errors import InputError
 from windfall.render import console
-from windfall.serve.settings import DRAIN_SECONDS, MAX_BODY_BYTES, MAX_QUEUE, Settings
+from windfall.serve.settings import DRAIN_SECONDS, GRAMMAR_SECONDS, MAX_BODY_BYTES, MAX_QUEUE, Settings
 
 KEY_VARIABLE = "WINDFALL_API_KEY"
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
@@ -42,6 +43,12 @@ def serve(
         metavar="NAME",
         autocompletion=complete("policies"),
     ),
+    grammar_timeout: float = option(
+        GRAMMAR_SECONDS, "Longest time to compile the schema or grammar of a request.", metavar="SECONDS"
+    ),
+    max_grammar_chars: int = option(
+        MAX_SOURCE_CHARACTERS, "Most characters of the schema or grammar of a request.", metavar="N"
+    ),
     no_page: bool = option(False, "Do not offer the live page at / and its data."),
 ) -> None:
     """Serve the model over the OpenAI API, until Ctrl-C or SIGTERM.
@@ -64,6 +71,8 @@ def serve(
         max_body_mb * 2**20,
         request_policies=tuple(request_policy),
         page=not no_page,
+        grammar_timeout=grammar_timeout,
+        max_grammar_chars=max_grammar_chars,
     )
     made_policy = policy.make()
     policies.offered(request_policy)  # before the weights are read: a wrong name costs no loading

@@ -579,10 +579,11 @@ class Engine:
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         """The compiled constraint."""
-        return None if params.constraint is None else self._grammars.compile(params.constraint)
+        return None if params.constraint is None else self.grammars.compile(params.constraint)
 
     @cached_property
-    def _grammars(self) -> Grammars:
+    def grammars(self) -> Grammars:
+        """The compiled constraints."""
         return Grammars(self.target.tokenizer, self.target.vocab_size, self.target.eos)
 
 

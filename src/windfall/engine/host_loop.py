@@ -7,11 +7,12 @@ target would have written itself. On a GPU, `engine.gpu` runs the same cycle on 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from windfall.core.clock import Stopwatch
 from windfall.core.tree import MAX_TREE_NODES, DraftTree
@@ -20,7 +21,7 @@ from windfall.costs.online import OnlineCosts
 from windfall.drafters.base import Drafter
 from windfall.engine.lockstep import Lockstep
 from windfall.engine.sequence import Sequence
-from windfall.engine.shared_budget import Grower, SharedBudgets
+from windfall.engine.shared_budget import BatchRound, Grower, SharedBudgets
 from windfall.grammar.guide import Guide
 from windfall.model.target import Target
 from windfall.policies.budget import Sizes
@@ -58,77 +59,103 @@ class HostLoop:
     def cycle(self, rows: dict[int, Sequence]) -> list[Step]:
         """One cycle of the sequences in these rows of the batch, in the order of the caches."""
         self.failed, self.walked = {}, False
-        live, target, drafter, clock = list(rows.values()), self.target, self.drafter, Stopwatch()
-        known_graphs = target.recordings
+        cycle = self._begin(list(rows.values()))
+        self._draft(cycle)
+        trees = self._select(cycle)
+        scores = self.target.score(trees)
+        verdicts = self._walk_all(rows, cycle, trees, scores)
+        self._commit(cycle, scores, verdicts)
+        steps = self._report(cycle, trees, verdicts)
+        return self._learn(cycle, steps)
+
+    def _begin(self, live: list[Sequence]) -> Cycle:
+        """A tree with one node, the last token, for every sequence, and who decides how it grows."""
         alone = len(live) == 1
         learner = self.online_costs if self.online_costs.learns and alone else None  # batches share passes
+        clock, known_graphs = Stopwatch(), self.target.recordings
         contexts = [sequence.begin_cycle(self.online_costs.costs, learner) for sequence in live]
-
-        # Draft: every policy, or the budget of several, asks for passes that extend a tree, until none wants another.
         deciders = self._budgets.begin(live, contexts)
         self.budget = deciders.sizes
-        drafted = drafter.begin([sequence.tokens[-1] for sequence in live])
-        growths = [
-            Growth(grower, context, sequence.guide)
-            for grower, context, sequence in zip(deciders.growers, contexts, live, strict=True)
-        ]
-        passes: list[tuple[int, float]] = []  # expanded nodes and seconds of the passes that found children
-        while any(grows := [growth.next(tree) for growth, tree in zip(growths, drafted, strict=True)]):
+        drafted = self.drafter.begin([sequence.tokens[-1] for sequence in live])
+        return Cycle(live, contexts, deciders, drafted, clock, known_graphs)
+
+    def _draft(self, cycle: Cycle) -> None:
+        """Every policy, or the budget of several, asks for passes that extend a tree, until none wants another."""
+        live, clock = cycle.live, cycle.clock
+        while any(grows := [growth.next(tree) for growth, tree in zip(cycle.growths, cycle.drafted, strict=True)]):
             clock.lap("policy")
-            size = sum(map(len, drafted))
-            drafted = drafter.expand(drafted, grows)
+            size = sum(map(len, cycle.drafted))
+            drafted = self.drafter.expand(cycle.drafted, grows)
             seconds = clock.lap("draft")
-            drafted = [s.guide.rate(tree) if s.guide else tree for s, tree in zip(live, drafted, strict=True)]
-            if sum(map(len, drafted)) > size:
-                passes.append((sum(len(grow.nodes) for grow in grows if grow), seconds))
+            cycle.drafted = [s.guide.rate(tree) if s.guide else tree for s, tree in zip(live, drafted, strict=True)]
+            if sum(map(len, cycle.drafted)) > size:
+                cycle.passes.append((sum(len(grow.nodes) for grow in grows if grow), seconds))
 
-        # Select the nodes that are worth verifying.
-        kept, own_sizes = deciders.select(drafted), [*map(len, drafted)]
-        for i, sequence in enumerate(live):
-            drafted[i], kept[i] = sequence.choose_legal(drafted[i], kept[i], contexts[i].room)
+    def _select(self, cycle: Cycle) -> list[DraftTree]:
+        """The trees of the nodes that are worth verifying."""
+        drafted, kept = cycle.drafted, cycle.deciders.select(cycle.drafted)
+        cycle.own_sizes = [*map(len, drafted)]
+        for i, sequence in enumerate(cycle.live):
+            drafted[i], kept[i] = sequence.choose_legal(drafted[i], kept[i], cycle.contexts[i].room)
+        cycle.kept = kept
         trees = [tree.select(keep) for tree, keep in zip(drafted, kept, strict=True)]
-        clock.lap("policy")
+        cycle.clock.lap("policy")
+        return trees
 
-        # Verify all trees in one pass, and follow the target's own draws down each tree.
-        scores = target.score(trees)
-        if self.lockstep is None:
-            verdicts = [self._walk(s, tree, score) for s, tree, score in zip(live, trees, scores, strict=True)]
-        else:
-            verdicts = self.lockstep.walk_trees(rows, trees, scores)
-        paths = [verdict.path for verdict in verdicts]
+    def _walk_all(
+        self, rows: dict[int, Sequence], cycle: Cycle, trees: list[DraftTree], scores: list[Scores]
+    ) -> list[Verdict]:
+        """Follow the target's own draws down each tree."""
+        if self.lockstep is not None:
+            return self.lockstep.walk_trees(rows, trees, scores)
+        return [self._walk(s, tree, score) for s, tree, score in zip(cycle.live, trees, scores, strict=True)]
+
+    def _commit(self, cycle: Cycle, scores: list[Scores], verdicts: list[Verdict]) -> None:
+        """Keep the accepted paths. The drafter does too, and gets the target's hidden states on them."""
+        target, paths = self.target, [verdict.path for verdict in verdicts]
         target.commit(paths)
-        verify_seconds = clock.lap("verify")
-
-        # Commit: the drafter keeps the accepted paths too, and gets the target's hidden states on them.
-        drafted_paths = [torch.from_numpy(keep.numpy()[path.numpy()]) for keep, path in zip(kept, paths, strict=True)]
+        cycle.verify_seconds = cycle.clock.lap("verify")
+        kept = zip(cycle.kept, paths, strict=True)
+        drafted_paths = [torch.from_numpy(keep.numpy()[path.numpy()]) for keep, path in kept]
         scored = [(score.hidden, path) for score, path in zip(scores, paths, strict=True) if score.hidden is not None]
         hidden = [target.states(states, path) for states, path in scored] or None
-        drafter.commit(drafted, drafted_paths, [verdict.bonus for verdict in verdicts], hidden)
-        clock.lap("draft")
+        self.drafter.commit(cycle.drafted, drafted_paths, [verdict.bonus for verdict in verdicts], hidden)
+        cycle.clock.lap("draft")
 
-        # Report, and learn from the outcome.
+    def _report(self, cycle: Cycle, trees: list[DraftTree], verdicts: list[Verdict]) -> list[Step]:
+        """Add the tokens to the texts, and say what the cycle has done."""
         emitted = [
             self._attempt(s, s.accept, tree, verdict, otherwise=NOTHING)
-            for s, tree, verdict in zip(live, trees, verdicts, strict=True)
+            for s, tree, verdict in zip(cycle.live, trees, verdicts, strict=True)
         ]
-        clock.lap("other")
-        recorded = target.recordings > known_graphs
+        cycle.clock.lap("other")
+        cycle.recorded = self.target.recordings > cycle.known_graphs
         steps = [
             Step(
-                *emitted[i], trees[i], paths[i], drafted[i], kept[i], growths[i].passes, clock.split, s.finish, recorded
+                *emitted[i],
+                trees[i],
+                verdicts[i].path,
+                cycle.drafted[i],
+                cycle.kept[i],
+                cycle.growths[i].passes,
+                cycle.clock.split,
+                s.finish,
+                cycle.recorded,
             )
-            for i, s in enumerate(live)
+            for i, s in enumerate(cycle.live)
         ]
-        steps = list(map(_with_logprobs, steps, verdicts))
-        if not recorded and self.online_costs.learns:
-            verified, length = sum(map(len, trees)), sum(context.length for context in contexts)
-            self._learn_costs(learner or self._budgets.costs, length, passes, verified, verify_seconds, alone)
-        own_steps = [step.of_policy(size) for step, size in zip(steps, own_sizes, strict=True)]
-        deciders.observe(own_steps)
-        for sequence, step in zip(live, own_steps, strict=True):
+        return list(map(_with_logprobs, steps, verdicts))
+
+    def _learn(self, cycle: Cycle, steps: list[Step]) -> list[Step]:
+        """Let costs and policies learn from the outcome; returns the Steps with all times."""
+        if self.online_costs.learns and not cycle.recorded:
+            self._learn_costs(cycle, sum(len(step.tree) for step in steps))
+        own_steps = [step.of_policy(size) for step, size in zip(steps, cycle.own_sizes, strict=True)]
+        cycle.deciders.observe(own_steps)
+        for sequence, step in zip(cycle.live, own_steps, strict=True):
             self._attempt(sequence, sequence.observe, step, otherwise=None)
-        clock.lap("policy")
-        return [replace(step, seconds=clock.split) for step in steps]
+        cycle.clock.lap("policy")
+        return [replace(step, seconds=cycle.clock.split) for step in steps]
 
     def _attempt(self, sequence: Sequence, call: Callable[..., T], *given: Any, otherwise: T) -> T:
         """The result of a call for one sequence. If it raises, this sequence fails and the others go on."""
@@ -149,25 +176,19 @@ class HostLoop:
     def _budgets(self) -> SharedBudgets:
         return SharedBudgets(self.online_costs)
 
-    def _learn_costs(
-        self,
-        learner: OnlineCosts,
-        length: int,
-        passes: list[tuple[int, float]],
-        verified_rows: int,
-        verify_seconds: float,
-        alone: bool,
-    ) -> None:
+    def _learn_costs(self, cycle: Cycle, verified_rows: int) -> None:
         """Correct the costs of passes by the times of a cycle. In a batch, rows and lengths are those of all requests,
         and nothing is learned from the first draft pass, whose time depends on the number of requests."""
-        slower = self.costs_are_of_gpu
+        alone, slower = len(cycle.live) == 1, self.costs_are_of_gpu
+        learner = self.online_costs if alone else self._budgets.costs
+        length, passes = sum(context.length for context in cycle.contexts), cycle.passes
         if passes and alone:
             many_pending = length - self.drafted_length > USUAL_PENDING_TOKENS
             learner.record_drafts([0], passes[0][1], slower or many_pending)
             self.drafted_length = length
         for width, seconds in passes[1:]:
             learner.record_drafts([width], seconds, slower)
-        learner.record_verify(verified_rows, length, verify_seconds, slower)
+        learner.record_verify(verified_rows, length, cycle.verify_seconds, slower)
 
 
 def _with_logprobs(step: Step, verdict: Verdict) -> Step:
@@ -205,3 +226,25 @@ class Growth:
         nodes, depths = grow.nodes.tolist(), tree.arrays.depth[grow.nodes.numpy()].tolist()
         found = [n for n, depth in zip(nodes, depths, strict=True) if depth <= deepest and n not in self._expanded]
         return found if self.guide is None else list(filter(self.guide.allows, found))
+
+
+@dataclass
+class Cycle:
+    """What a cycle of some sequences works on, each list in their order."""
+
+    live: list[Sequence]
+    contexts: list[Context]
+    deciders: BatchRound
+    drafted: list[DraftTree]
+    clock: Stopwatch
+    known_graphs: int  # captured before the cycle
+    passes: list[tuple[int, float]] = field(default_factory=list)  # nodes and seconds of passes that found children
+    own_sizes: list[int] = field(default_factory=list)  # nodes of the trees, without forced text
+    kept: list[Tensor] = field(default_factory=list)  # nodes to verify
+    verify_seconds: float = 0.0
+    recorded: bool = False  # whether graphs were captured in the cycle
+
+    @cached_property
+    def growths(self) -> list[Growth]:
+        members = zip(self.deciders.growers, self.contexts, self.live, strict=True)
+        return [Growth(grower, context, sequence.guide) for grower, context, sequence in members]

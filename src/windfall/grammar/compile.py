@@ -7,6 +7,7 @@ from collections import OrderedDict
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
+from weakref import WeakValueDictionary
 
 from windfall.core.constraint import BACKENDS, Constraint
 from windfall.core.errors import InputError
@@ -17,26 +18,18 @@ MAX_KEPT = 64  # compiled grammars
 INSTALL = 'pip install "windfall[grammar]"'
 
 
-class Grammars:
-    """The compiled grammars of one tokenizer, the latest first. Any thread may ask."""
+class Compiler:
+    """The grammar libraries with one vocabulary. They are imported on first use."""
 
-    def __init__(self, tokenizer: Any, vocabulary_size: int, eos: tuple[int, ...]):
-        self._tokenizer, self._size, self._eos = tokenizer, vocabulary_size, eos
+    def __init__(self, vocabulary: Vocabulary):
+        self._vocabulary = vocabulary
         self._backends: dict[str, Backend] = {}
-        self._kept: OrderedDict[Constraint, Grammar] = OrderedDict()
-        self._lock = threading.Lock()
+
+    def prepare(self) -> None:
+        """Load the library that is tried first."""
+        self._backend(next(filter(installed, BACKENDS)))
 
     def compile(self, constraint: Constraint) -> Grammar:
-        """The grammar of a constraint; raises an InputError of one line if there is none."""
-        with self._lock:
-            if constraint not in self._kept:
-                self._kept[constraint] = self._compile(constraint)
-                if len(self._kept) > MAX_KEPT:
-                    self._kept.popitem(last=False)
-            self._kept.move_to_end(constraint)
-            return self._kept[constraint]
-
-    def _compile(self, constraint: Constraint) -> Grammar:
         """By the first installed library that supports all of the constraint."""
         names, reason = check_installed(constraint), ""
         for name in names:
@@ -57,8 +50,50 @@ class Grammars:
             self._backends[name] = make_backend(name, self._vocabulary)
         return self._backends[name]
 
+
+class Grammars:
+    """The compiled grammars of one tokenizer: those that are in use, and the latest others. Any thread may ask."""
+
+    def __init__(self, tokenizer: Any, vocabulary_size: int, eos: tuple[int, ...]):
+        self._tokenizer, self._size, self._eos = tokenizer, vocabulary_size, eos
+        self._kept: OrderedDict[Constraint, Grammar] = OrderedDict()  # the latest
+        self._used: WeakValueDictionary[Constraint, Grammar] = WeakValueDictionary()  # all that anything refers to
+        self._lock = threading.Lock()  # of these two
+        self._compiling = threading.Lock()
+
+    def find(self, constraint: Constraint) -> Grammar | None:
+        """The grammar of a constraint, if it is compiled."""
+        with self._lock:
+            grammar = self._used.get(constraint)
+            if grammar is not None:
+                self._keep(constraint, grammar)
+            return grammar
+
+    def compile(self, constraint: Constraint) -> Grammar:
+        """The grammar of a constraint; raises an InputError of one line if there is none."""
+        if (grammar := self.find(constraint)) is not None:
+            return grammar
+        with self._compiling:
+            if (grammar := self.find(constraint)) is None:
+                check_installed(constraint)
+                grammar = self._compiler.compile(constraint)
+                with self._lock:
+                    self._keep(constraint, grammar)
+        return grammar
+
+    def _keep(self, constraint: Constraint, grammar: Grammar) -> None:
+        self._kept[constraint] = self._used[constraint] = grammar
+        self._kept.move_to_end(constraint)
+        if len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)
+
     @cached_property
-    def _vocabulary(self) -> Vocabulary:
+    def _compiler(self) -> Compiler:
+        return Compiler(self.vocabulary)
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The texts of the tokens."""
         return read_vocabulary(self._tokenizer, self._size, self._eos)
 
 

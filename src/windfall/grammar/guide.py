@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from windfall.core.errors import InputError
 from windfall.core.tree import DraftTree, Flags
 from windfall.grammar.base import Grammar
 
@@ -16,6 +18,7 @@ MAX_FORCED_NODES = 32  # nodes of forced text that a tree gets
 MAX_FORCED_STARTS = 4  # nodes after which forced text is looked for; each costs a mask
 MAX_SPELLINGS = 64  # tokens that may begin a forced text
 MAX_ROWS = 256  # of a tree with forced text
+MAX_SECONDS, MAX_SECONDS_PER_TOKEN = 3.0, 0.25  # of CPU time that a library may take for a text; usual are milliseconds
 SURE, FIRST = np.zeros(1, np.float32), np.zeros(1, np.int64)  # log-probability and rank of forced nodes
 
 
@@ -34,6 +37,7 @@ class Guide:
         self._ahead: list[int] = []  # tokens that it has taken after these
         self._legal: list[bool] = []  # by node of the drafted tree
         self._mask: Flags | None = None  # at the present state
+        self._seconds = 0.0  # that the library has taken so far
 
     def follow(self, text: Sequence[int]) -> None:
         """Go to the end of the text: all of its tokens after the prompt. A text only grows."""
@@ -61,14 +65,27 @@ class Guide:
         if token in self._eos:
             return self._matcher.may_end
         known = 0 <= token < len(self._vocabulary) and bool(self._vocabulary.tokens[token])
-        return known and (self._matcher.legal(token) if self._mask is None else bool(self._mask[token]))
+        if not known or self._mask is not None:
+            return known and self._mask is not None and bool(self._mask[token])
+        start = time.thread_time()
+        found = self._matcher.legal(token)
+        self._count(time.thread_time() - start)
+        return found
 
     def mask(self) -> Flags:
         """Which tokens may come next [V]."""
         if self._mask is None:
+            start = time.thread_time()
             self._mask = self._matcher.mask()
             self._mask[self._eos] = self._matcher.may_end
+            self._count(time.thread_time() - start)
         return self._mask
+
+    def _count(self, seconds: float) -> None:
+        """Refuse a grammar that takes too long: other texts wait for it in every cycle."""
+        self._seconds += seconds
+        if self._seconds > MAX_SECONDS + MAX_SECONDS_PER_TOKEN * self._committed:
+            raise InputError(f"the grammar cannot be followed: it has taken {self._seconds:.1f} seconds of CPU time")
 
     @property
     def over(self) -> bool:

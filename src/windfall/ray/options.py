@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from windfall.core.constraint import MAX_SOURCE_CHARACTERS
 from windfall.core.errors import InputError
 from windfall.core.options import split_settings
-from windfall.serve.settings import MAX_BODY_BYTES, Settings
+from windfall.serve.settings import GRAMMAR_SECONDS, MAX_BODY_BYTES, Settings
 
 PREFIX = "WINDFALL_RAY_"  # of environment variables: WINDFALL_RAY_TARGET and so on
 KEY_VARIABLE = "WINDFALL_API_KEY"
@@ -57,6 +58,8 @@ class Options(BaseModel):
     request_timeout: float | None = Field(None, gt=0)
     max_body_mb: int = Field(MAX_BODY_BYTES // 2**20, ge=1)
     request_policies: Names = ()
+    grammar_timeout: float = Field(GRAMMAR_SECONDS, gt=0)
+    max_grammar_chars: int = Field(MAX_SOURCE_CHARACTERS, ge=1, le=MAX_SOURCE_CHARACTERS)
     page: bool = False  # it shows one replica's load
     log_format: Literal["text", "json", "none"] = "none"  # Ray logs requests, too
 
@@ -97,6 +100,8 @@ class Options(BaseModel):
             max_body_bytes=self.max_body_mb * 2**20,
             request_policies=self.request_policies,
             page=self.page,
+            grammar_timeout=self.grammar_timeout,
+            max_grammar_chars=self.max_grammar_chars,
         )
 
 

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from windfall.engine.engine import Engine
 from windfall.engine.loading import load
 from windfall.engine.profiling import remember
+from windfall.ray.metrics import RayExport
 from windfall.ray.options import KEY_VARIABLE, Options
 from windfall.serve import log_format
 from windfall.serve.app import make_app
@@ -60,6 +61,8 @@ class Replica:
         """The application that `windfall serve` runs, too."""
         app = make_app(self.engine, self._settings)
         app.add_middleware(WithoutRequestId)
+        self._export = RayExport(app.state.metrics)
+        self._export.start()
         return app
 
     async def check_health(self) -> None:
@@ -84,6 +87,8 @@ class Replica:
     def __del__(self) -> None:
         """Ray calls this when all requests have ended, or the time for them is over."""
         made = self.__dict__  # without an engine, if it could not be loaded
+        if "_export" in made:
+            self._export.end()
         if "engine" in made and not self.engine.closed:
             self.engine.close()
             if self.engine.policy.uses_costs:

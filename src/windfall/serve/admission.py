@@ -14,8 +14,10 @@ from windfall.core.errors import RoomError
 from windfall.core.wording import counted
 from windfall.engine.engine import Engine, Prompt
 from windfall.engine.request import Handle
+from windfall.grammar.base import Grammar
 from windfall.policies.base import TreePolicy
 from windfall.serve.errors import ApiError, shutting_down
+from windfall.serve.grammars import LimitedGrammars
 from windfall.serve.policies import offered
 from windfall.serve.settings import Settings
 
@@ -32,9 +34,14 @@ class Job:
     shortens: bool = False  # whether a text with fewer new tokens will do, if the memory is too small
     policy: TreePolicy | None = None  # None: the engine's
 
+    @property
+    def constrained(self) -> bool:
+        return self.sampling.get("constraint") is not None
+
 
 class Admission:
-    """Counts the texts that run or wait. Prompts are tokenized in a thread, one after another."""
+    """Counts the texts that run or wait. Prompts are tokenized in a thread, one after another; before that, grammars
+    are compiled elsewhere."""
 
     def __init__(self, engine: Engine, settings: Settings):
         self.engine, self.settings = engine, settings
@@ -44,6 +51,7 @@ class Admission:
         self._handles: list[Handle] = []
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "windfall-submit")
+        self._grammars = LimitedGrammars(engine.grammars, settings)
 
     @property
     def unfinished(self) -> int:
@@ -71,7 +79,12 @@ class Admission:
         if self.engine.closed:
             raise shutting_down()
         self._enter(len(jobs))
-        submitted = self._thread.submit(self._submit, jobs)
+        try:
+            ready = await self._grammars.compile({job.sampling["constraint"]: None for job in jobs if job.constrained})
+        except BaseException:
+            self._add([], len(jobs))
+            raise
+        submitted = self._thread.submit(self._submit, jobs, ready)
         try:
             return await asyncio.wrap_future(submitted)
         except asyncio.CancelledError:
@@ -81,7 +94,8 @@ class Admission:
                 submitted.add_done_callback(_cancel)
             raise
 
-    def _submit(self, jobs: list[Job]) -> list[Handle]:
+    def _submit(self, jobs: list[Job], _: list[Grammar]) -> list[Handle]:
+        """Submit texts whose grammars are compiled, and kept until the engine has them."""
         handles: list[Handle] = []
         try:
             for job in jobs:

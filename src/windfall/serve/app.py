@@ -38,6 +38,7 @@ def make_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
     metrics = Metrics(admission, served_name(admission))
 
     app = FastAPI(title="windfall", version=__version__, docs_url=None, redoc_url=None)
+    app.state.metrics = metrics
     for make_routes in (model_routes, chat_routes, completion_routes, tokenize_routes):
         app.include_router(make_routes(admission))
     app.include_router(metric_routes(metrics))

@@ -16,7 +16,7 @@ from windfall.serve.errors import ApiError
 from windfall.serve.policies import chosen
 from windfall.serve.protocol import Choice, GenerationRequest, ModelRequest, Stamp
 from windfall.serve.speculation import Cycles
-from windfall.serve.streaming import EventStream, MakeChoice, chunks, while_connected
+from windfall.serve.streaming import EventStream, MakeChoices, chunks, while_connected
 from windfall.serve.texts import Texts
 
 R = TypeVar("R", bound=ModelRequest)
@@ -82,7 +82,7 @@ class Form(NamedTuple):
     whole: str  # the field `object` of a whole answer
     chunk: str  # and of a chunk
     beginning: Sequence[Choice]  # the first choices of a stream
-    choice_of: MakeChoice  # the choice for a piece of a stream
+    chunks_of: MakeChoices  # the choices for a piece of a stream, each for an event
     choices_of: Callable[[list[Generation]], Sequence[Choice]]  # the choices of a whole answer
     empty: Callable[[int], Choice]  # a choice of a stream with this index and without text
 
@@ -90,12 +90,12 @@ class Form(NamedTuple):
 def with_token_ids(form: Form) -> Form:
     """The same form with the ids of tokens: of each cycle in a stream, also if it adds no text."""
 
-    def choice_of(index: int, piece: Step | Generation) -> Choice | None:
-        choice = form.choice_of(index, piece)
+    def chunks_of(index: int, piece: Step | Generation) -> Sequence[Choice]:
+        choices = form.chunks_of(index, piece)
         if isinstance(piece, Step):
-            choice = choice or form.empty(index)
-            choice.token_ids = [*piece.tokens]
-        return choice
+            choices = choices or [form.empty(index)]
+            choices[0].token_ids = [*piece.tokens]
+        return choices
 
     def choices_of(done: list[Generation]) -> Sequence[Choice]:
         choices = form.choices_of(done)
@@ -103,7 +103,7 @@ def with_token_ids(form: Form) -> Form:
             choice.token_ids = each.token_ids
         return choices
 
-    return form._replace(choice_of=choice_of, choices_of=choices_of)
+    return form._replace(chunks_of=chunks_of, choices_of=choices_of)
 
 
 async def answer(
@@ -116,7 +116,7 @@ async def answer(
         wanted, tokenizer = asked.stream_options, admission.engine.target.tokenizer
         cycles = Cycles(texts, tokenizer, tuple(asked.stop)) if wanted.include_speculation else None
         usage = wanted.include_usage
-        return EventStream(texts, chunks(texts, stamp, form.chunk, form.beginning, form.choice_of, usage, cycles))
+        return EventStream(texts, chunks(texts, stamp, form.chunk, form.beginning, form.chunks_of, usage, cycles))
     done = await while_connected(request.receive, texts.results())
     return JSONResponse(stamp.answer(form.whole, [*form.choices_of(done)], texts.usage(done)).model_dump())
 

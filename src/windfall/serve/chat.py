@@ -15,8 +15,8 @@ from windfall.serve.calls import Form, answer, read, submit
 from windfall.serve.logprobs import Reports, make_reports, token_texts
 from windfall.serve.protocol import AssistantMessage, ChatChoice, ChatChunkChoice, ChatRequest
 from windfall.serve.texts import STOP, finish_reason
-from windfall.serve.tool_calls import call_constraint, check_template, find_calls, form_of
-from windfall.serve.tool_stream import ToolStream
+from windfall.serve.tool_calls import call_constraint, check_template, form_of
+from windfall.serve.tool_stream import ToolStream, find_calls
 
 TOOL_CALLS = "tool_calls"  # finish reason
 
@@ -33,7 +33,7 @@ def chat_routes(admission: Admission) -> APIRouter:
         texts = await submit(request, admission, asked, [messages], False, admission.engine.target.context, **more)
         first = [ChatChunkChoice(index=i, delta={"role": "assistant", "content": ""}) for i in range(len(texts))]
         answers = Answers({tool.function.name for tool in asked.offered}, len(texts), reports)
-        write = answers.chunk, answers.choices
+        write = answers.chunks, answers.choices
         form = Form("chatcmpl", "chat.completion", "chat.completion.chunk", first, *write, _empty)
         return await answer(request, admission, asked, texts, form)
 
@@ -81,20 +81,23 @@ class Answers:
             message = AssistantMessage(content=content, tool_calls=found.calls or None)
         return ChatChoice(index=index, message=message, logprobs=logprobs, finish_reason=_finish(done, called))
 
-    def chunk(self, index: int, piece: Step | Generation) -> ChatChunkChoice | None:
-        """The choice for a piece of a stream."""
+    def chunks(self, index: int, piece: Step | Generation) -> list[ChatChunkChoice]:
+        """The choices for a piece of a stream, each for an event: a delta has text, or a part of one call."""
         found = [] if self._reports is None else self._reports.of_piece(index, piece)
         logprobs = self._reports.as_chat(found) if self._reports is not None and found else None
-        if not self._streams:
-            delta, called = ({"content": piece.text} if isinstance(piece, Step) and piece.text else {}), False
-        else:
-            stream = self._streams[index]
-            delta = stream.push(piece.text) if isinstance(piece, Step) else stream.end()
-            called = stream.called
+        deltas = self._deltas(index, piece)
+        ends = isinstance(piece, Generation)
+        made = [ChatChunkChoice(index=index, delta=delta) for delta in deltas or ([{}] if logprobs or ends else [])]
+        if logprobs:
+            made[0].logprobs = logprobs
         if isinstance(piece, Generation):
-            reason = _finish(piece, called)
-            return ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=reason)
-        return ChatChunkChoice(index=index, delta=delta, logprobs=logprobs) if delta or logprobs else None
+            made[-1].finish_reason = _finish(piece, bool(self._streams) and self._streams[index].called)
+        return made
+
+    def _deltas(self, index: int, piece: Step | Generation) -> list[dict[str, Any]]:
+        if self._streams:
+            return self._streams[index].push(piece.text) if isinstance(piece, Step) else self._streams[index].end()
+        return [{"content": piece.text}] if isinstance(piece, Step) and piece.text else []
 
 
 def _finish(done: Generation, called: bool) -> str:

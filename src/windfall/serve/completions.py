@@ -40,7 +40,7 @@ def completion_routes(admission: Admission) -> APIRouter:
         reports = make_reports(names, asked.logprobs is not None, [len(echo.text) for echo in echoes])
         texts = await submit(request, admission, asked, [*asked.prompt], True, DEFAULT_TOKENS)
         choices = Choices(echoes, reports)
-        form = Form("cmpl", OBJECT, OBJECT, choices.beginning(), choices.chunk, choices.whole, _empty)
+        form = Form("cmpl", OBJECT, OBJECT, choices.beginning(), choices.chunks, choices.whole, _empty)
         return await answer(request, admission, asked, texts, form)
 
     return routes
@@ -93,14 +93,14 @@ class Choices:
         prompt = self._of_prompt(reports, index, done.prompt_logprobs)
         return reports.as_completion([*prompt, *reports.of_text(index, done)])
 
-    def chunk(self, index: int, piece: Step | Generation) -> CompletionChoice | None:
-        """The choice for a piece of a stream."""
+    def chunks(self, index: int, piece: Step | Generation) -> list[CompletionChoice]:
+        """The choices for a piece of a stream."""
         logprobs = None if self._reports is None else self._of_piece(self._reports, index, piece)
         if isinstance(piece, Generation):
             text = "" if piece.steps else self._late_echo(index)
-            return CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=finish_reason(piece))
+            return [CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=finish_reason(piece))]
         text = piece.text if piece.prompt_logprobs is None else self._late_echo(index) + piece.text
-        return CompletionChoice(index=index, text=text, logprobs=logprobs) if text else None
+        return [CompletionChoice(index=index, text=text, logprobs=logprobs)] if text else []
 
     def _late_echo(self, index: int) -> str:
         """The echo, if `beginning` has left it out."""

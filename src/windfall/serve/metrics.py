@@ -46,7 +46,7 @@ class Metrics:
         self._answers[route, status] += 1
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, as prometheus_client asks for them."""
+        """All metrics, as prometheus_client asks for them. Any thread may ask."""
         counters = self._admission.engine.counters
         yield from self._gauges(counters)
         yield from self._counts(counters)
@@ -86,7 +86,7 @@ class Metrics:
         yield self._histogram("rows_per_pass", "rows of a verify pass, of all requests together", counters.rows)
         about = "seconds from the submission to the end of a text, by finish reason"
         ended = HistogramMetricFamily(f"{OWN}e2e_request_latency_seconds", about, labels=[*self._labels, "reason"])
-        for reason, durations in counters.durations.items():
+        for reason, durations in dict(counters.durations).items():
             ended.add_metric([*self._labels.values(), reason], _buckets(durations), durations.sum)
         yield ended
 
@@ -106,7 +106,7 @@ class Metrics:
     def _http(self) -> Iterator[Metric]:
         answers = CounterMetricFamily(f"{OWN}http_requests", "answers by route and status", labels=["route", "status"])
         refused: Counter[str] = Counter(dict.fromkeys(REFUSALS.values(), 0))
-        for (route, status), count in sorted(self._answers.items()):
+        for (route, status), count in sorted(dict(self._answers).items()):
             answers.add_metric([route, str(status)], count)
             if status in REFUSALS:
                 refused[REFUSALS[HTTPStatus(status)]] += count

@@ -20,7 +20,7 @@ from windfall.serve.speculation import Cycle, CycleChunk, Cycles
 from windfall.serve.texts import Texts
 
 T = TypeVar("T")
-MakeChoice = Callable[[int, "Step | Generation"], "Choice | None"]
+MakeChoices = Callable[[int, "Step | Generation"], Sequence[Choice]]
 
 DONE = "[DONE]"
 
@@ -75,14 +75,14 @@ async def chunks(
     stamp: Stamp,
     object: str,
     first: Sequence[BaseModel],
-    choice_of: MakeChoice,
+    choices_of: MakeChoices,
     include_usage: bool,
     cycles: Cycles | None = None,
 ) -> AsyncGenerator[str, None]:
     """The events of a stream: `first` and then all pieces as choices, the usage if it is wanted, and the end.
 
-    With `cycles`, each cycle has an event with its description, and without a choice if it adds no text. An error after
-    the beginning is an event, too.
+    With `cycles`, each cycle has its description in its first event, which has no choice if the cycle adds no text. An
+    error after the beginning is an event, too.
     """
 
     def event(choice: BaseModel | None, cycle: Cycle | None = None) -> str:
@@ -100,8 +100,11 @@ async def chunks(
                 cycle = cycles.describe(number, piece) if cycles and isinstance(piece, Step) else None
                 if isinstance(piece, Generation):
                     done[number] = piece
-                if (choice := choice_of(number, piece)) is not None or cycle is not None:
-                    yield event(choice, cycle)
+                choices = choices_of(number, piece)
+                if choices or cycle is not None:
+                    yield event(choices[0] if choices else None, cycle)
+                for choice in choices[1:]:
+                    yield event(choice)
         if include_usage:
             yield as_event(stamp.answer(object, [], texts.usage([*done.values()])).model_dump_json())
         yield as_event(DONE)

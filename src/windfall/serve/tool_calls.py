@@ -1,22 +1,19 @@
-"""Tool calls in the texts of models: found in all usual forms, and demanded in the form of a model's chat template."""
+"""The forms in which models write tool calls, and the constraint of a text that must call a tool."""
 
 from __future__ import annotations
 
 import json
 import re
-import string
 from dataclasses import dataclass
 from typing import Any
 
 from windfall.core.constraint import Constraint, Tags
 from windfall.core.errors import InputError
-from windfall.serve.tools import NO_ARGUMENTS, AnswerCall, Tool
+from windfall.serve.tools import NO_ARGUMENTS, Tool
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"  # Qwen, Hermes, SmolLM
 MARKS = ("<|python_tag|>", "[TOOL_CALLS]")  # Llama and Mistral; special tokens, which most texts do not show
 MISTRAL_ARGUMENTS = "[ARGS]"  # between name and arguments, in newer models of Mistral
-SEPARATORS = string.whitespace + ";,"  # between calls without tags
-DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True)
@@ -92,89 +89,3 @@ def _moved(schema: Any, root: str) -> Any:
     if isinstance(reference, str) and reference.startswith("#"):
         moved["$ref"] = root + reference[1:]
     return moved
-
-
-# ---- finding calls
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a text consists of."""
-
-    content: str
-    calls: list[AnswerCall]
-
-
-def find_calls(text: str, names: set[str]) -> Found:
-    """The calls of tools with these names in a text, and the text around them."""
-    if OPENING in text:
-        return _find_tagged(text, names)
-    rest = text.strip()
-    for mark in MARKS:
-        rest = rest.removeprefix(mark).strip()
-    calls = _decode_calls(rest, names) or _decode_named(rest, names)
-    return Found("", calls) if calls else Found(text, [])
-
-
-def _find_tagged(text: str, names: set[str]) -> Found:
-    content, *parts = text.split(OPENING)
-    calls: list[AnswerCall] = []
-    for part in parts:
-        inner, _, after = part.partition(CLOSING)
-        found = _decode_calls(inner.strip(), names)
-        calls += found
-        content += after if found else OPENING + part
-    return Found(content.strip() if calls else content, calls)
-
-
-def _decode_calls(text: str, names: set[str]) -> list[AnswerCall]:
-    """The calls in a text of JSON objects, or lists of them; empty if the text has anything else."""
-    calls: list[AnswerCall] = []
-    while text:
-        try:
-            value, end = DECODER.raw_decode(text)
-        except (ValueError, RecursionError):
-            return []
-        for each in value if isinstance(value, list) else [value]:
-            call = _as_call(each, names)
-            if call is None:
-                return []
-            calls.append(call)
-        text = text[end:].lstrip(SEPARATORS)
-    return calls
-
-
-def _decode_named(text: str, names: set[str]) -> list[AnswerCall]:
-    """The calls of a text in which each is a name and its arguments: Mistral's newer form."""
-    calls: list[AnswerCall] = []
-    while text:
-        name = next((each for each in sorted(names, key=len, reverse=True) if text.startswith(each)), None)
-        if name is None:
-            return []
-        try:
-            value, end = DECODER.raw_decode(rest := text[len(name) :].removeprefix(MISTRAL_ARGUMENTS).lstrip())
-        except (ValueError, RecursionError):
-            return []
-        if not isinstance(value, dict):
-            return []
-        calls.append(AnswerCall.new(name, json.dumps(value, ensure_ascii=False)))
-        text = rest[end:].strip()
-        for mark in MARKS:
-            text = text.removeprefix(mark).lstrip()
-    return calls
-
-
-def _as_call(value: Any, names: set[str]) -> AnswerCall | None:
-    if not isinstance(value, dict) or value.get("name") not in names:
-        return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            return None
-    return (
-        AnswerCall.new(value["name"], json.dumps(arguments, ensure_ascii=False))
-        if isinstance(arguments, dict)
-        else None
-    )

@@ -1,0 +1,75 @@
+"""Compiles the constraints of clients, with limits, while other requests go on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http import HTTPStatus
+from queue import Empty, LifoQueue
+from typing import TYPE_CHECKING
+
+from windfall.core.constraint import Constraint
+from windfall.core.errors import InputError
+from windfall.grammar.base import Grammar
+from windfall.grammar.compile import Grammars, check_installed
+from windfall.grammar.trial import Trial
+from windfall.serve.errors import ApiError
+from windfall.serve.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MAX_TRIALS = 2  # processes
+MAX_WAITING = 32  # threads that wait for them
+RETRY_AFTER_SECONDS = 1
+
+
+class LimitedGrammars:
+    """The compiled grammars of an engine. A new constraint has to pass a trial in another process first."""
+
+    def __init__(self, grammars: Grammars, settings: Settings):
+        self._grammars, self._seconds = grammars, settings.grammar_timeout
+        self._max_characters = settings.max_grammar_chars
+        self._threads = ThreadPoolExecutor(MAX_WAITING, "windfall-grammar")
+        self._idle: LifoQueue[Trial | None] = LifoQueue()  # None: one that was never needed
+        for _ in range(MAX_TRIALS):
+            self._idle.put(None)
+
+    async def compile(self, constraints: Iterable[Constraint]) -> list[Grammar]:
+        """The grammars of these constraints, which the engine finds as long as the caller keeps them."""
+        return [await self._one(constraint) for constraint in constraints]
+
+    async def _one(self, constraint: Constraint) -> Grammar:
+        if len(constraint.source) > self._max_characters:
+            size = f"{self._max_characters} characters at most here, not {len(constraint.source)}"
+            raise InputError(f"a {constraint.name} has {size}")
+        if (known := self._grammars.find(constraint)) is not None:
+            return known
+        check_installed(constraint)
+        return await asyncio.wrap_future(self._threads.submit(self._try, constraint))
+
+    def _try(self, constraint: Constraint) -> Grammar:
+        with self._trial() as trial:
+            if (known := self._grammars.find(constraint)) is None:
+                trial.check(constraint, self._seconds)
+        return known or self._grammars.compile(constraint)
+
+    @contextmanager
+    def _trial(self) -> Iterator[Trial]:
+        try:
+            trial = self._idle.get(timeout=self._seconds)
+        except Empty:
+            raise ApiError(
+                HTTPStatus.TOO_MANY_REQUESTS,
+                "too many other grammars are being compiled; try again later",
+                "rate_limit_error",
+                code="queue_full",
+                headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
+            ) from None
+        try:
+            trial = trial or Trial(self._grammars.vocabulary)
+            yield trial
+        finally:
+            self._idle.put(trial)
