@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
+
+from windfall.core.constraint import Constraint
 
 IGNORED = (
     "contains", "minContains", "maxContains", "dependentRequired", "dependentSchemas", "dependencies", "not", "if",
@@ -29,6 +32,11 @@ ALONE = (
 MAPS = ("properties", "patternProperties", "$defs", "definitions")
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 SINGLE = ("items", "additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems")
+SIMPLE = {
+    "type", "properties", "required", "additionalProperties", "items", "enum", "const", "anyOf", "$ref", "$defs",
+    "definitions", "title", "description", "default", "examples", "$schema", "$id",
+}  # fmt: skip
+SIMPLE_CHARACTERS = 4096
 LOOKAROUND = re.compile(r"\(\?<?[=!]")
 
 
@@ -40,6 +48,15 @@ def ignored_in_schema(schema: Any) -> str:
         return "its depth"
     except (AttributeError, KeyError, TypeError, ValueError):  # not a schema, which the library will say
         return ""
+
+
+def compiles_fast(constraint: Constraint) -> bool:
+    """Whether it is a short JSON schema without repetitions, patterns and other parts that can take long to compile."""
+    if constraint.kind not in ("json_schema", "tagged_json") or len(constraint.source) > SIMPLE_CHARACTERS:
+        return False
+    schema = json.loads(constraint.source)
+    schema = schema["schema"] if constraint.kind == "tagged_json" else schema
+    return all(each.keys() <= SIMPLE for each in _subschemas(schema))
 
 
 def ignored_in_regex(pattern: str) -> str:

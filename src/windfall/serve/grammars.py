@@ -14,6 +14,7 @@ from windfall.core.constraint import Constraint
 from windfall.core.errors import InputError
 from windfall.grammar.base import Grammar
 from windfall.grammar.compile import Grammars, check_installed
+from windfall.grammar.limits import compiles_fast
 from windfall.grammar.trial import Trial
 from windfall.serve.errors import ApiError
 from windfall.serve.settings import Settings
@@ -27,7 +28,7 @@ RETRY_AFTER_SECONDS = 1
 
 
 class LimitedGrammars:
-    """The compiled grammars of an engine. A new constraint has to pass a trial in another process first."""
+    """The compiled grammars of an engine. Constraints that could take long have to pass a trial in another process."""
 
     def __init__(self, grammars: Grammars, settings: Settings):
         self._grammars, self._seconds = grammars, settings.grammar_timeout
@@ -48,6 +49,8 @@ class LimitedGrammars:
         if (known := self._grammars.find(constraint)) is not None:
             return known
         check_installed(constraint)
+        if compiles_fast(constraint):
+            return await asyncio.wrap_future(self._threads.submit(self._grammars.compile, constraint))
         return await asyncio.wrap_future(self._threads.submit(self._try, constraint))
 
     def _try(self, constraint: Constraint) -> Grammar:
