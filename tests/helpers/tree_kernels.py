@@ -492,6 +492,9 @@ def check_rows(n: int, width: int, across: int, dtype: torch.dtype, device: str 
     wanted = embedded * torch.tensor(5.65625, dtype=dtype, device=device)
     rounding = 0 if device == "cuda" else 2**-7  # the interpreter does not round bf16
     torch.testing.assert_close(scaled, wanted, atol=0, rtol=rounding)
+    mask, starts = scaled[0].contiguous(), depth.repeat(2)[:2]
+    blocks, _ = embed(starts, embedding[:, :width], positions.repeat(6)[:6], angles, mask=mask)
+    assert torch.equal(blocks[::3], embedding[starts, :width]) and torch.equal(blocks[1::3], mask.expand(2, -1))
     waiting, before = torch.tensor([min(n, 3)], device=device), length.clone()
     slots, last, was = append_rows(length, waiting, n)
     assert torch.equal(length, before + waiting) and torch.equal(was, before) and torch.equal(last, waiting - 1)
