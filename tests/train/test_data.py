@@ -13,6 +13,7 @@ import torch
 from helpers.cli import character_tokenizer, refused, windfall
 from helpers.tiny import tiny
 from windfall import registry
+from windfall.core.sampling import gumbel
 from windfall.core.types import GpuOptions, InputError
 from windfall.engine.engine import Engine
 from windfall.model.target import Target
@@ -87,6 +88,24 @@ def test_stop_tokens_belong_to_the_answer(whole: tuple[Path, dict[str, Any]]) ->
     held = TokenData.open(whole[0], "held-out")
     ends += sum(int((tokens[answer] == END).sum()) for tokens, answer in map(held.__getitem__, range(len(held))))
     assert ends == about["counts"]["stopped"] > 0
+
+
+def test_the_shards_record_how_answers_were_drawn(whole: tuple[Path, dict[str, Any]], target: Target) -> None:
+    """The recorded temperature and seed give exactly the tokens of the answers."""
+    data, kinds = TokenData.open(whole[0]), set()
+    for index, (tokens, answer) in enumerate(data):
+        temperature, seed = data.sampling(index)
+        assert temperature is not None and seed is not None
+        kinds.add(temperature)
+        places = answer.nonzero().flatten()
+        with torch.no_grad():
+            scores = target.model(tokens[None].long()).logits[0, places - 1]
+        if temperature:
+            scores = scores / temperature + gumbel(seed, places, torch.arange(scores.shape[-1]))
+        assert scores.argmax(-1).tolist() == tokens[places].tolist()
+    assert kinds == {0.0, 1.0}
+    batch = next(data.batches(400, 120))
+    assert batch.temperatures is not None and len(batch.temperatures) == len(batch.tokens)
 
 
 def test_counts_in_the_metadata(whole: tuple[Path, dict[str, Any]]) -> None:

@@ -6,9 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from windfall.core.types import InputError
-from windfall.train.shards import FinishedPrompt, Text, TokenData, token_counts, write_metadata, write_shard
+from windfall.train.shards import (
+    UNKNOWN,
+    FinishedPrompt,
+    Sampling,
+    Text,
+    TokenData,
+    token_counts,
+    write_metadata,
+    write_shard,
+)
 
 VOCABULARY = 61
 
@@ -51,6 +61,22 @@ def test_texts_without_an_answer_in_reach_are_left_out(folder: Path) -> None:
     data, reach = TokenData.open(folder), 18
     found = {index for batch in data.plan(100, reach) for index in batch}
     assert found == {index for index in range(len(data)) if data[index][1][:reach].any()} < set(range(len(data)))
+
+
+def test_files_without_a_record_of_the_sampling(folder: Path, tmp_path: Path) -> None:
+    """Files of earlier versions have no temperatures and seeds."""
+    stored = load_file(folder / "train-00000.safetensors")
+    write_metadata(tmp_path, {"target": {"vocab_size": VOCABULARY}})
+    older = {name: tensor for name, tensor in stored.items() if name not in ("temperatures", "seeds")}
+    save_file(older, str(tmp_path / "train-00000.safetensors"))
+    known = FinishedPrompt(3, False, [Text([1, 2], [False, True], Sampling(0.7, 2**62))])
+    write_shard(tmp_path, 1, [known])
+    data = TokenData.open(tmp_path)
+    assert [data.sampling(index) for index in (0, 10)] == [UNKNOWN, Sampling(0.7, 2**62)]
+    batches = [batch.temperatures for batch in data.batches(100, 50)]
+    temperatures = torch.cat([each for each in batches if each is not None])
+    assert len(temperatures) == len(data) and int(temperatures.isnan().sum()) == 10
+    torch.testing.assert_close(temperatures[~temperatures.isnan()], torch.tensor([0.7]))
 
 
 def test_token_counts(folder: Path) -> None:

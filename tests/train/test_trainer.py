@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from helpers.cli import refused, windfall
 from helpers.random_heads import random_head
-from helpers.texts import write_texts
+from helpers.texts import write_drawn_texts, write_texts
 from helpers.tiny import prompt, tiny
 from windfall.checkpoints.bundled import TARGET, made_for
 from windfall.core.errors import InputError
@@ -63,6 +65,66 @@ def test_a_head_learns_and_then_drafts(tmp_path: Path, texts: Path, target: Targ
     plain = Engine(target, drafter("ngram"), policy("none")).generate(prompt(6, seed=7), max_new_tokens=18)
     drafted = engine.generate(prompt(6, seed=7), max_new_tokens=18)
     assert drafted.token_ids == plain.token_ids and drafted.stats.tau > 2
+
+
+@pytest.fixture(scope="module")
+def drawn_texts(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Greedy texts and texts at temperature 1."""
+    return write_drawn_texts(tmp_path_factory.mktemp("drawn"), target, length=18)
+
+
+@pytest.mark.parametrize("loss", ["kl", "tv", "lk", "match", "coupled", "coupled:0.5,lk:0.5"])
+def test_every_loss_falls_and_its_head_drafts(tmp_path: Path, drawn_texts: Path, target: Target, loss: str) -> None:
+    job = HeadJob(drawn_texts, tmp_path, loss=loss, settings=["steps=2", "step_weights=dpace"])
+    job.check()
+    recipe = Recipe(steps=60, batch_tokens=720, rate=1e-2, validate_every=30)
+    validations = [event.held_out for event in train_head(job, recipe, target) if event.held_out]
+    first, last = validations[0], validations[-1]
+    assert last["loss"] < first["loss"] and {*last["tau"]} == {"greedy", "coupled"}
+    assert min(last["tau"].values()) > 1.5, "it has seen these texts"
+    head = drafter("head", model=str(tmp_path / BEST))
+    for sampled in ({}, {"temperature": 1.0, "seed": 3}):
+        plain, drafted = (
+            Engine(target, *parts).generate(prompt(6, seed=2), max_new_tokens=18, **sampled)
+            for parts in ((drafter("ngram"), policy("none")), (head, policy("beam", depth=3, k=3, nodes=10)))
+        )
+        assert drafted.token_ids == plain.token_ids and drafted.stats.tau > 1
+
+
+def test_tau_is_recorded_and_shown(tmp_path: Path, drawn_texts: Path) -> None:
+    tiny(num_hidden_layers=2).save_pretrained(tmp_path / "model")
+    words = ["train", "head", drawn_texts, "--target", tmp_path / "model", "--steps", 2, "--out"]
+    done = windfall(*words, tmp_path / "out", "--loss", "lk")
+    assert done.exit_code == 0 and re.search(r"tau \d\.\d\d greedy \d\.\d\d coupled", done.output), done.output
+    lines = (tmp_path / "out" / "log.jsonl").read_text().splitlines()
+    assert {*json.loads(lines[-1])["held_out"]["tau"]} == {"greedy", "coupled"}
+    assert json.loads((tmp_path / "out" / "job.json").read_text())["loss"] == "lk"
+    done = windfall(*words, tmp_path / "without", "--tau-texts", 0)
+    assert done.exit_code == 0 and " greedy" not in done.output
+
+
+def test_wrong_losses_are_refused(tmp_path: Path, texts: Path) -> None:
+    words = ["train", "head", texts, "--out", tmp_path / "out", "--steps", 2]
+    assert "there is no loss 'magic'; choose from kl, tv" in refused(*words, "--loss", "magic")
+    assert "names and weights above 0" in refused(*words, "--loss", "lk:0")
+    assert "not both" in refused(*words, "--loss", "lk", "--set", "loss=kl")
+    assert "step_weights must be one of decay, exp, dpace" in refused(*words, "--set", "step_weights=none")
+
+
+def test_a_killed_training_with_noise_resumes_to_the_same_losses(
+    tmp_path: Path, drawn_texts: Path, target: Target
+) -> None:
+    def job(name: str, resume: bool = False) -> HeadJob:
+        return HeadJob(drawn_texts, tmp_path / name, loss="coupled", settings=["steps=2"], resume=resume, tau_texts=2)
+
+    recipe = Recipe(**RECIPE | {"steps": 20})
+    whole = figures(list(train_head(job("whole"), recipe, target)))
+    events = train_head(job("cut"), recipe, target)
+    before = [next(events)]
+    events.close()
+    assert figures(before + list(train_head(job("cut", resume=True), recipe, target))) == whole
+    with pytest.raises(InputError, match="was trained with loss coupled"):
+        HeadJob(drawn_texts, tmp_path / "cut", loss="lk", settings=["steps=2"], resume=True).check()
 
 
 def test_a_killed_training_resumes_to_the_same_losses(tmp_path: Path, texts: Path, target: Target) -> None:

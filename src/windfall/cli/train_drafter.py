@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from windfall.cli.declare import argument, option
 from windfall.cli.options import TargetOptions
@@ -60,7 +60,14 @@ def head(
     model: TargetOptions,
     shape: HeadShape,
     method: str = option("ttt", "eagle, hass, talf, ttt, medusa, hydra or griffin."),
+    loss: str | None = option(
+        None,
+        "The distance from the target: kl, tv, lk, match, coupled or a mixture, coupled:0.5,lk:0.5. Default: kl.",
+        metavar="NAME[:WEIGHT],...",
+        show_default=False,
+    ),
     init: str | None = option(None, "Start from this head instead of a new one."),
+    tau_texts: int = option(32, "Held-out texts on which each validation measures tokens per pass; 0: none.", min=0),
     light: bool = option(False, "Leave out the target's embeddings and output layer; only windfall reads such heads."),
 ) -> None:
     """Train a draft head on texts that the target wrote."""
@@ -68,7 +75,8 @@ def head(
     from windfall.train import heads
 
     sizes = {**vars(shape), "taps": heads.parse_taps(shape.taps)}
-    job = heads.HeadJob(**vars(training), method=method, init=init, light=light, shape=sizes)
+    how: dict[str, Any] = {"method": method, "loss": loss, "init": init, "light": light, "tau_texts": tau_texts}
+    job = heads.HeadJob(**vars(training), **how, shape=sizes)
     job.check()
     follow(heads.train_head(job, recipe, model.load_target()), training.out)
     console.note(f"the best head is in {training.out / BEST}")
@@ -115,8 +123,10 @@ def _held_out(event: Event) -> str:
     assert event.held_out is not None
     found, mark = event.held_out, " (best)" if event.best else ""
     speed = event.tokens / max(event.seconds, 1e-9)
-    shares = _shares(found["hits"])
-    return f"step {event.step}: held-out loss {found['loss']:.3f}, right {shares}{mark}, {speed:,.0f} tokens/s"
+    parts = [f"held-out loss {found['loss']:.3f}", f"right {_shares(found['hits'])}{mark}"]
+    if tau := found.get("tau"):
+        parts.append("tau " + " ".join(f"{value:.2f} {kind}" for kind, value in tau.items()))
+    return f"step {event.step}: {', '.join(parts)}, {speed:,.0f} tokens/s"
 
 
 def _shares(hits: list[float]) -> str:
@@ -145,5 +155,6 @@ class Log:
         if event.held_out:
             figures |= {"held-out/loss": event.held_out["loss"]}
             figures |= {f"held-out/hits/{i}": hit for i, hit in enumerate(event.held_out["hits"])}
+            figures |= {f"held-out/tau/{kind}": value for kind, value in event.held_out.get("tau", {}).items()}
         for name, value in figures.items():
             self._board.add_scalar(name, value, event.step)

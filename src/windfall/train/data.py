@@ -25,7 +25,7 @@ from windfall.engine.generation import Generation
 from windfall.engine.request import Handle
 from windfall.model.target import Target
 from windfall.train import shards
-from windfall.train.shards import FinishedPrompt, Text
+from windfall.train.shards import FinishedPrompt, Sampling, Text
 from windfall.train.sources import MIN_PASSAGE_CHARS, Source, hashed, read_sources, share
 
 MIN_ANSWER_ROOM = 16  # tokens that a conversation must have left for an answer
@@ -214,7 +214,7 @@ class Conversation:
         repeated, grams, loop = find_loop(tokens)
         cut = settings.cut_loops and loop is not None
         tokens = tokens[:loop] if cut else tokens
-        self._append(request.prompt, tokens)
+        self._append(request, tokens)
         counts.update(
             answers=1,
             answer_tokens=len(tokens),
@@ -227,11 +227,14 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": content})
         return not cut
 
-    def _append(self, prompt: list[int], tokens: list[int]) -> None:
-        """Extend the last text if the prompt begins with exactly its tokens; otherwise begin another text."""
-        written = self.text.tokens
+    def _append(self, request: Request, tokens: list[int]) -> None:
+        """Extend the last text if the prompt begins with exactly its tokens; otherwise begin another text.
+
+        All answers of a conversation have the same temperature and seed.
+        """
+        written, prompt = self.text.tokens, request.prompt
         if not written or prompt[: len(written)] != written:
-            self.text = Text([], [])
+            self.text = Text([], [], Sampling(request.temperature, request.seed))
             self.done.texts.append(self.text)
         self.text.answer += [False] * (len(prompt) - len(self.text.tokens)) + [True] * len(tokens)
         self.text.tokens = prompt + tokens

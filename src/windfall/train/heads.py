@@ -22,6 +22,7 @@ from windfall.train.recipe import Recipe
 from windfall.train.shards import TokenData, token_counts
 from windfall.train.teacher import Teacher
 from windfall.train.trainer import Event, Trainer
+from windfall.train.tree_tau import TreeTau, choose_excerpts
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,11 @@ class HeadJob(Job):
     """The training of a new head, or of the head `init`."""
 
     method: str = "ttt"
+    loss: str | None = None  # of the method; None: its own
     init: str | None = None
     light: bool = False  # write the head without the target's embedding and vocabulary
     shape: dict[str, Any] = field(default_factory=dict)  # of a new head
+    tau_texts: int = 32  # held-out texts on which a validation measures tokens per pass; 0: none
 
     def check(self) -> None:
         given = [name for name, value in self.shape.items() if value is not None and (name, value) != ("layers", 1)]
@@ -41,19 +44,25 @@ class HeadJob(Job):
         super().check()
 
     def objective(self) -> Objective:
-        return objective(self.method, **split_settings(self.settings))
+        settings = split_settings(self.settings)
+        if self.loss is not None and "loss" in settings:
+            raise InputError("the loss is given twice; use --loss or --set loss=..., not both")
+        return objective(self.method, **settings, **({} if self.loss is None else {"loss": self.loss}))
 
     def description(self) -> dict[str, Any]:
-        return {"method": self.method, "settings": self.settings, "init": self.init, "shape": self.shape}
+        told = {"method": self.method, "settings": self.settings, "init": self.init, "shape": self.shape}
+        return {**told, "loss": self.loss}
 
 
 def train_head(job: HeadJob, recipe: Recipe, target: Target) -> Iterator[Event]:
     """Train and yield events."""
     method = job.objective()
 
-    def make_trainer(texts: TokenData) -> Trainer:
+    def make_trainer(texts: TokenData, held_out: TokenData) -> Trainer:
         head = initial_head(job, method, target, texts)
-        return Trainer(head, method, Teacher(target.model, head.config.taps), recipe, job.out)
+        excerpts = choose_excerpts(held_out, job.tau_texts, recipe.max_length) if job.tau_texts else []
+        measure = TreeTau(target, method.drafter, excerpts).measure if excerpts else None
+        return Trainer(head, method, Teacher(target.model, head.config.taps), recipe, job.out, measure)
 
     def write(head: Any) -> None:
         formats.write(head, job.out / BEST, light=job.light, target=target)

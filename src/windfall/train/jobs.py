@@ -66,12 +66,19 @@ class Job:
 
 
 def run_job(
-    job: Job, recipe: Recipe, target: Target, make_trainer: Callable[[TokenData], Trainer], write: Callable[[Any], None]
+    job: Job,
+    recipe: Recipe,
+    target: Target,
+    make_trainer: Callable[[TokenData, TokenData], Trainer],
+    write: Callable[[Any], None],
 ) -> Iterator[Event]:
-    """Train, or resume a training; `write` is called with the best module so far."""
+    """Train, or resume a training.
+
+    `make_trainer` gets the training texts and the held-out texts, and `write` the best module so far.
+    """
     train, held_out = job.open_texts(target)
     torch.manual_seed(recipe.seed)
-    trainer = make_trainer(train)
+    trainer = make_trainer(train, held_out)
     make_folder(job.out)
     description = {**job.description(), "target": fingerprint(target)}
     if job.resume:

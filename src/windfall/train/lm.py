@@ -54,7 +54,7 @@ class StudentJob(Job):
 def train_student(job: StudentJob, recipe: Recipe, target: Target) -> Iterator[Event]:
     """Train and yield events."""
 
-    def make_trainer(_: Any) -> Trainer:
+    def make_trainer(*_: Any) -> Trainer:
         student = new_student(target, job.shape)
         return Trainer(student, job.objective(), Teacher(target.model, ()), recipe, job.out)
 

@@ -1,4 +1,4 @@
-"""Cross-entropy losses fused with the vocabulary heads: logits exist for a bounded number of rows at a time."""
+"""Losses fused with the vocabulary heads: logits exist for a bounded number of rows at a time."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from windfall.train.coupling import TextRows
+from windfall.train.mixtures import KL, Mixture, without_kl
+from windfall.train.row_losses import RowTargets, draft_indices, mixed, new_generator, row_targets
+
 MAX_LOGITS = 2**27  # in memory at a time
+MIXTURE_TENSORS = 4  # losses other than the cross-entropy need so many times the memory for a row
 
 
 class Report(NamedTuple):
     """A loss, and figures for each draft step."""
 
     loss: Tensor  # scalar, differentiable
-    steps: Tensor  # [S] mean cross-entropy of each step
+    steps: Tensor  # [S] mean loss of each step
     hits: Tensor  # [S] top-1 agreement with the target of each step
 
 
@@ -59,20 +64,50 @@ class Labels(NamedTuple):
     k: int = 10
 
 
+class Goal(NamedTuple):
+    """Which losses to use, and what they need to know besides the distributions."""
+
+    mixture: Mixture = KL
+    text: TextRows | None = None  # of all rows [N], for `coupled`
+    seed: int | None = None  # of the noise of `coupled`; None: from torch's global generator
+
+
 def distill(
-    states: Tensor, teacher: Tensor, vocabularies: Vocabularies, weights: Tensor, labels: Labels = Labels()
+    states: Tensor,
+    teacher: Tensor,
+    vocabularies: Vocabularies,
+    weights: Tensor,
+    labels: Labels = Labels(),
+    goal: Goal = Goal(),
 ) -> Report:
-    """Σ weights · cross-entropy(target's distribution, head's), summed over steps and rows.
+    """Σ weights · loss(target's distribution, head's), summed over steps and rows; the losses are in `row_losses`.
 
     states [S, N, H] are the inputs of the head's vocabulary; states[:, i] predict the distribution of teacher[i]
     [N, Ht]. weights [S, N]. If the head drafts fewer tokens than the target has, the labels are the target's
     probabilities of those tokens. They sum to less than one, so rows that the head cannot predict weigh little.
+    `labels.share` is the weight of the losses, and `labels.top` is always a cross-entropy. All steps of a row have the
+    same noise, as in decoding.
     """
-    loss, entropy, hits = _Distill.apply(  # type: ignore[no-untyped-call]
-        states, vocabularies.draft, teacher, vocabularies, weights, labels
+    loss, means, hits = _Distill.apply(  # type: ignore[no-untyped-call]
+        states, vocabularies.draft, teacher, vocabularies, weights, labels, goal
     )
     used = (weights > 0).sum(-1).clamp(min=1)
-    return Report(loss, entropy / used, hits / used)
+    return Report(loss, means / used, hits / used)
+
+
+@torch.no_grad()
+def label_chances(states: Tensor, vocabularies: Vocabularies, tokens: Tensor) -> Tensor:
+    """The head's probabilities [S, N] of the tokens that follow its rows [N]; 0 for tokens that it does not draft."""
+    size, vocabulary = max(1, MAX_LOGITS // len(vocabularies.draft)), vocabularies.draft
+    if vocabularies.tokens is not None:
+        tokens = draft_indices(vocabularies.tokens, len(vocabularies.target))[tokens]
+    found = states.new_zeros(states.shape[:2], dtype=torch.float32)
+    for start in range(0, states.shape[1], size):
+        part, place = slice(start, start + size), tokens[start : start + size].clamp(min=0)[:, None]
+        for step in range(len(states)):
+            logits = F.linear(states[step, part].to(vocabulary.dtype), vocabulary, vocabularies.draft_bias).float()
+            found[step, part] = (logits.gather(1, place)[:, 0] - logits.logsumexp(-1)).exp()
+    return found * (tokens >= 0)
 
 
 def token_cross_entropy(logits: Callable[[Tensor], Tensor], states: Tensor, tokens: Tensor, weights: Tensor) -> Report:
@@ -98,13 +133,6 @@ def _token_losses(logits: Callable[[Tensor], Tensor], states: Tensor, tokens: Te
     return F.cross_entropy(given, tokens, reduction="none", ignore_index=-1), given.argmax(-1) == tokens
 
 
-def draft_indices(draft_tokens: Tensor, vocab_size: int) -> Tensor:
-    """[V]: the index of each token in the head's vocabulary [Vd], or -1."""
-    indices = torch.full((vocab_size,), -1, device=draft_tokens.device)
-    indices[draft_tokens] = torch.arange(len(draft_tokens), device=draft_tokens.device)
-    return indices
-
-
 class _Distill(torch.autograd.Function):
     """Computes the gradient in the forward pass, while the logits exist."""
 
@@ -117,44 +145,82 @@ class _Distill(torch.autograd.Function):
         vocabularies: Vocabularies,
         weights: Tensor,
         labels: Labels,
+        goal: Goal,
     ) -> tuple[Tensor, Tensor, Tensor]:
         steps, rows = states.shape[:2]
-        size = max(1, MAX_LOGITS // vocabularies.target.shape[0])
         gradient = torch.zeros_like(states)
         matrix = torch.zeros_like(vocabulary, dtype=torch.float32) if vocabulary.requires_grad else None
-        loss, entropy, hits = (states.new_zeros(steps, dtype=torch.float32) for _ in range(3))
-        row_losses = _compiled(_row_losses) if states.is_cuda else _row_losses
-        for start in range(0, rows, size):
-            part = slice(start, start + size)
-            probabilities, best = _label(teacher[part], vocabularies, labels)
-            draft, bias = vocabulary.to(probabilities.dtype), vocabularies.draft_bias
-            bias = None if bias is None else bias.to(draft.dtype)
+        loss, means, hits = (states.new_zeros(steps, dtype=torch.float32) for _ in range(3))
+        judge = Judge(vocabularies, labels, goal, states.device)
+        draft, bias = vocabulary.to(teacher.dtype), vocabularies.draft_bias
+        bias = None if bias is None else bias.to(draft.dtype)
+        for start in range(0, rows, judge.rows):
+            part = slice(start, start + judge.rows)
+            judge.look_at(teacher[part], part)
             for step in range(steps):
                 own, weight = states[step, part].to(draft.dtype), weights[step, part]
-                losses, slope, hit = row_losses(F.linear(own, draft, bias), probabilities, best, weight)
+                losses, slope, hit = judge.losses(F.linear(own, draft, bias), weight)
                 loss[step] += (weight * losses).sum()
-                entropy[step] += (losses * (weight > 0)).sum()
+                means[step] += (losses * (weight > 0)).sum()
                 hits[step] += (hit & (weight > 0)).sum()
                 gradient[step, part] = (slope @ draft).to(gradient.dtype)
                 if matrix is not None:
                     matrix += (slope.T @ own).float()
         ctx.save_for_backward(gradient, matrix)
-        ctx.mark_non_differentiable(entropy, hits)
-        return loss.sum(), entropy, hits
+        ctx.mark_non_differentiable(means, hits)
+        return loss.sum(), means, hits
 
     @staticmethod
     def backward(ctx: Any, given: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         gradient, matrix = ctx.saved_tensors
         matrix = None if matrix is None else matrix * given
-        return gradient * given.to(gradient.dtype), matrix, None, None, None, None
+        return gradient * given.to(gradient.dtype), matrix, *[None] * 5
 
 
-def _label(teacher: Tensor, vocabularies: Vocabularies, labels: Labels) -> tuple[Tensor, Tensor]:
-    """The target's probabilities of the draft tokens [n, Vd], and the index of its likeliest token (-1: absent)."""
+class Judge:
+    """Compares the logits of a head with the target's distributions of some rows at a time."""
+
+    def __init__(self, vocabularies: Vocabularies, labels: Labels, goal: Goal, device: torch.device):
+        weight, self._others = without_kl(goal.mixture, labels.share)
+        self._labels = labels._replace(share=weight)  # of the cross-entropy
+        self._vocabularies, self._text = vocabularies, goal.text
+        self.rows = max(1, MAX_LOGITS // (MIXTURE_TENSORS if self._others else 1) // vocabularies.target.shape[0])
+        noisy = any(name == "coupled" for name, _ in self._others)
+        self._generator = new_generator(device, goal.seed) if noisy else None
+        compiles = device.type == "cuda"
+        self._cross_entropies = _compiled(_cross_entropies) if compiles else _cross_entropies
+        self._mixed = _compiled(_mixed) if compiles else _mixed
+
+    def look_at(self, teacher: Tensor, part: slice) -> None:
+        """Take the target's states [n, Ht] of these rows."""
+        logits = target_logits(teacher, self._vocabularies)
+        self._wanted, self._best = _label(logits, self._vocabularies.tokens, self._labels)
+        if self._others:
+            text = None if self._text is None else self._text.part(part)
+            self._targets = row_targets(logits, self._vocabularies.tokens, self._others, text, self._generator)
+
+    def losses(self, logits: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each row: the loss, its weighted gradient by the head's logits, and whether the top token is right."""
+        if not self._others:
+            found: tuple[Tensor, Tensor, Tensor] = self._cross_entropies(logits, self._wanted, self._best, weight)
+            return found
+        losses, slope, hit = self._mixed(logits, self._targets, self._best, weight, self._others)
+        if self._labels.share or self._labels.top:
+            more, other, _ = self._cross_entropies(logits, self._wanted, self._best, weight)
+            losses, slope = losses + more, slope + other
+        return losses, slope, hit
+
+
+def target_logits(teacher: Tensor, vocabularies: Vocabularies) -> Tensor:
+    """The target's final states [n, Ht] → its logits [n, V]."""
     logits = teacher @ vocabularies.target.T.to(teacher.dtype)
     if vocabularies.target_bias is not None:
         logits = logits + vocabularies.target_bias
-    logits, tokens = vocabularies.transform(logits), vocabularies.tokens
+    return vocabularies.transform(logits)
+
+
+def _label(logits: Tensor, tokens: Tensor | None, labels: Labels) -> tuple[Tensor, Tensor]:
+    """The target's probabilities of the draft tokens [n, Vd], and the index of its likeliest token (-1: absent)."""
     indices = None if tokens is None else draft_indices(tokens, logits.shape[-1])
     probabilities, best = (_compiled(_among) if logits.is_cuda else _among)(logits, tokens, indices)
     if labels.top:
@@ -162,7 +228,7 @@ def _label(teacher: Tensor, vocabularies: Vocabularies, labels: Labels) -> tuple
         probabilities = (labels.share * probabilities.float()).scatter_add(1, top.indices, labels.top * top.values)
     elif labels.share != 1:
         probabilities = labels.share * probabilities
-    return probabilities.to(teacher.dtype), best
+    return probabilities.to(logits.dtype), best
 
 
 def _among(logits: Tensor, tokens: Tensor | None, indices: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -173,13 +239,21 @@ def _among(logits: Tensor, tokens: Tensor | None, indices: Tensor | None) -> tup
     return torch.exp(logits.float() - total).to(logits.dtype), best
 
 
-def _row_losses(logits: Tensor, labels: Tensor, best: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _cross_entropies(logits: Tensor, labels: Tensor, best: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of each row: the cross-entropy, its weighted gradient by the logits, and whether the top token is right."""
     wide, wanted = logits.float(), labels.float()
     total, mass = torch.logsumexp(wide, -1), wanted.sum(-1)
     losses = mass * total - (wanted * wide).sum(-1)
     slope = (mass[:, None] * torch.exp(wide - total[:, None]) - wanted) * weight[:, None]
     return losses, slope.to(logits.dtype), wide.argmax(-1) == best
+
+
+def _mixed(
+    logits: Tensor, targets: RowTargets, best: Tensor, weight: Tensor, mixture: Mixture
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for other losses."""
+    losses, slopes = mixed(logits, targets, mixture)
+    return losses, (slopes * weight[:, None]).to(logits.dtype), logits.argmax(-1) == best
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,12 +26,23 @@ TRAIN, HELD_OUT = "train", "held-out"
 SORTED_TEXTS = 4096  # texts that are sorted by length together
 
 
+class Sampling(NamedTuple):
+    """How the answers of a text were drawn: `argmax(log p / temperature + gumbel(seed, position))`."""
+
+    temperature: float | None  # 0: greedy; None: not recorded
+    seed: int | None  # of the noise of all its answers
+
+
+UNKNOWN = Sampling(None, None)
+
+
 @dataclass
 class Text:
     """A sequence of tokens; `answer` marks the tokens that the target generated."""
 
     tokens: list[int]
     answer: list[bool]
+    sampling: Sampling = UNKNOWN
 
 
 @dataclass
@@ -67,7 +79,8 @@ def read_unfinished(folder: Path) -> dict[int, FinishedPrompt]:
     if not (folder / UNFINISHED_FILE).is_file():
         return {}
     shard = Shard.read(folder / UNFINISHED_FILE)
-    texts = (Text(tokens.tolist(), answer.tolist()) for tokens, answer in map(shard.text, range(len(shard))))
+    stored = ((*shard.text(index), shard.sampling(index)) for index in range(len(shard)))
+    texts = (Text(tokens.tolist(), answer.tolist(), sampling) for tokens, answer, sampling in stored)
     return {
         key: FinishedPrompt(key, held_out, [next(texts) for _ in range(size)], Counter(counts))
         for key, held_out, size, counts in json.loads(shard.metadata["told"])
@@ -102,6 +115,17 @@ def _flat(texts: list[Text]) -> dict[str, Tensor]:
         "tokens": torch.tensor([token for text in texts for token in text.tokens], dtype=torch.int32),
         "answer": torch.tensor([own for text in texts for own in text.answer], dtype=torch.uint8),
         "offsets": lengths.cumsum(0),
+        **_sampling_tensors([text.sampling for text in texts]),
+    }
+
+
+def _sampling_tensors(known: list[Sampling]) -> dict[str, Tensor]:
+    """Of each text: the temperature, nan if it is not recorded, and the seed, then -1."""
+    temperatures = [math.nan if each.temperature is None else each.temperature for each in known]
+    seeds = [-1 if each.seed is None else each.seed for each in known]
+    return {
+        "temperatures": torch.tensor(temperatures, dtype=torch.float64),
+        "seeds": torch.tensor(seeds, dtype=torch.long),
     }
 
 
@@ -121,6 +145,8 @@ class Shard:
     offsets: Tensor  # [n + 1] long
     prompts: Tensor  # [p] long: keys of all prompts of the block
     metadata: dict[str, str]
+    temperatures: Tensor  # [n] float64: 0 for greedy texts, nan if it is not recorded
+    seeds: Tensor  # [n] long: of the noise of the draws, -1 if it is not recorded
 
     @classmethod
     def read(cls, file: Path) -> Shard:
@@ -129,7 +155,10 @@ class Shard:
                 names = set(stored.keys())
                 tokens, answer, offsets = (stored.get_tensor(name) for name in ("tokens", "answer", "offsets"))
                 prompts = stored.get_tensor("prompts") if "prompts" in names else torch.zeros(0, dtype=torch.long)
-                return cls(tokens, answer, offsets, prompts, stored.metadata() or {})
+                texts = len(offsets) - 1
+                sampling = _sampling_tensors([UNKNOWN] * texts)  # of files of earlier versions
+                sampling = {name: stored.get_tensor(name) if name in names else own for name, own in sampling.items()}
+                return cls(tokens, answer, offsets, prompts, stored.metadata() or {}, **sampling)
         except Exception as error:  # safetensors has its own error classes
             raise InputError(f"'{file}' is damaged or incomplete: {first_line(error)}") from error
 
@@ -140,6 +169,10 @@ class Shard:
         start, end = self.offsets[index], self.offsets[index + 1]
         return self.tokens[start:end], self.answer[start:end].bool()
 
+    def sampling(self, index: int) -> Sampling:
+        temperature, seed = float(self.temperatures[index]), int(self.seeds[index])
+        return Sampling(None if math.isnan(temperature) else temperature, None if seed < 0 else seed)
+
 
 class Batch(NamedTuple):
     """Texts padded on the right with token 0."""
@@ -147,6 +180,7 @@ class Batch(NamedTuple):
     tokens: Tensor  # [b, n] long
     answer: Tensor  # [b, n] bool: tokens that the target generated
     lengths: Tensor | None = None  # [b] long, without padding
+    temperatures: Tensor | None = None  # [b] float: 0 for greedy texts, nan where it is not recorded
 
 
 @dataclass(frozen=True)
@@ -175,9 +209,18 @@ class TokenData:
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """tokens [n] int32, answer [n] bool."""
+        shard, place = self._find(index)
+        return shard.text(place)
+
+    def sampling(self, index: int) -> Sampling:
+        """How the answers of this text were drawn."""
+        shard, place = self._find(index)
+        return shard.sampling(place)
+
+    def _find(self, index: int) -> tuple[Shard, int]:
         for shard in self.shards:
             if 0 <= index < len(shard):
-                return shard.text(index)
+                return shard, index
             index -= len(shard)
         raise IndexError
 
@@ -208,7 +251,9 @@ class TokenData:
         pad = torch.nn.utils.rnn.pad_sequence
         tokens = pad([tokens.long() for tokens, _ in texts], batch_first=True)
         answer = pad([answer for _, answer in texts], batch_first=True)
-        return Batch(tokens, answer, torch.tensor([len(tokens) for tokens, _ in texts]))
+        temperatures = [self.sampling(index).temperature for index in indices]
+        known = [math.nan if temperature is None else temperature for temperature in temperatures]
+        return Batch(tokens, answer, torch.tensor([len(tokens) for tokens, _ in texts]), torch.tensor(known))
 
     def _lengths(self) -> Any:
         return np.concatenate([np.zeros(0, np.int64), *(shard.offsets.diff().numpy() for shard in self.shards)])

@@ -53,8 +53,18 @@ class Event:
 class Trainer:
     """Trains a head with an objective, a teacher and texts."""
 
-    def __init__(self, head: nn.Module, objective: Objective, teacher: Teacher, recipe: Recipe, folder: Path):
+    def __init__(
+        self,
+        head: nn.Module,
+        objective: Objective,
+        teacher: Teacher,
+        recipe: Recipe,
+        folder: Path,
+        measure_tau: Callable[[Any], dict[str, float]] | None = None,
+    ):
+        """`measure_tau` is called with the head in each validation, and its result is recorded as `tau`."""
         self.head, self.objective, self.teacher, self.recipe = head, objective, teacher, recipe
+        self.measure_tau = measure_tau
         if teacher.dtype not in (torch.bfloat16, torch.float32):  # float16 gradients underflow
             name = str(teacher.dtype).removeprefix("torch.")
             raise InputError(f"training in {name} is not supported; load the target with --dtype bfloat16 or float32")
@@ -120,16 +130,19 @@ class Trainer:
 
     @torch.no_grad()
     def _validate(self, held_out: TokenData) -> dict[str, Any]:
-        """The objective's figures on held-out texts."""
+        """The objective's figures on held-out texts, and the tokens per pass if they can be measured."""
         self.head.eval()
         means, recipe = Means(), self.recipe
         batches = held_out.batches(recipe.batch_tokens, recipe.max_length)
         with cudnn_attention_disabled(self.device):
             for batch in itertools.islice(batches, recipe.validation_batches):
                 means.add(self._report(self._moved(batch), 1.0))
-        self.head.train()
         loss, steps, hits = means.take()
-        return {"loss": loss, "steps": steps, "hits": hits}
+        found: dict[str, Any] = {"loss": loss, "steps": steps, "hits": hits}
+        if self.measure_tau is not None and self.workers.rank == 0:
+            found["tau"] = self.measure_tau(self.head)
+        self.head.train()
+        return found
 
     def _batches(self, data: TokenData) -> Iterator[Batch]:
         """Endless batches of this worker, from where the last run stopped."""
@@ -152,8 +165,9 @@ class Trainer:
         """The batch on the device. On a GPU it is padded, so that fewer shapes occur and rows are aligned."""
         wider = -(batch.tokens.shape[1] - 1) % PADDING_MULTIPLE if self.device.type == "cuda" else 0
         tokens, answer = (torch.nn.functional.pad(x, (0, wider)) for x in (batch.tokens, batch.answer))
-        moved = Batch(*(x.to(self.device, non_blocking=True) for x in (tokens, answer)))
-        return moved._replace(lengths=None if batch.lengths is None else batch.lengths.to(self.device))
+        tokens, answer = (x.to(self.device, non_blocking=True) for x in (tokens, answer))
+        of_texts = (None if x is None else x.to(self.device) for x in (batch.lengths, batch.temperatures))
+        return Batch(tokens, answer, *of_texts)
 
     def save(self) -> None:
         """Write a checkpoint with everything that `resume` needs."""

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from windfall.heads.base import FeatureHead, Guess
 from windfall.heads.layers import masked_attention, within
+from windfall.train.coupling import TextRows
 from windfall.train.teacher import TeacherOutput
 
 aten = torch.ops.aten
@@ -48,6 +49,24 @@ def by_row(steps: list[Tensor], outputs: TeacherOutput) -> Tensor:
     """Steps by column [B, columns, ..] → [S, N, ..] by answer row: step s predicted x[r+1] in column r-1-s."""
     rows = answer_rows(outputs)
     return torch.stack([own.roll(1 + step, 1)[rows] for step, own in enumerate(steps)])
+
+
+def by_column(values: Tensor, outputs: TeacherOutput) -> Tensor:
+    """The inverse of `by_row`: [S, N] by answer row → [S, B, columns]; 0 where there is no answer row."""
+    rows = answer_rows(outputs)
+    found = values.new_zeros(len(values), *rows.shape)
+    for step, own in enumerate(values):
+        found[step][rows] = own
+        found[step] = found[step].roll(-1 - step, 1)
+    return found
+
+
+def text_rows(outputs: TeacherOutput) -> TextRows:
+    """By answer row: the token that follows, and the temperature at which it was drawn."""
+    rows, batch = answer_rows(outputs), outputs.batch
+    if batch.temperatures is None:
+        return TextRows(batch.tokens[:, 1:][rows], rows.new_zeros(int(rows.sum()), dtype=torch.float32))
+    return TextRows(batch.tokens[:, 1:][rows], batch.temperatures[:, None].expand_as(rows)[rows])
 
 
 def aligned(head: FeatureHead, guesses: list[Guess], outputs: TeacherOutput) -> tuple[Tensor, Tensor, Tensor]:

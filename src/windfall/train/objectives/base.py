@@ -8,8 +8,13 @@ from typing import Any, ClassVar
 from torch import nn
 
 from windfall.core import options
-from windfall.train.losses import Report
+from windfall.core.options import option
+from windfall.train.coupling import TextRows
+from windfall.train.losses import Goal, Report
+from windfall.train.mixtures import parse_mixture
 from windfall.train.teacher import Teacher, TeacherOutput
+
+VALIDATION_SEED = 0  # of noise in losses; the same in every validation
 
 
 @dataclass
@@ -28,3 +33,18 @@ class Objective:
     def report(self, head: Any, outputs: TeacherOutput, teacher: Teacher, progress: float) -> Report:
         """The loss of a batch; `progress` runs from 0 to 1 over the training."""
         raise NotImplementedError
+
+
+@dataclass
+class Distilling(Objective):
+    """An objective that compares the distributions of head and target."""
+
+    loss: str = option("kl", "kl, tv, lk, match, coupled, or a mixture such as coupled:0.5,lk:0.5")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.mixture = parse_mixture(self.loss)
+
+    def goal(self, head: nn.Module, text: TextRows | None = None) -> Goal:
+        """What `distill` should minimise; `text` are the rows of the text, None: the rows are not on a text."""
+        return Goal(self.mixture, text, None if head.training else VALIDATION_SEED)

@@ -4,6 +4,7 @@ one and lead to the same tokens."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,11 +14,12 @@ from torch.nn import functional as F
 from windfall.core.errors import InputError
 from windfall.core.options import option
 from windfall.heads.base import FeatureHead, Guess
-from windfall.train.losses import Labels, Report, distill
+from windfall.train.losses import Labels, Report, distill, label_chances
 from windfall.train.new_heads import new_eagle
-from windfall.train.objectives.base import Objective
+from windfall.train.objectives.base import Distilling
+from windfall.train.step_weights import weigh_steps
 from windfall.train.teacher import Teacher, TeacherOutput
-from windfall.train.unroll import aligned, by_row, unroll
+from windfall.train.unroll import aligned, by_row, text_rows, unroll
 
 TOP_TOKENS = 10  # the target's likeliest tokens, in the `top` part of the loss
 
@@ -26,7 +28,7 @@ class LossWeights(NamedTuple):
     """The weights of the parts of the loss."""
 
     feature: float  # smooth L1 between features
-    ce: float  # cross-entropy with the target's distribution
+    ce: float  # distance from the target's distribution, by default the cross-entropy
     top: float  # cross-entropy with the target's likeliest tokens only
 
 
@@ -34,12 +36,12 @@ WEIGHTS = {"release": LossWeights(1.0, 0.1, 1.0), "salf": LossWeights(1.0, 10.0,
 
 
 @dataclass
-class EagleLoss(Objective):
-    """A feature loss and a cross-entropy, averaged over the rows of the target's own tokens."""
+class EagleLoss(Distilling):
+    """A feature loss and a loss between distributions, averaged over the rows of the target's own tokens."""
 
     weights: str = option("release", "weights of EAGLE's code, or of the SALF paper", choices=tuple(WEIGHTS))
     feature: float | None = option(None, "weight of the feature loss, instead of the one in `weights`", low=0)
-    ce: float | None = option(None, "weight of the cross-entropy, instead of the one in `weights`", low=0)
+    ce: float | None = option(None, "weight of `loss`, instead of the one in `weights`", low=0)
     noise: float = option(0.1, "the target's features get uniform noise up to this times 512 / length", low=0)
 
     def new_head(self, target: Any, shape: dict[str, Any]) -> FeatureHead:
@@ -49,14 +51,22 @@ class EagleLoss(Objective):
         noisy = add_noise(outputs, self.noise) if head.training and self.noise else outputs
         guesses = self.guesses(head, noisy, progress)
         states, final, valid = aligned(head, guesses, outputs)
-        row_weights, weights = self.row_weights(head, guesses, outputs, valid), self.loss_weights()
+        vocabularies, text, weights = teacher.vocabularies(head), text_rows(outputs), self.loss_weights()
+        chances = partial(label_chances, states, vocabularies, text.tokens)
+        row_weights = self.row_weights(head, guesses, outputs, valid)
+        row_weights = row_weights * weigh_steps(self.kind_of_steps, valid, outputs, chances, training=head.training)
         unit = weights.ce + weights.top or 1.0
         labels = Labels(weights.ce / unit, weights.top / unit, TOP_TOKENS)
-        report = distill(states, final, teacher.vocabularies(head), row_weights * unit, labels)
+        report = distill(states, final, vocabularies, row_weights * unit, labels, self.goal(head, text))
         if not weights.feature:
             return report
         features = feature_loss(by_row([guess.recycled for guess in guesses], outputs), final, row_weights)
         return report._replace(loss=report.loss + weights.feature * features)
+
+    @property
+    def kind_of_steps(self) -> str:
+        """How steps are weighted, see `weigh_steps`; EAGLE has one step only."""
+        return "equal"
 
     def loss_weights(self) -> LossWeights:
         preset = WEIGHTS[self.weights]

@@ -13,6 +13,7 @@ from windfall.heads.base import FeatureHead, Guess
 from windfall.train.losses import MAX_LOGITS
 from windfall.train.new_heads import new_griffin
 from windfall.train.objectives.eagle import EagleLoss, LossWeights
+from windfall.train.step_weights import HELP
 from windfall.train.teacher import TeacherOutput
 from windfall.train.unroll import by_row, unroll
 
@@ -24,9 +25,14 @@ class TokenAligned(EagleLoss):
     steps: int = option(3, "stages, and passes of the last one", low=1, high=16)
     top: float = option(0.5, "weight of the ten likeliest tokens' loss", low=0)
     first: int = option(3, "top choices that must contain the text's token for a chain to go on", low=1)
+    step_weights: str = option("equal", HELP, choices=("equal", "exp", "dpace"))
 
     def new_head(self, target: Any, shape: dict[str, Any]) -> FeatureHead:
         return new_griffin(target, shape)
+
+    @property
+    def kind_of_steps(self) -> str:
+        return self.step_weights
 
     def top_weight(self, preset: LossWeights) -> float:
         return self.top

@@ -12,6 +12,7 @@ from torch import Tensor
 from windfall.core.options import option
 from windfall.heads.base import FeatureHead, Guess
 from windfall.train.objectives.eagle import EagleLoss, LossWeights
+from windfall.train.step_weights import HELP
 from windfall.train.teacher import TeacherOutput
 from windfall.train.unroll import ChainMemory, chain_mask, unroll
 
@@ -23,7 +24,12 @@ class Harmonized(EagleLoss):
     steps: int = option(3, "passes", low=1, high=16)
     top: float | None = option(None, "weight of the ten likeliest tokens' loss, instead of the one in `weights`", low=0)
     detach: bool = option(True, "stop gradients at the features of the pass before")
+    step_weights: str = option("equal", HELP, choices=("equal", "exp", "dpace"))
     release_bug: bool = option(False, "hidden columns stay in the attention's denominator, as in the released code")
+
+    @property
+    def kind_of_steps(self) -> str:
+        return self.step_weights
 
     def top_weight(self, preset: LossWeights) -> float:
         return preset.top if self.top is None else self.top

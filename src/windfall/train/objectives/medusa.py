@@ -12,22 +12,26 @@ from torch import Tensor
 from windfall.core.errors import InputError
 from windfall.core.options import option
 from windfall.heads.medusa import new_medusa
-from windfall.train.losses import Report, distill, draft_indices, token_cross_entropy
+from windfall.train.coupling import TextRows
+from windfall.train.losses import Report, Vocabularies, distill, label_chances, token_cross_entropy
 from windfall.train.new_heads import new_parallel
-from windfall.train.objectives.base import Objective
+from windfall.train.objectives.base import Distilling
+from windfall.train.row_losses import draft_indices
+from windfall.train.step_weights import HELP, weigh_steps
 from windfall.train.teacher import Teacher, TeacherOutput
-from windfall.train.unroll import answer_rows, by_row
+from windfall.train.unroll import answer_rows, by_row, text_rows
 
 
 @dataclass
-class HeadsLoss(Objective):
-    """What Medusa and Hydra share: the sum of the heads' cross-entropies."""
+class HeadsLoss(Distilling):
+    """What Medusa and Hydra share: the sum of the heads' losses."""
 
     heads: int = option(4, "number of heads of a new drafter, each one token further ahead", low=1, high=16)
     own_vocabulary: bool = option(False, "new heads train a vocabulary each, initialised with the target's")
-    soft: float = option(1.0, "weight of the cross-entropy with the target's distribution", low=0)
+    soft: float = option(1.0, "weight of `loss`, the distance from the target's distribution", low=0)
     hard: float = option(0.0, "weight of the cross-entropy with the text's own tokens", low=0)
     decay: float = option(1.0, "weight of a head relative to the head before it; Medusa's paper: 0.8", low=0, high=1)
+    step_weights: str = option("decay", HELP, choices=("decay", "exp", "dpace"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,7 +45,10 @@ class HeadsLoss(Objective):
     def report(self, head: Any, outputs: TeacherOutput, teacher: Teacher, progress: float) -> Report:
         rows, states = answer_rows(outputs), self.states(head, outputs)
         places = torch.arange(rows.shape[1], device=rows.device).expand_as(rows)[rows]
-        weights = [(places > i) * self.decay**i / max(1, len(places)) for i in range(len(states))]
+        valid = torch.stack([places > i for i in range(len(states))])
+        chances = partial(_chances, head, states, text_rows(outputs), teacher)
+        weights = weigh_steps(self.step_weights, valid, outputs, chances, self.decay, head.training)
+        weights = weights / max(1, len(places))
         reports = [self._report(head, i, own, outputs, teacher, weights[i]) for i, own in enumerate(states)]
         losses, steps, hits = zip(*reports, strict=True)
         return Report(torch.stack(losses).sum(), torch.cat(steps), torch.cat(hits))
@@ -52,7 +59,9 @@ class HeadsLoss(Objective):
         """The loss of one head. The other figures are those of the soft labels, if they have a weight."""
         rows, reports = answer_rows(outputs), []
         if self.soft:
-            reports.append(_soft(head, i, states, outputs.final[:, :-1][rows], teacher, weights * self.soft))
+            own, vocabularies = _with_vocabulary(head, i, states, teacher)
+            final, goal = outputs.final[:, :-1][rows], self.goal(head, text_rows(outputs))
+            reports.append(distill(own[None], final, vocabularies, (weights * self.soft)[None], goal=goal))
         if self.hard:
             tokens = outputs.batch.tokens[:, 1:][rows]
             if head.draft_tokens is not None:
@@ -62,8 +71,8 @@ class HeadsLoss(Objective):
         return reports[0]._replace(loss=torch.stack([own.loss for own in reports]).sum())
 
 
-def _soft(head: Any, i: int, states: Tensor, final: Tensor, teacher: Teacher, weights: Tensor) -> Report:
-    """One head against the target's distributions. A trained bias becomes one more column of the vocabulary."""
+def _with_vocabulary(head: Any, i: int, states: Tensor, teacher: Teacher) -> tuple[Tensor, Vocabularies]:
+    """One head's states [N, H] and vocabulary. A trained bias becomes one more column of the vocabulary."""
     given = teacher.vocabularies(head)
     if head.vocabularies is not None:
         own, biases = head.vocabularies[i], head.vocabulary_biases
@@ -71,7 +80,13 @@ def _soft(head: Any, i: int, states: Tensor, final: Tensor, teacher: Teacher, we
             own = torch.cat([own, biases[i][:, None]], 1)
             states = torch.cat([states, torch.ones_like(states[:, :1])], 1)
         given = given._replace(draft=own, draft_bias=None)
-    return distill(states[None], final, given, weights[None])
+    return states, given
+
+
+def _chances(head: Any, states: Tensor, text: TextRows, teacher: Teacher) -> Tensor:
+    """The heads' probabilities of the text [heads, N]."""
+    given = (_with_vocabulary(head, i, own, teacher) for i, own in enumerate(states))
+    return torch.cat([label_chances(own[None], vocabularies, text.tokens) for own, vocabularies in given])
 
 
 @dataclass

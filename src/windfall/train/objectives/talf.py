@@ -14,7 +14,7 @@ from windfall.heads.base import FeatureHead, Guess
 from windfall.heads.layers import masked_attention, within
 from windfall.train.losses import Report, distill
 from windfall.train.new_heads import new_eagle, new_eagle3
-from windfall.train.objectives.base import Objective
+from windfall.train.objectives.base import Distilling
 from windfall.train.objectives.target_trees import (
     MAX_ROOTS,
     TreeGrower,
@@ -29,8 +29,8 @@ from windfall.train.teacher import Teacher, TeacherOutput
 
 
 @dataclass
-class TreeAware(Objective):
-    """Cross-entropy at every node of the target's beam trees, averaged over nodes; no feature loss."""
+class TreeAware(Distilling):
+    """The distance from the target at every node of its beam trees, averaged over nodes; no feature loss."""
 
     kind: str = option("eagle", "kind of a new head", choices=("eagle", "eagle3"))
     passes: int = option(3, "draft passes; trees have one level less below the root", low=2, high=16)
@@ -57,7 +57,7 @@ class TreeAware(Objective):
         reports = []
         for states, labels in labelled(guesses, outputs, trees):
             weights = torch.full((1, len(states)), weight, device=states.device)
-            reports.append(distill(head.normed(states)[None], labels, vocabularies, weights))
+            reports.append(distill(head.normed(states)[None], labels, vocabularies, weights, goal=self.goal(head)))
         losses, steps, hits = zip(*reports, strict=True)
         return Report(torch.stack(losses).sum(), torch.cat(steps), torch.cat(hits))
 
