@@ -51,6 +51,7 @@ DRAFTERS = {
     "self": "windfall.drafters.self_skip:SelfDrafter",
     "lm": "windfall.drafters.lm:LMDrafter",
     "head": "windfall.drafters.feature_head:FeatureHeadDrafter",
+    "block": "windfall.drafters.block:BlockDrafter",
     "medusa": "windfall.drafters.medusa:MedusaDrafter",
     "hydra": "windfall.drafters.hydra:HydraDrafter",
 }

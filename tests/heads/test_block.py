@@ -8,39 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.blocks import run
 from helpers.random_heads import BLOCKS, WIDTH, random_block
 from helpers.tiny import VOCABULARY, tiny
-from windfall.heads.block import BlockHead, block_mask
+from windfall.heads.block import BlockHead
 from windfall.heads.fitting import fit
-from windfall.heads.layers import Unrolled
 from windfall.model.target import Target
 
 LENGTH, CLOSE = 9, 1e-5
-
-
-def run(head: BlockHead, features: Tensor, anchors: Tensor, starts: Tensor, rows: int) -> Tensor:
-    """The states [B, blocks * rows, H] of blocks at these positions [B, blocks], in one pass as in training."""
-    batch, blocks = starts.shape
-    memory = _Blocks(head, torch.arange(features.shape[1]).expand(batch, -1), starts, rows)
-    head.remember(head.context(features), memory.context, memory)
-    positions = (starts[:, :, None] + torch.arange(rows)).flatten(0, 1)
-    states = head(anchors.flatten(), positions, memory)
-    return states.unflatten(0, (batch, blocks)).flatten(1, 2)
-
-
-class _Blocks(Unrolled):
-    """Several blocks of each text at once."""
-
-    def __init__(self, head: BlockHead, context: Tensor, starts: Tensor, rows: int):
-        super().__init__()
-        self.config, self.context, self.starts, self.size = head.config, context, starts, rows
-
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        config, blocks = self.config, self.starts.shape[1]
-        self.mask = block_mask(self.context, self.starts, self.size, config.window(layer), config.bidirectional(layer))
-        together = (x.unflatten(0, (-1, blocks)).transpose(1, 2).flatten(2, 3) for x in (queries, keys, values))
-        out = super().attend(layer, *together)
-        return out.unflatten(2, (blocks, -1)).transpose(1, 2).flatten(0, 1)
 
 
 @cache

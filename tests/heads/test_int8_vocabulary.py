@@ -11,8 +11,8 @@ from helpers.random_heads import random_head
 from helpers.tiny import prompt, tiny
 from windfall import registry
 from windfall.core.errors import InputError
+from windfall.core.levels import BLOCK, most_likely
 from windfall.core.types import GpuOptions
-from windfall.drafters.base import BLOCK, most_likely
 from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.engine.engine import Engine
 from windfall.heads import int8_vocabulary

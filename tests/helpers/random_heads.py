@@ -44,6 +44,8 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "block-gated": {"flags": _ANCHOR, "pair": "gated", "draft_vocab_size": 30},
     "block-rnn": {"pair": "rnn"},
     "block-windows": {"flags": {**_ANCHOR, "bidirectional": True}, "windows": (None, 3), "causal_layers": (1,)},
+    "block-anchor-windows": {"flags": {"bidirectional": True, "anchor_windows": True}, "windows": (2, 3)},
+    "block-scaled": {"flags": _ANCHOR, "embedding_scale": 3.0, "softcap": 5.0, "logit_scale": 0.5, "mask_token": 3},
 }
 
 

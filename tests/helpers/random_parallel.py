@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from helpers.random_heads import random_head
+from helpers.random_heads import random_block, random_head
 from helpers.tiny import VOCABULARY, tiny
 from windfall import registry
 from windfall.drafters.lm import LMDrafter
@@ -41,5 +41,10 @@ def some_drafter(name: str) -> Any:
     """Every drafter of the registry, with random heads where it needs some; `small` is a model, mostly wrong."""
     if name == "small":
         return LMDrafter(model=tiny(seed=1, num_hidden_layers=1))
-    heads = {"head": random_head, "medusa": lambda: random_heads("medusa"), "hydra": lambda: random_heads("hydra++")}
+    heads = {
+        "head": random_head,
+        "block": random_block,
+        "medusa": lambda: random_heads("medusa"),
+        "hydra": lambda: random_heads("hydra++"),
+    }
     return registry.drafter(name, **({"model": heads[name]()} if name in heads else {}))

@@ -32,14 +32,6 @@ def _speculators(kind: str, name: str, **more: Any) -> Config:
 BODY = ("hidden_norm.weight", "norm.weight", "embed_tokens.weight", "layers.0.input_layernorm.weight")
 IDS = {"mask_token_id": 5, "target_layer_ids": [1, 3, 5]}
 FILES = (
-    File("DFlash", "its config", _dflash(**IDS), BODY),
-    File("DFlash", "speculators", _speculators("dflash", "DFlashSpeculator", draft_vocab_size=30), BODY),
-    File("DFlash", "its tensors", {"architectures": ["Qwen3ForCausalLM"]}, BODY),
-    File("DFlash 2", "its config", _dflash(selector_rank=4, conv_kernel_size=2, **IDS), BODY),
-    File("DFlash 2", "speculators", _speculators("dflash2", "DFlash2DraftModel", draft_vocab_size=30), BODY),
-    File("DSpark", "its config", {"architectures": ["Qwen3DSparkModel"], "markov_rank": 4, **IDS}, BODY),
-    File("DSpark", "its tensors", _dflash(**IDS), (*BODY, "markov_head.markov_w1.weight")),
-    File("DSpark", "speculators", _speculators("dspark", "DSparkSpeculator", draft_vocab_size=30), BODY),
     File("Domino", "its config", _dflash(projector_type="domino", gru_hidden_dim=4, **IDS), BODY),
     File("Domino", "its tensors", _dflash(**IDS), (*BODY, "prefix_gru.weight_ih_l0", "embed_proj.0.weight")),
     File("XPress", "speculators", _speculators("xpress", "XPressSpeculator", draft_vocab_size=30), BODY),

@@ -124,16 +124,29 @@ class Dice:
 
     def couple(self, logq: Tensor, depths: Tensor, tokens: Tensor | None) -> Tensor:
         """Draft log-probabilities [n, M] after nodes of these depths → log-probabilities that each token is drawn."""
-        positions = (len(self.committed) + depths).to(logq.device)
         if tokens is None or tokens.dim() == 1:
-            scores = warp(logq, self.params) / self.params.temperature
-            noise = gumbel(self.params.noise_seed, positions, _vocabulary(logq) if tokens is None else tokens)
-            return torch.log_softmax((scores.log_softmax(-1) + noise) / self.kappa, -1)
+            return torch.log_softmax(self.race(logq, depths, tokens), -1)
         rest = (1 - logq.exp().sum(-1, keepdim=True)).clamp(min=1e-6).log()  # of all other tokens
         known = torch.cat([logq, rest], -1).div(self.params.temperature).log_softmax(-1)
-        noise = gumbel(self.params.noise_seed, positions, tokens)
+        noise = gumbel(self.params.noise_seed, self._positions(depths, logq.device), tokens)
         noise = torch.cat([noise, torch.full_like(rest, EULER)], -1)  # the best of the others gets the mean noise
         return torch.log_softmax((known + noise) / self.kappa, -1)[:, :-1]
+
+    def race(self, logq: Tensor, depths: Tensor, tokens: Tensor | None) -> Tensor:
+        """Draft logits [n, M] of all tokens that can be drafted → scores whose softmax `couple` returns."""
+        scores = warp(logq, self.params) / self.params.temperature
+        names = _vocabulary(logq) if tokens is None else tokens
+        noise = gumbel(self.params.noise_seed, self._positions(depths, logq.device), names)
+        return (scores.log_softmax(-1) + noise) / self.kappa
+
+    @property
+    def weight(self) -> float:
+        """What adding 1 to a logit adds to its score in `race`."""
+        return 1 / (self.params.temperature * self.kappa)
+
+    def _positions(self, depths: Tensor, device: torch.device) -> Tensor:
+        """Positions in the text of the tokens after nodes of these depths."""
+        return (len(self.committed) + depths).to(device)
 
 
 class Sampler:

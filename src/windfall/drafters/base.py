@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from windfall.core import options
+from windfall.core.levels import most_likely
 from windfall.core.sampling import Dice
 from windfall.core.tree import DraftTree, Floats, Integers
 from windfall.core.types import Grow
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from windfall.heads.base import FeatureHead
     from windfall.model.decoder import Decoder
     from windfall.model.target import Target
-
-BLOCK = 64  # candidates that `most_likely` looks at together
 
 
 class HeadForm(NamedTuple):
@@ -137,18 +136,6 @@ def add_children(
         values, order = logq.sort(dim=-1, descending=True, stable=True)  # ties keep the order given
         values, picked = values[:, : grow.k], tokens.gather(1, order[:, : grow.k]).cpu()
     return add_child_arrays(tree, grow.nodes.numpy(), picked.numpy(), values.cpu().numpy())
-
-
-def most_likely(logq: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of each row [n, M] and their places; on a CPU first the best blocks, then the best within them."""
-    rows, size = logq.shape
-    if logq.device.type != "cpu" or size % BLOCK or size < 2 * k * BLOCK:
-        found = logq.topk(k, dim=-1)
-        return found.values, found.indices
-    blocks = logq.view(rows, -1, BLOCK)
-    best = blocks.amax(-1).topk(k, dim=-1, sorted=False).indices  # [n, k]: the k largest are within these blocks
-    values, place = blocks.gather(1, best[..., None].expand(-1, -1, BLOCK)).flatten(1).topk(k, dim=-1)
-    return values, best.gather(1, place // BLOCK) * BLOCK + place % BLOCK
 
 
 def add_child_arrays(tree: DraftTree, nodes: Integers, tokens: Integers, logq: Floats) -> DraftTree:

@@ -20,9 +20,9 @@ from windfall.core.errors import HeadWarning
 from windfall.core.options import option
 from windfall.core.sampling import Dice
 from windfall.core.tree import DraftTree
-from windfall.core.types import Grow, InputError
+from windfall.core.types import Grow
 from windfall.drafters.base import Drafter, GpuForm, HeadForm, add_children
-from windfall.heads.base import FeatureHead, Guess
+from windfall.heads.base import DraftHead, FeatureHead, Guess
 from windfall.heads.layers import masked_attention, within
 from windfall.model.batch import Packed, Rows, pack
 from windfall.model.decoder import estimated_numbers_per_row
@@ -56,12 +56,13 @@ class FeatureHeadDrafter(Drafter):
     window: int | None = option(None, "the last positions that the head sees; none: as many as it was made for", low=1)
 
     def attach(self, target: Target) -> None:
-        from windfall.heads.fitting import with_vocabulary
+        from windfall.heads.fitting import in_precision, with_vocabulary
         from windfall.heads.loading import find_head
 
         self._reach = Reach(find_head(self.model, target, "head"), self.window, target.context, WINDOW_HINT)
         head = self._reach.head
-        self.head: FeatureHead = self._in_precision(with_vocabulary(head, target, None) if self.whole else head)
+        head = with_vocabulary(head, target, None) if self.whole else head
+        self.head: FeatureHead = in_precision(head, self.vocabulary_precision)
 
     @property
     def longest(self) -> int | None:
@@ -70,16 +71,6 @@ class FeatureHeadDrafter(Drafter):
 
     def expect(self, length: int) -> None:
         self._reach.expect(length)
-
-    def _in_precision(self, head: FeatureHead) -> FeatureHead:
-        """The head with its vocabulary in the wanted precision, which changes drafts but never the text."""
-        from windfall.heads.fitting import with_int8_vocabulary
-
-        wanted = self.vocabulary_precision
-        fast = None if wanted == "full" else with_int8_vocabulary(head, force=wanted == "int8")
-        if fast is None and wanted == "int8":
-            raise InputError("int8 needs a CPU and a torch with oneDNN; leave vocabulary_precision out or set it full")
-        return fast or head
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -215,7 +206,7 @@ class FeatureHeadDrafter(Drafter):
         return guess
 
 
-def head_row_bytes(head: FeatureHead) -> int:
+def head_row_bytes(head: DraftHead) -> int:
     """Bytes that a token takes in a head's KV cache."""
     return estimated_numbers_per_row(head.config.layer) * next(head.parameters()).dtype.itemsize
 
@@ -284,12 +275,16 @@ class HeadMemory:
         age = packed.positions[:, :, None] - columns[:, None]  # [B, n, columns]
         self._narrowed = {window: within(packed.mask, age, window) for window in {*self._windows}}
 
+    def mask_of(self, layer: int) -> Tensor | None:
+        """[B, n, columns] bool: what the rows of the current pass see in this layer; None: everything."""
+        return self._narrowed.get(self._windows[layer], self.mask) if self._narrowed else self.mask
+
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         self.cache.layers[layer].update(keys, values)
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         keys, values = self.cache.layers[layer].update(keys, values)
-        mask = self._narrowed.get(self._windows[layer], self.mask) if self._narrowed else self.mask
+        mask = self.mask_of(layer)
         if queries.device.type == "cpu" and mask is not None:  # needs no copies of shared keys
             return F.scaled_dot_product_attention(queries, keys, values, mask[:, None], enable_gqa=True)
         return masked_attention(queries, keys, values, mask)

@@ -37,7 +37,7 @@ class HydraDrafter(Drafter):
     def attach(self, target: Target) -> None:
         from windfall.heads.hydra import Hydra
 
-        found = find_heads(self.model, Hydra, target)
+        found = find_heads(self.model, Hydra, target, "hydra")
         self._reach = None if found.prefix is None else Reach(found, None, target.context)
         self._heads: Hydra = found if self._reach is None else self._reach.head
 

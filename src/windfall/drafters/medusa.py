@@ -16,10 +16,11 @@ from windfall.core.types import Grow, InputError
 from windfall.drafters.base import Drafter, add_children
 
 if TYPE_CHECKING:
-    from windfall.heads.medusa import Heads, Medusa
+    from windfall.heads.base import DraftHead
+    from windfall.heads.medusa import Medusa
     from windfall.model.target import Target
 
-H = TypeVar("H", bound="Heads")
+H = TypeVar("H", bound="DraftHead")
 
 
 @dataclass
@@ -34,7 +35,7 @@ class MedusaDrafter(Drafter):
     def attach(self, target: Target) -> None:
         from windfall.heads.medusa import Medusa
 
-        self._heads: Medusa = find_heads(self.model, Medusa, target)
+        self._heads: Medusa = find_heads(self.model, Medusa, target, "medusa")
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -117,11 +118,10 @@ class Levels:
         return self._made
 
 
-def find_heads(model: Any, wanted: type[H], target: Target) -> H:
-    """Heads of the wanted kind that fit the target; an InputError if there are none."""
+def find_heads(model: Any, wanted: type[H], target: Target, kind: str) -> H:
+    """Heads of the wanted class and kind that fit the target; an InputError if there are none."""
     from windfall.heads.loading import find_head
 
-    kind = wanted.__name__.lower()
     if model is None:
         raise InputError(
             f"the {kind} drafter needs heads trained for {target.name}: give their folder or hub id as its model"

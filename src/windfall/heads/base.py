@@ -69,6 +69,11 @@ class DraftHead(nn.Module):
         self._shared = {"embedding": embedding.detach(), "vocabulary": vocabulary.detach(), "bias": bias}
 
     @property
+    def owns_vocabulary(self) -> bool:
+        """Whether its weights are for the tokens that it drafts, so that it cannot draft others."""
+        return self.lm_head is not None
+
+    @property
     def vocabulary(self) -> Tensor:
         """[Vd, H]"""
         found: Tensor = self._shared["vocabulary"] if self.lm_head is None else self.lm_head.weight
@@ -91,9 +96,13 @@ class DraftHead(nn.Module):
 
     def logits(self, state: Tensor) -> Tensor:
         """[.., H] → [.., Vd]"""
+        return self.vocabulary_logits(self.normed(state))
+
+    def vocabulary_logits(self, normed: Tensor) -> Tensor:
+        """`logits` of what `normed` returned."""
         if self.int8_vocabulary is not None:
-            return self.int8_vocabulary(self.normed(state))
-        return nn.functional.linear(self.normed(state), self.vocabulary, self.vocabulary_bias)
+            return self.int8_vocabulary(normed.reshape(-1, normed.shape[-1])).view(*normed.shape[:-1], -1)
+        return nn.functional.linear(normed, self.vocabulary, self.vocabulary_bias)
 
     def normed(self, state: Tensor) -> Tensor:
         """The input of the vocabulary head."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +17,24 @@ from torch import Tensor, nn
 from windfall.heads.base import DraftHead, HeadConfig
 from windfall.heads.block_conv import BlockConv
 from windfall.heads.layers import ContextMemory, DecoderLayer, Memory, RMSNorm
-from windfall.heads.pair_scores import new_pair_score
+from windfall.heads.pair_scores import PairScore, Tables, new_pair_score
 
 PAIRS = ("none", "projected", "selector", "markov", "gated", "rnn")
+
+
+class Sight(NamedTuple):
+    """What the rows of a block see in a layer, see `block_mask`."""
+
+    window: int | None = None
+    bidirectional: bool = False
+    anchor_window: bool = False
 
 
 @dataclass(frozen=True)
 class BlockConfig(HeadConfig):
     """Flags: bidirectional (rows of a block see later rows too), predict_anchor (row k predicts position t + k + 1;
     otherwise row 0 predicts nothing and row k predicts t + k), fc_norm (each tap is normed before `fc`),
-    own_vocabulary, own_embedding."""
+    anchor_windows (windows are counted back from the anchor, see `block_mask`), own_vocabulary, own_embedding."""
 
     block: int = 8  # rows
     candidates: int = 16  # tokens of a row that get pair scores
@@ -35,6 +44,8 @@ class BlockConfig(HeadConfig):
     conv_group: int = 16  # channels that share a coefficient
     mask_token: int | None = None  # the token whose embedding the mask rows have; None: a learned vector
     causal_layers: tuple[int, ...] = ()  # layers whose rows see no later rows although the head is bidirectional
+    embedding_scale: float = 1.0  # factor of the embeddings of anchor and masks
+    softcap: float | None = None  # limit of the logits: softcap * tanh(logits / softcap)
 
     @property
     def first_row(self) -> int:
@@ -46,8 +57,9 @@ class BlockConfig(HeadConfig):
         """Tokens that a block predicts."""
         return self.block - self.first_row
 
-    def bidirectional(self, layer: int) -> bool:
-        return self.flag("bidirectional") and layer not in self.causal_layers
+    def sight(self, layer: int) -> Sight:
+        bidirectional = self.flag("bidirectional") and layer not in self.causal_layers
+        return Sight(self.window(layer), bidirectional, self.flag("anchor_windows"))
 
 
 class BlockHead(DraftHead):
@@ -66,13 +78,17 @@ class BlockHead(DraftHead):
         self.layers = nn.ModuleList(BlockLayer(config, i) for i in range(layer.num_hidden_layers))
         self.norm = RMSNorm(width, layer.rms_norm_eps)
         drafted = config.draft_vocab_size or config.vocab_size
-        self.pair = new_pair_score(config.pair, config.vocab_size, drafted, width, config.rank)
+        self.pair: PairScore | None = new_pair_score(config.pair, config.vocab_size, drafted, width, config.rank)
 
     def borrow(self, embedding: Tensor, vocabulary: Tensor, bias: Tensor | None = None) -> None:
         super().borrow(embedding, vocabulary, bias)
         if self.pair is not None:
             self.pair = copy.copy(self.pair)  # a copy of this head with another vocabulary has other tables
             self.pair.attach(self.embedding, self.draft_tokens)
+
+    @property
+    def owns_vocabulary(self) -> bool:
+        return super().owns_vocabulary or isinstance(self.pair, Tables)
 
     def prepare(self) -> None:
         """Compute what drafting uses again and again; call it after `borrow` and whenever weights have changed."""
@@ -109,7 +125,12 @@ class BlockHead(DraftHead):
         """The input of a block, [B, size, H]: the anchor's embedding and masks."""
         first = self.embed(anchors)[:, None]
         mask = self.embedding[self.config.mask_token] if self.mask is None else self.mask
-        return torch.cat([first, mask.to(first.dtype).expand(len(anchors), size - 1, -1)], 1)
+        found = torch.cat([first, mask.to(first.dtype).expand(len(anchors), size - 1, -1)], 1)
+        return found if self.config.embedding_scale == 1 else found * self.config.embedding_scale
+
+    def vocabulary_logits(self, normed: Tensor) -> Tensor:
+        found, cap = super().vocabulary_logits(normed), self.config.softcap
+        return found if cap is None else torch.tanh(found / cap) * cap
 
     def normed(self, state: Tensor) -> Tensor:
         """The input of the vocabulary and of the pair scores."""
@@ -146,21 +167,25 @@ class BlockLayer(DecoderLayer):
         return out
 
 
-def block_mask(
-    context: Tensor, anchors: Tensor, size: int, window: int | None = None, bidirectional: bool = False
-) -> Tensor:
+def block_mask(context: Tensor, anchors: Tensor, size: int, sight: Sight = Sight()) -> Tensor:
     """Which columns the rows of blocks see: [B, blocks * size, n + blocks * size] bool.
 
     context [B, n] holds the positions of remembered columns, anchors [B, blocks] those of the blocks' first rows. A
-    row sees columns before its anchor (with a window: the last `window` of them) and rows of its own block.
+    row sees columns before its anchor and rows of its own block, later ones only if `bidirectional`. A window limits
+    this to columns less than `window` positions away or, with `anchor_window`, the columns before the anchor to the
+    last `window`.
     """
-    batch, blocks = anchors.shape
-    starts = anchors.repeat_interleave(size, 1)[:, :, None]  # [B, rows, 1]
-    seen = context[:, None] < starts
-    if window is not None:
-        seen &= context[:, None] >= starts - window
-    rows = torch.arange(blocks * size, device=anchors.device)
-    own = rows[:, None] // size == rows // size
-    if not bidirectional:
-        own &= rows[:, None] >= rows
-    return torch.cat([seen, own.expand(batch, -1, -1)], 2)
+    blocks, device = anchors.shape[1], anchors.device
+    starts = anchors.repeat_interleave(size, 1)  # [B, rows]
+    rows = torch.arange(blocks * size, device=device)
+    positions = starts + rows % size
+    seen = context[:, None] < starts[:, :, None]  # [B, rows, n]
+    own = (rows[:, None] // size == rows // size).expand(len(anchors), -1, -1)  # [B, rows, rows]
+    if not sight.bidirectional:
+        own = own & (rows[:, None] >= rows)
+    if sight.window is not None and sight.anchor_window:
+        seen = seen & (context[:, None] >= starts[:, :, None] - sight.window)
+    elif sight.window is not None:
+        seen = seen & (positions[:, :, None] - context[:, None] < sight.window)
+        own = own & ((positions[:, :, None] - positions[:, None]).abs() < sight.window)
+    return torch.cat([seen, own], 2)

@@ -31,7 +31,7 @@ def fit(head: Head, target: Target) -> Head:
 
 def with_vocabulary(head: Head, target: Target, tokens: Tensor | None) -> Head:
     """The same head, drafting from these tokens [Vd] of the target; None: from all of them."""
-    if head.lm_head is not None:
+    if head.owns_vocabulary:
         raise InputError("this head has its own vocabulary and drafts from that; leave out whole and --vocabulary")
     twin = head.twin()
     twin.draft_tokens = tokens
@@ -81,6 +81,14 @@ def with_int8_vocabulary(head: Head, force: bool) -> Head | None:
     twin._shared = {name: tensor for name, tensor in head._shared.items() if name == "embedding"}
     twin.lm_head, twin.int8_vocabulary = None, product
     return twin
+
+
+def in_precision(head: Head, wanted: str) -> Head:
+    """The head with its vocabulary in this precision (auto, int8 or full), which changes drafts but never the text."""
+    fast = None if wanted == "full" else with_int8_vocabulary(head, force=wanted == "int8")
+    if fast is None and wanted == "int8":
+        raise InputError("int8 needs a CPU and a torch with oneDNN; leave vocabulary_precision out or set it full")
+    return fast or head
 
 
 def check_fit(head: DraftHead, target: Target) -> None:

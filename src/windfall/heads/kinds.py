@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from windfall.heads.unsupported import Config, Names, find_unsupported, is_model, quantised, refuse, refuse_quantised
 
+BLOCK_MODEL_TYPE = "windfall_block"  # in windfall's own files of block heads
+
 
 class Kind(NamedTuple):
     """One kind. Classes and functions are named, not imported, so that recognising a folder is fast."""
@@ -20,6 +22,13 @@ class Kind(NamedTuple):
     reader: str  # module:function, (folder, the target's transformers config or None) → head
     writer: str  # module:function, (head, folder, ...)
     drafter: str  # registry name
+
+
+def _block(config: Config, names: Names) -> bool:
+    """windfall's own files, DFlash, DFlash 2 and DSpark."""
+    said = [config.get("model_type"), config.get("speculators_model_type"), _architecture(config)]
+    named = any(part in str(word).lower() for part in (BLOCK_MODEL_TYPE, "dflash", "dspark") for word in said)
+    return named or "dflash_config" in config or {"fc.weight", "hidden_norm.weight"} <= names
 
 
 def _griffin(config: Config, names: Names) -> bool:
@@ -50,6 +59,7 @@ def _own(kind: str) -> tuple[str, str, str]:
 
 _FEATURES = ("windfall.heads.formats:read", "windfall.heads.formats:write", "head")
 KINDS: dict[str, Kind] = {  # the first that matches
+    "block": Kind(_block, "windfall.heads.block:BlockHead", *_own("block")),
     "griffin": Kind(_griffin, "windfall.heads.griffin:Griffin", *_FEATURES),
     "eagle3": Kind(_eagle3, "windfall.heads.eagle3:Eagle3", *_FEATURES),
     "eagle": Kind(_eagle, "windfall.heads.eagle:Eagle", *_FEATURES),

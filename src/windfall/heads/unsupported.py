@@ -35,11 +35,6 @@ def _named(config: Config, *parts: str) -> bool:
     return any(part in str(word).lower() for part in parts for word in words)
 
 
-def _says(config: Config, *keys: str) -> bool:
-    """Whether the config, or its part about DFlash, has one of these keys."""
-    return any(config.get(key) is not None or _dflash(config).get(key) is not None for key in keys)
-
-
 def _dflash(config: Config) -> Config:
     inner = config.get("dflash_config")
     return inner if isinstance(inner, dict) else {}
@@ -53,16 +48,6 @@ def _begins(names: Names, *parts: str) -> bool:
     return any(name.startswith(parts) for name in names)
 
 
-def _is_dflash2(config: Config, names: Names) -> bool:
-    named = _speculator(config, "dflash2") or _named(config, "dflash2") or _says(config, "selector_rank")
-    return named or _begins(names, "candidate_selector.")
-
-
-def _is_dspark(config: Config, names: Names) -> bool:
-    named = _speculator(config, "dspark") or _named(config, "dspark") or _projector(config) == "dspark"
-    return named or _says(config, "markov_rank") or any("markov_" in name for name in names)
-
-
 def _is_domino(config: Config, names: Names) -> bool:
     return _named(config, "domino") or _projector(config) == "domino" or _begins(names, "prefix_gru.")
 
@@ -73,11 +58,6 @@ def _is_xpress(config: Config, names: Names) -> bool:
 
 def _is_jetspec(config: Config, names: Names) -> bool:
     return _speculator(config, "jetspec") or _named(config, "jetspec")
-
-
-def _is_dflash(config: Config, names: Names) -> bool:
-    named = _speculator(config, "dflash") or _named(config, "dflash") or "dflash_config" in config
-    return named or {"fc.weight", "hidden_norm.weight"} <= names
 
 
 def _is_peagle(config: Config, names: Names) -> bool:
@@ -112,16 +92,10 @@ def _is_specexit(config: Config, names: Names) -> bool:
     return "early_stop_method" in config or any("early_stop" in name for name in names)
 
 
-BLOCK = (
-    "it needs a drafter that fills a block of masked tokens in one pass, with the target's states as keys and values"
-)
 UNSUPPORTED = (  # the first match counts, so special kinds come before general ones
-    Unsupported("DFlash 2", _is_dflash2, f"{BLOCK}, its convolutions and its candidate selector"),
-    Unsupported("DSpark", _is_dspark, f"{BLOCK}, and its Markov and confidence heads"),
-    Unsupported("Domino", _is_domino, f"{BLOCK}, and its GRU over the drafted tokens"),
-    Unsupported("XPress", _is_xpress, f"{BLOCK}, and its refiner head"),
-    Unsupported("JetSpec", _is_jetspec, f"{BLOCK}, under a causal mask"),
-    Unsupported("DFlash", _is_dflash, BLOCK),
+    Unsupported("Domino", _is_domino, "it needs a block head with a GRU over the drafted tokens"),
+    Unsupported("XPress", _is_xpress, "it needs a block head with a refiner"),
+    Unsupported("JetSpec", _is_jetspec, "it needs a reader of its config; its network is a block head with a causal mask"),
     Unsupported("P-EAGLE", _is_peagle, "it needs a drafter that runs all depths in one pass, from its mask_hidden"),
     Unsupported(
         "MTP", _is_mtp, "it needs a drafter that runs the multi-token prediction layers of a target's files", True

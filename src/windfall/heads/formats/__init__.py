@@ -1,13 +1,12 @@
-"""Read and write public draft-head checkpoints: EAGLE-1/2, EAGLE-3, speculators, GRIFFIN, Medusa and Hydra.
+"""Read and write draft-head checkpoints: EAGLE-1/2, EAGLE-3, speculators, GRIFFIN, block heads, Medusa and Hydra.
 
-There is a module for each format; `checkpoint` and `config` hold what the formats of feature heads share, `parallel`
-what Medusa and Hydra share.
+There is a module for each format; `checkpoint`, `config` and `draft_vocabulary` hold what the formats of feature and
+block heads share, `parallel` what Medusa and Hydra share.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +17,17 @@ from windfall.checkpoints.bundled import TARGET, fingerprint
 from windfall.checkpoints.model_dir import readable
 from windfall.checkpoints.tensors import read_tensors
 from windfall.core.types import InputError
-from windfall.heads.base import FeatureHead
+from windfall.heads.base import DraftHead
 from windfall.heads.files import locate, read_config, write_folder
 from windfall.heads.formats.checkpoint import Checkpoint as Checkpoint
 from windfall.heads.formats.checkpoint import Reading as Reading
 from windfall.heads.formats.checkpoint import Shape as Shape
-from windfall.heads.formats.config import vocabulary_size
+from windfall.heads.formats.checkpoint import plainly_named
+from windfall.heads.formats.draft_vocabulary import draft_mapping, draft_vocabulary
 from windfall.heads.formats.eagle import EagleReader, GriffinReader, eagle_config, griffin_config
 from windfall.heads.formats.eagle3 import Eagle3Reader, eagle3_config, eagle3_name
 from windfall.heads.formats.speculators import SpeculatorsReader, speculators_config
-from windfall.heads.kinds import KINDS, load, match, plain, recognise, refuse_unsupported_head
+from windfall.heads.kinds import KINDS, load, match, recognise, refuse_unsupported_head
 
 if TYPE_CHECKING:
     from windfall.model.target import Target
@@ -63,7 +63,7 @@ def read(source: str | os.PathLike[str], target: Any = None) -> Any:
 
 def read_checkpoint(folder: Path, label: str, shape: Shape | None) -> Checkpoint:
     """The files of a feature head, with all their readings."""
-    config, tensors = read_config(folder, label), _plainly_named(read_tensors(folder, label), label)
+    config, tensors = read_config(folder, label), plainly_named(read_tensors(folder, label), label)
     kind = match(config, set(tensors))
     refuse_unsupported_head(kind, config, set(tensors), label)
     if kind is None or KINDS[kind].drafter != "head":
@@ -71,50 +71,15 @@ def read_checkpoint(folder: Path, label: str, shape: Shape | None) -> Checkpoint
         other = "no draft head" if kind is None else f"a {kind} head, which drafter {KINDS[kind].drafter} takes"
         raise InputError(f"'{label}' is {other}; here it must be one of {', '.join(known)}")
     with readable(f"cannot read '{label}'", label):
-        draft_tokens = _draft_vocabulary(config, tensors, label)
+        draft_tokens = draft_vocabulary(config, tensors, label)
         format = "speculators" if "speculators_model_type" in config else kind
         reader = READERS[format](kind, config, tensors, label, shape)
         stated, others = reader.readings(None if draft_tokens is None else len(draft_tokens))
         return Checkpoint(label, tensors, draft_tokens, stated, others)
 
 
-def _plainly_named(tensors: dict[str, Tensor], label: str) -> dict[str, Tensor]:
-    """Under the names of `FeatureHead`s, without rotary frequencies, which are computed."""
-    named: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if name.endswith("rotary_emb.inv_freq"):
-            continue
-        if plain(name) in named:
-            raise InputError(f"'{label}' has {plain(name)} twice, once as {name}")
-        named[plain(name)] = tensor
-    return named
-
-
-def _draft_vocabulary(config: Mapping[str, Any], tensors: dict[str, Tensor], label: str) -> Tensor | None:
-    """[Vd] target id of each draft id; None: the whole vocabulary. Takes d2t and t2d out of the tensors."""
-    offsets, mask = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    whole, reduced = vocabulary_size(config, tensors, label), config.get("draft_vocab_size")
-    listed = whole if offsets is None else offsets.numel()
-    rows = len(tensors["lm_head.weight"]) if "lm_head.weight" in tensors else reduced or listed
-    if offsets is None:
-        if rows != whole:
-            raise InputError(f"'{label}' drafts {rows} of {whole} tokens and lacks d2t, which says which")
-        return None
-    if offsets.dim() != 1 or offsets.is_floating_point() or offsets.dtype == torch.bool:
-        found = f"{tuple(offsets.shape)} of {offsets.dtype}"
-        raise InputError(f"'{label}': d2t must be a list of whole numbers, not {found}")
-    if len(offsets) != rows or reduced not in (None, rows):
-        raise InputError(f"'{label}': d2t has {len(offsets)} entries for {reduced or rows} drafted tokens")
-    tokens = torch.arange(len(offsets)) + offsets.long()
-    if not 0 <= int(tokens.min()) <= int(tokens.max()) < whole or len(set(tokens.tolist())) != len(tokens):
-        raise InputError(f"'{label}': d2t must lead from each draft id to another of the target's {whole} tokens")
-    if mask is not None and (mask.dim() != 1 or len(mask) <= tokens.max() or not bool(mask.bool()[tokens].all())):
-        raise InputError(f"'{label}': d2t and t2d contradict each other")
-    return None if torch.equal(tokens, torch.arange(whole)) else tokens
-
-
 def write(
-    head: FeatureHead,
+    head: DraftHead,
     folder: str | os.PathLike[str],
     format: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
@@ -127,7 +92,8 @@ def write(
     """
     kind = head.config.kind
     if KINDS[kind].drafter != "head" and format in (None, kind):
-        load(KINDS[kind].writer)(head, folder)
+        own = {"dtype": dtype, "target": target} if kind == "block" else {}
+        load(KINDS[kind].writer)(head, folder, **own)
         return
     format = format or kind
     if FORMATS.get(format) != kind:
@@ -146,7 +112,7 @@ def write(
     saved = {name: tensor.detach().to("cpu", dtype).clone().contiguous() for name, tensor in tensors.items()}
     if format == "eagle3":
         saved = {eagle3_name(name): tensor for name, tensor in saved.items()}
-    write_folder(Path(folder), config, {**saved, **_draft_mapping(head, vocabulary, light)})
+    write_folder(Path(folder), config, {**saved, **draft_mapping(head, vocabulary, light)})
 
 
 def _source(target: Target) -> str:
@@ -154,7 +120,7 @@ def _source(target: Target) -> str:
     return target.name if "/" in target.name else getattr(target.model, "name_or_path", "") or target.name
 
 
-def _all_tensors(head: FeatureHead, light: bool) -> dict[str, Tensor]:
+def _all_tensors(head: DraftHead, light: bool) -> dict[str, Tensor]:
     """The head's own tensors and, unless `light`, the borrowed ones that the format has a place for."""
     tensors = dict(head.state_dict())
     if light:
@@ -169,14 +135,3 @@ def _all_tensors(head: FeatureHead, light: bool) -> dict[str, Tensor]:
             raise InputError("the target's vocabulary head has a bias, which eagle3 has no place for; write it light")
         tensors["lm_head.weight"] = borrowed["vocabulary"]
     return tensors
-
-
-def _draft_mapping(head: FeatureHead, vocabulary: int, light: bool) -> dict[str, Tensor]:
-    """d2t and t2d, which say what tokens are drafted; d2t takes half the bytes in a light head."""
-    if head.draft_tokens is None:
-        return {}
-    tokens = head.draft_tokens.cpu().long()
-    mask = torch.zeros(vocabulary, dtype=torch.bool)
-    mask[tokens] = True
-    offsets = tokens - torch.arange(len(tokens))
-    return {"d2t": offsets.int() if light else offsets, "t2d": mask}

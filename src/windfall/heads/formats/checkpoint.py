@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from windfall.core.types import InputError
-from windfall.heads.base import FeatureHead, HeadConfig
-from windfall.heads.kinds import KINDS, load
+from windfall.heads.base import DraftHead, FeatureHead, HeadConfig
+from windfall.heads.kinds import KINDS, load, plain
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MAX_NAMES = 8  # tensors that an error message lists
@@ -85,7 +85,19 @@ class Checkpoint:
         self.tensors = {name: tensor.to(device, dtype) for name, tensor in self.tensors.items()}
 
 
-def check_tensors(head: FeatureHead, tensors: Mapping[str, Tensor], label: str) -> None:
+def plainly_named(tensors: dict[str, Tensor], label: str) -> dict[str, Tensor]:
+    """Under the names of heads, without rotary frequencies, which are computed."""
+    named: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith("rotary_emb.inv_freq"):
+            continue
+        if plain(name) in named:
+            raise InputError(f"'{label}' has {plain(name)} twice, once as {name}")
+        named[plain(name)] = tensor
+    return named
+
+
+def check_tensors(head: DraftHead, tensors: Mapping[str, Tensor], label: str) -> None:
     """Require every tensor of the head, and no other, in the right shape and as floating-point numbers."""
     wanted = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     faults = []

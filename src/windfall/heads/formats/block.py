@@ -1,0 +1,152 @@
+"""The files of block heads: windfall's own, and those of other projects (see `dflash`).
+
+windfall's own files hold what the head does not borrow from its target: config.json, and model.safetensors under the
+names of the module.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from windfall.checkpoints.bundled import TARGET, fingerprint
+from windfall.checkpoints.tensors import read_tensors
+from windfall.heads.block import PAIRS, BlockConfig, BlockHead
+from windfall.heads.files import read_config, write_folder
+from windfall.heads.formats.checkpoint import Shape, check_tensors, plainly_named
+from windfall.heads.formats.config import ConfigReader, layer_config, vocabulary_size
+from windfall.heads.formats.draft_vocabulary import draft_mapping, draft_vocabulary
+from windfall.heads.kinds import BLOCK_MODEL_TYPE
+
+if TYPE_CHECKING:
+    from windfall.model.target import Target
+
+SIZES = {"block": "block_size", "candidates": "candidates", "rank": "pair_rank", "conv_group": "conv_group"}
+FLAGS = ("bidirectional", "predict_anchor", "fc_norm", "anchor_windows")
+
+
+def read_block(folder: str | os.PathLike[str], target: Any = None) -> BlockHead:
+    """A block head from a folder; `target` is its target's transformers config."""
+    from windfall.heads.formats.dflash import DFlashReader
+
+    label, shape = str(folder), None if target is None else Shape.of(target)
+    config, tensors = read_config(Path(folder), label), plainly_named(read_tensors(Path(folder), label), label)
+    reader = OwnReader if config.get("model_type") == BLOCK_MODEL_TYPE else DFlashReader
+    return reader("block", config, tensors, label, shape).head()
+
+
+def write_block(
+    head: BlockHead,
+    folder: str | os.PathLike[str],
+    dtype: torch.dtype = torch.bfloat16,
+    target: Target | None = None,
+) -> None:
+    """Write a head in windfall's own layout; `target` adds its name and fingerprint."""
+    given, vocabulary = head.config, head.config.vocab_size
+    config = {
+        "architectures": ["WindfallBlockHead"],
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        **layer_config(replace(given, windows=()), vocabulary),
+        "model_type": BLOCK_MODEL_TYPE,
+        "draft_vocab_size": given.draft_vocab_size or vocabulary,
+        "target_hidden_size": given.target_hidden,
+        "target_states": list(given.taps),
+        **{key: getattr(given, name) for name, key in SIZES.items()},
+        "pair_score": given.pair,
+        "conv_taps": given.conv_taps,
+        "mask_token_id": given.mask_token,
+        **{name: given.flag(name) for name in FLAGS},
+        "windows": list(given.windows),
+        "causal_layers": list(given.causal_layers),
+        "embedding_scale": given.embedding_scale,
+        "softcap": given.softcap,
+    }
+    if head.lm_head is None and given.logit_scale != 1:
+        config["logit_scale"] = given.logit_scale
+    if target is not None:
+        config[TARGET] = {"name": target.name, **fingerprint(target)}
+    saved = {name: tensor.detach().to("cpu", dtype).clone().contiguous() for name, tensor in head.state_dict().items()}
+    write_folder(Path(folder), config, {**saved, **draft_mapping(head, vocabulary, light=True)})
+
+
+class BlockReader(ConfigReader):
+    """Builds a block head; subclasses say what its config is."""
+
+    def head(self) -> BlockHead:
+        drafted = draft_vocabulary(self.config, self.tensors, self.label)
+        config = self.block_config(None if drafted is None else len(drafted))
+        if config.mask_token is not None and not 0 <= config.mask_token < config.vocab_size:
+            self.refuse(f"has the mask token {config.mask_token}, and its target only {config.vocab_size} tokens")
+        with torch.device("meta"):
+            head = BlockHead(config)
+        check_tensors(head, self.tensors, self.label)
+        head.load_state_dict(self.tensors, assign=True)
+        head.draft_tokens = drafted
+        return head.eval()
+
+    def block_config(self, drafted: int | None) -> BlockConfig:
+        raise NotImplementedError
+
+    def made(self, taps: list[int], drafted: int | None, flags: dict[str, bool], **more: Any) -> BlockConfig:
+        """A config with what all files have in common."""
+        fused = self.matrix("fc.weight").shape[1]
+        if not taps or fused % len(taps):
+            self.refuse(f"has an fc.weight with {fused} columns for {len(taps)} states of its target")
+        return BlockConfig(
+            kind="block",
+            layer=self._layer_config(self._theta().stated[0]),
+            target_hidden=fused // len(taps),
+            taps=tuple(taps),
+            vocab_size=vocabulary_size(self.config, self.tensors, self.label),
+            draft_vocab_size=drafted,
+            flags={**super().flags(), **flags},
+            logit_scale=self.logit_scale,
+            **more,
+        )
+
+    def whole_numbers(self, key: str, given: Any, lowest: int = 0) -> list[int]:
+        sound = isinstance(given, list) and all(type(each) is int and each >= lowest for each in given)
+        if not sound:
+            self.refuse(f"says {key}: {given!r}, which must be a list of whole numbers")
+        return list(given)
+
+
+class OwnReader(BlockReader):
+    """windfall's own files."""
+
+    def block_config(self, drafted: int | None) -> BlockConfig:
+        said = self.config
+        sizes = {name: self.positive_int(key) for name, key in SIZES.items()}
+        pair, taps, mask = said.get("pair_score"), said.get("conv_taps", 0), said.get("mask_token_id")
+        if pair not in PAIRS:
+            self.refuse(f"has a pair score of kind {pair!r}; windfall knows {', '.join(PAIRS)}")
+        if type(taps) is not int or taps < 0 or (taps and self.positive_int("hidden_size") % sizes["conv_group"]):
+            self.refuse(f"says conv_taps: {taps!r} and conv_group: {sizes['conv_group']}, which do not fit its width")
+        if mask is not None and type(mask) is not int:
+            self.refuse(f"says mask_token_id: {mask!r}, which must be a token or null")
+        return self.made(
+            self.whole_numbers("target_states", said.get("target_states"), lowest=-1),
+            drafted,
+            {name: bool(said.get(name)) for name in FLAGS},
+            **sizes,
+            pair=pair,
+            conv_taps=taps,
+            mask_token=mask,
+            windows=self._listed_windows(),
+            causal_layers=tuple(self.whole_numbers("causal_layers", said.get("causal_layers", []))),
+            embedding_scale=self._positive_number("embedding_scale", 1.0),
+            softcap=None if said.get("softcap") is None else self._positive_number("softcap", 1.0),
+        )
+
+    def _listed_windows(self) -> tuple[int | None, ...]:
+        given = self.config.get("windows") or []
+        sound = isinstance(given, list) and all(each is None or (type(each) is int and each > 0) for each in given)
+        if not sound or (given and len(given) != self.layers()):
+            self.refuse(
+                f"says windows: {given!r}, which must be a number or null for each of its {self.layers()} layers"
+            )
+        return tuple(given)
