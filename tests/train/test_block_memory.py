@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from helpers.random_heads import BLOCKS, WIDTH, random_block
 from helpers.tiny import VOCABULARY, tiny
-from windfall.heads.block import BlockHead
+from windfall.heads.block import BlockHead, Sight
 from windfall.heads.fitting import fit
 from windfall.heads.layers import ContextMemory, Unrolled
 from windfall.model.target import Target
@@ -17,7 +17,6 @@ from windfall.train.block_memory import (
     TILE,
     Blocks,
     DenseBlocks,
-    Kind,
     PackedBlocks,
     PaddedSizes,
     new_memory,
@@ -65,14 +64,14 @@ def test_packed_and_dense_blocks_are_those_of_decoding(name: str, target: Target
         torch.testing.assert_close(dense[place], alone[0], **close)
 
 
-@pytest.mark.parametrize("kind", [Kind(None, False), Kind(None, True), Kind(9, False)])
+@pytest.mark.parametrize("sight", [Sight(), Sight(None, True), Sight(9), Sight(4, True), Sight(9, False, True)])
 @pytest.mark.parametrize("rows", [5, 8])
-def test_the_tiles_of_a_mask_hold_all_that_rows_see(kind: Kind, rows: int) -> None:
+def test_the_tiles_of_a_mask_hold_all_that_rows_see(sight: Sight, rows: int) -> None:
     """Against torch's own way, which looks at every row and column."""
     texts = torch.tensor([0] * 60 + [1] * 30 + [3] * 2)
     starts = torch.tensor([*range(300, 360), *range(1, 31), 5, 399])
     blocks, sizes = Blocks(texts, starts), (round_up(4 * 400), round_up(len(texts) * rows))
-    ours = packed_mask(blocks, 400, rows, sizes, kind)
+    ours = packed_mask(blocks, 400, rows, sizes, sight)
     slow = create_block_mask(ours.mask_mod, None, None, sizes[1], sum(sizes), device="cpu")
     wanted = slow.to_dense()[0, 0].bool()
     found = ours.to_dense()[0, 0].bool()
@@ -85,13 +84,14 @@ def test_the_tiles_of_a_mask_hold_all_that_rows_see(kind: Kind, rows: int) -> No
     assert bool(tiled.any(3).any(1).eq(wanted).all())
     assert bool((tiled.all(3).all(1) | ~whole).all())
     assert bool(seen.any(1).all())  # padding too, or its softmax would not be finite
-    assert kind.window or whole.any()
+    assert sight.window or whole.any()
 
 
 def test_sizes_of_a_training_are_few() -> None:
-    sizes = PaddedSizes()
-    seen = {sizes.grow(columns, 4 * columns) for columns in (30000, 32000, 9000, 32768, 31000, 20)}
+    sizes = PaddedSizes(0.5)
+    seen = {sizes.grow(columns, columns // 3, 8) for columns in (30000, 32000, 9000, 32768, 31000, 20)}
     assert seen == {(32768, 131072)}
+    assert sizes.grow(40, 20000, 8) == (32768, 163840)
     for size in range(1, 9000, 7):
         assert round_up(size) % TILE == 0 and size <= round_up(size) < 1.25 * size + TILE
 

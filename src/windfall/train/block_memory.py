@@ -7,6 +7,8 @@ skips what no row sees. `DenseBlocks` uses explicit masks, text by text.
 
 from __future__ import annotations
 
+import inspect
+import math
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -15,10 +17,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from windfall.heads.block import BlockConfig, block_mask
+from windfall.heads.block import BlockConfig, Sight, block_mask
 from windfall.heads.layers import ContextMemory, masked_attention
 
 TILE = 128  # rows and columns of a tile of FlexAttention
+MAX_SIZES = 64  # that FlexAttention may be compiled for
 MAX_BLOCKS = 32  # of a text whose dense mask exists at a time
 
 
@@ -31,17 +34,6 @@ class Blocks(NamedTuple):
     def positions(self, size: int) -> Tensor:
         """[N, size], of the rows."""
         return self.starts[:, None] + torch.arange(size, device=self.starts.device)
-
-
-class Kind(NamedTuple):
-    """What the masks of a layer depend on."""
-
-    window: int | None
-    bidirectional: bool
-
-    @classmethod
-    def of(cls, config: BlockConfig, layer: int) -> Kind:
-        return cls(config.window(layer), config.bidirectional(layer))
 
 
 def new_memory(config: BlockConfig, blocks: Blocks, sizes: PaddedSizes) -> ContextMemory:
@@ -78,33 +70,38 @@ class DenseBlocks(_TextKeys):
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Queries [N, heads, rows, d], keys and values [N, kv_heads, rows, d] → [N, heads, rows, d]."""
-        rows, kind, found = queries.shape[2], Kind.of(self.config, layer), []
+        rows, sight, found = queries.shape[2], self.config.sight(layer), []
         for text, part in self._parts:
             past = tuple(x[text : text + 1] for x in self.texts[layer])
             own = tuple(_together(x[part]) for x in (keys, values))
             seen_keys, seen_values = (torch.cat(pair, 2) for pair in zip(past, own, strict=True))
             columns = torch.arange(past[0].shape[2], device=queries.device)[None]
-            mask = block_mask(columns, self.blocks.starts[None, part], rows, *kind)
+            mask = block_mask(columns, self.blocks.starts[None, part], rows, sight)
             out = masked_attention(_together(queries[part]), seen_keys, seen_values, mask)
             found.append(_apart(out, rows))
         return torch.cat(found) if found else torch.zeros_like(queries)
 
 
 class PaddedSizes:
-    """The padded numbers of columns and rows. They only grow, in large steps, because each pair is compiled for."""
+    """The padded numbers of columns and rows. They only grow, in large steps, because each pair is compiled for.
 
-    def __init__(self) -> None:
-        self.columns = self.rows = 0
+    `share` of the columns are expected to begin a block, so that the number of rows follows from that of columns.
+    """
 
-    def grow(self, columns: int, rows: int) -> tuple[int, int]:
-        self.columns, self.rows = max(self.columns, round_up(columns)), max(self.rows, round_up(rows))
+    def __init__(self, share: float = 1.0) -> None:
+        self.share, self.columns, self.rows = share, 0, 0
+
+    def grow(self, columns: int, blocks: int, size: int) -> tuple[int, int]:
+        """The sizes for this many columns, and blocks of `size` rows."""
+        self.columns = max(self.columns, round_up(columns))
+        self.rows = max(self.rows, round_up(max(blocks, math.ceil(self.share * self.columns)) * size))
         return self.columns, self.rows
 
 
 def round_up(size: int) -> int:
     """The next multiple of TILE and of an eighth of a power of two."""
     step = max(TILE, (1 << (max(size, 1) - 1).bit_length()) // 8)
-    return -(-size // step) * step
+    return -(-max(size, 1) // step) * step
 
 
 class PackedBlocks(_TextKeys):
@@ -112,16 +109,16 @@ class PackedBlocks(_TextKeys):
 
     def __init__(self, config: BlockConfig, blocks: Blocks, sizes: PaddedSizes):
         super().__init__(config, blocks)
-        self._sizes, self._masks = sizes, dict[Kind, BlockMask]()
+        self._sizes, self._masks = sizes, dict[Sight, BlockMask]()
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """As in `DenseBlocks`."""
         rows, past = queries.shape[2], self.texts[layer]
         length = past[0].shape[2]
-        columns, most = self._sizes.grow(len(past[0]) * length, len(queries) * rows)
-        kind = Kind.of(self.config, layer)
-        if kind not in self._masks:
-            self._masks[kind] = packed_mask(self.blocks, length, rows, (columns, most), kind)
+        columns, most = self._sizes.grow(len(past[0]) * length, len(queries), rows)
+        sight = self.config.sight(layer)
+        if sight not in self._masks:
+            self._masks[sight] = packed_mask(self.blocks, length, rows, (columns, most), sight)
         seen = [
             torch.cat([_padded(_together(text), columns), _padded(_together(own), most)], 2)
             for text, own in zip(past, (keys, values), strict=True)
@@ -130,20 +127,18 @@ class PackedBlocks(_TextKeys):
         if torch.is_autocast_enabled(queries.device.type):
             given = tuple(x.to(torch.get_autocast_dtype(queries.device.type)) for x in given)
         attention = _compiled() if queries.is_cuda else flex_attention
-        out: Tensor = attention(*given, block_mask=self._masks[kind], enable_gqa=True)
+        out: Tensor = attention(*given, block_mask=self._masks[sight], enable_gqa=True)
         return _apart(out[:, :, : len(queries) * rows], rows)
 
 
-def packed_mask(blocks: Blocks, length: int, rows: int, sizes: tuple[int, int], kind: Kind) -> BlockMask:
+def packed_mask(blocks: Blocks, length: int, rows: int, sizes: tuple[int, int], sight: Sight) -> BlockMask:
     """The mask of all blocks: `sizes[1]` rows, and as columns `sizes[0]` of texts of this length, then the rows.
 
     Rows of padding see the block of padding that they lie in.
     """
     columns, most = sizes
-    first, last = text_columns(blocks, length, rows, most, kind.window)
-    places = torch.arange(most, dtype=torch.int32, device=first.device)
-    begin = places // rows * rows + columns
-    end = begin + rows if kind.bidirectional else places + columns + 1
+    first, last = _text_columns(blocks, length, rows, most, sight)
+    begin, end = _own_columns(rows, columns, most, sight, first.device)
 
     def sees(_batch: Tensor, _head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         text = (column >= first[row]) & (column < last[row])
@@ -155,13 +150,30 @@ def packed_mask(blocks: Blocks, length: int, rows: int, sizes: tuple[int, int], 
     return BlockMask.from_kv_blocks(*lists, TILE, sees, (most, columns + most))
 
 
-def text_columns(blocks: Blocks, length: int, rows: int, most: int, window: int | None) -> tuple[Tensor, Tensor]:
-    """The first column of the text that each row sees and the one after the last: [most] each; none: both 0."""
-    start = blocks.texts * length
-    first = start if window is None else start + (blocks.starts - window).clamp(min=0)
-    ends = first, start + blocks.starts
-    found = (F.pad(x.int().repeat_interleave(rows), (0, most - len(x) * rows)) for x in ends)
-    return next(found), next(found)
+def _text_columns(blocks: Blocks, length: int, rows: int, most: int, sight: Sight) -> tuple[Tensor, Tensor]:
+    """The first column of the text that each row sees and the one after the last: [most] each; padding: both 0."""
+    start = (blocks.texts * length)[:, None]
+    last = (start + blocks.starts[:, None]).expand(-1, rows)
+    first = start.expand(-1, rows)
+    if sight.window is not None:
+        ends = blocks.starts[:, None] if sight.anchor_window else blocks.positions(rows) + 1
+        first = start + (ends - sight.window).clamp(min=0).expand(-1, rows)
+    used = len(blocks.texts) * rows
+    return _flat(first, most - used), _flat(last, most - used)
+
+
+def _own_columns(rows: int, columns: int, most: int, sight: Sight, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The same for rows of the block."""
+    places = torch.arange(most, dtype=torch.int32, device=device)
+    begin = places // rows * rows
+    end = begin + rows if sight.bidirectional else places + 1
+    if sight.window is not None and not sight.anchor_window:
+        begin, end = torch.maximum(begin, places - sight.window + 1), torch.minimum(end, places + sight.window)
+    return begin + columns, end + columns
+
+
+def _flat(x: Tensor, padding: int) -> Tensor:
+    return F.pad(x.int().flatten(), (0, padding))
 
 
 def tiles(intervals: list[tuple[Tensor, Tensor]], count: int) -> tuple[Tensor, Tensor]:
@@ -189,7 +201,10 @@ def _listed(given: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def _compiled() -> Any:
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    """Compiled for fixed sizes; without its kernel the scores of all rows and columns would be in memory."""
+    known = inspect.signature(torch.compile).parameters  # torch 2.11 has no limit of its own for each function
+    limit: dict[str, Any] = {"recompile_limit": MAX_SIZES} if "recompile_limit" in known else {}
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True, **limit)
 
 
 def _together(x: Tensor) -> Tensor:
