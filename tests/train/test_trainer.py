@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,14 @@ def test_every_loss_falls_and_its_head_drafts(tmp_path: Path, drawn_texts: Path,
             for parts in ((drafter("ngram"), policy("none")), (head, policy("beam", depth=3, k=3, nodes=10)))
         )
         assert drafted.token_ids == plain.token_ids and drafted.stats.tau > 1
+
+
+@pytest.mark.parametrize("method", ["ttt", "medusa"])
+def test_losses_in_half_precision(tmp_path: Path, drawn_texts: Path, method: str) -> None:
+    job = HeadJob(drawn_texts, tmp_path, method=method, loss="coupled,match,lk,kl", settings=["step_weights=dpace"])
+    recipe = Recipe(steps=2, batch_tokens=720)
+    [last] = train_head(job, recipe, Target(tiny(num_hidden_layers=2, dtype=torch.bfloat16)))
+    assert last.held_out and math.isfinite(last.held_out["loss"]) and {*last.held_out["tau"]} == {"greedy", "coupled"}
 
 
 def test_tau_is_recorded_and_shown(tmp_path: Path, drawn_texts: Path) -> None:

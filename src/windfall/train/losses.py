@@ -100,13 +100,14 @@ def distill(
 def label_chances(states: Tensor, vocabularies: Vocabularies, tokens: Tensor) -> Tensor:
     """The head's probabilities [S, N] of the tokens that follow its rows [N]; 0 for tokens that it does not draft."""
     size, vocabulary = max(1, MAX_LOGITS // len(vocabularies.draft)), vocabularies.draft
+    bias = None if vocabularies.draft_bias is None else vocabularies.draft_bias.to(vocabulary.dtype)
     if vocabularies.tokens is not None:
         tokens = draft_indices(vocabularies.tokens, len(vocabularies.target))[tokens]
     found = states.new_zeros(states.shape[:2], dtype=torch.float32)
     for start in range(0, states.shape[1], size):
         part, place = slice(start, start + size), tokens[start : start + size].clamp(min=0)[:, None]
         for step in range(len(states)):
-            logits = F.linear(states[step, part].to(vocabulary.dtype), vocabulary, vocabularies.draft_bias).float()
+            logits = F.linear(states[step, part].to(vocabulary.dtype), vocabulary, bias).float()
             found[step, part] = (logits.gather(1, place)[:, 0] - logits.logsumexp(-1)).exp()
     return found * (tokens >= 0)
 

@@ -44,7 +44,7 @@ class Event:
     progress: float
     rate: float
     loss: float
-    steps: list[float]  # cross-entropy by draft step
+    steps: list[float]  # loss by draft step
     hits: list[float]  # top-1 agreement by draft step
     tokens: int  # seen so far, padding included
     seconds: float
