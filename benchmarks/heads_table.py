@@ -21,7 +21,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from helpers import peers, unsupported_heads  # noqa: E402
+from helpers import block_layouts, block_peers, peers, unsupported_heads  # noqa: E402
 from windfall.checkpoints.quiet_libs import quiet  # noqa: E402
 from windfall.core.types import InputError  # noqa: E402
 from windfall.heads.formats import read, write  # noqa: E402
@@ -33,7 +33,7 @@ BEGIN, END = "<!-- made by benchmarks/heads_table.py -->", "<!-- end of what ben
 
 
 def read_heads() -> Iterator[tuple[str, str, str, str]]:
-    """Project, kind, what it is compared with, and the largest difference of three drafted steps."""
+    """Project, kind, what it is compared with, and the largest difference of what is drafted."""
     for layout in peers.LAYOUTS:
         with tempfile.TemporaryDirectory() as folder:
             head = read(layout.put(Path(folder)), peers.target().decoder.config)
@@ -41,6 +41,24 @@ def read_heads() -> Iterator[tuple[str, str, str, str]]:
         yield layout.project, layout.kind, "definition", f"{found:.0e}"
     for variant in peers.VARIANTS:
         yield "speculators 0.9.0", f"EAGLE-3: {variant}", "its own code", _against_speculators(variant)
+    for block in block_layouts.LAYOUTS:
+        with tempfile.TemporaryDirectory() as folder:
+            made = read(block.put(Path(folder)), peers.target().decoder.config)
+        found = block_peers.difference(block_peers.ours(made), block_layouts.by_definition(block))
+        yield block.project, block.kind, "definition", f"{found:.0e}"
+    for variant in block_peers.VARIANTS:
+        yield "speculators 0.9.0", variant, "its own code", _block_against_speculators(variant)
+
+
+def _block_against_speculators(variant: str) -> str:
+    if not peers.has_speculators():
+        return "not installed"
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = block_peers.make(variant, Path(folder) / "target")
+        model.save_pretrained(Path(folder) / "theirs")
+        head = read(Path(folder) / "theirs")
+    return f"{block_peers.difference(block_peers.ours(head), block_peers.theirs(model)):.0e}"
 
 
 def _against_speculators(variant: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -14,8 +15,10 @@ from windfall import registry
 from windfall.core.errors import HeadWarning
 from windfall.core.sampling import Dice
 from windfall.core.types import Grow, InputError, SamplingParams
+from windfall.costs.curves import Costs, Curve
 from windfall.drafters import block as module
 from windfall.drafters.block import COUPLED_FACTOR, BlockDrafter
+from windfall.engine import profiling
 from windfall.engine.engine import Engine
 from windfall.heads.block import BlockHead
 from windfall.heads.int8_vocabulary import quantise_vocabulary
@@ -223,3 +226,59 @@ def test_a_batch_drafts_what_each_sequence_drafts_alone(name: str) -> None:
     for one, many, own in zip(alone, together, prompts, strict=True):
         assert one.token_ids == many.token_ids == plain.generate(own, max_new_tokens=17).token_ids
         assert [len(step.tokens) for step in one.steps] == [len(step.tokens) for step in many.steps]
+
+
+# ---- a target whose next token depends on the last one only, and a head whose pair scores know it
+
+
+def bigram_target() -> Target:
+    model = tiny()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    return Target(model, check=False)
+
+
+def knowing_head(target: Target) -> BlockHead:
+    """Its logits are all 0, and its pair scores the target's logits."""
+    head = random_block("block-plain", pair="markov", rank=32, block=8, candidates=VOCABULARY, qk_norm=False)
+    with torch.no_grad():
+        head.norm.weight.zero_()
+        head.pair.before.copy_(target.model.model.norm(target.model.get_input_embeddings().weight))
+        head.pair.after.copy_(target.model.get_output_embeddings().weight)
+    return head
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_pair_scores_alone_can_draft_what_the_target_says(temperature: float) -> None:
+    target = bigram_target()
+    engine = Engine(target, BlockDrafter(knowing_head(target)), registry.policy("chain", depth=8))
+    done = engine.generate(prompt(), max_new_tokens=45, temperature=temperature, seed=3)
+    assert [len(step.tokens) for step in done.steps] == [9] * 5  # all 8 levels, and the target's own token
+
+
+def test_auto_opens_more_levels_where_they_are_free() -> None:
+    """A pass of the same price for each level, or the same price once and hardly anything later."""
+    target, passes = bigram_target(), []
+    rows = Costs.simple(0.2, (1, 64), (1.0, 1.5))
+    for costs in (rows, replace(rows, drafts=Curve((1,), (0.001,)), opening=0.2)):
+        engine = Engine(target, BlockDrafter(knowing_head(target)), registry.policy("auto"))
+        engine.costs = costs
+        steps = engine.generate(prompt(), max_new_tokens=120, temperature=1.0, seed=3).steps
+        passes.append(sum(step.draft_passes for step in steps[5:]) / len(steps[5:]))
+    assert passes[1] > passes[0] + 2
+
+
+def test_the_first_pass_has_its_own_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, now = BlockDrafter._run, [0.0]
+
+    def tick(seconds: float) -> float:
+        now[0] += seconds
+        return now[0]
+
+    monkeypatch.setattr(profiling.time, "perf_counter", lambda: tick(0.001))
+    monkeypatch.setattr(BlockDrafter, "_run", lambda self, *given: (given[0] and tick(1.0), real(self, *given)))
+    engine = Engine(target(), BlockDrafter(random_block()), registry.policy("auto"))
+    costs = profiling.measure(engine, rows=(1, 2), lengths=(16,), widths=(1, 2, 4), seconds=60.0).costs
+    assert costs.opening > 0.9 > costs.drafts.seconds[-1]

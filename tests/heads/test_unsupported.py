@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from helpers import block_layouts, block_peers
 from helpers.peers import LAYERS, LAYOUTS, VARIANTS, WIDTH, put
 from helpers.random_heads import random_head
 from helpers.tiny import tiny
@@ -73,6 +74,8 @@ def test_the_committed_table_is_up_to_date() -> None:
     assert [line for line in made if "HEAD" in line] == table["refusal_rows"]()
     named = [(layout.project, layout.kind) for layout in LAYOUTS]
     named += [("speculators 0.9.0", f"EAGLE-3: {variant}") for variant in VARIANTS]
+    named += [(layout.project, layout.kind) for layout in block_layouts.LAYOUTS]
+    named += [("speculators 0.9.0", variant) for variant in block_peers.VARIANTS]
     assert [tuple(line.split(" | ")[:2]) for line in made if line.count(" | ") == 3][1:] == [
         (f"| {project}", kind) for project, kind in named
     ]

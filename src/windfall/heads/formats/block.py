@@ -17,9 +17,11 @@ from windfall.checkpoints.bundled import TARGET, fingerprint
 from windfall.checkpoints.tensors import read_tensors
 from windfall.heads.block import PAIRS, BlockConfig, BlockHead
 from windfall.heads.files import read_config, write_folder
-from windfall.heads.formats.checkpoint import Shape, check_tensors, plainly_named
-from windfall.heads.formats.config import ConfigReader, layer_config, vocabulary_size
-from windfall.heads.formats.draft_vocabulary import draft_mapping, draft_vocabulary
+from windfall.heads.formats.block_reader import BlockReader
+from windfall.heads.formats.checkpoint import Shape, plainly_named
+from windfall.heads.formats.config import layer_config
+from windfall.heads.formats.dflash import DFlashReader
+from windfall.heads.formats.draft_vocabulary import draft_mapping
 from windfall.heads.kinds import BLOCK_MODEL_TYPE
 
 if TYPE_CHECKING:
@@ -31,8 +33,6 @@ FLAGS = ("bidirectional", "predict_anchor", "fc_norm", "anchor_windows")
 
 def read_block(folder: str | os.PathLike[str], target: Any = None) -> BlockHead:
     """A block head from a folder; `target` is its target's transformers config."""
-    from windfall.heads.formats.dflash import DFlashReader
-
     label, shape = str(folder), None if target is None else Shape.of(target)
     config, tensors = read_config(Path(folder), label), plainly_named(read_tensors(Path(folder), label), label)
     reader = OwnReader if config.get("model_type") == BLOCK_MODEL_TYPE else DFlashReader
@@ -71,48 +71,6 @@ def write_block(
         config[TARGET] = {"name": target.name, **fingerprint(target)}
     saved = {name: tensor.detach().to("cpu", dtype).clone().contiguous() for name, tensor in head.state_dict().items()}
     write_folder(Path(folder), config, {**saved, **draft_mapping(head, vocabulary, light=True)})
-
-
-class BlockReader(ConfigReader):
-    """Builds a block head; subclasses say what its config is."""
-
-    def head(self) -> BlockHead:
-        drafted = draft_vocabulary(self.config, self.tensors, self.label)
-        config = self.block_config(None if drafted is None else len(drafted))
-        if config.mask_token is not None and not 0 <= config.mask_token < config.vocab_size:
-            self.refuse(f"has the mask token {config.mask_token}, and its target only {config.vocab_size} tokens")
-        with torch.device("meta"):
-            head = BlockHead(config)
-        check_tensors(head, self.tensors, self.label)
-        head.load_state_dict(self.tensors, assign=True)
-        head.draft_tokens = drafted
-        return head.eval()
-
-    def block_config(self, drafted: int | None) -> BlockConfig:
-        raise NotImplementedError
-
-    def made(self, taps: list[int], drafted: int | None, flags: dict[str, bool], **more: Any) -> BlockConfig:
-        """A config with what all files have in common."""
-        fused = self.matrix("fc.weight").shape[1]
-        if not taps or fused % len(taps):
-            self.refuse(f"has an fc.weight with {fused} columns for {len(taps)} states of its target")
-        return BlockConfig(
-            kind="block",
-            layer=self._layer_config(self._theta().stated[0]),
-            target_hidden=fused // len(taps),
-            taps=tuple(taps),
-            vocab_size=vocabulary_size(self.config, self.tensors, self.label),
-            draft_vocab_size=drafted,
-            flags={**super().flags(), **flags},
-            logit_scale=self.logit_scale,
-            **more,
-        )
-
-    def whole_numbers(self, key: str, given: Any, lowest: int = 0) -> list[int]:
-        sound = isinstance(given, list) and all(type(each) is int and each >= lowest for each in given)
-        if not sound:
-            self.refuse(f"says {key}: {given!r}, which must be a list of whole numbers")
-        return list(given)
 
 
 class OwnReader(BlockReader):

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from windfall.heads.block import BlockConfig
-from windfall.heads.formats.block import BlockReader
+from windfall.heads.formats.block_reader import BlockReader
 
 RENAMED = (  # names of other projects → names of the module
     (r"candidate_selector\.predecessor_codebook(\.weight)?", "pair.before"),
