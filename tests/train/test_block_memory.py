@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from helpers.random_heads import BLOCKS, WIDTH, random_block
 from helpers.tiny import VOCABULARY, tiny
@@ -98,3 +99,17 @@ def test_sizes_of_a_training_are_few() -> None:
 
 def test_blocks_on_a_cpu_have_dense_masks() -> None:
     assert isinstance(new_memory(random_block("block").config, BATCH, PaddedSizes()), DenseBlocks)
+
+
+@torch.no_grad()
+def test_batches_of_the_same_padded_size_share_a_compiled_kernel() -> None:
+    counter, sizes = CompileCounterWithBackend("eager"), PaddedSizes(0.5)
+    attention = torch.compile(flex_attention, backend=counter, fullgraph=True, dynamic=False)
+    for texts, length, blocks in ((4, 60, 20), (3, 70, 20), (2, 100, 30), (7, 60, 20)):
+        given = Blocks(torch.arange(texts).repeat_interleave(blocks), torch.arange(2, 2 + blocks).repeat(texts))
+        columns, rows = sizes.grow(texts * length, len(given.texts), 8)
+        mask = packed_mask(given, length, 8, (columns, rows), Sight())
+        queries, keys, values = torch.randn(1, 4, rows, 16), *torch.randn(2, 1, 2, columns + rows, 16)
+        found = attention(queries, keys, values, block_mask=mask, enable_gqa=True)
+        torch.testing.assert_close(found, flex_attention(queries, keys, values, block_mask=mask, enable_gqa=True))
+    assert counter.frame_count == 2
