@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.random_heads import random_head
+from helpers.random_heads import random_block, random_head
 from helpers.tiny import VOCABULARY, features_of, prompt, tiny
 from helpers.widen import LARGER
 from windfall import registry
 from windfall.bench.widen import SHAPES, Shape, widen, widen_head, widen_pair
 from windfall.core.types import InputError
-from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.engine.engine import Engine, Generation
+from windfall.engine.loading import as_drafter
 from windfall.heads.fitting import fit
 from windfall.heads.layers import Unrolled
 from windfall.model.target import Target
@@ -137,8 +137,10 @@ def guess(target: Target, head: Any) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_widened_pair_drafts_the_same_trees(temperature: float) -> None:
-    model, head = small_model(), random_head("eagle3-pruned", seed=3)
+@pytest.mark.parametrize("kind", ["eagle3-pruned", "block", "block-pruned"])
+def test_a_widened_pair_drafts_the_same_trees(kind: str, temperature: float) -> None:
+    model = small_model()
+    head: Any = random_block(kind) if kind.startswith("block") else random_head(kind, seed=3)
     pair = widen_pair(model, head, LARGER, "tiny")
     runs = [speculate(Target(model), head, temperature), speculate(Target(pair.model), pair.head, temperature)]
     assert runs[0].token_ids == runs[1].token_ids
@@ -150,7 +152,7 @@ def test_a_widened_pair_drafts_the_same_trees(temperature: float) -> None:
 
 def speculate(target: Target, head: Any, temperature: float) -> Generation:
     policy = registry.policy("beam", depth=3, k=4, nodes=12)
-    engine = Engine(target, FeatureHeadDrafter(model=head), policy)
+    engine = Engine(target, as_drafter(head), policy)
     return engine.generate(prompt(), max_new_tokens=40, temperature=temperature, seed=0)
 
 
@@ -164,7 +166,10 @@ def test_what_cannot_be_widened_is_refused() -> None:
         (lambda: widen(model, Shape(72, 4, 96, 6, 3, 12)), "heads of 8 do not fit the rotary frequencies"),
         (lambda: widen(tiny(rope_parameters=yarn), LARGER), "rotary positions of the type yarn change"),
         (lambda: widen(tiny("gemma"), LARGER), "only models of the families llama, mistral, qwen2, qwen3"),
-        (lambda: widen_head(random_head("eagle"), LARGER), "only eagle3 heads can be widened, not eagle"),
+        (
+            lambda: widen_head(random_head("eagle"), LARGER),
+            "only eagle3 heads and block heads without tables can be widened, not eagle",
+        ),
     ):
         with pytest.raises(InputError, match=message):
             refused()

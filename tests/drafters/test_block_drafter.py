@@ -192,6 +192,8 @@ def test_other_heads_are_refused() -> None:
         BlockDrafter().attach(target())
     with pytest.raises(InputError, match="a eagle3 head, which the drafter head takes, not block"):
         BlockDrafter(random_head()).attach(target())
+    with pytest.raises(InputError, match="the mask token 70; the embedding of LlamaForCausalLM has 61 rows"):
+        BlockDrafter(random_block(mask_token=70)).attach(target())
     with pytest.raises(InputError, match="a block head, which the drafter block takes, not head"):
         registry.drafter("head", model=random_block()).attach(target())
 

@@ -66,11 +66,11 @@ def test_the_sums_are_those_of_the_steps(served: tuple[Counters, list[Request], 
 def test_times_are_those_of_the_requests(served: tuple[Counters, list[Request], list[Use]]) -> None:
     counters, requests, _ = served
     assert counters.first_token.cumulative[-1] == 3
-    assert counters.first_token.sum == pytest.approx(sum(each.times[0] for each in requests), abs=0.01)
+    assert counters.first_token.sum == pytest.approx(sum(each.times[0] for each in requests), abs=0.1)
     later = sum(len(step.tokens) for each in requests for step in each.steps[1:])
     assert counters.between_tokens.cumulative[-1] == later  # each token counts once
     decoding = sum(each.times[-1] - each.times[0] for each in requests)
-    assert counters.between_tokens.sum == pytest.approx(decoding, abs=0.01)
+    assert counters.between_tokens.sum == pytest.approx(decoding, abs=0.1)
     assert ended(counters) == {"length": 3}
 
 
@@ -108,8 +108,11 @@ def test_of_two_runners_the_fuller_memory_counts() -> None:
         (Use(0.2, budget), Use(None), Use(0.2, budget)),
         (Use(), Use(), Use()),
     ):
-        first, second = cast(Any, SimpleNamespace(use=one)), cast(Any, SimpleNamespace(use=other))
-        assert SplitRunner(first, second, lambda sequence: True).use == both
+        first, second = (cast(Any, SimpleNamespace(use=each, join=lambda new: None)) for each in (one, other))
+        runner = SplitRunner(first, second, lambda sequence: False)
+        assert runner.use == one  # nothing runs in the second
+        runner.join([cast(Any, object())])
+        assert runner.use == both
 
 
 def test_an_engine_counts_across_its_threads() -> None:

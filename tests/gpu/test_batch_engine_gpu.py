@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from helpers.cli import character_tokenizer
-from helpers.random_heads import random_head
+from helpers.random_heads import random_block, random_head
 from helpers.tiny import tiny
 from windfall import registry
 from windfall.core.types import GpuOptions
+from windfall.drafters.block import BlockDrafter
 from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.drafters.lm import LMDrafter
 from windfall.engine.engine import Engine
@@ -81,3 +82,19 @@ def test_random_arrivals() -> None:
         torch.cuda._sleep(chance.randrange(100_000))
     assert [handle.result(60).token_ids for handle in handles] == wanted
     engine.close()
+
+
+@pytest.mark.parametrize("kind", ["block", "block-pruned", "block-dflash", "block-markov"])
+@pytest.mark.parametrize("policy", ["beam", "auto"])
+def test_block_heads(kind: str, policy: str) -> None:
+    target = Target(tiny("llama", dtype=torch.bfloat16, max_position_embeddings=1024).cuda(), character_tokenizer())
+    options = GpuOptions(True, pages=True)
+    drafting = Engine(target, BlockDrafter(random_block(kind)), registry.policy(policy), True, options)
+    given = prompts(20)
+    for sampling in SAMPLINGS:
+        asked = {"max_new_tokens": TOKENS, "eos": (), **sampling}
+        drafting.policy = registry.policy("none")
+        wanted = [drafting.generate(each, **asked).token_ids for each in given]
+        drafting.policy = registry.policy(policy)
+        assert [drafting.generate(each, **asked).token_ids for each in given] == wanted and not drafting.fallback
+        assert [text.token_ids for text in drafting.generate_batch(given, **asked)] == wanted

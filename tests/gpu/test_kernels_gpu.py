@@ -18,6 +18,7 @@ from helpers.kernels import (
     check_noise,
     check_norm,
     check_norm_kinds,
+    check_pair_children,
     check_partial_rotation,
     check_paths,
     check_rotation,
@@ -164,3 +165,9 @@ def test_a_graph_serves_other_lengths_masks_and_seeds() -> None:
         graph.replay()
         assert torch.equal(made, tree_attention(queries, keys, values, length, mask))
         assert torch.equal(drawn, draw(logits, positions, seed, heat))
+
+
+@pytest.mark.parametrize("candidates", [16, 32])
+@pytest.mark.parametrize(("rank", "hidden"), [(64, True), (256, True), (256, False)])
+def test_children_with_pair_scores(candidates: int, rank: int, hidden: bool) -> None:
+    check_pair_children(candidates, rank, True, hidden, True, "cuda")

@@ -136,7 +136,7 @@ def test_texts_with_public_heads_are_those_of_plain_decoding(layout: Layout, tmp
 
 PUBLIC_CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"mask_token_id": None}, "says mask_token_id: None, which must be a token"),
-    ({"target_layer_ids": None}, "says target_layer_ids: None, which must be a list of whole numbers"),
+    ({"target_layer_ids": "all"}, "says target_layer_ids: 'all', which must be a list of whole numbers"),
     ({"target_layer_ids": [0, 1, 2, 3, 4]}, "an fc.weight with 96 columns for 5 states"),
     ({"block_size": "8"}, "says block_size: '8', which must be a whole number above 0"),
     ({"final_logit_softcapping": "x"}, "says final_logit_softcapping: 'x'"),
@@ -150,6 +150,16 @@ def test_public_files_with_odd_configs_are_refused(change: dict[str, Any], about
     with pytest.raises(InputError, match=about) as refused:
         read(tmp_path, peers.target().decoder.config)
     assert "\n" not in str(refused.value)
+
+
+def test_layers_are_spread_evenly_if_a_file_does_not_say_them(tmp_path: Path) -> None:
+    layout = Layout("z-lab", "DFlash", some_config(target_layer_ids=None))
+    layout.put(tmp_path)
+    held = load_file(tmp_path / "model.safetensors")
+    save_file({**held, "fc.weight": torch.ones(32, 2 * 32)}, tmp_path / "model.safetensors")
+    assert read(tmp_path, peers.target().decoder.config).config.taps == (2, 6)  # layers 1 and 5 of 8
+    with pytest.raises(InputError, match="says target_layer_ids: None"):
+        read(tmp_path)
 
 
 def test_a_convolution_that_does_not_fit_is_refused(tmp_path: Path) -> None:

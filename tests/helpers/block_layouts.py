@@ -113,6 +113,12 @@ LAYOUTS = (
         pair="selector",
     ),
     Layout(
+        "JetSpec",
+        "JetSpec",
+        {"dflash_config": {**IDS, "causal_head": True}},
+        sees=lambda layer, row, column: column <= row,
+    ),
+    Layout(
         "SpecForge",
         "DSpark",
         {

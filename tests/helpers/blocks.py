@@ -34,7 +34,7 @@ class Blocks(Unrolled):
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         config, blocks = self.config, self.starts.shape[1]
-        self.mask = block_mask(self.context, self.starts, self.size, config.sight(layer))
+        self.mask = block_mask(self.context, self.starts, self.size, config.visibility(layer))
         together = (x.unflatten(0, (-1, blocks)).transpose(1, 2).flatten(2, 3) for x in (queries, keys, values))
         out = super().attend(layer, *together)
         return out.unflatten(2, (blocks, -1)).transpose(1, 2).flatten(0, 1)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from helpers.cli import character_tokenizer
-from helpers.random_heads import random_head
+from helpers.random_heads import BLOCKS, random_block, random_head
 from helpers.tiny import prompt, tiny
 from windfall import registry
 from windfall.core.tree import DraftTree
@@ -17,6 +17,7 @@ from windfall.core.types import GpuOptions
 from windfall.costs.acceptance import Calibrator
 from windfall.costs.curves import ASSUMED
 from windfall.drafters.base import Drafter
+from windfall.drafters.block import BlockDrafter
 from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.drafters.lm import LMDrafter
 from windfall.engine.engine import Engine, Generation
@@ -75,6 +76,8 @@ def plan_of(policy: TreePolicy) -> Plan | None:
 def drafter(kind: str) -> Drafter:
     if kind == "lm":
         return LMDrafter(tiny("llama", seed=1, dtype=PRECISE, num_hidden_layers=2))
+    if kind in BLOCKS:
+        return BlockDrafter(random_block(kind))
     return LMDrafter() if kind == "itself" else FeatureHeadDrafter(random_head(kind))
 
 

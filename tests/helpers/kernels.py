@@ -36,8 +36,10 @@ from windfall.kernels import (
 )
 from windfall.kernels.backend import on_triton
 from windfall.kernels.draw import update_noise
+from windfall.kernels.levels import Levels, PairTables
 from windfall.kernels.norm import add_norm_reference, gate_mul_reference, rotate_and_store_reference
 from windfall.kernels.norm_kinds import HeadNorms, NormKind
+from windfall.kernels.pair_children import PairCandidates, reference
 from windfall.kernels.product import linear, norm_gate, norm_rotate, tiling_for
 from windfall.kernels.rows import ancestors, place_rows
 from windfall.kernels.scatter import Scatter
@@ -568,3 +570,54 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     tiling = tiling_for(x, weight)
     assert tiling is not None
     return run(x, weight, bias, tiling)
+
+
+def check_pair_children(
+    candidates: int, rank: int, pairs: bool, hidden: bool, owned: bool, device: str = "cpu"
+) -> None:
+    """Against the softmax over the whole vocabulary, to whose candidates the pair scores are added."""
+    torch.manual_seed(candidates + rank)
+    vocabulary, requests, depth, nodes = 300, 3, 4, 11
+    logits = 3 * torch.randn(requests * depth, vocabulary, device=device)
+    logq, tokens = logits.log_softmax(-1).topk(candidates)
+    before, after = (torch.randn(vocabulary, rank, device=device).to(HALF) for _ in range(2))
+    states = torch.randn(requests * depth, rank, device=device).to(HALF) if hidden else None
+    previous = torch.randint(vocabulary, (nodes,), device=device)
+    owners = torch.randint(requests if owned else 1, (nodes,), device=device).int()
+    lengths, columns = torch.tensor([5, 90, 33], device=device), torch.randint(-2, depth + 2, (nodes,), device=device)
+    warmth = torch.tensor([0.5, 0.0, 2.0], device=device), torch.tensor([0.8, 0.9, 0.7], device=device)
+    inside = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, tokens, True)
+    outside = logits.log_softmax(-1).masked_fill(inside, 0.0)
+    shares = logits.softmax(-1).masked_fill(inside, 0.0)
+    levels = Levels(logq, tokens, states, (shares * outside).sum(-1) / shares.sum(-1), depth)
+    tables = PairTables(before, after) if pairs else None
+    asked = PairCandidates(levels, previous, columns + lengths[owners.long()] - 2, lengths, -2, tables)
+    asked = asked._replace(warmth=warmth, owners=owners) if owned else asked._replace(entropy_levels=levels)
+    rows = torch.where((columns >= 0) & (columns < depth), owners * depth + columns, -1)
+    assert asked.rows.tolist() == rows.tolist() and (rows < 0).any() and (rows >= 0).any()
+    roots = asked._replace(columns=None).children(candidates)[0]
+    torch.testing.assert_close(roots, asked._replace(columns=lengths[owners.long()] - 2).children(candidates)[0])
+    values, names = asked.children(candidates)
+    entropy = values.new_zeros(nodes) if owned else asked.entropy()
+    for node, row in enumerate(rows.tolist()):
+        if row < 0:
+            assert bool((values[node] == -math.inf).all())
+            continue
+        whole = logits[row].double()
+        query = before[previous[node]].double() * (1 if states is None else states[row].double())
+        temperature, kappa = (float(each[int(owners[node])]) for each in warmth)
+        factor = 1 / (temperature * kappa) if owned and temperature else 1.0
+        if pairs:
+            whole[tokens[row]] += factor * (after[tokens[row]].double() * query).sum(-1)
+        wanted = whole.log_softmax(-1)
+        torch.testing.assert_close(values[node].double(), wanted[names[node]], atol=2e-4, rtol=1e-4)
+        assert sorted(names[node].tolist()) == sorted(tokens[row].tolist())
+        assert values[node].tolist() == sorted(values[node].tolist(), reverse=True)
+        if not owned:
+            uncertainty = torch.special.entr(wanted.exp()).sum()
+            torch.testing.assert_close(entropy[node].double(), uncertainty, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(values, reference(asked, candidates)[0], atol=1e-4, rtol=1e-4)
+    assert (
+        asked.children(3)[1].tolist() == names[:, :3].tolist()
+        and asked.children(candidates + 2)[0].isneginf()[:, -2:].all()
+    )

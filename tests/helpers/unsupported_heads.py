@@ -35,7 +35,7 @@ FILES = (
     File("Domino", "its config", _dflash(projector_type="domino", gru_hidden_dim=4, **IDS), BODY),
     File("Domino", "its tensors", _dflash(**IDS), (*BODY, "prefix_gru.weight_ih_l0", "embed_proj.0.weight")),
     File("XPress", "speculators", _speculators("xpress", "XPressSpeculator", draft_vocab_size=30), BODY),
-    File("JetSpec", "its config", {**_dflash(**IDS), "architectures": ["JetSpecDraftModel"]}, BODY),
+    File("JetSpec of speculators", "speculators", _speculators("jetspec", "JetSpecSpeculator"), BODY),
     File("P-EAGLE", "speculators", _speculators("peagle", "PEagleSpeculator"), ("layers.0.hidden_norm.weight",)),
     File("P-EAGLE", "its tensors", {"draft_vocab_size": 30}, ("layers.0.hidden_norm.weight", "mask_hidden")),
     File("MTP", "DeepSeek-V3's names", {"architectures": ["DeepseekV3ForCausalLMNextN"]}, ("layers.0.eh_proj.weight",)),

@@ -22,6 +22,7 @@ from helpers.kernels import (
     check_noise,
     check_norm,
     check_norm_kinds,
+    check_pair_children,
     check_partial_rotation,
     check_path_options,
     check_paths,
@@ -246,3 +247,11 @@ def test_segments_have_programs_of_their_own_where_that_takes_fewer_turns() -> N
     assert splits(64, 2) and splits(128, 2)  # few tiles
     assert splits(160, 2)  # three turns of half the length instead of two
     assert not splits(256, 2) and not splits(160, 1)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "rank", "pairs", "hidden", "owned"),
+    [(16, 8, True, True, True), (5, 12, True, False, False), (20, 4, True, True, False), (7, 4, False, False, False)],
+)
+def test_children_with_pair_scores(candidates: int, rank: int, pairs: bool, hidden: bool, owned: bool) -> None:
+    check_pair_children(candidates, rank, pairs, hidden, owned)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from windfall.core.errors import InputError
-from windfall.heads.base import FeatureHead
+from windfall.heads.base import DraftHead
+from windfall.heads.block import BlockHead
 from windfall.heads.eagle3 import Eagle3
 from windfall.heads.layers import head_dim
 
@@ -53,6 +54,11 @@ LAYOUT: dict[str, tuple[str, ...]] = {  # the meaning of the rows and columns of
     "up_proj": ("inner", "hidden"),
     "down_proj": ("hidden", "inner"),
     "fc": ("hidden", "tap"),
+    "mask": ("hidden",),
+    "before": ("rank", "hidden"),
+    "after": ("rank", "hidden"),
+    "hidden": ("rank", "hidden"),
+    "scale": ("rank",),
     "norm": ("hidden",),
     "input_layernorm": ("hidden",),
     "post_attention_layernorm": ("hidden",),
@@ -62,14 +68,14 @@ LAYOUT: dict[str, tuple[str, ...]] = {  # the meaning of the rows and columns of
     "q_norm": ("head",),
     "k_norm": ("head",),
 }
-NORMS = tuple(name for name, axes in LAYOUT.items() if len(axes) == 1)
+NORMS = tuple(name for name in LAYOUT if name.endswith("norm"))
 
 
 class Pair(NamedTuple):
     """A widened model and the widened head that drafts for it."""
 
     model: Any
-    head: FeatureHead
+    head: DraftHead
 
 
 class Places(NamedTuple):
@@ -81,7 +87,7 @@ class Places(NamedTuple):
 
 def widen_pair(
     model: Any,
-    head: FeatureHead,
+    head: DraftHead,
     like: str | Shape = "llama-3.1-8b",
     name: str | None = None,
     device: str | torch.device | None = None,
@@ -128,34 +134,38 @@ def widen(
 
 @torch.no_grad()
 def widen_head(
-    head: FeatureHead,
+    head: DraftHead,
     like: str | Shape = "llama-3.1-8b",
     name: str | None = None,
     target_layers: int | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
-) -> FeatureHead:
+) -> DraftHead:
     """A head that makes the same guesses, for a target of the shape `like`; the draft vocabulary is not changed.
 
     `target_layers` is the number of layers of the small target. It is needed for a head that reads the last layer,
     whose number is higher in the large target.
     """
-    if not isinstance(head, Eagle3):
-        raise InputError(f"only eagle3 heads can be widened, not {head.config.kind}")
     config = head.config
+    if not isinstance(head, Eagle3 | BlockHead) or getattr(config, "pair", "none") not in ("none", "projected"):
+        raise InputError(f"only eagle3 heads and block heads without tables can be widened, not {config.kind}")
+    if getattr(config, "conv_taps", 0):
+        raise InputError("block heads with convolutions cannot be widened")
     widening = Widening.of(config.layer, like, config.target_hidden)
     hidden = widening.shape.hidden
     deepest = max(widening.shape.layers, target_layers or 0)
     taps = tuple(deepest if tap == target_layers else tap for tap in config.taps)
     layer = widening.config(config.layer, config.layer.num_hidden_layers)
+    kind: Any = type(head)
     with torch.device("meta"):
-        wide = Eagle3(replace(config, layer=layer, target_hidden=hidden, taps=taps))
+        wide = kind(replace(config, layer=layer, target_hidden=hidden, taps=taps))
     wide = wide.to(dtype or head.dtype).to_empty(device=device or head.device)
     widening.fill(wide, head)
     wide.draft_tokens = None if head.draft_tokens is None else head.draft_tokens.to(wide.device)
     wide.agreement = head.agreement
     wide.__dict__["name"] = widening.name(name or f"{config.kind} head")
-    return wide.eval().requires_grad_(False)
+    found: DraftHead = wide.eval().requires_grad_(False)
+    return found
 
 
 @dataclass(frozen=True)
@@ -323,7 +333,8 @@ def _find(like: str | Shape) -> Shape:
 
 def _part(name: str) -> str:
     """The key of LAYOUT for a parameter: q_proj for layers.0.self_attn.q_proj.weight."""
-    part = next(word for word in reversed(name.split(".")[:-1]) if not word.isdigit())
+    words = name.removesuffix(".weight").removesuffix(".bias").split(".")
+    part = next(word for word in reversed(words) if not word.isdigit())
     if part not in LAYOUT:
         raise InputError(f"it is not known how to widen {name}")
     return part

@@ -18,6 +18,7 @@ from windfall.core.types import Grow
 
 if TYPE_CHECKING:
     from windfall.heads.base import FeatureHead
+    from windfall.heads.block import BlockHead
     from windfall.model.decoder import Decoder
     from windfall.model.target import Target
 
@@ -28,6 +29,14 @@ class HeadForm(NamedTuple):
     head: FeatureHead
 
 
+class BlockForm(NamedTuple):
+    """A drafter that runs one block head on the target's hidden states at `Drafter.taps`."""
+
+    head: BlockHead
+    candidates: int  # of a level
+    coupled_candidates: int  # the same in coupled drafting
+
+
 class ModelForm(NamedTuple):
     """A drafter that runs one causal language model over the tokens of the text."""
 
@@ -35,7 +44,7 @@ class ModelForm(NamedTuple):
     vocab_size: int  # the first columns of the model's logits, which are those of the target's vocabulary
 
 
-GpuForm = HeadForm | ModelForm
+GpuForm = HeadForm | BlockForm | ModelForm
 
 
 @dataclass

@@ -19,12 +19,12 @@ from windfall.core.options import option
 from windfall.core.sampling import Dice
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow
-from windfall.drafters.base import Drafter, add_children
-from windfall.drafters.feature_head import MAX_CHUNK, WINDOW_HINT, HeadMemory, Reach, head_row_bytes
+from windfall.drafters.base import BlockForm, Drafter, GpuForm, add_children
+from windfall.drafters.feature_head import FOLLOWS_LENGTH, MAX_CHUNK, WINDOW_HINT, HeadMemory, Reach, head_row_bytes
 from windfall.drafters.medusa import find_heads
 
 if TYPE_CHECKING:
-    from windfall.heads.block import BlockConfig, BlockHead, Sight
+    from windfall.heads.block import BlockConfig, BlockHead, Visibility
     from windfall.model.target import Target
 
 COUPLED_FACTOR = 2  # more candidates in coupled drafting: noise and pair scores together lift more tokens
@@ -34,7 +34,7 @@ COUPLED_FACTOR = 2  # more candidates in coupled drafting: noise and pair scores
 class BlockDrafter(Drafter):
     """A block head: one pass predicts all levels; the tree is at most as deep as the head's block.
 
-    DFlash, DFlash 2 and DSpark heads are block heads.
+    DFlash, DFlash 2, DSpark and JetSpec heads are block heads.
     """
 
     model: Any = option(None, "folder or hub id of a block head, or a loaded one; there is no default")
@@ -151,9 +151,17 @@ class BlockDrafter(Drafter):
             self._unseen[b] = self._unseen[b][len(own) :]
 
     def _count(self, b: int) -> int:
-        if self.candidates is not None:
-            return self.candidates
-        return self.head.config.candidates * (1 if self._dice[b] is None else COUPLED_FACTOR)
+        return self._counts[self._dice[b] is not None]
+
+    @property
+    def _counts(self) -> tuple[int, int]:
+        """Candidates of a level, and those in coupled drafting."""
+        config, tokens = self.head.config, self.head.draft_tokens
+        drafted, own = config.vocab_size if tokens is None else len(tokens), self.candidates or config.candidates
+        return min(own, drafted), min(own if self.candidates else COUPLED_FACTOR * own, drafted)
+
+    def gpu_form(self) -> GpuForm | str:
+        return BlockForm(self.head, *self._counts) if self._reach.longest is None else FOLLOWS_LENGTH
 
 
 class Block:
@@ -213,7 +221,7 @@ class BlockMemory(HeadMemory):
     def __init__(self, config: BlockConfig):
         super().__init__(config.layer.num_hidden_layers, 0, config.windows)
         self._config = config
-        self._masks: dict[Sight, Tensor] = {}
+        self._masks: dict[Visibility, Tensor] = {}
 
     def prepare_block(self, device: torch.device) -> Tensor:
         """Set the masks for a block after the last committed position of each sequence; returns its positions."""
@@ -222,10 +230,10 @@ class BlockMemory(HeadMemory):
         cache, size = self.cache, self._config.block
         starts = torch.tensor(cache.lengths, device=device)[:, None]
         columns = torch.arange(cache.top, device=device).expand(len(starts), -1)
-        sights = {self._config.sight(layer) for layer in range(len(cache.layers))}
-        self._masks = {sight: block_mask(columns, starts, size, sight) for sight in sights}
+        kinds = {self._config.visibility(layer) for layer in range(len(cache.layers))}
+        self._masks = {visible: block_mask(columns, starts, size, visible) for visible in kinds}
         cache.reserve(size)
         return starts + torch.arange(size, device=device)
 
     def mask_of(self, layer: int) -> Tensor | None:
-        return self._masks[self._config.sight(layer)]
+        return self._masks[self._config.visibility(layer)]

@@ -1,8 +1,8 @@
 """A block head: one pass over gamma rows predicts gamma tokens, from which a whole tree is drafted.
 
 The first row is the last committed token (the anchor), the others are masks. Every layer attends to keys and values
-made of the target's hidden states at all committed positions, and to the rows of the block. DFlash, DFlash 2 and DSpark
-heads are block heads.
+made of the target's hidden states at all committed positions, and to the rows of the block. DFlash, DFlash 2, DSpark
+and JetSpec heads are block heads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from windfall.heads.pair_scores import PairScore, Tables, new_pair_score
 PAIRS = ("none", "projected", "selector", "markov", "gated", "rnn")
 
 
-class Sight(NamedTuple):
+class Visibility(NamedTuple):
     """What the rows of a block see in a layer, see `block_mask`."""
 
     window: int | None = None
@@ -57,9 +57,9 @@ class BlockConfig(HeadConfig):
         """Tokens that a block predicts."""
         return self.block - self.first_row
 
-    def sight(self, layer: int) -> Sight:
+    def visibility(self, layer: int) -> Visibility:
         bidirectional = self.flag("bidirectional") and layer not in self.causal_layers
-        return Sight(self.window(layer), bidirectional, self.flag("anchor_windows"))
+        return Visibility(self.window(layer), bidirectional, self.flag("anchor_windows"))
 
 
 class BlockHead(DraftHead):
@@ -167,7 +167,7 @@ class BlockLayer(DecoderLayer):
         return out
 
 
-def block_mask(context: Tensor, anchors: Tensor, size: int, sight: Sight = Sight()) -> Tensor:
+def block_mask(context: Tensor, anchors: Tensor, size: int, visible: Visibility = Visibility()) -> Tensor:
     """Which columns the rows of blocks see: [B, blocks * size, n + blocks * size] bool.
 
     context [B, n] holds the positions of remembered columns, anchors [B, blocks] those of the blocks' first rows. A
@@ -181,11 +181,11 @@ def block_mask(context: Tensor, anchors: Tensor, size: int, sight: Sight = Sight
     positions = starts + rows % size
     seen = context[:, None] < starts[:, :, None]  # [B, rows, n]
     own = (rows[:, None] // size == rows // size).expand(len(anchors), -1, -1)  # [B, rows, rows]
-    if not sight.bidirectional:
+    if not visible.bidirectional:
         own = own & (rows[:, None] >= rows)
-    if sight.window is not None and sight.anchor_window:
-        seen = seen & (context[:, None] >= starts[:, :, None] - sight.window)
-    elif sight.window is not None:
-        seen = seen & (positions[:, :, None] - context[:, None] < sight.window)
-        own = own & ((positions[:, :, None] - positions[:, None]).abs() < sight.window)
+    if visible.window is not None and visible.anchor_window:
+        seen = seen & (context[:, None] >= starts[:, :, None] - visible.window)
+    elif visible.window is not None:
+        seen = seen & (positions[:, :, None] - context[:, None] < visible.window)
+        own = own & ((positions[:, :, None] - positions[:, None]).abs() < visible.window)
     return torch.cat([seen, own], 2)

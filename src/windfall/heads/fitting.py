@@ -109,6 +109,9 @@ def check_fit(head: DraftHead, target: Target) -> None:
             last_residual(target.model)
         except InputError as reason:
             raise InputError(f"this head reads the state before the final norm of {target.name}: {reason}") from None
+    mask, rows = getattr(config, "mask_token", None), target.model.get_input_embeddings().weight.shape[0]
+    if mask is not None and head.embed_tokens is None and mask >= rows:
+        raise InputError(f"this head has the mask token {mask}; the embedding of {target.name} has {rows} rows")
     if (head.embed_tokens is None or head.lm_head is None) and config.layer.hidden_size != own:
         raise InputError(
             f"this head is {config.layer.hidden_size} wide and brings no embedding or vocabulary of its own; "

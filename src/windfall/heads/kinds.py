@@ -25,9 +25,11 @@ class Kind(NamedTuple):
 
 
 def _block(config: Config, names: Names) -> bool:
-    """windfall's own files, DFlash, DFlash 2 and DSpark."""
+    """windfall's own files, DFlash, DFlash 2, DSpark and JetSpec."""
     said = [config.get("model_type"), config.get("speculators_model_type"), _architecture(config)]
-    named = any(part in str(word).lower() for part in (BLOCK_MODEL_TYPE, "dflash", "dspark") for word in said)
+    named = any(
+        part in str(word).lower() for part in (BLOCK_MODEL_TYPE, "dflash", "dspark", "jetspec") for word in said
+    )
     return named or "dflash_config" in config or {"fc.weight", "hidden_norm.weight"} <= names
 
 

@@ -57,7 +57,7 @@ def _is_xpress(config: Config, names: Names) -> bool:
 
 
 def _is_jetspec(config: Config, names: Names) -> bool:
-    return _speculator(config, "jetspec") or _named(config, "jetspec")
+    return _speculator(config, "jetspec")
 
 
 def _is_peagle(config: Config, names: Names) -> bool:
@@ -95,9 +95,7 @@ def _is_specexit(config: Config, names: Names) -> bool:
 UNSUPPORTED = (  # the first match counts, so special kinds come before general ones
     Unsupported("Domino", _is_domino, "it needs a block head with a GRU over the drafted tokens"),
     Unsupported("XPress", _is_xpress, "it needs a block head with a refiner"),
-    Unsupported(
-        "JetSpec", _is_jetspec, "it needs a reader of its config; its network is a block head with a causal mask"
-    ),
+    Unsupported("JetSpec of speculators", _is_jetspec, "it needs a drafter that feeds drafted tokens to later rows"),
     Unsupported("P-EAGLE", _is_peagle, "it needs a drafter that runs all depths in one pass, from its mask_hidden"),
     Unsupported(
         "MTP", _is_mtp, "it needs a drafter that runs the multi-token prediction layers of a target's files", True

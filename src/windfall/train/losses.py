@@ -191,7 +191,8 @@ class Judge:
         self._generator = new_generator(device, goal.seed) if noisy else None
         compiles = device.type == "cuda"
         self._cross_entropies = _compiled(_cross_entropies) if compiles else _cross_entropies
-        self._mixed = _compiled(_mixed) if compiles else _mixed
+        sorts = any(name == "match" for name, _ in self._others)  # which a compiler cannot fuse
+        self._mixed = _compiled(_mixed) if compiles and not sorts else _mixed
 
     def take(self, logits: Tensor, part: slice) -> None:
         """Take the target's logits [n, V] of these rows."""

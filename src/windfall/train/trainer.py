@@ -143,7 +143,8 @@ class Trainer:
         loss, steps, hits = means.take()
         found: dict[str, Any] = {"loss": loss, "steps": steps, "hits": hits, **figures}
         if self.measure_tau is not None and self.workers.rank == 0:
-            found["tau"] = self.measure_tau(self.head)
+            with cudnn_attention_disabled(self.device):
+                found["tau"] = self.measure_tau(self.head)
         self.head.train()
         return found
 

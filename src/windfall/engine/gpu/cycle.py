@@ -13,11 +13,11 @@ from windfall.core.types import SamplingParams
 from windfall.drafters.base import GpuForm
 from windfall.engine.gpu.drafters import (
     ChildSampler,
+    Drafted,
     GpuDrafter,
-    as_logits,
-    entropy,
     gpu_drafter,
     prefill,
+    with_entropy,
 )
 from windfall.engine.gpu.forward import Pass
 from windfall.engine.gpu.graphs import Key
@@ -30,7 +30,6 @@ from windfall.kernels.choose import choose
 from windfall.kernels.gate import prune
 from windfall.kernels.grow import grow
 from windfall.kernels.rules import Rule
-from windfall.kernels.top import LazyLogits
 from windfall.policies.context import Context
 from windfall.policies.plan import NodeFilter, Plan
 from windfall.policies.shape import Shape
@@ -72,7 +71,7 @@ class Cycle:
         self.draft: GpuDrafter | None = None
         if plan.passes:
             assert form is not None
-            self.draft = gpu_drafter(form, gpu_target, plan.passes + 1, staged)
+            self.draft = gpu_drafter(form, gpu_target, plan.passes + 1, staged, _reads_entropy(plan))
             self.draft.length = self.published.device["length"]
         self.next_rows = next_rows(
             plan.width, self.published, gpu_target.length if self.draft is None else self.draft.length
@@ -159,14 +158,16 @@ class Cycle:
 
     def noise_buffer(self, params: SamplingParams) -> Tensor | None:
         """The buffer for the noise of the next positions, which a cycle's passes share; None if there is no noise."""
-        return None if params.greedy or self.draft is None else self.gpu_target.noise_buffer(self.plan.passes + 3)
+        if params.greedy or self.draft is None:
+            return None
+        return self.gpu_target.noise_buffer(max(self.plan.passes, self.draft.levels) + 3)
 
     def first_pass(self, sampler: ChildSampler) -> None:
         """The first draft pass: add the root's children, and choose the nodes of the next pass."""
         assert self.draft is not None
         if sampler.noise is not None:
             self.gpu_target.update_noise(sampler.noise)
-        logits = self.draft.first_pass(self.draft.pending)
+        logits = self.draft.first_pass(self.draft.pending, sampler)
         self._add_children(self._root, self._root, logits, self.draft.length, -1, sampler)
 
     def next_pass(self, sampler: ChildSampler) -> None:
@@ -174,14 +175,14 @@ class Cycle:
         rows = self.next_rows
         assert self.draft is not None and rows.mask is not None
         given = Pass(rows.tokens, rows.positions, rows.slots, rows.mask, self.draft.length)
-        logits = self.draft.next_pass(given, rows.parent_slots, rows.own_slots)
+        logits = self.draft.next_pass(given, rows.parent_slots, rows.own_slots, sampler)
         self._add_children(rows.nodes, rows.own_slots, logits, rows.positions, 0, sampler)
 
     def _add_children(
         self,
         nodes: Tensor,
         slots: Tensor,
-        logits: Tensor | LazyLogits,
+        logits: Drafted,
         columns: Tensor,
         offset: int,
         sampler: ChildSampler,
@@ -191,8 +192,7 @@ class Cycle:
         plan, keep = self.plan, self.plan.keep
         watched, filtered = "entropy" in plan.watches, keep is not None and keep.entropy
         if watched or filtered:
-            logits = as_logits(logits)
-            uncertainty = entropy(logits)
+            logits, uncertainty = with_entropy(logits)
         if watched:
             self.published.device["entropy"].index_copy_(0, slots, uncertainty)
         values, tokens = sampler.children(
@@ -312,6 +312,10 @@ def plan_unsupported(plan: Plan, ctx: Context) -> str:
         if not 1 < len(shape) <= plan.rows or max(map(len, shape.levels)) > plan.width:
             return "its tree is too wide, or empty"
     return ""
+
+
+def _reads_entropy(plan: Plan) -> bool:
+    return "entropy" in plan.watches or (plan.keep is not None and plan.keep.entropy)
 
 
 def _watched_arrays(plan: Plan) -> tuple[str, ...]:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from windfall.core.types import SamplingParams
-from windfall.drafters.base import Drafter, GpuForm, HeadForm
+from windfall.drafters.base import BlockForm, Drafter, GpuForm, HeadForm
+from windfall.engine.gpu.block import BlockNetwork, block_unsupported
 from windfall.engine.gpu.eagle3 import FusedEagle3
 from windfall.engine.gpu.forward import Pass, Unsupported
 from windfall.engine.gpu.target import (
@@ -20,12 +21,16 @@ from windfall.engine.gpu.target import (
     fastest_forward,
     sampling_key,
 )
-from windfall.heads.base import FeatureHead
+from windfall.heads.base import DraftHead, FeatureHead
 from windfall.heads.layers import head_dim
+from windfall.kernels.levels import Levels
+from windfall.kernels.pair_children import PairCandidates
 from windfall.kernels.rows import append_rows
 from windfall.kernels.scatter import Scatter
 from windfall.kernels.top import LazyLogits, top_children
 from windfall.model.decoder import Decoder
+
+Drafted = Tensor | LazyLogits | PairCandidates  # what a draft pass gives: logits, or candidates
 
 
 class ChildSampler:
@@ -41,9 +46,11 @@ class ChildSampler:
         return ("coupled", *sampling_key(self.params)) if self.coupled else ("alone",)
 
     def children(
-        self, logits: Tensor | LazyLogits, positions: Tensor, offset: int, k: int, tokens: Tensor | None
+        self, logits: Drafted, positions: Tensor, offset: int, k: int, tokens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and tokens [w, k]; the target draws after these rows at `positions` [w] + `offset`."""
+        if isinstance(logits, PairCandidates):  # which were chosen for this sampling
+            return logits.children(k)
         coupling: dict[str, Any] = {}
         if self.coupled:
             coupling = {
@@ -66,6 +73,14 @@ def as_logits(logits: Tensor | LazyLogits) -> Tensor:
     return logits.logits if isinstance(logits, LazyLogits) else logits
 
 
+def with_entropy(logits: Drafted) -> tuple[Drafted, Tensor]:
+    """The same, as logits if they were a product, and the entropy of the drafter's distribution after each row."""
+    if isinstance(logits, PairCandidates):
+        return logits, logits.entropy()
+    logits = as_logits(logits)
+    return logits, entropy(logits)
+
+
 def entropy(logits: Tensor) -> Tensor:
     """Entropy of the drafter's distribution after each row, [w] nats."""
     found: Tensor = torch.special.entr(logits.float().softmax(-1)).sum(-1)
@@ -78,6 +93,7 @@ class GpuDrafter:
     draw_offset: int  # position of the draw after a node, relative to the node's column
     max_positions: int | None = None  # nothing is drafted after these; None: no limit
     features: Tensor | None = None  # [pending, taps * H] the target's states for each pending column, if needed
+    levels = 0  # levels that the first pass predicts at once
 
     def __init__(self, gpu_target: GpuTarget, pending: int):
         device, long = gpu_target.device, torch.long
@@ -140,41 +156,40 @@ class GpuDrafter:
     def _run_columns(self, rows: Pass, features: Tensor | None) -> None:
         raise NotImplementedError
 
-    def first_pass(self, rows: int) -> Tensor | LazyLogits:
+    def first_pass(self, rows: int, sampler: ChildSampler) -> Drafted:
         """Add the pending columns, at most `rows`, to the KV cache; returns the logits [1, V] after the last one.
 
-        The position of the draw after it is the new `length` + `draw_offset` - 1.
+        The position of the draw after it is the new `length` + `draw_offset` - 1. A drafter that chooses candidates
+        does so for `sampler`.
         """
         slots, last, before = append_rows(self.length, self.pending_count, rows)
         return self._first_logits(Pass(self.tokens[:rows], slots, slots, self._causal[:rows, :rows], before), last)
 
-    def next_pass(self, rows: Pass, above: Tensor, here: Tensor) -> Tensor | LazyLogits:
+    def next_pass(self, rows: Pass, above: Tensor, here: Tensor, sampler: ChildSampler) -> Drafted:
         """Run nodes with the slots `here`, whose parents have the slots `above`; returns logits [w, V]."""
         raise NotImplementedError
 
-    def _first_logits(self, rows: Pass, last: Tensor) -> Tensor | LazyLogits:
+    def _first_logits(self, rows: Pass, last: Tensor) -> Drafted:
         raise NotImplementedError
 
 
-class GpuHeadDrafter(GpuDrafter):
-    """A draft head on the target's hidden states. Column t holds token t + 1."""
+class StatesDrafter(GpuDrafter):
+    """The base of drafters that read the target's hidden states. Column t has the state of token t, and token t + 1."""
 
     draw_offset = 2
 
-    def __init__(self, head: FeatureHead, gpu_target: GpuTarget, pending: int, staged: int):
+    def __init__(self, head: DraftHead, gpu_target: GpuTarget, pending: int):
         super().__init__(gpu_target, pending)
-        self.head = head
         layer, device, dtype = head.config.layer, gpu_target.device, head.dtype
         heads, width = layer.num_key_value_heads, head_dim(layer)
+        self.draft_tokens = head.draft_tokens
         self.kv = gpu_target.cache((layer.num_hidden_layers, heads, width), dtype)
         self.features = torch.zeros(pending, gpu_target.width, dtype=dtype, device=device)
         self.chunk_states = torch.zeros(PREFILL_CHUNK_TOKENS, gpu_target.width, dtype=dtype, device=device)
-        self.network = HeadNetwork(head, self.kv, gpu_target.capacity, staged + 1)
-        self._first = torch.zeros(1, dtype=torch.long, device=device)
 
     @property
     def vocabulary(self) -> Tensor | None:
-        return self.head.draft_tokens
+        return self.draft_tokens
 
     def prefill(self, tokens: Tensor, following: Tensor, states: Tensor | None, last: bool) -> None:
         assert states is not None and self.features is not None
@@ -185,6 +200,15 @@ class GpuHeadDrafter(GpuDrafter):
             self.features[:1] = states[-1]
             self.pending_count.fill_(1)
 
+
+class GpuHeadDrafter(StatesDrafter):
+    """A draft head whose passes extend the tree level by level."""
+
+    def __init__(self, head: FeatureHead, gpu_target: GpuTarget, pending: int, staged: int):
+        super().__init__(head, gpu_target, pending)
+        self.network = HeadNetwork(head, self.kv, gpu_target.capacity, staged + 1)
+        self._first = torch.zeros(1, dtype=torch.long, device=gpu_target.device)
+
     def _run_columns(self, rows: Pass, features: Tensor | None) -> None:
         assert features is not None
         self.network(rows, self.network.fuse(features))
@@ -194,8 +218,67 @@ class GpuHeadDrafter(GpuDrafter):
         hidden = self.network.fuse(self.features[: len(rows.tokens)])
         return self.network.logits(self.network(rows, hidden, pick=last, here=self._first))
 
-    def next_pass(self, rows: Pass, above: Tensor, here: Tensor) -> Tensor | LazyLogits:
+    def next_pass(self, rows: Pass, above: Tensor, here: Tensor, sampler: ChildSampler) -> Tensor | LazyLogits:
         return self.network.logits(self.network(rows, self.network.recycled, index=above, here=here))
+
+
+class GpuBlockDrafter(StatesDrafter):
+    """A block head: its first pass predicts all levels, and later ones only score pairs of tokens."""
+
+    def __init__(self, form: BlockForm, gpu_target: GpuTarget, pending: int, entropies: bool):
+        """`entropies`: whether those of its distributions are asked for."""
+        head = form.head
+        super().__init__(head, gpu_target, pending)
+        config, device = head.config, gpu_target.device
+        self.head, self.levels = head, config.depth
+        self.network = BlockNetwork(head, self.kv, gpu_target.capacity)
+        self._places = torch.arange(config.block, device=device)
+        seen = self._places[:, None] >= self._places
+        self._seen = torch.ones_like(seen) if config.flag("bidirectional") else seen
+        self._alone, self._coupled = self.network.level_buffers(1, *form[1:])
+        self._entropy_levels = self._alone._replace(rest=torch.zeros(self.levels, device=device)) if entropies else None
+
+    def _run_columns(self, rows: Pass, features: Tensor | None) -> None:
+        assert features is not None
+        self.network.remember(features, rows.positions, rows.slots)
+
+    def first_pass(self, rows: int, sampler: ChildSampler) -> Drafted:
+        assert self.features is not None
+        slots, last, _ = append_rows(self.length, self.pending_count, rows)
+        self.network.remember(self.features[:rows], slots, slots)
+        root, places = self.tokens.index_select(0, last), self.length + self._places
+        normed = self.network(Pass(root.expand(len(places)).contiguous(), places, places, self._seen, self.length))
+        normed = normed[self.head.config.first_row :]
+        logits = self.network.logits(normed)
+        if self._entropy_levels is not None:
+            logits = as_logits(logits)
+            self._entropy_levels.fill(*top_children(logits, self._alone.candidates, tokens=self.vocabulary), logits)
+        if sampler.coupled or self._entropy_levels is None:
+            levels, columns = self._levels(sampler), places[: self.levels] - 1
+            levels.fill(*sampler.children(logits, columns, self.draw_offset, levels.candidates, self.vocabulary))
+        self.network.store_pair_states(normed, self._alone)
+        return self._candidates(None, root, sampler)
+
+    def next_pass(self, rows: Pass, above: Tensor, here: Tensor, sampler: ChildSampler) -> Drafted:
+        return self._candidates(rows.positions, rows.tokens, sampler)
+
+    def _levels(self, sampler: ChildSampler) -> Levels:
+        """The buffers for this sampling, which all passes of a cycle use, as these may be captured apart."""
+        return self._coupled if sampler.coupled else self._alone
+
+    def _candidates(self, columns: Tensor | None, tokens: Tensor, sampler: ChildSampler) -> PairCandidates:
+        """The children of nodes in these columns; None: of the root."""
+        sampling = sampler.sampling
+        return PairCandidates(
+            self._levels(sampler),
+            tokens,
+            columns,
+            self.length,
+            -1,
+            self.network.tables,
+            (sampling.temperature, sampling.kappa) if sampler.coupled else None,
+            entropy_levels=self._entropy_levels,
+        )
 
 
 class HeadNetwork:
@@ -292,7 +375,7 @@ class GpuModelDrafter(GpuDrafter):
     def _first_logits(self, rows: Pass, last: Tensor) -> Tensor:
         return self._logits(rows).index_select(0, last)
 
-    def next_pass(self, rows: Pass, above: Tensor, here: Tensor) -> Tensor:
+    def next_pass(self, rows: Pass, above: Tensor, here: Tensor, sampler: ChildSampler) -> Tensor:
         return self._logits(rows)
 
     def _logits(self, rows: Pass) -> Tensor:
@@ -302,7 +385,9 @@ class GpuModelDrafter(GpuDrafter):
 def drafter_form(drafter: Drafter, device: torch.device) -> GpuForm | str:
     """The drafter's `gpu_form`, or a reason if it cannot run in fixed buffers on this device."""
     form = drafter.gpu_form()
-    if isinstance(form, str | HeadForm):
+    if isinstance(form, BlockForm) and (reason := block_unsupported(form.head)):
+        return f"its drafter works on the host: {reason}"
+    if isinstance(form, str | HeadForm | BlockForm):
         return form
     if form.decoder.device != device:
         return f"its drafter is on {form.decoder.device}, the target on {device}"
@@ -313,8 +398,10 @@ def drafter_form(drafter: Drafter, device: torch.device) -> GpuForm | str:
     return form
 
 
-def gpu_drafter(form: GpuForm, gpu_target: GpuTarget, pending: int, staged: int) -> GpuDrafter:
-    """A drafter of this form with buffers for `pending` columns and `staged` rows."""
+def gpu_drafter(form: GpuForm, gpu_target: GpuTarget, pending: int, staged: int, entropies: bool = True) -> GpuDrafter:
+    """A drafter of this form with buffers for `pending` columns and `staged` rows; `entropies`: if they are needed."""
+    if isinstance(form, BlockForm):
+        return GpuBlockDrafter(form, gpu_target, pending, entropies)
     if isinstance(form, HeadForm):
         return GpuHeadDrafter(form.head, gpu_target, pending, staged)
     return GpuModelDrafter(form.decoder, form.vocab_size, gpu_target, pending, staged)

@@ -18,13 +18,11 @@ from windfall.core.sampling import Dice
 from windfall.core.tree import DraftTree, Integers
 from windfall.core.types import Grow, InputError, SamplingParams, Scores
 from windfall.drafters.base import Drafter, add_child_arrays
-from windfall.engine.gpu.drafters import ChildSampler, GpuDrafter, as_logits
-from windfall.engine.gpu.drafters import entropy as entropy_of
+from windfall.engine.gpu.drafters import ChildSampler, Drafted, GpuDrafter, with_entropy
 from windfall.engine.gpu.forward import Pass
 from windfall.engine.gpu.graphs import Key
 from windfall.engine.gpu.target import MAX_VERIFY_ROWS, PREFILL_CHUNK_TOKENS, VERIFY_SIZES, GpuTarget, sampling_key
 from windfall.engine.gpu.transfer import PackedBuffer
-from windfall.kernels.top import LazyLogits
 
 DRAFT_PASS_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # nodes of captured draft passes
 CHILDREN_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # children per node in captured draft passes
@@ -206,11 +204,11 @@ class GraphDrafter(Drafter):
         if self._features is not None and draft.features is not None:
             draft.features[:count] = self._features[:count]
 
-    def _first_pass(self, rows: int) -> Tensor | LazyLogits:
+    def _first_pass(self, rows: int) -> Drafted:
         self._pending_buffer.send()
         self.draft.tokens.copy_(self._pending_buffer.device["tokens"])
         self.draft.pending_count.copy_(self._pending_buffer.device["count"])
-        return self.draft.first_pass(rows)
+        return self.draft.first_pass(rows, self._sampler)
 
     def _take_in_pending(self) -> None:
         self._first_pass(MAX_PENDING_COLUMNS)
@@ -229,7 +227,7 @@ class GraphDrafter(Drafter):
             tokens, depth, staged, above = (rows_buffer.device[name] for name in ("tokens", "depth", "staged", "above"))
             positions = draft.length - 1 + depth
             rows = Pass(tokens, positions, draft.length + staged, rows_buffer.device["mask"], draft.length)
-            logits = draft.next_pass(rows, above, staged + 1)
+            logits = draft.next_pass(rows, above, staged + 1, self._sampler)
             self._publish_children(logits, positions, draft.draw_offset, k, entropy, found)
 
         self._run(("grow", width, bound, k, entropy), work)
@@ -270,11 +268,11 @@ class GraphDrafter(Drafter):
         return self._children_buffers[width, k]
 
     def _publish_children(
-        self, logits: Tensor | LazyLogits, positions: Tensor, offset: int, k: int, entropy: bool, found: PackedBuffer
+        self, logits: Drafted, positions: Tensor, offset: int, k: int, entropy: bool, found: PackedBuffer
     ) -> None:
         if entropy:
-            logits = as_logits(logits)
-            found.device["entropy"].copy_(entropy_of(logits))
+            logits, uncertainty = with_entropy(logits)
+            found.device["entropy"].copy_(uncertainty)
         values, tokens = self._sampler.children(logits, positions, offset, k, self.draft.vocabulary)
         there, most = found.device, values.shape[1]
         if most < k:

@@ -84,10 +84,10 @@ class Pipeline:
         if cycle.draft is None:
             return
         columns = cycle.draft.columns
-        for count in openings:
+        for count in {self.levels_at_once} if self.levels_at_once else openings:
             cycle.set_length(CAPTURE_LENGTH_TOKENS)
             self._launch_first_passes(min(count, plan.passes), columns)
-        if plan.decide is not None and plan.passes > 1:
+        if plan.decide is not None and plan.passes > 1 and not self.levels_at_once:
             cycle.set_length(CAPTURE_LENGTH_TOKENS)  # the buffers have room for the passes of one cycle only
             self._launch_pass(2, columns)
 
@@ -134,7 +134,12 @@ class Pipeline:
         elif first_passes_end is not None:
             self._spare_events.append(first_passes_end)
         if plan.decide is not None:
-            passes = (self._draft_with_lookahead if plan.lookahead else self._draft_while_wanted)(passes, columns, ctx)
+            if self.levels_at_once:
+                passes = self._count_wanted(min(passes, self._launched_passes), ctx)
+            elif plan.lookahead:
+                passes = self._draft_with_lookahead(passes, columns, ctx)
+            else:
+                passes = self._draft_while_wanted(passes, columns, ctx)
         drafting.append(self._event() if passes else start)
         _, rows, levels = self._decision
         cycle.limit_verified(self._places_after(passes if levels is None else levels))
@@ -159,11 +164,17 @@ class Pipeline:
             return int(self.cycle.views[self._report_block].summary(levels).nodes) if levels else 1
         return self.cycle.places_after(levels)
 
+    @property
+    def levels_at_once(self) -> int:
+        """Levels that are drafted before the first decision, since a drafter predicts them at once; 0: it does not."""
+        plan, draft = self.cycle.plan, self.cycle.draft
+        return 0 if draft is None or plan.decide is None else min(draft.levels, plan.passes)
+
     def _launch_first_passes(self, count: int, columns: int) -> None:
         """Launch the first draft passes as one graph, with a report at the end if the plan decides."""
-        asks = self.cycle.plan.decide is not None
+        asks, count = self.cycle.plan.decide is not None, self.levels_at_once or count
         if asks:
-            self._expect_report(count)
+            self._expect_report(*range(1, count + 1))
         self._run(("draft", count, asks, columns), lambda: self._run_passes(count, asks))
         self._launched_passes = count
 
@@ -181,6 +192,16 @@ class Pipeline:
             (self.cycle.first_pass if level == 1 else self.cycle.next_pass)(self.sampler)
         if asks:
             self.cycle.publish_report()
+
+    def _count_wanted(self, level: int, ctx: Context) -> int:
+        """How many of the levels that are drafted already the plan wants; the nodes of others are ignored."""
+        last, ahead = self._launched_passes, self.cycle.plan.lookahead
+        while level < last or not ahead:
+            go_on = self._decide(level, True, ctx)
+            if not go_on or level == last:
+                return min(level + ahead, last)
+            level += 1
+        return level
 
     def _draft_with_lookahead(self, level: int, columns: int, ctx: Context) -> int:
         """Launch further draft passes, and decide about each while the one before it runs; returns the total number."""
@@ -218,10 +239,10 @@ class Pipeline:
         self._run(("pass", columns), work)
         self._launched_passes = level
 
-    def _expect_report(self, level: int) -> None:
-        """The next report is the one after this pass."""
+    def _expect_report(self, *levels: int) -> None:
+        """The next report is the one after the last of these passes."""
         assert self.cycle.reports is not None
-        self._report_numbers[level] = self.cycle.reports.expect()
+        self._report_numbers.update(dict.fromkeys(levels, self.cycle.reports.expect()))
 
     def _decide(self, level: int, early: bool, ctx: Context) -> bool:
         """Store the plan's decision after this pass; returns whether drafting goes on."""

@@ -138,7 +138,8 @@ class GpuRunner:
             finally:  # learning comes after the caller has the Step
                 pipeline.stream_used = time.perf_counter() - collected > CALLER_BUSY_SECONDS
                 sequence.observe(step)
-                record_costs(online_costs, step, plan.width, context.length)
+                passes = pipeline.levels_at_once or step.draft_passes if step.draft_passes else 0
+                record_costs(online_costs, step, passes, plan.width, context.length)
             if step.finish:
                 return
             context = sequence.begin_cycle(online_costs.costs)
@@ -156,9 +157,9 @@ class GpuRunner:
         return cycle
 
 
-def record_costs(online_costs: OnlineCosts, step: Step, width: int, length: int) -> None:
-    """Learn the costs of passes from a cycle, unless CUDA graphs were captured during it."""
+def record_costs(online_costs: OnlineCosts, step: Step, passes: int, width: int, length: int) -> None:
+    """Learn the costs of passes from a cycle with this number of draft passes, unless graphs were captured in it."""
     if online_costs.learns and not step.recorded:
-        if step.draft_passes:
-            online_costs.record_drafts([0, *[width] * (step.draft_passes - 1)], step.seconds.draft)
+        if passes:
+            online_costs.record_drafts([0, *[width] * (passes - 1)], step.seconds.draft)
         online_costs.record_verify(len(step.tree), length, step.seconds.verify)

@@ -1,4 +1,4 @@
-"""The files of DFlash, DFlash 2 and DSpark heads: speculators', and those of z-lab, SpecForge and DeepSpec.
+"""The files of DFlash, DFlash 2, DSpark and JetSpec heads: speculators', and those of z-lab, SpecForge, DeepSpec.
 
 What tensors tell is taken from them: the kind and rank of the pair score, the convolution, the number of layers. The
 confidence head of DSpark is not read, because windfall calibrates what it drafts.
@@ -28,6 +28,7 @@ MARKS = {
     "rnn": "pair.joint.weight",
     "markov": "pair.before",
 }
+CAUSAL_KEYS = ("is_causal", "causal", "causal_head")  # z-lab, NVIDIA, JetSpec
 ZLAB_BLOCK, TOP_K = 16, 16  # what files mean that do not say
 
 
@@ -77,8 +78,11 @@ class DFlashReader(BlockReader):
         """
         if self.type is not None:
             return self.whole_numbers("aux_hidden_state_layer_ids", self.said.get("aux_hidden_state_layer_ids"))
-        ids = self.whole_numbers("target_layer_ids", self.said.get("target_layer_ids"), lowest=-1)
         last = self.shape.layers if self.shape else self.said.get("num_target_layers")
+        given = self.said.get("target_layer_ids")
+        if given is None and last is not None:
+            given = _spread(last, self.layers())
+        ids = self.whole_numbers("target_layer_ids", given, lowest=-1)
         return [-1 if i + 1 == last else i + 1 for i in ids]
 
     def _predicts_anchor(self) -> bool:
@@ -94,10 +98,12 @@ class DFlashReader(BlockReader):
         sliding = tuple(layer for layer, window in enumerate(self._windows()) if window is not None)
         if self.type is not None:
             return () if self.said.get("sliding_window_non_causal") else sliding
-        causal = self.said.get("is_causal", self.said.get("causal"))
-        if causal is None:
+        said = [self.said[key] for key in CAUSAL_KEYS if self.said.get(key) is not None]
+        if "JetSpec" in str(self.config.get("architectures")) or self.said.get("head_type") == "causal":
+            said = [True]
+        if not said:
             return sliding
-        return None if causal else ()
+        return None if any(said) else ()
 
     def _pair(self) -> dict[str, Any]:
         kind = next((kind for kind, name in MARKS.items() if name in self.tensors), None)
@@ -149,6 +155,13 @@ class DFlashReader(BlockReader):
         if not isinstance(found, int | float) or isinstance(found, bool) or found < 0:
             self.refuse(f"says {key}: {found!r}, which must be a number above 0")
         return float(found)
+
+
+def _spread(target_layers: int, count: int) -> list[int]:
+    """The layers that a head reads if its file does not say it: from the second to the third from last, evenly."""
+    if count == 1:
+        return [target_layers // 2]
+    return [round(1 + place * (target_layers - 4) / (count - 1)) for place in range(count)]
 
 
 def _renamed(name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from windfall.costs.online import OnlineCosts
-from windfall.drafters.base import GpuForm, HeadForm
+from windfall.drafters.base import BlockForm, GpuForm, HeadForm
 from windfall.engine.gpu.batch.runner import GpuBatchRunner, Limits
 from windfall.engine.gpu.forward import Unsupported
 from windfall.engine.gpu.fused import FusedForward
@@ -60,7 +60,7 @@ def page_bytes(gpu_target: GpuTarget, form: GpuForm | None) -> int:
     """Bytes of a page in the KV caches of target and drafter."""
     layers, heads, width = gpu_target.forward.shape
     total: int = 2 * layers * heads * width * gpu_target.dtype.itemsize
-    if isinstance(form, HeadForm):
+    if isinstance(form, HeadForm | BlockForm):
         layer = form.head.config.layer
         total += 2 * layer.num_hidden_layers * layer.num_key_value_heads * head_dim(layer) * form.head.dtype.itemsize
     elif form is not None:

@@ -7,16 +7,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from windfall.drafters.base import GpuForm, HeadForm
+from windfall.drafters.base import BlockForm, GpuForm, HeadForm
 from windfall.engine.gpu.batch.chunks import Chunk, ChunkBuffers, Part
+from windfall.engine.gpu.batch.sampler import SeatSampler
 from windfall.engine.gpu.batch.target import BatchTarget
-from windfall.engine.gpu.drafters import HeadNetwork
+from windfall.engine.gpu.block import BlockNetwork
+from windfall.engine.gpu.drafters import Drafted, HeadNetwork
 from windfall.engine.gpu.forward import Pass, Paths
 from windfall.engine.gpu.fused import FusedForward
-from windfall.heads.base import FeatureHead
+from windfall.heads.base import DraftHead, FeatureHead
 from windfall.heads.layers import head_dim
 from windfall.kernels.batch import append_to_pages
+from windfall.kernels.levels import Levels
 from windfall.kernels.pages import Pages, tile_rows, tiles_of
+from windfall.kernels.pair_children import PairCandidates
 from windfall.kernels.top import LazyLogits
 from windfall.kernels.trees import NextPass
 from windfall.model.decoder import Decoder
@@ -30,6 +34,7 @@ class BatchDrafter:
     """
 
     first: int
+    levels = 0  # levels that the first pass predicts at once
 
     def __init__(self, batch: BatchTarget, heads: int, shared: int, layers: int, width: int, dtype: torch.dtype):
         """`heads` of queries and `shared` of keys."""
@@ -44,10 +49,15 @@ class BatchDrafter:
         """Make room for this number of expanded nodes of each request."""
         self.staged, self.staging = staged, self.batch.staging
         two, layers, shared, width = self._size
-        size = (two, layers, shared, self.staging + self.state.seats * staged, width)
+        rows = self._kv_rows(staged)
+        size = (two, layers, shared, self.staging + self.state.seats * rows, width)
         self.kv = torch.zeros(size, dtype=self.dtype, device=self.device)
         seats = torch.arange(self.state.seats, device=self.device)
-        self.base = self.staging + seats * staged  # the slot of each request's first staged row
+        self.base = self.staging + seats * rows  # the slot of each request's first staged row
+
+    def _kv_rows(self, staged: int) -> int:
+        """Rows of the KV cache that a request needs beside its pages."""
+        return staged
 
     @property
     def vocabulary(self) -> Tensor | None:
@@ -67,8 +77,11 @@ class BatchDrafter:
     def _run_chunk(self, size: int, alone: bool) -> None:
         raise NotImplementedError
 
-    def first_pass(self, seats: int, pending: int) -> Tensor | LazyLogits:
-        """Add the pending columns of each request, at most `pending`; returns the logits [seats, V] after the last."""
+    def first_pass(self, seats: int, pending: int, sampler: SeatSampler) -> Drafted:
+        """Add the pending columns of each request, at most `pending`; returns the logits [seats, V] after the last.
+
+        A drafter that chooses candidates does so for `sampler`.
+        """
         given, last = self._pending(seats, pending)
         return self._first_logits(given, last, seats, pending)
 
@@ -89,7 +102,7 @@ class BatchDrafter:
         tokens = state.tokens[:seats, :pending].contiguous().flatten()
         return Pass.in_pages(tokens, positions, rows.slots, paths), rows.last
 
-    def next_pass(self, rows: NextPass, seats: int) -> Tensor | LazyLogits:
+    def next_pass(self, rows: NextPass, seats: int, sampler: SeatSampler) -> Drafted:
         """Run the chosen nodes of each request; returns logits [seats * W, V]."""
         assert rows.lineage is not None
         state, width = self.state, rows.nodes.shape[1]
@@ -119,33 +132,46 @@ class BatchDrafter:
         raise NotImplementedError
 
 
-class BatchHeadDrafter(BatchDrafter):
-    """A draft head on the target's hidden states."""
+class BatchStatesDrafter(BatchDrafter):
+    """The base of drafters that read the target's hidden states."""
 
     first = 1
 
-    def __init__(self, head: FeatureHead, batch: BatchTarget):
+    def __init__(self, head: DraftHead, batch: BatchTarget):
         layer = head.config.layer
         heads, shared, width = layer.num_attention_heads, layer.num_key_value_heads, head_dim(layer)
         super().__init__(batch, heads, shared, layer.num_hidden_layers, width, head.dtype)
-        self.head = head
         state, taps = self.state, batch.gpu_target.width
+        self.draft_tokens = head.draft_tokens
         state.features = torch.zeros(state.rows, state.backlog, taps, dtype=head.dtype, device=self.device)
-
-    def reserve(self, staged: int) -> None:
-        super().reserve(staged)
-        self.network = HeadNetwork(self.head, self.kv, self.state.longest, self.state.seats * (staged + 1))
-        self._roots = torch.arange(self.state.seats, device=self.device) * (staged + 1)
 
     @property
     def vocabulary(self) -> Tensor | None:
-        return self.head.draft_tokens
+        return self.draft_tokens
 
     def _take(self, chunk: Chunk, states: Tensor | None) -> None:
         assert states is not None and self.state.features is not None
         for part in chunk.parts:
             if is_last(part):
                 self.state.features[part.prompt.seat, 0] = states[part.rows.stop - 1]
+
+    def _features(self, seats: int, pending: int) -> Tensor:
+        """The target's states of the pending columns [seats * pending, taps * H]."""
+        assert self.state.features is not None
+        return self.state.features[:seats, :pending].contiguous().flatten(0, 1)
+
+
+class BatchHeadDrafter(BatchStatesDrafter):
+    """A draft head whose passes extend the trees level by level."""
+
+    def __init__(self, head: FeatureHead, batch: BatchTarget):
+        super().__init__(head, batch)
+        self.head = head
+
+    def reserve(self, staged: int) -> None:
+        super().reserve(staged)
+        self.network = HeadNetwork(self.head, self.kv, self.state.longest, self.state.seats * (staged + 1))
+        self._roots = torch.arange(self.state.seats, device=self.device) * (staged + 1)
 
     def _run_chunk(self, size: int, alone: bool) -> None:
         given = self.chunk.given(size, alone, self.state.draft_lengths, self.state.tables, self.first)
@@ -154,20 +180,85 @@ class BatchHeadDrafter(BatchDrafter):
         self.network(given, self.network.fuse(states[:size].to(self.dtype)))
 
     def _first_logits(self, rows: Pass, last: Tensor, seats: int, pending: int) -> Tensor | LazyLogits:
-        features = self._pending_features(seats, pending)
+        features = self.network.fuse(self._features(seats, pending))
         return self.network.logits(self.network(rows, features, pick=last, here=self._roots[:seats]))
 
     def _run_columns(self, rows: Pass, seats: int, pending: int) -> None:
-        self.network(rows, self._pending_features(seats, pending))
-
-    def _pending_features(self, seats: int, pending: int) -> Tensor:
-        assert self.state.features is not None
-        return self.network.fuse(self.state.features[:seats, :pending].contiguous().flatten(0, 1))
+        self.network(rows, self.network.fuse(self._features(seats, pending)))
 
     def _next_logits(self, given: Pass, rows: NextPass, seats: int) -> Tensor | LazyLogits:
         offset = self._roots[:seats, None]
         above, here = ((slots[:seats] + offset).flatten() for slots in (rows.parent_slots, rows.own_slots))
         return self.network.logits(self.network(given, self.network.recycled, index=above, here=here))
+
+
+class BatchBlockDrafter(BatchStatesDrafter):
+    """A block head: its first pass predicts all levels, and later ones only score pairs of tokens."""
+
+    def __init__(self, form: BlockForm, batch: BatchTarget):
+        head = form.head
+        super().__init__(head, batch)
+        self.form, self.head, self.levels = form, head, head.config.depth
+        self._places = torch.arange(head.config.block, device=self.device)
+        self._offset = -1 - self.first  # from a request's number of columns to the column of its root
+
+    def _kv_rows(self, staged: int) -> int:
+        return self.head.config.block
+
+    def reserve(self, staged: int) -> None:
+        super().reserve(staged)
+        self.network = BlockNetwork(self.head, self.kv, self.state.longest)
+        self._alone, self._coupled = self.network.level_buffers(self.state.seats, *self.form[1:])
+
+    def _run_chunk(self, size: int, alone: bool) -> None:
+        given = self.chunk.given(size, alone, self.state.draft_lengths, self.state.tables, self.first)
+        states = self.batch.gpu_target.chunk_states
+        assert states is not None
+        self.network.remember(states[:size].to(self.dtype), given.positions, given.slots)
+
+    def _run_columns(self, rows: Pass, seats: int, pending: int) -> None:
+        self.network.remember(self._features(seats, pending), rows.positions, rows.slots)
+
+    def first_pass(self, seats: int, pending: int, sampler: SeatSampler) -> Drafted:
+        given, last = self._pending(seats, pending)
+        self._run_columns(given, seats, pending)
+        roots = given.tokens.index_select(0, last)
+        normed = self.network(self._block(roots, seats))
+        normed = normed.view(seats, -1, normed.shape[1])[:, self.head.config.first_row :].flatten(0, 1)
+        levels, owners = self._levels(seats, sampler), self.rows_of(seats, self.levels)[0]
+        columns = (self.state.draft_lengths[:seats, None] + self._places[: self.levels] + self._offset).flatten()
+        names, offset = self.vocabulary, self.first + 1
+        levels.fill(*sampler.children(self.network.logits(normed), levels.candidates, owners, columns, names, offset))
+        self.network.store_pair_states(normed, levels)
+        return self._candidates(None, roots, seats, sampler)
+
+    def next_pass(self, rows: NextPass, seats: int, sampler: SeatSampler) -> Drafted:
+        return self._candidates(rows.positions[:seats].flatten(), rows.tokens[:seats].flatten(), seats, sampler)
+
+    def _block(self, roots: Tensor, seats: int) -> Pass:
+        """The rows of a block for each request."""
+        size, lengths = len(self._places), self.state.draft_lengths[:seats]
+        owners, tiles = self.rows_of(seats, size)
+        slots = self.base[:seats, None] + self._places
+        seen = self._places.new_full((size,), size) if self.head.config.flag("bidirectional") else self._places + 1
+        reach, positions = lengths[:, None] + seen, lengths[:, None] - self.first + self._places
+        pages = Pages(owners, lengths, self.state.tables[:seats], tiles)
+        lineage = slots.int().repeat_interleave(size, 0)
+        paths = Paths(reach.flatten(), lineage, pages, self.first)
+        return Pass.in_pages(roots.repeat_interleave(size), positions.flatten(), slots.flatten(), paths)
+
+    def _levels(self, seats: int, sampler: SeatSampler) -> Levels:
+        levels = self._coupled if sampler.kind.coupled else self._alone
+        count = seats * self.levels
+        hidden = None if levels.hidden is None else levels.hidden[:count]
+        return levels._replace(logq=levels.logq[:count], tokens=levels.tokens[:count], hidden=hidden)
+
+    def _candidates(self, columns: Tensor | None, tokens: Tensor, seats: int, sampler: SeatSampler) -> PairCandidates:
+        """The children of nodes in these columns [seats * n]; None: of the roots."""
+        levels, lengths = self._levels(seats, sampler), self.state.draft_lengths[:seats]
+        owners = self.rows_of(seats, len(tokens) // seats)[0]
+        given = (lengths, self._offset, self.network.tables, sampler.warmth)
+        return PairCandidates(levels, tokens, columns, *given, owners)
 
 
 class BatchModelDrafter(BatchDrafter):
@@ -205,6 +296,8 @@ def is_last(part: Part) -> bool:
 
 def batch_drafter(form: GpuForm, batch: BatchTarget) -> BatchDrafter:
     """A drafter of this form; raises Unsupported if it cannot run on pages."""
+    if isinstance(form, BlockForm):
+        return BatchBlockDrafter(form, batch)
     if isinstance(form, HeadForm):
         return BatchHeadDrafter(form.head, batch)
     return BatchModelDrafter(form.decoder, form.vocab_size, batch)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from windfall.engine.gpu.batch.drafters import BatchDrafter
+from windfall.engine.gpu.batch.sampler import SeatSampler
 from windfall.engine.gpu.batch.state import BatchState
 from windfall.engine.gpu.batch.target import BatchTarget, Kind
-from windfall.engine.gpu.drafters import as_logits
+from windfall.engine.gpu.drafters import Drafted
 from windfall.engine.gpu.mailbox import Mailbox
 from windfall.engine.gpu.transfer import PackedBuffer
 from windfall.kernels.batch import accept_rows, choose_rows, describe_rows, root_rows, sample_trees
@@ -19,7 +20,6 @@ from windfall.kernels.batch_rows import BatchRows, Described, Outcome, Sampled
 from windfall.kernels.grow import grow
 from windfall.kernels.pages import max_tiles
 from windfall.kernels.rules import Rule
-from windfall.kernels.top import LazyLogits, top_children
 from windfall.kernels.trees import NO_NODE, Calibration, NextPass, TreeArrays
 from windfall.policies.budget import Sizes
 
@@ -119,51 +119,47 @@ class Round:
         """Let the drafter take in the pending tokens, at most `pending` of a request, and expand all roots."""
         drafter, state = self.drafter, self.state
         assert drafter is not None
-        logits = drafter.first_pass(seats, pending)
+        sampler = SeatSampler(state, kind)
+        logits = drafter.first_pass(seats, pending, sampler)
         torch.sub(state.draft_lengths[:seats], drafter.first, out=self._columns[:seats])
         owners = drafter.rows_of(seats, 1)[0]
-        self._grow(seats, sizes, logits, self._roots[:seats], owners, self._columns[:seats] - 1, rule, kind)
+        self._grow(seats, sizes, logits, self._roots[:seats], owners, self._columns[:seats] - 1, rule, sampler)
 
     def next_draft_pass(self, seats: int, sizes: Sizes, rule: Rule, kind: Kind) -> None:
         """Expand the nodes that the pass before has chosen."""
         drafter, rows = self.drafter, self.next_rows(sizes.width)
         assert drafter is not None
-        logits = drafter.next_pass(rows, seats)
+        sampler = SeatSampler(self.state, kind)
+        logits = drafter.next_pass(rows, seats, sampler)
         owners, after = drafter.rows_of(seats, sizes.width)[0], first_rows(rows, seats)
-        self._grow(seats, sizes, logits, after.nodes.clone(), owners, after.positions.flatten(), rule, kind)
+        self._grow(seats, sizes, logits, after.nodes.clone(), owners, after.positions.flatten(), rule, sampler)
+
+    def draft_passes(self, seats: int, sizes: Sizes, pending: int, rule: Rule, kind: Kind) -> None:
+        """All draft passes of a round."""
+        self.first_draft_pass(seats, sizes, pending, rule, kind)
+        for _ in range(1, sizes.passes):
+            self.next_draft_pass(seats, sizes, rule, kind)
 
     def _grow(
         self,
         seats: int,
         sizes: Sizes,
-        logits: Tensor | LazyLogits,
+        logits: Drafted,
         nodes: Tensor,
         owners: Tensor,
         positions: Tensor,
         rule: Rule,
-        kind: Kind,
+        sampler: SeatSampler,
     ) -> None:
         """Add the children of these nodes to the trees, and choose the nodes of the next pass."""
-        trees, after = first(self.state.trees, seats), first_rows(self.next_rows(sizes.width), seats)
-        terms = Calibration._make(array[:seats] for array in self.state.calibration) if rule.calibrated else None
-        values, tokens = self._children(logits, sizes.k, owners, positions, kind)
-        shape = (*nodes.shape, sizes.k)
-        grow(trees, nodes, tokens.view(shape), values.view(shape), after, rule, terms)
-
-    def _children(
-        self, logits: Tensor | LazyLogits, k: int, owners: Tensor, positions: Tensor, kind: Kind
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and tokens of the children [rows, k]."""
         drafter = self.drafter
         assert drafter is not None
-        if not kind.coupled:
-            return top_children(logits, k, tokens=drafter.vocabulary)
-        state, cutoff = self.state, None
-        if kind.filtered:
-            logits = as_logits(logits)
-            cutoff = state.cutoffs(logits, owners)
-        noise = positions, state["seed"], state["temperature"], state["kappa"]
-        return top_children(logits, k, *noise, drafter.vocabulary, drafter.first + 1, owners=owners, cutoff=cutoff)
+        trees, after = first(self.state.trees, seats), first_rows(self.next_rows(sizes.width), seats)
+        terms = Calibration._make(array[:seats] for array in self.state.calibration) if rule.calibrated else None
+        names, offset = drafter.vocabulary, drafter.first + 1
+        values, tokens = sampler.children(logits, sizes.k, owners, positions, names, offset)
+        shape = (*nodes.shape, sizes.k)
+        grow(trees, nodes, tokens.view(shape), values.view(shape), after, rule, terms)
 
     def rows(self, count: int, seats: int) -> BatchRows:
         """Buffers for a pass of this number of rows."""

@@ -16,7 +16,7 @@ class RoundGraphs(Preparation):
     """Runs the passes of one round.
 
     Few graphs are captured: all draft passes but the first share one, and a verify pass has one for each number of
-    rows, however the trees were drafted.
+    rows, however the trees were drafted. The draft passes of a block head are one graph.
     """
 
     def __init__(self, cache: GraphCache, work: Round, budget: Budget, seats: int, kind: Kind, pending: int):
@@ -28,10 +28,19 @@ class RoundGraphs(Preparation):
     def run_drafts(self, sizes: Sizes, rule: Rule) -> None:
         """All draft passes."""
         shape, work, cache = Sizes(1, sizes.width, sizes.k, 0), self._work, self._cache
-        first, later = self._draft_keys(shape, rule)
+        first, *later = self._draft_keys(sizes.passes, shape, rule)
+        if self._at_once:
+            shape = shape._replace(passes=sizes.passes)
+            cache.run(first, partial(work.draft_passes, self._seats, shape, self._pending, rule, self._kind))
+            return
         cache.run(first, partial(work.first_draft_pass, self._seats, shape, self._pending, rule, self._kind))
         for _ in range(1, sizes.passes):
-            cache.run(later, partial(work.next_draft_pass, self._seats, shape, rule, self._kind))
+            cache.run(later[0], partial(work.next_draft_pass, self._seats, shape, rule, self._kind))
+
+    @property
+    def _at_once(self) -> bool:
+        """Whether one graph has all draft passes: the later ones of a block head are too short for graphs."""
+        return self._work.drafter is not None and self._work.drafter.levels > 0
 
     def run_verify(self, sizes: Sizes) -> None:
         """The verify pass."""
@@ -52,16 +61,18 @@ class RoundGraphs(Preparation):
         plan = self._budget.plan(shape)
         if plan is None:  # the budget has a single shape
             return 0.0
-        keys = self._draft_keys(shape, kernel_rule(plan))
-        return sum(self._cache.missing_seconds(key) for key in keys[: min(passes, 2)])
+        return sum(map(self._cache.missing_seconds, self._draft_keys(passes, shape, kernel_rule(plan))))
 
     def verify(self, rows: int) -> float:
         return self._cache.missing_seconds(self._verify_key(Sizes(1, 1, 1, rows)))
 
-    def _draft_keys(self, shape: Sizes, rule: Rule) -> tuple[Key, Key]:
-        """Of the first pass and of the others."""
+    def _draft_keys(self, passes: int, shape: Sizes, rule: Rule) -> list[Key]:
+        """Of the first pass and, if there are more, of the others; or of all passes."""
         fixed = (shape.width, shape.k, rule, *self._fixed)
-        return ("first draft pass", self._pending, *fixed), ("draft pass", *fixed)
+        if self._at_once:
+            return [("draft passes", passes, self._pending, *fixed)]
+        keys: list[Key] = [("first draft pass", self._pending, *fixed), ("draft pass", *fixed)]
+        return keys[: min(passes, 2)]
 
     def _verify_key(self, shape: Sizes) -> Key:
         return ("verify" if shape.passes else "step", shape.rows, *self._fixed)

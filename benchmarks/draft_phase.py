@@ -1,0 +1,132 @@
+"""Milliseconds of a cycle's draft passes: the bundled head against untrained block heads, and those of a verify pass.
+
+python benchmarks/draft_phase.py [--target MODEL] [--layers 2,3,5] [--block 8] [--passes 7] [--length 512]
+                                 [--widen llama-3.1-8b] [--json FILE]
+
+The passes are those of a beam, captured as one CUDA graph and replayed after a text of `--length` tokens. Every
+temperature has its own row: with sampling, the passes also read the noise of the coming draws. Medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+from statistics import median
+from typing import Any
+
+import torch
+from provenance import publish
+from windfall.train.new_block import new_block
+
+import windfall
+from windfall import registry
+from windfall.bench.widen import widen_pair
+from windfall.core.types import GpuOptions, SamplingParams
+from windfall.drafters.base import Drafter
+from windfall.drafters.block import BlockDrafter
+from windfall.drafters.feature_head import FeatureHeadDrafter
+from windfall.engine.gpu.cycle import Cycle
+from windfall.engine.gpu.drafters import ChildSampler
+from windfall.engine.gpu.runner import GpuRunner
+from windfall.engine.loading import as_drafter
+from windfall.heads.fitting import fit
+from windfall.model.target import Target
+from windfall.render import console
+
+REPLAYS = 41
+TEMPERATURES = (0.0, 1.0)
+ROWS = 60  # of the verify pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("target", "widen", "json"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--layers", default="2,3,5")
+    parser.add_argument("--block", type=int, default=8)
+    parser.add_argument("--passes", type=int, default=7)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--dtype", default="bfloat16")
+    options = parser.parse_args()
+    engine = windfall.load(options.target, device="cuda", dtype=options.dtype)
+    assert isinstance(engine.drafter, FeatureHeadDrafter)
+    target, heads = engine.target, {"bundled head": engine.drafter.head}
+    for layers in map(int, options.layers.split(",")):
+        shape = {"layers": layers, "block": options.block, "vocabulary": heads["bundled head"].draft_tokens}
+        heads[f"block head, {layers} layers"] = fit(new_block(target, shape).eval(), target)  # type: ignore[assignment]
+    rows = []
+    with console.progress("Timing…") as progress:
+        for place, (name, head) in enumerate(heads.items()):
+            own, drafter = target, as_drafter(head)
+            if options.widen:
+                pair = widen_pair(target.model, head, options.widen)
+                own, drafter = Target(pair.model, target.tokenizer), as_drafter(pair.head)
+            assert isinstance(drafter, FeatureHeadDrafter | BlockDrafter)
+            rows += measure(name, own, drafter, options)
+            progress((place + 1) / len(heads))
+    settings = {"passes": options.passes, "length": options.length, "block": options.block, "widened_to": options.widen}
+    publish({"rows": rows, **settings, "dtype": options.dtype}, options.json)
+
+
+@torch.inference_mode()
+def measure(name: str, target: Target, drafter: Drafter, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each temperature."""
+    drafter.attach(target)
+    runner, reason = GpuRunner.of(target, drafter, GpuOptions(True))
+    assert runner is not None, reason
+    runner.gpu_target.reserve(options.length + 512)
+    plan = registry.policy("beam", depth=options.passes).plan()
+    assert plan is not None
+    cycle = Cycle(plan, runner.drafter_form, runner.gpu_target)
+    rows = []
+    for temperature in TEMPERATURES:
+        params = SamplingParams(temperature=temperature, seed=0)
+        runner.gpu_target.set_sampling(params)
+        sampler = ChildSampler(params, True, runner.gpu_target.sampling, cycle.noise_buffer(params))
+        first, all_passes = (passes_time(cycle, sampler, count, options.length) for count in (1, options.passes))
+        verify = verify_time(cycle, params, sampler, options.length)
+        rows.append(
+            {
+                "drafter": name,
+                "temperature": temperature,
+                "first_ms": first,
+                "draft_ms": all_passes,
+                "verify_ms": verify,
+            }
+        )
+    return rows
+
+
+def passes_time(cycle: Cycle, sampler: ChildSampler, passes: int, length: int) -> float:
+    def work() -> None:
+        cycle.first_pass(sampler)
+        for _ in range(1, passes):
+            cycle.next_pass(sampler)
+
+    return replay_time(cycle, ("draft", passes, *sampler.key), work, length)
+
+
+def verify_time(cycle: Cycle, params: SamplingParams, sampler: ChildSampler, length: int) -> float:
+    columns = cycle.gpu_target.columns(ROWS)
+    return replay_time(
+        cycle, ("verify", *sampler.key), lambda: cycle.verify(ROWS, columns, params, sampler.noise), length
+    )
+
+
+def replay_time(cycle: Cycle, key: tuple[Any, ...], work: Any, length: int) -> float:
+    """Milliseconds of this work, as a graph, after a text of this length."""
+    graph_cache, taken = cycle.gpu_target.graph_cache, []
+    for turn in range(REPLAYS + 3):
+        cycle.set_length(length)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        graph_cache.run(("phase", cycle.buffers_id, *key), work)
+        end.record()
+        end.synchronize()
+        if turn >= 3:
+            taken.append(start.elapsed_time(end))
+    return round(median(taken), 4)
+
+
+if __name__ == "__main__":
+    main()

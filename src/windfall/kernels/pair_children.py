@@ -1,0 +1,89 @@
+"""The children of nodes drafted by a block head: the candidates of a level, corrected by pair scores and sorted."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from windfall.kernels.backend import on_triton
+from windfall.kernels.levels import MIN_REST, Levels, PairTables
+
+
+class PairCandidates(NamedTuple):
+    """The children of n nodes, not computed yet. Tokens that are no candidates keep their share of the rest.
+
+    Columns count the tokens of a text; a node's depth is its column less that of its root.
+    """
+
+    levels: Levels
+    previous: Tensor  # [n] long: the token of each node
+    columns: Tensor | None  # [n] long; None: the nodes are the roots
+    lengths: Tensor  # [N] long: a root's column is its request's length + `offset`
+    offset: int
+    tables: PairTables | None  # None: there are no pair scores
+    warmth: tuple[Tensor, Tensor] | None = None  # temperature and kappa, [N] fp32 each, if the levels have noise
+    owners: Tensor | None = None  # [n] integers: the request of each node; None: there is one
+    entropy_levels: Levels | None = None  # without noise, and with `rest`; for entropies
+
+    @property
+    def rows(self) -> Tensor:
+        """[n] the row of each node's children in `levels`; -1: it has none."""
+        own = torch.zeros_like(self.previous) if self.owners is None else self.owners.long()
+        depth = torch.zeros_like(own) if self.columns is None else self.columns - self.lengths[own] - self.offset
+        inside = (depth >= 0) & (depth < self.levels.depth)
+        return torch.where(inside, own * self.levels.depth + depth, -1)
+
+    def children(self, k: int) -> tuple[Tensor, Tensor]:
+        """The k likeliest children's log-probabilities and tokens → [n, k]; -inf where there are fewer candidates."""
+        count = self.levels.candidates
+        values, tokens = pair_children(self, min(k, count))
+        if count < k:
+            values = torch.nn.functional.pad(values, (0, k - count), value=-torch.inf)
+            tokens = torch.nn.functional.pad(tokens, (0, k - count))
+        return values, tokens
+
+    def entropy(self) -> Tensor:
+        """Of the distribution after each node, without noise, [n] nats."""
+        levels, own = self.entropy_levels, self.rows.clamp(min=0)
+        assert levels is not None and levels.rest is not None
+        logq = pair_children(self._replace(levels=levels, warmth=None), levels.candidates)[0]
+        share = (1 - logq.exp().sum(-1)).clamp(min=0)
+        before = (1 - levels.logq[own].exp().sum(-1)).clamp(min=MIN_REST)
+        lost = before.log() - share.clamp(min=MIN_REST).log()  # what normalising took from the rest
+        found: Tensor = torch.special.entr(logq.exp()).sum(-1) + share * (lost - levels.rest[own])
+        return found.nan_to_num()
+
+
+def pair_children(given: PairCandidates, k: int) -> tuple[Tensor, Tensor]:
+    """The k likeliest candidates' log-probabilities after each node, highest first, and their tokens → [n, k].
+
+    A node without a row has -inf.
+    """
+    if on_triton(given.levels.logq):
+        from windfall.kernels.triton.pair_children import pair_children as run
+
+        return run(*given[:-1], k=k)
+    return reference(given, k)
+
+
+def reference(given: PairCandidates, k: int) -> tuple[Tensor, Tensor]:
+    """`pair_children` with torch."""
+    levels, tables, rows = given.levels, given.tables, given.rows
+    own = rows.clamp(min=0)
+    logq, tokens = levels.logq[own], levels.tokens[own]
+    rest = (1 - logq.exp().sum(-1, keepdim=True)).clamp(min=MIN_REST).log()
+    if tables is not None:
+        query = tables.before[given.previous].float()
+        query = query if levels.hidden is None else query * levels.hidden[own].float()
+        scores = (query[:, None] * tables.after[tokens].float()).sum(-1)
+        if given.warmth is not None:
+            temperature, kappa = given.warmth
+            scale = (temperature * kappa).reciprocal().where(temperature != 0, 1.0)
+            scores = scores * (scale if given.owners is None else scale[given.owners.long()][:, None])
+        logq = logq + scores
+    logq = torch.cat([logq, rest], -1).log_softmax(-1)[:, :-1]
+    logq = logq.masked_fill((rows < 0)[:, None], -torch.inf)
+    values, order = logq.sort(dim=-1, descending=True, stable=True)
+    return values[:, :k].contiguous(), tokens.gather(1, order)[:, :k].contiguous()
