@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from helpers.random_heads import BLOCKS, WIDTH, random_block
 from helpers.tiny import VOCABULARY, tiny
-from windfall.heads.block import BlockHead, Sight
+from windfall.heads.block import BlockHead, Visibility
 from windfall.heads.fitting import fit
 from windfall.heads.layers import ContextMemory, Unrolled
 from windfall.model.target import Target
@@ -65,14 +65,16 @@ def test_packed_and_dense_blocks_are_those_of_decoding(name: str, target: Target
         torch.testing.assert_close(dense[place], alone[0], **close)
 
 
-@pytest.mark.parametrize("sight", [Sight(), Sight(None, True), Sight(9), Sight(4, True), Sight(9, False, True)])
+@pytest.mark.parametrize(
+    "visible", [Visibility(), Visibility(None, True), Visibility(9), Visibility(4, True), Visibility(9, False, True)]
+)
 @pytest.mark.parametrize("rows", [5, 8])
-def test_the_tiles_of_a_mask_hold_all_that_rows_see(sight: Sight, rows: int) -> None:
+def test_the_tiles_of_a_mask_hold_all_that_rows_see(visible: Visibility, rows: int) -> None:
     """Against torch's own way, which looks at every row and column."""
     texts = torch.tensor([0] * 60 + [1] * 30 + [3] * 2)
     starts = torch.tensor([*range(300, 360), *range(1, 31), 5, 399])
     blocks, sizes = Blocks(texts, starts), (round_up(4 * 400), round_up(len(texts) * rows))
-    ours = packed_mask(blocks, 400, rows, sizes, sight)
+    ours = packed_mask(blocks, 400, rows, sizes, visible)
     slow = create_block_mask(ours.mask_mod, None, None, sizes[1], sum(sizes), device="cpu")
     wanted = slow.to_dense()[0, 0].bool()
     found = ours.to_dense()[0, 0].bool()
@@ -85,7 +87,7 @@ def test_the_tiles_of_a_mask_hold_all_that_rows_see(sight: Sight, rows: int) -> 
     assert bool(tiled.any(3).any(1).eq(wanted).all())
     assert bool((tiled.all(3).all(1) | ~whole).all())
     assert bool(seen.any(1).all())  # padding too, or its softmax would not be finite
-    assert sight.window or whole.any()
+    assert visible.window or whole.any()
 
 
 def test_sizes_of_a_training_are_few() -> None:
@@ -108,7 +110,7 @@ def test_batches_of_the_same_padded_size_share_a_compiled_kernel() -> None:
     for texts, length, blocks in ((4, 60, 20), (3, 70, 20), (2, 100, 30), (7, 60, 20)):
         given = Blocks(torch.arange(texts).repeat_interleave(blocks), torch.arange(2, 2 + blocks).repeat(texts))
         columns, rows = sizes.grow(texts * length, len(given.texts), 8)
-        mask = packed_mask(given, length, 8, (columns, rows), Sight())
+        mask = packed_mask(given, length, 8, (columns, rows), Visibility())
         queries, keys, values = torch.randn(1, 4, rows, 16), *torch.randn(2, 1, 2, columns + rows, 16)
         found = attention(queries, keys, values, block_mask=mask, enable_gqa=True)
         torch.testing.assert_close(found, flex_attention(queries, keys, values, block_mask=mask, enable_gqa=True))

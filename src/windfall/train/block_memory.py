@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from windfall.heads.block import BlockConfig, Sight, block_mask
+from windfall.heads.block import BlockConfig, Visibility, block_mask
 from windfall.heads.layers import ContextMemory, masked_attention
 
 TILE = 128  # rows and columns of a tile of FlexAttention
@@ -70,13 +70,13 @@ class DenseBlocks(_TextKeys):
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Queries [N, heads, rows, d], keys and values [N, kv_heads, rows, d] → [N, heads, rows, d]."""
-        rows, sight, found = queries.shape[2], self.config.sight(layer), []
+        rows, visible, found = queries.shape[2], self.config.visibility(layer), []
         for text, part in self._parts:
             past = tuple(x[text : text + 1] for x in self.texts[layer])
             own = tuple(_together(x[part]) for x in (keys, values))
             seen_keys, seen_values = (torch.cat(pair, 2) for pair in zip(past, own, strict=True))
             columns = torch.arange(past[0].shape[2], device=queries.device)[None]
-            mask = block_mask(columns, self.blocks.starts[None, part], rows, sight)
+            mask = block_mask(columns, self.blocks.starts[None, part], rows, visible)
             out = masked_attention(_together(queries[part]), seen_keys, seen_values, mask)
             found.append(_apart(out, rows))
         return torch.cat(found) if found else torch.zeros_like(queries)
@@ -109,16 +109,16 @@ class PackedBlocks(_TextKeys):
 
     def __init__(self, config: BlockConfig, blocks: Blocks, sizes: PaddedSizes):
         super().__init__(config, blocks)
-        self._sizes, self._masks = sizes, dict[Sight, BlockMask]()
+        self._sizes, self._masks = sizes, dict[Visibility, BlockMask]()
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """As in `DenseBlocks`."""
         rows, past = queries.shape[2], self.texts[layer]
         length = past[0].shape[2]
         columns, most = self._sizes.grow(len(past[0]) * length, len(queries), rows)
-        sight = self.config.sight(layer)
-        if sight not in self._masks:
-            self._masks[sight] = packed_mask(self.blocks, length, rows, (columns, most), sight)
+        visible = self.config.visibility(layer)
+        if visible not in self._masks:
+            self._masks[visible] = packed_mask(self.blocks, length, rows, (columns, most), visible)
         seen = [
             torch.cat([_padded(_together(text), columns), _padded(_together(own), most)], 2)
             for text, own in zip(past, (keys, values), strict=True)
@@ -127,18 +127,18 @@ class PackedBlocks(_TextKeys):
         if torch.is_autocast_enabled(queries.device.type):
             given = tuple(x.to(torch.get_autocast_dtype(queries.device.type)) for x in given)
         attention = _compiled() if queries.is_cuda else flex_attention
-        out: Tensor = attention(*given, block_mask=self._masks[sight], enable_gqa=True)
+        out: Tensor = attention(*given, block_mask=self._masks[visible], enable_gqa=True)
         return _apart(out[:, :, : len(queries) * rows], rows)
 
 
-def packed_mask(blocks: Blocks, length: int, rows: int, sizes: tuple[int, int], sight: Sight) -> BlockMask:
+def packed_mask(blocks: Blocks, length: int, rows: int, sizes: tuple[int, int], visible: Visibility) -> BlockMask:
     """The mask of all blocks: `sizes[1]` rows, and as columns `sizes[0]` of texts of this length, then the rows.
 
     Rows of padding see the block of padding that they lie in.
     """
     columns, most = sizes
-    first, last = _text_columns(blocks, length, rows, most, sight)
-    begin, end = _own_columns(rows, columns, most, sight, first.device)
+    first, last = _text_columns(blocks, length, rows, most, visible)
+    begin, end = _own_columns(rows, columns, most, visible, first.device)
 
     def sees(_batch: Tensor, _head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         text = (column >= first[row]) & (column < last[row])
@@ -150,25 +150,27 @@ def packed_mask(blocks: Blocks, length: int, rows: int, sizes: tuple[int, int], 
     return BlockMask.from_kv_blocks(*lists, TILE, sees, (most, columns + most))
 
 
-def _text_columns(blocks: Blocks, length: int, rows: int, most: int, sight: Sight) -> tuple[Tensor, Tensor]:
+def _text_columns(blocks: Blocks, length: int, rows: int, most: int, visible: Visibility) -> tuple[Tensor, Tensor]:
     """The first column of the text that each row sees and the one after the last: [most] each; padding: both 0."""
     start = (blocks.texts * length)[:, None]
     last = (start + blocks.starts[:, None]).expand(-1, rows)
     first = start.expand(-1, rows)
-    if sight.window is not None:
-        ends = blocks.starts[:, None] if sight.anchor_window else blocks.positions(rows) + 1
-        first = start + (ends - sight.window).clamp(min=0).expand(-1, rows)
+    if visible.window is not None:
+        ends = blocks.starts[:, None] if visible.anchor_window else blocks.positions(rows) + 1
+        first = start + (ends - visible.window).clamp(min=0).expand(-1, rows)
     used = len(blocks.texts) * rows
     return _flat(first, most - used), _flat(last, most - used)
 
 
-def _own_columns(rows: int, columns: int, most: int, sight: Sight, device: torch.device) -> tuple[Tensor, Tensor]:
+def _own_columns(
+    rows: int, columns: int, most: int, visible: Visibility, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """The same for rows of the block."""
     places = torch.arange(most, dtype=torch.int32, device=device)
     begin = places // rows * rows
-    end = begin + rows if sight.bidirectional else places + 1
-    if sight.window is not None and not sight.anchor_window:
-        begin, end = torch.maximum(begin, places - sight.window + 1), torch.minimum(end, places + sight.window)
+    end = begin + rows if visible.bidirectional else places + 1
+    if visible.window is not None and not visible.anchor_window:
+        begin, end = torch.maximum(begin, places - visible.window + 1), torch.minimum(end, places + visible.window)
     return begin + columns, end + columns
 
 
