@@ -83,16 +83,16 @@ class _DistillBlocks(torch.autograd.Function):
             for each in {id(own): own for own in (judge, plain)}.values():
                 each.take(logits, known)
             del logits
-            for depth in range(len(states)):
-                weight, place = weights[depth, blocks], _places(rows, depth, blocks, known)
-                unary, both, own, query = scorer.logits(depth, blocks)
+            for part in _parts(rows, blocks, judge.rows):
+                weight, place = weights[part].flatten(), _places(rows, part, known)
+                unary, both, own, query = scorer.logits(part)
                 losses, slope, hit = judge.losses(both, weight, place)
                 loss += (weight * losses).sum()
-                means[depth] += (losses * (weight > 0)).sum()
-                hits[depth] += (hit & (weight > 0)).sum()
+                means[part[0]] += (losses * (weight > 0)).view_as(weights[part]).sum(1)
+                hits[part[0]] += (hit & (weight > 0)).view_as(weights[part]).sum(1)
                 if query is not None:
                     assert scorer.keys is not None and by_query is not None and by_key is not None
-                    by_query[depth, blocks] = (slope @ scorer.keys).to(by_query.dtype)
+                    by_query[part] = (slope @ scorer.keys).to(by_query.dtype).view_as(by_query[part])
                     by_key += (slope.T @ query).float()
                     if settings.unary:
                         losses, more, _ = plain.losses(unary, settings.unary * weight, place)
@@ -100,7 +100,7 @@ class _DistillBlocks(torch.autograd.Function):
                         slope = slope + more
                 if rows.softcap is not None:
                     slope = slope * (1 - (unary / rows.softcap) ** 2)
-                by_state[depth, blocks] = (slope @ scorer.draft).to(by_state.dtype)
+                by_state[part] = (slope @ scorer.draft).to(by_state.dtype).view_as(by_state[part])
                 if by_vocabulary is not None:
                     by_vocabulary += (slope.T @ own).float()
         by_key = None if by_key is None or keys is None else by_key.to(keys.dtype)
@@ -114,8 +114,11 @@ class _DistillBlocks(torch.autograd.Function):
         return *found, *[None] * 5
 
 
+Part = tuple[slice, slice]  # depths and blocks: rows whose logits exist together, in the order of [depths, blocks]
+
+
 class _Scorer:
-    """Logits of some blocks at one depth."""
+    """Logits of some rows."""
 
     def __init__(self, rows: BlockRows, vocabularies: Vocabularies, dtype: torch.dtype):
         self._rows, bias = rows, vocabularies.draft_bias
@@ -123,14 +126,14 @@ class _Scorer:
         self.keys = None if rows.keys is None else rows.keys.detach().to(dtype)
         self._bias = None if bias is None else bias.to(dtype)
 
-    def logits(self, depth: int, blocks: slice) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def logits(self, part: Part) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """U and U + e [n, Vd], and what they are made of: states [n, H] and queries [n, R]."""
-        own = self._rows.states[depth, blocks].detach().to(self.draft.dtype)
+        own = self._rows.states[part].detach().flatten(0, 1).to(self.draft.dtype)
         unary, cap = F.linear(own, self.draft, self._bias), self._rows.softcap
         unary = unary if cap is None else torch.tanh(unary / cap) * cap
         if self._rows.queries is None or self.keys is None:
             return unary, unary, own, None
-        query = self._rows.queries[depth, blocks].detach().to(self.draft.dtype)
+        query = self._rows.queries[part].detach().flatten(0, 1).to(self.draft.dtype)
         return unary, torch.addmm(unary, query, self.keys.T), own, query
 
 
@@ -145,10 +148,19 @@ def _stretches(rows: BlockRows, count: int, most: int) -> Iterator[tuple[slice, 
             yield slice(cuts[i], cuts[i + 1]), slice(start, min(start + size + depth - 1, count))
 
 
-def _places(rows: BlockRows, depth: int, blocks: slice, known: slice) -> Tensor:
-    """Where the answer rows of these blocks are among those that are `known`; any place where there is none."""
-    places: Tensor = rows.first[blocks] + depth - known.start
-    return places.clamp(max=known.stop - known.start - 1)
+def _parts(rows: BlockRows, blocks: slice, most: int) -> Iterator[Part]:
+    """These blocks at all depths: about `most` rows at a time, at least those of one depth."""
+    depths, together = len(rows.valid), max(1, most // (blocks.stop - blocks.start))
+    for start in range(0, depths, together):
+        yield slice(start, min(start + together, depths)), blocks
+
+
+def _places(rows: BlockRows, part: Part, known: slice) -> Tensor:
+    """Where the answer rows of these rows are among those that are `known`; any place where there is none."""
+    depths, blocks = part
+    further = torch.arange(depths.start, depths.stop, device=rows.first.device)[:, None]
+    places: Tensor = rows.first[blocks] + further - known.start
+    return places.clamp(max=known.stop - known.start - 1).flatten()
 
 
 # ---- what to watch
@@ -159,10 +171,12 @@ def label_chances(rows: BlockRows, vocabularies: Vocabularies, tokens: Tensor) -
     """The probabilities [D, N] that U + e gives to the text's tokens [M, by answer row]; 0 where it drafts them not."""
     wanted, scorer = _wanted(rows, vocabularies, tokens), _Scorer(rows, vocabularies, rows.states.dtype)
     found = torch.zeros_like(wanted, dtype=torch.float32)
-    for blocks, _ in _stretches(rows, len(tokens), Judge(vocabularies, Labels(), Goal(), tokens.device).rows):
-        for depth in range(len(wanted)):
-            wide, place = scorer.logits(depth, blocks)[1].float(), wanted[depth, blocks].clamp(min=0)[:, None]
-            found[depth, blocks] = (wide.gather(1, place)[:, 0] - wide.logsumexp(-1)).exp()
+    most = Judge(vocabularies, Labels(), Goal(), tokens.device).rows
+    for blocks, _ in _stretches(rows, len(tokens), most):
+        for part in _parts(rows, blocks, most):
+            wide, place = scorer.logits(part)[1].float(), wanted[part].flatten().clamp(min=0)[:, None]
+            chances = (wide.gather(1, place)[:, 0] - wide.logsumexp(-1)).exp()
+            found[part] = chances.view_as(found[part])
     return found * (wanted >= 0)
 
 
@@ -181,13 +195,14 @@ def block_figures(
     judge = Judge(vocabularies, Labels(), Goal((("tv", 1.0),)), teacher.device)
     for blocks, known in _stretches(rows, len(teacher), judge.rows):
         judge.take(target_logits(teacher[known], vocabularies), known)
-        for depth in range(len(wanted)):
-            token = wanted[depth, blocks]
-            unary, both, *_ = scorer.logits(depth, blocks)
+        for part in _parts(rows, blocks, judge.rows):
+            token = wanted[part].flatten()
+            unary, both, *_ = scorer.logits(part)
             best = unary.topk(min(candidates, unary.shape[-1]), -1).indices
-            found["top1"][depth, blocks] = (both.argmax(-1) == token).float()
-            found["recall"][depth, blocks] = (best == token[:, None]).any(-1).float()
-            found["tv"][depth, blocks] = judge.losses(both, token.float(), _places(rows, depth, blocks, known))[0]
+            own = {"top1": both.argmax(-1) == token, "recall": (best == token[:, None]).any(-1)}
+            own["tv"] = judge.losses(both, token.float(), _places(rows, part, known))[0]
+            for name, values in own.items():
+                found[name][part] = values.float().view_as(wanted[part])
     greedy = rows.valid & (text.temperatures[rows.first] == 0)
     figures = {name: _totals(own, rows.valid) for name, own in found.items()}
     return {**figures, **{f"greedy_{name}": _totals(found[name], greedy) for name in ("top1", "recall")}}
