@@ -5,7 +5,6 @@ Heads and small models: `heads` and `lm` are the two jobs (`jobs`); `trainer` is
 `teacher` the target's states, `objectives` what is trained (`unroll`, `block_memory`), `new_heads` and `new_block`
 untrained heads (`target_layers`), `tree_tau` the tokens per pass of a head.
 Losses: `row_losses` compares distributions, `coupling` draws noise for that, `mixtures` parses names and weights,
-`losses` fuses them with the vocabulary, `block_losses` with that of block heads, `distill_logits` is for other logits,
-`step_weights` weighs draft steps.
+`losses` fuses them with the vocabulary, `block_losses` with that of block heads, `step_weights` weighs draft steps.
 Learned policies of papers: `classifiers` (disco, specdecpp, c2t) and `rl` (LTD).
 """
