@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from provenance import publish
-from windfall.train.new_block import new_block
 
 import windfall
 from windfall import registry
@@ -31,6 +30,7 @@ from windfall.engine.loading import as_drafter
 from windfall.heads.fitting import fit
 from windfall.model.target import Target
 from windfall.render import console
+from windfall.train.new_block import new_block
 
 REPLAYS = 41
 TEMPERATURES = (0.0, 1.0)

@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from windfall.train.trainer import Event
 
 
+FIGURES = {
+    "top1": "text's token first",
+    "recall": "among candidates",
+    "greedy_top1": "greedy texts: first",
+    "greedy_recall": "among candidates",
+    "tv": "distance",
+}  # of block heads, by row, and their labels in the progress line
+
+
 @dataclass
 class TrainingOptions:
     """The options that `train head` and `train lm` share."""
@@ -37,8 +46,15 @@ class HeadShape:
 
     vocabulary: int | None = option(None, "Draft only the N most frequent tokens. Default: all, or --init's.", min=1)
     intermediate: int | None = option(None, "Width of the feed-forward layer. Default: the target's.", min=1)
-    layers: int = option(1, "Number of decoder layers.", min=1)
+    layers: int | None = option(None, "Number of decoder layers. Default: 1, block heads 3 (2 to 5).", min=1)
     taps: str | None = option(None, "Layers whose hidden states the head reads, e.g. 2,15,27.", metavar="A,B,C")
+    block: int | None = option(None, "Tokens that a block head predicts in a pass. Default: 8.", metavar="N")
+    pair: str | None = option(
+        None, "Pair scores of a block head: projected, selector, markov or none. Default: projected.", metavar="KIND"
+    )
+    rank: int | None = option(None, "Rank of the pair scores. Default: 64.", metavar="N")
+    conv: int | None = option(None, "Rows that the convolutions of a block head mix. Default: 0, none.", metavar="N")
+    bidirectional: bool = option(False, "The rows of a block see later rows too.")
 
 
 @dataclass
@@ -59,7 +75,9 @@ def head(
     recipe: Recipe,
     model: TargetOptions,
     shape: HeadShape,
-    method: str = option("ttt", "eagle, hass, talf, ttt, medusa, hydra or griffin."),
+    method: str = option(
+        "ttt", "The objective: block, eagle, griffin, hass, hydra, medusa, talf or ttt.", "--method", "--objective"
+    ),
     loss: str | None = option(
         None,
         "The distance from the target: kl, tv, lk, match, coupled or a mixture, coupled:0.5,lk:0.5. Default: kl.",
@@ -126,7 +144,8 @@ def _held_out(event: Event) -> str:
     assert event.held_out is not None
     found, mark = event.held_out, " (best)" if event.best else ""
     speed = event.tokens / max(event.seconds, 1e-9)
-    parts = f"held-out loss {found['loss']:.3f}", f"right {_shares(found['hits'])}{mark}", _tau(event)
+    more = [f"{label} {_shares(found[name])}" for name, label in FIGURES.items() if name in found]
+    parts = f"held-out loss {found['loss']:.3f}", f"right {_shares(found['hits'])}{mark}", *more, _tau(event)
     return f"step {event.step}: {', '.join(filter(None, parts))}, {speed:,.0f} tokens/s"
 
 
@@ -162,6 +181,8 @@ class Log:
         if event.held_out:
             figures |= {"held-out/loss": event.held_out["loss"]}
             figures |= {f"held-out/hits/{i}": hit for i, hit in enumerate(event.held_out["hits"])}
+            more = {name: found for name, found in event.held_out.items() if name in FIGURES}
+            figures |= {f"held-out/{name}/{i}": value for name, found in more.items() for i, value in enumerate(found)}
             figures |= {f"held-out/tau/{kind}": value for kind, value in event.held_out.get("tau", {}).items()}
         for name, value in figures.items():
             self._board.add_scalar(name, value, event.step)

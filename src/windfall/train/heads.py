@@ -37,10 +37,10 @@ class HeadJob(Job):
     tau_texts: int = 32  # held-out texts on which a validation measures tokens per pass; 0: none
 
     def check(self) -> None:
-        given = [name for name, value in self.shape.items() if value is not None and (name, value) != ("layers", 1)]
-        given = [name for name in given if name != "vocabulary"]  # a given head may get another vocabulary
-        if self.init is not None and given:
+        given = [name for name, value in self.shape.items() if value not in (None, False) and name != "vocabulary"]
+        if self.init is not None and given:  # only its vocabulary may be changed
             raise InputError(f"the head that --init names has its own shape; leave out --{given[0]}")
+        self.objective().check_shape(self.shape)
         super().check()
 
     def objective(self) -> Objective:

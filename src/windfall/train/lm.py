@@ -22,10 +22,11 @@ from windfall.model.target import Target
 from windfall.train.jobs import Job, run_job
 from windfall.train.objectives.distillation import Distillation
 from windfall.train.recipe import Recipe
+from windfall.train.target_layers import EMBEDDING, check_intermediate, cut_tensors
 from windfall.train.teacher import Teacher
 from windfall.train.trainer import Event, Trainer
 
-EMBEDDING, VOCABULARY = "embed_tokens.weight", "lm_head.weight"  # names in these model families
+VOCABULARY = "lm_head.weight"  # name in these model families
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def new_student(target: Target, shape: Shape) -> Student:
         )
     layers = choose_layers(shape.layers, config.num_hidden_layers)
     empty = borrowed_embeddings.without_embeddings(_cut_config(config, layers, shape.intermediate)).base_model
-    tensors = _cut_tensors(model.base_model.state_dict(), layers, shape.intermediate)
+    tensors = cut_tensors(model.base_model.state_dict(), layers, shape.intermediate)
     body = borrowed_embeddings.fill(empty, tensors).to(target.device).requires_grad_(True)
     embedding, vocabulary = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     return Student(body, embedding, vocabulary, shape.own_embeddings, embedding is vocabulary).train()
@@ -120,8 +121,7 @@ def choose_layers(text: str | None, count: int) -> list[int]:
 
 
 def _cut_config(config: Any, layers: list[int], intermediate: int | None) -> Any:
-    if intermediate is not None and not 1 <= intermediate <= config.intermediate_size:
-        raise InputError(f"--intermediate must be between 1 and {config.intermediate_size}, not {intermediate}")
+    check_intermediate(intermediate, config)
     cut = copy.deepcopy(config)
     kinds = getattr(config, "layer_types", None)
     cut.num_hidden_layers = len(layers)
@@ -129,25 +129,6 @@ def _cut_config(config: Any, layers: list[int], intermediate: int | None) -> Any
         cut.layer_types = [kinds[layer] for layer in layers]
     cut.intermediate_size = intermediate or config.intermediate_size
     return cut
-
-
-def _cut_tensors(given: dict[str, Tensor], layers: list[int], intermediate: int | None) -> dict[str, Tensor]:
-    """The weights of these layers under their new numbers, and those outside layers except the embedding; in fp32."""
-    taken = {name: tensor for name, tensor in given.items() if not name.startswith("layers.") and name != EMBEDDING}
-    for place, layer in enumerate(layers):
-        prefix = f"layers.{layer}."
-        own = {name.removeprefix(prefix): tensor for name, tensor in given.items() if name.startswith(prefix)}
-        own = own if intermediate is None else _narrow(own, intermediate)
-        taken |= {f"layers.{place}.{name}": tensor for name, tensor in own.items()}
-    return {name: tensor.detach().float().clone() for name, tensor in taken.items()}
-
-
-def _narrow(layer: dict[str, Tensor], width: int) -> dict[str, Tensor]:
-    """The layer with only the feed-forward neurons whose weights have the largest product of norms."""
-    gate, up, down = (layer[f"mlp.{name}_proj.weight"].float() for name in ("gate", "up", "down"))
-    kept = (gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)).topk(width).indices.sort().values
-    rows = {name: tensor[kept] for name, tensor in layer.items() if name.startswith(("mlp.gate_proj.", "mlp.up_proj."))}
-    return layer | rows | {"mlp.down_proj.weight": layer["mlp.down_proj.weight"][:, kept]}
 
 
 def write_student(student: Student, folder: Path, target: Target) -> None:

@@ -25,6 +25,7 @@ class Report(NamedTuple):
     loss: Tensor  # scalar, differentiable
     steps: Tensor  # [S] mean loss of each step
     hits: Tensor  # [S] top-1 agreement with the target of each step
+    figures: dict[str, Tensor] | None = None  # more to watch in validations, [2, S]: sums over rows, numbers of rows
 
 
 class LogitTransform(NamedTuple):
@@ -157,7 +158,7 @@ class _Distill(torch.autograd.Function):
         bias = None if bias is None else bias.to(draft.dtype)
         for start in range(0, rows, judge.rows):
             part = slice(start, start + judge.rows)
-            judge.look_at(teacher[part], part)
+            judge.take(target_logits(teacher[part], vocabularies), part)
             for step in range(steps):
                 own, weight = states[step, part].to(draft.dtype), weights[step, part]
                 losses, slope, hit = judge.losses(F.linear(own, draft, bias), weight)
@@ -193,24 +194,29 @@ class Judge:
         sorts = any(name == "match" for name, _ in self._others)  # which a compiler cannot fuse
         self._mixed = _compiled(_mixed) if compiles and not sorts else _mixed
 
-    def look_at(self, teacher: Tensor, part: slice) -> None:
-        """Take the target's states [n, Ht] of these rows."""
-        logits = target_logits(teacher, self._vocabularies)
+    def take(self, logits: Tensor, part: slice) -> None:
+        """Take the target's logits [n, V] of these rows."""
         self._wanted, self._best = _label(logits, self._vocabularies.tokens, self._labels)
         if self._others:
             text = None if self._text is None else self._text.part(part)
             self._targets = row_targets(logits, self._vocabularies.tokens, self._others, text, self._generator)
 
-    def losses(self, logits: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each row: the loss, its weighted gradient by the head's logits, and whether the top token is right."""
+    def losses(self, logits: Tensor, weight: Tensor, places: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each row: the loss, its weighted gradient by the head's logits, and whether the top token is right.
+
+        The logits [m, Vd] are those of the target's rows `places` [m]; None: of all of them.
+        """
+        best = self._best if places is None else self._best[places]
+        found: tuple[Tensor, Tensor, Tensor] | None = None
+        if not self._others or self._labels.share or self._labels.top:
+            wanted = self._wanted if places is None else self._wanted[places]
+            found = self._cross_entropies(logits, wanted, best, weight)
         if not self._others:
-            found: tuple[Tensor, Tensor, Tensor] = self._cross_entropies(logits, self._wanted, self._best, weight)
+            assert found is not None
             return found
-        losses, slope, hit = self._mixed(logits, self._targets, self._best, weight, self._others)
-        if self._labels.share or self._labels.top:
-            more, other, _ = self._cross_entropies(logits, self._wanted, self._best, weight)
-            losses, slope = losses + more, slope + other
-        return losses, slope, hit
+        targets = self._targets if places is None else self._targets.at(places)
+        losses, slope, hit = self._mixed(logits, targets, best, weight, self._others)
+        return (losses, slope, hit) if found is None else (losses + found[0], slope + found[1], hit)
 
 
 def target_logits(teacher: Tensor, vocabularies: Vocabularies) -> Tensor:

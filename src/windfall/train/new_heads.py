@@ -24,10 +24,7 @@ def new_eagle3(target: Target, shape: dict[str, Any]) -> Eagle3:
     """Three taps, each normalised, and the target's final norm if it has one."""
     taps = shape.get("taps") or default_taps(target.decoder.config.num_hidden_layers)
     head = _make(Eagle3, "eagle3", {"fc_norm": True}, tuple(taps), target, shape)
-    norm = getattr(target.model.base_model, "norm", None)
-    if norm is not None and getattr(norm, "weight", None) is not None and norm.weight.shape == head.norm.weight.shape:
-        with torch.no_grad():
-            head.norm.weight.copy_(norm.weight)
+    copy_final_norm(head, target)
     return head
 
 
@@ -101,6 +98,14 @@ def new_parallel(make: Callable[..., Head], target: Target, shape: dict[str, Any
 def _refuse(shape: dict[str, Any], name: str, message: str) -> None:
     if shape.get(name) is not None:
         raise InputError(message)
+
+
+@torch.no_grad()
+def copy_final_norm(head: Any, target: Target) -> None:
+    """Let `head.norm` start as the target's final norm, if it has one of the same kind."""
+    norm = getattr(target.model.base_model, "norm", None)
+    if norm is not None and getattr(norm, "weight", None) is not None and norm.weight.shape == head.norm.weight.shape:
+        head.norm.weight.copy_(norm.weight)
 
 
 def default_taps(layers: int) -> tuple[int, ...]:

@@ -37,6 +37,11 @@ class RowTargets(NamedTuple):
     logp: Tensor  # [n, Vd], normalised over the target's whole vocabulary
     coupling: Coupling | None  # of the loss `coupled`
 
+    def at(self, rows: Tensor) -> RowTargets:
+        """Those of these rows [m], in this order."""
+        coupling = None if self.coupling is None else Coupling(*(x[rows] for x in self.coupling))
+        return RowTargets(self.logp[rows], coupling)
+
 
 RowLoss = Callable[[Tensor, RowTargets], tuple[Tensor, Tensor]]  # logq [n, Vd] → losses [n], gradients by the logits
 

@@ -31,9 +31,13 @@ def weigh_steps(
     if kind == "dpace" and training:
         by_chain = dpace(by_column(chances(), outputs), by_column(valid, outputs))
         return by_row(list(by_chain), outputs) * valid
-    rate = decay if kind in ("decay", "equal") else math.exp(-1 / EXP_STEPS)
+    return decaying(valid, decay if kind in ("decay", "equal") else math.exp(-1 / EXP_STEPS))
+
+
+def decaying(valid: Tensor, rate: float = math.exp(-1 / EXP_STEPS)) -> Tensor:
+    """Weights of valid steps [S, ...], each `rate` times that of the step before it."""
     factors: Tensor = rate ** torch.arange(len(valid), device=valid.device)
-    return valid * factors[:, None]
+    return valid * factors.view(-1, *[1] * (valid.dim() - 1))
 
 
 def dpace(chances: Tensor, valid: Tensor | None = None) -> Tensor:

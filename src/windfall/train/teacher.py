@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from windfall.heads.base import FeatureHead
+from windfall.heads.base import DraftHead
 from windfall.model.hidden_states import with_states
 from windfall.train.losses import LogitTransform, Vocabularies
 from windfall.train.shards import Batch
@@ -49,6 +49,6 @@ class Teacher:
         final = outputs.last_hidden_state
         return TeacherOutput(batch, final[..., :0] if features is None else features, final)
 
-    def vocabularies(self, head: FeatureHead) -> Vocabularies:
+    def vocabularies(self, head: DraftHead) -> Vocabularies:
         own = head.vocabulary, self.output.weight, head.draft_tokens
         return Vocabularies(*own, getattr(self.output, "bias", None), head.vocabulary_bias, self.logit_transform)

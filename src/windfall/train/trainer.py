@@ -31,6 +31,8 @@ PER_TOKEN = (
     "lm_head.weight",
     "own_embedding",
     "own_vocabulary",
+    "pair.before",
+    "pair.after",
 )  # matrices with a row per token
 
 
@@ -137,8 +139,9 @@ class Trainer:
         with cudnn_attention_disabled(self.device):
             for batch in itertools.islice(batches, recipe.validation_batches):
                 means.add(self._report(self._moved(batch), 1.0))
+        figures = means.figures()
         loss, steps, hits = means.take()
-        found: dict[str, Any] = {"loss": loss, "steps": steps, "hits": hits}
+        found: dict[str, Any] = {"loss": loss, "steps": steps, "hits": hits, **figures}
         if self.measure_tau is not None and self.workers.rank == 0:
             with cudnn_attention_disabled(self.device):
                 found["tau"] = self.measure_tau(self.head)
@@ -233,7 +236,13 @@ class Means:
         self._reports: list[Report] = []
 
     def add(self, report: Report) -> None:
-        self._reports.append(Report(report.loss.detach(), report.steps, report.hits))
+        self._reports.append(report._replace(loss=report.loss.detach()))
+
+    def figures(self) -> dict[str, list[float]]:
+        """Further figures of the reports: means over rows, by step; without those that no row has."""
+        found = [report.figures for report in self._reports if report.figures is not None]
+        totals = {name: torch.stack([own[name] for own in found]).sum(0) for name in (found[0] if found else ())}
+        return {name: (sums / counts.clamp(min=1)).tolist() for name, (sums, counts) in totals.items() if counts.any()}
 
     def take(self) -> tuple[float, list[float], list[float]]:
         reports, self._reports = self._reports, []

@@ -22,7 +22,7 @@ from windfall.core.verify import walk
 from windfall.costs.acceptance import Calibrator
 from windfall.costs.curves import ASSUMED
 from windfall.drafters.base import Drafter
-from windfall.heads.base import FeatureHead
+from windfall.heads.base import DraftHead
 from windfall.model.target import Target
 from windfall.policies.base import TreePolicy
 from windfall.policies.beam import Beam
@@ -82,10 +82,11 @@ class TreeTau:
         self.target, self.drafter, self.excerpts = target, drafter, excerpts
         self.policy: TreePolicy = Beam(**BEAM)
 
-    def measure(self, head: FeatureHead) -> dict[str, float]:
+    def measure(self, head: DraftHead) -> dict[str, float]:
         """Mean tokens per pass, by kind of text. The head stays as it is; a copy in the target's precision drafts."""
-        twin = copy.deepcopy(head, {id(head._shared): {}})  # without the target's matrices, which it borrows again
-        exact = {"vocabulary_precision": "full"} if self.drafter == "head" else {}
+        shared = {id(own): own for own in head._shared.values()}  # the target's matrices, which are not copied
+        twin = copy.deepcopy(head, {**shared, id(head._shared): {}})
+        exact = {"vocabulary_precision": "full"} if self.drafter in ("head", "block") else {}
         drafter: Drafter = registry.drafter(self.drafter, model=twin, **exact)
         drafter.attach(self.target)
         found = {}

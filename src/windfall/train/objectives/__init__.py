@@ -17,6 +17,7 @@ OBJECTIVES = {
     "hass": "windfall.train.objectives.hass:Harmonized",
     "talf": "windfall.train.objectives.talf:TreeAware",
     "griffin": "windfall.train.objectives.griffin:TokenAligned",
+    "block": "windfall.train.objectives.block:BlockLoss",
     "medusa": "windfall.train.objectives.medusa:MedusaLoss",
     "hydra": "windfall.train.objectives.hydra:HydraLoss",
 }

@@ -8,12 +8,14 @@ from typing import Any, ClassVar
 from torch import nn
 
 from windfall.core import options
+from windfall.core.errors import InputError
 from windfall.core.options import option
 from windfall.train.coupling import TextRows
 from windfall.train.losses import Goal, Report
 from windfall.train.mixtures import parse_mixture
 from windfall.train.teacher import Teacher, TeacherOutput
 
+BLOCK_SHAPE = ("block", "pair", "rank", "conv", "bidirectional")  # what only block heads have
 VALIDATION_SEED = 0  # of noise in losses; the same in every validation
 
 
@@ -25,6 +27,12 @@ class Objective:
 
     def __post_init__(self) -> None:
         options.check(self)
+
+    def check_shape(self, shape: dict[str, Any]) -> None:
+        """Refuse choices that do not suit its new heads, before a model is loaded."""
+        for name in BLOCK_SHAPE:
+            if shape.get(name):
+                raise InputError(f"--{name} is for block heads; leave it out, or use --method block")
 
     def new_head(self, target: Any, shape: dict[str, Any]) -> nn.Module:
         """An untrained head for this target; `shape` holds the user's choices."""

@@ -50,7 +50,7 @@ class HeadsLoss(Distilling):
         weights = weigh_steps(self.step_weights, valid, outputs, chances, self.decay, head.training)
         weights = weights / max(1, len(places))
         reports = [self._report(head, i, own, outputs, teacher, weights[i]) for i, own in enumerate(states)]
-        losses, steps, hits = zip(*reports, strict=True)
+        losses, steps, hits, _ = zip(*reports, strict=True)
         return Report(torch.stack(losses).sum(), torch.cat(steps), torch.cat(hits))
 
     def _report(

@@ -58,7 +58,7 @@ class TreeAware(Distilling):
         for states, labels in labelled(guesses, outputs, trees):
             weights = torch.full((1, len(states)), weight, device=states.device)
             reports.append(distill(head.normed(states)[None], labels, vocabularies, weights, goal=self.goal(head)))
-        losses, steps, hits = zip(*reports, strict=True)
+        losses, steps, hits, _ = zip(*reports, strict=True)
         return Report(torch.stack(losses).sum(), torch.cat(steps), torch.cat(hits))
 
 
