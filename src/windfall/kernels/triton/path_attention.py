@@ -43,6 +43,9 @@ MAX_TILE = 8192  # sums that a program holds
 # Of a pass over several requests: programs for tiles, most of which find no keys and end at once, because only some
 # texts are long; and for rows alone, four for each multiprocessor.
 BATCH_TILE_PROGRAMS, BATCH_ROW_PROGRAMS = 2112, 528
+LOOPED_TILES = True  # a tile's program takes adjacent parts in one loop, with loads of later ones under way
+LOOPED_TILE_PROGRAMS = 528
+LOOP_STAGES = 5  # the first of them fetch page numbers; two blocks of keys and values are under way
 
 
 class Tile(NamedTuple):
@@ -258,6 +261,79 @@ def _attend_part(
                 tl.store(counters + place, 0, mask=done)  # for the next launch
 
 
+@triton.jit
+def _attend_tile(
+    queries, keys, values, table, out, tops, totals, partials, counters, sinks, scale, inner,
+    node, query, own, reach, oldest, first_part, last_part, start_part, stop_part, begin_part, end_part, nodes,
+    query_row, query_head, key_row, value_row, out_row, out_head,
+    PAGE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Parts begin_part to end_part - 1 of a tile, whose rows are of one request and find their keys in its pages.
+
+    One loop over all blocks, so that the loads of later parts are under way while one is computed. The state of the
+    softmax starts anew with each part, and is stored at its end.
+    """
+    dims = tl.arange(0, BLOCK_D)
+    within = dims < D
+    asked = queries + node[:, None].to(tl.int64) * query_row + query[:, None] * query_head + dims[None, :]
+    q = tl.load(asked, mask=own[:, None] & within[None, :], other=0.0)
+    target = out + node[:, None].to(tl.int64) * out_row + query[:, None] * out_head + dims[None, :]
+    whole = own & (first_part == last_part)
+    split = own & (first_part < last_part)
+    heads = tl.num_programs(0) * GROUP
+    place = node * heads + query
+    step = nodes * heads
+    begin = tl.maximum(_part_start(begin_part), tl.min(tl.where(own, oldest, 1 << 30)) // BLOCK_N * BLOCK_N)
+    end = tl.minimum(_part_start(end_part), tl.max(tl.where(own, reach, 0)))
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M, ONES], tl.float32)
+    sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for at in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        here = tl.maximum(at, 0)
+        part = _part_of(here)
+        fresh = here == _part_start(part)
+        top = tl.where(fresh, float("-inf"), top)
+        total = tl.where(fresh, 0.0, total)
+        sums = tl.where(fresh, 0.0, sums)
+        position = at + tl.arange(0, BLOCK_N)
+        used = position < end
+        slot = _committed_slots(at, end, table, True, PAGE, BLOCK_N)
+        k_at = keys + slot[None, :] * key_row + dims[:, None]
+        v_at = values + slot[:, None] * value_row + dims[None, :]
+        k = tl.load(k_at, mask=within[:, None] & used[None, :], other=0.0)
+        v = tl.load(v_at, mask=used[:, None] & within[None, :], other=0.0)
+        mine = own & (start_part <= part) & (part <= stop_part)
+        seen = (position[None, :] < reach[:, None]) & (position[None, :] >= oldest[:, None]) & mine[:, None]
+        top, total, sums = _softmax_step(q, k, v, seen, scale, inner, top, total, sums, CAPPED, PRECISION, BLOCK_N)
+        stop = tl.minimum(end, _part_start(part + 1))
+        ended = mine & (tl.zeros([BLOCK_M], tl.int32) + here + BLOCK_N >= stop)
+        weight = tl.max(total, 1)  # the columns are equal
+        weight_and_sink, mixed = _add_sink(sinks, query, own, top, weight, sums, SINKS)
+        _store_result(target, mixed, weight_and_sink, (whole & ended)[:, None] & within[None, :])
+        shown = split & ended
+        _store_partial(
+            tops, totals, partials, part * step + place, dims, top, weight, sums, shown,
+            shown[:, None] & within[None, :], D,
+        )  # fmt: skip
+    empty = whole & (reach + begin_part == 0)  # a row without keys stores zeros
+    _store_result(target, sums, tl.max(total, 1), empty[:, None] & within[None, :])
+    made = tl.minimum(stop_part, end_part - 1) - tl.maximum(start_part, begin_part) + 1  # parts of each row
+    counted = split & (made > 0)
+    tl.debug_barrier()  # all threads have stored their parts before the atomic releases them
+    before = tl.atomic_add(counters + place, made, mask=counted, sem="release", scope="gpu")
+    tl.debug_barrier()
+    done = counted & (before + made == last_part - first_part + 1)
+    if tl.max(done.to(tl.int32)) > 0:
+        top, weight, sums = _merge_parts(
+            tops, totals, partials, place, step, first_part, last_part, done, D, PARTS, BLOCK_M, BLOCK_D, UNROLL
+        )
+        weight, sums = _add_sink(sinks, query, own, top, weight, sums, SINKS)
+        _store_result(target, sums, weight, done[:, None] & within[None, :])
+        tl.store(counters + place, 0, mask=done)  # for the next launch
+
+
 @triton.jit(do_not_specialize=["nodes", "lineage_row", "window", "first", "tiles", "stride", "singles", "table_row"])
 def _attend_paths(
     queries, keys, values, owners, lengths, tables, tile_rows, reach_at, lineage, out, tops, totals, partials, counters,
@@ -265,13 +341,14 @@ def _attend_paths(
     table_row, query_row, query_head, key_head, key_row, value_head, value_row, lineage_row, out_row, out_head,
     SINGLE_ROWS: tl.constexpr, PAGED: tl.constexpr, TILED: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    UNROLL: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+    UNROLL: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, LOOPED: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (key head, tile of rows), for the GROUP queries of the head.
 
     The first `singles` programs compute the parts in which paths differ, each for SINGLE_ROWS rows, one after the
     other (0: the rows are a chain). In the other parts all rows of a request find their keys in the same slots: a
-    program computes every `stride`-th of them for a tile.
+    program computes every `stride`-th of them for a tile, or LOOPED, one of `stride` shares of adjacent ones.
     """
     CHAIN: tl.constexpr = SINGLE_ROWS == 0
     head = tl.program_id(0)
@@ -312,6 +389,11 @@ def _attend_paths(
     end = tl.max(tl.where(own, stop_part, -1)) + 1
     part = tl.where(single, tl.min(tl.where(own, start_part, 1 << 30)), shared // tiles)
     step = tl.where(single, 1, stride)
+    if LOOPED:  # parts side by side
+        begin = tl.minimum(tl.min(tl.where(own, start_part, 1 << 30)), end)
+        share = (end - begin + stride - 1) // stride
+        part = tl.where(single, part, begin + shared // tiles * share)
+        end = tl.where(single, end, tl.minimum(part + share, end))
     keys += head.to(tl.int64) * key_head
     values += head.to(tl.int64) * value_head
     if part < end:  # the others make room at once, without a wait
@@ -328,14 +410,28 @@ def _attend_paths(
                 prefetch(keys + column * key_row)
                 prefetch(values + column * value_row)
         pdl_wait(PDL)
-        for now in tl.range(part, end, step, num_stages=1):
-            _attend_part(
-                queries, keys, values, owners, lengths, tables, lineage, out, tops, totals, partials, counters, sinks,
-                scale, inner, length, straight, node, query, own & (start_part <= now) & (now <= stop_part), reach,
-                oldest, first_part, last_part, first_row, turns, nodes, now,
-                table_row, query_row, query_head, key_row, value_row, lineage_row, out_row, out_head,
-                CHAIN, PAGED, PAGE, GROUP, D, PARTS, BLOCK_M, BLOCK_N, BLOCK_D, UNROLL, PRECISION, CAPPED, SINKS,
-            )  # fmt: skip
+        if LOOPED:  # noqa: SIM102 - one condition is known to the compiler
+            if not single:
+                _, table = _request_of(first_row, owners, lengths, tables, table_row)
+                _attend_tile(
+                    queries, keys, values, table, out, tops, totals, partials, counters, sinks, scale, inner,
+                    node, query, own, reach, oldest, first_part, last_part, start_part, stop_part, part, end, nodes,
+                    query_row, query_head, key_row, value_row, out_row, out_head, PAGE, GROUP, D, PARTS, BLOCK_M,
+                    BLOCK_N, BLOCK_D, UNROLL, STAGES, PRECISION, CAPPED, SINKS,
+                )  # fmt: skip
+        if not (LOOPED and CHAIN):
+            until = end
+            if LOOPED:
+                until = tl.where(single, end, part)
+            for now in tl.range(part, until, step, num_stages=1):
+                _attend_part(
+                    queries, keys, values, owners, lengths, tables, lineage, out, tops, totals, partials, counters,
+                    sinks, scale, inner, length, straight, node, query,
+                    own & (start_part <= now) & (now <= stop_part), reach, oldest, first_part, last_part, first_row,
+                    turns, nodes, now,
+                    table_row, query_row, query_head, key_row, value_row, lineage_row, out_row, out_head,
+                    CHAIN, PAGED, PAGE, GROUP, D, PARTS, BLOCK_M, BLOCK_N, BLOCK_D, UNROLL, PRECISION, CAPPED, SINKS,
+                )  # fmt: skip
 
 
 def choose_tile(rows: int, group: int, width: int, dtype: torch.dtype, chain: bool, lone: bool) -> Tile:
@@ -396,7 +492,9 @@ def attend(
     if pages is not None and pages.tiles is not None:
         assert tile.height // group == tile_rows(group)
         tiles = len(pages.tiles) - 1
-    stride = max(1, min(parts, (BATCH_TILE_PROGRAMS if several else limit) // (tiles * shared)))
+    if several:
+        limit = LOOPED_TILE_PROGRAMS if LOOPED_TILES else BATCH_TILE_PROGRAMS
+    stride = max(1, min(parts, limit // (tiles * shared)))
     single_rows = 0
     if lineage is not None:
         single_rows = power_of_two(-(-count * shared // (BATCH_ROW_PROGRAMS if several else limit)))
@@ -451,6 +549,8 @@ def attend(
         PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
         CAPPED=cap is not None,
         SINKS=sinks is not None,
+        LOOPED=several and LOOPED_TILES,
+        STAGES=LOOP_STAGES,
         num_warps=tile.warps,
         num_stages=2,
         enable_fp_fusion=False,
