@@ -5,7 +5,8 @@
 #
 # Stages: draft-phase draft-phase-8b products first-token shapes price price-8b texts texts-fp16 batch-texts throughput throughput-8b soak
 # MODEL (environment) is the target; without it, the embedded model. A stage that fails or takes longer than LIMIT
-# seconds (600) does not stop the others; the exit code is the number of such stages.
+# seconds (600) does not stop the others; the exit code is the number of such stages. `python benchmarks/tables.py
+# --take OUT` puts the results into the documentation.
 set -u
 cd "$(dirname "$0")/.."
 OUT=$1

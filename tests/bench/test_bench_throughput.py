@@ -188,6 +188,29 @@ def test_the_command_fills_table_file_and_plot(folder: Path, tmp_path: Path) -> 
     assert [row["concurrency"] for row in printed["rows"]] == [1, 1, 2, 2]
 
 
+def test_results_are_shown_and_drawn_again(folder: Path, tmp_path: Path) -> None:
+    out, plot = tmp_path / "throughput.json", tmp_path / "again.png"
+    at = ("bench", "throughput", "--out", out)
+    first = windfall(*at, "--target", folder, *SHORT.split(), "--no-hf", "--concurrency", "1", "--arrivals", "batch")
+    written = out.read_text()
+    again = windfall(*at, "--draw", "--plot", plot)
+    assert again.exit_code == 0 and again.stdout == first.stdout and out.read_text() == written
+    assert json.loads(written)["provenance"]["date"].encode() in plot.read_bytes()
+    assert json.loads(windfall(*at, "--draw", "--json").stdout) == json.loads(written)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "is not JSON"), ("[]", "has no results of windfall bench throughput"), (None, "cannot read")],
+)
+def test_only_results_can_be_drawn_again(tmp_path: Path, text: str | None, message: str) -> None:
+    file = tmp_path / "throughput.json"
+    if text is not None:
+        file.write_text(text)
+    assert message in refused("bench", "throughput", "--draw", "--out", file)
+    assert "name their file with --out" in refused("bench", "throughput", "--draw")
+
+
 def test_another_text_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = contest.Contest._write_references
 

@@ -16,6 +16,8 @@ from windfall.cli import measuring
 from windfall.cli.declare import ignore_eos_option, json_option, numbers, option, plot_option, tasks_option, words
 from windfall.cli.options import ModelOptions
 from windfall.cli.session import DIFFERENT, ON_INTERRUPT, check_out_file, command_line, freeze_objects, write_json
+from windfall.core.errors import InputError
+from windfall.core.files import parse_json, read_text
 from windfall.render import console
 from windfall.render.tables import Figures, Wrapped, figure
 
@@ -68,6 +70,7 @@ def throughput(
     model: ModelOptions,
     out: Path | None = option(None, "Write the JSON to this file after every run."),
     plot: Path | None = plot_option("tokens per second by the number of requests"),
+    draw: bool = option(False, "Measure nothing; show the results in --out again, and draw them to --plot."),
     json: bool = json_option(),
 ) -> None:
     """Time many requests at once, by method and number of requests, against plain decoding and transformers."""
@@ -77,6 +80,14 @@ def throughput(
     from windfall.bench.throughput.throughput import METHODS, Result, measure
     from windfall.render import plots
 
+    def draw_plot(report: dict[str, Any]) -> None:
+        if plot is not None and report["rows"]:
+            throughput_plot.plot(report, plot)
+
+    if draw:
+        plots.check(plot)
+        measuring.present(read_results(out), draw_plot, show, json)
+        return
     settings, methods = options.settings(model), parse_methods(options.methods or list(METHODS))
     drafter = model.drafter_spec
     drafter.check()
@@ -99,15 +110,24 @@ def throughput(
         with console.progress("Throughput", counts=True) as progress:
             measure(result, target, methods, drafter, prompts, settings, save, progress, model.trust_remote_code)
 
-    def draw(report: dict[str, Any]) -> None:
-        if plot is not None and result.rows:
-            throughput_plot.plot(report, plot)
-
-    interrupted = measuring.run(result, work, save, draw, show, json)
+    interrupted = measuring.run(result, work, save, draw_plot, show, json)
     if interrupted:
         raise typer.Exit(ON_INTERRUPT)
     if result.different:
         raise typer.Exit(DIFFERENT)
+
+
+def read_results(file: Path | None) -> dict[str, Any]:
+    """What an earlier run has written."""
+    if file is None:
+        raise InputError("--draw shows earlier results; name their file with --out")
+    try:
+        found = parse_json(read_text(file))
+    except ValueError as error:
+        raise InputError(f"'{file}' is not JSON: {error}") from error
+    if not isinstance(found, dict) or not {"target", "provenance", "rows", "skipped"} <= found.keys():
+        raise InputError(f"'{file}' has no results of windfall bench throughput")
+    return found
 
 
 # ---- what is printed

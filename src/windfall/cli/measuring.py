@@ -56,10 +56,14 @@ def run(
         interrupted = True
         console.note("stopped; finished measurements are kept")
     save(result)
-    report = result.as_dict()
+    present(result.as_dict(), draw, show, json)
+    return interrupted
+
+
+def present(report: Report, draw: Callable[[Report], None], show: Callable[[Report], None], json: bool) -> None:
+    """Draw and show a result."""
     draw(report)
     if json:
         console.print_json(report, indent=2)
     else:
         show(report)
-    return interrupted

@@ -19,7 +19,8 @@ def plot(measured: dict[str, Any], file: Path) -> None:
         for place, method in enumerate(methods):
             points = [(row["concurrency"], row["tokens_per_second"]) for row in own if row["method"] == method]
             known = [point for point in points if point[1] is not None]
-            colour, line = (FADED, "--") if method.startswith("HF") else (COLOURS[place % len(COLOURS)], "-")
+            again, colour_number = divmod(place, len(COLOURS))
+            colour, line = (FADED, "--") if method.startswith("HF") else (COLOURS[colour_number], ":" if again else "-")
             if known:
                 marker = "s" if method == "HF generate" else "o"
                 axes.plot(*zip(*known, strict=True), marker + line, color=colour, label=method)
@@ -33,4 +34,5 @@ def plot(measured: dict[str, Any], file: Path) -> None:
     machine = measured["provenance"]["machine"]
     where = f"{machine['gpu'] or machine['cpu']}, {measured['provenance']['target']['dtype']}"
     figure.suptitle(f"{measured['target']} on {where}", fontsize=10)
-    figure.savefig(file, dpi=150, format=file.suffix[1:] if file.suffix else "png")
+    about = {"Title": f"windfall bench throughput, {measured['provenance']['date']}"}  # says which results it shows
+    figure.savefig(file, dpi=150, format=file.suffix[1:] if file.suffix else "png", metadata=about)

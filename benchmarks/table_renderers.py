@@ -1,0 +1,427 @@
+"""Markdown tables from the results of benchmarks. `tables.py` puts them into the documentation.
+
+A renderer takes results by name, of which some may be missing, and returns lines of Markdown and what is to be said
+about the measurement. It needs the standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+Result = Any  # the content of a JSON file
+Results = dict[str, Result]
+Body = tuple[list[str], str]  # lines of Markdown, and a sentence about the measurement, or nothing
+
+PLAIN, AUTO = "none", "auto"
+WIDENED = "8B cost: "  # before rows of models that are zero-padded to the size of an 8B model
+PRODUCT_ROWS = ("1", "4", "16", "32", "64", "128", "320")  # shown if more than MAX_COLUMNS were measured
+MAX_COLUMNS = 8
+SHAPES = {
+    "smollm2-135m": "SmolLM2-135M",
+    "qwen2.5-1.5b": "Qwen2.5-1.5B",
+    "llama-3.1-8b": "Llama-3.1-8B",
+    "gemma-3-4b": "Gemma-3-4B",
+}
+BEFORE, NOW = "chunks of 128 rows", "now"  # how prompts are processed
+LOOPS = {"HF generate": "transformers `generate`", "HF continuous": "transformers continuous batching"}
+ARRIVALS = {"batch": "requests are submitted together", "stream": "a request is submitted whenever one ends"}
+CANCELLED, DEADLINE = "cancelled", "deadline"  # finish reasons
+PRICES = {"": "exact-price", WIDENED: "exact-price-8b"}  # results by the mark of their rows
+DRAFT_PHASES = {"": "draft-phase", WIDENED: "draft-phase-8b"}
+TEXTS = (  # results and modes of benchmarks/exact.py, in the order of the table
+    ("exact-texts", "exact"),
+    ("exact-texts-fp16", "exact"),
+    ("exact-price", "exact"),
+    ("exact-price-8b", "exact"),
+    ("exact-price", "fast"),
+    ("exact-price-8b", "fast"),
+)
+BATCH_TEMPERATURES = 2  # benchmarks/batch_texts.py generates each prompt greedily and at temperature 1
+
+
+# ---- Markdown
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> list[str]:
+    """A table whose first `left` columns are text, and all others numbers."""
+    rule = "|" + "|".join("---" if place < left else "---:" for place in range(len(head))) + "|"
+    return [line(head), rule, *map(line, rows)]
+
+
+def line(cells: Sequence[str]) -> str:
+    escaped = (cell.replace("|", "\\|") for cell in cells)
+    return "".join(f"| {cell} " if cell else "| " for cell in escaped) + "|"
+
+
+def code(name: str) -> str:
+    return f"`{name}`"
+
+
+def number(value: float | None, form: str = ".2f", factor: float = 1) -> str:
+    """A number, or nothing if it is not known."""
+    return "" if value is None else f"{factor * value:,{form}}"
+
+
+def rate(value: float | None) -> str:
+    """Tokens per second."""
+    return number(value, ".1f" if value is not None and value < 99.95 else ".0f")
+
+
+def listed(words: Sequence[str]) -> str:
+    """a, b and c."""
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def regime(temperature: float) -> str:
+    return f"temperature {temperature:g}" if temperature else "greedy"
+
+
+def in_order(policies: Iterable[str]) -> list[str]:
+    """Each once: plain decoding first, `auto` last."""
+    return sorted(dict.fromkeys(policies), key=lambda name: (name == AUTO) - (name == PLAIN))
+
+
+# ---- exact passes
+
+
+def exact_price(found: Results) -> Body:
+    """Tokens per second of exact and of fast passes (benchmarks/exact.py)."""
+    sizes = {mark: found[name]["rows"] for mark, name in PRICES.items() if name in found}
+    temperatures = sorted({row["temperature"] for rows in sizes.values() for row in rows})
+    head = [""]
+    for temperature in temperatures:
+        head += [f"{regime(temperature)}: exact", "`--fast`", "ratio"]
+    lines = []
+    for mark, rows in sizes.items():
+        known = {(row["policy"], row["temperature"], row["mode"]): row for row in rows}
+        for policy in in_order(row["policy"] for row in rows):
+            cells = [f"{mark}{code(policy)}"]
+            for temperature in temperatures:
+                exact, fast = (known.get((policy, temperature, mode), {}) for mode in ("exact", "fast"))
+                cells += [rate(each.get("tokens_per_second")) for each in (exact, fast)]
+                cells.append(number(exact.get("of_fast")))
+            lines.append(cells)
+    tokens = listed(list(dict.fromkeys(f"{found[name]['tokens']:,}" for name in PRICES.values() if name in found)))
+    losses = [_losses(mark, rows) for mark, rows in sizes.items()]
+    return table(head, lines), " ".join(filter(None, [*losses, f"Texts have up to {tokens} new tokens."]))
+
+
+def _losses(mark: str, rows: list[dict[str, Any]]) -> str:
+    """A sentence: how much speed exact passes cost each policy."""
+    parts = []
+    for policy in in_order(row["policy"] for row in rows):
+        own = [row for row in rows if (row["policy"], row["mode"]) == (policy, "exact")]
+        lost = sorted(max(round(100 * (1 - row["of_fast"])), 0) for row in own if "of_fast" in row)
+        if lost:
+            share = f"{lost[0]}%" if lost[0] == lost[-1] else f"{lost[0]} to {lost[-1]}%"
+            name = "plain decoding" if policy == PLAIN else code(policy)
+            parts.append(f"{name} {share}" if parts else f"{name} loses {share}")
+    if not parts:
+        return ""
+    return f"At 8B cost, {listed(parts)}." if mark else f"Compared with `--fast`, {listed(parts)}."
+
+
+def exact_texts(found: Results) -> Body:
+    """Texts that differ from plain decoding's (benchmarks/exact.py, benchmarks/batch_texts.py)."""
+    lines = []
+    for name, mode in TEXTS:
+        cells = _compared(found[name], mode) if name in found else None
+        repeats = (name, mode) == ("exact-price", "exact") and "exact-texts" in found  # some prompts of the first row
+        if cells is not None and (not repeats or cells[-1] != "0"):
+            lines.append(cells)
+    batches = found.get("batch-texts", {"rows": []})
+    for way in dict.fromkeys(row["way"] for row in batches["rows"]):
+        own = [row for row in batches["rows"] if row["way"] == way]
+        lines.append(_texts_row(way, batches["dtype"], own[0]["texts"] // BATCH_TEMPERATURES, own))
+    head = ("", "dtype", "policies", "prompts", "texts", "different")
+    about = "Texts of batches are compared with texts that were generated alone." if "batch-texts" in found else ""
+    return table(head, lines, left=3), about
+
+
+def _compared(result: Result, mode: str) -> list[str] | None:
+    """The row of a mode of benchmarks/exact.py; None if it was not run."""
+    own = [row for row in result["rows"] if row["mode"] == mode and row["policy"] != PLAIN]
+    if not own:
+        return None
+    name = "`--fast`" if mode == "fast" else "exact passes"
+    return _texts_row(f"{name}, 8B cost" if result.get("widened_to") else name, result["dtype"], own[0]["texts"], own)
+
+
+def _texts_row(name: str, dtype: str, prompts: int, rows: list[dict[str, Any]]) -> list[str]:
+    policies = ", ".join(code(policy) for policy in dict.fromkeys(row["policy"] for row in rows))
+    counts = (sum(row[key] for row in rows) for key in ("texts", "different"))
+    return [name, dtype.removeprefix("torch."), policies, f"{prompts:,}", *(f"{count:,}" for count in counts)]
+
+
+# ---- kernels and passes
+
+
+def products(found: Results) -> Body:
+    """Times of matrix products relative to cuBLAS (benchmarks/products.py)."""
+    rows = found["products"]["products"]
+    sizes = list(rows[0]["ratio"])
+    if len(sizes) > MAX_COLUMNS:
+        sizes = [size for size in sizes if size in PRODUCT_ROWS]
+    lines = [
+        [
+            *(row["model"], row["product"], f"{row['outputs']:,} x {row['inputs']:,}"),
+            *(number(row["ratio"].get(size)) for size in sizes),
+        ]
+        for row in rows
+    ]
+    return table(("model", "product", "outputs x inputs", *sizes), lines, left=3), ""
+
+
+def shapes(found: Results) -> Body:
+    """Exact passes of models with random weights (benchmarks/shapes.py)."""
+    result = found["shapes"]
+    sizes = [size for size in result["shapes"][0]["exact"]["verify_us"] if size != "1"]
+    head = ["shape", "weights of a step, GB", "floor, ms", "step, ms", "over floor"]
+    head += [size if place else f"pass over {size} rows, ms" for place, size in enumerate(sizes)]
+    lines = []
+    for row in result["shapes"]:
+        own = row["exact"]
+        cells = [
+            SHAPES.get(row["name"], row["name"]),
+            number(row["bytes"], ".1f", 1e-9),
+            number(row["floor_us"], factor=1e-3),
+        ]
+        cells += [number(own["step_us"], factor=1e-3), number(own["of_floor"])]
+        lines.append([*cells, *(number(own["verify_us"].get(size), factor=1e-3) for size in sizes)])
+    about = f"Passes come after {result['length']:,} tokens. A large copy reaches {result['bandwidth_tb_s']:.2f} TB/s."
+    return table(head, lines), about
+
+
+def first_token(found: Results) -> Body:
+    """Milliseconds to the first token by the length of the prompt (benchmarks/first_token.py)."""
+    now, before = found["first-token"], found.get("first-token-before")
+    lengths = list(next(iter(now["milliseconds"].values())))
+    lines = []
+    for policy, times in now["milliseconds"].items():
+        for label, own in ((BEFORE, (before or {}).get("milliseconds", {}).get(policy)), (NOW, times)):
+            if own is not None:
+                name = f"{code(policy)}, {label}" if before else code(policy)
+                lines.append([name, *(number(own.get(length), ".1f") for length in lengths)])
+    rounds = listed(list(dict.fromkeys(str(each["rounds"]) for each in (before, now) if each)))
+    about = f"Medians of {rounds} different prompts of each length."
+    return table(("prompt tokens", *(f"{int(length):,}" for length in lengths)), lines), about
+
+
+def draft_phase(found: Results) -> Body:
+    """Milliseconds of the draft passes of a cycle (benchmarks/draft_phase.py)."""
+    sizes = {mark: found[name] for mark, name in DRAFT_PHASES.items() if name in found}
+    temperatures = sorted({row["temperature"] for result in sizes.values() for row in result["rows"]})
+    result = next(iter(sizes.values()))
+    head = ["drafter"]
+    for temperature in temperatures:
+        head += [f"{regime(temperature)}: first pass", f"all {result['passes']}", "verify pass"]
+    lines = []
+    for mark, own in sizes.items():
+        known = {(row["drafter"], row["temperature"]): row for row in own["rows"]}
+        for drafter in dict.fromkeys(row["drafter"] for row in own["rows"]):
+            parts = [known.get((drafter, temperature), {}) for temperature in temperatures]
+            times = [number(part.get(key), ".3f") for part in parts for key in ("first_ms", "draft_ms", "verify_ms")]
+            lines.append([f"{mark}{drafter}", *times])
+    about = f"Passes come after {result['length']:,} tokens. Blocks have {result['block']} rows."
+    return table(head, lines), about
+
+
+# ---- many requests
+
+
+def throughput(found: Results) -> Body:
+    """Tokens per second of all requests together, and speed-ups, at the size of the model."""
+    return _throughput(found["throughput"], [row for row in peer_rows(found) if not is_widened(row)])
+
+
+def throughput_8b(found: Results) -> Body:
+    """The same of a model that is zero-padded to the size of an 8B model."""
+    return _throughput(found["throughput-8b"], [row for row in peer_rows(found) if is_widened(row)])
+
+
+def peer_rows(found: Results) -> list[dict[str, Any]]:
+    """The measurements of other engines: a list, or the `rows` of an object that has their origin."""
+    peers = found.get("peers", [])
+    return list(peers if isinstance(peers, list) else peers["rows"])
+
+
+def is_widened(row: dict[str, Any]) -> bool:
+    """Whether another engine was measured at 8B cost: its setting says so."""
+    return "8b" in row["setting"].lower()
+
+
+def _throughput(result: Result, peers: list[dict[str, Any]]) -> Body:
+    lines: list[str] = []
+    groups = list(dict.fromkeys((row["temperature"], row["arrivals"]) for row in result["rows"]))
+    for temperature, arrivals in groups:
+        own = [row for row in result["rows"] if (row["temperature"], row["arrivals"]) == (temperature, arrivals)]
+        if len(groups) > 1:
+            lines += [f"*{regime(temperature).capitalize()}; {ARRIVALS[arrivals]}:*", ""]
+        lines += [*_throughput_tables(own, peers if (temperature, arrivals) == groups[0] else []), ""]
+    settings, notes = result["settings"], []
+    for method, reason in dict.fromkeys((row["method"], row["fallback"]) for row in result["rows"] if row["fallback"]):
+        notes.append(f"{code(method)} ran on the host loop: {reason}.")
+    notes += [_left_out(method, result) for method in dict.fromkeys(each["method"] for each in result["skipped"])]
+    ours = [row for row in result["rows"] if row["runner"] != "transformers"]
+    texts, same = (sum(row[key] or 0 for row in ours) for key in ("texts", "same_texts"))
+    how = f"{regime(groups[0][0])}, {ARRIVALS[groups[0][1]]}, " if len(groups) == 1 else ""
+    prompts = f"{counted(settings['limit'], 'prompt')} of each of {counted(len(settings['tasks']), 'task')}"
+    about = (
+        f"Setting: {how}{prompts}, {_new_tokens(settings)}, medians of {counted(settings['rounds'], 'round')}. "
+        f"{same:,} of {texts:,} texts are those of plain decoding."
+    )
+    return lines[:-1], " ".join([about, *notes])
+
+
+def _left_out(method: str, result: Result) -> str:
+    """Why a loop of transformers was left out, and at which numbers of requests if it ran at others."""
+    own = [each for each in result["skipped"] if each["method"] == method]
+    counts = sorted({each["concurrency"] for each in own})
+    where = f" with {listed([f'{count:,}' for count in counts])} requests" if _ran(method, result) else ""
+    return f"{LOOPS.get(method, method)} was left out{where}: {own[0]['reason'].rstrip('.')}."
+
+
+def _ran(method: str, result: Result) -> bool:
+    return any(row["method"] == method for row in result["rows"])
+
+
+def _new_tokens(settings: dict[str, Any]) -> str:
+    return f"{'' if settings['ignore_eos'] else 'up to '}{settings['max_new_tokens']:,} new tokens"
+
+
+def _throughput_tables(rows: list[dict[str, Any]], peers: list[dict[str, Any]]) -> list[str]:
+    """Tokens per second, and speed-ups over plain decoding, by method and number of requests."""
+    speeds: dict[str, dict[int, float | None]] = {}
+    for row in sorted(rows, key=lambda row: row["runner"] == "transformers"):
+        name = LOOPS.get(row["method"]) or code(row["method"])
+        speeds.setdefault(name, {})[row["concurrency"]] = row["tokens_per_second"]
+    for row in peers:
+        name = f"{row['engine']} {row['version']}, {row['setting']}"
+        speeds.setdefault(name, {})[row["requests"]] = row["tokens_per_second"]
+    counts = sorted({count for own in speeds.values() for count in own})
+    columns = [f"{count:,}" for count in counts]
+    lines = table(
+        ("tokens/s by requests", *columns),
+        ([name, *(rate(own.get(n)) for n in counts)] for name, own in speeds.items()),
+    )
+    base = speeds.get(code(PLAIN), {})
+    gains = [
+        [name, *(number(own[n] / base[n]) if own.get(n) and base.get(n) else "" for n in counts)]
+        for name, own in speeds.items()
+        if name != code(PLAIN)
+    ]
+    return [*lines, "", *table(("speed-up by requests", *columns), gains)]
+
+
+def serve(found: Results) -> Body:
+    """A load test (windfall bench serve)."""
+    result = found["serve"]
+    rows, settings = result["rows"], result["settings"]
+    with_goodput, with_tau = (any(row[key] is not None for row in rows) for key in ("goodput", "accepted_length"))
+    head = ["load", "requests", "errors", "tokens/s", "requests/s"]
+    times = [("TTFT", "ttft", ".0f"), ("TPOT", "tpot", ".2f"), ("total", "latency", ".0f")]
+    head += [f"{name} p{share}, ms" for name, _, _ in times for share in (50, 99)]
+    head += ["goodput/s"] * with_goodput + ["tau"] * with_tau
+    lines = []
+    for row in rows:
+        cells = [_load(row), f"{row['requests']:,}", f"{sum(row['errors'].values()):,}", rate(row["tokens_per_second"])]
+        cells.append(number(row["requests_per_second"]))
+        cells += [number((row[key] or {}).get(f"p{share}"), form, 1000) for _, key, form in times for share in (50, 99)]
+        cells += [number(row["goodput"])] * with_goodput + [number(row["accepted_length"])] * with_tau
+        lines.append(cells)
+    limits = [
+        f"{name} of at most {settings[key]:g} ms"
+        for name, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"))
+        if settings[key]
+    ]
+    about = f"Setting: {regime(settings['temperature'])}, {_new_tokens(settings)}."
+    if not all(row["tokens_counted"] for row in rows):
+        about += " The server does not count tokens: each piece of a stream counts as one."
+    return table(head, lines), f"{about} Goodput counts answers with a {listed(limits)}." if limits else about
+
+
+def _load(row: dict[str, Any]) -> str:
+    """How requests arrive in a run of a load test."""
+    if row["concurrency"] is not None:
+        return counted(row["concurrency"], "client")
+    return "all at once" if row["rate"] == float("inf") else f"{row['rate']:g} requests/s"
+
+
+def soak(found: Results) -> Body:
+    """Many random requests (benchmarks/soak.py)."""
+    head = (
+        "machine",
+        "KV caches in pages",
+        "policy",
+        "requests",
+        "at once",
+        "whole texts",
+        "cancelled",
+        "late",
+        "preempted",
+    )
+    lines = []
+    for result in found.values():
+        ends = dict(result["ends"])
+        stopped = [ends.pop(reason, 0) for reason in (CANCELLED, DEADLINE)]
+        where = hardware(result) if result["device"].startswith("cuda") else "CPU"
+        counts = (result["requests"], result["max_requests"], sum(ends.values()), *stopped, result["preempted"])
+        lines.append(
+            [
+                *(where, "yes" if result["runs_on"] == "gpu" else "no", code(result["policy"])),
+                *(f"{count:,}" for count in counts),
+                *(f"{len(result['wrong']):,}", f"{100 * result['memory_growth']:.1f}%"),
+            ]
+        )
+    targets = dict.fromkeys(result["target"] for result in found.values() if "target" in result)
+    about = f"Target on the CPU: {listed(list(targets))}." if targets else ""
+    return table((*head, "wrong texts", "memory growth"), lines, left=3), about
+
+
+# ---- where results come from
+
+
+def hardware(result: dict[str, Any]) -> str:
+    """The GPU that a result names, or else the CPU."""
+    machine = result.get("machine", {})
+    gpu = result.get("gpu") or machine.get("gpu")
+    if gpu:
+        return str(gpu)
+    name = machine.get("cpu", "an unknown machine")
+    return f"{counted(machine['cores'], 'core')} of {name}" if machine.get("cores") else str(name)
+
+
+def origin(result: dict[str, Any], file: str) -> str:
+    """Hardware, versions and date of a result."""
+    about = {**result, **result.get("provenance", {})}
+    versions = {name: version for name, version in about.get("versions", {}).items() if name != "python"}
+    libraries = listed([f"{name} {version}" for name, version in versions.items()])
+    one = "one " if about.get("gpu") or about.get("machine", {}).get("gpu") else ""
+    where = f"Measured on {one}{hardware(about)}"
+    if "server" in result:  # a client knows its own machine only; the name of the file says where the server ran
+        gpu = file.removesuffix(".json").rpartition("-")[2].upper()
+        where = f"The server ran on one {gpu}, the client on {hardware(about)}"
+    return (
+        where + (f" with {libraries}" if libraries else "") + (f", {about['date'][:10]}" if about.get("date") else "")
+    )
+
+
+def sources(files: dict[str, Result]) -> str:
+    """Hardware, versions and date of each file, and its `note`; files with the same origin share a sentence."""
+    by_origin: dict[str, list[str]] = {}
+    notes = []
+    for file, result in files.items():
+        for each in result if isinstance(result, list) else [result]:
+            own = by_origin.setdefault(origin(each, file), [])
+            if file not in own:
+                own.append(file)
+            notes += [each["note"]] if "note" in each else []
+            notes += [f"The run of `{file}` was stopped before its end."] if each.get("finished") is False else []
+    links = {file: f"[{file}](../benchmarks/results/{file})" for file in files}
+    named = (f"{text} ({', '.join(links[file] for file in own)})." for text, own in by_origin.items())
+    return " ".join([*named, *dict.fromkeys(notes)])
