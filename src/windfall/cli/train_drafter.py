@@ -59,10 +59,10 @@ def head(
     recipe: Recipe,
     model: TargetOptions,
     shape: HeadShape,
-    method: str = option("ttt", "eagle, hass, talf, ttt, medusa, hydra or griffin."),
+    method: str = option("ttt", "Training objective: eagle, hass, talf, ttt, medusa, hydra or griffin."),
     loss: str | None = option(
         None,
-        "The distance from the target: kl, tv, lk, match, coupled or a mixture, coupled:0.5,lk:0.5. Default: kl.",
+        "Loss: kl, tv, lk, match, coupled, or a weighted mixture such as coupled:0.5,lk:0.5. Default: kl.",
         metavar="NAME[:WEIGHT],...",
         show_default=False,
     ),
