@@ -1,4 +1,4 @@
-"""windfall: faster text generation with any Hugging Face causal language model; the text stays exactly the same."""
+"""windfall: faster text generation from Hugging Face causal language models, with exactly the same text."""
 
 from __future__ import annotations
 

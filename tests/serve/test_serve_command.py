@@ -17,6 +17,7 @@ import pytest
 
 from helpers.cli import folder as folder
 from helpers.cli import refused, windfall
+from helpers.deploy import serve_options
 from helpers.serving import http, wait_for
 from windfall.cli import serve
 from windfall.serve import server
@@ -40,6 +41,8 @@ def test_the_page_has_all_fields_options_and_limits() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "serve.md").read_text("utf-8")
     fields = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *Speculation.model_fields, *IGNORED, *NOT_YET}
     assert [name for name in sorted(fields) if f"`{name}`" not in page] == []
+    shown = [name for name, option in serve_options().items() if name.startswith("--") and not option.hidden]
+    assert "--target" in shown and [name for name in shown if f"`{name}`" not in page] == []
     for limit in (f"{DRAIN_SECONDS} seconds", f"at most {MAX_N}", f"at most {MAX_STOPS} texts", "4 MiB"):
         assert limit in page
     assert f"{DRAIN_SECONDS} seconds" in (serve.serve.__doc__ or "")

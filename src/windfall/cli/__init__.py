@@ -80,7 +80,7 @@ def _refuse(message: str) -> None:
 
 
 app = make_group(
-    "Faster text generation with any Hugging Face causal language model; the text stays exactly the same.",
+    "Faster text generation from Hugging Face causal language models, with exactly the same text.",
     generate.generate,
     chat.chat,
     serve.serve,
@@ -96,7 +96,7 @@ app = make_group(
     show.doctor,
     cls=Commands,
 )
-about = "Run methods over prompts, and keep the results."
+about = "Run benchmarks of policies, drafters and servers, and keep the results."
 app.add_typer(
     make_group(about, speed, throughput, bench_serve.serve, bench.run, bench.suites, bench.show, study), name="bench"
 )

@@ -44,19 +44,21 @@ class LoadOptions:
         metavar="A,B,C",
     )
     rate: str | None = option(None, "Requests per second at random times (Poisson); inf: all at once.", metavar="A,B,C")
-    requests: int | None = option(None, "Requests of each run. Default: 3 for each client, 16, or all prompts.", min=1)
+    requests: int | None = option(
+        None, "Requests of each run. Default: the number of prompts, but at least 16, and at least 3 per client.", min=1
+    )
     tasks: list[str] = tasks_option(["builtin"])
     limit: int = option(12, "Prompts per task, spread over its categories.", min=1)
-    api: str = option("chat", "chat or completions.", metavar="API")
+    api: str = option("chat", "API to use: chat or completions.", metavar="API")
     max_new_tokens: int = option(128, "Maximum length of an answer.", min=1)
     temperature: float = option(0.0, "Sampling temperature; 0 is greedy.")
     ignore_eos: bool = ignore_eos_option()
     stream: bool = option(
-        True, "Read the answers as streams; otherwise only their ends are timed.", "--stream/--no-stream"
+        True, "Request streams; without them, only the end of each answer is timed.", "--stream/--no-stream"
     )
     warm_up: int = option(1, "Requests before the first run, which are not timed.", min=0)
     timeout: float = option(600.0, "Seconds without an answer after which a request counts as an error.")
-    ttft_ms: float | None = option(None, "Goodput counts answers whose first text came within this time.")
+    ttft_ms: float | None = option(None, "Goodput counts answers whose first text arrives within this time.")
     tpot_ms: float | None = option(None, "Goodput counts answers with at most this time per token.")
     seed: int = option(0, "Random seed of the arrivals and the texts.")
 
@@ -82,7 +84,7 @@ def serve(
     out: Path | None = option(None, "Write the JSON to this file after every run."),
     json: bool = json_option(),
 ) -> None:
-    """Load a server of the OpenAI API (windfall, vLLM, SGLang, …) and time its answers.
+    """Run a load test of a server with the OpenAI API (windfall, vLLM, SGLang, …).
 
     It needs httpx, which the extra `serve` installs.
     """

@@ -32,7 +32,7 @@ class ThroughputOptions:
     PANEL = "Throughput"
 
     concurrency: str = option("1,2,4,8", "Numbers of requests at once, separated by commas.", metavar="A,B,C")
-    methods: list[str] = option([], "As in `windfall bench run`. Default: none, beam, auto.", metavar="A,B,C")
+    methods: list[str] = option([], "Methods, as in `windfall bench run`. Default: none, beam, auto.", metavar="A,B,C")
     tasks: list[str] = tasks_option(["builtin"])
     limit: int = option(12, "Prompts per task, spread over its categories.", min=1)
     max_new_tokens: int = option(128, "Maximum length of an answer.", min=2)
@@ -40,7 +40,7 @@ class ThroughputOptions:
     temperature: str = option("0,1", "Sampling temperatures, separated by commas; 0 is greedy.", metavar="A,B,C")
     arrivals: list[str] = option(
         ["batch,stream"],
-        "Batch: requests are submitted together. Stream: a new one is submitted whenever one ends.",
+        "How requests arrive. batch: all together; stream: a new one whenever one ends.",
         metavar="A,B",
     )
     rounds: int = option(3, "Runs of every method; medians are reported.", min=1)
@@ -73,7 +73,7 @@ def throughput(
     draw: bool = option(False, "Measure nothing; show the results in --out again, and draw them to --plot."),
     json: bool = json_option(),
 ) -> None:
-    """Time many requests at once, by method and number of requests, against plain decoding and transformers."""
+    """Measure the throughput of many requests at once, by method, next to plain decoding and transformers."""
     from windfall.bench import provenance
     from windfall.bench.speed.speed import widened
     from windfall.bench.throughput import plot as throughput_plot

@@ -19,7 +19,7 @@ OWN_METADATA = ("flags", "argument", "low", "high", "choices")  # keys of a fiel
 VALUES = (
     "cpu",
     "float32",
-    "eagle",
+    "adamw",
     "lean",
     "raw",
     "replay",

@@ -44,7 +44,7 @@ def generate(
     out: Path | None = option(None, "Answer the lines of --file together, and write one JSON object per answer here."),
     resume: bool = option(False, "Answer the lines that have no answer in --out yet."),
     logprobs: int | None = option(
-        None, "Add the log-probability of each token to the JSON, and of this number of the likeliest tokens."
+        None, "Add log-probabilities to the JSON: of each token, and of this number of likeliest tokens at its place."
     ),
     logprobs_mode: str | None = option(
         None, "raw: log-probabilities of the model (default); processed: after penalties, temperature and filters."

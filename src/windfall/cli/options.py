@@ -105,11 +105,11 @@ class BatchOptions:
     PANEL = "Batch"
 
     max_requests: int | None = option(
-        None, "Most texts that are generated together. Default: 8 on a CPU, 128 on other devices."
+        None, "Largest number of texts that run together. Default: 8 on a CPU, 128 on other devices."
     )
     kv_memory: str | None = option(
         None,
-        "Memory for the KV caches of texts that are generated together, such as 4GB. Default: half of what is free.",
+        "Memory for the KV caches of texts that run together, such as 4GB. Default: half of the free memory.",
         metavar="SIZE",
     )
 
@@ -121,7 +121,8 @@ class ModelOptions(TargetOptions):
 
     drafter: str | None = option(
         None,
-        "Drafter: a name (see `windfall policies`), FILE.py:CLASS, a draft head, or a smaller model.",
+        "Drafter: a name (see `windfall policies`), FILE.py:CLASS, a draft head, or a smaller model. Default: the head "
+        "of the embedded model; ngram for any other model.",
         autocompletion=complete("drafters"),
     )
     drafter_settings: list[str] = option(
@@ -132,8 +133,8 @@ class ModelOptions(TargetOptions):
     compile: bool = option(False, "On a GPU, use torch.compile for models without fused kernels; slow to start.")
     fast: bool = option(
         False,
-        "On a GPU, add numbers in another order where that is faster. In half precision a near-tie between two tokens "
-        "may then resolve differently, so the text may differ from plain decoding's.",
+        "On a GPU, use another order of additions where that is faster. In half precision a near-tie between two "
+        "tokens may then resolve differently, so the text may differ from plain decoding's.",
     )
     exact: bool = option(False, "The default: without --fast, the text is plain decoding's.", hidden=True)
     host_policies: bool = option(False, "On a GPU, run every policy on the host.")
@@ -194,7 +195,9 @@ class PolicyOptions:
     PANEL = "Policy"
 
     policy: str | None = option(
-        None, "Tree policy: a name (see `windfall policies`), or FILE.py:CLASS.", autocompletion=complete("policies")
+        None,
+        "Tree policy: a name (see `windfall policies`), or FILE.py:CLASS. Default: auto.",
+        autocompletion=complete("policies"),
     )
     preset: str | None = option(
         None,

@@ -27,19 +27,19 @@ def serve(
     api_key: list[str] = option(
         [], f"Key that clients must send. Repeatable. Default: {KEY_VARIABLE}, or no key.", metavar="KEY"
     ),
-    max_queue: int = option(MAX_QUEUE, "Most texts that wait; further requests are refused with status 429."),
+    max_queue: int = option(MAX_QUEUE, "Largest number of texts that wait; further requests get status 429."),
     served_model_name: str | None = option(
         None, "Name of the model for clients. Default: the name of the target.", metavar="NAME"
     ),
-    request_timeout: float | None = option(None, "End a text after this time. Default: no limit.", metavar="SECONDS"),
+    request_timeout: float | None = option(None, "Time after which a text ends. Default: no limit.", metavar="SECONDS"),
     drain_seconds: int = option(
-        DRAIN_SECONDS, "Time that running requests have after SIGTERM or Ctrl-C.", min=0, metavar="SECONDS"
+        DRAIN_SECONDS, "Time that running requests have to finish after SIGTERM or Ctrl-C.", min=0, metavar="SECONDS"
     ),
     max_body_mb: int = option(MAX_BODY_BYTES // 2**20, "Largest body of a request, in MiB.", min=1, metavar="MIB"),
     log_format: str = option("text", "Log of requests on stdout: text, json or none.", metavar="FORMAT"),
     request_policy: list[str] = option(
         [],
-        "Policy that a request may choose, besides none. Repeatable.",
+        "Policy that a request may choose, in addition to none. Repeatable.",
         metavar="NAME",
         autocompletion=complete("policies"),
     ),
@@ -53,8 +53,8 @@ def serve(
 ) -> None:
     """Serve the model over the OpenAI API, until Ctrl-C or SIGTERM.
 
-    Running requests then have 30 seconds to finish. The server needs fastapi, uvicorn and prometheus_client, which the
-    extra `serve` installs.
+    Running requests then have 30 seconds to finish, or the time of --drain-seconds. The server needs fastapi, uvicorn
+    and prometheus_client, which the extra `serve` installs.
     """
     check_extra()
     from windfall.serve import log_format as log_formats

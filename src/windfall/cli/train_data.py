@@ -33,7 +33,7 @@ def data(
     cut_loops: bool = option(False, "End an answer when the same eight tokens occur for the third time."),
     held_out: float = option(0.02, "Share of the prompts kept for validation."),
     limit: int | None = option(None, "Use at most this many of the given prompts.", min=1),
-    batch: int | None = option(None, "Most texts that are generated at once. Default: 256 with CUDA, else 16.", min=1),
+    batch: int | None = option(None, "Largest number of texts at once. Default: 256 with CUDA, else 16.", min=1),
     shard: int = option(2000, "Prompts per token file."),
     seed: int = option(0, "Random seed; the same seed gives the same answers."),
     resume: bool = option(False, "Continue or extend the data in --out."),

@@ -76,11 +76,14 @@ def head(
     model: TargetOptions,
     shape: HeadShape,
     method: str = option(
-        "ttt", "The objective: block, eagle, griffin, hass, hydra, medusa, talf or ttt.", "--method", "--objective"
+        "ttt",
+        "Training objective: block, eagle, griffin, hass, hydra, medusa, talf or ttt.",
+        "--method",
+        "--objective",
     ),
     loss: str | None = option(
         None,
-        "The distance from the target: kl, tv, lk, match, coupled or a mixture, coupled:0.5,lk:0.5. Default: kl.",
+        "Loss: kl, tv, lk, match, coupled, or a weighted mixture such as coupled:0.5,lk:0.5. Default: kl.",
         metavar="NAME[:WEIGHT],...",
         show_default=False,
     ),

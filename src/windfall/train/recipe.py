@@ -14,12 +14,12 @@ from windfall.core.options import option
 class Recipe:
     """The length is given in `steps` (a resumed training has the same losses) or in `minutes` of wall-clock time."""
 
-    steps: int | None = option(None, "optimizer steps; or give minutes", low=1)
-    minutes: float | None = option(None, "minutes of training; the learning rate follows the clock", low=0.01)
+    steps: int | None = option(None, "number of optimizer steps; give either steps or minutes", low=1)
+    minutes: float | None = option(None, "minutes of training; the learning rate depends on the elapsed time", low=0.01)
     batch_tokens: int = option(16384, "tokens of a forward pass, padding included", low=16)
     accumulate: int = option(1, "forward passes whose gradients are averaged into one step", low=1)
     max_length: int = option(1024, "tokens at which longer texts are cut", low=8)
-    optimizer: str = option("adamw", "muon: Muon for matrices, AdamW for the rest", choices=("adamw", "muon"))
+    optimizer: str = option("adamw", "adamw, or muon (for matrices; AdamW for the rest)", choices=("adamw", "muon"))
     rate: float = option(1e-3, "highest learning rate", low=0)
     warm_up: float = option(0.03, "share of the training in which the learning rate rises", low=0, high=1)
     last_rate: float = option(0.02, "final learning rate, as a share of the highest (cosine schedule)", low=0, high=1)
