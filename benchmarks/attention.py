@@ -1,0 +1,115 @@
+"""Attention of batches: microseconds by requests, rows and lengths, for several ways to divide the work.
+
+python benchmarks/attention.py [SHAPE…] [--requests 8,64] [--rows 1,4] [--length 300] [--json FILE]
+
+Without SHAPE: all shapes. Rows of a request are a chain that branches from its text. The texts have lengths between
+half and one and a half of `--length`. A graph holds the attention of several layers with caches of their own. The floor
+is the number of bytes of keys and values, divided by the memory's bandwidth.
+"""
+
+from __future__ import annotations
+
+import argparse
+from statistics import median
+from typing import Any
+
+import torch
+from provenance import publish
+from torch import Tensor
+
+from windfall.bench.speed.passes import bandwidth
+from windfall.kernels import path_attention
+from windfall.kernels.pages import PAGE_TOKENS, Pages, max_tiles, pages_for, tile_rows, tiles_of
+from windfall.kernels.triton import path_attention as kernel
+from windfall.render import console
+
+SHAPES = {"SmolLM2-135M": (9, 3, 64), "Qwen2.5-1.5B": (12, 2, 128), "Llama-3.1-8B": (32, 8, 128)}  # heads, of keys, d
+WAYS = {  # whether a program loops over adjacent parts, programs for tiles, stages of the loop
+    "apart, 2112": (False, 2112, 5),
+    "looped, 264": (True, 264, 5),
+    "looped, 528": (True, 528, 5),
+    "looped, 528, 3 stages": (True, 528, 3),
+    "looped, 1056": (True, 1056, 5),
+    "looped, 2112": (True, 2112, 5),
+}
+LAYERS = 8
+REPLAYS = 15
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shapes", nargs="*", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--requests", default="8,64")
+    parser.add_argument("--rows", default="1,4", help="of a request; 1: plain decoding")
+    parser.add_argument("--length", type=int, default=300)
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    requests, rows = ([int(each) for each in text.split(",")] for text in (options.requests, options.rows))
+    jobs = [(shape, count, each) for shape in options.shapes or SHAPES for count in requests for each in rows]
+    speed, found = bandwidth(torch.device("cuda")), []
+    with console.progress("Timing…") as progress:
+        for place, (shape, count, each) in enumerate(jobs):
+            found.append(measure(shape, count, each, options.length, speed))
+            progress((place + 1) / len(jobs))
+    publish({"rows": found, "length": options.length, "dtype": "bfloat16"}, options.json)
+
+
+@torch.inference_mode()
+def measure(shape: str, requests: int, rows: int, length: int, speed: float) -> dict[str, Any]:
+    """Microseconds of one layer's attention in each way, and the floor."""
+    heads, shared, width = SHAPES[shape]
+    made = batch(requests, rows, length, heads // shared)
+    pages, reach, lineage, capacity, total = made
+    caches = [torch.randn(2, shared, capacity, width, device="cuda").bfloat16() for _ in range(LAYERS)]
+    queries = torch.randn(requests * rows, heads, width, device="cuda").bfloat16()
+    times = {}
+    before = kernel.LOOPED_TILES, kernel.LOOPED_TILE_PROGRAMS, kernel.BATCH_TILE_PROGRAMS, kernel.LOOP_STAGES
+    for way, (looped, programs, stages) in WAYS.items():
+        kernel.LOOPED_TILES, kernel.LOOP_STAGES = looped, stages
+        kernel.LOOPED_TILE_PROGRAMS = kernel.BATCH_TILE_PROGRAMS = programs
+        times[way] = graph_time(queries, caches, reach, lineage, pages)
+    kernel.LOOPED_TILES, kernel.LOOPED_TILE_PROGRAMS, kernel.BATCH_TILE_PROGRAMS, kernel.LOOP_STAGES = before
+    floor = round(1e6 * total * shared * width * 4 / speed, 1)
+    return {"shape": shape, "requests": requests, "rows": rows, "us": times, "floor_us": floor}
+
+
+def batch(requests: int, rows: int, length: int, group: int) -> tuple[Pages, Tensor, Tensor | None, int, int]:
+    """Pages, reach and lineage of a batch; the slots of its cache; and the keys of all texts together."""
+    lengths = torch.linspace(length / 2, 1.5 * length, requests).long().cuda()
+    wide = pages_for(int(lengths.max()) + rows)
+    tables = (1 + torch.randperm(requests * wide).view(requests, wide)).int().cuda()
+    staging = (requests * wide + 1) * PAGE_TOKENS
+    owners = torch.arange(requests, device="cuda").repeat_interleave(rows)
+    tiles = tiles_of(owners, tile_rows(group), max_tiles(len(owners), requests + 1, tile_rows(group)))
+    depth = torch.arange(rows, device="cuda").repeat(requests)
+    lineage = None
+    if rows > 1:
+        own = staging + torch.arange(requests * rows, device="cuda").view(requests, rows)
+        lineage = own.repeat_interleave(rows, 0).int()
+    reach = lengths[owners] + depth + (rows > 1)
+    pages = Pages(owners.int(), lengths if rows > 1 else lengths - 1, tables, tiles)
+    return pages, reach, lineage, staging + requests * rows, int(lengths.sum())
+
+
+def graph_time(queries: Tensor, caches: list[Tensor], reach: Tensor, lineage: Tensor | None, pages: Pages) -> float:
+    """Microseconds of one layer, from replays of a graph of all of them."""
+    none = torch.zeros(1, dtype=torch.long, device="cuda")
+    path_attention(queries, *caches[0], none, reach, lineage, pages=pages)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for cache in caches:
+            path_attention(queries, *cache, none, reach, lineage, pages=pages)
+    taken = []
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        taken.append(1000 * start.elapsed_time(end) / len(caches))
+    return round(median(taken), 2)
+
+
+if __name__ == "__main__":
+    main()
