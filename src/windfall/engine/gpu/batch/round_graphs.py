@@ -30,17 +30,22 @@ class RoundGraphs(Preparation):
         shape, work, cache = Sizes(1, sizes.width, sizes.k, 0), self._work, self._cache
         first, *later = self._draft_keys(sizes.passes, shape, rule)
         if self._at_once:
-            shape = shape._replace(passes=sizes.passes)
+            shape = shape._replace(passes=self._at_once)
             cache.run(first, partial(work.draft_passes, self._seats, shape, self._pending, rule, self._kind))
             return
         cache.run(first, partial(work.first_draft_pass, self._seats, shape, self._pending, rule, self._kind))
         for _ in range(1, sizes.passes):
             cache.run(later[0], partial(work.next_draft_pass, self._seats, shape, rule, self._kind))
 
+    def complete(self, sizes: Sizes) -> Sizes:
+        """The sizes that run: a block head drafts all its levels, up to the most passes of the budget's rounds."""
+        return sizes._replace(passes=self._at_once) if self._at_once and sizes.passes else sizes
+
     @property
-    def _at_once(self) -> bool:
-        """Whether one graph has all draft passes: the later ones of a block head are too short for graphs."""
-        return self._work.drafter is not None and self._work.drafter.levels > 0
+    def _at_once(self) -> int:
+        """Draft passes of a block head, which are one graph: later ones are too short for graphs. 0: no block head."""
+        drafter = self._work.drafter
+        return 0 if drafter is None else min(drafter.levels, self._work.state.pending - 1)
 
     def run_verify(self, sizes: Sizes) -> None:
         """The verify pass."""
@@ -70,7 +75,7 @@ class RoundGraphs(Preparation):
         """Of the first pass and, if there are more, of the others; or of all passes."""
         fixed = (shape.width, shape.k, rule, *self._fixed)
         if self._at_once:
-            return [("draft passes", passes, self._pending, *fixed)]
+            return [("draft passes", self._at_once, self._pending, *fixed)]
         keys: list[Key] = [("first draft pass", self._pending, *fixed), ("draft pass", *fixed)]
         return keys[: min(passes, 2)]
 

@@ -260,6 +260,7 @@ class GpuBatchRunner:
         self._update_settings()
         graphs = self._graphs(now.seats)
         sizes, rule = self._sizes(now, graphs)
+        sizes = graphs.complete(sizes)
         self._budget_sizes = sizes if len(self.texts) > 1 else None
         self.state.write(floor=sizes.floor, limits=sizes.per_request or MAX_ROUND_ROWS)
         self.state.send()
