@@ -3,7 +3,7 @@
 #
 #   benchmarks/gpu.sh OUT STAGE… -- TASK…        TASK: a JSONL file with prompts, or builtin
 #
-# Stages: draft-phase draft-phase-8b attention products first-token shapes price price-8b texts texts-fp16 batch-texts throughput throughput-8b soak
+# Stages: draft-phase draft-phase-8b products first-token shapes price price-8b texts texts-fp16 batch-texts throughput throughput-8b soak
 # MODEL (environment) is the target; without it, the embedded model. A stage that fails or takes longer than LIMIT
 # seconds (600) does not stop the others; the exit code is the number of such stages. `python benchmarks/tables.py
 # --take OUT` puts the results into the documentation.
@@ -51,7 +51,6 @@ for stage in "${STAGES[@]}"; do
 	case $stage in
 	draft-phase) run $stage "$PY" benchmarks/draft_phase.py $TARGET --json "$json" ;;
 	draft-phase-8b) run $stage "$PY" benchmarks/draft_phase.py $TARGET --widen llama-3.1-8b --json "$json" ;;
-	attention) run $stage "$PY" benchmarks/attention.py --json "$json" ;;
 	products) run $stage "$PY" benchmarks/products.py --json "$json" ;;
 	first-token) run $stage "$PY" benchmarks/first_token.py $TARGET --json "$json" ;;
 	shapes) run $stage "$PY" benchmarks/shapes.py --length 512 --json "$json" ;;
