@@ -208,6 +208,9 @@ class LateRunner:
         taken, text = sequence.accept(tree, verdict)
         return Step(taken, text, tree, verdict.path, tree, verdict.path, 0, Split(), sequence.finish)
 
+    def fits_any(self, count: int) -> bool:
+        return False
+
     def fits(self, lengths: Mapping[Sequence, int]) -> bool:
         return sum(-(-length // PAGE_TOKENS) for length in lengths.values()) <= self.pages
 

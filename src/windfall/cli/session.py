@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 DIFFERENT, BAD_INPUT, ON_INTERRUPT, ON_BROKEN_PIPE = 1, 2, 130, 141  # exit codes
 INTERRUPTED = "interrupted"  # finish reason
 WARM_UP_TOKENS = 8  # generated before anything is timed
+COLLECTED_OBJECTS = 100_000  # new ones after which garbage is collected, with many requests
 LONG_PROMPT_TOKENS = 512  # the prefill of such a prompt is announced
 
 
@@ -88,13 +89,14 @@ class Session:
 
 
 def freeze_objects() -> None:
-    """Exempt all present objects from garbage collection, in a process that works with many requests from here on.
+    """Let garbage collection take little time, in a process that works with many requests from here on.
 
     Otherwise Python now and then looks through the hundreds of thousands of objects of torch and transformers, and all
-    requests wait.
+    requests wait. Every round of a batch makes a few hundred objects, which are freed without a collection.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(COLLECTED_OBJECTS, *gc.get_threshold()[1:])
 
 
 def remember_costs(engine: Engine) -> None:

@@ -50,6 +50,9 @@ class BatchRunner(Protocol):
     def fits(self, lengths: Mapping[Sequence, int]) -> bool:
         """Whether there is memory for a round of these sequences, each with this number of tokens."""
 
+    def fits_any(self, count: int) -> bool:
+        """Whether there is memory for any sequences of this number; False: ask `fits`. It is asked in every round."""
+
     @property
     def max_length(self) -> int | None:
         """The number of tokens up to which a single sequence fits; None: any."""

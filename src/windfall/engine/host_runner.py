@@ -113,6 +113,9 @@ class HostRunner:
         """The caches are padded: each sequence takes as many rows as the longest, and those of its tree."""
         return self.memory is None or self._bytes(lengths.values()) <= self.memory
 
+    def fits_any(self, count: int) -> bool:
+        return self.memory is None
+
     def _bytes(self, lengths: Collection[int]) -> int:
         return len(lengths) * (max(lengths, default=0) + TREE_ROWS) * self._row_bytes
 

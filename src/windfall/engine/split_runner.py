@@ -49,6 +49,9 @@ class SplitRunner:
         mine = lengths if not others else {each: length for each, length in lengths.items() if each not in others}
         return self.first.fits(mine) and (not others or self.second.fits(others))
 
+    def fits_any(self, count: int) -> bool:
+        return not self._others and self.first.fits_any(count)
+
     def _takes(self, sequence: Sequence) -> bool:
         """Whether the first runner takes this sequence."""
         return sequence not in self._others and self._suits(sequence)

@@ -137,9 +137,13 @@ class GpuBatchRunner:
 
     def fits(self, lengths: Mapping[Sequence, int]) -> bool:
         """Whether there are pages for texts of these lengths; those that texts share are counted for each."""
-        if len(lengths) * self.state.pages <= self.pool.pages:  # for texts of any length
-            return len(lengths) <= self.limits.seats
+        if self.fits_any(len(lengths)):
+            return True
         return len(lengths) <= self.limits.seats and sum(map(self._needed, lengths.values())) <= self.pool.pages
+
+    def fits_any(self, count: int) -> bool:
+        """Whether there are pages for this number of texts, however long."""
+        return count <= self.limits.seats and count * self.state.pages <= self.pool.pages
 
     def _needed(self, length: int) -> int:
         """Pages for a text of this length, for the rounds in flight and one more."""
