@@ -259,10 +259,9 @@ def test_children_with_pair_scores(candidates: int, rank: int, pairs: bool, hidd
     check_pair_children(candidates, rank, pairs, hidden, owned)
 
 
-@pytest.mark.parametrize("batch", [0, 3])
 @pytest.mark.parametrize(
-    ("rule", "pairs", "noisy"),
-    [(Rule(), True, False), (Rule(calibrated=True), True, True), (Rule(whole=True), False, False)],
+    ("rule", "pairs", "noisy", "batch"),
+    [(Rule(), True, False, 0), (Rule(calibrated=True), True, True, 2), (Rule(whole=True), False, False, 0)],
 )
 def test_all_levels_in_one_launch(rule: Rule, pairs: bool, noisy: bool, batch: int) -> None:
     check_levels(rule, pairs, noisy, batch)
