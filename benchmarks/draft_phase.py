@@ -21,8 +21,8 @@ from windfall import registry
 from windfall.bench.widen import widen_pair
 from windfall.core.types import GpuOptions, SamplingParams
 from windfall.drafters.base import Drafter
-from windfall.drafters.block import BlockDrafter
 from windfall.drafters.feature_head import FeatureHeadDrafter
+from windfall.drafters.head_drafter import HeadDrafter
 from windfall.engine.gpu.cycle import Cycle
 from windfall.engine.gpu.drafters import ChildSampler
 from windfall.engine.gpu.runner import GpuRunner
@@ -60,7 +60,7 @@ def main() -> None:
             if options.widen:
                 pair = widen_pair(target.model, head, options.widen)
                 own, drafter = Target(pair.model, target.tokenizer), as_drafter(pair.head)
-            assert isinstance(drafter, FeatureHeadDrafter | BlockDrafter)
+            assert isinstance(drafter, HeadDrafter)
             rows += measure(name, own, drafter, options)
             progress((place + 1) / len(heads))
     settings = {"passes": options.passes, "length": options.length, "block": options.block, "widened_to": options.widen}

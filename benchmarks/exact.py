@@ -23,8 +23,7 @@ import windfall
 from windfall import registry
 from windfall.bench.tasks import load_tasks
 from windfall.bench.widen import widen_pair
-from windfall.drafters.block import BlockDrafter
-from windfall.drafters.feature_head import FeatureHeadDrafter
+from windfall.drafters.head_drafter import HeadDrafter
 from windfall.engine.loading import as_drafter
 from windfall.model.target import Target
 from windfall.render import console
@@ -100,7 +99,7 @@ def main() -> None:
 def widened(options: argparse.Namespace, given: dict[str, Any]) -> Callable[[], tuple[Any, Any, dict[str, Any]]]:
     """Makes targets and drafters that share one pair of models, zero-padded to a larger pair's shape."""
     engine = windfall.load(options.target, options.drafter, **given)
-    assert isinstance(engine.drafter, FeatureHeadDrafter | BlockDrafter), "--widen needs a draft head"
+    assert isinstance(engine.drafter, HeadDrafter), "--widen needs a draft head"
     pair = widen_pair(engine.target.model, engine.drafter.head, options.widen)
     return lambda: (Target(pair.model, engine.target.tokenizer), as_drafter(pair.head), {})
 

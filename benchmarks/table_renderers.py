@@ -1,7 +1,7 @@
 """Markdown tables from the results of benchmarks. `tables.py` puts them into the documentation.
 
-A renderer takes results by name, of which some may be missing, and returns lines of Markdown and what is to be said
-about the measurement. It needs the standard library only.
+A renderer takes results by name; some may be missing. It returns lines of Markdown, and notes about the measurement.
+This module needs the standard library only.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ import pytest
 
 from helpers.grammars import END, SLOW_SCHEMA, json_tokenizer
 from helpers.tiny import VOCABULARY as SIZE
-from windfall.core.constraint import Constraint
+from windfall.core.constraint import Constraint, Tags
 from windfall.core.errors import InputError
 from windfall.grammar.compile import Grammars
-from windfall.grammar.trial import Trial
+from windfall.grammar.trial import Trial, needs_trial
 
 
 @pytest.fixture(scope="module")
@@ -60,3 +60,20 @@ def test_the_process_ends_with_its_owner() -> None:
     assert process is not None and process.poll() is None
     del made
     assert process.wait(10) is not None
+
+
+@pytest.mark.parametrize(
+    ("constraint", "fast"),
+    [
+        (Constraint.json_object(), True),
+        (Constraint.json_schema({"type": "object", "properties": {"pattern": {"$ref": "#/$defs/a"}}}), True),
+        (Constraint.json_schema({"properties": {"a": {"anyOf": [{"type": "null"}, {"pattern": "a+"}]}}}), False),
+        (Constraint.json_schema({"type": "array", "maxItems": 10**6}), False),
+        (Constraint.json_schema({"enum": ["x" * 5000]}), False),
+        (Constraint.tagged_json(Tags("<a>", "</a>"), {"type": "object"}, True), True),
+        (Constraint.tagged_json(Tags("<a>", "</a>"), {"type": "string", "minLength": 3}, True), False),
+        (Constraint.regex("a+"), False),
+    ],
+)
+def test_only_short_schemas_without_costly_parts_need_none(constraint: Constraint, fast: bool) -> None:
+    assert needs_trial(constraint) != fast

@@ -88,7 +88,7 @@ def explicit(head: BlockHead, teacher: Teacher, outputs: TeacherOutput, blocks: 
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("rows", [1, 7, 10**6])
 def test_the_loss_is_that_of_an_explicit_loop(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With gradients, whatever the number of rows whose logits exist at a time."""
+    """The loss and its gradients do not depend on how many rows are computed at a time."""
     if rows != 7 and name not in ("block", "block-pruned"):
         return
     monkeypatch.setattr(losses, "MAX_LOGITS", rows * VOCABULARY)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helpers.row_losses import row_losses
 from helpers.teaching import teach
 from windfall.train.coupling import TextRows
 from windfall.train.losses import Goal, Labels, distill, label_chances, target_logits, token_cross_entropy
 from windfall.train.mixtures import Mixture, parse_mixture
-from windfall.train.row_losses import new_generator, row_losses, row_targets
+from windfall.train.row_losses import new_generator, row_targets
 from windfall.train.unroll import aligned, unroll
 
 

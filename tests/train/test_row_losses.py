@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.row_losses import row_losses
 from windfall.core.errors import InputError
 from windfall.train.coupling import TextRows
 from windfall.train.mixtures import KL, LOSSES, Mixture, parse_mixture, without_kl
-from windfall.train.row_losses import KAPPA, new_generator, row_losses, row_targets
+from windfall.train.row_losses import KAPPA, new_generator, row_targets
 
 ROWS, SIZE = 6, 17
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from windfall.core.options import option
 from windfall.core.sampling import Dice
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow
-from windfall.drafters.base import BlockForm, Drafter, GpuForm, add_children
-from windfall.drafters.feature_head import FOLLOWS_LENGTH, MAX_CHUNK, WINDOW_HINT, HeadMemory, Reach, head_row_bytes
+from windfall.drafters.base import BlockForm, GpuForm, add_children
+from windfall.drafters.head_drafter import FOLLOWS_LENGTH, MAX_CHUNK, HeadDrafter, HeadMemory
 from windfall.drafters.medusa import find_heads
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ COUPLED_FACTOR = 2  # more candidates in coupled drafting: noise and pair scores
 
 
 @dataclass
-class BlockDrafter(Drafter):
+class BlockDrafter(HeadDrafter["BlockHead"]):
     """A block head: one pass predicts all levels; the tree is at most as deep as the head's block.
 
     DFlash, DFlash 2, DSpark and JetSpec heads are block heads.
@@ -43,38 +43,16 @@ class BlockDrafter(Drafter):
         None, "children that a node can have; none: as many as the head says, twice as many in coupled drafting", low=1
     )
 
-    whole: bool = option(
-        False, "draft from the target's whole vocabulary if the head borrows it: slower passes, longer accepted paths"
-    )
-
-    vocabulary_precision: str = option(
-        "auto",
-        "precision of the vocabulary head; auto: int8 on a CPU if that is faster, else full",
-        choices=("auto", "int8", "full"),
-    )
-
-    window: int | None = option(None, "the last positions that the head sees; none: as many as it was made for", low=1)
+    kind: ClassVar[str] = "block"
 
     def attach(self, target: Target) -> None:
+        super().attach(target)
+        self.head.prepare()
+
+    def find_head(self, target: Target) -> BlockHead:
         from windfall.heads.block import BlockHead
-        from windfall.heads.fitting import in_precision, with_vocabulary
 
-        found = find_heads(self.model, BlockHead, target, "block")
-        self._reach = Reach(found, self.window, target.context, WINDOW_HINT)
-        head = with_vocabulary(self._reach.head, target, None) if self.whole else self._reach.head
-        head.prepare()
-        self.head: BlockHead = in_precision(head, self.vocabulary_precision)
-
-    def expect(self, length: int) -> None:
-        self._reach.expect(length)
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return self.head.config.taps
-
-    @property
-    def row_bytes(self) -> int:
-        return head_row_bytes(self.head)
+        return find_heads(self.model, BlockHead, target, self.kind)
 
     def start(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
         self._dice: list[Dice | None] = []
@@ -115,7 +93,7 @@ class BlockDrafter(Drafter):
 
     def _fits(self, b: int) -> bool:
         """Whether the head has positions for a block."""
-        longest = self._reach.longest
+        longest = self.longest
         used = self._memory.cache.lengths[b] + len(self._unseen[b])
         return longest is None or used + self.head.config.block <= longest
 
@@ -161,7 +139,7 @@ class BlockDrafter(Drafter):
         return min(own, drafted), min(own if self.candidates else COUPLED_FACTOR * own, drafted)
 
     def gpu_form(self) -> GpuForm | str:
-        return BlockForm(self.head, *self._counts) if self._reach.longest is None else FOLLOWS_LENGTH
+        return BlockForm(self.head, *self._counts) if self.longest is None else FOLLOWS_LENGTH
 
 
 class Block:

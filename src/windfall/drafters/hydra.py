@@ -19,7 +19,7 @@ from windfall.core.sampling import Dice
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow
 from windfall.drafters.base import Drafter, add_children
-from windfall.drafters.feature_head import MAX_CHUNK, HeadMemory, Reach, head_row_bytes
+from windfall.drafters.head_drafter import MAX_CHUNK, HeadMemory, Reach, head_row_bytes
 from windfall.drafters.medusa import find_heads
 from windfall.model.batch import Rows, pack
 

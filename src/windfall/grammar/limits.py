@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
-
-from windfall.core.constraint import Constraint
 
 IGNORED = (
     "contains", "minContains", "maxContains", "dependentRequired", "dependentSchemas", "dependencies", "not", "if",
@@ -32,31 +29,17 @@ ALONE = (
 MAPS = ("properties", "patternProperties", "$defs", "definitions")
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 SINGLE = ("items", "additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems")
-SIMPLE = {
-    "type", "properties", "required", "additionalProperties", "items", "enum", "const", "anyOf", "$ref", "$defs",
-    "definitions", "title", "description", "default", "examples", "$schema", "$id",
-}  # fmt: skip
-SIMPLE_CHARACTERS = 4096
 LOOKAROUND = re.compile(r"\(\?<?[=!]")
 
 
 def ignored_in_schema(schema: Any) -> str:
     """The first part of a schema that xgrammar would ignore; empty if there is none."""
     try:
-        return next(filter(None, (_ignored(each, schema) for each in _subschemas(schema))), "")
+        return next(filter(None, (_ignored(each, schema) for each in subschemas(schema))), "")
     except RecursionError:
         return "its depth"
     except (AttributeError, KeyError, TypeError, ValueError):  # not a schema, which the library will say
         return ""
-
-
-def compiles_fast(constraint: Constraint) -> bool:
-    """Whether it is a short JSON schema without repetitions, patterns and other parts that can take long to compile."""
-    if constraint.kind not in ("json_schema", "tagged_json") or len(constraint.source) > SIMPLE_CHARACTERS:
-        return False
-    schema = json.loads(constraint.source)
-    schema = schema["schema"] if constraint.kind == "tagged_json" else schema
-    return all(each.keys() <= SIMPLE for each in _subschemas(schema))
 
 
 def ignored_in_regex(pattern: str) -> str:
@@ -77,7 +60,7 @@ def without_anchors(pattern: str) -> str:
     return pattern
 
 
-def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
+def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
     """The schema, and all schemas inside it."""
     if not isinstance(schema, dict):
         return
@@ -85,13 +68,13 @@ def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
     for key in MAPS:
         inner = schema.get(key)
         for each in inner.values() if isinstance(inner, dict) else ():
-            yield from _subschemas(each)
+            yield from subschemas(each)
     for key in LISTS:
         inner = schema.get(key)
         for each in inner if isinstance(inner, list) else ():
-            yield from _subschemas(each)
+            yield from subschemas(each)
     for key in SINGLE:
-        yield from _subschemas(schema.get(key))
+        yield from subschemas(schema.get(key))
 
 
 def _ignored(schema: dict[str, Any], root: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ takes about as long as the trial did.
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import subprocess
@@ -18,10 +19,26 @@ from typing import BinaryIO
 from windfall.core.constraint import Constraint
 from windfall.core.errors import InputError
 from windfall.grammar.compile import Compiler
+from windfall.grammar.limits import subschemas
 from windfall.grammar.vocabulary import Vocabulary
 
+# Keywords of schemas that compile fast: they repeat nothing, and match no patterns.
+SIMPLE_KEYWORDS = {
+    "type", "properties", "required", "additionalProperties", "items", "enum", "const", "anyOf", "$ref", "$defs",
+    "definitions", "title", "description", "default", "examples", "$schema", "$id",
+}  # fmt: skip
+SIMPLE_CHARACTERS = 4096  # of such a schema
 MAX_GIB = 1  # memory that a trial may need
 NICENESS = 10  # the process yields to the engine, if both want the same CPU core
+
+
+def needs_trial(constraint: Constraint) -> bool:
+    """Whether it may take long to compile. Short JSON schemas with simple keywords do not."""
+    if constraint.kind not in ("json_schema", "tagged_json") or len(constraint.source) > SIMPLE_CHARACTERS:
+        return True
+    schema = json.loads(constraint.source)
+    schema = schema["schema"] if constraint.kind == "tagged_json" else schema
+    return any(each.keys() - SIMPLE_KEYWORDS for each in subschemas(schema))
 
 
 class Trial:

@@ -14,8 +14,7 @@ from windfall.core.constraint import Constraint
 from windfall.core.errors import InputError
 from windfall.grammar.base import Grammar
 from windfall.grammar.compile import Grammars, check_installed
-from windfall.grammar.limits import compiles_fast
-from windfall.grammar.trial import Trial
+from windfall.grammar.trial import Trial, needs_trial
 from windfall.serve.errors import ApiError
 from windfall.serve.settings import Settings
 
@@ -49,9 +48,8 @@ class LimitedGrammars:
         if (known := self._grammars.find(constraint)) is not None:
             return known
         check_installed(constraint)
-        if compiles_fast(constraint):
-            return await asyncio.wrap_future(self._threads.submit(self._grammars.compile, constraint))
-        return await asyncio.wrap_future(self._threads.submit(self._try, constraint))
+        work = self._try if needs_trial(constraint) else self._grammars.compile
+        return await asyncio.wrap_future(self._threads.submit(work, constraint))
 
     def _try(self, constraint: Constraint) -> Grammar:
         with self._trial() as trial:

@@ -26,7 +26,7 @@ class Ended(Exception):
 
 
 class TextReader:
-    """A place in a text of which more may come."""
+    """A place in a text that may still grow."""
 
     def __init__(self, closing: str):
         """`closing`: a tag that ends JSON which is not complete."""

@@ -16,7 +16,7 @@ from windfall.train.mixtures import KL, Mixture, without_kl
 from windfall.train.row_losses import RowTargets, draft_indices, mixed, new_generator, row_targets
 
 MAX_LOGITS = 2**27  # in memory at a time
-MIXTURE_TENSORS = 4  # losses other than the cross-entropy need so many times the memory for a row
+MIXTURE_TENSORS = 4  # memory for a row of losses other than the cross-entropy, as a multiple of its memory
 
 
 class Report(NamedTuple):

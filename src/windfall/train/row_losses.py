@@ -19,7 +19,7 @@ in all of them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,29 +77,6 @@ def draft_indices(draft_tokens: Tensor, vocab_size: int) -> Tensor:
     indices = torch.full((vocab_size,), -1, device=draft_tokens.device)
     indices[draft_tokens] = torch.arange(len(draft_tokens), device=draft_tokens.device)
     return indices
-
-
-def row_losses(logits: Tensor, targets: RowTargets, mixture: Mixture) -> Tensor:
-    """The loss of each row [n], differentiable by the head's logits [n, Vd]. Weigh and add the rows as you need.
-
-    It keeps one gradient of the size of the logits; large batches should be passed in slices, under
-    `torch.utils.checkpoint` if the logits themselves are too large.
-    """
-    found: Tensor = _RowLosses.apply(logits, targets, mixture)  # type: ignore[no-untyped-call]
-    return found
-
-
-class _RowLosses(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: RowTargets, mixture: Mixture) -> Tensor:
-        losses, slopes = mixed(logits, targets, mixture)
-        ctx.save_for_backward(slopes.to(logits.dtype))
-        return losses
-
-    @staticmethod
-    def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
-        (slopes,) = ctx.saved_tensors
-        return slopes * given[:, None].to(slopes.dtype), None, None
 
 
 def mixed(logits: Tensor, targets: RowTargets, mixture: Mixture) -> tuple[Tensor, Tensor]:

@@ -38,7 +38,7 @@ END = -1  # in place of a token, after the end of an excerpt
 
 
 class Excerpt(NamedTuple):
-    """A text up to `end`, of which the target wrote the tokens from `start` on."""
+    """The beginning of a text, up to `end`. The target generated its tokens from `start` on."""
 
     tokens: list[int]
     start: int

@@ -16,8 +16,7 @@ from windfall.bench.speed.profiled import kernels
 from windfall.bench.speed.race import Progress, Settings
 from windfall.core.clock import now
 from windfall.drafters.base import Drafter
-from windfall.drafters.block import BlockDrafter
-from windfall.drafters.feature_head import FeatureHeadDrafter
+from windfall.drafters.head_drafter import HeadDrafter
 from windfall.drafters.lm import LMDrafter
 from windfall.engine.profiling import some_tree
 from windfall.model.target import Target
@@ -72,8 +71,9 @@ def weights_read(model: Any) -> int:
 
 def module_of(drafter: Drafter) -> torch.nn.Module | None:
     """The network of a drafter that runs on the device."""
-    if isinstance(drafter, FeatureHeadDrafter | BlockDrafter):
-        return drafter.head
+    if isinstance(drafter, HeadDrafter):
+        head: torch.nn.Module = drafter.head
+        return head
     return drafter.decoder.model if isinstance(drafter, LMDrafter) else None
 
 

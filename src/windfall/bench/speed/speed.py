@@ -23,8 +23,7 @@ from windfall.bench.speed.passes import (
 from windfall.bench.speed.race import LOOKUP_TOKENS, Race, Settings, entries, timed_generate
 from windfall.bench.tasks import Prompt
 from windfall.drafters.base import Drafter
-from windfall.drafters.block import BlockDrafter
-from windfall.drafters.feature_head import FeatureHeadDrafter
+from windfall.drafters.head_drafter import HeadDrafter
 from windfall.drafters.lm import LMDrafter
 from windfall.engine.engine import Engine
 from windfall.model.target import Target
@@ -88,7 +87,7 @@ def widened(target: Target, drafter: DrafterSpec, like: str) -> tuple[Target, Dr
     from windfall.bench.widen import widen, widen_pair
 
     made, name = drafter.make(), target.name.rstrip("/").rpartition("/")[2]
-    if not isinstance(made, FeatureHeadDrafter | BlockDrafter):
+    if not isinstance(made, HeadDrafter):
         return Target(widen(target.model, like, name), target.tokenizer), drafter
     made.attach(target)
     pair = widen_pair(target.model, made.head, like, name)

@@ -18,8 +18,7 @@ from windfall.bench.throughput.workload import Settings
 from windfall.costs.curves import Costs
 from windfall.costs.online import OnlineCosts
 from windfall.drafters.base import Drafter
-from windfall.drafters.block import BlockDrafter
-from windfall.drafters.feature_head import FeatureHeadDrafter
+from windfall.drafters.head_drafter import HeadDrafter
 from windfall.drafters.lm import LMDrafter
 from windfall.engine import profiling
 from windfall.engine.engine import Engine
@@ -108,11 +107,8 @@ class Engines:
 
 def loaded(drafter: Drafter, target: Target) -> Drafter:
     """The drafter with its model in memory, if it has one that copies of the drafter can share."""
-    from windfall.heads.loading import find_head
-
-    if isinstance(drafter, FeatureHeadDrafter | BlockDrafter):
-        kind = "head" if isinstance(drafter, FeatureHeadDrafter) else "block"
-        return replace(drafter, model=find_head(drafter.model, target, kind))
+    if isinstance(drafter, HeadDrafter):
+        return replace(drafter, model=drafter.find_head(target))
     if isinstance(drafter, LMDrafter):
         drafter.attach(target)
         return replace(drafter, model=drafter.decoder.model)

@@ -14,7 +14,6 @@ from windfall.drafters.base import GpuForm
 from windfall.engine.gpu.drafters import (
     ChildSampler,
     Drafted,
-    GpuBlockDrafter,
     GpuDrafter,
     gpu_drafter,
     prefill,
@@ -166,24 +165,22 @@ class Cycle:
 
     def draft_passes(self, count: int, sampler: ChildSampler) -> None:
         """The first `count` draft passes. All levels of a block head but the first take one launch."""
+        assert self.draft is not None
         self.first_pass(sampler)
-        if self._grows_at_once and count > 1:
-            assert isinstance(self.draft, GpuBlockDrafter)
+        levels = self.draft.all_levels(sampler)
+        if count > 1 and levels is not None and self._only_grows and self.plan.k <= levels.levels.candidates:
             terms = self.terms if self.rule.calibrated else None
-            levels = self.draft.all_levels(sampler)
             grow_levels(self.tree, self.next_rows, count - 1, self.plan.k, self.rule, levels, terms)
             return
         for _ in range(1, count):
             self.next_pass(sampler)
 
     @property
-    def _grows_at_once(self) -> bool:
-        """Whether nothing but `grow` happens between two levels."""
-        plan, draft = self.plan, self.draft
+    def _only_grows(self) -> bool:
+        """Whether nothing but `grow`, without bounds, floor or shape, happens between two levels."""
+        plan = self.plan
         special = (plan.bounds, plan.floor, plan.shape, plan.keep)
-        if not isinstance(draft, GpuBlockDrafter) or any(each is not None for each in special):
-            return False
-        return "entropy" not in plan.watches and plan.k <= draft.fewest_candidates
+        return all(each is None for each in special) and "entropy" not in plan.watches
 
     def first_pass(self, sampler: ChildSampler) -> None:
         """The first draft pass: add the root's children, and choose the nodes of the next pass."""

@@ -169,6 +169,10 @@ class GpuDrafter:
         """Run nodes with the slots `here`, whose parents have the slots `above`; returns logits [w, V]."""
         raise NotImplementedError
 
+    def all_levels(self, sampler: ChildSampler) -> PairCandidates | None:
+        """The candidates of all levels, once the first pass has run; None: a later level needs a pass of its own."""
+        return None
+
     def _first_logits(self, rows: Pass, last: Tensor) -> Drafted:
         raise NotImplementedError
 
@@ -263,13 +267,7 @@ class GpuBlockDrafter(StatesDrafter):
         return self._candidates(rows.positions, rows.tokens, sampler)
 
     def all_levels(self, sampler: ChildSampler) -> PairCandidates:
-        """The candidates of all levels after the first; for `grow_levels`."""
         return self._candidates(None, self.tokens[:1], sampler)
-
-    @property
-    def fewest_candidates(self) -> int:
-        """Candidates of a level, for any sampling."""
-        return min(self._alone.candidates, self._coupled.candidates)
 
     def _levels(self, sampler: ChildSampler) -> Levels:
         """The buffers for this sampling, which all passes of a cycle use, as these may be captured apart."""

@@ -170,6 +170,10 @@ class Pipeline:
         plan, draft = self.cycle.plan, self.cycle.draft
         return 0 if draft is None or plan.decide is None else min(draft.levels, plan.passes)
 
+    def passes_run(self, step: Step) -> int:
+        """The draft passes that ran for this Step: at least those that its plan wanted."""
+        return max(self.levels_at_once, step.draft_passes) if step.draft_passes else 0
+
     def _launch_first_passes(self, count: int, columns: int) -> None:
         """Launch the first draft passes as one graph, with a report at the end if the plan decides."""
         asks, count = self.cycle.plan.decide is not None, self.levels_at_once or count

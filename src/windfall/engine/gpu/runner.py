@@ -138,8 +138,7 @@ class GpuRunner:
             finally:  # learning comes after the caller has the Step
                 pipeline.stream_used = time.perf_counter() - collected > CALLER_BUSY_SECONDS
                 sequence.observe(step)
-                passes = pipeline.levels_at_once or step.draft_passes if step.draft_passes else 0
-                record_costs(online_costs, step, passes, plan.width, context.length)
+                record_costs(online_costs, step, pipeline.passes_run(step), plan.width, context.length)
             if step.finish:
                 return
             context = sequence.begin_cycle(online_costs.costs)

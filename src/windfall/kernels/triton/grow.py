@@ -779,21 +779,10 @@ def _grow(
     tl.store(staged_at, (staged + tl.where(staged + WIDTH <= STAGED_ROWS, advance, 0)).to(tl.int64))
 
 
-def grow(
-    tree: TreeArrays,
-    nodes: Tensor,
-    tokens: Tensor,
-    logq: Tensor,
-    next_pass: NextPass,
-    rule: Rule,
-    calibration: Calibration | None = None,
-    shape: Tensor | None = None,
-    bounds: Tensor | None = None,
-    floor: Tensor | None = None,
-) -> None:
+def grow(tree: TreeArrays, nodes: Tensor, *given: Any) -> None:
     """See `kernels.grow.reference`."""
-    given, fixed = arguments(tree, nodes, tokens, logq, next_pass, rule, calibration, shape, bounds, floor)
-    _grow[(len(nodes) if nodes.dim() == 2 else 1,)](*given, **fixed, **pdl_launch(logq))
+    positional, fixed = arguments(tree, nodes, *given)
+    _grow[(len(nodes) if nodes.dim() == 2 else 1,)](*positional, **fixed, **pdl_launch(nodes))
 
 
 def arguments(

@@ -40,12 +40,14 @@ SMALL_TILE = 1024  # sums up to which three programs run on a multiprocessor
 MERGED = 2048  # partial sums that a program loads before it adds the first
 ONES = tl.constexpr(16)  # columns of the matrix that sums weights: the fewest of a matrix product
 MAX_TILE = 8192  # sums that a program holds
-# Of a pass over several requests: programs for tiles, most of which find no keys and end at once, because only some
-# texts are long; and for rows alone, four for each multiprocessor.
+# A pass over several requests launches up to these numbers of programs for tiles and for single rows. If each program
+# takes one part, most tile programs find no keys and end at once, because only some texts are long.
 BATCH_TILE_PROGRAMS, BATCH_ROW_PROGRAMS = 2112, 528
-LOOPED_TILES = True  # a tile's program takes adjacent parts in one loop, with loads of later ones under way
+LOOPED_TILES = True  # a tile's program takes adjacent parts in one loop, and loads the next keys while it computes
 LOOPED_TILE_PROGRAMS = 528
-LOOP_STAGES = 5  # the first of them fetch page numbers; two blocks of keys and values are under way
+LOOP_STAGES = (
+    5  # of the loop's software pipeline: it loads page numbers first, then two blocks of keys and values ahead
+)
 
 
 class Tile(NamedTuple):
@@ -170,6 +172,22 @@ def _merge_parts(
 
 
 @triton.jit
+def _merge_and_store(
+    target, tops, totals, partials, counters, sinks, query, own, place, step, first_part, last_part, done, within,
+    D: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,
+    SINKS: tl.constexpr,
+):  # fmt: skip
+    """Store the results of the rows whose parts are all `done`."""
+    if tl.max(done.to(tl.int32)) > 0:
+        top, weight, sums = _merge_parts(
+            tops, totals, partials, place, step, first_part, last_part, done, D, PARTS, BLOCK_M, BLOCK_D, UNROLL
+        )
+        weight, sums = _add_sink(sinks, query, own, top, weight, sums, SINKS)
+        _store_result(target, sums, weight, done[:, None] & within[None, :])
+        tl.store(counters + place, 0, mask=done)  # for the next launch
+
+
+@triton.jit
 def _limits(part, own, reach, oldest, BLOCK_N: tl.constexpr):
     """The first position of the first block, and the end, of the keys that these rows see in a part."""
     start = tl.maximum(_part_start(part), tl.min(tl.where(own, oldest, 1 << 30)) // BLOCK_N * BLOCK_N)
@@ -252,13 +270,10 @@ def _attend_part(
             before = tl.atomic_add(counters + place, 1, mask=split, sem="release", scope="gpu")
             tl.debug_barrier()
             done = split & (before == last_part - first_part)
-            if tl.max(done.to(tl.int32)) > 0:
-                top, weight, sums = _merge_parts(
-                    tops, totals, partials, place, step, first_part, last_part, done, D, PARTS, BLOCK_M, BLOCK_D, UNROLL
-                )
-                weight, sums = _add_sink(sinks, query, own, top, weight, sums, SINKS)
-                _store_result(target, sums, weight, done[:, None] & within[None, :])
-                tl.store(counters + place, 0, mask=done)  # for the next launch
+            _merge_and_store(
+                target, tops, totals, partials, counters, sinks, query, own, place, step, first_part, last_part, done,
+                within, D, PARTS, BLOCK_M, BLOCK_D, UNROLL, SINKS,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -325,13 +340,10 @@ def _attend_tile(
     before = tl.atomic_add(counters + place, made, mask=counted, sem="release", scope="gpu")
     tl.debug_barrier()
     done = counted & (before + made == last_part - first_part + 1)
-    if tl.max(done.to(tl.int32)) > 0:
-        top, weight, sums = _merge_parts(
-            tops, totals, partials, place, step, first_part, last_part, done, D, PARTS, BLOCK_M, BLOCK_D, UNROLL
-        )
-        weight, sums = _add_sink(sinks, query, own, top, weight, sums, SINKS)
-        _store_result(target, sums, weight, done[:, None] & within[None, :])
-        tl.store(counters + place, 0, mask=done)  # for the next launch
+    _merge_and_store(
+        target, tops, totals, partials, counters, sinks, query, own, place, step, first_part, last_part, done,
+        within, D, PARTS, BLOCK_M, BLOCK_D, UNROLL, SINKS,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["nodes", "lineage_row", "window", "first", "tiles", "stride", "singles", "table_row"])

@@ -102,7 +102,7 @@ def _embed(
     BLOCK_A: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (row). Each token has ROWS rows, all but the first of which are the mask."""
+    """Program (row). Each token has ROWS rows: its embedding, and then the mask."""
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + row // ROWS)

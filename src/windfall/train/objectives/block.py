@@ -34,7 +34,7 @@ class BlockLoss(Distilling):
     share: float = option(0.5, "share of the answers' positions at which a block begins", low=0.01, high=1)
     anchors: int = option(512, "most blocks of a text", low=1)
     step_weights: str = option("exp", HELP, choices=("exp", "dpace"))
-    first: float = option(0.4, "share of the training with the loss kl, whatever `loss` is", low=0, high=1)
+    first: float = option(0.4, "share of the training that uses the loss kl; after it, `loss` is used", low=0, high=1)
     unary: float = option(0.3, "weight of kl without pair scores, beside the loss with them", low=0)
 
     def __post_init__(self) -> None:

@@ -114,6 +114,10 @@ class BatchDrafter:
         given = Pass.in_pages(rows.tokens[:seats].flatten(), positions, rows.slots[:seats].flatten(), paths)
         return self._next_logits(given, rows, seats)
 
+    def all_levels(self, seats: int, sampler: SeatSampler) -> PairCandidates | None:
+        """The candidates of all levels, once the first pass has run; None: a later level needs a pass of its own."""
+        return None
+
     def rows_of(self, seats: int, width: int) -> tuple[Tensor, Tensor]:
         """Owners and tiles of `width` rows for each request."""
         if (seats, width) not in self._owners:
@@ -236,13 +240,7 @@ class BatchBlockDrafter(BatchStatesDrafter):
         return self._candidates(rows.positions[:seats].flatten(), rows.tokens[:seats].flatten(), seats, sampler)
 
     def all_levels(self, seats: int, sampler: SeatSampler) -> PairCandidates:
-        """The candidates of all levels after the first; for `grow_levels`."""
         return self._candidates(None, self.state.tokens[:seats, 0], seats, sampler)
-
-    @property
-    def fewest_candidates(self) -> int:
-        """Candidates of a level, for any sampling."""
-        return min(self._alone.candidates, self._coupled.candidates)
 
     def _block(self, roots: Tensor, seats: int) -> Pass:
         """The rows of a block for each request."""

@@ -27,7 +27,7 @@ def rehearse(runner: GpuBatchRunner, texts: Callable[[int], list[Sequence]]) -> 
             yield (place + 1) / len(levels)
     finally:
         runner.budget, runner.learns = budget, True
-        runner.pool.clear()  # nobody asks for these texts again
+        runner.pool.clear()  # the made-up texts are of no further use
 
 
 def _play(runner: GpuBatchRunner, script: Script, texts: list[Sequence]) -> None:

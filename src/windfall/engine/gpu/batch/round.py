@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from windfall.engine.gpu.batch.drafters import BatchBlockDrafter, BatchDrafter
+from windfall.engine.gpu.batch.drafters import BatchDrafter
 from windfall.engine.gpu.batch.sampler import SeatSampler
 from windfall.engine.gpu.batch.state import BatchState
 from windfall.engine.gpu.batch.target import BatchTarget, Kind
@@ -137,11 +137,11 @@ class Round:
 
     def draft_passes(self, seats: int, sizes: Sizes, pending: int, rule: Rule, kind: Kind) -> None:
         """All draft passes of a round. All levels of a block head but the first take one launch."""
+        assert self.drafter is not None
         self.first_draft_pass(seats, sizes, pending, rule, kind)
-        drafter = self.drafter
-        if isinstance(drafter, BatchBlockDrafter) and sizes.k <= drafter.fewest_candidates:
+        levels = self.drafter.all_levels(seats, SeatSampler(self.state, kind))
+        if levels is not None and sizes.k <= levels.levels.candidates:
             trees, rows = first(self.state.trees, seats), first_rows(self.next_rows(sizes.width), seats)
-            levels = drafter.all_levels(seats, SeatSampler(self.state, kind))
             grow_levels(trees, rows, sizes.passes - 1, sizes.k, rule, levels, self._terms(seats, rule))
             return
         for _ in range(1, sizes.passes):
