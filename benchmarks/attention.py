@@ -24,14 +24,18 @@ from windfall.kernels.triton import path_attention as kernel
 from windfall.render import console
 
 SHAPES = {"SmolLM2-135M": (9, 3, 64), "Qwen2.5-1.5B": (12, 2, 128), "Llama-3.1-8B": (32, 8, 128)}  # heads, of keys, d
-WAYS = {  # whether a program loops over adjacent parts, programs for tiles, stages of the loop
-    "apart, 2112": (False, 2112, 5),
-    "looped, 264": (True, 264, 5),
-    "looped, 528": (True, 528, 5),
-    "looped, 528, 3 stages": (True, 528, 3),
-    "looped, 1056": (True, 1056, 5),
-    "looped, 2112": (True, 2112, 5),
+WAYS = {  # whether a program loops over adjacent parts, programs for tiles and for rows, stages of the loop
+    "apart": (False, 2112, 528, 5),
+    "looped": (True, 528, 528, 5),
+    "looped, 264 tiles": (True, 264, 528, 5),
+    "looped, 1056 tiles": (True, 1056, 528, 5),
+    "looped, 3 stages": (True, 528, 528, 3),
+    "looped, 264 rows": (True, 528, 264, 5),
+    "looped, 1056 rows": (True, 528, 1056, 5),
+    "looped, 2112 rows": (True, 528, 2112, 5),
+    "looped, 3 stages, 2112 rows": (True, 528, 2112, 3),
 }
+NAMES = ("LOOPED_TILES", "LOOPED_TILE_PROGRAMS", "BATCH_ROW_PROGRAMS", "LOOP_STAGES", "BATCH_TILE_PROGRAMS")
 LAYERS = 8
 REPLAYS = 15
 
@@ -63,12 +67,13 @@ def measure(shape: str, requests: int, rows: int, length: int, speed: float) -> 
     caches = [torch.randn(2, shared, capacity, width, device="cuda").bfloat16() for _ in range(LAYERS)]
     queries = torch.randn(requests * rows, heads, width, device="cuda").bfloat16()
     times = {}
-    before = kernel.LOOPED_TILES, kernel.LOOPED_TILE_PROGRAMS, kernel.BATCH_TILE_PROGRAMS, kernel.LOOP_STAGES
-    for way, (looped, programs, stages) in WAYS.items():
-        kernel.LOOPED_TILES, kernel.LOOP_STAGES = looped, stages
-        kernel.LOOPED_TILE_PROGRAMS = kernel.BATCH_TILE_PROGRAMS = programs
+    before = [getattr(kernel, name) for name in NAMES]
+    for way, given in WAYS.items():
+        for name, value in zip(NAMES, (*given, given[1]), strict=True):
+            setattr(kernel, name, value)
         times[way] = graph_time(queries, caches, reach, lineage, pages)
-    kernel.LOOPED_TILES, kernel.LOOPED_TILE_PROGRAMS, kernel.BATCH_TILE_PROGRAMS, kernel.LOOP_STAGES = before
+    for name, value in zip(NAMES, before, strict=True):
+        setattr(kernel, name, value)
     floor = round(1e6 * total * shared * width * 4 / speed, 1)
     return {"shape": shape, "requests": requests, "rows": rows, "us": times, "floor_us": floor}
 

@@ -1,6 +1,6 @@
 """Milliseconds of a cycle's draft passes: the bundled head against untrained block heads, and those of a verify pass.
 
-python benchmarks/draft_phase.py [--target MODEL] [--layers 2,3,5] [--block 8] [--passes 7] [--length 512]
+python benchmarks/draft_phase.py [--target MODEL] [--drafter HEAD] [--layers 2,3,5] [--block 8] [--passes 7] [--length 512]
                                  [--widen llama-3.1-8b] [--json FILE]
 
 The passes are those of a beam, captured as one CUDA graph and replayed after a text of `--length` tokens. Every
@@ -39,7 +39,7 @@ ROWS = 60  # of the verify pass
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("target", "widen", "json"):
+    for name in ("target", "drafter", "widen", "json"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--layers", default="2,3,5")
     parser.add_argument("--block", type=int, default=8)
@@ -47,8 +47,9 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
-    engine = windfall.load(options.target, device="cuda", dtype=options.dtype)
-    assert isinstance(engine.drafter, FeatureHeadDrafter)
+    engine = windfall.load(options.target, options.drafter, device="cuda", dtype=options.dtype)
+    if not isinstance(engine.drafter, FeatureHeadDrafter):
+        parser.error(f"the drafter of {options.target} is no EAGLE head; --drafter names one")
     target, heads = engine.target, {"bundled head": engine.drafter.head}
     for layers in map(int, options.layers.split(",")):
         shape = {"layers": layers, "block": options.block, "vocabulary": heads["bundled head"].draft_tokens}

@@ -4,7 +4,7 @@
 #   benchmarks/gpu.sh OUT STAGE… -- TASK…        TASK: a JSONL file with prompts, or builtin
 #
 # Stages: draft-phase draft-phase-8b products first-token shapes price price-8b texts texts-fp16 batch-texts throughput throughput-8b soak
-# MODEL (environment) is the target; without it, the embedded model. A stage that fails or takes longer than LIMIT
+# MODEL and DRAFTER (environment) are the target and its drafter; without them, the embedded pair. A stage that fails or takes longer than LIMIT
 # seconds (600) does not stop the others; the exit code is the number of such stages. `python benchmarks/tables.py
 # --take OUT` puts the results into the documentation.
 set -u
@@ -18,7 +18,7 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
 done
 shift
 PY=${PYTHON:-python3}
-TARGET=${MODEL:+--target $MODEL}
+TARGET="${MODEL:+--target $MODEL} ${DRAFTER:+--drafter $DRAFTER}"
 LIMIT=${LIMIT:-600}
 BATCH_METHODS=none,beam,chain,tetris,batch-gt,smart,survival,auto
 mkdir -p "$OUT"

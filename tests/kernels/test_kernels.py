@@ -246,9 +246,8 @@ def test_small_products_fit() -> None:
 def test_segments_have_programs_of_their_own_where_that_takes_fewer_turns() -> None:
     from windfall.kernels.triton.matmul import splits
 
-    assert splits(64, 2) and splits(128, 2)  # few tiles
-    assert splits(160, 2)  # three turns of half the length instead of two
-    assert not splits(256, 2) and not splits(160, 1)
+    assert splits(24, 4) and splits(64, 2)  # few tiles
+    assert not splits(96, 2) and not splits(24, 1)
 
 
 @pytest.mark.parametrize(

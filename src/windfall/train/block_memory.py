@@ -7,7 +7,6 @@ skips what no row sees. `DenseBlocks` uses explicit masks, text by text.
 
 from __future__ import annotations
 
-import inspect
 import math
 from functools import cache
 from typing import Any, NamedTuple
@@ -204,9 +203,8 @@ def _listed(given: Tensor) -> tuple[Tensor, Tensor]:
 @cache
 def _compiled() -> Any:
     """Compiled for fixed sizes; without its kernel the scores of all rows and columns would be in memory."""
-    known = inspect.signature(torch.compile).parameters  # torch 2.11 has no limit of its own for each function
-    limit: dict[str, Any] = {"recompile_limit": MAX_SIZES} if "recompile_limit" in known else {}
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True, **limit)
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    return torch._dynamo.config.patch(recompile_limit=MAX_SIZES)(compiled)
 
 
 def _together(x: Tensor) -> Tensor:

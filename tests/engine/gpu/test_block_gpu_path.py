@@ -12,14 +12,15 @@ from helpers.tiny import prompt
 from windfall.engine.gpu.drafters import drafter_form
 from windfall.engine.split_runner import SplitRunner
 
-ON_GPU = ["block", "block-pruned", "block-plain", "block-dflash", "block-conv", "block-markov", "block-scaled"]
+ON_GPU = ["block", "block-pruned", "block-plain", "block-dflash", "block-window"]
+ON_GPU += ["block-conv", "block-markov", "block-scaled"]
 WARM: dict[str, Any] = {"temperature": 1.0, "seed": 3}
 LENGTH = 26
 PROMPTS = [prompt(length, seed=length) for length in (9, 70, 14)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "sampling"), [*((kind, {}) for kind in ON_GPU), *((kind, WARM) for kind in ON_GPU[:4])]
+    ("kind", "sampling"), [*((kind, {}) for kind in ON_GPU), *((kind, WARM) for kind in ON_GPU[:5])]
 )
 def test_the_device_drafts_the_same_trees(kind: str, sampling: dict[str, Any]) -> None:
     host, device = (engine("llama", kind, "beam", graphs) for graphs in (False, True))
@@ -63,14 +64,15 @@ def test_batches_write_the_same_texts(kind: str, policy: str) -> None:
     assert isinstance(runner, SplitRunner) and not device.batch_fallback
 
 
-def test_a_batch_drafts_the_trees_of_single_texts() -> None:
-    host, device = (engine("llama", "block", "beam", graphs) for graphs in (False, True))
+@pytest.mark.parametrize("kind", ["block", "block-window"])
+def test_a_batch_drafts_the_trees_of_single_texts(kind: str) -> None:
+    host, device = (engine("llama", kind, "beam", graphs) for graphs in (False, True))
     wanted = [host.generate(each, max_new_tokens=LENGTH, eos=()) for each in PROMPTS]
     for one, other in zip(wanted, device.generate_batch(PROMPTS, max_new_tokens=LENGTH, eos=()), strict=True):
         assert [step.tokens for step in one.steps][:-3] == [step.tokens for step in other.steps][: len(one.steps) - 3]
 
 
-@pytest.mark.parametrize("kind", ["block-rnn", "block-gated", "block-windows"])
+@pytest.mark.parametrize("kind", ["block-rnn", "block-gated", "block-windows", "block-anchor-windows"])
 def test_what_has_no_kernels_runs_on_the_host(kind: str) -> None:
     made = engine("llama", kind, "beam", True)
     found = made.generate(prompt(), max_new_tokens=8, eos=())

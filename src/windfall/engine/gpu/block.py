@@ -12,7 +12,7 @@ from transformers.activations import ACT2FN
 from windfall.engine.gpu.forward import Pass, Unsupported
 from windfall.engine.gpu.rope import RotaryTable, cos_and_sin, has_fixed_angles
 from windfall.engine.gpu.weights import merge
-from windfall.heads.block import BlockHead
+from windfall.heads.block import BlockConfig, BlockHead
 from windfall.kernels.levels import Levels, PairTables
 from windfall.kernels.norm import add_norm, rotate_and_store
 from windfall.kernels.product import linear, norm_gate, norm_rotate
@@ -46,7 +46,8 @@ class BlockNetwork:
             return self.fused(rows, self.kv)
         size = self.head.config.block
         hidden = self.head.rows(rows.tokens, size).flatten(0, 1)[None]
-        turn, buffer = self.head.rotary(rows.positions[None], hidden.dtype), BlockBuffer(self.kv, rows.slots, rows)
+        turn = self.head.rotary(rows.positions[None], hidden.dtype)
+        buffer = BlockBuffer(self.kv, rows.slots, rows, self.head.config)
         for layer in self.head.layers:
             hidden = layer(hidden, turn, buffer)
         return self.head.normed(hidden[0])
@@ -86,17 +87,18 @@ class BlockNetwork:
 class BlockBuffer:
     """The KV cache of a block head in a fixed buffer, for one pass."""
 
-    def __init__(self, kv: Tensor, slots: Tensor, rows: Pass | None = None):
-        self.kv, self.slots, self.rows = kv, slots, rows
+    def __init__(self, kv: Tensor, slots: Tensor, rows: Pass | None = None, config: BlockConfig | None = None):
+        self.kv, self.slots, self.rows, self.config = kv, slots, rows, config
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         self.kv[0, layer].index_copy_(1, self.slots, keys[0])
         self.kv[1, layer].index_copy_(1, self.slots, values[0])
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        assert self.rows is not None
+        assert self.rows is not None and self.config is not None
         self.append(layer, keys, values)
-        out = self.rows.attend(queries[0].transpose(0, 1), self.kv[:, layer])  # [n, heads, d]
+        window = self.config.window(layer)
+        out = self.rows.attend(queries[0].transpose(0, 1), self.kv[:, layer], window)  # [n, heads, d]
         return out.transpose(0, 1)[None]
 
 
@@ -140,7 +142,7 @@ class FusedBlock:
         for place, layer in enumerate(self.layers):
             given = (layer.input_layernorm.weight, self.eps, self.qkv[place], None, *rotary)
             queries, total = norm_rotate(x, total, *given, kv[0, place], kv[1, place], rows.slots)
-            out = rows.attend(queries, kv[:, place])
+            out = rows.attend(queries, kv[:, place], self.head.config.window(place))
             attended = linear(out.flatten(1), layer.self_attn.o_proj.weight, layer.self_attn.o_proj.bias)
             gates, total = norm_gate(
                 attended, total, layer.post_attention_layernorm.weight, self.eps, self.gate_up[place]
@@ -175,7 +177,10 @@ def block_unsupported(head: BlockHead) -> str:
     config = head.config
     if config.pair in ("gated", "rnn"):
         return f"its pair scores are {config.pair!r}, which run on the host"
-    visible = {config.visibility(layer) for layer in range(config.layer.num_hidden_layers)}
-    if len(visible) > 1 or visible.pop().window is not None:
-        return "the layers of its head see different rows or have windows"
+    visible = [config.visibility(layer) for layer in range(config.layer.num_hidden_layers)]
+    if len({each.bidirectional for each in visible}) > 1:
+        return "some layers of its head see later rows and others do not"
+    windows = [each.window for each in visible if each.window is not None]
+    if windows and (min(windows) < config.block or config.flag("anchor_windows")):
+        return "its windows are shorter than its block, or counted from the anchor"
     return ""

@@ -29,7 +29,7 @@ FEW_TILES = 264  # of 64 outputs and 64 rows each: two for each multiprocessor
 MANY_OUTPUTS = 16_384  # from here on, tiles of 256 outputs still occupy all multiprocessors
 PREFETCHED_BYTES = 2**23  # of a weight, requested while the previous kernel still runs
 MIN_PREFETCHED, MAX_PREFETCHED = 256, 1024  # elements of K that are requested early, in each segment
-SHORT_K = 1024  # below this, loops are too short for large tiles
+SHORT_K, LONG_K = 1024, 8192  # loops over fewer elements are too short for large tiles; over more, they pay
 
 
 class Tile(NamedTuple):
@@ -137,12 +137,9 @@ def segments_of(outputs: int, k: int) -> tuple[int, int]:
 def splits(tiles: int, segments: int) -> bool:
     """Whether a tile's segments go to programs of their own; otherwise one program takes all of them.
 
-    They do if there are few tiles, or if the last tiles would otherwise leave most multiprocessors idle.
+    They do if the tiles alone would leave half of the multiprocessors idle.
     """
-    if segments == 1 or tiles > COUNTERS:
-        return False
-    turns, split_turns = (-(-programs // ENOUGH_TILES) for programs in (tiles, tiles * segments))
-    return tiles <= ENOUGH_TILES or split_turns < segments * turns
+    return segments > 1 and tiles <= min(ENOUGH_TILES // 2, COUNTERS)
 
 
 def prefetched_elements(outputs: int, segments: int) -> int:
@@ -189,7 +186,12 @@ def _large_tile(rows: int, outputs: int, k: int, long: int) -> Tile:
         return Tile(256, 128, STEP, 4, 8, True)
     if rows <= 128:
         return Tile(64, 128, long, 4, 4, True)
-    return Tile(128, 64, STEP, 4, 4, True) if rows <= 384 else Tile(128, 128, STEP, 5, 8, True)
+    if rows <= 384:
+        if k >= LONG_K and rows > 256:
+            return Tile(256, 128, STEP, 4, 8, True)
+        one_turn = -(-outputs // 128) * -(-rows // 64) <= ENOUGH_TILES
+        return Tile(128, 64, long if one_turn else STEP, 4, 4, True)
+    return Tile(128, 128, STEP, 5, 8, True)
 
 
 def supported(x: Tensor, weight: Tensor) -> bool:
