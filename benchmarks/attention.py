@@ -1,8 +1,8 @@
 """Attention of batches: microseconds by requests, rows and lengths, for several ways to divide the work.
 
-python benchmarks/attention.py [SHAPE…] [--requests 8,64] [--rows 1,4] [--length 300] [--json FILE]
+python benchmarks/attention.py [SHAPE…] [--requests 1,8,64] [--rows 1,4] [--length 300] [--json FILE]
 
-Without SHAPE: all shapes. Rows of a request are a chain that branches from its text. The texts have lengths between
+Without SHAPE: all shapes. The rows of a request are a tree of up to seven levels. The texts have lengths between
 half and one and a half of `--length`. A graph holds the attention of several layers with caches of their own. The floor
 is the number of bytes of keys and values, divided by the memory's bandwidth.
 """
@@ -24,18 +24,27 @@ from windfall.kernels.triton import path_attention as kernel
 from windfall.render import console
 
 SHAPES = {"SmolLM2-135M": (9, 3, 64), "Qwen2.5-1.5B": (12, 2, 128), "Llama-3.1-8B": (32, 8, 128)}  # heads, of keys, d
-WAYS = {  # whether a program loops over adjacent parts, programs for tiles and for rows, stages of the loop
-    "apart": (False, 2112, 528, 5),
-    "looped": (True, 528, 528, 5),
-    "looped, 264 tiles": (True, 264, 528, 5),
-    "looped, 1056 tiles": (True, 1056, 528, 5),
-    "looped, 3 stages": (True, 528, 528, 3),
-    "looped, 264 rows": (True, 528, 264, 5),
-    "looped, 1056 rows": (True, 528, 1056, 5),
-    "looped, 2112 rows": (True, 528, 2112, 5),
-    "looped, 3 stages, 2112 rows": (True, 528, 2112, 3),
+WAYS = {  # what differs from the defaults of the kernel
+    "default": {},
+    "merge one part at a time": {"MAX_UNROLL": 1},
+    "parts apart": {"LOOPED_TILES": False},
+    "1056 programs for tiles": {"LOOPED_TILE_PROGRAMS": 1056},
+    "1056 programs for rows": {"BATCH_ROW_PROGRAMS": 1056},
+    "264 programs for rows": {"BATCH_ROW_PROGRAMS": 264},
+    "3 stages": {"LOOP_STAGES": 3},
+    "4 stages": {"LOOP_STAGES": 4},
 }
-NAMES = ("LOOPED_TILES", "LOOPED_TILE_PROGRAMS", "BATCH_ROW_PROGRAMS", "LOOP_STAGES", "BATCH_TILE_PROGRAMS")
+LONE_WAYS = {  # of one request, whose keys are not in pages
+    "default": {},
+    "merge one part at a time": {"MAX_UNROLL": 1},
+    "parts apart": {"LOOPED_TILES": False},
+    "2 stages": {"LONE_STAGES": 2},
+    "4 stages": {"LONE_STAGES": 4},
+    "16 rows": {"WIDE_HEIGHT": 16},
+    "198 programs": {"MAX_PROGRAMS": 198},
+    "16 rows, 264 programs": {"WIDE_HEIGHT": 16, "MAX_PROGRAMS": 264},
+}
+LEVELS = 7  # of a request's tree
 LAYERS = 8
 REPLAYS = 15
 
@@ -43,7 +52,7 @@ REPLAYS = 15
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="*", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--requests", default="8,64")
+    parser.add_argument("--requests", default="1,8,64", help="at once; 1: keys are not in pages")
     parser.add_argument("--rows", default="1,4", help="of a request; 1: plain decoding")
     parser.add_argument("--length", type=int, default=300)
     parser.add_argument("--json")
@@ -66,45 +75,54 @@ def measure(shape: str, requests: int, rows: int, length: int, speed: float) -> 
     pages, reach, lineage, capacity, total = made
     caches = [torch.randn(2, shared, capacity, width, device="cuda").bfloat16() for _ in range(LAYERS)]
     queries = torch.randn(requests * rows, heads, width, device="cuda").bfloat16()
-    times = {}
-    before = [getattr(kernel, name) for name in NAMES]
-    for way, given in WAYS.items():
-        for name, value in zip(NAMES, (*given, given[1]), strict=True):
+    times, lone = {}, requests == 1
+    for way, changes in (LONE_WAYS if lone else WAYS).items():
+        before = {name: getattr(kernel, name) for name in changes}
+        for name, value in changes.items():
             setattr(kernel, name, value)
-        times[way] = graph_time(queries, caches, reach, lineage, pages)
-    for name, value in zip(NAMES, before, strict=True):
-        setattr(kernel, name, value)
+        times[way] = graph_time(queries, caches, reach, lineage, None if lone else pages, pages.lengths)
+        for name, value in before.items():
+            setattr(kernel, name, value)
     floor = round(1e6 * total * shared * width * 4 / speed, 1)
     return {"shape": shape, "requests": requests, "rows": rows, "us": times, "floor_us": floor}
 
 
 def batch(requests: int, rows: int, length: int, group: int) -> tuple[Pages, Tensor, Tensor | None, int, int]:
     """Pages, reach and lineage of a batch; the slots of its cache; and the keys of all texts together."""
-    lengths = torch.linspace(length / 2, 1.5 * length, requests).long().cuda()
+    lengths = (
+        torch.linspace(length / 2, 1.5 * length, requests).long().cuda()
+        if requests > 1
+        else torch.tensor([length], device="cuda")
+    )
     wide = pages_for(int(lengths.max()) + rows)
     tables = (1 + torch.randperm(requests * wide).view(requests, wide)).int().cuda()
     staging = (requests * wide + 1) * PAGE_TOKENS
     owners = torch.arange(requests, device="cuda").repeat_interleave(rows)
     tiles = tiles_of(owners, tile_rows(group), max_tiles(len(owners), requests + 1, tile_rows(group)))
-    depth = torch.arange(rows, device="cuda").repeat(requests)
+    levels = min(rows, LEVELS)
+    depth = (torch.arange(rows, device="cuda") * levels // rows).repeat(requests)
     lineage = None
-    if rows > 1:
+    if rows > 1:  # a row's path: the first row of each level above it, then itself
         own = staging + torch.arange(requests * rows, device="cuda").view(requests, rows)
-        lineage = own.repeat_interleave(rows, 0).int()
+        firsts = -(-torch.arange(levels, device="cuda") * rows // levels)
+        lineage = own[:, firsts].repeat_interleave(rows, 0)
+        lineage.scatter_(1, depth[:, None], own.flatten()[:, None])
+        lineage = lineage.int()
     reach = lengths[owners] + depth + (rows > 1)
     pages = Pages(owners.int(), lengths if rows > 1 else lengths - 1, tables, tiles)
     return pages, reach, lineage, staging + requests * rows, int(lengths.sum())
 
 
-def graph_time(queries: Tensor, caches: list[Tensor], reach: Tensor, lineage: Tensor | None, pages: Pages) -> float:
+def graph_time(
+    queries: Tensor, caches: list[Tensor], reach: Tensor, lineage: Tensor | None, pages: Pages | None, length: Tensor
+) -> float:
     """Microseconds of one layer, from replays of a graph of all of them."""
-    none = torch.zeros(1, dtype=torch.long, device="cuda")
-    path_attention(queries, *caches[0], none, reach, lineage, pages=pages)
+    path_attention(queries, *caches[0], length, reach, lineage, pages=pages)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for cache in caches:
-            path_attention(queries, *cache, none, reach, lineage, pages=pages)
+            path_attention(queries, *cache, length, reach, lineage, pages=pages)
     taken = []
     for _ in range(REPLAYS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -49,6 +49,10 @@ MODELS: dict[str, dict[str, tuple[int, int]]] = {
         "vocabulary": (128_256, 4096),
     },
 }
+OTHER_MODELS = {  # only if they are named
+    "gpt-oss-20b": {"qkv": (5120, 2880), "o": (2880, 4096), "vocabulary": (201_088, 2880)},
+    "Gemma-3-4B": {"qkv": (4096, 2560), "o": (2560, 2048), "gate and up": (20_480, 2560), "down": (2560, 10_240)},
+}
 ROWS = "1,2,4,8,16,24,32,48,64,96,128,192,256,320"
 GRAPH_BYTES = 2**29  # of weights in a graph: far more than the caches hold
 MAX_PRODUCTS = 64  # in a graph
@@ -57,17 +61,18 @@ REPLAYS = 15
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(MODELS)}")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(MODELS | OTHER_MODELS)}")
     parser.add_argument("--rows", default=ROWS)
     parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--json")
     options = parser.parse_args()
     rows = [int(each) for each in options.rows.split(",")]
-    jobs = [(name, kind) for name in options.names or MODELS for kind in MODELS[name]]
+    known = MODELS | OTHER_MODELS
+    jobs = [(name, kind) for name in options.names or MODELS for kind in known[name]]
     found = []
     with console.progress("Timing…") as progress:
         for place, (name, kind) in enumerate(jobs):
-            found.append({"model": name, "product": kind, **measure(*MODELS[name][kind], rows, options.tiles)})
+            found.append({"model": name, "product": kind, **measure(*known[name][kind], rows, options.tiles)})
             progress((place + 1) / len(jobs))
     publish({"products": found, "dtype": "bfloat16"}, options.json)
 
@@ -99,7 +104,7 @@ def fastest_tiles(x: Tensor, weights: list[Tensor]) -> list[tuple[float, tuple[A
     """The three fastest tiles, each after its time and before whether segments have programs of their own."""
     found, chosen, splits = [], kernel.choose_tile, kernel.splits
     segments, _ = kernel.segments_of(len(weights[0]), x.shape[1])
-    for tile, split in product(candidates(x.shape[1]), (False, True) if segments > 1 else (False,)):
+    for tile, split in product(candidates(*x.shape), (False, True) if segments > 1 else (False,)):
         if 2 * tile.stages * tile.step * (tile.outputs + tile.rows) > shared_memory(x.device):
             continue
         kernel.choose_tile = lambda *given, tile=tile: tile
@@ -110,14 +115,16 @@ def fastest_tiles(x: Tensor, weights: list[Tensor]) -> list[tuple[float, tuple[A
     return sorted(found)[:3]
 
 
-def candidates(k: int) -> list[kernel.Tile]:
-    """Tiles with tensor descriptors for many rows."""
+def candidates(rows: int, k: int) -> list[kernel.Tile]:
+    """Tiles for this number of rows."""
     shapes = ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 8), (128, 256, 8), (256, 64, 8), (256, 128, 8))
+    few = ((32, 16, 2), (32, 16, 4), (64, 16, 4), (128, 16, 4))
     return [
-        kernel.Tile(outputs, rows, step, stages, warps, True)
-        for outputs, rows, warps in shapes
+        kernel.Tile(outputs, height, step, stages, warps, descriptors)
+        for outputs, height, warps in (few if rows <= 16 else shapes)
         for step in (64, 128)
-        for stages in (3, 4)
+        for stages in ((4, 6, 8) if rows <= 16 else (3, 4))
+        for descriptors in ((False, True) if rows <= 16 else (True,))
         if k % step == 0
     ]
 

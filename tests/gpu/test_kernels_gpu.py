@@ -90,7 +90,7 @@ def test_draw(n: int, vocabulary: int, temperature: float, dtype: torch.dtype) -
 
 
 @both
-@pytest.mark.parametrize(("w", "k"), [(1, 1), (10, 10), (64, 16)])
+@pytest.mark.parametrize(("w", "k"), [(1, 1), (10, 10), (64, 16), (7, 32)])
 @pytest.mark.parametrize("columns", [16_384, 49_152, 151_936])
 @pytest.mark.parametrize(("dice", "named"), [(False, False), (True, False), (True, True)])
 def test_top_children(w: int, k: int, columns: int, dice: bool, named: bool, dtype: torch.dtype) -> None:

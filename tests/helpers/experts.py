@@ -88,11 +88,10 @@ def check_experts(n: int, size: Size, dtype: torch.dtype, device: str = "cpu") -
     weights = random_weights(size, dtype, device)
     x = clear_rows(n, weights)
     close = 2e-5 if dtype == torch.float32 else 0.03
-    made = [experts(x, *weights, exact) for exact in (False, True)]
+    made = experts(x, *weights)
     for implementation in ("eager", "grouped_mm") if device == "cpu" or dtype == torch.bfloat16 else ("eager",):
         wanted = transformers_mlp(x, weights, implementation)
-        for each in made:
-            torch.testing.assert_close(each, wanted, atol=close, rtol=close)
+        torch.testing.assert_close(made, wanted, atol=close, rtol=close)
 
 
 def check_mixture(n: int, size: Size, dtype: torch.dtype, kind: str = "random", device: str = "cpu") -> None:
@@ -121,11 +120,11 @@ def check_bits(counts: tuple[int, ...], size: Size, dtype: torch.dtype, device: 
     torch.manual_seed(size.hidden)
     n = max(counts)
     weights, x = random_weights(size, dtype, device), random_rows(n, size, dtype, device)
-    whole = experts(x, *weights, True)
+    whole = experts(x, *weights)
     for count in counts:
         rows = torch.randperm(n, device=device)[:count]
-        assert torch.equal(experts(x[rows], *weights, True), whole[rows]), count
-        assert torch.equal(experts(x[n - count :], *weights, True), whole[n - count :]), count
+        assert torch.equal(experts(x[rows], *weights), whole[rows]), count
+        assert torch.equal(experts(x[n - count :], *weights), whole[n - count :]), count
 
 
 def companies(n: int, device: str) -> list[Tensor]:

@@ -156,7 +156,7 @@ def test_draw_among_scores_that_are_almost_equal() -> None:
 @both
 @pytest.mark.parametrize(
     ("w", "k", "columns", "dice", "named"),
-    [(3, 4, 700, False, False), (2, 16, 1100, True, True), (1, 1, 5, True, False), (2, 5, 515, False, True)],
+    [(3, 4, 700, False, False), (2, 32, 2100, True, True), (1, 1, 5, True, False), (2, 5, 515, False, True)],
 )
 def test_top_children(w: int, k: int, columns: int, dice: bool, named: bool, dtype: torch.dtype) -> None:
     check_top(w, k, columns, dtype, dice, named)

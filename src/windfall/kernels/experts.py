@@ -4,17 +4,17 @@ The router and the experts are those of GPT-OSS in transformers. Results are rou
 except that the sum over a row's experts is rounded once, as in transformers' `grouped_mm` (its default); its `eager`
 form rounds after every expert. Of experts with equal logits, the one with the lowest index is chosen.
 
-On Triton, the result of a row does not depend on the number of rows or on the other rows, if its logits do not.
+On Triton, the result of a row does not depend on the number of rows or on the other rows, to the bit.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from windfall.kernels.backend import on_triton
 from windfall.kernels.expert_weights import Experts
-from windfall.kernels.product import linear
 
 
 def experts(
@@ -22,10 +22,18 @@ def experts(
     router: Tensor,  # [E, H]
     router_bias: Tensor | None,  # [E]
     own: Experts,
-    exact: bool = False,
 ) -> Tensor:
-    """The router and its mixture → [n, H]. With `exact`, a row has the same bits in every pass."""
-    return mixture(x, linear(x, router, router_bias, exact), own)
+    """The router and its mixture → [n, H]."""
+    return mixture(x, logits_of(x, router, router_bias), own)
+
+
+def logits_of(x: Tensor, router: Tensor, bias: Tensor | None) -> Tensor:
+    """The router's logits [n, E]."""
+    if on_triton(x) and router.is_contiguous():
+        from windfall.kernels.triton.experts import router as run
+
+        return run(x, router, bias)
+    return F.linear(x, router, bias)
 
 
 def mixture(x: Tensor, logits: Tensor, own: Experts) -> Tensor:

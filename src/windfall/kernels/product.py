@@ -28,6 +28,7 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 MAX_FUSED_ROWS = 64  # with more rows, exact passes compute a product with larger tiles, and the rest apart
 MAX_LINEAR_ROWS = 16  # the same for products that are fused with nothing
 MAX_FAST_ROWS = 64  # with at most this number, fast passes also use our product, which can start early
+MAX_NORMED = 1024  # elements of a row up to which its norm is fused with a product
 PIECE_ROWS = 64  # rows that torch multiplies at a time in exact mode
 
 
@@ -146,7 +147,7 @@ def tiling_for(
     x: Tensor, weight: Tensor, exact: bool = False, unit: int | None = None, normed: bool = False
 ) -> Tiling | None:
     """The tiling of a fused kernel for these operands; None: use `product`."""
-    if not is_half(x, weight) or not weight.is_contiguous():
+    if not is_half(x, weight) or not weight.is_contiguous() or (normed and x.shape[1] > MAX_NORMED):
         return None
     from windfall.kernels.triton.product import choose_tiling, exact_tiling
 

@@ -113,6 +113,6 @@ class FusedForward:
         how: dict[str, Any] = {"kind": self.kind, "before": norm.before}
         if isinstance(mlp, ExpertsMlp):
             normed, total = add_norm(attended, total, norm.weight, self.eps, **how)
-            return experts(normed, *mlp, self.exact), total
+            return experts(normed, *mlp), total
         gates, total = norm_gate(attended, total, norm.weight, self.eps, mlp.gate_up, self.exact, gelu=mlp.gelu, **how)
         return linear(gates, mlp.down, None, self.exact), total

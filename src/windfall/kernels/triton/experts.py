@@ -1,11 +1,13 @@
-"""A mixture of experts in four kernels, whose shapes do not depend on which experts are chosen.
+"""A router, and a mixture of experts in four kernels whose shapes do not depend on which experts are chosen.
 
-`_choose_experts` chooses the experts of each row, and lists the rows of each expert in blocks. `_expert_gate_up` and
-`_expert_down` multiply a block of rows by some columns of their expert's weight, so a weight is read once per block.
-`_sum_experts` adds the outputs of a row's experts, in descending order of their logits.
+`_router` computes the logits of a row's experts. `_choose_experts` chooses the experts of each row, and lists the rows
+of each expert in blocks. `_expert_gate_up` and `_expert_down` multiply a block of rows by some columns of their
+expert's weight, so a weight is read once per block. `_sum_experts` adds the outputs of a row's experts, in descending
+order of their logits.
 
-Every product is one sum over K, sixteen elements at a time in ascending order (see matmul.py). Neither the tile nor a
-row's place in a block plays a part in this, so a row has the same bits in every pass.
+A program of `_router` computes logits of one row. Every product of an expert is one sum over K, sixteen elements at a
+time in ascending order (see matmul.py). Neither the tile nor a row's place in a block plays a part in this. So a row
+has the same bits in every pass.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
 
@@ -24,6 +26,7 @@ STEP = 64  # elements of K that a program loads at a time
 AHEAD = tl.constexpr(256)  # elements of K that `_expert_down` prefetches before it waits
 CHOSEN_ROWS = 64  # rows whose experts are chosen at a time
 SUM_COLUMNS = 1024  # per program of `_sum_experts`
+ROUTED = 2  # experts of a program of `_router`
 
 
 class Tile(NamedTuple):
@@ -34,6 +37,26 @@ class Tile(NamedTuple):
     stages: int  # of `_expert_gate_up`
     down_stages: int
     warps: int
+
+
+@triton.jit
+def _router(
+    x, weight, bias, out, experts, x_row,
+    BIAS: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, ROUTED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (experts, row). There are few outputs, so a matrix product would leave most multiprocessors idle."""
+    expert = tl.program_id(0) * ROUTED + tl.arange(0, ROUTED)
+    row = tl.program_id(1).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    inside, known = k < K, expert < experts
+    at = weight + expert[:, None] * K + k[None, :]
+    own = tl.load(at, mask=known[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    pdl_wait(PDL)
+    given = tl.load(x + row * x_row + k, mask=inside, other=0.0).to(tl.float32)
+    sums = tl.sum(own * given[None, :], 1)
+    if BIAS:
+        sums += tl.load(bias + expert, mask=known, other=0.0).to(tl.float32)
+    tl.store(out + row * experts + expert, sums.to(out.dtype.element_ty), mask=known)
 
 
 @triton.jit(do_not_specialize=["n", "room"])
@@ -194,6 +217,29 @@ def _sum_experts(parts, out, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PD
     for each in tl.static_range(1, TOP_K):
         total += tl.load(parts + (row * TOP_K + each) * width + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+def router(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [n, H] times weight [E, H] transposed, plus bias [E] → [n, E]. A row has the same bits in every pass."""
+    (n, k), experts = x.shape, len(weight)
+    assert x.stride(1) == 1 and weight.is_contiguous()
+    out = x.new_empty(n, experts)
+    _router[(-(-experts // ROUTED), n)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        out,
+        experts,
+        x.stride(0),
+        BIAS=bias is not None,
+        K=k,
+        BLOCK_K=power_of_two(k),
+        ROUTED=ROUTED,
+        num_warps=4,
+        enable_fp_fusion=False,
+        **pdl_launch(x),
+    )
+    return out
 
 
 def choose_tile(pairs: int, experts: int, half: bool) -> Tile:
