@@ -24,25 +24,21 @@ from windfall.kernels.triton import path_attention as kernel
 from windfall.render import console
 
 SHAPES = {"SmolLM2-135M": (9, 3, 64), "Qwen2.5-1.5B": (12, 2, 128), "Llama-3.1-8B": (32, 8, 128)}  # heads, of keys, d
-WAYS = {  # what differs from the defaults of the kernel
+WAYS: dict[str, dict[str, int]] = {  # what differs from the defaults of the kernel
     "default": {},
-    "merge one part at a time": {"MAX_UNROLL": 1},
+    "merge more parts at a time": {"MERGED": 8192},
     "parts apart": {"LOOPED_TILES": False},
     "1056 programs for tiles": {"LOOPED_TILE_PROGRAMS": 1056},
     "1056 programs for rows": {"BATCH_ROW_PROGRAMS": 1056},
     "264 programs for rows": {"BATCH_ROW_PROGRAMS": 264},
     "3 stages": {"LOOP_STAGES": 3},
-    "4 stages": {"LOOP_STAGES": 4},
 }
-LONE_WAYS = {  # of one request, whose keys are not in pages
+LONE_WAYS: dict[str, dict[str, int]] = {  # of one request, whose keys are not in pages
     "default": {},
-    "merge one part at a time": {"MAX_UNROLL": 1},
-    "parts apart": {"LOOPED_TILES": False},
-    "2 stages": {"LONE_STAGES": 2},
-    "4 stages": {"LONE_STAGES": 4},
-    "16 rows": {"WIDE_HEIGHT": 16},
+    "merge more parts at a time": {"MERGED": 8192},
+    "tiles of 16 rows": {"WIDE_HEIGHT": 16},
     "198 programs": {"MAX_PROGRAMS": 198},
-    "16 rows, 264 programs": {"WIDE_HEIGHT": 16, "MAX_PROGRAMS": 264},
+    "tiles of 16 rows, 264 programs": {"WIDE_HEIGHT": 16, "MAX_PROGRAMS": 264},
 }
 LEVELS = 7  # of a request's tree
 LAYERS = 8

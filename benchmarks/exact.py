@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from provenance import publish
 
@@ -31,7 +31,7 @@ from windfall.render import console
 POLICIES = "auto,beam,salf,talon,ltd"
 TEMPERATURES = (0.0, 1.0)
 MODES = {"fast": False, "exact": True}
-WARM_UP = 3  # prompts, where only texts are compared
+WARM_UP = 3  # prompts
 
 
 def main() -> None:
@@ -59,13 +59,13 @@ def main() -> None:
     policies = ["none", *options.policies.split(",")]
     jobs = [(t, policy, mode) for t in TEMPERATURES for policy in policies for mode in engines]
     texts: dict[tuple[Any, ...], list[list[int]]] = {}
-    rates: dict[tuple[Any, ...], float] = {}
+    rates: dict[tuple[Any, ...], Rate] = {}
     with console.progress("Generating…") as progress:
         for place, job in enumerate(jobs):
             temperature, policy, mode = job
             engine = engines[mode]
             engine.policy = registry.policy(policy)
-            run(engine, prompts[: WARM_UP if options.texts else None], temperature, options.tokens)
+            run(engine, prompts[:WARM_UP], temperature, options.tokens)
             texts[job], rates[job] = run(engine, prompts, temperature, options.tokens)
             progress((place + 1) / len(jobs))
     rows = [
@@ -104,20 +104,40 @@ def widened(options: argparse.Namespace, given: dict[str, Any]) -> Callable[[], 
     return lambda: (Target(pair.model, engine.target.tokenizer), as_drafter(pair.head), {})
 
 
-def speed(rates: dict[tuple[Any, ...], float], temperature: float, policy: str, mode: str) -> dict[str, float]:
-    """Tokens per second, and their ratio to those of fast passes if these were measured."""
+class Rate(NamedTuple):
+    """What a run took: tokens per second with prefill, tokens per verify pass, and milliseconds for each pass."""
+
+    tokens_per_second: float
+    tau: float
+    cycle_ms: float
+
+
+def speed(rates: dict[tuple[Any, ...], Rate], temperature: float, policy: str, mode: str) -> dict[str, float]:
+    """The rate, and its ratio to that of fast passes if these were measured.
+
+    Exact and fast passes write different texts, with a different tau. The ratio of cycles does not depend on it.
+    """
     own, fast = rates[temperature, policy, mode], rates.get((temperature, policy, "fast"))
-    return {"tokens_per_second": own} | ({} if fast is None else {"of_fast": own / fast})
+    ratios = {}
+    if fast is not None:
+        ratios = {
+            "of_fast": own.tokens_per_second / fast.tokens_per_second,
+            "cycle_of_fast": fast.cycle_ms / own.cycle_ms,
+        }
+    return {**own._asdict(), **ratios}
 
 
-def run(engine: windfall.Engine, prompts: list[str], temperature: float, tokens: int) -> tuple[list[list[int]], float]:
-    """The texts of these prompts, each with its own seed, and tokens per second, prefill included."""
-    texts, seconds = [], 0.0
+def run(engine: windfall.Engine, prompts: list[str], temperature: float, tokens: int) -> tuple[list[list[int]], Rate]:
+    """The texts of these prompts, each with its own seed, and the rate."""
+    texts, seconds, cycles = [], 0.0, 0
     for seed, prompt in enumerate(prompts):
         start = time.perf_counter()
-        texts.append(engine.generate(prompt, max_new_tokens=tokens, temperature=temperature, seed=seed).token_ids)
+        text = engine.generate(prompt, max_new_tokens=tokens, temperature=temperature, seed=seed)
         seconds += time.perf_counter() - start
-    return texts, sum(map(len, texts)) / seconds
+        cycles += len(text.steps)
+        texts.append(text.token_ids)
+    made = sum(map(len, texts))
+    return texts, Rate(made / seconds, made / cycles, 1000 * seconds / cycles)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ for stage in "${STAGES[@]}"; do
 	first-token) run $stage "$PY" benchmarks/first_token.py $TARGET --json "$json" ;;
 	shapes) run $stage "$PY" benchmarks/shapes.py --length 512 --json "$json" ;;
 	price) run $stage "$PY" benchmarks/exact.py "$@" $TARGET --limit 10 --policies auto,beam --json "$json" ;;
-	price-8b) run $stage "$PY" benchmarks/exact.py "$@" $TARGET --limit 2 --policies auto --widen llama-3.1-8b --json "$json" ;;
+	price-8b) run $stage "$PY" benchmarks/exact.py "$@" $TARGET --limit 4 --policies auto --widen llama-3.1-8b --json "$json" ;;
 	texts) run $stage "$PY" benchmarks/exact.py "$@" $TARGET --limit 40 --texts --modes exact --json "$json" ;;
 	texts-fp16) run $stage "$PY" benchmarks/exact.py "$@" $TARGET --limit 7 --dtype float16 --texts --modes exact --json "$json" ;;
 	batch-texts) run $stage "$PY" benchmarks/batch_texts.py "$@" $TARGET --limit 40 --json "$json" ;;

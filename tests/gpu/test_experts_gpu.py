@@ -73,11 +73,11 @@ def test_a_graph_serves_rows_that_choose_other_experts(n: int) -> None:
     torch.manual_seed(n)
     weights, x = random_weights(SIZE, torch.bfloat16, "cuda"), random_rows(n, SIZE, torch.bfloat16, "cuda")
     for _ in range(2):
-        experts(x, *weights, True)
+        experts(x, *weights)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = experts(x, *weights, True)
+        made = experts(x, *weights)
     for _ in range(3):
         x.copy_(random_rows(n, SIZE, torch.bfloat16, "cuda"))
         graph.replay()
-        assert torch.equal(made, experts(x, *weights, True))
+        assert torch.equal(made, experts(x, *weights))

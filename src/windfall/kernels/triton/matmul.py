@@ -162,17 +162,14 @@ def choose_tile(rows: int, outputs: int, k: int, descriptors: bool, memory: int)
 def _small_tile(rows: int, outputs: int, k: int, long: int) -> Tile:
     """The tile for at most 64 rows."""
     height = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    if long == STEP and height == 16:
+        return Tile(128, 16, STEP, 4, 4, False) if k < SHORT_K else Tile(64, 16, STEP, 8, 4, False)
     if long == STEP:
-        return (
-            Tile(128, 16, STEP, 4, 4, False)
-            if height == 16
-            else Tile(128 if height == 32 else 64, height, STEP, 6, 4, True)
-        )
+        return Tile(128 if height == 32 else 64, height, STEP, 6, 4, True)
     if height == 64 and outputs >= MANY_OUTPUTS and k >= SHORT_K:
         return Tile(256, 64, STEP, 4, 8, True)
-    return Tile(
-        128 if outputs >= 4 * MANY_OUTPUTS and height < 64 else 64, height, long, 5 if height == 16 else 4, 4, True
-    )
+    stages = (6 if k >= LONG_K else 5) if height == 16 else 4
+    return Tile(128 if outputs >= 4 * MANY_OUTPUTS and height < 64 else 64, height, long, stages, 4, True)
 
 
 def _large_tile(rows: int, outputs: int, k: int, long: int) -> Tile:

@@ -63,21 +63,24 @@ def _add_norm(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (row)."""
-    pdl_wait(PDL)
+    """Program (row). It loads weights before it waits, since no kernel writes them."""
     row = tl.program_id(0).to(tl.int64)
-    given = row
-    if PICK:
-        given = tl.load(pick + row)
     column = tl.arange(0, BLOCK)
     inside = column < width
     kind = normed.dtype.element_ty
+    given = row
+    if not PICK:
+        factor = tl.load(weight + (row % PARTS) * width + column, mask=inside, other=0.0)
+    if BEFORE:
+        own = tl.load(before + column, mask=inside, other=0.0)
+    pdl_wait(PDL)
+    if PICK:
+        given = tl.load(pick + row)
+        factor = tl.load(weight + (given % PARTS) * width + column, mask=inside, other=0.0)
     wide = tl.load(x + given * x_row + column, mask=inside, other=0.0).to(tl.float32)
-    factor = tl.load(weight + (given % PARTS) * width + column, mask=inside, other=0.0)
     if SCATTER:
         goal = buffer + tl.load(scatter_index + row) * buffer_row + column
     if BEFORE:
-        own = tl.load(before + column, mask=inside, other=0.0)
         wide = _scaled(wide, _shrink(wide, width, eps), own, kind, WIDE, ONE).to(tl.float32)
     if ADD:
         wide += tl.load(residual + given * residual_row + column, mask=inside, other=0.0).to(tl.float32)

@@ -37,7 +37,7 @@ FAR_SHIFT = tl.constexpr(MIDDLE_SHIFT.value + MIDDLE_END.value // MIDDLE.value -
 # Programs for rows alone and for tiles, each: half of those that a GPU of 132 multiprocessors runs at the same time.
 MAX_PROGRAMS_SMALL, MAX_PROGRAMS = 198, 132
 SMALL_TILE = 1024  # sums up to which three programs run on a multiprocessor
-MERGED, MAX_UNROLL = 64, 4  # partial sums that a thread loads before it adds the first, and parts
+MERGED = 2048  # partial sums that a program loads before it adds the first; more of them were not faster
 ONES = tl.constexpr(16)  # columns of the matrix that sums weights: the fewest of a matrix product
 MAX_TILE = 8192  # sums that a program holds
 # A pass over several requests launches up to these numbers of programs for tiles and for single rows. If each program
@@ -45,8 +45,7 @@ MAX_TILE = 8192  # sums that a program holds
 BATCH_TILE_PROGRAMS, BATCH_ROW_PROGRAMS = 2112, 528
 LOOPED_TILES = True  # a tile's program takes adjacent parts in one loop, and loads the next keys while it computes
 LOOPED_TILE_PROGRAMS = 528
-# Stages of a loop's software pipeline. In pages, it loads page numbers first, then two blocks of keys and values ahead.
-LOOP_STAGES, LONE_STAGES = 5, 3
+LOOP_STAGES = 5  # of the loop's software pipeline: page numbers come first, then keys and values two blocks ahead
 WIDE_HEIGHT = 32  # query rows of a tile of one request's tree, for heads wider than 64
 
 
@@ -212,17 +211,16 @@ def _committed_slots(at, limit, table, PAGED: tl.constexpr, PAGE: tl.constexpr, 
 
 @triton.jit
 def _attend_part(
-    queries, keys, values, tables, lineage, out, tops, totals, partials, counters, sinks, scale, inner,
-    owner, committed, length, straight, node, query, own, reach, oldest, first_part, last_part, first_row, turns,
-    nodes, part, table_row, query_row, query_head, key_row, value_row, lineage_row, out_row, out_head,
+    queries, keys, values, owners, lengths, tables, lineage, out, tops, totals, partials, counters, sinks, scale, inner,
+    length, straight, node, query, own, reach, oldest, first_part, last_part, first_row, turns, nodes, part,
+    table_row, query_row, query_head, key_row, value_row, lineage_row, out_row, out_head,
     CHAIN: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    PRECISION: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """One part of a tile's own rows: in one turn, or in one turn for each row if their keys lie in different slots.
 
-    One loop over the blocks of all turns, so that the loads of the next turn are under way while one is computed. If a
-    row has several parts, the last program to finish merges them.
+    If a row has several parts, the last program to finish merges them.
     """
     if tl.max(own.to(tl.int32)) > 0:
         dims = tl.arange(0, BLOCK_D)
@@ -232,30 +230,28 @@ def _attend_part(
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M, ONES], tl.float32)
         sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        start, end = _limits(part, own, reach, oldest, BLOCK_N)
-        blocks = tl.maximum((end - start + BLOCK_N - 1) // BLOCK_N, 1)
-        for step in tl.range(0, turns * blocks, num_stages=2 if CHAIN else STAGES):
-            row = first_row + step // blocks
-            at = start + step % blocks * BLOCK_N
-            active = own & ((turns == 1) | (node == row))  # other rows do not change in this turn
-            limit = tl.minimum(end, tl.max(tl.where(active, reach, 0)))
+        for turn in tl.range(0, turns, num_stages=1):
+            active = own & ((turns == 1) | (node == first_row + turn))  # other rows do not change in this turn
+            start, end = _limits(part, active, reach, oldest, BLOCK_N)
+            line = lineage + (first_row + turn) * lineage_row
             table = tables
             if PAGED:
-                length = tl.max(tl.where(active, committed, 0))
-                table += tl.max(tl.where(active, owner, 0)).to(tl.int64) * table_row
+                length, table = _request_of(first_row + turn, owners, lengths, tables, table_row)
                 straight = 1 << 30 if CHAIN else length
-            position = at + tl.arange(0, BLOCK_N)
-            used = position < limit
-            line = lineage + row * lineage_row
-            staged = tl.load(line + position - length, mask=used & (position >= straight), other=0)
-            plain = _committed_slots(at, tl.minimum(straight, limit), table, PAGED, PAGE, BLOCK_N)
-            slot = tl.where(position < straight, plain, staged)
-            k_at = keys + slot[None, :] * key_row + dims[:, None]
-            v_at = values + slot[:, None] * value_row + dims[None, :]
-            k = tl.load(k_at, mask=within[:, None] & used[None, :], other=0.0)
-            v = tl.load(v_at, mask=used[:, None] & within[None, :], other=0.0)
-            seen = (position[None, :] < reach[:, None]) & (position[None, :] >= oldest[:, None]) & active[:, None]
-            top, total, sums = _softmax_step(q, k, v, seen, scale, inner, top, total, sums, CAPPED, PRECISION, BLOCK_N)
+            for at in tl.range(start, end, BLOCK_N):
+                position = at + tl.arange(0, BLOCK_N)
+                used = position < end
+                staged = tl.load(line + position - length, mask=used & (position >= straight), other=0)
+                committed = _committed_slots(at, tl.minimum(straight, end), table, PAGED, PAGE, BLOCK_N)
+                slot = tl.where(position < straight, committed, staged)
+                k_at = keys + slot[None, :] * key_row + dims[:, None]
+                v_at = values + slot[:, None] * value_row + dims[None, :]
+                k = tl.load(k_at, mask=within[:, None] & used[None, :], other=0.0)
+                v = tl.load(v_at, mask=used[:, None] & within[None, :], other=0.0)
+                seen = (position[None, :] < reach[:, None]) & (position[None, :] >= oldest[:, None]) & active[:, None]
+                top, total, sums = _softmax_step(
+                    q, k, v, seen, scale, inner, top, total, sums, CAPPED, PRECISION, BLOCK_N
+                )
         weight = tl.max(total, 1)  # the columns are equal
         target = out + node[:, None].to(tl.int64) * out_row + query[:, None] * out_head + dims[None, :]
         whole = own & (first_part == last_part)
@@ -284,11 +280,11 @@ def _attend_tile(
     queries, keys, values, table, out, tops, totals, partials, counters, sinks, scale, inner,
     node, query, own, reach, oldest, first_part, last_part, start_part, stop_part, begin_part, end_part, nodes,
     query_row, query_head, key_row, value_row, out_row, out_head,
-    PAGED: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    PAGE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Parts begin_part to end_part - 1 of a tile, whose rows are of one request and find their keys in the same slots.
+    """Parts begin_part to end_part - 1 of a tile, whose rows are of one request and find their keys in its pages.
 
     One loop over all blocks, so that the loads of later parts are under way while one is computed. The state of the
     softmax starts anew with each part, and is stored at its end.
@@ -317,7 +313,7 @@ def _attend_tile(
         sums = tl.where(fresh, 0.0, sums)
         position = at + tl.arange(0, BLOCK_N)
         used = position < end
-        slot = _committed_slots(at, end, table, PAGED, PAGE, BLOCK_N)
+        slot = _committed_slots(at, end, table, True, PAGE, BLOCK_N)
         k_at = keys + slot[None, :] * key_row + dims[:, None]
         v_at = values + slot[:, None] * value_row + dims[None, :]
         k = tl.load(k_at, mask=within[:, None] & used[None, :], other=0.0)
@@ -393,8 +389,7 @@ def _attend_paths(
         length = tl.max(committed)
     else:
         length = tl.load(lengths).to(tl.int32)
-        owner = tl.full([BLOCK_M], 0, tl.int32)
-        committed = owner + length
+        committed = tl.full([BLOCK_M], 0, tl.int32) + length
     straight = 1 << 30 if CHAIN else length  # keys before this position lie in the slots of their positions
     start_part, stop_part = first_part, last_part  # of this program's rows
     if not CHAIN:
@@ -428,13 +423,11 @@ def _attend_paths(
         pdl_wait(PDL)
         if LOOPED:  # noqa: SIM102 - one condition is known to the compiler
             if not single:
-                table = tables
-                if PAGED:
-                    _, table = _request_of(first_row, owners, lengths, tables, table_row)
+                _, table = _request_of(first_row, owners, lengths, tables, table_row)
                 _attend_tile(
                     queries, keys, values, table, out, tops, totals, partials, counters, sinks, scale, inner,
                     node, query, own, reach, oldest, first_part, last_part, start_part, stop_part, part, end, nodes,
-                    query_row, query_head, key_row, value_row, out_row, out_head, PAGED, PAGE, GROUP, D, PARTS, BLOCK_M,
+                    query_row, query_head, key_row, value_row, out_row, out_head, PAGE, GROUP, D, PARTS, BLOCK_M,
                     BLOCK_N, BLOCK_D, UNROLL, STAGES, PRECISION, CAPPED, SINKS,
                 )  # fmt: skip
         if not (LOOPED and CHAIN):
@@ -443,12 +436,12 @@ def _attend_paths(
                 until = tl.where(single, end, part)
             for now in tl.range(part, until, step, num_stages=1):
                 _attend_part(
-                    queries, keys, values, tables, lineage, out, tops, totals, partials, counters, sinks, scale, inner,
-                    owner, committed, length, straight, node, query, own & (start_part <= now) & (now <= stop_part),
-                    reach, oldest, first_part, last_part, first_row, turns, nodes, now,
+                    queries, keys, values, owners, lengths, tables, lineage, out, tops, totals, partials, counters,
+                    sinks, scale, inner, length, straight, node, query,
+                    own & (start_part <= now) & (now <= stop_part), reach, oldest, first_part, last_part, first_row,
+                    turns, nodes, now,
                     table_row, query_row, query_head, key_row, value_row, lineage_row, out_row, out_head,
-                    CHAIN, PAGED, PAGE, GROUP, D, PARTS, BLOCK_M, BLOCK_N, BLOCK_D, UNROLL, STAGES, PRECISION, CAPPED,
-                    SINKS,
+                    CHAIN, PAGED, PAGE, GROUP, D, PARTS, BLOCK_M, BLOCK_N, BLOCK_D, UNROLL, PRECISION, CAPPED, SINKS,
                 )  # fmt: skip
 
 
@@ -563,12 +556,12 @@ def attend(
         BLOCK_M=tile.height,
         BLOCK_N=tile.keys,
         BLOCK_D=block_d,
-        UNROLL=max(1, min(MAX_UNROLL, MERGED * 32 * tile.warps // (tile.height * block_d))),
+        UNROLL=max(1, MERGED // (tile.height * block_d)),
         PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
         CAPPED=cap is not None,
         SINKS=sinks is not None,
-        LOOPED=LOOPED_TILES and (several or lineage is not None),
-        STAGES=LONE_STAGES if pages is None else LOOP_STAGES,
+        LOOPED=several and LOOPED_TILES,
+        STAGES=LOOP_STAGES,
         num_warps=tile.warps,
         num_stages=2,
         enable_fp_fusion=False,
