@@ -27,18 +27,18 @@ SHAPES = {"SmolLM2-135M": (9, 3, 64), "Qwen2.5-1.5B": (12, 2, 128), "Llama-3.1-8
 WAYS: dict[str, dict[str, int]] = {  # what differs from the defaults of the kernel
     "default": {},
     "merge more parts at a time": {"MERGED": 8192},
-    "parts apart": {"LOOPED_TILES": False},
-    "1056 programs for tiles": {"LOOPED_TILE_PROGRAMS": 1056},
-    "1056 programs for rows": {"BATCH_ROW_PROGRAMS": 1056},
+    "264 programs for tiles": {"BATCH_TILE_PROGRAMS": 264},
+    "1056 programs for tiles": {"BATCH_TILE_PROGRAMS": 1056},
     "264 programs for rows": {"BATCH_ROW_PROGRAMS": 264},
-    "3 stages": {"LOOP_STAGES": 3},
+    "1056 programs for rows": {"BATCH_ROW_PROGRAMS": 1056},
+    "3 stages": {"BATCH_STAGES": 3},
 }
 LONE_WAYS: dict[str, dict[str, int]] = {  # of one request, whose keys are not in pages
     "default": {},
     "merge more parts at a time": {"MERGED": 8192},
-    "tiles of 16 rows": {"WIDE_HEIGHT": 16},
+    "3 stages": {"STAGES": 3},
     "198 programs": {"MAX_PROGRAMS": 198},
-    "tiles of 16 rows, 264 programs": {"WIDE_HEIGHT": 16, "MAX_PROGRAMS": 264},
+    "264 programs": {"MAX_PROGRAMS": 264},
 }
 LEVELS = 7  # of a request's tree
 LAYERS = 8

@@ -31,7 +31,7 @@ SHAPE = {  # the embedded model's, of fewer layers
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
 def model(request: pytest.FixtureRequest) -> Any:
-    more = {"head_dim": 64} if request.param == "qwen3" else {}
+    more = {"head_dim": 128} if request.param == "qwen3" else {}
     made = tiny(request.param, dtype=torch.bfloat16, **SHAPE, **more)
     with torch.no_grad():
         for parameter in made.parameters():

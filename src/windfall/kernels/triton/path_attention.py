@@ -1,12 +1,14 @@
 """Attention of rows along their paths: a row's result depends only on the keys of its path, to the bit.
 
-Keys are processed in the order of their positions, in blocks and parts whose limits depend on positions alone, and
-parts are merged in ascending order. All sums over keys are matrix products, whose order does not depend on the tile's
-height. Therefore no sum depends on other rows, on the slots of the row's ancestors, or on the capacity. Multiply-adds
-are not fused, since two compilations could otherwise fuse them differently.
+Keys are processed in the order of their positions, in blocks and parts whose limits depend on positions alone. The
+softmax of each part is computed on its own, and then merged into that of the parts before it. All sums over keys are
+matrix products, whose order does not depend on the tile's height. Therefore no sum depends on other rows, on the slots
+of the row's ancestors, or on the capacity. Multiply-adds are not fused, since two compilations could otherwise fuse
+them differently.
 
-Where all rows find their keys in the same slots, one program computes a part for a tile of rows at once. In the parts
-in which paths differ, a program computes its rows one after the other.
+Where all rows find their keys in the same slots, a program computes adjacent parts for a tile of rows. In the parts in
+which paths differ, a program computes its rows one after the other. The program with a row's first parts merges its own
+parts as it goes. Others store theirs, and the last program to finish merges what was stored.
 
 In a batch, the committed keys of a request lie in pages, which its page table lists. A block of keys is never longer
 than a page, and both begin at multiples of their length, so that a block lies in one page.
@@ -37,24 +39,24 @@ FAR_SHIFT = tl.constexpr(MIDDLE_SHIFT.value + MIDDLE_END.value // MIDDLE.value -
 # Programs for rows alone and for tiles, each: half of those that a GPU of 132 multiprocessors runs at the same time.
 MAX_PROGRAMS_SMALL, MAX_PROGRAMS = 198, 132
 SMALL_TILE = 1024  # sums up to which three programs run on a multiprocessor
-MERGED = 2048  # partial sums that a program loads before it adds the first; more of them were not faster
+MERGED = 2048  # partial sums that a program loads before it adds the first
 ONES = tl.constexpr(16)  # columns of the matrix that sums weights: the fewest of a matrix product
-MAX_TILE = 8192  # sums that a program holds
-# A pass over several requests launches up to these numbers of programs for tiles and for single rows. If each program
-# takes one part, most tile programs find no keys and end at once, because only some texts are long.
-BATCH_TILE_PROGRAMS, BATCH_ROW_PROGRAMS = 2112, 528
-LOOPED_TILES = True  # a tile's program takes adjacent parts in one loop, and loads the next keys while it computes
-LOOPED_TILE_PROGRAMS = 528
-LOOP_STAGES = 5  # of the loop's software pipeline: page numbers come first, then keys and values two blocks ahead
-WIDE_HEIGHT = 32  # query rows of a tile of one request's tree, for heads wider than 64
+MAX_TILE = 8192  # sums that a program holds, of a part and of the parts before it each
+WIDE_TILE = 4096  # sums above which a tile has eight warps
+BATCH_TILE_PROGRAMS, BATCH_ROW_PROGRAMS = 528, 528  # for tiles and for single rows of several requests
+# Stages of the loop over blocks of keys, for several requests, long chains and others. With pages, page numbers come
+# first, then keys and values two blocks ahead. More stages leave less memory for a kernel that starts early.
+BATCH_STAGES, CHAIN_STAGES, STAGES = 5, 3, 2
+MAX_PARTS = tl.constexpr(65_536)  # of a row; see `_count_and_merge`
 
 
 class Tile(NamedTuple):
-    """Query rows and keys of a program's tile, and its warps."""
+    """Query rows and keys of a program's tile, its warps, and the stages of its loop over blocks of keys."""
 
     height: int
     keys: int
     warps: int
+    stages: int
 
 
 @triton.jit
@@ -130,56 +132,58 @@ def _load_parts(
 
 
 @triton.jit
-def _add_parts(parts, levels, weights, base, whole, sums, UNROLL: tl.constexpr):
-    """Add these parts in ascending order."""
-    for ahead in tl.static_range(UNROLL):
-        share = tl.exp2(levels[ahead] - base)
-        whole += weights[ahead] * share
-        sums += parts[ahead] * share[:, None]
-    return whole, sums
+def _merge(top, weight, sums, level, more, part):
+    """Merge the softmax of a part (level [M], more [M], part [M, D]) into that of the parts before it."""
+    higher = tl.maximum(top, level)
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    keep = tl.exp2(top - base)
+    share = tl.exp2(level - base)
+    return higher, weight * keep + more * share, sums * keep[:, None] + part * share[:, None]
 
 
 @triton.jit
 def _merge_parts(
-    tops, totals, partials, place, step, first, last, live, D: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,
+    tops, totals, partials, place, step, first, last, live, D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the softmaxes of each row's parts first [BLOCK_M] to last [BLOCK_M] in ascending order.
+    """Merge what is stored of each row's parts first [BLOCK_M] to last [BLOCK_M], in ascending order.
 
-    Parts that are not a row's own add exactly 0. place [BLOCK_M]: of each row in part 0; the next part is `step`
+    Parts that are not a row's own change nothing. place [BLOCK_M]: of each row in part 0; the next part is `step`
     further.
     """
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    weight = tl.zeros([BLOCK_M], tl.float32)
+    sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     start = tl.min(tl.where(live, first, 1 << 30))
     end = tl.max(tl.where(live, last, -1)) + 1
-    parts, levels, weights = _load_parts(  # before anything waits for a load
-        tops, totals, partials, place, step, first, last, live, start, D, BLOCK_D, UNROLL
-    )
-    index = tl.arange(0, PARTS)[None, :]
-    made = live[:, None] & (index >= first[:, None]) & (index <= last[:, None])
-    known = tl.load(tops + index * step + place[:, None], mask=made, other=float("-inf"), cache_modifier=".cg")
-    top = tl.max(known, 1)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    whole = tl.zeros([BLOCK_M], tl.float32)
-    sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    whole, sums = _add_parts(parts, levels, weights, base, whole, sums, UNROLL)
-    for early in tl.range(start + UNROLL, end, UNROLL):
+    for early in tl.range(start, end, UNROLL):
         parts, levels, weights = _load_parts(
             tops, totals, partials, place, step, first, last, live, early, D, BLOCK_D, UNROLL
         )
-        whole, sums = _add_parts(parts, levels, weights, base, whole, sums, UNROLL)
-    return top, whole, sums
+        for ahead in tl.static_range(UNROLL):
+            top, weight, sums = _merge(top, weight, sums, levels[ahead], weights[ahead], parts[ahead])
+    return top, weight, sums
 
 
 @triton.jit
-def _merge_and_store(
-    target, tops, totals, partials, counters, sinks, query, own, place, step, first_part, last_part, done, within,
-    D: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,
-    SINKS: tl.constexpr,
+def _count_and_merge(
+    target, tops, totals, partials, counters, sinks, query, own, place, step, first_part, last_part, made, prefix,
+    within, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Store the results of the rows whose parts are all `done`."""
+    """Count `made` parts of own rows as stored, of which the first `prefix` are merged into the one after them.
+
+    A counter is the sum of the first number and MAX_PARTS times the second. Store the results of the rows whose parts
+    are all there.
+    """
+    tl.debug_barrier()  # all threads have stored their parts before the atomic releases them
+    added = made + prefix * MAX_PARTS
+    counted = tl.atomic_add(counters + place, added, mask=own, sem="release", scope="gpu") + added
+    tl.debug_barrier()
+    done = own & (counted % MAX_PARTS == last_part - first_part + 1)
     if tl.max(done.to(tl.int32)) > 0:
+        first = first_part + counted // MAX_PARTS
         top, weight, sums = _merge_parts(
-            tops, totals, partials, place, step, first_part, last_part, done, D, PARTS, BLOCK_M, BLOCK_D, UNROLL
+            tops, totals, partials, place, step, first, last_part, done, D, BLOCK_M, BLOCK_D, UNROLL
         )
         weight, sums = _add_sink(sinks, query, own, top, weight, sums, SINKS)
         _store_result(target, sums, weight, done[:, None] & within[None, :])
@@ -210,18 +214,15 @@ def _committed_slots(at, limit, table, PAGED: tl.constexpr, PAGE: tl.constexpr, 
 
 
 @triton.jit
-def _attend_part(
+def _attend_rows(
     queries, keys, values, owners, lengths, tables, lineage, out, tops, totals, partials, counters, sinks, scale, inner,
-    length, straight, node, query, own, reach, oldest, first_part, last_part, first_row, turns, nodes, part,
+    length, node, query, own, reach, oldest, first_part, last_part, first_row, turns, nodes, part,
     table_row, query_row, query_head, key_row, value_row, lineage_row, out_row, out_head,
-    CHAIN: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,
-    PRECISION: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    PAGED: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One part of a tile's own rows: in one turn, or in one turn for each row if their keys lie in different slots.
-
-    If a row has several parts, the last program to finish merges them.
-    """
+    """One part of some rows whose keys lie in different slots, in one turn for each row."""
     if tl.max(own.to(tl.int32)) > 0:
         dims = tl.arange(0, BLOCK_D)
         within = dims < D
@@ -231,19 +232,18 @@ def _attend_part(
         total = tl.zeros([BLOCK_M, ONES], tl.float32)
         sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for turn in tl.range(0, turns, num_stages=1):
-            active = own & ((turns == 1) | (node == first_row + turn))  # other rows do not change in this turn
+            active = own & (node == first_row + turn)  # other rows do not change in this turn
             start, end = _limits(part, active, reach, oldest, BLOCK_N)
             line = lineage + (first_row + turn) * lineage_row
             table = tables
             if PAGED:
                 length, table = _request_of(first_row + turn, owners, lengths, tables, table_row)
-                straight = 1 << 30 if CHAIN else length
             for at in tl.range(start, end, BLOCK_N):
                 position = at + tl.arange(0, BLOCK_N)
                 used = position < end
-                staged = tl.load(line + position - length, mask=used & (position >= straight), other=0)
-                committed = _committed_slots(at, tl.minimum(straight, end), table, PAGED, PAGE, BLOCK_N)
-                slot = tl.where(position < straight, committed, staged)
+                staged = tl.load(line + position - length, mask=used & (position >= length), other=0)
+                committed = _committed_slots(at, tl.minimum(length, end), table, PAGED, PAGE, BLOCK_N)
+                slot = tl.where(position < length, committed, staged)
                 k_at = keys + slot[None, :] * key_row + dims[:, None]
                 v_at = values + slot[:, None] * value_row + dims[None, :]
                 k = tl.load(k_at, mask=within[:, None] & used[None, :], other=0.0)
@@ -252,7 +252,9 @@ def _attend_part(
                 top, total, sums = _softmax_step(
                     q, k, v, seen, scale, inner, top, total, sums, CAPPED, PRECISION, BLOCK_N
                 )
+        none = tl.zeros([BLOCK_M], tl.float32)
         weight = tl.max(total, 1)  # the columns are equal
+        top, weight, sums = _merge(none + float("-inf"), none, none[:, None] + sums * 0.0, top, weight, sums)
         target = out + node[:, None].to(tl.int64) * out_row + query[:, None] * out_head + dims[None, :]
         whole = own & (first_part == last_part)
         if tl.max(whole.to(tl.int32)) > 0:
@@ -265,45 +267,45 @@ def _attend_part(
             step = nodes * heads
             shown = split[:, None] & within[None, :]
             _store_partial(tops, totals, partials, part * step + place, dims, top, weight, sums, split, shown, D)
-            tl.debug_barrier()  # all threads have stored their part before the atomic releases it
-            before = tl.atomic_add(counters + place, 1, mask=split, sem="release", scope="gpu")
-            tl.debug_barrier()
-            done = split & (before == last_part - first_part)
-            _merge_and_store(
-                target, tops, totals, partials, counters, sinks, query, own, place, step, first_part, last_part, done,
-                within, D, PARTS, BLOCK_M, BLOCK_D, UNROLL, SINKS,
+            one = tl.full([BLOCK_M], 1, tl.int32)
+            _count_and_merge(
+                target, tops, totals, partials, counters, sinks, query, split, place, step, first_part, last_part, one,
+                one * 0, within, D, BLOCK_M, BLOCK_D, UNROLL, SINKS,
             )  # fmt: skip
 
 
 @triton.jit
 def _attend_tile(
     queries, keys, values, table, out, tops, totals, partials, counters, sinks, scale, inner,
-    node, query, own, reach, oldest, first_part, last_part, start_part, stop_part, begin_part, end_part, nodes,
+    node, query, own, reach, oldest, first_part, last_part, stop_part, begin_part, end_part, share, nodes,
     query_row, query_head, key_row, value_row, out_row, out_head,
-    PAGE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    PAGED: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     CAPPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Parts begin_part to end_part - 1 of a tile, whose rows are of one request and find their keys in its pages.
+    """Parts begin_part to end_part - 1 of a tile, whose rows are of one request and find their keys in the same slots.
 
-    One loop over all blocks, so that the loads of later parts are under way while one is computed. The state of the
-    softmax starts anew with each part, and is stored at its end.
+    One loop over all blocks, so that the loads of later parts are under way while one is computed. The softmax starts
+    anew with each part. At the end of a part it is merged with those before it, if this is the first share of the
+    tile's parts. Otherwise it is stored.
     """
     dims = tl.arange(0, BLOCK_D)
     within = dims < D
     asked = queries + node[:, None].to(tl.int64) * query_row + query[:, None] * query_head + dims[None, :]
     q = tl.load(asked, mask=own[:, None] & within[None, :], other=0.0)
     target = out + node[:, None].to(tl.int64) * out_row + query[:, None] * out_head + dims[None, :]
-    whole = own & (first_part == last_part)
-    split = own & (first_part < last_part)
     heads = tl.num_programs(0) * GROUP
     place = node * heads + query
     step = nodes * heads
     begin = tl.maximum(_part_start(begin_part), tl.min(tl.where(own, oldest, 1 << 30)) // BLOCK_N * BLOCK_N)
     end = tl.minimum(_part_start(end_part), tl.max(tl.where(own, reach, 0)))
+    merged = own & (first_part < tl.where(share == 0, end_part, -1))  # rows whose first part is here
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M, ONES], tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    all_top = tl.full([BLOCK_M], float("-inf"), tl.float32)  # of the merged parts
+    all_weight = tl.zeros([BLOCK_M], tl.float32)
+    all_sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for at in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         here = tl.maximum(at, 0)
         part = _part_of(here)
@@ -313,36 +315,40 @@ def _attend_tile(
         sums = tl.where(fresh, 0.0, sums)
         position = at + tl.arange(0, BLOCK_N)
         used = position < end
-        slot = _committed_slots(at, end, table, True, PAGE, BLOCK_N)
+        slot = _committed_slots(at, end, table, PAGED, PAGE, BLOCK_N)
         k_at = keys + slot[None, :] * key_row + dims[:, None]
         v_at = values + slot[:, None] * value_row + dims[None, :]
         k = tl.load(k_at, mask=within[:, None] & used[None, :], other=0.0)
         v = tl.load(v_at, mask=used[:, None] & within[None, :], other=0.0)
-        mine = own & (start_part <= part) & (part <= stop_part)
+        mine = own & (first_part <= part) & (part <= stop_part)
         seen = (position[None, :] < reach[:, None]) & (position[None, :] >= oldest[:, None]) & mine[:, None]
         top, total, sums = _softmax_step(q, k, v, seen, scale, inner, top, total, sums, CAPPED, PRECISION, BLOCK_N)
         stop = tl.minimum(end, _part_start(part + 1))
         ended = mine & (tl.zeros([BLOCK_M], tl.int32) + here + BLOCK_N >= stop)
         weight = tl.max(total, 1)  # the columns are equal
-        weight_and_sink, mixed = _add_sink(sinks, query, own, top, weight, sums, SINKS)
-        _store_result(target, mixed, weight_and_sink, (whole & ended)[:, None] & within[None, :])
-        shown = split & ended
-        _store_partial(
-            tops, totals, partials, part * step + place, dims, top, weight, sums, shown,
-            shown[:, None] & within[None, :], D,
+        new_top, new_weight, new_sums = _merge(all_top, all_weight, all_sums, top, weight, sums)
+        joined = ended & merged
+        all_top = tl.where(joined, new_top, all_top)
+        all_weight = tl.where(joined, new_weight, all_weight)
+        all_sums = tl.where(joined[:, None], new_sums, all_sums)
+        apart = ended & (merged == 0)
+        shown = apart[:, None] & within[None, :]
+        _store_partial(tops, totals, partials, part * step + place, dims, top, weight, sums, apart, shown, D)
+    last = tl.minimum(stop_part, end_part - 1)  # of each row here
+    made = tl.where(own, last - tl.maximum(first_part, begin_part) + 1, 0)
+    whole = own & merged & (last == last_part)
+    weight_and_sink, mixed = _add_sink(sinks, query, own, all_top, all_weight, all_sums, SINKS)
+    _store_result(target, mixed, weight_and_sink, whole[:, None] & within[None, :])
+    counted = own & (whole == 0) & (made > 0)
+    if tl.max(counted.to(tl.int32)) > 0:
+        kept = counted & merged
+        shown = kept[:, None] & within[None, :]
+        _store_partial(tops, totals, partials, last * step + place, dims, all_top, all_weight, all_sums, kept, shown, D)
+        prefix = tl.where(kept, made - 1, 0)
+        _count_and_merge(
+            target, tops, totals, partials, counters, sinks, query, counted, place, step, first_part, last_part, made,
+            prefix, within, D, BLOCK_M, BLOCK_D, UNROLL, SINKS,
         )  # fmt: skip
-    empty = whole & (reach + begin_part == 0)  # a row without keys stores zeros
-    _store_result(target, sums, tl.max(total, 1), empty[:, None] & within[None, :])
-    made = tl.minimum(stop_part, end_part - 1) - tl.maximum(start_part, begin_part) + 1  # parts of each row
-    counted = split & (made > 0)
-    tl.debug_barrier()  # all threads have stored their parts before the atomic releases them
-    before = tl.atomic_add(counters + place, made, mask=counted, sem="release", scope="gpu")
-    tl.debug_barrier()
-    done = counted & (before + made == last_part - first_part + 1)
-    _merge_and_store(
-        target, tops, totals, partials, counters, sinks, query, own, place, step, first_part, last_part, done,
-        within, D, PARTS, BLOCK_M, BLOCK_D, UNROLL, SINKS,
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["nodes", "lineage_row", "window", "first", "tiles", "stride", "singles", "table_row"])
@@ -351,15 +357,14 @@ def _attend_paths(
     sinks, scale, inner, window, first, nodes, tiles, stride, singles,
     table_row, query_row, query_head, key_head, key_row, value_head, value_row, lineage_row, out_row, out_head,
     SINGLE_ROWS: tl.constexpr, PAGED: tl.constexpr, TILED: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
-    D: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    UNROLL: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, LOOPED: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,
+    PRECISION: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (key head, tile of rows), for the GROUP queries of the head.
 
     The first `singles` programs compute the parts in which paths differ, each for SINGLE_ROWS rows, one after the
     other (0: the rows are a chain). In the other parts all rows of a request find their keys in the same slots: a
-    program computes every `stride`-th of them for a tile, or LOOPED, one of `stride` shares of adjacent ones.
+    program computes one of `stride` shares of adjacent parts for a tile.
     """
     CHAIN: tl.constexpr = SINGLE_ROWS == 0
     head = tl.program_id(0)
@@ -373,7 +378,6 @@ def _attend_paths(
         begin = tl.load(tile_rows + tile, mask=shared >= 0, other=0)
         rows = tl.where(single, SINGLE_ROWS, tl.load(tile_rows + tile + 1, mask=shared >= 0, other=0) - begin)
         first_row = tl.where(single, first_row, begin)
-    turns = tl.where(single, tl.minimum(rows, nodes - first_row), 1)
 
     member = tl.arange(0, BLOCK_M)
     node = first_row + member // GROUP
@@ -390,7 +394,6 @@ def _attend_paths(
     else:
         length = tl.load(lengths).to(tl.int32)
         committed = tl.full([BLOCK_M], 0, tl.int32) + length
-    straight = 1 << 30 if CHAIN else length  # keys before this position lie in the slots of their positions
     start_part, stop_part = first_part, last_part  # of this program's rows
     if not CHAIN:
         branching = _part_of(committed)
@@ -398,22 +401,20 @@ def _attend_paths(
         stop_part = tl.where(single, last_part, tl.minimum(last_part, branching - 1))
     own = live & (start_part <= stop_part)
     end = tl.max(tl.where(own, stop_part, -1)) + 1
-    part = tl.where(single, tl.min(tl.where(own, start_part, 1 << 30)), shared // tiles)
-    step = tl.where(single, 1, stride)
-    if LOOPED:  # parts side by side
-        begin = tl.minimum(tl.min(tl.where(own, start_part, 1 << 30)), end)
-        share = (end - begin + stride - 1) // stride
-        part = tl.where(single, part, begin + shared // tiles * share)
-        end = tl.where(single, end, tl.minimum(part + share, end))
+    begin = tl.minimum(tl.min(tl.where(own, start_part, 1 << 30)), end)
+    share = tl.where(single, 0, shared // tiles)
+    count = tl.where(single, end - begin, (end - begin + stride - 1) // stride)
+    part = begin + share * count
+    end = tl.minimum(part + count, end)
     keys += head.to(tl.int64) * key_head
     values += head.to(tl.int64) * value_head
     if part < end:  # the others make room at once, without a wait
+        table = tables
+        if PAGED:
+            _, table = _request_of(first_row, owners, lengths, tables, table_row)
         if PDL:
             near, far = _limits(part, own & (reach > 0), reach, oldest, BLOCK_N)
             far = tl.minimum(far, length)
-            table = tables
-            if PAGED:
-                _, table = _request_of(first_row, owners, lengths, tables, table_row)
             for at in range(near, far, BLOCK_N):
                 column = _committed_slots(at, far, table, PAGED, PAGE, BLOCK_N).to(tl.int64)
                 if not PAGED:
@@ -421,44 +422,38 @@ def _attend_paths(
                 prefetch(keys + column * key_row)
                 prefetch(values + column * value_row)
         pdl_wait(PDL)
-        if LOOPED:  # noqa: SIM102 - one condition is known to the compiler
-            if not single:
-                _, table = _request_of(first_row, owners, lengths, tables, table_row)
-                _attend_tile(
-                    queries, keys, values, table, out, tops, totals, partials, counters, sinks, scale, inner,
-                    node, query, own, reach, oldest, first_part, last_part, start_part, stop_part, part, end, nodes,
-                    query_row, query_head, key_row, value_row, out_row, out_head, PAGE, GROUP, D, PARTS, BLOCK_M,
-                    BLOCK_N, BLOCK_D, UNROLL, STAGES, PRECISION, CAPPED, SINKS,
-                )  # fmt: skip
-        if not (LOOPED and CHAIN):
-            until = end
-            if LOOPED:
-                until = tl.where(single, end, part)
-            for now in tl.range(part, until, step, num_stages=1):
-                _attend_part(
+        if not single:
+            _attend_tile(
+                queries, keys, values, table, out, tops, totals, partials, counters, sinks, scale, inner,
+                node, query, own, reach, oldest, first_part, last_part, stop_part, part, end, share, nodes,
+                query_row, query_head, key_row, value_row, out_row, out_head, PAGED, PAGE, GROUP, D, BLOCK_M, BLOCK_N,
+                BLOCK_D, UNROLL, STAGES, PRECISION, CAPPED, SINKS,
+            )  # fmt: skip
+        if not CHAIN:
+            turns = tl.where(single, tl.minimum(rows, nodes - first_row), 0)
+            for now in tl.range(part, tl.where(single, end, part), num_stages=1):
+                _attend_rows(
                     queries, keys, values, owners, lengths, tables, lineage, out, tops, totals, partials, counters,
-                    sinks, scale, inner, length, straight, node, query,
-                    own & (start_part <= now) & (now <= stop_part), reach, oldest, first_part, last_part, first_row,
-                    turns, nodes, now,
+                    sinks, scale, inner, length, node, query, own & (start_part <= now) & (now <= stop_part), reach,
+                    oldest, first_part, last_part, first_row, turns, nodes, now,
                     table_row, query_row, query_head, key_row, value_row, lineage_row, out_row, out_head,
-                    CHAIN, PAGED, PAGE, GROUP, D, PARTS, BLOCK_M, BLOCK_N, BLOCK_D, UNROLL, PRECISION, CAPPED, SINKS,
+                    PAGED, PAGE, GROUP, D, BLOCK_M, BLOCK_N, BLOCK_D, UNROLL, PRECISION, CAPPED, SINKS,
                 )  # fmt: skip
 
 
-def choose_tile(rows: int, group: int, width: int, dtype: torch.dtype, chain: bool, lone: bool) -> Tile:
-    """The tile for a pass. Its height does not change a row's result; keys and warps depend on the model alone.
+def choose_tile(rows: int, group: int, width: int, dtype: torch.dtype, chain: bool, several: bool) -> Tile:
+    """The tile for a pass. Its height, warps and stages change no result; its keys depend on the model alone.
 
-    chain: each row follows the one before. lone: all rows are of one request.
+    chain: each row follows the one before. several: rows are of several requests.
     """
-    height = max(power_of_two(group), 16)
+    height, stages = max(power_of_two(group), 16), BATCH_STAGES if several else STAGES
     if dtype == torch.float32:
-        return Tile(height, 32, 4) if width <= 64 else Tile(height, 16, 8)
-    tall = min(64, MAX_TILE // max(power_of_two(width), 16))  # pays in passes over many rows of a chain
-    if chain and rows * group >= 4 * tall:
-        height = max(tall, height)
-    elif lone and width > 64 and rows * group > height:
-        height = max(WIDE_HEIGHT, height)  # a program of a wide head is worth more rows
-    return Tile(height, 64, 4 if width <= 128 else 8)
+        return Tile(height, 32, 4, stages) if width <= 64 else Tile(height, 16, 8, stages)
+    block_d = max(power_of_two(width), 16)
+    tall = min(64, MAX_TILE // block_d)  # pays in passes over many rows of a chain
+    if chain and not several and rows * group >= 4 * tall:
+        height, stages = max(tall, height), CHAIN_STAGES
+    return Tile(height, 64, 8 if width > 128 or height * block_d > WIDE_TILE else 4, stages)
 
 
 def parts_of(capacity: int) -> int:
@@ -496,7 +491,7 @@ def attend(
     assert reach.is_contiguous() and (lineage is None or lineage.stride(1) == 1)
     group, block_d = heads // shared, max(power_of_two(width), 16)
     several = pages is not None and pages.tiles is not None
-    tile = choose_tile(count, group, width, queries.dtype, lineage is None and not several, not several)
+    tile = choose_tile(count, group, width, queries.dtype, lineage is None, several)
     positions = keys.shape[1] if pages is None else pages.positions
     limit = MAX_PROGRAMS_SMALL if tile.height * block_d <= SMALL_TILE else MAX_PROGRAMS
     parts, tiles = parts_of(positions), -(-count // (tile.height // group))
@@ -504,15 +499,16 @@ def attend(
         assert tile.height // group == tile_rows(group)
         tiles = len(pages.tiles) - 1
     if several:
-        limit = LOOPED_TILE_PROGRAMS if LOOPED_TILES else BATCH_TILE_PROGRAMS
+        limit = BATCH_TILE_PROGRAMS
     stride = max(1, min(parts, limit // (tiles * shared)))
     single_rows = 0
     if lineage is not None:
         single_rows = power_of_two(-(-count * shared // (BATCH_ROW_PROGRAMS if several else limit)))
         single_rows = min(single_rows, tile.height // group)
     singles = -(-count // single_rows) if single_rows else 0
-    tops = torch.empty((2, parts, count * heads), device=out.device)
-    partials = torch.empty((parts, count * heads, width), device=out.device)
+    stored = parts if stride > 1 or lineage is not None else 1  # otherwise a program has all parts of its rows
+    tops = torch.empty((2, stored, count * heads), device=out.device)
+    partials = torch.empty((stored, count * heads, width), device=out.device)
     counts = counters(out.device) if count * heads <= COUNTERS else None
     if counts is None:
         counts = torch.zeros(count * heads, dtype=torch.int32, device=out.device)
@@ -552,7 +548,6 @@ def attend(
         PAGE=PAGE_TOKENS,
         GROUP=group,
         D=width,
-        PARTS=power_of_two(parts),
         BLOCK_M=tile.height,
         BLOCK_N=tile.keys,
         BLOCK_D=block_d,
@@ -560,8 +555,7 @@ def attend(
         PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
         CAPPED=cap is not None,
         SINKS=sinks is not None,
-        LOOPED=several and LOOPED_TILES,
-        STAGES=LOOP_STAGES,
+        STAGES=tile.stages,
         num_warps=tile.warps,
         num_stages=2,
         enable_fp_fusion=False,
