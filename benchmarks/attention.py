@@ -32,6 +32,7 @@ WAYS: dict[str, dict[str, int]] = {  # what differs from the defaults of the ker
     "264 programs for rows": {"BATCH_ROW_PROGRAMS": 264},
     "1056 programs for rows": {"BATCH_ROW_PROGRAMS": 1056},
     "3 stages": {"BATCH_STAGES": 3},
+    "rows apart": {"FUSED_ROWS": False},
 }
 LONE_WAYS: dict[str, dict[str, int]] = {  # of one request, whose keys are not in pages
     "default": {},
@@ -39,6 +40,7 @@ LONE_WAYS: dict[str, dict[str, int]] = {  # of one request, whose keys are not i
     "3 stages": {"STAGES": 3},
     "198 programs": {"MAX_PROGRAMS": 198},
     "264 programs": {"MAX_PROGRAMS": 264},
+    "rows fused": {"FUSED_LONE": True},
 }
 LEVELS = 7  # of a request's tree
 LAYERS = 8

@@ -38,8 +38,14 @@ def test_a_row_has_the_same_bits_in_a_batch(
     check_pages(lengths, rows, trees, dtype)
 
 
+@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
+def test_programs_that_share_the_parts_of_a_tile(trees: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windfall.kernels.triton.path_attention.BATCH_TILE_PROGRAMS", 24)
+    check_pages([130, 200, 5], [4, 2, 1], trees, HALF)
+
+
 def test_far_parts() -> None:
-    check_pages([520, 30], [2, 1], True, HALF)
+    check_pages([1100, 30], [2, 1], True, HALF)
 
 
 def test_windows() -> None:

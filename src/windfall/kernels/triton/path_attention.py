@@ -44,6 +44,9 @@ ONES = tl.constexpr(16)  # columns of the matrix that sums weights: the fewest o
 MAX_TILE = 8192  # sums that a program holds, of a part and of the parts before it each
 WIDE_TILE = 4096  # sums above which a tile has eight warps
 BATCH_TILE_PROGRAMS, BATCH_ROW_PROGRAMS = 528, 528  # for tiles and for single rows of several requests
+# Where there are programs enough, a tile's program also computes the parts in which its rows' paths differ: for several
+# requests, and for one.
+FUSED_ROWS, FUSED_LONE = True, False
 # Stages of the loop over blocks of keys, for several requests, long chains and others. With pages, page numbers come
 # first, then keys and values two blocks ahead. More stages leave less memory for a kernel that starts early.
 BATCH_STAGES, CHAIN_STAGES, STAGES = 5, 3, 2
@@ -275,19 +278,38 @@ def _attend_rows(
 
 
 @triton.jit
-def _attend_tile(
-    queries, keys, values, table, out, tops, totals, partials, counters, sinks, scale, inner,
-    node, query, own, reach, oldest, first_part, last_part, stop_part, begin_part, end_part, share, nodes,
-    query_row, query_head, key_row, value_row, out_row, out_head,
-    PAGED: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    CAPPED: tl.constexpr, SINKS: tl.constexpr,
+def _end_part(
+    all_top, all_weight, all_sums, top, total, sums, tops, totals, partials, ended, merged, at, dims, D: tl.constexpr
 ):  # fmt: skip
-    """Parts begin_part to end_part - 1 of a tile, whose rows are of one request and find their keys in the same slots.
+    """After the last block of a part: merge it with the parts before it for `merged` rows, and store it for others."""
+    weight = tl.max(total, 1)  # the columns are equal
+    new_top, new_weight, new_sums = _merge(all_top, all_weight, all_sums, top, weight, sums)
+    joined = ended & merged
+    apart = ended & (merged == 0)
+    shown = apart[:, None] & (dims < D)[None, :]
+    _store_partial(tops, totals, partials, at, dims, top, weight, sums, apart, shown, D)
+    return (
+        tl.where(joined, new_top, all_top),
+        tl.where(joined, new_weight, all_weight),
+        tl.where(joined[:, None], new_sums, all_sums),
+    )
+
+
+@triton.jit
+def _attend_tile(
+    queries, keys, values, table, lineage, out, tops, totals, partials, counters, sinks, scale, inner,
+    length, node, query, own, reach, oldest, first_part, last_part, stop_part, begin_part, end_part, share, first_row,
+    turns, nodes, query_row, query_head, key_row, value_row, lineage_row, out_row, out_head,
+    FUSED: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Parts begin_part to end_part - 1 of a tile, whose rows are of one request.
 
     One loop over all blocks, so that the loads of later parts are under way while one is computed. The softmax starts
     anew with each part. At the end of a part it is merged with those before it, if this is the first share of the
-    tile's parts. Otherwise it is stored.
+    tile's parts. Otherwise it is stored. FUSED: all parts are in one share, and the blocks in which paths differ follow
+    in one turn for each row.
     """
     dims = tl.arange(0, BLOCK_D)
     within = dims < D
@@ -298,7 +320,10 @@ def _attend_tile(
     place = node * heads + query
     step = nodes * heads
     begin = tl.maximum(_part_start(begin_part), tl.min(tl.where(own, oldest, 1 << 30)) // BLOCK_N * BLOCK_N)
-    end = tl.minimum(_part_start(end_part), tl.max(tl.where(own, reach, 0)))
+    final = tl.max(tl.where(own, reach, 0))
+    end = tl.minimum(_part_start(end_part), final)
+    if FUSED:
+        end = tl.minimum(final, tl.maximum(length // BLOCK_N * BLOCK_N, begin))
     merged = own & (first_part < tl.where(share == 0, end_part, -1))  # rows whose first part is here
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M, ONES], tl.float32)
@@ -323,32 +348,59 @@ def _attend_tile(
         mine = own & (first_part <= part) & (part <= stop_part)
         seen = (position[None, :] < reach[:, None]) & (position[None, :] >= oldest[:, None]) & mine[:, None]
         top, total, sums = _softmax_step(q, k, v, seen, scale, inner, top, total, sums, CAPPED, PRECISION, BLOCK_N)
-        stop = tl.minimum(end, _part_start(part + 1))
+        stop = tl.minimum(final, _part_start(part + 1))
         ended = mine & (tl.zeros([BLOCK_M], tl.int32) + here + BLOCK_N >= stop)
-        weight = tl.max(total, 1)  # the columns are equal
-        new_top, new_weight, new_sums = _merge(all_top, all_weight, all_sums, top, weight, sums)
-        joined = ended & merged
-        all_top = tl.where(joined, new_top, all_top)
-        all_weight = tl.where(joined, new_weight, all_weight)
-        all_sums = tl.where(joined[:, None], new_sums, all_sums)
-        apart = ended & (merged == 0)
-        shown = apart[:, None] & within[None, :]
-        _store_partial(tops, totals, partials, part * step + place, dims, top, weight, sums, apart, shown, D)
+        all_top, all_weight, all_sums = _end_part(
+            all_top, all_weight, all_sums, top, total, sums, tops, totals, partials, ended, merged,
+            part * step + place, dims, D,
+        )  # fmt: skip
+    if FUSED:
+        for at in tl.range(end, final, BLOCK_N, num_stages=1):
+            here = tl.maximum(at, 0)
+            part = _part_of(here)
+            fresh = here == _part_start(part)
+            top = tl.where(fresh, float("-inf"), top)
+            total = tl.where(fresh, 0.0, total)
+            sums = tl.where(fresh, 0.0, sums)
+            position = at + tl.arange(0, BLOCK_N)
+            mine = own & (first_part <= part) & (part <= last_part)
+            for turn in tl.range(0, turns, num_stages=STAGES):
+                active = mine & (node == first_row + turn)  # other rows do not change in this turn
+                used = position < tl.max(tl.where(active, reach, 0))
+                line = lineage + (first_row + turn) * lineage_row
+                staged = tl.load(line + position - length, mask=used & (position >= length), other=0)
+                committed = _committed_slots(at, length, table, PAGED, PAGE, BLOCK_N)
+                slot = tl.where(position < length, committed, staged)
+                k_at = keys + slot[None, :] * key_row + dims[:, None]
+                v_at = values + slot[:, None] * value_row + dims[None, :]
+                k = tl.load(k_at, mask=within[:, None] & used[None, :], other=0.0)
+                v = tl.load(v_at, mask=used[:, None] & within[None, :], other=0.0)
+                seen = (position[None, :] < reach[:, None]) & (position[None, :] >= oldest[:, None]) & active[:, None]
+                top, total, sums = _softmax_step(
+                    q, k, v, seen, scale, inner, top, total, sums, CAPPED, PRECISION, BLOCK_N
+                )
+            stop = tl.minimum(final, _part_start(part + 1))
+            ended = mine & (tl.zeros([BLOCK_M], tl.int32) + here + BLOCK_N >= stop)
+            all_top, all_weight, all_sums = _end_part(
+                all_top, all_weight, all_sums, top, total, sums, tops, totals, partials, ended, merged,
+                part * step + place, dims, D,
+            )  # fmt: skip
     last = tl.minimum(stop_part, end_part - 1)  # of each row here
     made = tl.where(own, last - tl.maximum(first_part, begin_part) + 1, 0)
     whole = own & merged & (last == last_part)
     weight_and_sink, mixed = _add_sink(sinks, query, own, all_top, all_weight, all_sums, SINKS)
     _store_result(target, mixed, weight_and_sink, whole[:, None] & within[None, :])
-    counted = own & (whole == 0) & (made > 0)
-    if tl.max(counted.to(tl.int32)) > 0:
-        kept = counted & merged
-        shown = kept[:, None] & within[None, :]
-        _store_partial(tops, totals, partials, last * step + place, dims, all_top, all_weight, all_sums, kept, shown, D)
-        prefix = tl.where(kept, made - 1, 0)
-        _count_and_merge(
-            target, tops, totals, partials, counters, sinks, query, counted, place, step, first_part, last_part, made,
-            prefix, within, D, BLOCK_M, BLOCK_D, UNROLL, SINKS,
-        )  # fmt: skip
+    if not FUSED:
+        counted = own & (whole == 0) & (made > 0)
+        if tl.max(counted.to(tl.int32)) > 0:
+            kept = counted & merged
+            shown = kept[:, None] & within[None, :]
+            goal = last * step + place
+            _store_partial(tops, totals, partials, goal, dims, all_top, all_weight, all_sums, kept, shown, D)
+            _count_and_merge(
+                target, tops, totals, partials, counters, sinks, query, counted, place, step, first_part, last_part,
+                made, tl.where(kept, made - 1, 0), within, D, BLOCK_M, BLOCK_D, UNROLL, SINKS,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["nodes", "lineage_row", "window", "first", "tiles", "stride", "singles", "table_row"])
@@ -358,13 +410,14 @@ def _attend_paths(
     table_row, query_row, query_head, key_head, key_row, value_head, value_row, lineage_row, out_row, out_head,
     SINGLE_ROWS: tl.constexpr, PAGED: tl.constexpr, TILED: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,
-    PRECISION: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, FUSED: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (key head, tile of rows), for the GROUP queries of the head.
 
     The first `singles` programs compute the parts in which paths differ, each for SINGLE_ROWS rows, one after the
-    other (0: the rows are a chain). In the other parts all rows of a request find their keys in the same slots: a
-    program computes one of `stride` shares of adjacent parts for a tile.
+    other (0: the rows are a chain, or FUSED). In the other parts all rows of a request find their keys in the same
+    slots: a program computes one of `stride` shares of adjacent parts for a tile. FUSED: it computes all parts of it.
     """
     CHAIN: tl.constexpr = SINGLE_ROWS == 0
     head = tl.program_id(0)
@@ -424,10 +477,11 @@ def _attend_paths(
         pdl_wait(PDL)
         if not single:
             _attend_tile(
-                queries, keys, values, table, out, tops, totals, partials, counters, sinks, scale, inner,
-                node, query, own, reach, oldest, first_part, last_part, stop_part, part, end, share, nodes,
-                query_row, query_head, key_row, value_row, out_row, out_head, PAGED, PAGE, GROUP, D, BLOCK_M, BLOCK_N,
-                BLOCK_D, UNROLL, STAGES, PRECISION, CAPPED, SINKS,
+                queries, keys, values, table, lineage, out, tops, totals, partials, counters, sinks, scale, inner,
+                length, node, query, own, reach, oldest, first_part, last_part, stop_part, part, end, share, first_row,
+                tl.minimum(rows, nodes - first_row), nodes,
+                query_row, query_head, key_row, value_row, lineage_row, out_row, out_head, FUSED, PAGED, PAGE, GROUP, D,
+                BLOCK_M, BLOCK_N, BLOCK_D, UNROLL, STAGES, PRECISION, CAPPED, SINKS,
             )  # fmt: skip
         if not CHAIN:
             turns = tl.where(single, tl.minimum(rows, nodes - first_row), 0)
@@ -501,12 +555,13 @@ def attend(
     if several:
         limit = BATCH_TILE_PROGRAMS
     stride = max(1, min(parts, limit // (tiles * shared)))
+    fused = (FUSED_ROWS if several else FUSED_LONE) and stride == 1 and lineage is not None
     single_rows = 0
-    if lineage is not None:
+    if lineage is not None and not fused:
         single_rows = power_of_two(-(-count * shared // (BATCH_ROW_PROGRAMS if several else limit)))
         single_rows = min(single_rows, tile.height // group)
     singles = -(-count // single_rows) if single_rows else 0
-    stored = parts if stride > 1 or lineage is not None else 1  # otherwise a program has all parts of its rows
+    stored = parts if stride > 1 or singles else 1  # otherwise a program has all parts of its rows
     tops = torch.empty((2, stored, count * heads), device=out.device)
     partials = torch.empty((stored, count * heads, width), device=out.device)
     counts = counters(out.device) if count * heads <= COUNTERS else None
@@ -555,6 +610,7 @@ def attend(
         PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
         CAPPED=cap is not None,
         SINKS=sinks is not None,
+        FUSED=fused,
         STAGES=tile.stages,
         num_warps=tile.warps,
         num_stages=2,
