@@ -27,6 +27,9 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             patch.setattr("windfall.engine.gpu.target.INITIAL_CAPACITY_ROWS", 704)
         for module in ("profiling", "loading"):
             patch.setattr(f"windfall.engine.{module}.cache_dir", lambda: Path(os.environ.get("WINDFALL_CACHE", folder)))
+    if interpreted:  # programs run one after the other, those without work too
+        for name in ("MAX_PROGRAMS", "MAX_PROGRAMS_SMALL"):
+            patch.setattr(f"windfall.kernels.triton.path_attention.{name}", 12)
     patch.delenv("COLUMNS", raising=False)  # workers of pytest-xdist have it
     patch.setenv("WINDFALL_DATA", str(tmp_path_factory.mktemp("data")))
     folder = tmp_path_factory.mktemp("cache")

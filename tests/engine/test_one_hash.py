@@ -9,13 +9,8 @@ import pytest
 import torch
 
 from helpers.exact import check_one_hash
-from helpers.interpreter import INTERPRETED, outside, passes_under_the_interpreter
+from helpers.interpreter import INTERPRETED
 from helpers.tiny import tiny
-
-
-@outside
-def test_under_the_interpreter() -> None:
-    passes_under_the_interpreter(__file__)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="torch's products on a CPU depend on the number of rows")

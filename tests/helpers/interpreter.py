@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,16 +13,6 @@ import torch
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HALF = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter does not multiply or round in bf16
 both = pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
-outside = pytest.mark.skipif(
-    INTERPRETED or find_spec("triton") is None, reason="this is the interpreter, or Triton is not installed"
-)
-
-
-def passes_under_the_interpreter(file: str) -> None:
-    """Run a file's tests in a process of their own."""
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", file]
-    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
 
 
 if INTERPRETED and find_spec("triton"):

@@ -18,15 +18,10 @@ from helpers.batch_kernels import (
     check_roots,
     check_rows_of_trees,
 )
-from helpers.interpreter import HALF, INTERPRETED, outside, passes_under_the_interpreter
+from helpers.interpreter import HALF, INTERPRETED
 from helpers.tree_kernels import make_calibration, make_calibrator
 from windfall.kernels.trees import Calibration
 from windfall.policies.shape import Shape
-
-
-@outside
-def test_under_the_interpreter() -> None:
-    passes_under_the_interpreter(__file__)
 
 
 @pytest.mark.parametrize(

@@ -19,17 +19,12 @@ from helpers.cutoffs import (
     make_logits,
     on_device,
 )
-from helpers.interpreter import HALF, INTERPRETED, both, outside, passes_under_the_interpreter
+from helpers.interpreter import HALF, INTERPRETED, both
 from windfall.core.sampling import process, warp
 from windfall.core.types import SamplingParams
 from windfall.kernels.cutoff import cutoffs
 
 plain = pytest.mark.skipif(INTERPRETED, reason="this is about torch")
-
-
-@outside
-def test_under_the_interpreter() -> None:
-    passes_under_the_interpreter(__file__)
 
 
 @plain

@@ -9,15 +9,10 @@ import pytest
 import torch
 
 from helpers.experts import Size, check_experts, check_mixture, check_padding, check_ties
-from helpers.interpreter import both, outside, passes_under_the_interpreter
+from helpers.interpreter import both
 
 SIZE = Size(hidden=128, inner=48, experts=6, top_k=3)
 UNEVEN = Size(hidden=104, inner=56, experts=20, top_k=4)  # no multiples of a tile; more experts than some rows choose
-
-
-@outside
-def test_under_the_interpreter() -> None:
-    passes_under_the_interpreter(__file__)
 
 
 @both

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from helpers.interpreter import HALF, INTERPRETED, both, outside, passes_under_the_interpreter
+from helpers.interpreter import HALF, INTERPRETED, both
 from helpers.kernels import (
     check_attention,
     check_chain,
@@ -36,11 +36,6 @@ from helpers.kernels import (
 from windfall.kernels import path_attention, top_children, tree_attention
 from windfall.kernels.product import by_pieces
 from windfall.kernels.rules import Rule
-
-
-@outside
-def test_under_the_interpreter() -> None:
-    passes_under_the_interpreter(__file__)
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from helpers.interpreter import HALF, outside, passes_under_the_interpreter
+from helpers.interpreter import HALF
 from helpers.paged import check_pages
 from windfall.kernels.pages import max_tiles, tiles_of
-
-
-@outside
-def test_under_the_interpreter() -> None:
-    passes_under_the_interpreter(__file__)
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from helpers.interpreter import HALF, INTERPRETED, outside, passes_under_the_interpreter
+from helpers.interpreter import HALF, INTERPRETED
 from helpers.tree_kernels import (
     SELECTIVE,
     Host,
@@ -38,11 +38,6 @@ from windfall.kernels.grow import grow
 from windfall.kernels.rules import RULES
 from windfall.policies.shape import Shape
 from windfall.policies.static import SHAPES
-
-
-@outside
-def test_under_the_interpreter() -> None:
-    passes_under_the_interpreter(__file__)
 
 
 @pytest.mark.parametrize(

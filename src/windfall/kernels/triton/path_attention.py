@@ -255,9 +255,10 @@ def _attend_rows(
                 top, total, sums = _softmax_step(
                     q, k, v, seen, scale, inner, top, total, sums, CAPPED, PRECISION, BLOCK_N
                 )
-        none = tl.zeros([BLOCK_M], tl.float32)
+        empty_top = tl.full([BLOCK_M], float("-inf"), tl.float32)  # merged as a tile's first part is
+        empty_sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         weight = tl.max(total, 1)  # the columns are equal
-        top, weight, sums = _merge(none + float("-inf"), none, none[:, None] + sums * 0.0, top, weight, sums)
+        top, weight, sums = _merge(empty_top, tl.zeros([BLOCK_M], tl.float32), empty_sums, top, weight, sums)
         target = out + node[:, None].to(tl.int64) * out_row + query[:, None] * out_head + dims[None, :]
         whole = own & (first_part == last_part)
         if tl.max(whole.to(tl.int32)) > 0:
