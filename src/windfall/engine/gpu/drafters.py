@@ -169,10 +169,6 @@ class GpuDrafter:
         """Run nodes with the slots `here`, whose parents have the slots `above`; returns logits [w, V]."""
         raise NotImplementedError
 
-    def all_levels(self, sampler: ChildSampler) -> PairCandidates | None:
-        """The candidates of all levels, once the first pass has run; None: a later level needs a pass of its own."""
-        return None
-
     def _first_logits(self, rows: Pass, last: Tensor) -> Drafted:
         raise NotImplementedError
 
@@ -265,9 +261,6 @@ class GpuBlockDrafter(StatesDrafter):
 
     def next_pass(self, rows: Pass, above: Tensor, here: Tensor, sampler: ChildSampler) -> Drafted:
         return self._candidates(rows.positions, rows.tokens, sampler)
-
-    def all_levels(self, sampler: ChildSampler) -> PairCandidates:
-        return self._candidates(None, self.tokens[:1], sampler)
 
     def _levels(self, sampler: ChildSampler) -> Levels:
         """The buffers for this sampling, which all passes of a cycle use, as these may be captured apart."""

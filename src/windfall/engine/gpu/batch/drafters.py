@@ -114,10 +114,6 @@ class BatchDrafter:
         given = Pass.in_pages(rows.tokens[:seats].flatten(), positions, rows.slots[:seats].flatten(), paths)
         return self._next_logits(given, rows, seats)
 
-    def all_levels(self, seats: int, sampler: SeatSampler) -> PairCandidates | None:
-        """The candidates of all levels, once the first pass has run; None: a later level needs a pass of its own."""
-        return None
-
     def rows_of(self, seats: int, width: int) -> tuple[Tensor, Tensor]:
         """Owners and tiles of `width` rows for each request."""
         if (seats, width) not in self._owners:
@@ -238,9 +234,6 @@ class BatchBlockDrafter(BatchStatesDrafter):
 
     def next_pass(self, rows: NextPass, seats: int, sampler: SeatSampler) -> Drafted:
         return self._candidates(rows.positions[:seats].flatten(), rows.tokens[:seats].flatten(), seats, sampler)
-
-    def all_levels(self, seats: int, sampler: SeatSampler) -> PairCandidates:
-        return self._candidates(None, self.state.tokens[:seats, 0], seats, sampler)
 
     def _block(self, roots: Tensor, seats: int) -> Pass:
         """The rows of a block for each request."""
