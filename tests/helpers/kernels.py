@@ -335,6 +335,9 @@ def check_top(w: int, k: int, columns: int, dtype: torch.dtype, dice: bool, name
     given = (torch.tensor([x], device=device) for x in (signed(SEED), params.temperature, dealt.kappa))
     rest = ((11 + tree.depth).to(device), *given) if dice else ()
     values, names = top_children(logits, k, *rest, tokens=tokens)
+    buffers = torch.zeros_like(values), torch.zeros_like(names)
+    top_children(logits, k, *rest, tokens=tokens, out=buffers)
+    assert torch.equal(buffers[0], values) and torch.equal(buffers[1], names)
     if dice:
         later = top_children(logits, k, rest[0] - 3, *rest[1:], tokens=tokens, offset=3)
         assert torch.equal(later[0], values) and torch.equal(later[1], names)
@@ -573,7 +576,9 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     tiling = tiling_for(x, weight)
     assert tiling is not None
-    return run(x, weight, bias, tiling)
+    made, out = run(x, weight, bias, tiling), x.new_zeros(len(x), len(weight))
+    assert torch.equal(run(x, weight, bias, tiling, out), made) and torch.equal(out, made)
+    return made
 
 
 def check_pair_children(

@@ -228,7 +228,8 @@ class BatchBlockDrafter(BatchStatesDrafter):
         levels, owners = self._levels(seats, sampler), self.rows_of(seats, self.levels)[0]
         columns = (self.state.draft_lengths[:seats, None] + self._places[: self.levels] + self._offset).flatten()
         names, offset = self.vocabulary, self.first + 1
-        levels.fill(*sampler.children(self.network.logits(normed), levels.candidates, owners, columns, names, offset))
+        asked = (levels.candidates, owners, columns, names, offset)
+        sampler.children(self.network.logits(normed), *asked, out=levels[:2])
         self.network.store_pair_states(normed, levels)
         return self._candidates(None, roots, seats, sampler)
 
