@@ -19,8 +19,7 @@ from windfall.kernels.triton.pdl import pdl_wait
 
 MAX_RANK_STEP = 256  # numbers of a pair score that a program multiplies at a time
 TILE = 4096  # pair products of a program at a time
-MAX_CELLS = 256  # children of a level, up to which one warp grows it: its many reductions then need no shared memory
-MAX_PLACES = 1024  # of the tree, likewise
+MAX_CELLS = 256  # children of a level up to which one warp grows it: its many reductions then need no shared memory
 
 
 @triton.jit
@@ -242,7 +241,8 @@ def grow_levels(
     nodes = next_pass.nodes
     given, fixed = arguments(tree, nodes, names, values, next_pass, rule, calibration)
     assert lengths.is_contiguous() and levels.tokens.is_contiguous()
-    few = fixed["BLOCK_W"] * fixed["BLOCK_K"] <= MAX_CELLS and fixed["BLOCK_C"] <= MAX_PLACES
+    plain = not (rule.whole or rule.calibrated or rule.selective)  # other rules need more registers than a warp has
+    one_warp = plain and fixed["BLOCK_W"] * fixed["BLOCK_K"] <= MAX_CELLS
     _grow_levels[(len(nodes) if nodes.dim() == 2 else 1,)](
         levels.tokens,
         levels.depth,
@@ -252,6 +252,6 @@ def grow_levels(
         OFFSET=offset,
         COUNT=levels.candidates,
         CANDIDATES=power_of_two(levels.candidates),
-        **{**fixed, "num_warps": 1 if few else 8},
+        **{**fixed, "num_warps": 1 if one_warp else 8},
         **pdl_launch(nodes),
     )

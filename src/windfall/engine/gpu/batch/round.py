@@ -121,6 +121,7 @@ class Round:
         self._grow_roots(seats, sizes, self._first_logits(seats, pending, kind), rule, kind)
 
     def _first_logits(self, seats: int, pending: int, kind: Kind) -> Drafted:
+        """Let the drafter take in the pending tokens; returns the logits after the roots, or their candidates."""
         drafter, state = self.drafter, self.state
         assert drafter is not None
         logits = drafter.first_pass(seats, pending, SeatSampler(state, kind))
@@ -128,6 +129,7 @@ class Round:
         return logits
 
     def _grow_roots(self, seats: int, sizes: Sizes, logits: Drafted, rule: Rule, kind: Kind) -> None:
+        """Add the children of all roots."""
         assert self.drafter is not None
         owners, sampler = self.drafter.rows_of(seats, 1)[0], SeatSampler(self.state, kind)
         self._grow(seats, sizes, logits, self._roots[:seats], owners, self._columns[:seats] - 1, rule, sampler)
