@@ -176,7 +176,7 @@ def test_children_with_pair_scores(candidates: int, rank: int, hidden: bool) -> 
 
 
 @pytest.mark.parametrize("batch", [0, 3])
-@pytest.mark.parametrize(("width", "candidates"), [(6, 8), (20, 64)])
+@pytest.mark.parametrize(("width", "candidates"), [(6, 8), (3, 64)])
 @pytest.mark.parametrize(
     ("rule", "pairs", "noisy"),
     [(Rule(), True, False), (Rule(calibrated=True), True, True), (Rule(whole=True), False, False)],
