@@ -176,9 +176,10 @@ def test_children_with_pair_scores(candidates: int, rank: int, hidden: bool) -> 
 
 
 @pytest.mark.parametrize("batch", [0, 3])
+@pytest.mark.parametrize(("width", "candidates"), [(6, 8), (3, 64)])
 @pytest.mark.parametrize(
     ("rule", "pairs", "noisy"),
     [(Rule(), True, False), (Rule(calibrated=True), True, True), (Rule(whole=True), False, False)],
 )
-def test_all_levels_in_one_launch(rule: Rule, pairs: bool, noisy: bool, batch: int) -> None:
-    check_levels(rule, pairs, noisy, batch, "cuda")
+def test_all_levels_at_once(rule: Rule, pairs: bool, noisy: bool, batch: int, width: int, candidates: int) -> None:
+    check_levels(rule, pairs, noisy, batch, width, candidates, "cuda")

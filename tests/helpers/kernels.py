@@ -335,6 +335,9 @@ def check_top(w: int, k: int, columns: int, dtype: torch.dtype, dice: bool, name
     given = (torch.tensor([x], device=device) for x in (signed(SEED), params.temperature, dealt.kappa))
     rest = ((11 + tree.depth).to(device), *given) if dice else ()
     values, names = top_children(logits, k, *rest, tokens=tokens)
+    buffers = torch.zeros_like(values), torch.zeros_like(names)
+    top_children(logits, k, *rest, tokens=tokens, out=buffers)
+    assert torch.equal(buffers[0], values) and torch.equal(buffers[1], names)
     if dice:
         later = top_children(logits, k, rest[0] - 3, *rest[1:], tokens=tokens, offset=3)
         assert torch.equal(later[0], values) and torch.equal(later[1], names)
@@ -573,7 +576,9 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     tiling = tiling_for(x, weight)
     assert tiling is not None
-    return run(x, weight, bias, tiling)
+    made, out = run(x, weight, bias, tiling), x.new_zeros(len(x), len(weight))
+    assert torch.equal(run(x, weight, bias, tiling, out), made) and torch.equal(out, made)
+    return made
 
 
 def check_pair_children(
@@ -627,10 +632,12 @@ def check_pair_children(
     )
 
 
-def check_levels(rule: Rule, pairs: bool, noisy: bool, batch: int, device: str = "cpu") -> None:
-    """All levels in one launch are those of one pass after another."""
+def check_levels(
+    rule: Rule, pairs: bool, noisy: bool, batch: int, width: int = 3, candidates: int = 8, device: str = "cpu"
+) -> None:
+    """All levels at once are those of one pass after another."""
     torch.manual_seed(7)
-    vocabulary, depth, candidates, k, width, passes = 90, 5, 8, 4, 3, 4
+    vocabulary, depth, k, passes = 90, 5, 4, 6
     requests, rank = max(batch, 1), 12
     logits = 2 * torch.randn(requests * depth, vocabulary, device=device)
     logq, tokens = logits.log_softmax(-1).topk(candidates)
@@ -643,26 +650,27 @@ def check_levels(rule: Rule, pairs: bool, noisy: bool, batch: int, device: str =
     roots = torch.randint(vocabulary, (requests,), device=device)
     asked = PairCandidates(levels, roots, None, lengths, -1, tables, warmth, owners)
     terms = random_terms(device) if rule.calibrated else None
-    found = []
-    for at_once in (False, True):
-        tree, rows = empty_trees(device, lengths, roots, passes, width, k, batch)
-        values, names = asked.children(k)
-        shape = (requests, 1, k) if batch else (1, k)
-        first = torch.zeros(shape[:-1], dtype=torch.long, device=device)
-        grow(tree, first, names.view(shape), values.view(shape), rows, rule, terms)
-        for _ in range(0 if at_once else passes):
-            names_of = None if owners is None else owners.repeat_interleave(width)
-            nodes = asked._replace(previous=rows.tokens.flatten(), columns=rows.positions.flatten(), owners=names_of)
-            values, names = nodes.children(k)
-            shape = (*rows.nodes.shape, k)
-            grow(tree, rows.nodes.clone(), names.view(shape), values.view(shape), rows, rule, terms)
-        if at_once:
-            grow_levels(tree, rows, passes, k, rule, asked, terms)
-        found.append([*tree, *(each for each in rows if each is not None)])
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
-    count = int(found[0][11].flatten()[0])
-    assert count == 1 + k + passes * width * k and int(found[0][2].max()) > 2
+    first = torch.zeros((requests, 1) if batch else (1,), dtype=torch.long, device=device)
+    tree, rows = empty_trees(device, lengths, roots, passes, width, k, batch)
+    nodes, given = first, asked
+    for _ in range(passes):  # one more than there are levels
+        values, names = given.children(k)
+        shape = (*nodes.shape, k)
+        grow(tree, nodes, names.view(shape), values.view(shape), rows, rule, terms)
+        names_of = None if owners is None else owners.repeat_interleave(width)
+        nodes = rows.nodes.clone()
+        given = asked._replace(previous=rows.tokens.flatten(), columns=rows.positions.flatten(), owners=names_of)
+    other, other_rows = empty_trees(device, lengths, roots, passes, width, k, batch)
+    grow_levels(other, first, other_rows, passes, k, rule, asked, terms)
+    dead = tree.key == -math.inf
+    assert torch.equal(dead, other.key == -math.inf)
+    for array in (tree.tokens, other.tokens, tree.logq, other.logq):
+        array.masked_fill_(dead, 0)  # arbitrary
+    torch.testing.assert_close(rows.summary, other_rows.summary, atol=1e-6, rtol=1e-6)  # sums of another order
+    written = [(*each[:6], each.expanded, each.staged) for each in (rows, other_rows)]
+    for one, two in zip([*tree, *written[0]], [*other, *written[1]], strict=True):
+        assert torch.equal(one, two)
+    assert int(tree.depth.max()) >= 3
 
 
 def empty_trees(

@@ -25,7 +25,7 @@ from windfall.kernels.grow import grow
 from windfall.kernels.move import move
 from windfall.kernels.pair import pair_norm
 from windfall.kernels.publish import SEQUENCE_BYTES, copy_to_host, publish
-from windfall.kernels.rows import append_rows, embed, place_rows
+from windfall.kernels.rows import append_block, append_rows, embed, place_rows
 from windfall.kernels.rules import RULES, Rule
 from windfall.kernels.trees import Calibration, NextPass, TreeArrays
 from windfall.policies.plan import Bounds
@@ -496,6 +496,11 @@ def check_rows(n: int, width: int, across: int, dtype: torch.dtype, device: str 
     blocks, _ = embed(starts, embedding[:, :width], positions.repeat(6)[:6], angles, mask=mask)
     assert torch.equal(blocks[::3], embedding[starts, :width]) and torch.equal(blocks[1::3], mask.expand(2, -1))
     waiting, before = torch.tensor([min(n, 3)], device=device), length.clone()
+    for size in (1, n + 3):
+        after = before.clone()
+        slots, root, places = append_block(after, waiting, depth, n, size)
+        assert torch.equal(after, before + waiting) and torch.equal(root, depth[waiting - 1])
+        assert (slots - before).tolist() == list(range(n)) and (places - after).tolist() == list(range(size))
     slots, last, was = append_rows(length, waiting, n)
     assert torch.equal(length, before + waiting) and torch.equal(was, before) and torch.equal(last, waiting - 1)
     assert (slots - before).tolist() == list(range(n))

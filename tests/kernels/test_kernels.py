@@ -262,8 +262,14 @@ def test_children_with_pair_scores(candidates: int, rank: int, pairs: bool, hidd
 
 
 @pytest.mark.parametrize(
-    ("rule", "pairs", "noisy", "batch"),
-    [(Rule(), True, False, 0), (Rule(calibrated=True), True, True, 2), (Rule(whole=True), False, False, 0)],
+    ("rule", "pairs", "noisy", "batch", "width", "candidates"),
+    [
+        (Rule(), True, False, 0, 6, 8),  # more rows than the root has children
+        (Rule(calibrated=True), True, True, 2, 3, 64),
+        (Rule(whole=True), False, False, 0, 3, 4),
+        (Rule(top=9), True, False, 2, 3, 5),
+        (Rule(budget=12, share=-2.0, first=2, levels=1), True, True, 0, 3, 8),
+    ],
 )
-def test_all_levels_in_one_launch(rule: Rule, pairs: bool, noisy: bool, batch: int) -> None:
-    check_levels(rule, pairs, noisy, batch)
+def test_all_levels_at_once(rule: Rule, pairs: bool, noisy: bool, batch: int, width: int, candidates: int) -> None:
+    check_levels(rule, pairs, noisy, batch, width, candidates)

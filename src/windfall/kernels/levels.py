@@ -31,12 +31,9 @@ class Levels(NamedTuple):
         """Candidates of a level."""
         return self.logq.shape[1]
 
-    def fill(self, logq: Tensor, tokens: Tensor, logits: Tensor | None = None) -> None:
-        """Write the candidates and their log-probabilities; `logits` [N * L, V] of all tokens for `rest`."""
-        self.logq.copy_(logq)
-        self.tokens.copy_(tokens)
-        if self.rest is not None:
-            assert logits is not None
-            chances, own = logits.float().softmax(-1), logq.exp()
-            rest = torch.special.entr(own).sum(-1) - torch.special.entr(chances).sum(-1)  # of probability * logarithm
-            self.rest.copy_(rest / (1 - own.sum(-1)).clamp(min=MIN_REST))
+    def fill_rest(self, logits: Tensor) -> None:
+        """Write `rest`, once the candidates are known, from the logits [N * L, V] of all tokens."""
+        assert self.rest is not None
+        chances, own = logits.float().softmax(-1), self.logq.exp()
+        rest = torch.special.entr(own).sum(-1) - torch.special.entr(chances).sum(-1)  # of probability * logarithm
+        self.rest.copy_(rest / (1 - own.sum(-1)).clamp(min=MIN_REST))

@@ -94,6 +94,7 @@ def reference(given: PairCandidates, k: int) -> tuple[Tensor, Tensor]:
 
 def grow_levels(
     tree: TreeArrays,
+    roots: Tensor,
     next_pass: NextPass,
     passes: int,
     k: int,
@@ -101,23 +102,33 @@ def grow_levels(
     candidates: PairCandidates,
     calibration: Calibration | None = None,
 ) -> None:
-    """Further passes: each adds the candidates of the nodes in `next_pass`, as `grow` does, and chooses the next nodes.
+    """All passes of trees that are only roots: each adds children as `grow` does, and chooses the nodes of the next.
 
-    `candidates` has the levels; its nodes are not read. In a batch, all arrays have one more dimension, the first.
+    `candidates` are those of the roots, one of each request. In a batch, all arrays have one more dimension, the first.
+    The mask and the lineage of the next pass are not written, since no pass has to run its rows.
     """
-    assert k <= candidates.levels.candidates
-    if on_triton(candidates.levels.logq):
+    levels, requests = candidates.levels, len(candidates.previous)
+    next_pass = next_pass._replace(mask=None, lineage=None)
+    assert k <= levels.candidates and candidates.columns is None
+    first, later = (*roots.shape, k), (*next_pass.nodes.shape, k)
+    if on_triton(levels.logq):
         from windfall.kernels.triton.pair_children import grow_levels as run
+        from windfall.kernels.triton.pair_children import pair_children as score
 
-        levels, _, _, lengths, offset, tables, warmth, *_ = candidates
-        run(tree, next_pass, passes, k, rule, calibration, levels, lengths, offset, tables, warmth)
+        further = requests * (levels.depth - 1) * levels.candidates if passes > 1 else 0
+        values, names = score(*candidates[:-1], k=k, further=further)
+        grow(tree, roots, names[:requests].view(first), values[:requests].view(first), next_pass, rule, calibration)
+        if passes > 1:
+            given = (levels, candidates.lengths, candidates.offset, values, names)
+            run(tree, next_pass, passes - 1, rule, calibration if rule.calibrated else None, *given)
         return
-    shape = (*next_pass.nodes.shape, k)
-    for _ in range(passes):
+    values, names = candidates.children(k)
+    grow(tree, roots, names.view(first), values.view(first), next_pass, rule, calibration)
+    for _ in range(1, passes):
         tokens, columns = next_pass.tokens.flatten(), next_pass.positions.flatten()
         owners = None
         if next_pass.nodes.dim() == 2:
-            owners = torch.arange(len(next_pass.nodes), device=tokens.device).repeat_interleave(shape[1])
+            owners = torch.arange(requests, device=tokens.device).repeat_interleave(later[1])
         own = candidates._replace(previous=tokens, columns=columns, owners=owners)
         values, names = own.children(k)
-        grow(tree, next_pass.nodes.clone(), names.view(shape), values.view(shape), next_pass, rule, calibration)
+        grow(tree, next_pass.nodes.clone(), names.view(later), values.view(later), next_pass, rule, calibration)

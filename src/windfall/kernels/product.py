@@ -32,24 +32,32 @@ MAX_NORMED = 1024  # elements of a row up to which its norm is fused with a prod
 PIECE_ROWS = 64  # rows that torch multiplies at a time in exact mode
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, exact: bool = False) -> Tensor:
-    """`F.linear` of rows [n, K]. The fused kernel is used where it can start before its predecessor has ended."""
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, exact: bool = False, out: Tensor | None = None
+) -> Tensor:
+    """`F.linear` of rows [n, K]. The fused kernel is used where it can start before its predecessor has ended.
+
+    The result is written to `out`, contiguous, if it is given.
+    """
     tiling = tiling_for(x, weight, exact) if supports_pdl(x.device) else None
     if tiling is None or wide(x, weight, MAX_LINEAR_ROWS):
-        return product(x, weight, bias, exact)
+        return product(x, weight, bias, exact, out)
     from windfall.kernels.triton.product import linear as run
 
-    return run(x, weight, bias, tiling)
+    return run(x, weight, bias, tiling, out)
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, exact: bool) -> Tensor:
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, exact: bool, out: Tensor | None = None) -> Tensor:
     """`F.linear`, with `exact` in an order that does not depend on the rows."""
     if is_half(x, weight) and (exact or (supports_pdl(x.device) and len(x) <= MAX_FAST_ROWS)):
         from windfall.kernels.triton.matmul import matmul, supported
 
         if supported(x, weight):
-            return matmul(x, weight, bias)
-    return by_pieces(x, weight, bias) if exact and x.is_cuda else F.linear(x, weight, bias)
+            return matmul(x, weight, bias, out)
+    if out is not None and bias is None and not exact:
+        return torch.mm(x, weight.T, out=out)
+    made = by_pieces(x, weight, bias) if exact and x.is_cuda else F.linear(x, weight, bias)
+    return made if out is None else out.copy_(made)
 
 
 def by_pieces(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -62,6 +62,21 @@ def append_rows(length: Tensor, waiting: Tensor, rows: int) -> tuple[Tensor, Ten
     return before + torch.arange(rows, device=length.device), waiting - 1, before
 
 
+def append_block(
+    length: Tensor, waiting: Tensor, tokens: Tensor, rows: int, size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`append_rows` of `tokens`, before a block of `size` rows that begins with the last token again.
+
+    Returns the slots of all rows [rows], the last token that is not padding [1], and the positions of the block [size].
+    """
+    if on_triton(length):
+        from windfall.kernels.triton.rows import append_block as compiled
+
+        return compiled(length, waiting, tokens, rows, size)
+    slots, last, _ = append_rows(length, waiting, rows)
+    return slots, tokens.index_select(0, last), length + torch.arange(size, device=length.device)
+
+
 def embed(
     tokens: Tensor,
     embedding: Tensor,

@@ -38,6 +38,7 @@ def top_children(
     noise: Tensor | None = None,  # precomputed by `update_noise`
     owners: Tensor | None = None,  # [w] int32: the request of each row; then seed, temperature and kappa are [R]
     cutoff: Tensor | None = None,  # [w] fp32: lower logits are excluded, see `cutoffs`; needs `positions`
+    out: tuple[Tensor, Tensor] | None = None,  # contiguous; None: new tensors
 ) -> tuple[Tensor, Tensor]:
     """The k largest entries of log_softmax(x) in each row, and their tokens → [w, k] fp32, [w, k] long.
 
@@ -52,18 +53,20 @@ def top_children(
             from windfall.kernels.triton.top import fits, top_children_of_product
 
             if fits(*logits[:2]):
-                return top_children_of_product(*logits, k, positions, temperature, kappa, tokens, offset, noise)
+                return top_children_of_product(*logits, k, positions, temperature, kappa, tokens, offset, noise, out)
         logits = logits.logits
     assert 0 < k <= logits.shape[-1] and (cutoff is None or positions is not None)
-    if on_triton(logits) and k > MAX_CHILDREN:
-        given = positions, seed, temperature, kappa, tokens, offset, noise, owners, cutoff
-        values, order = _scores(logits, *given).topk(k, dim=-1)
-        return values, order if tokens is None else tokens[order]
-    if on_triton(logits):
+    given = positions, seed, temperature, kappa, tokens, offset, noise, owners, cutoff
+    if on_triton(logits) and k <= MAX_CHILDREN:
         from windfall.kernels.triton.top import top_children as compiled
 
-        return compiled(logits, k, positions, seed, temperature, kappa, tokens, offset, noise, owners, cutoff)
-    return reference(logits, k, positions, seed, temperature, kappa, tokens, offset, noise, owners, cutoff)
+        return compiled(logits, k, *given, out)
+    if on_triton(logits):
+        values, order = _scores(logits, *given).topk(k, dim=-1)
+        names = order if tokens is None else tokens[order]
+    else:
+        values, names = reference(logits, k, *given)
+    return (values, names) if out is None else (out[0].copy_(values), out[1].copy_(names))
 
 
 def reference(

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from windfall.engine.gpu.forward import Pass, Unsupported
@@ -75,7 +74,7 @@ class BlockNetwork:
     def store_pair_states(self, normed: Tensor, levels: Levels) -> None:
         """Store what the pair scores need of the states [n, H]."""
         if levels.hidden is not None and self._pair_projection is not None:
-            torch.mm(normed, self._pair_projection.T, out=levels.hidden[: len(normed)])
+            linear(normed, self._pair_projection, out=levels.hidden[: len(normed)])
 
     @property
     def _pair_projection(self) -> Tensor | None:
@@ -132,7 +131,7 @@ class FusedBlock:
         if self.tap_norms is not None:
             parts = features.reshape(-1, self.tap_norms.shape[1])
             features = add_norm(parts, None, self.tap_norms, self.eps)[0].view_as(features)
-        context = add_norm(F.linear(features, self.head.fc.weight), None, self.head.hidden_norm.weight, self.eps)[0]
+        context = add_norm(linear(features, self.head.fc.weight), None, self.head.hidden_norm.weight, self.eps)[0]
         made = linear(context, self.context_kv)
         rotate_and_store(made, *cos_and_sin(self.angles), kv[0].flatten(0, 1), kv[1].flatten(0, 1), slots, positions)
 

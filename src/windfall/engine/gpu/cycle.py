@@ -29,7 +29,7 @@ from windfall.kernels.accept import accept_path
 from windfall.kernels.choose import choose
 from windfall.kernels.gate import prune
 from windfall.kernels.grow import grow
-from windfall.kernels.pair_children import grow_levels
+from windfall.kernels.pair_children import PairCandidates, grow_levels
 from windfall.kernels.rules import Rule
 from windfall.policies.context import Context
 from windfall.policies.plan import NodeFilter, Plan
@@ -164,14 +164,14 @@ class Cycle:
         return self.gpu_target.noise_buffer(max(self.plan.passes, self.draft.levels) + 3)
 
     def draft_passes(self, count: int, sampler: ChildSampler) -> None:
-        """The first `count` draft passes. All levels of a block head but the first take one launch."""
-        assert self.draft is not None
-        self.first_pass(sampler)
-        levels = self.draft.all_levels(sampler)
-        if count > 1 and levels is not None and self._only_grows and self.plan.k <= levels.levels.candidates:
+        """The first `count` draft passes. A block head's levels after the first are grown in one launch."""
+        logits = self._first_logits(sampler)
+        if isinstance(logits, PairCandidates) and self._only_grows and self.plan.k <= logits.levels.candidates:
             terms = self.terms if self.rule.calibrated else None
-            grow_levels(self.tree, self.next_rows, count - 1, self.plan.k, self.rule, levels, terms)
+            grow_levels(self.tree, self._root, self.next_rows, count, self.plan.k, self.rule, logits, terms)
             return
+        assert self.draft is not None
+        self._add_children(self._root, self._root, logits, self.draft.length, -1, sampler)
         for _ in range(1, count):
             self.next_pass(sampler)
 
@@ -182,13 +182,12 @@ class Cycle:
         special = (plan.bounds, plan.floor, plan.shape, plan.keep)
         return all(each is None for each in special) and "entropy" not in plan.watches
 
-    def first_pass(self, sampler: ChildSampler) -> None:
-        """The first draft pass: add the root's children, and choose the nodes of the next pass."""
+    def _first_logits(self, sampler: ChildSampler) -> Drafted:
+        """The first draft pass: the logits after the root, or its candidates."""
         assert self.draft is not None
         if sampler.noise is not None:
             self.gpu_target.update_noise(sampler.noise)
-        logits = self.draft.first_pass(self.draft.pending, sampler)
-        self._add_children(self._root, self._root, logits, self.draft.length, -1, sampler)
+        return self.draft.first_pass(self.draft.pending, sampler)
 
     def next_pass(self, sampler: ChildSampler) -> None:
         """A later draft pass: add children of the chosen nodes, and choose the nodes of the next pass."""

@@ -25,7 +25,7 @@ from windfall.heads.base import DraftHead, FeatureHead
 from windfall.heads.layers import head_dim
 from windfall.kernels.levels import Levels
 from windfall.kernels.pair_children import PairCandidates
-from windfall.kernels.rows import append_rows
+from windfall.kernels.rows import append_block, append_rows
 from windfall.kernels.scatter import Scatter
 from windfall.kernels.top import LazyLogits, top_children
 from windfall.model.decoder import Decoder
@@ -46,9 +46,18 @@ class ChildSampler:
         return ("coupled", *sampling_key(self.params)) if self.coupled else ("alone",)
 
     def children(
-        self, logits: Drafted, positions: Tensor, offset: int, k: int, tokens: Tensor | None
+        self,
+        logits: Drafted,
+        positions: Tensor,
+        offset: int,
+        k: int,
+        tokens: Tensor | None,
+        out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and tokens [w, k]; the target draws after these rows at `positions` [w] + `offset`."""
+        """Log-probabilities and tokens [w, k]; the target draws after these rows at `positions` [w] + `offset`.
+
+        Those of logits are written to `out`, if it is given.
+        """
         if isinstance(logits, PairCandidates):  # which were chosen for this sampling
             return logits.children(k)
         coupling: dict[str, Any] = {}
@@ -65,7 +74,7 @@ class ChildSampler:
                 logits = as_logits(logits)
                 coupling["cutoff"] = self.sampling.cutoffs(logits)
         columns = len(logits.weight) if isinstance(logits, LazyLogits) else logits.shape[-1]
-        return top_children(logits, min(k, columns), tokens=tokens, **coupling)
+        return top_children(logits, min(k, columns), tokens=tokens, out=out, **coupling)
 
 
 def as_logits(logits: Tensor | LazyLogits) -> Tensor:
@@ -169,10 +178,6 @@ class GpuDrafter:
         """Run nodes with the slots `here`, whose parents have the slots `above`; returns logits [w, V]."""
         raise NotImplementedError
 
-    def all_levels(self, sampler: ChildSampler) -> PairCandidates | None:
-        """The candidates of all levels, once the first pass has run; None: a later level needs a pass of its own."""
-        return None
-
     def _first_logits(self, rows: Pass, last: Tensor) -> Drafted:
         raise NotImplementedError
 
@@ -236,9 +241,8 @@ class GpuBlockDrafter(StatesDrafter):
         config, device = head.config, gpu_target.device
         self.head, self.levels = head, config.depth
         self.network = BlockNetwork(head, self.kv, gpu_target.capacity)
-        self._places = torch.arange(config.block, device=device)
-        seen = self._places[:, None] >= self._places
-        self._seen = torch.ones_like(seen) if config.flag("bidirectional") else seen
+        seen = torch.ones(config.block, config.block, dtype=torch.bool, device=device)
+        self._seen = seen if config.flag("bidirectional") else seen.tril()
         self._alone, self._coupled = self.network.level_buffers(1, *form[1:])
         self._entropy_levels = self._alone._replace(rest=torch.zeros(self.levels, device=device)) if entropies else None
 
@@ -248,26 +252,25 @@ class GpuBlockDrafter(StatesDrafter):
 
     def first_pass(self, rows: int, sampler: ChildSampler) -> Drafted:
         assert self.features is not None
-        slots, last, _ = append_rows(self.length, self.pending_count, rows)
+        size = self.head.config.block
+        slots, root, places = append_block(self.length, self.pending_count, self.tokens, rows, size)
         self.network.remember(self.features[:rows], slots, slots)
-        root, places = self.tokens.index_select(0, last), self.length + self._places
         normed = self.network(Pass(root, places, places, self._seen, self.length))
         normed = normed[self.head.config.first_row :]
         logits = self.network.logits(normed)
         if self._entropy_levels is not None:
             logits = as_logits(logits)
-            self._entropy_levels.fill(*top_children(logits, self._alone.candidates, tokens=self.vocabulary), logits)
+            top_children(logits, self._alone.candidates, tokens=self.vocabulary, out=self._alone[:2])
+            self._entropy_levels.fill_rest(logits)
         if sampler.coupled or self._entropy_levels is None:
             levels, before = self._levels(sampler), self.draw_offset - 1
-            levels.fill(*sampler.children(logits, places[: self.levels], before, levels.candidates, self.vocabulary))
+            given = (places[: self.levels], before, levels.candidates, self.vocabulary)
+            sampler.children(logits, *given, out=levels[:2])
         self.network.store_pair_states(normed, self._alone)
         return self._candidates(None, root, sampler)
 
     def next_pass(self, rows: Pass, above: Tensor, here: Tensor, sampler: ChildSampler) -> Drafted:
         return self._candidates(rows.positions, rows.tokens, sampler)
-
-    def all_levels(self, sampler: ChildSampler) -> PairCandidates:
-        return self._candidates(None, self.tokens[:1], sampler)
 
     def _levels(self, sampler: ChildSampler) -> Levels:
         """The buffers for this sampling, which all passes of a cycle use, as these may be captured apart."""

@@ -592,6 +592,7 @@ def _grow(
     weights_row,
     forecast_row,
     prices_row,
+    sources,  # [BLOCK_W] the row of each node's children in `child_tokens`, -1 if it has none; None: the rows in order
     WHOLE: tl.constexpr,
     CALIBRATED: tl.constexpr,
     SHAPED: tl.constexpr,
@@ -627,8 +628,9 @@ def _grow(
     if BATCH:
         request = tl.program_id(0)
         nodes += request * PARENTS
-        child_tokens += request * PARENTS * K
-        child_logq += request * PARENTS * K
+        if sources is None:
+            child_tokens += request * PARENTS * K
+            child_logq += request * PARENTS * K
         tokens += request * CAPACITY
         parents += request * CAPACITY
         depth += request * CAPACITY
@@ -703,8 +705,13 @@ def _grow(
 
     inside = (row < PARENTS)[:, None] & (column < K)[None, :]
     cell = row[:, None] * K + column[None, :]
-    logqs = tl.load(child_logq + cell, mask=inside, other=float("-inf"))
-    names = tl.load(child_tokens + cell, mask=inside, other=0)
+    source = cell
+    given = inside
+    if sources is not None:
+        source = sources[:, None] * K + column[None, :]
+        given = inside & (sources >= 0)[:, None]
+    logqs = tl.load(child_logq + source, mask=given, other=float("-inf"))
+    names = tl.load(child_tokens + source, mask=given, other=0)
     place = count + cell
     fits = inside & (place < CAPACITY)
     calibration = (slope, by_depth, by_rank)
@@ -782,7 +789,7 @@ def _grow(
 def grow(tree: TreeArrays, nodes: Tensor, *given: Any) -> None:
     """See `kernels.grow.reference`."""
     positional, fixed = arguments(tree, nodes, *given)
-    _grow[(len(nodes) if nodes.dim() == 2 else 1,)](*positional, **fixed, **pdl_launch(nodes))
+    _grow[(len(nodes) if nodes.dim() == 2 else 1,)](*positional, None, **fixed, **pdl_launch(nodes))
 
 
 def arguments(
@@ -797,11 +804,11 @@ def arguments(
     bounds: Tensor | None = None,
     floor: Tensor | None = None,
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of the kernel and what it is compiled for."""
+    """The arguments of the kernel up to `sources`, and what it is compiled for."""
     assert not (rule.calibrated and rule.selective)  # the kernel does not count worthy nodes for these
     whole = rule.whole
     batch, own = nodes.dim() == 2, calibration is not None and calibration.weights.dim() == 2
-    (given, k), (capacity, columns) = tokens.shape[-2:], tree.ancestors.shape[-2:]
+    given, k, (capacity, columns) = nodes.shape[-1], tokens.shape[-1], tree.ancestors.shape[-2:]
     width, staged_rows = next_pass.nodes.shape[-1], next_pass.expanded.shape[-1]
     mask, lineage = next_pass.mask, next_pass.lineage
     assert (mask is None or mask.stride(-1) == 1) and logq.dtype == torch.float32

@@ -196,14 +196,15 @@ def supported(x: Tensor, weight: Tensor) -> bool:
     return x.shape[1] % STEP == 0 and weight.is_contiguous() and x.stride(1) == 1
 
 
-def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     """x [n, K] times weight [O, K] transposed, plus bias [O] → [n, O]."""
     (rows, k), outputs = x.shape, len(weight)
     segments, size = segments_of(outputs, k)
     aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
     tile = choose_tile(rows, outputs, k, supports_pdl(x.device) and aligned, shared_memory(x.device))
     tiles, blocks = -(-outputs // tile.outputs), -(-rows // tile.rows)  # of outputs, of rows
-    out = x.new_empty(rows, outputs)
+    out = x.new_empty(rows, outputs) if out is None else out
+    assert out.is_contiguous() and out.shape == (rows, outputs)
     counts = counters(x.device) if splits(tiles * blocks, segments) else None
     split = counts is not None
     partials = torch.empty((segments, rows, outputs), device=x.device) if split else out

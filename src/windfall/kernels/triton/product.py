@@ -383,10 +383,10 @@ def _options(x: Tensor, tiling: Tiling) -> dict[str, Any]:
     }
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling, out: Tensor | None = None) -> Tensor:
     rows, width = len(x), len(weight)
-    assert x.stride(1) == 1 and weight.is_contiguous()
-    out = x.new_empty(rows, width)
+    out = x.new_empty(rows, width) if out is None else out
+    assert x.stride(1) == 1 and weight.is_contiguous() and out.is_contiguous() and out.shape == (rows, width)
     given = (x, weight, weight if bias is None else bias, out, rows, width, x.stride(0))
     _linear[(width // tiling.outputs, -(-rows // ROWS))](*given, BIAS=bias is not None, **_options(x, tiling))
     return out

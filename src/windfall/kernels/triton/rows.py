@@ -82,6 +82,33 @@ def append_rows(length: Tensor, waiting: Tensor, rows: int) -> tuple[Tensor, Ten
 
 
 @triton.jit
+def _append_block(
+    length_at, waiting_at, tokens, slots, root, places, rows, size, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """One program."""
+    pdl_wait(PDL)
+    row = tl.arange(0, BLOCK)
+    before = tl.load(length_at)
+    waiting = tl.load(waiting_at)
+    tl.store(slots + row, before + row, mask=row < rows)
+    tl.store(places + row, before + waiting + row, mask=row < size)
+    tl.store(root, tl.load(tokens + waiting - 1))
+    tl.debug_barrier()  # every thread has read the length
+    tl.store(length_at, before + waiting)
+
+
+def append_block(
+    length: Tensor, waiting: Tensor, tokens: Tensor, rows: int, size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert tokens.is_contiguous()
+    slots, root, places = (torch.empty(count, dtype=torch.long, device=length.device) for count in (rows, 1, size))
+    block = power_of_two(max(rows, size))
+    options = {"BLOCK": block, "num_warps": _warps(block), **pdl_trigger(length)}
+    _append_block[(1,)](length, waiting, tokens, slots, root, places, rows, size, **options)
+    return slots, root, places
+
+
+@triton.jit
 def _embed(
     tokens,
     embedding,

@@ -26,6 +26,8 @@ BLOCK_K = 64  # elements of a row per iteration of a product
 MIN_PRODUCT_COLUMNS = 128  # per program
 MAX_STAGES = 6  # of a product's software pipeline
 
+Out = tuple[Tensor, Tensor]
+
 
 @triton.jit
 def _with_noise(scores, noise, temperature_at, kappa_at):
@@ -248,12 +250,19 @@ def block_size(width: int) -> int:
 class TopBuffers:
     """Buffers that both kernels share, for scores of [rows, width]: maximum and partial normaliser of each block."""
 
-    def __init__(self, rows: int, width: int, k: int, device: torch.device, tokens: Tensor | None):
+    def __init__(
+        self, rows: int, width: int, k: int, device: torch.device, tokens: Tensor | None, out: Out | None = None
+    ):
         self.rows, self.width, self.k, self.tokens = rows, width, k, tokens
         self.size = block_size(width)
         self.count = -(-width // self.size)
         self.tops, self.totals = torch.empty((2, rows, self.count), device=device)
-        self.names = torch.empty((rows, k), dtype=torch.long, device=device)
+        self.values, self.names = out or (
+            torch.empty((rows, k), device=device),
+            torch.empty((rows, k), dtype=torch.long, device=device),
+        )
+        assert self.values.shape == self.names.shape == (rows, k)
+        assert self.values.is_contiguous() and self.names.is_contiguous()
 
     @property
     def mapped(self) -> Tensor:
@@ -262,14 +271,13 @@ class TopBuffers:
 
     def pick(self, scored: Tensor) -> tuple[Tensor, Tensor]:
         """Run the second kernel → log-probabilities and tokens, both [rows, k]."""
-        values = torch.empty(self.names.shape, device=scored.device)
         block = power_of_two(self.count)
         _pick_children[(self.rows,)](
             scored,
             self.tops,
             self.totals,
             self.mapped,
-            values,
+            self.values,
             self.names,
             self.width,
             self.count,
@@ -283,7 +291,7 @@ class TopBuffers:
             num_warps=1 if self.size == MIN_COLUMNS else 4,
             **pdl_launch(scored),
         )
-        return values, self.names
+        return self.values, self.names
 
 
 def top_children(
@@ -298,11 +306,12 @@ def top_children(
     noise: Tensor | None,
     owners: Tensor | None = None,
     cutoff: Tensor | None = None,
+    out: Out | None = None,
 ) -> tuple[Tensor, Tensor]:
     rows, width = logits.shape
     assert logits.stride(1) == 1 and (noise is None or noise.is_contiguous())
     assert all(x is None or x.is_contiguous() for x in (owners, seed, temperature, kappa, cutoff))
-    top = TopBuffers(rows, width, k, logits.device, tokens)
+    top = TopBuffers(rows, width, k, logits.device, tokens, out)
     scored = logits if positions is None else torch.empty((rows, width), device=logits.device)
     parts = max(1, 512 // top.size)
     _block_maxima[(rows, -(-top.count // parts))](
@@ -357,11 +366,12 @@ def top_children_of_product(
     tokens: Tensor | None,
     offset: int,
     noise: Tensor | None,
+    out: Out | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Top k of a product, without noise or with precomputed noise."""
     rows, width = len(x), len(weight)
     assert (positions is None) == (noise is None) and (noise is None or noise.is_contiguous())
-    top = TopBuffers(rows, width, k, x.device, tokens)
+    top = TopBuffers(rows, width, k, x.device, tokens, out)
     scored = x.new_empty(rows, width, dtype=x.dtype if noise is None else torch.float32)
     columns = max(MIN_PRODUCT_COLUMNS, top.size)
     _multiply_vocabulary[(width // columns,)](

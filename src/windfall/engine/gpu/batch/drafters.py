@@ -114,10 +114,6 @@ class BatchDrafter:
         given = Pass.in_pages(rows.tokens[:seats].flatten(), positions, rows.slots[:seats].flatten(), paths)
         return self._next_logits(given, rows, seats)
 
-    def all_levels(self, seats: int, sampler: SeatSampler) -> PairCandidates | None:
-        """The candidates of all levels, once the first pass has run; None: a later level needs a pass of its own."""
-        return None
-
     def rows_of(self, seats: int, width: int) -> tuple[Tensor, Tensor]:
         """Owners and tiles of `width` rows for each request."""
         if (seats, width) not in self._owners:
@@ -232,15 +228,13 @@ class BatchBlockDrafter(BatchStatesDrafter):
         levels, owners = self._levels(seats, sampler), self.rows_of(seats, self.levels)[0]
         columns = (self.state.draft_lengths[:seats, None] + self._places[: self.levels] + self._offset).flatten()
         names, offset = self.vocabulary, self.first + 1
-        levels.fill(*sampler.children(self.network.logits(normed), levels.candidates, owners, columns, names, offset))
+        asked = (levels.candidates, owners, columns, names, offset)
+        sampler.children(self.network.logits(normed), *asked, out=levels[:2])
         self.network.store_pair_states(normed, levels)
         return self._candidates(None, roots, seats, sampler)
 
     def next_pass(self, rows: NextPass, seats: int, sampler: SeatSampler) -> Drafted:
         return self._candidates(rows.positions[:seats].flatten(), rows.tokens[:seats].flatten(), seats, sampler)
-
-    def all_levels(self, seats: int, sampler: SeatSampler) -> PairCandidates:
-        return self._candidates(None, self.state.tokens[:seats, 0], seats, sampler)
 
     def _block(self, roots: Tensor, seats: int) -> Pass:
         """The rows of a block for each request."""

@@ -19,7 +19,7 @@ from windfall.kernels.batch import accept_rows, choose_rows, describe_rows, root
 from windfall.kernels.batch_rows import BatchRows, Described, Outcome, Sampled
 from windfall.kernels.grow import grow
 from windfall.kernels.pages import max_tiles
-from windfall.kernels.pair_children import grow_levels
+from windfall.kernels.pair_children import PairCandidates, grow_levels
 from windfall.kernels.rules import Rule
 from windfall.kernels.trees import NO_NODE, Calibration, NextPass, TreeArrays
 from windfall.policies.budget import Sizes
@@ -118,12 +118,20 @@ class Round:
 
     def first_draft_pass(self, seats: int, sizes: Sizes, pending: int, rule: Rule, kind: Kind) -> None:
         """Let the drafter take in the pending tokens, at most `pending` of a request, and expand all roots."""
+        self._grow_roots(seats, sizes, self._first_logits(seats, pending, kind), rule, kind)
+
+    def _first_logits(self, seats: int, pending: int, kind: Kind) -> Drafted:
+        """Let the drafter take in the pending tokens; returns the logits after the roots, or their candidates."""
         drafter, state = self.drafter, self.state
         assert drafter is not None
-        sampler = SeatSampler(state, kind)
-        logits = drafter.first_pass(seats, pending, sampler)
+        logits = drafter.first_pass(seats, pending, SeatSampler(state, kind))
         torch.sub(state.draft_lengths[:seats], drafter.first, out=self._columns[:seats])
-        owners = drafter.rows_of(seats, 1)[0]
+        return logits
+
+    def _grow_roots(self, seats: int, sizes: Sizes, logits: Drafted, rule: Rule, kind: Kind) -> None:
+        """Add the children of all roots."""
+        assert self.drafter is not None
+        owners, sampler = self.drafter.rows_of(seats, 1)[0], SeatSampler(self.state, kind)
         self._grow(seats, sizes, logits, self._roots[:seats], owners, self._columns[:seats] - 1, rule, sampler)
 
     def next_draft_pass(self, seats: int, sizes: Sizes, rule: Rule, kind: Kind) -> None:
@@ -136,14 +144,14 @@ class Round:
         self._grow(seats, sizes, logits, after.nodes.clone(), owners, after.positions.flatten(), rule, sampler)
 
     def draft_passes(self, seats: int, sizes: Sizes, pending: int, rule: Rule, kind: Kind) -> None:
-        """All draft passes of a round. All levels of a block head but the first take one launch."""
-        assert self.drafter is not None
-        self.first_draft_pass(seats, sizes, pending, rule, kind)
-        levels = self.drafter.all_levels(seats, SeatSampler(self.state, kind))
-        if levels is not None and sizes.k <= levels.levels.candidates:
+        """All draft passes of a round. A block head's levels after the first are grown in one launch."""
+        logits = self._first_logits(seats, pending, kind)
+        if isinstance(logits, PairCandidates) and sizes.k <= logits.levels.candidates:
             trees, rows = first(self.state.trees, seats), first_rows(self.next_rows(sizes.width), seats)
-            grow_levels(trees, rows, sizes.passes - 1, sizes.k, rule, levels, self._terms(seats, rule))
+            given = (sizes.passes, sizes.k, rule, logits, self._terms(seats, rule))
+            grow_levels(trees, self._roots[:seats], rows, *given)
             return
+        self._grow_roots(seats, sizes, logits, rule, kind)
         for _ in range(1, sizes.passes):
             self.next_draft_pass(seats, sizes, rule, kind)
 

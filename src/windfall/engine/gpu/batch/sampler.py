@@ -18,19 +18,29 @@ class SeatSampler:
         self.state, self.kind = state, kind
 
     def children(
-        self, logits: Drafted, k: int, owners: Tensor, positions: Tensor, tokens: Tensor | None, offset: int
+        self,
+        logits: Drafted,
+        k: int,
+        owners: Tensor,
+        positions: Tensor,
+        tokens: Tensor | None,
+        offset: int,
+        out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and tokens [n, k]; the target draws after these rows at `positions` [n] + `offset`."""
+        """Log-probabilities and tokens [n, k]; the target draws after these rows at `positions` [n] + `offset`.
+
+        Those of logits are written to `out`, if it is given.
+        """
         if isinstance(logits, PairCandidates):  # which were chosen for this sampling
             return logits.children(k)
         if not self.kind.coupled:
-            return top_children(logits, k, tokens=tokens)
+            return top_children(logits, k, tokens=tokens, out=out)
         state, cutoff = self.state, None
         if self.kind.filtered:
             logits = as_logits(logits)
             cutoff = state.cutoffs(logits, owners)
         noise = positions, state["seed"], state["temperature"], state["kappa"]
-        return top_children(logits, k, *noise, tokens, offset, owners=owners, cutoff=cutoff)
+        return top_children(logits, k, *noise, tokens, offset, owners=owners, cutoff=cutoff, out=out)
 
     @property
     def warmth(self) -> tuple[Tensor, Tensor] | None:
