@@ -11,7 +11,7 @@ DOCS := $(BIN)/.docs-installed
 PEERS ?= "speculators==0.9.0; python_version >= '3.11'" loguru
 PROMPT ?= Write a Python class Stack with push, pop and peek, each with a docstring, then show how it is used.
 
-.PHONY: demo test lint docs sweep bench bench-smoke clean
+.PHONY: demo test lint docs sweep kernels bench bench-smoke clean
 demo: $(RUN)
 	@$(BIN)/windfall generate "$(PROMPT)" --compare --max-new-tokens 200
 
@@ -51,6 +51,9 @@ docs: $(DOCS)  # builds site/index.html; fails on a broken link
 
 sweep: $(DEV)  # fails if any causal-LM architecture of transformers is neither exact nor refused
 	$(BIN)/python tests/sweep.py
+
+kernels: $(DEV)  # fails if a Triton kernel does not compile for an H100; needs no GPU, takes ten minutes
+	PYTHONPATH=tests $(BIN)/python tests/compile_kernels.py
 
 bench: $(RUN)
 	$(BIN)/python benchmarks/startup.py
