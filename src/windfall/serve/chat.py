@@ -46,15 +46,15 @@ def _empty(index: int) -> ChatChunkChoice:
 
 def tool_keywords(admission: Admission, asked: ChatRequest) -> dict[str, Any]:
     """The keywords of `Engine.submit` for the tools of a request."""
-    if not asked.tools:
+    if not asked.offered:
         return {}
-    if asked.offered and asked.constraint is not None:
+    if asked.constraint is not None:
         raise InputError("tools and structured output exclude each other; give one, or set tool_choice to 'none'")
     target = admission.engine.target
     template = check_template(getattr(target.tokenizer, "chat_template", None) or "", target.name)
-    given: dict[str, Any] = {"tools": [tool.as_dict() for tool in asked.tools]}
+    given: dict[str, Any] = {"tools": [tool.as_dict() for tool in asked.offered]}
     if asked.must_call:
-        given["constraint"] = call_constraint(form_of(template), asked.must_call, asked.parallel_tool_calls)
+        given["constraint"] = call_constraint(form_of(template), asked.must_call, asked.may_call_several)
     return given
 
 
