@@ -27,6 +27,7 @@ def chat_routes(admission: Admission) -> APIRouter:
     @routes.post("/v1/chat/completions", response_model=None)
     async def chat(request: Request) -> Response:
         asked = await read(request, admission, ChatRequest)
+        check_chat(admission)
         reports = make_reports(names, asked.token_logprobs is not None, [0] * asked.n)
         messages = [message.as_dict() for message in asked.messages]
         more = tool_keywords(admission, asked)
@@ -42,6 +43,13 @@ def chat_routes(admission: Admission) -> APIRouter:
 
 def _empty(index: int) -> ChatChunkChoice:
     return ChatChunkChoice(index=index, delta={})
+
+
+def check_chat(admission: Admission) -> None:
+    """Refuse a request for chat if the model has no chat template."""
+    target = admission.engine.target
+    if target.tokenizer is not None and not target.tokenizer.chat_template:
+        raise InputError(f"{target.name} has no chat template; send the text as `prompt` to /v1/completions")
 
 
 def tool_keywords(admission: Admission, asked: ChatRequest) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def check_template(template: Any, model: str) -> str:
     """The text of a chat template that shows tools to the model; others are refused."""
     text = template if isinstance(template, str) else json.dumps(template)
     if "tools" not in text:
-        raise InputError(f"the chat template of {model} does not show tools to the model")
+        raise InputError(f"the chat template of {model} does not show tools to the model; leave out `tools`")
     return text
 
 
