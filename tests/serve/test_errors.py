@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from helpers.scheduling import held
-from helpers.serving import MODEL, client, engine, http, new_engine, running
+from helpers.serving import MODEL, client, drafting_engine, engine, http, new_engine, running
 from windfall.core.errors import InputError
 from windfall.engine.engine import Engine
 from windfall.engine.host_runner import HostRunner
@@ -98,6 +98,14 @@ def test_the_clients_errors(api: openai.OpenAI) -> None:
         api.chat.completions.create(model="other", messages=messages)
     with pytest.raises(openai.NotFoundError):
         api.models.retrieve("some/other")
+
+
+@pytest.mark.parametrize("more", [{}, {"stream": True}, {"tools": [{"type": "function", "function": {"name": "f"}}]}])
+def test_a_model_without_a_chat_template_refuses_chat(more: dict[str, Any]) -> None:
+    with running(drafting_engine(chats=False)) as url:
+        answer = http().post(url + CHAT, json={"messages": MESSAGES, **more})
+    words = f"{MODEL} has no chat template; send the text as `prompt` to /v1/completions"
+    assert answer.status_code == 400 and error_of(answer)["message"] == words
 
 
 def test_unknown_paths_and_methods(address: str) -> None:

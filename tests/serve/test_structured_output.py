@@ -139,7 +139,7 @@ def test_a_required_call(api: openai.OpenAI) -> None:
 
 def test_a_named_call_and_its_result(api: openai.OpenAI) -> None:
     named = {"type": "function", "function": {"name": "find"}}
-    answer = chat(api, tools=TOOLS, tool_choice=named, parallel_tool_calls=False).choices[0]
+    answer = chat(api, tools=TOOLS, tool_choice=named).choices[0]
     (call,) = answer.message.tool_calls
     assert call.function.name == "find" and call.id
     check(call)
@@ -147,6 +147,23 @@ def test_a_named_call_and_its_result(api: openai.OpenAI) -> None:
     more.append({"role": "tool", "tool_call_id": call.id, "content": "12"})
     again = chat(api, messages=more, tools=TOOLS, tool_choice="none", max_tokens=5).choices[0]
     assert again.message.tool_calls is None and again.message.content
+
+
+def test_a_named_tool_is_called_several_times_only_if_asked(api: openai.OpenAI) -> None:
+    named = {"type": "function", "function": {"name": TOOLS[1]["function"]["name"]}}
+    how: dict[str, Any] = {"tools": TOOLS, "tool_choice": named, "extra_body": {"ignore_eos": True}}
+    once, several = (chat(api, **how, **more).choices[0] for more in ({}, {"parallel_tool_calls": True}))
+    assert len(once.message.tool_calls) == 1 < len(several.message.tool_calls)
+    assert once.finish_reason == "tool_calls"
+
+
+def test_tools_that_may_not_be_called_are_not_shown(api: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = chat(api, max_tokens=12)
+    hidden = chat(api, tools=TOOLS, tool_choice="none", max_tokens=12)
+    assert hidden.choices[0].message == plain.choices[0].message
+    assert hidden.usage.prompt_tokens == plain.usage.prompt_tokens
+    monkeypatch.setattr(engine().target.tokenizer, "chat_template", "{{ messages[0].content }}")
+    assert chat(api, tools=TOOLS, tool_choice="none", max_tokens=12).choices[0].message.content
 
 
 def test_several_calls_in_a_stream(api: openai.OpenAI) -> None:

@@ -34,8 +34,31 @@ def test_messages_go_through_the_chat_template(address: str) -> None:
     assert post(address, "tokenize", messages=MESSAGES).json()["tokens"] == ids
     without = post(address, "tokenize", messages=MESSAGES, add_generation_prompt=False).json()["tokens"]
     assert without == ids[:-1] and ids[-1] == SPECIAL.index("<|assistant|>")
-    shown = post(address, "detokenize", tokens=ids).json()["prompt"]
-    assert shown == "<|user|>Name a river.<|end|><|assistant|>"  # special tokens too
+    text = post(address, "detokenize", tokens=ids).json()["prompt"]
+    assert text == "<|user|>Name a river.<|end|><|assistant|>"  # special tokens too
+
+
+def shown(address: str, **body: Any) -> str:
+    """The prompt that the model sees."""
+    return post(address, "detokenize", tokens=post(address, "tokenize", **body).json()["tokens"]).json()["prompt"]
+
+
+def test_tools_are_shown_by_the_chat_template(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = [{"type": "function", "function": {"name": "find"}}]
+    refused = post(address, "tokenize", messages=MESSAGES, tools=tools)
+    assert refused.status_code == 400 and "does not show tools to the model" in refused.json()["error"]["message"]
+    monkeypatch.setattr(engine().target.tokenizer, "chat_template", "{{ tools[0].function.name }}")
+    assert shown(address, messages=MESSAGES, tools=tools) == "find"
+
+
+def test_developers_are_the_system_unless_the_template_knows_them(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"messages": [{"role": "developer", "content": "Hi"}], "add_generation_prompt": False}
+    assert shown(address, **told) == "<|system|>Hi<|end|>"
+    template = "{% if messages[0].role == 'developer' %}yes{% endif %}"
+    monkeypatch.setattr(engine().target.tokenizer, "chat_template", template)
+    assert shown(address, **told) == "yes"
 
 
 @pytest.fixture
@@ -68,6 +91,7 @@ def test_special_tokens(address: str) -> None:
         ("tokenize", {}, "give 'prompt' or 'messages'"),
         ("tokenize", {"prompt": "a", "messages": MESSAGES}, "not both"),
         ("tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt needs messages"),
+        ("tokenize", {"prompt": "a", "tools": []}, "tools needs messages"),
         ("tokenize", {"prompt": ["a"]}, "'prompt'"),
         ("tokenize", {"messages": []}, "'messages'"),
         ("tokenize", {"prompt": "a", "colour": "blue"}, "'colour' is not supported"),

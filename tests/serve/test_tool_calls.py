@@ -45,6 +45,21 @@ TEXTS: dict[str, tuple[str, list[tuple[str, Any]], str]] = {
     "mistral": ('[TOOL_CALLS] [{"name": "find", "arguments": {"city": "Rome"}}]', ONE, ""),
     "mistral, hidden mark": (' [{"name": "find", "arguments": {"city": "Rome"}}]', ONE, ""),
     "mistral, newer": ('[TOOL_CALLS]find[ARGS]{"city": "Rome"}[TOOL_CALLS]get_time[ARGS]{}', TWO, ""),
+    "code block": ('```json\n{\n  "name": "find",\n  "arguments": {"city": "Rome"}\n}\n```', ONE, ""),
+    "code block, two calls": (
+        '```json\n{"name": "find", "arguments": {"city": "Rome"}}\n{"name": "get_time"}\n```',
+        TWO,
+        "",
+    ),
+    "code blocks": (
+        '```\n{"name": "find", "arguments": {"city": "Rome"}}\n```\n```\n{"name": "get_time"}\n```\n',
+        TWO,
+        "",
+    ),
+    "code block, text after": ('```json\n{"name": "get_time"}\n```\nIt is late.', TWO[1:], "It is late."),
+    "code block without a call": ('```json\n{"name": "Rome"}\n```', [], '```json\n{"name": "Rome"}\n```'),
+    "code block with a name": ("```\nfind {}\n```", [], "```\nfind {}\n```"),
+    "an example": ('So:\n```json\n{"name": "get_time"}\n```', [], 'So:\n```json\n{"name": "get_time"}\n```'),
     "arguments as text": ('{"name": "find", "arguments": "{\\"city\\": \\"Rome\\"}"}', ONE, ""),
     "text": ("The time is 12.", [], "The time is 12."),
     "json": ('{"city": "Rome"}', [], '{"city": "Rome"}'),
@@ -120,6 +135,7 @@ def write_named(calls: list[tuple[str, str]]) -> str:
 FAMILIES = {
     "hermes": lambda c: "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in json_calls("arguments", c)),
     "smollm": lambda c: f"<tool_call>[{', '.join(json_calls('arguments', c))}]</tool_call>",
+    "code block": lambda c: "```json\n" + "\n".join(json_calls("arguments", c)) + "\n```",
     "llama": lambda c: "; ".join(json_calls("parameters", c)),
     "mistral": lambda c: f"[TOOL_CALLS] [{', '.join(json_calls('arguments', c))}]",
     "mistral, newer": write_named,
@@ -142,8 +158,8 @@ def test_a_stream_has_the_arguments_as_they_were_written(
 
 
 @given(parts=st.lists(st.sampled_from([*'{}[]",:; \n', "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "find",
-    "<", "abc", '{"name": "find"', '"name"', '"find"', '"arguments": {', '"parameters": "{}"', "<|python_tag|>"]),
-    max_size=14), data=st.data())  # fmt: skip
+    "<", "```", "```json\n", "abc", '{"name": "find"', '"name"', '"find"', '"arguments": {', '"parameters": "{}"',
+    "<|python_tag|>"]), max_size=14), data=st.data())  # fmt: skip
 @settings(max_examples=300, deadline=None)
 def test_any_text_is_the_same_in_pieces(parts: list[str], data: st.DataObject) -> None:
     text = "".join(parts)
@@ -176,6 +192,7 @@ def test_arguments_are_sent_while_they_are_written(family: str) -> None:
         ('<tool_call>{"name": "find", "arguments": {"a": b}}</tool_call>', "", [("find", '{"a": b}')]),
         ('<tool_call>{"name": "find", "arguments": {"a": "b', "", [("find", '{"a": "b')]),
         ('<tool_call>{"name": "find", "arguments": {}}</tool_', "", [("find", "{}")]),
+        ('```json\n{"name": "find", "arguments": {}}\n``', "", [("find", "{}")]),
         ('<tool_call>{"name": "find", "arguments": 5}</tool_call>',
          '<tool_call>{"name": "find", "arguments": 5}</tool_call>', []),
         ('Yes.\n<tool_call>{"name": "find"}</tool_call>\nDone.\n', "Yes.\nDone.", [("find", "{}")]),

@@ -139,7 +139,8 @@ def warm_up(engine: Engine, prompt: Prompt, raw: bool, sampling: dict[str, Any])
 def check_chat(engine: Engine) -> None:
     """Refuse a target without a chat template."""
     if not getattr(engine.target.tokenizer, "chat_template", None):
-        raise InputError(f"{engine.target.name} has no chat template, which chat and --system need")
+        reason = f"{engine.target.name} has no chat template, which chat and --system need"
+        raise InputError(f"{reason}; `windfall generate` without --system continues a text")
 
 
 def exit_if_interrupted(generation: Generation) -> None:

@@ -13,9 +13,10 @@ from windfall.engine.engine import Generation
 from windfall.serve.admission import Admission
 from windfall.serve.calls import Form, answer, read, submit
 from windfall.serve.logprobs import Reports, make_reports, token_texts
+from windfall.serve.messages import check_chat, messages_for, template_of, tools_for
 from windfall.serve.protocol import AssistantMessage, ChatChoice, ChatChunkChoice, ChatRequest
 from windfall.serve.texts import STOP, finish_reason
-from windfall.serve.tool_calls import call_constraint, check_template, form_of
+from windfall.serve.tool_calls import call_constraint, form_of
 from windfall.serve.tool_stream import ToolStream, find_calls
 
 TOOL_CALLS = "tool_calls"  # finish reason
@@ -27,8 +28,9 @@ def chat_routes(admission: Admission) -> APIRouter:
     @routes.post("/v1/chat/completions", response_model=None)
     async def chat(request: Request) -> Response:
         asked = await read(request, admission, ChatRequest)
+        check_chat(admission.engine.target)
         reports = make_reports(names, asked.token_logprobs is not None, [0] * asked.n)
-        messages = [message.as_dict() for message in asked.messages]
+        messages = messages_for(admission.engine.target, asked.messages)
         more = tool_keywords(admission, asked)
         texts = await submit(request, admission, asked, [messages], False, admission.engine.target.context, **more)
         first = [ChatChunkChoice(index=i, delta={"role": "assistant", "content": ""}) for i in range(len(texts))]
@@ -46,15 +48,14 @@ def _empty(index: int) -> ChatChunkChoice:
 
 def tool_keywords(admission: Admission, asked: ChatRequest) -> dict[str, Any]:
     """The keywords of `Engine.submit` for the tools of a request."""
-    if not asked.tools:
+    if not asked.offered:
         return {}
-    if asked.offered and asked.constraint is not None:
+    if asked.constraint is not None:
         raise InputError("tools and structured output exclude each other; give one, or set tool_choice to 'none'")
     target = admission.engine.target
-    template = check_template(getattr(target.tokenizer, "chat_template", None) or "", target.name)
-    given: dict[str, Any] = {"tools": [tool.as_dict() for tool in asked.tools]}
+    given: dict[str, Any] = {"tools": tools_for(target, asked.offered)}
     if asked.must_call:
-        given["constraint"] = call_constraint(form_of(template), asked.must_call, asked.parallel_tool_calls)
+        given["constraint"] = call_constraint(form_of(template_of(target)), asked.must_call, asked.may_call_several)
     return given
 
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from windfall.serve.body import Body, wrong
 from windfall.serve.structured import StructuredFields
-from windfall.serve.tools import AnswerCall, ToolFields, ToolMessageFields
+from windfall.serve.tools import MAX_TOOLS, AnswerCall, Tool, ToolFields, ToolMessageFields
 
 MAX_N = 128
 MAX_STOPS = 16
@@ -218,6 +218,7 @@ class ChatRequest(GenerationRequest, ToolFields):
 class TokenizeRequest(ModelRequest):
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1)
+    tools: list[Tool] = Field([], max_length=MAX_TOOLS)
     add_special_tokens: bool | None = None  # None: for a prompt; the chat template has them already
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -226,8 +227,9 @@ class TokenizeRequest(ModelRequest):
     def _check_source(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise wrong("give 'prompt' or 'messages', and not both")
-        if self.messages is None and "add_generation_prompt" in self.model_fields_set:
-            raise wrong("add_generation_prompt needs messages")
+        for name in ("add_generation_prompt", "tools"):
+            if self.messages is None and name in self.model_fields_set:
+                raise wrong(f"{name} needs messages")
         return self
 
 

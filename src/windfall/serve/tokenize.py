@@ -10,6 +10,7 @@ from windfall.core.errors import InputError
 from windfall.engine.engine import Engine
 from windfall.serve.admission import Admission
 from windfall.serve.calls import read
+from windfall.serve.messages import messages_for, tools_for
 from windfall.serve.protocol import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 
 
@@ -34,8 +35,8 @@ def _tokenize(engine: Engine, asked: TokenizeRequest) -> Tokenized:
     if messages is None:
         tokens = engine.tokenize(asked.prompt, raw=True, special=special)
     else:
-        given = [message.as_dict() for message in messages]
-        tokens = engine.tokenize(given, special=special, generation_prompt=asked.add_generation_prompt)
+        given, tools = messages_for(engine.target, messages), tools_for(engine.target, asked.tools)
+        tokens = engine.tokenize(given, False, tools, special, asked.add_generation_prompt)
     return Tokenized(
         count=len(tokens),
         max_model_len=engine.target.context,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Any
 
 from windfall.core.constraint import Constraint, Tags
-from windfall.core.errors import InputError
 from windfall.serve.tools import NO_ARGUMENTS, Tool
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"  # Qwen, Hermes, SmolLM
@@ -40,14 +38,6 @@ def form_of(template: str) -> Form:
     if "[TOOL_CALLS]" in template:
         return MISTRAL
     return LLAMA if "parameters" in template and ("python_tag" in template or '"name":' in template) else HERMES
-
-
-def check_template(template: Any, model: str) -> str:
-    """The text of a chat template that shows tools to the model; others are refused."""
-    text = template if isinstance(template, str) else json.dumps(template)
-    if "tools" not in text:
-        raise InputError(f"the chat template of {model} does not show tools to the model")
-    return text
 
 
 def call_constraint(form: Form, tools: list[Tool], parallel: bool) -> Constraint:

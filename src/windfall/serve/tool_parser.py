@@ -13,6 +13,7 @@ from windfall.serve.tool_calls import CLOSING, MARKS, MISTRAL_ARGUMENTS, OPENING
 AFTER_CALL = SPACE + ";,]}"  # what may lie between two calls, or after one: the end of a list, a bracket too many
 NAME_LETTERS = string.ascii_letters + string.digits + "_.-"
 ARGUMENT_KEYS = ("arguments", "parameters")
+FENCE, LANGUAGE_LETTERS = "```", string.ascii_letters + "_"  # of a code block
 OBJECT_START, MAYBE_OBJECT = re.compile(r'\{\s*["}]'), re.compile(r"\{\s*\Z")
 
 
@@ -126,17 +127,24 @@ class CallParser(TextReader):
     # ---- calls
 
     def _read_bare_calls(self) -> Reading[None]:
-        """Calls without tags, with which a text begins."""
+        """Calls without tags, with which a text begins. They may be in code blocks, as Qwen2.5-Coder writes them."""
+        in_block = False
         yield from self._skip(SPACE)
         while not (yield from self._starts(OPENING)):
+            if not in_block and (in_block := (yield from self._take(FENCE))):
+                yield from self._skip(LANGUAGE_LETTERS)
+                yield from self._skip(SPACE)
             for mark in MARKS:
                 yield from self._take(mark)
                 yield from self._skip(SPACE)
-            if (yield from self._peek()) in "{[":
+            if in_block or (yield from self._peek()) in "{[":
                 yield from self._read_json_call()
             else:
                 yield from self._read_named_call()
             yield from self._drop(AFTER_CALL)
+            if in_block and (yield from self._drop_closing(FENCE)):
+                in_block = False
+                yield from self._drop(AFTER_CALL)
 
     def _read_tagged_calls(self) -> Reading[None]:
         """Calls from an opening tag to the closing one."""
@@ -145,13 +153,7 @@ class CallParser(TextReader):
         while True:
             yield from self._read_json_call()
             yield from self._drop(AFTER_CALL)
-            if (yield from self._take(CLOSING)):
-                self._begin = self._at
-                return
-            if self._ended and CLOSING.startswith(self._text[self._at :]):  # the text ends within the tag
-                self._begin = len(self._text)
-                raise Ended
-            if (yield from self._starts(OPENING)):
+            if (yield from self._drop_closing(CLOSING)) or (yield from self._starts(OPENING)):
                 return
 
     def _read_named_call(self) -> Reading[None]:
@@ -247,3 +249,12 @@ class CallParser(TextReader):
         while (yield from self._peek()) in letters:
             self._at += 1
             self._begin = self._at
+
+    def _drop_closing(self, closing: str) -> Reading[bool]:
+        """Leave this closing tag out of the content, if it comes next, also if the text ends within it."""
+        if found := (yield from self._take(closing)):
+            self._begin = self._at
+        elif self._ended and closing.startswith(self._text[self._at :]):
+            self._begin = len(self._text)
+            raise Ended
+        return found

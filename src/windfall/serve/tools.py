@@ -52,7 +52,7 @@ class ToolFields(Body):
 
     tools: list[Tool] = Field([], max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def _check_choice(self) -> ToolFields:
@@ -67,7 +67,7 @@ class ToolFields(Body):
 
     @property
     def offered(self) -> list[Tool]:
-        """The tools that the answer may call."""
+        """The tools that the model sees and the answer may call."""
         return [] if self.tool_choice == "none" else self.tools
 
     @property
@@ -76,6 +76,12 @@ class ToolFields(Body):
         if isinstance(self.tool_choice, NamedTool):
             return [tool for tool in self.tools if tool.function.name == self.tool_choice.function.name]
         return self.tools if self.tool_choice == "required" else []
+
+    @property
+    def may_call_several(self) -> bool:
+        """Whether an answer that must call a tool may have several calls. By default a named tool is called once."""
+        given = self.parallel_tool_calls
+        return not isinstance(self.tool_choice, NamedTool) if given is None else given
 
 
 # ---- calls in messages
