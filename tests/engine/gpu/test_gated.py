@@ -103,12 +103,12 @@ def test_the_device_hears_of_the_history(monkeypatch: pytest.MonkeyPatch) -> Non
     """Of every change, and of nothing else."""
     heard: list[Bounds] = []
     meant: list[Bounds] = []
-    begin, send_terms = Cycle.first_pass, Cycle.send_terms
+    begin, send_terms = Cycle._first_logits, Cycle.send_terms
 
-    def opened(self: Cycle, sampler: ChildSampler) -> None:
+    def opened(self: Cycle, sampler: ChildSampler) -> Any:
         assert self.bounds is not None
         heard.append(Bounds(*self.bounds.tolist()))
-        begin(self, sampler)
+        return begin(self, sampler)
 
     def sending(self: Cycle, ctx: Context) -> None:
         assert self.plan.bounds is not None
@@ -116,7 +116,7 @@ def test_the_device_hears_of_the_history(monkeypatch: pytest.MonkeyPatch) -> Non
         send_terms(self, ctx)
 
     sent, send = [], PackedBuffer.send
-    monkeypatch.setattr(Cycle, "first_pass", opened)
+    monkeypatch.setattr(Cycle, "_first_logits", opened)
     monkeypatch.setattr(Cycle, "send_terms", sending)
     monkeypatch.setattr(PackedBuffer, "send", lambda self: (sent.append("bounds" in self.host), send(self)))
     for history in ("paper", "none"):
