@@ -52,7 +52,7 @@ docs: $(DOCS)  # builds site/index.html; fails on a broken link
 sweep: $(DEV)  # fails if any causal-LM architecture of transformers is neither exact nor refused
 	$(BIN)/python tests/sweep.py
 
-kernels: $(DEV)  # fails if a Triton kernel does not compile for an H100; needs no GPU, takes ten minutes
+kernels: $(DEV)  # fails if a Triton kernel does not compile for an H100; needs no GPU, takes minutes
 	PYTHONPATH=tests $(BIN)/python tests/compile_kernels.py
 
 bench: $(RUN)

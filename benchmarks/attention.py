@@ -17,7 +17,7 @@ import torch
 from provenance import publish
 from torch import Tensor
 
-from windfall.bench.speed.passes import bandwidth
+from windfall.bench.speed.passes import bandwidth, timed
 from windfall.kernels import path_attention
 from windfall.kernels.pages import PAGE_TOKENS, Pages, max_tiles, pages_for, tile_rows, tiles_of
 from windfall.kernels.triton import path_attention as kernel
@@ -40,7 +40,6 @@ LONE_WAYS: dict[str, dict[str, int]] = {  # of one request, whose keys are not i
     "3 stages": {"STAGES": 3},
     "198 programs": {"MAX_PROGRAMS": 198},
     "264 programs": {"MAX_PROGRAMS": 264},
-    "rows fused": {"FUSED_LONE": True},
 }
 LEVELS = 7  # of a request's tree
 LAYERS = 8
@@ -87,11 +86,8 @@ def measure(shape: str, requests: int, rows: int, length: int, speed: float) -> 
 
 def batch(requests: int, rows: int, length: int, group: int) -> tuple[Pages, Tensor, Tensor | None, int, int]:
     """Pages, reach and lineage of a batch; the slots of its cache; and the keys of all texts together."""
-    lengths = (
-        torch.linspace(length / 2, 1.5 * length, requests).long().cuda()
-        if requests > 1
-        else torch.tensor([length], device="cuda")
-    )
+    shares = torch.linspace(0.5, 1.5, requests) if requests > 1 else torch.ones(1)
+    lengths = (length * shares).long().cuda()
     wide = pages_for(int(lengths.max()) + rows)
     tables = (1 + torch.randperm(requests * wide).view(requests, wide)).int().cuda()
     staging = (requests * wide + 1) * PAGE_TOKENS
@@ -121,15 +117,8 @@ def graph_time(
     with torch.cuda.graph(graph):
         for cache in caches:
             path_attention(queries, *cache, length, reach, lineage, pages=pages)
-    taken = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        taken.append(1000 * start.elapsed_time(end) / len(caches))
-    return round(median(taken), 2)
+    seconds = median(timed(torch.device("cuda"), graph.replay) for _ in range(REPLAYS))
+    return round(1e6 * seconds / len(caches), 2)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ temperature has its own row: with sampling, the passes also read the noise of th
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -18,6 +19,7 @@ from provenance import publish
 
 import windfall
 from windfall import registry
+from windfall.bench.speed.passes import timed
 from windfall.bench.widen import widen_pair
 from windfall.core.types import GpuOptions, SamplingParams
 from windfall.drafters.base import Drafter
@@ -32,10 +34,9 @@ from windfall.model.target import Target
 from windfall.render import console
 from windfall.train.new_block import new_block
 
-REPLAYS = 41
+REPLAYS, WARM_UP = 41, 3
 TEMPERATURES = (0.0, 1.0)
 ROWS = 60  # of the verify pass
-BUSY_CYCLES = 400_000  # of the GPU's clock, about 0.2 ms: the device is busy while work is launched
 
 
 def main() -> None:
@@ -112,19 +113,9 @@ def verify_time(cycle: Cycle, params: SamplingParams, sampler: ChildSampler, len
 
 def replay_time(cycle: Cycle, key: tuple[Any, ...], work: Any, length: int) -> float:
     """Milliseconds of this work, as a graph, after a text of this length."""
-    graph_cache, taken = cycle.gpu_target.graph_cache, []
-    for turn in range(REPLAYS + 3):
-        cycle.set_length(length)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]  # the launch is not part of the time
-        start.record()
-        graph_cache.run(("phase", cycle.buffers_id, *key), work)
-        end.record()
-        end.synchronize()
-        if turn >= 3:
-            taken.append(start.elapsed_time(end))
-    return round(median(taken), 4)
+    cache, device = cycle.gpu_target.graph_cache, cycle.gpu_target.device
+    run, reset = partial(cache.run, ("phase", cycle.buffers_id, *key), work), partial(cycle.set_length, length)
+    return round(1000 * median([timed(device, run, reset) for _ in range(REPLAYS + WARM_UP)][WARM_UP:]), 4)
 
 
 if __name__ == "__main__":

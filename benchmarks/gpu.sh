@@ -4,9 +4,9 @@
 #   benchmarks/gpu.sh OUT STAGE… -- TASK…        TASK: a JSONL file with prompts, or builtin
 #
 # Stages: draft-phase draft-phase-8b products first-token shapes price price-8b texts texts-fp16 batch-texts throughput throughput-8b soak
-# MODEL and DRAFTER (environment) are the target and its drafter; without them, the embedded pair. A stage that fails or takes longer than LIMIT
-# seconds (600) does not stop the others; the exit code is the number of such stages. `python benchmarks/tables.py
-# --take OUT` puts the results into the documentation.
+# MODEL and DRAFTER (environment) are the target and its drafter; without them, the embedded pair. A stage that fails
+# or takes longer than LIMIT seconds (600) does not stop the others; the exit code is the number of such stages.
+# `python benchmarks/tables.py --take OUT` puts the results into the documentation.
 set -u
 cd "$(dirname "$0")/.."
 OUT=$1

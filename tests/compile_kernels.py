@@ -8,6 +8,7 @@ not count. The exit code is 1 if a kernel does not compile.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -79,11 +80,8 @@ class CompileOnly:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self) -> Generator[None]:
-        try:
+        with contextlib.suppress(Exception):
             yield
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                raise
 
 
 def main() -> None:

@@ -44,9 +44,7 @@ ONES = tl.constexpr(16)  # columns of the matrix that sums weights: the fewest o
 MAX_TILE = 8192  # sums that a program holds, of a part and of the parts before it each
 WIDE_TILE = 4096  # sums above which a tile has eight warps
 BATCH_TILE_PROGRAMS, BATCH_ROW_PROGRAMS = 528, 528  # for tiles and for single rows of several requests
-# Where there are programs enough, a tile's program also computes the parts in which its rows' paths differ: for several
-# requests, and for one.
-FUSED_ROWS, FUSED_LONE = True, False
+FUSED_ROWS = True  # with many requests, a tile's program also computes the parts in which its rows' paths differ
 # Stages of the loop over blocks of keys, for several requests, long chains and others. With pages, page numbers come
 # first, then keys and values two blocks ahead. More stages leave less memory for a kernel that starts early.
 BATCH_STAGES, CHAIN_STAGES, STAGES = 5, 3, 2
@@ -173,10 +171,10 @@ def _count_and_merge(
     target, tops, totals, partials, counters, sinks, query, own, place, step, first_part, last_part, made, prefix,
     within, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Count `made` parts of own rows as stored, of which the first `prefix` are merged into the one after them.
+    """Count parts of a row as done, and store its result if all of them are.
 
-    A counter is the sum of the first number and MAX_PARTS times the second. Store the results of the rows whose parts
-    are all there.
+    This program has done `made` parts. It has merged the first `prefix` of them into the next one and stored that one
+    in their place. A row's counter adds up `made` and MAX_PARTS * `prefix`.
     """
     tl.debug_barrier()  # all threads have stored their parts before the atomic releases them
     added = made + prefix * MAX_PARTS
@@ -217,6 +215,47 @@ def _committed_slots(at, limit, table, PAGED: tl.constexpr, PAGE: tl.constexpr, 
 
 
 @triton.jit
+def _path_slots(
+    at, end, line, length, table, PAGED: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """The slots of a row's path in the block of positions that starts at `at`; those from `end` on may be wrong.
+
+    The positions before `length` are committed. `line` lists the slots of the others.
+    """
+    position = at + tl.arange(0, BLOCK_N)
+    staged = tl.load(line + position - length, mask=(position >= length) & (position < end), other=0)
+    committed = _committed_slots(at, tl.minimum(length, end), table, PAGED, PAGE, BLOCK_N)
+    return tl.where(position < length, committed, staged)
+
+
+@triton.jit
+def _block_step(
+    q, keys, values, slot, at, end, rows, reach, oldest, scale, inner, top, total, sums, key_row, value_row,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add the keys in these slots, those of the block of positions at `at`, to the softmax of these rows."""
+    dims = tl.arange(0, BLOCK_D)
+    within = dims < D
+    position = at + tl.arange(0, BLOCK_N)
+    used = position < end
+    k_at = keys + slot[None, :] * key_row + dims[:, None]
+    v_at = values + slot[:, None] * value_row + dims[None, :]
+    k = tl.load(k_at, mask=within[:, None] & used[None, :], other=0.0)
+    v = tl.load(v_at, mask=used[:, None] & within[None, :], other=0.0)
+    seen = (position[None, :] < reach[:, None]) & (position[None, :] >= oldest[:, None]) & rows[:, None]
+    return _softmax_step(q, k, v, seen, scale, inner, top, total, sums, CAPPED, PRECISION, BLOCK_N)
+
+
+@triton.jit
+def _begin_block(at, top, total, sums):
+    """The part of the block at this position, and the state of the softmax, which starts anew with each part."""
+    at = tl.maximum(at, 0)
+    part = _part_of(at)
+    fresh = at == _part_start(part)
+    return part, tl.where(fresh, float("-inf"), top), tl.where(fresh, 0.0, total), tl.where(fresh, 0.0, sums)
+
+
+@triton.jit
 def _attend_rows(
     queries, keys, values, owners, lengths, tables, lineage, out, tops, totals, partials, counters, sinks, scale, inner,
     length, node, query, own, reach, oldest, first_part, last_part, first_row, turns, nodes, part,
@@ -242,19 +281,11 @@ def _attend_rows(
             if PAGED:
                 length, table = _request_of(first_row + turn, owners, lengths, tables, table_row)
             for at in tl.range(start, end, BLOCK_N):
-                position = at + tl.arange(0, BLOCK_N)
-                used = position < end
-                staged = tl.load(line + position - length, mask=used & (position >= length), other=0)
-                committed = _committed_slots(at, tl.minimum(length, end), table, PAGED, PAGE, BLOCK_N)
-                slot = tl.where(position < length, committed, staged)
-                k_at = keys + slot[None, :] * key_row + dims[:, None]
-                v_at = values + slot[:, None] * value_row + dims[None, :]
-                k = tl.load(k_at, mask=within[:, None] & used[None, :], other=0.0)
-                v = tl.load(v_at, mask=used[:, None] & within[None, :], other=0.0)
-                seen = (position[None, :] < reach[:, None]) & (position[None, :] >= oldest[:, None]) & active[:, None]
-                top, total, sums = _softmax_step(
-                    q, k, v, seen, scale, inner, top, total, sums, CAPPED, PRECISION, BLOCK_N
-                )
+                slot = _path_slots(at, end, line, length, table, PAGED, PAGE, BLOCK_N)
+                top, total, sums = _block_step(
+                    q, keys, values, slot, at, end, active, reach, oldest, scale, inner, top, total, sums, key_row,
+                    value_row, D, BLOCK_N, BLOCK_D, CAPPED, PRECISION,
+                )  # fmt: skip
         empty_top = tl.full([BLOCK_M], float("-inf"), tl.float32)  # merged as a tile's first part is
         empty_sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         weight = tl.max(total, 1)  # the columns are equal
@@ -279,16 +310,21 @@ def _attend_rows(
 
 
 @triton.jit
-def _end_part(
-    all_top, all_weight, all_sums, top, total, sums, tops, totals, partials, ended, merged, at, dims, D: tl.constexpr
+def _end_block(
+    all_top, all_weight, all_sums, top, total, sums, tops, totals, partials, reached, final, part, mine, merged, goal,
+    dims, D: tl.constexpr,
 ):  # fmt: skip
-    """After the last block of a part: merge it with the parts before it for `merged` rows, and store it for others."""
+    """After a block that reaches the end of its part: merge the part for `merged` rows, and store it for the others.
+
+    A part ends where the next one begins, or at the last key (`final`).
+    """
+    ended = mine & (tl.minimum(final, _part_start(part + 1)) + mine.to(tl.int32) * 0 <= reached)
     weight = tl.max(total, 1)  # the columns are equal
     new_top, new_weight, new_sums = _merge(all_top, all_weight, all_sums, top, weight, sums)
     joined = ended & merged
     apart = ended & (merged == 0)
     shown = apart[:, None] & (dims < D)[None, :]
-    _store_partial(tops, totals, partials, at, dims, top, weight, sums, apart, shown, D)
+    _store_partial(tops, totals, partials, goal, dims, top, weight, sums, apart, shown, D)
     return (
         tl.where(joined, new_top, all_top),
         tl.where(joined, new_weight, all_weight),
@@ -333,58 +369,33 @@ def _attend_tile(
     all_weight = tl.zeros([BLOCK_M], tl.float32)
     all_sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for at in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        here = tl.maximum(at, 0)
-        part = _part_of(here)
-        fresh = here == _part_start(part)
-        top = tl.where(fresh, float("-inf"), top)
-        total = tl.where(fresh, 0.0, total)
-        sums = tl.where(fresh, 0.0, sums)
-        position = at + tl.arange(0, BLOCK_N)
-        used = position < end
-        slot = _committed_slots(at, end, table, PAGED, PAGE, BLOCK_N)
-        k_at = keys + slot[None, :] * key_row + dims[:, None]
-        v_at = values + slot[:, None] * value_row + dims[None, :]
-        k = tl.load(k_at, mask=within[:, None] & used[None, :], other=0.0)
-        v = tl.load(v_at, mask=used[:, None] & within[None, :], other=0.0)
+        part, top, total, sums = _begin_block(at, top, total, sums)
         mine = own & (first_part <= part) & (part <= stop_part)
-        seen = (position[None, :] < reach[:, None]) & (position[None, :] >= oldest[:, None]) & mine[:, None]
-        top, total, sums = _softmax_step(q, k, v, seen, scale, inner, top, total, sums, CAPPED, PRECISION, BLOCK_N)
-        stop = tl.minimum(final, _part_start(part + 1))
-        ended = mine & (tl.zeros([BLOCK_M], tl.int32) + here + BLOCK_N >= stop)
-        all_top, all_weight, all_sums = _end_part(
-            all_top, all_weight, all_sums, top, total, sums, tops, totals, partials, ended, merged,
-            part * step + place, dims, D,
+        slot = _committed_slots(at, end, table, PAGED, PAGE, BLOCK_N)
+        top, total, sums = _block_step(
+            q, keys, values, slot, at, end, mine, reach, oldest, scale, inner, top, total, sums, key_row, value_row, D,
+            BLOCK_N, BLOCK_D, CAPPED, PRECISION,
+        )  # fmt: skip
+        all_top, all_weight, all_sums = _end_block(
+            all_top, all_weight, all_sums, top, total, sums, tops, totals, partials, at + BLOCK_N, final, part, mine,
+            merged, part * step + place, dims, D,
         )  # fmt: skip
     if FUSED:
         for at in tl.range(end, final, BLOCK_N, num_stages=1):
-            here = tl.maximum(at, 0)
-            part = _part_of(here)
-            fresh = here == _part_start(part)
-            top = tl.where(fresh, float("-inf"), top)
-            total = tl.where(fresh, 0.0, total)
-            sums = tl.where(fresh, 0.0, sums)
-            position = at + tl.arange(0, BLOCK_N)
+            part, top, total, sums = _begin_block(at, top, total, sums)
             mine = own & (first_part <= part) & (part <= last_part)
             for turn in tl.range(0, turns, num_stages=STAGES):
                 active = mine & (node == first_row + turn)  # other rows do not change in this turn
-                used = position < tl.max(tl.where(active, reach, 0))
+                reached = tl.max(tl.where(active, reach, 0))
                 line = lineage + (first_row + turn) * lineage_row
-                staged = tl.load(line + position - length, mask=used & (position >= length), other=0)
-                committed = _committed_slots(at, length, table, PAGED, PAGE, BLOCK_N)
-                slot = tl.where(position < length, committed, staged)
-                k_at = keys + slot[None, :] * key_row + dims[:, None]
-                v_at = values + slot[:, None] * value_row + dims[None, :]
-                k = tl.load(k_at, mask=within[:, None] & used[None, :], other=0.0)
-                v = tl.load(v_at, mask=used[:, None] & within[None, :], other=0.0)
-                seen = (position[None, :] < reach[:, None]) & (position[None, :] >= oldest[:, None]) & active[:, None]
-                top, total, sums = _softmax_step(
-                    q, k, v, seen, scale, inner, top, total, sums, CAPPED, PRECISION, BLOCK_N
-                )
-            stop = tl.minimum(final, _part_start(part + 1))
-            ended = mine & (tl.zeros([BLOCK_M], tl.int32) + here + BLOCK_N >= stop)
-            all_top, all_weight, all_sums = _end_part(
-                all_top, all_weight, all_sums, top, total, sums, tops, totals, partials, ended, merged,
-                part * step + place, dims, D,
+                slot = _path_slots(at, reached, line, length, table, PAGED, PAGE, BLOCK_N)
+                top, total, sums = _block_step(
+                    q, keys, values, slot, at, reached, active, reach, oldest, scale, inner, top, total, sums, key_row,
+                    value_row, D, BLOCK_N, BLOCK_D, CAPPED, PRECISION,
+                )  # fmt: skip
+            all_top, all_weight, all_sums = _end_block(
+                all_top, all_weight, all_sums, top, total, sums, tops, totals, partials, at + BLOCK_N, final, part,
+                mine, merged, part * step + place, dims, D,
             )  # fmt: skip
     last = tl.minimum(stop_part, end_part - 1)  # of each row here
     made = tl.where(own, last - tl.maximum(first_part, begin_part) + 1, 0)
@@ -552,11 +563,9 @@ def attend(
     parts, tiles = parts_of(positions), -(-count // (tile.height // group))
     if pages is not None and pages.tiles is not None:
         assert tile.height // group == tile_rows(group)
-        tiles = len(pages.tiles) - 1
-    if several:
-        limit = BATCH_TILE_PROGRAMS
+        tiles, limit = len(pages.tiles) - 1, BATCH_TILE_PROGRAMS
     stride = max(1, min(parts, limit // (tiles * shared)))
-    fused = (FUSED_ROWS if several else FUSED_LONE) and stride == 1 and lineage is not None
+    fused = FUSED_ROWS and several and stride == 1 and lineage is not None
     single_rows = 0
     if lineage is not None and not fused:
         single_rows = power_of_two(-(-count * shared // (BATCH_ROW_PROGRAMS if several else limit)))
