@@ -26,7 +26,7 @@ from windfall.render import console
 SHAPES = {"SmolLM2-135M": (9, 3, 64), "Qwen2.5-1.5B": (12, 2, 128), "Llama-3.1-8B": (32, 8, 128)}  # heads, of keys, d
 WAYS: dict[str, dict[str, int]] = {  # what differs from the defaults of the kernel
     "default": {},
-    "merge more parts at a time": {"MERGED": 8192},
+    "merge more parts at a time": {"BATCH_MERGED": 8192},
     "264 programs for tiles": {"BATCH_TILE_PROGRAMS": 264},
     "1056 programs for tiles": {"BATCH_TILE_PROGRAMS": 1056},
     "264 programs for rows": {"BATCH_ROW_PROGRAMS": 264},
@@ -36,7 +36,7 @@ WAYS: dict[str, dict[str, int]] = {  # what differs from the defaults of the ker
 }
 LONE_WAYS: dict[str, dict[str, int]] = {  # of one request, whose keys are not in pages
     "default": {},
-    "merge more parts at a time": {"MERGED": 8192},
+    "merge fewer parts at a time": {"MERGED": 2048},
     "3 stages": {"STAGES": 3},
     "198 programs": {"MAX_PROGRAMS": 198},
     "264 programs": {"MAX_PROGRAMS": 264},

@@ -87,3 +87,25 @@ def test_given_costs_stay() -> None:
     made = RoundCosts(MEASURED, ROWS, learns=False)
     made.record_verify(NOW, 16, 100.0)
     assert made.at(NOW).verify(16, 0) == pytest.approx(MEASURED.verify(16, 128))
+
+
+def test_idle_times_are_part_of_the_costs() -> None:
+    """A host that is late delays every round; if plain ones are delayed more, drafting is cheaper by the difference."""
+    costs = RoundCosts(MEASURED, ROWS)
+    usual = costs.at(NOW)
+    for _ in range(40):
+        costs.record_idle(NOW, False, 0.2)
+    assert costs.at(NOW).overhead == pytest.approx(usual.overhead + 0.2, abs=0.01)
+    assert costs.at(NOW).opening == usual.opening  # rounds with drafts should be delayed as much
+    for _ in range(40):
+        costs.record_idle(NOW, True, 0.05)
+    assert costs.at(NOW).opening == pytest.approx(usual.opening - 0.15, abs=0.01)
+    assert costs.at(NOW).overhead == pytest.approx(usual.overhead + 0.2, abs=0.01)
+    assert costs.at(NOW._replace(seats=32)).overhead == usual.overhead
+
+
+def test_a_single_long_pause_counts_little() -> None:
+    costs = RoundCosts(MEASURED, ROWS)
+    for seconds in (*[0.1] * 30, 50.0):
+        costs.record_idle(NOW, False, seconds)
+    assert costs.at(NOW).overhead < MEASURED.overhead + 0.12

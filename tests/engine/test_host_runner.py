@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ def play(loop: HostRunner, requests: list[Request], seed: int) -> None:
         for each in inside:
             outcome = outcomes[each.sequence]
             assert isinstance(outcome, Step), outcome
-            each.put(outcome)
+            each.put(outcome, perf_counter())
         leaving = [each for each in inside if each.done or chance.random() < 0.1]
         loop.leave([each.sequence for each in leaving])
         inside = [each for each in inside if each not in leaving]
@@ -204,7 +205,7 @@ def test_a_sequence_that_raises_fails_alone(drafter: str, kind: str) -> None:
         for each in left:
             outcome = outcomes[each.sequence]
             failed += [outcome] if isinstance(outcome, Exception) else []
-            each.fail(outcome) if isinstance(outcome, Exception) else each.put(outcome)
+            each.fail(outcome) if isinstance(outcome, Exception) else each.put(outcome, perf_counter())
         loop.leave([each.sequence for each in left if each.done])
         left = [each for each in left if not each.done]
         check_caches(loop)
@@ -219,7 +220,7 @@ def test_a_prefill_that_raises_does_not_affect_the_running_ones(monkeypatch: pyt
     made = engine("small")
     loop, first, second = runner(made), request(made, 0), request(made, 1)
     loop.join([first.sequence])
-    first.put(loop.round()[first.sequence])  # type: ignore[arg-type]
+    first.put(loop.round()[first.sequence], perf_counter())  # type: ignore[arg-type]
     target_join = made.target.join
 
     def fail(prompts: list[list[int]]) -> None:
@@ -231,7 +232,7 @@ def test_a_prefill_that_raises_does_not_affect_the_running_ones(monkeypatch: pyt
         loop.join([second.sequence])
     check_caches(loop)
     while not first.done:
-        first.put(loop.round()[first.sequence])  # type: ignore[arg-type]
+        first.put(loop.round()[first.sequence], perf_counter())  # type: ignore[arg-type]
     assert tokens(first) == alone(made, 0)
 
 

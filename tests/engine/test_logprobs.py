@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -167,7 +168,7 @@ def test_a_preempted_request_has_those_of_its_prompt_once() -> None:
         loop.join([preempted.sequence])
         outcome = loop.round()[preempted.sequence]
         assert isinstance(outcome, Step)
-        preempted.put(outcome)
+        preempted.put(outcome, perf_counter())
         loop.leave([preempted.sequence])
     answer = preempted.generation()
     check(answer.logprobs, answer.token_ids, plain_logits(text + answer.token_ids)[len(text) - 1 : -1], 1)

@@ -96,5 +96,6 @@ def test_block_heads(kind: str, policy: str) -> None:
         drafting.policy = registry.policy("none")
         wanted = [drafting.generate(each, **asked).token_ids for each in given]
         drafting.policy = registry.policy(policy)
-        assert [drafting.generate(each, **asked).token_ids for each in given] == wanted and not drafting.fallback
+        assert [drafting.generate(each, **asked).token_ids for each in given] == wanted
+        assert policy == "auto" or not drafting.fallback  # auto may find that this drafter does not pay
         assert [text.token_ids for text in drafting.generate_batch(given, **asked)] == wanted

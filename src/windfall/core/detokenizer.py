@@ -29,6 +29,11 @@ class Detokenizer:
         self._ids.append(token)
         return bool(self.stop) and self._settle(len(self._ids))
 
+    def extend(self, tokens: list[int]) -> None:
+        """Add tokens; only without stop strings."""
+        if self.tokenizer is not None:
+            self._ids += tokens
+
     def take(self, final: bool = False, end: int | None = None) -> str:
         """The text that became certain since the last call; with `final`, all the rest.
 

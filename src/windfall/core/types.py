@@ -239,6 +239,11 @@ class Step:
         return replace(self, tree=tree, drafted=drafted, kept=kept, path=self.path[self.path < len(kept)])
 
     @property
+    def drafted_tokens(self) -> int:
+        """Drafted nodes."""
+        return len(self.drafted) - 1
+
+    @property
     def rows(self) -> int:
         """Verified nodes, the root included."""
         return len(self.tree)

@@ -14,6 +14,8 @@ from windfall.costs.curves import Costs, Curve, monotone, quickest_quarter
 RECENT_ROUNDS = 8  # of one size that count
 CHANGE_FACTOR = 1.03  # a smaller change does not update the costs
 LENGTH_STEP = 64  # tokens; smaller differences in the mean length of texts are ignored
+IDLE_MEMORY = 0.9  # share of what is known about idle times that is kept per round
+IDLE_CHANGE_SECONDS = 2e-5  # a smaller change does not update the costs
 WIDTHS = (1, 2, 4, 8, 16)  # nodes of a request in a draft pass, for which draft passes are known
 
 
@@ -36,14 +38,15 @@ class RoundCosts:
     The rows of all requests share the products of a pass, and each reads the keys of its own text. So a pass over these
     rows of one text of mean length is the first estimate. It is multiplied by a factor for each number of seats and
     rows, and for each number of seats and width of draft passes: the time of recent rounds over the estimate. Sizes
-    that have not run have the factors of those around them.
+    that have not run have the factors of those around them. In addition, a device that is faster than the host is idle
+    before a round, plain or with drafts, for a time that is learned, too.
     """
 
     def __init__(self, measured: Costs, rows: tuple[int, ...], learns: bool = True):
         """`rows`: the prepared sizes of verify passes."""
         self.measured, self.learns = measured, learns
         self._rows = rows
-        self._verifies, self._drafts = Factors(), Factors()
+        self._verifies, self._drafts, self._idle = Factors(), Factors(), IdleTimes()
         self._known: dict[Situation, Costs] = {}
 
     def at(self, now: Situation) -> Costs:
@@ -60,12 +63,18 @@ class RoundCosts:
         nodes = tuple(now.requests * width for width in WIDTHS)
         factors = self._drafts.at(now.seats, WIDTHS)
         draft = measured.drafts.over(np.array(nodes)) * factors
+        plain, drafted = self._idle.at(now.seats)
         return Costs(
             drafts=Curve(nodes, tuple(monotone(draft.tolist()))),
             verifies=((0, Curve(sizes, tuple(monotone(verify.tolist())), stepped=True)),),
-            overhead=measured.overhead,
-            opening=measured.opening * float(factors[0]),
+            overhead=measured.overhead + plain,
+            opening=max(measured.opening * float(factors[0]) + drafted - plain, 0.0),
         )
+
+    def record_idle(self, now: Situation, drafted: bool, seconds: float) -> None:
+        """Learn that the device was idle before a round, because the host was late."""
+        if self.learns and self._idle.learn(now.seats, drafted, seconds):
+            self._known.clear()
 
     def record_verify(self, now: Situation, rows: int, seconds: float) -> None:
         """Learn from a verify pass over this number of rows, padding included."""
@@ -107,3 +116,28 @@ class Factors:
         known = sorted(nearest)
         logs = np.interp(np.log(sizes), np.log(known), np.log([nearest[size] for size in known]))
         return np.exp(logs)
+
+
+class IdleTimes:
+    """Mean seconds for which the device is idle before a round, by seats, for plain rounds and those with drafts."""
+
+    def __init__(self) -> None:
+        self._mean: dict[tuple[int, bool], float] = {}
+        self._believed: dict[tuple[int, bool], float] = {}
+
+    def learn(self, seats: int, drafted: bool, seconds: float) -> bool:
+        """Add a round; True if that changes what is believed."""
+        place = seats, drafted
+        known = self._mean.get(place, seconds)
+        mean = self._mean[place] = IDLE_MEMORY * known + (1 - IDLE_MEMORY) * min(
+            seconds, 2 * known + IDLE_CHANGE_SECONDS
+        )
+        if abs(mean - self._believed.get(place, 0.0)) < IDLE_CHANGE_SECONDS:
+            return False
+        self._believed[place] = mean
+        return True
+
+    def at(self, seats: int) -> tuple[float, float]:
+        """Before plain rounds, and before those with drafts; if one is not known, it is like the other."""
+        plain, drafted = (self._believed.get((seats, kind)) for kind in (False, True))
+        return plain or drafted or 0.0, drafted or plain or 0.0

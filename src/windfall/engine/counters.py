@@ -53,34 +53,41 @@ class Counters:
         self.lengths, self.rows = Histogram(LENGTHS), Histogram(ROWS)  # tokens per cycle, rows per pass
         self.use = Use()  # of the last round
 
-    def add_round(self, steps: Sequence[tuple[Request, Step]], use: Use) -> None:
-        """Count a round. The requests do not have these Steps yet."""
-        now, self.use = time.perf_counter(), use
+    def add_round(self, steps: Sequence[tuple[Request, Step]], use: Use, now: float) -> None:
+        """Count a round that has ended now. The requests do not have these Steps yet.
+
+        Most requests had their last Step at the same time. They are counted together.
+        """
+        self.use = use
         if not steps:
             return
         self.rounds += 1
         self.draft_passes += max(step.draft_passes for _, step in steps)
-        self.rows.add(sum(step.rows for _, step in steps))
+        rows = [step.rows for _, step in steps]
+        self.rows.add(sum(rows))
+        for count, times in Counter([len(step.tokens) for _, step in steps]).items():
+            self.tokens += times * count
+            self.lengths.add(count, times)
+        later = [(request.last, len(step.tokens)) for request, step in steps if request.times]
+        for (last, count), times in Counter(later).items():
+            self.between_tokens.add((now - last) / max(count, 1), times * count)
         for request, step in steps:
-            self._add_step(request, step, now - request.created)
+            if not request.times:
+                self.first_token.add(now - request.created)
+                self.prompt_tokens += request.prompt_tokens
+            if step.finish is not None:
+                self.add_end(request, step.finish)
+        if max(rows) > 1:
+            self._add_drafts([step for _, step in steps if step.rows > 1])
 
-    def _add_step(self, request: Request, step: Step, at: float) -> None:
-        count, verified = len(step.tokens), step.rows - 1
-        self.tokens += count
-        self.lengths.add(count)
-        if request.times:
-            self.between_tokens.add((at - request.times[-1]) / max(count, 1), count)
-        else:
-            self.first_token.add(at)
-            self.prompt_tokens += request.prompt_tokens
-        if verified:
-            accepted = min(step.accepted, count)
-            self.drafts += 1
-            self.verified += verified
-            self.accepted += accepted
-            self.accepted_by_depth.update(range(1, accepted + 1))
-        if step.finish is not None:
-            self.add_end(request, step.finish)
+    def _add_drafts(self, steps: Sequence[Step]) -> None:
+        """Steps in which drafted tokens were verified."""
+        self.drafts += len(steps)
+        self.verified += sum(step.rows - 1 for step in steps)
+        for accepted, times in Counter(min(step.accepted, len(step.tokens)) for step in steps).items():
+            self.accepted += times * accepted
+            for depth in range(1, accepted + 1):
+                self.accepted_by_depth[depth] += times
 
     def add_end(self, request: Request, reason: str) -> None:
         """Count the end of a request."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from windfall.core.types import Step
 from windfall.engine.generation import Generation
+from windfall.engine.loop_calls import call_in
 from windfall.engine.sequence import Sequence
 
 CANCELLED, DEADLINE = "cancelled", "deadline"  # finish reasons
@@ -32,7 +33,9 @@ class Request:
         self.error: Exception | None = None
         self.steps: list[Step] = []
         self.times: list[float] = []  # seconds after `created`
+        self.last = self.created  # when the last Step came
         self.changed = threading.Condition()
+        self._watchers = 0  # threads that wait for the next Step
         self._calls: list[Callable[[], None]] = []  # called once, after the next change
         self._end_calls: list[Callable[[], None]] = []  # called at the end
 
@@ -40,21 +43,25 @@ class Request:
     def done(self) -> bool:
         return self.finish is not None or self.error is not None
 
-    @property
-    def over(self) -> str | None:
-        """Why the text must not go on: its finish reason, or None if it may."""
-        if self.cancelled:
-            return CANCELLED
-        return DEADLINE if self.expires is not None and time.perf_counter() >= self.expires else None
+    def is_over(self, now: float) -> bool:
+        """Whether the text must not go on."""
+        return self.cancelled or (self.expires is not None and now >= self.expires)
 
-    def put(self, step: Step) -> None:
-        """Add a Step; the last one has a finish reason."""
-        with self.changed:
-            self.steps.append(step)
-            self.times.append(time.perf_counter() - self.created)
-            self.finish = step.finish
-            calls = self._wake()
-        self._make(calls)
+    def put(self, step: Step, now: float) -> None:
+        """Add a Step that came now; the last one has a finish reason.
+
+        This is called for every request in every round, and takes the lock only if somebody waits. That is safe because
+        those who wait look for new Steps after they have said so.
+        """
+        self.last = now
+        self.times.append(now - self.created)
+        self.steps.append(step)
+        if step.finish is not None:
+            self.end(step.finish)
+        elif self._watchers or self._calls:
+            with self.changed:
+                calls = self._wake()
+            self._make(calls)
 
     def end(self, reason: str) -> None:
         """The text ends here, for this reason."""
@@ -88,10 +95,21 @@ class Request:
     def call_on_change(self, call: Callable[[], None], known_steps: int) -> bool:
         """Call this after the next change; False if there is more than the known number of Steps already."""
         with self.changed:
-            waits = not self.done and len(self.steps) <= known_steps
-            if waits:
-                self._calls.append(call)
-            return waits
+            self._calls.append(call)
+            if self.done or len(self.steps) > known_steps:
+                self._calls.remove(call)
+                return False
+            return True
+
+    def wait_for_more(self, known_steps: int) -> list[Step]:
+        """Wait for more than this number of Steps; returns the new ones, none if the text has ended."""
+        with self.changed:
+            self._watchers += 1
+            try:
+                self.changed.wait_for(lambda: self.done or len(self.steps) > known_steps)
+                return self.steps[known_steps:]
+            finally:
+                self._watchers -= 1
 
     def call_at_end(self, call: Callable[[], None]) -> None:
         """Call this when the text has ended, at once if it has."""
@@ -177,9 +195,7 @@ class Handle:
     def __iter__(self) -> Iterator[Step]:
         request, known = self._request, 0
         while True:
-            with request.changed:
-                request.changed.wait_for(lambda: request.done or len(request.steps) > known)  # noqa: B023
-                fresh = request.steps[known:]
+            fresh = request.wait_for_more(known)
             if not fresh:
                 break
             yield from fresh
@@ -188,15 +204,27 @@ class Handle:
             raise request.error
 
     async def __aiter__(self) -> AsyncIterator[Step]:
-        request, known = self._request, 0
+        async for steps in self.arrivals():
+            for step in steps:
+                yield step
+
+    async def arrivals(self, pause: Callable[[], float] = lambda: 0.0) -> AsyncIterator[list[Step]]:
+        """The Steps, each time all that have come. Between two times there are `pause()` seconds, unless the text ends.
+
+        With many requests, following every single Step costs more time than generating it.
+        """
+        request, known, loop, ended = self._request, 0, asyncio.get_running_loop(), asyncio.Event()
+        request.call_at_end(lambda: call_in(loop, ended.set))
         while True:
             await self._change(known)
             fresh = request.steps[known:]
             if not fresh:
                 break
-            for step in fresh:
-                yield step
+            yield fresh
             known += len(fresh)
+            if (seconds := pause()) > 0:
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(ended.wait(), seconds)
         if request.error is not None:
             raise request.error
 
@@ -205,9 +233,10 @@ class Handle:
         return self._finished().__await__()
 
     async def _finished(self) -> Generation:
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        self._request.call_at_end(lambda: call_in(loop, ended.set))
         try:
-            while not self.done:
-                await self._change(len(self._request.steps))
+            await ended.wait()
         except asyncio.CancelledError:
             self.cancel()
             raise
@@ -216,10 +245,5 @@ class Handle:
     async def _change(self, known_steps: int) -> None:
         """Wait until there are more Steps than this, or the text has ended."""
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
-
-        def wake() -> None:
-            with suppress(RuntimeError):  # the loop was closed in the meantime
-                loop.call_soon_threadsafe(changed.set)
-
-        if self._request.call_on_change(wake, known_steps):
+        if self._request.call_on_change(lambda: call_in(loop, changed.set), known_steps):
             await changed.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable
 
@@ -10,7 +11,7 @@ from windfall.core.errors import RoomError
 from windfall.core.wording import counted
 from windfall.engine.batch_runner import BatchRunner, Outcome
 from windfall.engine.counters import FAILED, Counters
-from windfall.engine.request import CANCELLED, Request
+from windfall.engine.request import CANCELLED, DEADLINE, Request
 from windfall.engine.sequence import Sequence
 
 PREFILL_TOKENS = 4096  # of new requests between two rounds, which the running ones wait for; the last may have more
@@ -100,12 +101,15 @@ class Scheduler:
 
     def _end_early(self) -> None:
         """End the requests that were cancelled or whose deadline has passed."""
+        now = time.perf_counter()
         with self._lock:
-            late = [request for request in (*self._running, *self._queue) if request.over]
+            late = [request for request in (*self._running, *self._queue) if request.is_over(now)]
+            if not late:
+                return
             self._queue = deque(request for request in self._queue if request not in late)
         self._drop([request for request in self._running if request in late])
         for request in late:
-            self._end(request, request.over or CANCELLED)
+            self._end(request, CANCELLED if request.cancelled else DEADLINE)
 
     def _drop(self, requests: list[Request]) -> None:
         """Take these out of the running ones."""
@@ -166,14 +170,15 @@ class Scheduler:
         except Exception as error:
             outcomes = {request.sequence: error for request in self._running}
         known = [(request, outcomes[request.sequence]) for request in self._running if request.sequence in outcomes]
-        self._drop([request for request, outcome in known if isinstance(outcome, Exception) or outcome.finish])
+        failed = [(request, outcome) for request, outcome in known if isinstance(outcome, Exception)]
         steps = [(request, outcome) for request, outcome in known if not isinstance(outcome, Exception)]
-        self.counters.add_round(steps, self.runner.use)
-        for request, outcome in known:
-            if isinstance(outcome, Exception):
-                self._fail(request, outcome)
-            else:
-                request.put(outcome)
+        self._drop([request for request, _ in failed] + [request for request, step in steps if step.finish])
+        now = time.perf_counter()
+        self.counters.add_round(steps, self.runner.use, now)
+        for request, reason in failed:
+            self._fail(request, reason)
+        for request, step in steps:
+            request.put(step, now)
 
 
 def lengths(requests: Iterable[Request], more: int = 0) -> dict[Sequence, int]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from windfall.core.detokenizer import Detokenizer
+from windfall.core.detokenizer import Detokenizer, LateText
 from windfall.core.logprobs import PROCESSED, TokenLogprob, token_logprobs
 from windfall.core.sampling import Dice, Sampler
 from windfall.core.tree import DraftTree
@@ -49,10 +49,12 @@ class Sequence:
         self.calibrator = calibrators[regime if grammar is None else f"{regime}, constrained"]
         self.correction = Correction()
         self.text = Detokenizer(target.tokenizer, params.stop)
+        self.late_text = LateText(self.text)  # for Steps whose text is decoded later
         self.finish: str | None = None
         self._target = target
         self._prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # until `take_prompt_logprobs`
         self._endings: list[str | None] = []  # how each token that was drawn but not accepted yet ends the text
+        self._ends_simply = not (params.stop or params.criteria or grammar)  # by a token alone, or by its length
         self._eos = frozenset(target.eos if params.eos is None else params.eos)
         self.guide = None if grammar is None else Guide(grammar, self._eos)
         limit = params.max_new_tokens
@@ -193,6 +195,11 @@ class Sequence:
     def extend(self, tokens: list[int]) -> tuple[int, ...]:
         """Append tokens up to the first that ends the text; returns those taken."""
         before = len(self.tokens)
+        simple = self._ends_simply and not self._endings
+        if simple and before + len(tokens) < self.end and self._eos.isdisjoint(tokens):
+            self.tokens += tokens
+            self.text.extend(tokens)
+            return tuple(tokens)
         for token in tokens:
             self.tokens.append(token)
             self.finish = self._endings.pop(0) if self._endings else self._ending(self.tokens)

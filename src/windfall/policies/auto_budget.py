@@ -20,8 +20,9 @@ PREPARATION_SHARE = 0.25  # of a preparation's time that must be lost before it 
 EXPLORATION_SHARE = 0.01  # of the time that may be spent on drafts that should not pay
 PROBED_NODES = 8  # drafted nodes that a probe verifies, where rows are not free
 LARGE_BATCH = 16  # requests
-UPDATE_EVERY_ROUNDS = 4  # of the sizes in large batches, which change slowly, and on a GPU, whose rounds are short
-EAGER_ROUNDS = 8  # at first the sizes are computed in every round
+UPDATE_EVERY_ROUNDS = 8  # of the sizes in large batches, which change slowly, and on a GPU, whose rounds are short
+SIMILAR_SHARE = 1 / 8  # of the requests: if fewer came or left, the sizes of a large batch stay
+EAGER_ROUNDS = 8  # of a batch, at first: the sizes are computed in every round
 NODES_PER_PASS = 32  # verified nodes after which a new drafter may draft one pass more
 TRUST_MEMORY = 0.98  # share of the evidence about the estimates that is kept per round
 TRUST_PRIOR = 8.0  # accepted nodes that the evidence is weighed against
@@ -44,7 +45,7 @@ class AutoBudget(Budget):
         self._rounds = 0
         self._stepped = False
         self._best: Sizes | None = None
-        self._best_for: tuple[object, ...] = ()
+        self._best_for = 0, 0  # requests and room
         self._seconds, self._seconds_for = np.zeros(0), tuple[object, ...]()
 
     @property
@@ -57,13 +58,21 @@ class AutoBudget(Budget):
     def sizes(self, load: Load) -> Sizes:
         self._calibrator, self._stepped = load.calibrator, load.stepped
         self._rounds += 1
-        situation = (load.requests, min(load.room, MAX_PASSES + 1))
-        if self._best is None or self._due(load.requests) or situation != self._best_for:
-            kept = self._best if situation == self._best_for else None
-            self._best, self._best_for = self._fastest(load, kept), situation
-        if self._best.passes or load.room < 2:
-            return self._best
-        return self._probe(load) or self._best
+        if 2 * abs(load.requests - self._best_for[0]) > load.requests:  # another batch
+            self._rounds = 1
+        similar = self._similar(load)
+        if self._best is None or self._due(load.requests) or not similar:
+            kept = self._best if similar else None
+            self._best, self._best_for = self._fastest(load, kept), (load.requests, _room(load))
+        if self._best.passes:
+            return self._best._replace(rows=max(self._best.rows, load.requests))
+        return (self._probe(load) if load.room > 1 else None) or _plain(load)
+
+    def _similar(self, load: Load) -> bool:
+        """Whether the batch is about the one that the sizes were computed for."""
+        requests, room = self._best_for
+        few = SIMILAR_SHARE if requests >= LARGE_BATCH else 0
+        return _room(load) == room and abs(load.requests - requests) <= few * requests
 
     def _due(self, requests: int) -> bool:
         """Whether this round's trees are recorded, and the sizes of this round computed."""
@@ -179,6 +188,10 @@ class AutoBudget(Budget):
 def _place_of_most(table: Reals) -> tuple[int, int]:
     row, column = divmod(int(np.argmax(table)), table.shape[1])
     return row, column
+
+
+def _room(load: Load) -> int:
+    return min(load.room, MAX_PASSES + 1)
 
 
 def _plain(load: Load) -> Sizes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from fastapi import FastAPI
 from pydantic import BaseModel
 
@@ -23,6 +25,8 @@ from windfall.serve.request_log import RequestLog
 from windfall.serve.settings import Settings
 from windfall.serve.tokenize import tokenize_routes
 
+SWITCH_SECONDS = 5e-4  # after which a Python thread makes room for another: the engine's must not wait for long
+
 BODIES: dict[str, type[BaseModel]] = {  # of the POST routes
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
@@ -34,6 +38,7 @@ BODIES: dict[str, type[BaseModel]] = {  # of the POST routes
 def make_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
     """The OpenAI API over this engine, for any ASGI server. The caller closes the engine after the server has ended."""
     settings = settings or Settings()
+    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
     admission = Admission(engine, settings)
     metrics = Metrics(admission, served_name(admission))
 

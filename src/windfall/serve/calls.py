@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, TypeVar
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from windfall.core.types import Step
 from windfall.engine.engine import Engine, Generation, Prompt
 from windfall.serve.admission import Admission, Job
 from windfall.serve.errors import ApiError
@@ -17,7 +16,7 @@ from windfall.serve.policies import chosen
 from windfall.serve.protocol import Choice, GenerationRequest, ModelRequest, Stamp
 from windfall.serve.speculation import Cycles
 from windfall.serve.streaming import EventStream, MakeChoices, chunks, while_connected
-from windfall.serve.texts import Texts
+from windfall.serve.texts import Piece, Texts
 
 R = TypeVar("R", bound=ModelRequest)
 
@@ -90,9 +89,9 @@ class Form(NamedTuple):
 def with_token_ids(form: Form) -> Form:
     """The same form with the ids of tokens: of each cycle in a stream, also if it adds no text."""
 
-    def chunks_of(index: int, piece: Step | Generation) -> Sequence[Choice]:
+    def chunks_of(index: int, piece: Piece | Generation) -> Sequence[Choice]:
         choices = form.chunks_of(index, piece)
-        if isinstance(piece, Step):
+        if not isinstance(piece, Generation):
             choices = choices or [form.empty(index)]
             choices[0].token_ids = [*piece.tokens]
         return choices
@@ -116,7 +115,8 @@ async def answer(
         wanted, tokenizer = asked.stream_options, admission.engine.target.tokenizer
         cycles = Cycles(texts, tokenizer, tuple(asked.stop)) if wanted.include_speculation else None
         usage = wanted.include_usage
-        return EventStream(texts, chunks(texts, stamp, form.chunk, form.beginning, form.chunks_of, usage, cycles))
+        given = (form.chunk, form.beginning, form.chunks_of, usage, lambda: admission.engine.running, cycles)
+        return EventStream(texts, chunks(texts, stamp, *given))
     done = await while_connected(request.receive, texts.results())
     return JSONResponse(stamp.answer(form.whole, [*form.choices_of(done)], texts.usage(done)).model_dump())
 

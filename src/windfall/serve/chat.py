@@ -8,14 +8,13 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from windfall.core.errors import InputError
-from windfall.core.types import Step
 from windfall.engine.engine import Generation
 from windfall.serve.admission import Admission
 from windfall.serve.calls import Form, answer, read, submit
 from windfall.serve.logprobs import Reports, make_reports, token_texts
 from windfall.serve.messages import check_chat, messages_for, template_of, tools_for
 from windfall.serve.protocol import AssistantMessage, ChatChoice, ChatChunkChoice, ChatRequest
-from windfall.serve.texts import STOP, finish_reason
+from windfall.serve.texts import STOP, Piece, finish_reason
 from windfall.serve.tool_calls import call_constraint, form_of
 from windfall.serve.tool_stream import ToolStream, find_calls
 
@@ -82,7 +81,7 @@ class Answers:
             message = AssistantMessage(content=content, tool_calls=found.calls or None)
         return ChatChoice(index=index, message=message, logprobs=logprobs, finish_reason=_finish(done, called))
 
-    def chunks(self, index: int, piece: Step | Generation) -> list[ChatChunkChoice]:
+    def chunks(self, index: int, piece: Piece | Generation) -> list[ChatChunkChoice]:
         """The choices for a piece of a stream, each for an event: a delta has text, or a part of one call."""
         found = [] if self._reports is None else self._reports.of_piece(index, piece)
         logprobs = self._reports.as_chat(found) if self._reports is not None and found else None
@@ -95,10 +94,11 @@ class Answers:
             made[-1].finish_reason = _finish(piece, bool(self._streams) and self._streams[index].called)
         return made
 
-    def _deltas(self, index: int, piece: Step | Generation) -> list[dict[str, Any]]:
+    def _deltas(self, index: int, piece: Piece | Generation) -> list[dict[str, Any]]:
         if self._streams:
-            return self._streams[index].push(piece.text) if isinstance(piece, Step) else self._streams[index].end()
-        return [{"content": piece.text}] if isinstance(piece, Step) and piece.text else []
+            stream = self._streams[index]
+            return stream.end() if isinstance(piece, Generation) else stream.push(piece.text)
+        return [] if isinstance(piece, Generation) or not piece.text else [{"content": piece.text}]
 
 
 def _finish(done: Generation, called: bool) -> str:

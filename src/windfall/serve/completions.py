@@ -11,13 +11,12 @@ from fastapi.responses import Response
 
 from windfall.core.errors import InputError
 from windfall.core.logprobs import TokenLogprob
-from windfall.core.types import Step
 from windfall.engine.engine import Engine, Generation
 from windfall.serve.admission import Admission
 from windfall.serve.calls import Form, answer, read, submit
 from windfall.serve.logprobs import Placed, Reports, make_reports, token_texts
 from windfall.serve.protocol import CompletionChoice, CompletionLogprobs, CompletionRequest
-from windfall.serve.texts import finish_reason
+from windfall.serve.texts import Piece, finish_reason
 
 OBJECT = "text_completion"
 DEFAULT_TOKENS = 16  # of OpenAI's API
@@ -93,7 +92,7 @@ class Choices:
         prompt = self._of_prompt(reports, index, done.prompt_logprobs)
         return reports.as_completion([*prompt, *reports.of_text(index, done)])
 
-    def chunks(self, index: int, piece: Step | Generation) -> list[CompletionChoice]:
+    def chunks(self, index: int, piece: Piece | Generation) -> list[CompletionChoice]:
         """The choices for a piece of a stream."""
         logprobs = None if self._reports is None else self._of_piece(self._reports, index, piece)
         if isinstance(piece, Generation):
@@ -107,7 +106,7 @@ class Choices:
         echo = self._echoes[index]
         return "" if echo.ids is None else echo.text
 
-    def _of_piece(self, reports: Reports, index: int, piece: Step | Generation) -> CompletionLogprobs | None:
+    def _of_piece(self, reports: Reports, index: int, piece: Piece | Generation) -> CompletionLogprobs | None:
         prompt = [] if isinstance(piece, Generation) else self._of_prompt(reports, index, piece.prompt_logprobs)
         found = [*prompt, *reports.of_piece(index, piece)]
         return reports.as_completion(found) if found else None

@@ -17,10 +17,10 @@ from windfall.engine.engine import Generation
 from windfall.serve.errors import Disconnected, as_api_error
 from windfall.serve.protocol import Choice, Stamp
 from windfall.serve.speculation import Cycle, CycleChunk, Cycles
-from windfall.serve.texts import Texts
+from windfall.serve.texts import Piece, Texts
 
 T = TypeVar("T")
-MakeChoices = Callable[[int, "Step | Generation"], Sequence[Choice]]
+MakeChoices = Callable[[int, "Piece | Generation"], Sequence[Choice]]
 
 DONE = "[DONE]"
 
@@ -77,12 +77,14 @@ async def chunks(
     first: Sequence[BaseModel],
     choices_of: MakeChoices,
     include_usage: bool,
+    streams: Callable[[], int],
     cycles: Cycles | None = None,
 ) -> AsyncGenerator[str, None]:
     """The events of a stream: `first` and then all pieces as choices, the usage if it is wanted, and the end.
 
-    With `cycles`, each cycle has its description in its first event, which has no choice if the cycle adds no text. An
-    error after the beginning is an event, too.
+    With `cycles`, each cycle has its description in its first event, which has no choice if the cycle adds no text.
+    Without, cycles are joined if many texts run, the number of which is `streams()`. An error after the beginning is an
+    event, too.
     """
 
     def event(choice: BaseModel | None, cycle: Cycle | None = None) -> str:
@@ -95,7 +97,7 @@ async def chunks(
     try:
         for beginning in first:
             yield event(beginning)
-        async with aclosing(texts.pieces()) as pieces:
+        async with aclosing(texts.pieces(None if cycles else streams)) as pieces:
             async for number, piece in pieces:
                 cycle = cycles.describe(number, piece) if cycles and isinstance(piece, Step) else None
                 if isinstance(piece, Generation):

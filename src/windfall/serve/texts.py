@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from typing import NamedTuple
 
+from windfall.core.logprobs import TokenLogprob
 from windfall.core.types import Step
 from windfall.engine.engine import Generation
 from windfall.engine.request import CANCELLED, Handle
@@ -12,6 +14,25 @@ from windfall.serve.errors import shutting_down
 from windfall.serve.protocol import Speculation, Usage
 
 STOP, LENGTH = "stop", "length"  # finish reasons of OpenAI's API
+EVENT_SECONDS = 4e-4  # between two events of all streams together: the engine's thread needs the rest of the time
+
+
+class JoinedSteps(NamedTuple):
+    """Steps that are sent together."""
+
+    tokens: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] | None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None
+
+    @classmethod
+    def of(cls, steps: list[Step]) -> JoinedSteps:
+        found = None if steps[0].logprobs is None else tuple(each for step in steps for each in step.logprobs or ())
+        tokens = tuple(token for step in steps for token in step.tokens)
+        return cls(tokens, "".join(step.text for step in steps), found, steps[0].prompt_logprobs)
+
+
+Piece = Step | JoinedSteps  # of a text
 
 
 class Texts:
@@ -44,10 +65,14 @@ class Texts:
         finally:
             self.cancel()
 
-    async def pieces(self) -> AsyncGenerator[tuple[int, Step | Generation], None]:
-        """The Steps of all texts with the text's number, as they happen; after the last Step, the Generation."""
-        queue: asyncio.Queue[tuple[int, Step | Generation | Exception]] = asyncio.Queue()
-        tasks = [asyncio.create_task(_follow(number, handle, queue)) for number, handle in enumerate(self._handles)]
+    async def pieces(self, streams: Callable[[], int] | None) -> AsyncGenerator[tuple[int, Piece | Generation], None]:
+        """The Steps of all texts with the text's number, as they happen; after the last Step, the Generation.
+
+        `streams`: the number of texts that run now; the more there are, the more Steps are joined. None: every Step is
+        a piece.
+        """
+        queue: asyncio.Queue[tuple[int, Piece | Generation | Exception]] = asyncio.Queue()
+        tasks = [asyncio.create_task(_follow(n, handle, queue, streams)) for n, handle in enumerate(self._handles)]
         try:
             left = len(tasks)
             while left:
@@ -73,7 +98,7 @@ class Texts:
         speculation = Speculation(
             target_passes=len(steps),
             draft_passes=sum(step.draft_passes for step in steps),
-            drafted_tokens=sum(len(step.drafted) - 1 for step in steps),
+            drafted_tokens=sum(step.drafted_tokens for step in steps),
             verified_tokens=sum(step.rows - 1 for step in steps),
             accepted_tokens=sum(min(step.accepted, len(step.tokens)) for step in steps),
             tokens_per_pass=round(completion / len(steps), 4) if steps else 0.0,
@@ -86,10 +111,17 @@ class Texts:
         )
 
 
-async def _follow(number: int, handle: Handle, queue: asyncio.Queue[tuple[int, Step | Generation | Exception]]) -> None:
+async def _follow(
+    number: int,
+    handle: Handle,
+    queue: asyncio.Queue[tuple[int, Piece | Generation | Exception]],
+    streams: Callable[[], int] | None,
+) -> None:
     try:
-        async for step in handle:
-            queue.put_nowait((number, step))
+        pause = (lambda: 0.0) if streams is None else (lambda: EVENT_SECONDS * (streams() - 1))
+        async for steps in handle.arrivals(pause):
+            for piece in steps if streams is None or len(steps) == 1 else [JoinedSteps.of(steps)]:
+                queue.put_nowait((number, piece))
         queue.put_nowait((number, _checked(await handle)))
     except Exception as error:
         queue.put_nowait((number, error))

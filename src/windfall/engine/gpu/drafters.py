@@ -419,7 +419,7 @@ def gpu_drafter(form: GpuForm, gpu_target: GpuTarget, pending: int, staged: int,
 
 def prefill(prompt: list[int], gpu_target: GpuTarget, draft: GpuDrafter | None) -> None:
     """Start a new request: target and drafter process the prompt except for its last token."""
-    given = torch.tensor(prompt, device=gpu_target.device)
+    given = gpu_target.place_tokens(prompt)
     if draft is not None:
         draft.start()
     at = 0

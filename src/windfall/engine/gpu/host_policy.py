@@ -58,7 +58,7 @@ class GraphTarget:
     def prefill(self, prompts: list[list[int]], taps: tuple[int, ...] = ()) -> list[Tensor] | None:
         (prompt,) = prompts
         self.gpu_target.set_sampling(self.params)
-        given = torch.tensor(prompt[:-1], device=self.gpu_target.device)
+        given = self.gpu_target.place_tokens(prompt[:-1])
         pieces = [None if states is None else states.clone() for states in self.gpu_target.prefill(given)]
         return [torch.cat([piece for piece in pieces if piece is not None])] if taps else None
 
@@ -138,10 +138,10 @@ class GraphDrafter(Drafter):
     @torch.inference_mode()
     def start(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Many[Dice | None]) -> None:
         (prompt,) = prompts
-        self._dice, self._kappa = dice[0], 1.0
+        self._dice = dice[0]
         self._sampler = ChildSampler(self.params, self._dice is not None, self.draft.gpu_target.sampling)
         self.draft.start()
-        given, at = torch.tensor(prompt, device=self._device), 0
+        given, at = self.draft.gpu_target.place_tokens(prompt), 0
         while at < len(prompt) - 1:
             at = self.draft.prefill_chunk(given, at, hidden[0][at : at + PREFILL_CHUNK_TOKENS] if hidden else None)
         self._taken = len(prompt) - self.draft.draw_offset
@@ -150,9 +150,8 @@ class GraphDrafter(Drafter):
 
     def begin(self, tokens: list[int]) -> list[DraftTree]:
         self._slots, self._staged_rows = {}, 0
-        if self._dice is not None and self._dice.kappa != self._kappa:
-            self._kappa = self._dice.kappa
-            self.draft.gpu_target.sampling.kappa.fill_(self._kappa)
+        if self._dice is not None:
+            self.draft.gpu_target.set_kappa(self._dice.kappa)
         return super().begin(tokens)
 
     def expand(self, trees: list[DraftTree], grows: Many[Grow | None]) -> list[DraftTree]:

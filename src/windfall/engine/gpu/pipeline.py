@@ -59,7 +59,6 @@ class Pipeline:
         self._stream: Any = current_stream(cycle.gpu_target.device)
         self._prefill_start: DeviceEvent | None = None
         self.prefill_seconds = 0.0  # known after the first `collect`
-        self._kappa: float | None = None  # the value on the device
         self._last_launched: DeviceEvent | None = None  # end of the last launched cycle
         self._last_collected: DeviceEvent | None = None  # end of the last collected cycle
         self.stream_used = False  # whether the caller may have used the stream since the last launch
@@ -111,9 +110,8 @@ class Pipeline:
         self._decision_seconds, self._launched_passes = 0.0, 0
         self._decision = Decision(False, opening.rows)
         dice = self.sequence.dice
-        if dice and dice.kappa != self._kappa:
-            cycle.gpu_target.sampling.kappa.fill_(dice.kappa)
-            self._kappa = dice.kappa
+        if dice:
+            cycle.gpu_target.set_kappa(dice.kappa)
         if plan.passes:
             assert draft is not None
             columns = draft.columns

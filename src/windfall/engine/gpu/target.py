@@ -108,6 +108,7 @@ class GpuTarget:
         self.accepted = torch.zeros(1, dtype=long, device=device)
         self.bonus = torch.zeros(1, dtype=long, device=device)
         self.sampling = SamplingBuffers.create(device)
+        self._sent: dict[str, float] = {}  # the settings that the device has
         self.chunk = PrefillChunk(device)
         self.chunk_states: Tensor | None = None  # tapped states of the chunk
         if taps:
@@ -170,13 +171,30 @@ class GpuTarget:
 
     @torch.inference_mode()
     def set_sampling(self, params: SamplingParams, kappa: float = 1.0) -> None:
-        """Write the sampling settings of a request to the device."""
-        self.sampling.seed.fill_(signed(params.noise_seed))
-        self.sampling.temperature.fill_(params.temperature or 1.0)
-        self.sampling.kappa.fill_(kappa)
-        self.sampling.top_k.fill_(params.top_k)
-        self.sampling.top_p.fill_(params.top_p)
-        self.sampling.min_p.fill_(params.min_p)
+        """Write the sampling settings of a request to the device, as far as they have changed."""
+        given: dict[str, float] = {
+            "seed": signed(params.noise_seed),
+            "temperature": params.temperature or 1.0,
+            "kappa": kappa,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+        }
+        for name, value in given.items():
+            if self._sent.get(name) != value:
+                getattr(self.sampling, name).fill_(value)
+        self._sent = given
+
+    def set_kappa(self, kappa: float) -> None:
+        """The weight of the noise in drafts, which may change between cycles."""
+        if self._sent.get("kappa") != kappa:
+            self.sampling.kappa.fill_(kappa)
+            self._sent["kappa"] = kappa
+
+    def place_tokens(self, tokens: list[int]) -> Tensor:
+        """Copy tokens to the device without waiting for it."""
+        pinned = self.device.type == "cuda"
+        return torch.tensor(tokens, pin_memory=pinned).to(self.device, non_blocking=True)
 
     def write_rows(self, tree: DraftTree) -> int:
         """Write a tree's rows into the host's arrays of `rows`; returns the size of the pass."""

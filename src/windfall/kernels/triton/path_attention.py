@@ -39,7 +39,8 @@ FAR_SHIFT = tl.constexpr(MIDDLE_SHIFT.value + MIDDLE_END.value // MIDDLE.value -
 # Programs for rows alone and for tiles, each: half of those that a GPU of 132 multiprocessors runs at the same time.
 MAX_PROGRAMS_SMALL, MAX_PROGRAMS = 198, 132
 SMALL_TILE = 1024  # sums up to which three programs run on a multiprocessor
-MERGED = 2048  # partial sums that a program loads before it adds the first
+# Partial sums that a program loads before it merges the first, for one request and for several.
+MERGED, BATCH_MERGED = 8192, 2048
 ONES = tl.constexpr(16)  # columns of the matrix that sums weights: the fewest of a matrix product
 MAX_TILE = 8192  # sums that a program holds, of a part and of the parts before it each
 WIDE_TILE = 4096  # sums above which a tile has eight warps
@@ -616,7 +617,7 @@ def attend(
         BLOCK_M=tile.height,
         BLOCK_N=tile.keys,
         BLOCK_D=block_d,
-        UNROLL=max(1, MERGED // (tile.height * block_d)),
+        UNROLL=max(1, (BATCH_MERGED if several else MERGED) // (tile.height * block_d)),
         PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
         CAPPED=cap is not None,
         SINKS=sinks is not None,

@@ -28,6 +28,7 @@ class Results:
     def __init__(self, arrays: Published, texts: int, sizes: Sizes, turn: int):
         """`texts`: requests that took part; `turn`: of the sample, see `Round`."""
         self.texts, self.sizes, self.drafted = texts, sizes, sizes.passes > 0
+        self.seconds, self.recorded = Split(), False  # of the round, as Steps report them
         self._known = {name: arrays[name][: texts + (name == "starts")].copy() for name in OF_REQUESTS}
         rows = int(self._known["starts"][-1])
         self._known |= {name: arrays[name][:rows].copy() for name in OF_ROWS if self.drafted}
@@ -103,9 +104,7 @@ class BatchStep(Step):
         root: int,
         tokens: tuple[int, ...],
         text: tuple[LateText, int],
-        seconds: Split,
         finish: str | None,
-        recorded: bool,
         prefill_seconds: float,
     ):
         """`root`: the token of the tree's root. `text`: where the text is, and the number of this step there."""
@@ -115,12 +114,21 @@ class BatchStep(Step):
             _root=root,
             _text=text,
             tokens=tokens,
-            draft_passes=results.sizes.passes,
-            seconds=seconds,
             finish=finish,
-            recorded=recorded,
             prefill_seconds=prefill_seconds,
         )
+
+    @property
+    def draft_passes(self) -> int:
+        return self._results.sizes.passes
+
+    @property
+    def seconds(self) -> Split:
+        return self._results.seconds
+
+    @property
+    def recorded(self) -> bool:
+        return self._results.recorded
 
     @property
     def late_text(self) -> LateText:
@@ -148,6 +156,10 @@ class BatchStep(Step):
     @cached_property
     def kept(self) -> Tensor:
         return torch.arange(len(self.tree))
+
+    @property
+    def drafted_tokens(self) -> int:
+        return self.rows - 1
 
     @property
     def accepted(self) -> int:

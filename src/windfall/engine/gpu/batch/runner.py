@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
+import time
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 
-from windfall.core.detokenizer import LateText
 from windfall.core.types import Split, Step
 from windfall.costs.acceptance import Calibrator
 from windfall.costs.online import OnlineCosts
@@ -18,7 +16,7 @@ from windfall.drafters.base import GpuForm
 from windfall.engine.batch_runner import Outcome, Use
 from windfall.engine.gpu.batch.chunks import Prompt, PromptQueue
 from windfall.engine.gpu.batch.drafters import batch_drafter
-from windfall.engine.gpu.batch.learning import learn
+from windfall.engine.gpu.batch.learning import Lessons, learn
 from windfall.engine.gpu.batch.page_pool import PagePool
 from windfall.engine.gpu.batch.results import BatchStep, Results
 from windfall.engine.gpu.batch.round import MAX_ROUND_ROWS, ROUND_ROWS, SAMPLED, Round, round_rows
@@ -40,8 +38,7 @@ MAX_FLIGHT = 2  # rounds that are launched before the host reads the results of 
 MIN_SPAN_PAGES = 32  # of a text that passes read at the least
 SPAN_FACTOR = 4  # between the numbers of pages that captured passes read
 PENDING = (1, 2, 4, 8, 16, MAX_BACKLOG)  # tokens of each text that a captured pass takes in
-EAGER_ROUNDS = 8  # with drafts, after a plain round: acceptance is learned from all of them
-LEARNING_SHARE = 0.3  # of later rounds: learning may take longer than a round. They are drawn, as samples take turns
+EAGER_ROUNDS = 8  # acceptance is learned from all of the first rounds with drafts
 SEATS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # requests of captured rounds
 
 
@@ -71,6 +68,7 @@ class Launched(NamedTuple):
     situation: Situation
     sizes: Sizes
     recorded: bool  # whether graphs were captured
+    at_once: bool  # whether nothing but this round was launched after the one before it
     start: DeviceEvent
     drafted: DeviceEvent
     end: DeviceEvent
@@ -107,17 +105,23 @@ class GpuBatchRunner:
         self.pool = PagePool(limits.pages)
         self.texts: list[Sequence] = []  # by seat
         self._pages: dict[Sequence, list[int]] = {}
-        self._late: WeakKeyDictionary[Sequence, LateText] = WeakKeyDictionary()  # of texts that may come back
         self._launched: list[Launched] = []
         self._budget_sizes: Sizes | None = None  # of the last round
         self._turn = 0  # see `Round`
         self.learns = True  # about acceptance
-        self._drafted_rounds = 0  # without a plain round between them
-        self._chance = random.Random(0)
+        self._drafted_rounds = 0
+        self._after_plain = False  # whether the last round was plain: the one after it may be a probe
+        self._lessons = Lessons()
+        self._collected = 0.0  # when the last round was
+        self._lesson: tuple[Results, Launched] | None = None  # a round from which acceptance will be learned
         self._pending = 1  # an upper bound on the tokens of a text that the drafter has to take in
         self._spare: list[DeviceEvent] = []
         self._versions = self._weight_versions()
         self._changed: set[Sequence] = set()  # texts whose acceptance the device does not know yet
+        self._kind: Kind | None = None  # how the texts draw their tokens; None: others have come or gone
+        self._rounds_with_room = 0  # in which no text needs more pages
+        self._at_once = False  # whether the next round follows the last one without anything between
+        self._last_end: DeviceEvent | None = None  # of the round that was collected last
         self._prompts = PromptQueue()
         self._waiting: dict[int, Sequence] = {}  # texts whose prompts are not processed yet, by seat
         self._prefill_events: dict[Sequence, DeviceEvent] = {}  # the start of their prefill, until the first Step
@@ -189,7 +193,6 @@ class GpuBatchRunner:
             self.pool.release(known)
             raise
         self._pages[text], self._waiting[seat] = pages, text
-        self._late.setdefault(text, LateText(text.text))
         self._changed.add(text)
         self.state.set_pages(seat, pages)
         self.state.set_sampling(seat, text.params)
@@ -199,7 +202,7 @@ class GpuBatchRunner:
         """Process the next chunk of the waiting prompts; texts whose prompts end take part in the next round."""
         self._set_span()
         self.state.send()
-        started = self._event()
+        self._at_once, started = False, self._event()
         chunk, ended = self._prompts.take()
         if chunk is not None:
             states = self.target.prefill(chunk)
@@ -209,15 +212,21 @@ class GpuBatchRunner:
                 self._prefill_events.setdefault(self._waiting[part.prompt.seat], started)
         goals = [*range(len(self.texts), len(self.texts) + len(ended))]
         self.state.admit([prompt.seat for prompt in ended], goals, [prompt.tokens for prompt in ended])
+        self._note_texts()
         for prompt in ended:
             self.texts.append(self._waiting.pop(prompt.seat))
             self.pool.remember(prompt.tokens[:-1], prompt.pages)
         self.state.write(live=len(self.texts))
 
+    def _note_texts(self) -> None:
+        """The texts change: compute what depends on them again."""
+        self._kind, self._rounds_with_room = None, 0
+
     @torch.inference_mode()
     def leave(self, sequences: Iterable[Sequence]) -> None:
         """Remove these texts; their pages become free. Results of rounds in flight are dropped."""
         seats = [*range(len(self.texts))]  # where the texts were before
+        self._note_texts()
         for text in list(sequences):
             if text not in self._pages:
                 continue
@@ -256,6 +265,9 @@ class GpuBatchRunner:
                 break
         while self.texts and len(self._launched) < MAX_FLIGHT:
             self._launch()
+        if self._lesson is not None:  # while the device works
+            self._learn_acceptance(*self._lesson)
+            self._lesson = None
         return self._collect() if self._launched else {}
 
     @torch.inference_mode()
@@ -278,9 +290,11 @@ class GpuBatchRunner:
         drafted, number = self._event(), self.work.results.expect()
         graphs.run_verify(sizes)
         recorded, pages = cache.captures > captures, [self._pages[text] for text in self.texts]
+        times = start, drafted, self._event()
         self._launched.append(
-            Launched(number, self._turn, list(self.texts), pages, now, sizes, recorded, start, drafted, self._event())
+            Launched(number, self._turn, list(self.texts), pages, now, sizes, recorded, self._at_once, *times)
         )
+        self._at_once = True
         self._turn += SAMPLED if sizes.passes else 0
         self._pending = sizes.passes + 1 if sizes.passes else self._pending + 1
 
@@ -288,7 +302,8 @@ class GpuBatchRunner:
         """The passes of the next round for this number of seats."""
         waiting = min(self._pending, self.state.backlog)
         pending = next((size for size in PENDING if size >= waiting), waiting)
-        return RoundGraphs(self.gpu_target.graph_cache, self.work, self.budget, seats, kind_of(self.texts), pending)
+        self._kind = self._kind or kind_of(self.texts)
+        return RoundGraphs(self.gpu_target.graph_cache, self.work, self.budget, seats, self._kind, pending)
 
     def _situation(self) -> Situation:
         """What the costs of the next round depend on."""
@@ -311,17 +326,27 @@ class GpuBatchRunner:
 
     def _update_settings(self) -> None:
         """Give texts the pages that the next round may need, and note what was learned about their acceptance."""
-        state, margin = self.state, (MAX_FLIGHT + 1) * self.state.pending
-        for seat, text in enumerate(self.texts):
-            pages = self._pages[text]
-            if min(len(text.tokens) + margin, state.longest) > len(pages) * PAGE_TOKENS:
-                pages += self._take(self._needed(len(text.tokens)) - len(pages))
-                state.set_pages(seat, pages)
+        state = self.state
+        self._rounds_with_room -= 1
+        if self._rounds_with_room < 0:
+            self._add_pages()
+        for seat, text in enumerate(self.texts if self._changed else ()):
             if text in self._changed:
                 calibrator = self.budget.calibrator or text.calibrator
                 state.set_term("kappa", seat, text.calibrator.kappa if text.dice else 1.0)
                 state.set_term("weights", seat, calibrator.shifted(text.correction.shift).astype("float32"))
         self._changed.clear()
+
+    def _add_pages(self) -> None:
+        """Give every text the pages for this round, and count the rounds until one may need more."""
+        state, least = self.state, self.state.longest
+        for seat, text in enumerate(self.texts):
+            pages, needed = self._pages[text], len(text.tokens) + (MAX_FLIGHT + 1) * state.pending
+            if min(needed, state.longest) > len(pages) * PAGE_TOKENS:
+                pages += self._take(self._needed(len(text.tokens)) - len(pages))
+                state.set_pages(seat, pages)
+            least = min(least, len(pages) * PAGE_TOKENS - needed)
+        self._rounds_with_room = max(least, 0) // state.pending
         self._set_span()
 
     def _set_span(self) -> None:
@@ -337,41 +362,47 @@ class GpuBatchRunner:
 
     def _collect(self) -> dict[Sequence, Outcome]:
         launched, results = self._launched.pop(0), self.work.results
+        began = time.perf_counter()
         block = results.arrays[results.wait(launched.number)]
         launched.end.wait()
+        now = time.perf_counter()
+        self._lessons.add_round(now - began, now - self._collected)
+        self._collected = now
         draft, verify = launched.start.seconds_until(launched.drafted), launched.drafted.seconds_until(launched.end)
         found = Results(block, len(launched.texts), launched.sizes, launched.turn)
         if not launched.recorded:
             self._learn_costs(launched, draft, verify)
+        found.seconds, found.recorded = Split(draft, verify), launched.recorded
         steps: dict[Sequence, Outcome] = {}
-        seconds = Split(draft, verify)
-        for seat, text in enumerate(launched.texts):
-            if text.finish is None and self._pages.get(text) is launched.pages[seat]:
-                steps[text] = self._step(text, seat, found, launched, seconds)
-        self._drafted_rounds = self._drafted_rounds + 1 if found.drafted else 0
-        if (
-            found.drafted
-            and self.learns
-            and (self._drafted_rounds <= EAGER_ROUNDS or self._chance.random() < LEARNING_SHARE)
-        ):
-            self._learn_acceptance(found, launched, draft + verify)
-        self._spare += [launched.start, launched.drafted, launched.end]
+        for seat, (text, pages) in enumerate(zip(launched.texts, launched.pages, strict=True)):
+            if text.finish is None and self._pages.get(text) is pages:
+                steps[text] = self._step(text, seat, found, launched)
+        if found.drafted and self.learns:
+            self._drafted_rounds += 1
+            if self._after_plain or self._drafted_rounds <= EAGER_ROUNDS or self._lessons.drawn():
+                self._lesson = found, launched
+        self._after_plain = not found.drafted
+        self._spare += [launched.start, launched.drafted]
+        if self._last_end is not None:
+            self._spare.append(self._last_end)
+        self._last_end = launched.end
         return steps
 
-    def _step(self, text: Sequence, seat: int, found: Results, launched: Launched, seconds: Split) -> Step:
-        root, began = text.tokens[-1], self._prefill_events.pop(text, None)
+    def _step(self, text: Sequence, seat: int, found: Results, launched: Launched) -> Step:
+        root, late, waited = text.tokens[-1], text.late_text, 0.0
         tokens = text.extend(found.tokens[seat][: found.accepted[seat]])
-        late = self._late[text]
         number = late.add(len(text.tokens) - text.prompt_length, text.finish is not None)
-        waited = 0.0 if began is None else began.seconds_until(launched.start)
-        made = BatchStep(found, seat, root, tokens, (late, number), seconds, text.finish, launched.recorded, waited)
+        if self._prefill_events and (began := self._prefill_events.pop(text, None)) is not None:
+            waited = began.seconds_until(launched.start)
+        made = BatchStep(found, seat, root, tokens, (late, number), text.finish, waited)
         if text.params.stop:
             _ = made.text  # later tokens may complete a stop string and shorten the text
         return made
 
-    def _learn_acceptance(self, found: Results, launched: Launched, seconds: float) -> None:
+    def _learn_acceptance(self, found: Results, launched: Launched) -> None:
         """Let the budget, the calibrators and the corrections learn from some requests of the round."""
-        outcome, texts = found.outcome(0.0 if launched.recorded else seconds), launched.texts
+        began = time.perf_counter()
+        outcome, texts = found.outcome(0.0 if launched.recorded else found.seconds.total), launched.texts
         self.budget.observe(outcome)
         sampled = [texts[seat] for seat in found.sampled]
         groups: dict[Calibrator, list[int]] = {}
@@ -379,11 +410,14 @@ class GpuBatchRunner:
             groups.setdefault(text.calibrator, []).append(place)
         for calibrator, places in groups.items():
             learn(outcome, calibrator, {place: sampled[place].correction for place in places})
-        self._changed.update(sampled)
+        self._changed.update(text for text in sampled if text in self._pages)
+        self._lessons.add_lesson(time.perf_counter() - began)
 
     def _learn_costs(self, launched: Launched, draft: float, verify: float) -> None:
         """Correct the costs of rounds by the times of one."""
         now, sizes = launched.situation, launched.sizes
+        if launched.at_once and self._last_end is not None:
+            self.costs.record_idle(now, sizes.passes > 0, self._last_end.seconds_until(launched.start))
         if sizes.passes:
             self.costs.record_drafts(now, sizes.passes, sizes.width, draft)
         self.costs.record_verify(now, sizes.rows, verify)
