@@ -108,7 +108,20 @@ def exact_price(found: Results) -> Body:
             lines.append(cells)
     tokens = listed(list(dict.fromkeys(f"{found[name]['tokens']:,}" for name in PRICES.values() if name in found)))
     losses = [_losses(mark, rows) for mark, rows in sizes.items()]
-    return table(head, lines), " ".join(filter(None, [*losses, f"Texts have up to {tokens} new tokens."]))
+    cycles = _longer_cycles([row for rows in sizes.values() for row in rows])
+    return table(head, lines), " ".join(filter(None, [*losses, cycles, f"Texts have up to {tokens} new tokens."]))
+
+
+def _longer_cycles(rows: list[dict[str, Any]]) -> str:
+    """A sentence: how much longer cycles take, and what the rest of the difference is."""
+    shares = [row["cycle_of_fast"] for row in rows if row["mode"] == "exact" and "cycle_of_fast" in row]
+    if not shares:
+        return ""
+    longest = max(round(100 * (1 / min(shares) - 1)), 0)
+    return (
+        f"A cycle takes up to {longest}% longer in exact passes. The rest of a difference comes from the texts: most of "
+        "them are others with `--fast`, and the drafter guesses more or less of them."
+    )
 
 
 def _losses(mark: str, rows: list[dict[str, Any]]) -> str:
