@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windfall.costs.curves import Costs, Curve
-from windfall.costs.rounds import RECENT_ROUNDS, RoundCosts, Situation
+from windfall.costs.rounds import RECENT_ROUNDS, UPDATE_EVERY_ROUNDS, RoundCosts, Situation
 
 ROWS = (8, 16, 32, 64, 128, 256)
 MEASURED = Costs(
@@ -54,7 +54,8 @@ def test_times_of_rounds_correct_them() -> None:
     made = RoundCosts(MEASURED, ROWS)
     before = made.at(NOW)
     assert made.at(NOW) is before is made.at(NOW._replace(length=140))
-    for _ in range(3):
+    for _ in range(UPDATE_EVERY_ROUNDS // 2):
+        assert made.at(NOW) is before
         made.record_verify(NOW, 16, MEASURED.verify(16, 128))
         made.record_verify(NOW, 128, 2 * MEASURED.verify(128, 128))
         made.record_drafts(NOW, 3, 2, 3 * (0.3 + MEASURED.draft(12) + 2 * MEASURED.draft(24)))
@@ -89,16 +90,22 @@ def test_given_costs_stay() -> None:
     assert made.at(NOW).verify(16, 0) == pytest.approx(MEASURED.verify(16, 128))
 
 
+def record_round(costs: RoundCosts, drafted: bool, idle: float) -> None:
+    """A round that takes as long as expected, after the device was idle."""
+    costs.record_idle(NOW, drafted, idle)
+    costs.record_verify(NOW, 16, MEASURED.verify(16, 128))
+
+
 def test_idle_times_are_part_of_the_costs() -> None:
     """A host that is late delays every round; if plain ones are delayed more, drafting is cheaper by the difference."""
     costs = RoundCosts(MEASURED, ROWS)
     usual = costs.at(NOW)
     for _ in range(40):
-        costs.record_idle(NOW, False, 0.2)
+        record_round(costs, False, 0.2)
     assert costs.at(NOW).overhead == pytest.approx(usual.overhead + 0.2, abs=0.01)
     assert costs.at(NOW).opening == usual.opening  # rounds with drafts should be delayed as much
     for _ in range(40):
-        costs.record_idle(NOW, True, 0.05)
+        record_round(costs, True, 0.05)
     assert costs.at(NOW).opening == pytest.approx(usual.opening - 0.15, abs=0.01)
     assert costs.at(NOW).overhead == pytest.approx(usual.overhead + 0.2, abs=0.01)
     assert costs.at(NOW._replace(seats=32)).overhead == usual.overhead
@@ -107,5 +114,5 @@ def test_idle_times_are_part_of_the_costs() -> None:
 def test_a_single_long_pause_counts_little() -> None:
     costs = RoundCosts(MEASURED, ROWS)
     for seconds in (*[0.1] * 30, 50.0):
-        costs.record_idle(NOW, False, seconds)
+        record_round(costs, False, seconds)
     assert costs.at(NOW).overhead < MEASURED.overhead + 0.12

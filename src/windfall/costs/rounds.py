@@ -14,6 +14,8 @@ from windfall.costs.curves import Costs, Curve, monotone, quickest_quarter
 RECENT_ROUNDS = 8  # of one size that count
 CHANGE_FACTOR = 1.03  # a smaller change does not update the costs
 LENGTH_STEP = 64  # tokens; smaller differences in the mean length of texts are ignored
+REQUESTS_STEP = 8  # a part of the seats; smaller differences in the number of requests are ignored
+UPDATE_EVERY_ROUNDS = 8  # what was learned since then changes the costs
 IDLE_MEMORY = 0.9  # share of what is known about idle times that is kept per round
 IDLE_CHANGE_SECONDS = 2e-5  # a smaller change does not update the costs
 WIDTHS = (1, 2, 4, 8, 16)  # nodes of a request in a draft pass, for which draft passes are known
@@ -48,10 +50,15 @@ class RoundCosts:
         self._rows = rows
         self._verifies, self._drafts, self._idle = Factors(), Factors(), IdleTimes()
         self._known: dict[Situation, Costs] = {}
+        self._changed, self._rounds = False, 0  # since the costs were made
 
     def at(self, now: Situation) -> Costs:
         """The costs in this situation, at any length of context; the same object until something has changed."""
-        place = now._replace(length=now.step)
+        if self._changed and self._rounds >= UPDATE_EVERY_ROUNDS:
+            self._known.clear()
+            self._changed, self._rounds = False, 0
+        coarse = max(now.seats // REQUESTS_STEP, 1)
+        place = Situation(now.seats, -(-now.requests // coarse) * coarse, now.step)
         if place not in self._known:
             self._known[place] = self._made(now)
         return self._known[place]
@@ -74,10 +81,11 @@ class RoundCosts:
     def record_idle(self, now: Situation, drafted: bool, seconds: float) -> None:
         """Learn that the device was idle before a round, because the host was late."""
         if self.learns and self._idle.learn(now.seats, drafted, seconds):
-            self._known.clear()
+            self._changed = True
 
     def record_verify(self, now: Situation, rows: int, seconds: float) -> None:
         """Learn from a verify pass over this number of rows, padding included."""
+        self._rounds += 1
         self._learn(self._verifies, now.seats, rows, seconds, self.measured.verify(rows, now.step * LENGTH_STEP))
 
     def record_drafts(self, now: Situation, passes: int, width: int, seconds: float) -> None:
@@ -88,7 +96,7 @@ class RoundCosts:
 
     def _learn(self, factors: Factors, seats: int, size: int, seconds: float, expected: float) -> None:
         if self.learns and seconds > 0 and expected > 0 and factors.learn(seats, size, seconds / expected):
-            self._known.clear()
+            self._changed = True
 
 
 class Factors:

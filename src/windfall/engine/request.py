@@ -162,8 +162,13 @@ class Handle:
         return self._request.done
 
     @property
+    def created(self) -> float:
+        """When the request was made, in seconds of `time.perf_counter`."""
+        return self._request.created
+
+    @property
     def times(self) -> list[float]:
-        """Seconds from the submission to each Step so far."""
+        """Seconds from `created` to each Step so far."""
         return list(self._request.times)
 
     @property

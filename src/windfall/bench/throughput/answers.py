@@ -37,7 +37,7 @@ class Answer:
         """Of a request that has ended; raises its error if it failed."""
         steps = list(handle)
         parts = tuple(
-            Part(submitted + at, len(step.tokens), step.rows, step.draft_passes, step.seconds)
+            Part(handle.created + at, len(step.tokens), step.rows, step.draft_passes, step.seconds)
             for step, at in zip(steps, handle.times, strict=True)
         )
         return cls(tuple(token for step in steps for token in step.tokens), submitted, parts[-1].time, parts)

@@ -21,6 +21,7 @@ from windfall.engine.gpu.target import (
     fastest_forward,
     sampling_key,
 )
+from windfall.engine.gpu.transfer import place
 from windfall.heads.base import DraftHead, FeatureHead
 from windfall.heads.layers import head_dim
 from windfall.kernels.levels import Levels
@@ -419,7 +420,7 @@ def gpu_drafter(form: GpuForm, gpu_target: GpuTarget, pending: int, staged: int,
 
 def prefill(prompt: list[int], gpu_target: GpuTarget, draft: GpuDrafter | None) -> None:
     """Start a new request: target and drafter process the prompt except for its last token."""
-    given = gpu_target.place_tokens(prompt)
+    given = place(prompt, gpu_target.device)
     if draft is not None:
         draft.start()
     at = 0

@@ -22,7 +22,7 @@ from windfall.engine.gpu.drafters import ChildSampler, Drafted, GpuDrafter, with
 from windfall.engine.gpu.forward import Pass
 from windfall.engine.gpu.graphs import Key
 from windfall.engine.gpu.target import MAX_VERIFY_ROWS, PREFILL_CHUNK_TOKENS, VERIFY_SIZES, GpuTarget, sampling_key
-from windfall.engine.gpu.transfer import PackedBuffer
+from windfall.engine.gpu.transfer import PackedBuffer, place
 
 DRAFT_PASS_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # nodes of captured draft passes
 CHILDREN_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # children per node in captured draft passes
@@ -58,7 +58,7 @@ class GraphTarget:
     def prefill(self, prompts: list[list[int]], taps: tuple[int, ...] = ()) -> list[Tensor] | None:
         (prompt,) = prompts
         self.gpu_target.set_sampling(self.params)
-        given = self.gpu_target.place_tokens(prompt[:-1])
+        given = place(prompt[:-1], self.gpu_target.device)
         pieces = [None if states is None else states.clone() for states in self.gpu_target.prefill(given)]
         return [torch.cat([piece for piece in pieces if piece is not None])] if taps else None
 
@@ -141,7 +141,7 @@ class GraphDrafter(Drafter):
         self._dice = dice[0]
         self._sampler = ChildSampler(self.params, self._dice is not None, self.draft.gpu_target.sampling)
         self.draft.start()
-        given, at = self.draft.gpu_target.place_tokens(prompt), 0
+        given, at = place(prompt, self._device), 0
         while at < len(prompt) - 1:
             at = self.draft.prefill_chunk(given, at, hidden[0][at : at + PREFILL_CHUNK_TOKENS] if hidden else None)
         self._taken = len(prompt) - self.draft.draw_offset

@@ -191,11 +191,6 @@ class GpuTarget:
             self.sampling.kappa.fill_(kappa)
             self._sent["kappa"] = kappa
 
-    def place_tokens(self, tokens: list[int]) -> Tensor:
-        """Copy tokens to the device without waiting for it."""
-        pinned = self.device.type == "cuda"
-        return torch.tensor(tokens, pin_memory=pinned).to(self.device, non_blocking=True)
-
     def write_rows(self, tree: DraftTree) -> int:
         """Write a tree's rows into the host's arrays of `rows`; returns the size of the pass."""
         count, known, here = len(tree), tree.arrays, self.rows.host

@@ -13,6 +13,7 @@ from torch import Tensor
 from windfall.kernels.publish import copy_to_host
 
 ALIGNMENT_BYTES = 16  # of each array in the block
+QUEUED_COPIES = 4  # of a `QueuedBuffer`: as many may be sent before the device has read the first
 ArraySpec = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape
 
 
@@ -73,6 +74,37 @@ class PackedBuffer:
     def views(self, block: Tensor) -> dict[str, NDArray[Any]]:
         """The arrays in another host block of this layout, which may be longer."""
         return {name: _view(block, self._places[name], *array).numpy() for name, array in self._arrays.items()}
+
+
+class QueuedBuffer(PackedBuffer):
+    """A PackedBuffer whose host arrays may be changed at once after `send`, while the device is still busy with earlier
+    work: the device reads copies of them, in turn."""
+
+    def __init__(self, device: torch.device, **arrays: ArraySpec):
+        super().__init__(device, **arrays)
+        self._copies: list[tuple[Tensor, Any]] = []  # pinned bytes, and the event after the device has read them
+        if device.type == "cuda":
+            for _ in range(QUEUED_COPIES):
+                pinned = torch.zeros(len(self._host_bytes), dtype=torch.uint8, pin_memory=True)
+                self._copies.append((pinned, torch.cuda.Event()))  # type: ignore[no-untyped-call]
+
+    def wait_writable(self) -> dict[str, NDArray[Any]]:
+        return self.host
+
+    def send(self) -> None:
+        if not self._copies:
+            return
+        pinned, read = self._copies.pop(0)
+        read.synchronize()  # of a copy that was sent several rounds ago
+        pinned.copy_(self._host_bytes)
+        self._device_bytes.copy_(pinned, non_blocking=True)
+        read.record()
+        self._copies.append((pinned, read))
+
+
+def place(values: Any, device: torch.device) -> Tensor:
+    """A tensor of these numbers on the device; the host does not wait until the device has finished earlier work."""
+    return torch.tensor(values, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _view(block: Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from windfall.engine.gpu.forward import Pass, Paths
 from windfall.engine.gpu.target import PREFILL_CHUNK_TOKENS, PREFILL_SIZES
-from windfall.engine.gpu.transfer import PackedBuffer
+from windfall.engine.gpu.transfer import QueuedBuffer
 from windfall.kernels.pages import PAGE_TOKENS, UNUSED_PAGE, Pages, max_tiles
 
 Integers = NDArray[np.int64]
@@ -100,7 +100,7 @@ class ChunkBuffers:
     def __init__(self, device: torch.device, seats: int, tile_rows: int):
         long, size = torch.long, PREFILL_CHUNK_TOKENS
         self.seats, self.tile_rows = seats, tile_rows
-        self.rows = PackedBuffer(
+        self.rows = QueuedBuffer(
             device,
             tokens=(long, (size,)),
             positions=(long, (size,)),  # for rotary angles

@@ -22,12 +22,19 @@ def rehearse(runner: GpuBatchRunner, texts: Callable[[int], list[Sequence]]) -> 
     runner.learns = False
     try:
         for place, seats in enumerate(reversed(levels)):
-            runner.budget = Script(budget, TURNS * budget.usual_sizes(seats, ROUND_ROWS))
+            usual = budget.usual_sizes(seats, ROUND_ROWS)
+            runner.budget = Script(budget, TURNS * usual + _plain_rounds(runner, usual))
             _play(runner, runner.budget, texts(seats))
             yield (place + 1) / len(levels)
     finally:
         runner.budget, runner.learns = budget, True
         runner.pool.clear()  # the made-up texts are of no further use
+
+
+def _plain_rounds(runner: GpuBatchRunner, usual: list[Sizes]) -> list[Sizes]:
+    """Enough plain rounds in a row to make the drafter take in tokens without drafting, if there are plain rounds."""
+    plain = [sizes for sizes in usual if not sizes.passes]
+    return plain[:1] * (runner.state.backlog + 1) if runner.drafter is not None else []
 
 
 def _play(runner: GpuBatchRunner, script: Script, texts: list[Sequence]) -> None:

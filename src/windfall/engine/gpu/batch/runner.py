@@ -37,7 +37,7 @@ from windfall.policies.budget import Load, Sizes
 MAX_FLIGHT = 2  # rounds that are launched before the host reads the results of the first
 MIN_SPAN_PAGES = 32  # of a text that passes read at the least
 SPAN_FACTOR = 4  # between the numbers of pages that captured passes read
-PENDING = (1, 2, 4, 8, 16, MAX_BACKLOG)  # tokens of each text that a captured pass takes in
+PENDING = (1, 2, 4, 8, MAX_BACKLOG)  # tokens of each text that a captured pass takes in
 EAGER_ROUNDS = 8  # acceptance is learned from all of the first rounds with drafts
 SEATS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # requests of captured rounds
 

@@ -11,14 +11,14 @@ from torch import Tensor
 from windfall.core.sampling import signed
 from windfall.core.types import SamplingParams
 from windfall.costs.acceptance import DEPTHS, RANKS
-from windfall.engine.gpu.transfer import PackedBuffer
+from windfall.engine.gpu.transfer import QueuedBuffer, place
 from windfall.engine.gpu.tree import FORECAST_SHAPE
 from windfall.kernels.accept import reset_to_root
 from windfall.kernels.cutoff import cutoffs
 from windfall.kernels.pages import PAGE_TOKENS, UNUSED_PAGE
 from windfall.kernels.trees import NO_NODE, Calibration, TreeArrays, tree_of
 
-MAX_BACKLOG = 32  # tokens of a text that wait for the drafter while nothing is drafted
+MAX_BACKLOG = 16  # tokens of a text that wait for the drafter while nothing is drafted
 
 
 class BatchState:
@@ -33,7 +33,7 @@ class BatchState:
         long, number = torch.long, torch.float32
         self.device, self.seats, self.pages, self.pending = device, seats, pages, pending
         rows = self.rows = 2 * seats
-        self.settings = PackedBuffer(
+        self.settings = QueuedBuffer(
             device,
             tables=(torch.int32, (rows, pages)),
             seed=(long, (rows,)),
@@ -132,10 +132,10 @@ class BatchState:
         """The running requests at the seats `sources` get the seats `goals`."""
         if not goals:
             return
-        source, goal = torch.tensor([sources, goals]).to(self.device)
-        for array in (self.lengths, self.draft_lengths, self.tokens, self.pending_count):
-            array[goal] = array[source]
-        self.trees.tokens[goal, 0] = self.trees.tokens[source, 0]  # between rounds, a tree is its root
+        source, goal = place([sources, goals], self.device)
+        roots = self.trees.tokens[:, 0]  # between rounds, a tree is its root
+        for array in (self.lengths, self.draft_lengths, self.tokens, self.pending_count, roots):
+            array.index_copy_(0, goal, array.index_select(0, source))
         self._move_settings(sources, goals, source, goal)
 
     def admit(self, sources: list[int], goals: list[int], texts: list[list[int]]) -> None:
@@ -143,15 +143,15 @@ class BatchState:
         if not goals:
             return
         ends = [(len(text) - 1, text[-1], int(len(text) > 1)) for text in texts]
-        source, goal, length, token, waits = torch.tensor([sources, goals, *zip(*ends, strict=True)]).to(self.device)
-        self.lengths[goal] = self.draft_lengths[goal] = length
-        self.tokens[goal, 0] = self.trees.tokens[goal, 0] = token
-        self.pending_count[goal] = waits
+        source, goal, length, token, waits = place([sources, goals, *zip(*ends, strict=True)], self.device)
+        given = [(self.lengths, length), (self.draft_lengths, length), (self.pending_count, waits)]
+        for array, values in [*given, (self.tokens[:, 0], token), (self.trees.tokens[:, 0], token)]:
+            array.index_copy_(0, goal, values)
         self._move_settings(sources, goals, source, goal)
 
     def _move_settings(self, sources: list[int], goals: list[int], source: Tensor, goal: Tensor) -> None:
         if self.features is not None:
-            self.features[goal] = self.features[source]
+            self.features.index_copy_(0, goal, self.features.index_select(0, source))
         host = self.settings.wait_writable()
         for name in ("tables", "seed", "temperature", "kappa", "top_k", "top_p", "min_p", "limits", "weights"):
             host[name][goals] = host[name][sources]
