@@ -49,7 +49,8 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, texts: Texts, events: AsyncGenerator[str, None]):
+    def __init__(self, texts: Texts, events: AsyncGenerator[tuple[str, bool], None]):
+        """`events`: one or more at a time, and whether they are the last."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._texts, self._events = texts, events
@@ -65,9 +66,8 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async with aclosing(self._events) as events:
-            async for event in events:
-                await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+            async for joined, last in events:
+                await send({"type": "http.response.body", "body": joined.encode(), "more_body": not last})
 
 
 async def chunks(
@@ -79,8 +79,11 @@ async def chunks(
     include_usage: bool,
     streams: Callable[[], int],
     cycles: Cycles | None = None,
-) -> AsyncGenerator[str, None]:
+) -> AsyncGenerator[tuple[str, bool], None]:
     """The events of a stream: `first` and then all pieces as choices, the usage if it is wanted, and the end.
+
+    Events that are ready at the same time are sent together, and `first` with the first piece. The second value says
+    whether the stream ends.
 
     With `cycles`, each cycle has its description in its first event, which has no choice if the cycle adds no text.
     Without, cycles are joined if many texts run, the number of which is `streams()`. An error after the beginning is an
@@ -94,9 +97,8 @@ async def chunks(
         return as_event(answer.model_dump_json(exclude=None if include_usage else {"usage"}))
 
     done: dict[int, Generation] = {}
+    ready = [event(beginning) for beginning in first]
     try:
-        for beginning in first:
-            yield event(beginning)
         async with aclosing(texts.pieces(None if cycles else streams)) as pieces:
             async for number, piece in pieces:
                 cycle = cycles.describe(number, piece) if cycles and isinstance(piece, Step) else None
@@ -104,14 +106,16 @@ async def chunks(
                     done[number] = piece
                 choices = choices_of(number, piece)
                 if choices or cycle is not None:
-                    yield event(choices[0] if choices else None, cycle)
-                for choice in choices[1:]:
-                    yield event(choice)
+                    ready.append(event(choices[0] if choices else None, cycle))
+                ready += [event(choice) for choice in choices[1:]]
+                if ready and len(done) < len(texts):
+                    yield "".join(ready), False
+                    ready = []
         if include_usage:
-            yield as_event(stamp.answer(object, [], texts.usage([*done.values()])).model_dump_json())
-        yield as_event(DONE)
+            ready.append(as_event(stamp.answer(object, [], texts.usage([*done.values()])).model_dump_json()))
+        yield "".join([*ready, as_event(DONE)]), True
     except Exception as error:
-        yield as_event(json.dumps(as_api_error(error).body))
+        yield "".join([*ready, as_event(json.dumps(as_api_error(error).body))]), True
 
 
 def as_event(data: str) -> str:
