@@ -17,7 +17,7 @@ PASSES = (1, 2, 3, 4, 6, 8, 12)  # draft passes of a round
 MAX_PASSES = PASSES[-1]
 KEPT_FACTOR = 1.02  # sizes stay as they are unless others should be faster by this factor
 PREPARATION_SHARE = 0.25  # of a preparation's time that must be lost before it pays: an engine usually runs for long
-EXPLORATION_SHARE = 0.01  # of the time that may be spent on drafts that should not pay
+EXPLORATION_SHARE = 0.005  # of the time that may be spent on drafts that should not pay
 PROBED_NODES = 8  # drafted nodes that a probe verifies, where rows are not free
 LARGE_BATCH = 16  # requests
 UPDATE_EVERY_ROUNDS = 8  # of the sizes in large batches, which change slowly, and on a GPU, whose rounds are short
@@ -32,7 +32,7 @@ class AutoBudget(Budget):
     """Maximises (requests + Σ acceptance of the verified nodes) / (draft passes + verify(rows)) over all sizes.
 
     The acceptance of nodes is taken from recent trees, and forecast where these were not deep or wide enough. Where
-    plain decoding is fastest, there are no draft passes, except for probes in a hundredth of the time.
+    plain decoding is fastest, there are no draft passes, except for probes in 0.5% of the time.
     """
 
     def __init__(self, nodes: int):
