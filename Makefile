@@ -20,6 +20,9 @@ test: lint docs unit
 .PHONY: install unit coverage wheel-smoke dockerfile ray clients
 install: $(DEV)
 
+# Tests start many processes. None compiles again what another has compiled, even if the environment says so.
+unit coverage: export PYTHONDONTWRITEBYTECODE :=
+
 unit: $(DEV)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 

@@ -14,6 +14,7 @@ import typer.testing
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["WINDFALL_CONFIG"] = ""  # the user's own defaults are not for tests
 torch.set_num_threads(1)  # tiny models: threads only get in each other's way
+gc.set_threshold(50_000, 20, 20)  # tests make many objects, few of them in cycles, and torch's own are many
 typer.testing._get_command = functools.cache(typer.testing._get_command)  # CliRunner builds all commands each time
 
 
@@ -24,7 +25,8 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not interpreted or "windfall.engine" in sys.modules:  # kernels alone need no engine, whose import takes long
         if not torch.cuda.is_available():
-            patch.setattr("windfall.engine.gpu.target.INITIAL_CAPACITY_ROWS", 704)
+            patch.setattr("windfall.engine.gpu.target.INITIAL_CAPACITY_ROWS", 192)
+            patch.setattr("windfall.engine.gpu.target.CAPACITY_STEP_ROWS", 64)
         for module in ("profiling", "loading"):
             patch.setattr(f"windfall.engine.{module}.cache_dir", lambda: Path(os.environ.get("WINDFALL_CACHE", folder)))
     if interpreted:  # programs run one after the other, those without work too

@@ -98,7 +98,7 @@ def test_the_same_text_under_a_name_that_says_what_it_is() -> None:
     assert wide.name == "tiny-model widened to a larger shape's cost"
     assert Target(widen(model, LARGER, name="mine")).name.startswith("mine widened")
     deep = widen(model, Shape(40, 2, 48, 4, 2, 8))
-    assert Target(deep).name.endswith("cost with 4 layers") and deep.config.num_hidden_layers == 4
+    assert Target(deep).name.endswith("cost with 3 layers") and deep.config.num_hidden_layers == 3
     assert wide.eos == target.eos == (7,)
     texts = [plain(each, max_new_tokens=40, temperature=0.7, seed=3, eos=()) for each in (target, wide)]
     assert texts[0].token_ids == texts[1].token_ids

@@ -21,7 +21,7 @@ HOT = {"max_new_tokens": 24, "temperature": 1.2}
 
 @cache
 def engine() -> Engine:
-    return library.load(tiny(), "lm", "chain")
+    return library.load(tiny(num_hidden_layers=4), "lm", "chain")
 
 
 def test_texts_without_a_seed_differ_and_can_be_repeated() -> None:

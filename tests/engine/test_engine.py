@@ -43,7 +43,7 @@ def engine(policy: str, drafter: str, family: str = "llama") -> Engine:
 
 
 def ids(engine: Engine, seed: int = 0, prompt_seed: int = 0, **sampling: Any) -> list[int]:
-    sampling = {"max_new_tokens": 24, "seed": seed} | sampling
+    sampling = {"max_new_tokens": 14, "seed": seed} | sampling
     return engine.generate(prompt(seed=prompt_seed), **sampling).token_ids
 
 

@@ -173,7 +173,7 @@ def test_a_speculators_config_has_the_fields_of_the_format(tmp_path: Path) -> No
     flags = {"norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad"}
     assert all(config[flag] is False for flag in flags)
     assert (config["speculators_model_type"], config["draft_vocab_size"]) == ("eagle3", 30)
-    assert config[AUX] == [1, 2, 4]
+    assert config[AUX] == [1, 2, 3]
     about = config["speculators_config"]
     assert about["algorithm"] == "eagle3" and about["verifier"]["architectures"] == ["LlamaForCausalLM"]
     assert about["default_proposal_method"] == about["proposal_methods"][0]["proposal_type"] == "greedy"
@@ -597,7 +597,7 @@ def test_weights_with_nan_are_refused(tmp_path: Path) -> None:
         ({"hidden_size": 64}, "reads hidden states of width 32; .* has 64"),
         ({"vocab_size": 50}, "drafts 61 tokens; .* has 50"),
         ({"vocab_size": 80}, "knows 61 tokens; .* has 80"),
-        ({"num_hidden_layers": 3}, "reads layer 4; .* has 3 layers"),
+        ({"num_hidden_layers": 2}, "reads layer 3; .* has 2 layers"),
     ],
 )
 def test_heads_of_another_target(tmp_path: Path, other: dict[str, int], message: str) -> None:

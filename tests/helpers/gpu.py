@@ -107,7 +107,8 @@ def plain_text(family: str, length: int = LENGTH, **sampling: Any) -> list[int]:
 
 
 def paths(tree: DraftTree) -> list[tuple[int, ...]]:
-    return sorted(tuple(tree.tokens[torch.tensor(tree.path(node))].tolist()) for node in range(len(tree)))
+    tokens = tree.tokens.tolist()
+    return sorted(tuple(tokens[place] for place in tree.path(node)) for node in range(len(tree)))
 
 
 def same_trees(wanted: Generation, found: Generation, deepest: int) -> None:

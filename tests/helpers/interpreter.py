@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from importlib.util import find_spec
 from typing import Any
@@ -16,6 +17,7 @@ both = pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "hal
 
 
 if INTERPRETED and find_spec("triton"):
+    import triton.language as tl
     from triton.runtime import interpreter
 
     patch_tensor, patch_language = interpreter._patch_lang_tensor, interpreter._patch_lang
@@ -38,3 +40,39 @@ if INTERPRETED and find_spec("triton"):
     # It computes whether integers overflow, but does not look at the result.
     options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     interpreter.interpreter_builder.options = options
+
+    # Each operation makes types and tensors anew: most of the time goes into their shapes, of which there are few.
+    numpy_type, block_type, equal = interpreter._get_np_dtype, tl.block_type.__init__, tl.tuple.__eq__
+    numpy_types: dict[str, Any] = {}
+    shapes: dict[tuple[int, ...], tuple[Any, int, Any, Any]] = {}  # of types, then of tensors
+    names: dict[tuple[str, tuple[int, ...]], str] = {}
+    NUMBER = tl.constexpr(1), tl.tuple([])  # size and shape of a tensor without dimensions
+
+    def known_numpy_type(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in numpy_types:
+            numpy_types[name] = numpy_type(dtype)
+        return numpy_types[name]
+
+    def known_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple([size.value if isinstance(size, tl.constexpr) else size for size in shape])
+        if (element_ty.name, sizes) not in names:
+            block_type(self, element_ty, shape)
+            names[element_ty.name, sizes] = self.name
+            if sizes not in shapes:
+                size, wrapped = tl.constexpr(math.prod(sizes)), tl.tuple([tl.constexpr(size) for size in sizes])
+                shapes[sizes] = (self.shape, self.numel, size, wrapped)
+        self.element_ty, self.name = element_ty, names[element_ty.name, sizes]
+        self.shape, self.numel, *self.of_tensors = shapes[sizes]
+
+    def known_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = type.of_tensors if type.is_block() else NUMBER
+
+    def equal_sizes(self: Any, other: Any) -> Any:
+        if isinstance(other, list) and all(type(size) is int for size in other):
+            return tl.constexpr(self.values == other)
+        return equal(self, other)
+
+    interpreter._get_np_dtype, tl.block_type.__init__ = known_numpy_type, known_block_type
+    tl.tensor.__init__, tl.tuple.__eq__ = known_tensor, equal_sizes

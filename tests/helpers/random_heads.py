@@ -77,14 +77,14 @@ class Chain:
 
 def random_head(name: str = "eagle3", seed: int = 0, **changes: Any) -> FeatureHead:
     kind, given = {**KINDS, **WINDOWED}[name]
-    given = {"taps": (1, 2, 4), **given, **changes}
+    given = {"taps": (1, 2, 3), **given, **changes}
     layer = _layer(given.pop("layers", 1), given.pop("positions", 256), given.pop("rope", None))
     config = HeadConfig(kind=name.split("-")[0], layer=layer, target_hidden=WIDTH, vocab_size=VOCABULARY, **given)
     return _random(kind, config, seed)
 
 
 def random_block(name: str = "block", seed: int = 0, **changes: Any) -> BlockHead:
-    given = {"taps": (1, 2, 4), "block": 4, "candidates": 6, "pair": "projected", "rank": 8, "conv_group": 8}
+    given = {"taps": (1, 2, 3), "block": 4, "candidates": 6, "pair": "projected", "rank": 8, "conv_group": 8}
     given |= {**BLOCKS[name], **changes}
     layer = _layer(given.pop("layers", 2), given.pop("positions", 256), given.pop("rope", None))
     layer.qk_norm = given.pop("qk_norm", False)

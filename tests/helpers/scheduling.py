@@ -43,7 +43,7 @@ def held(made: Engine, number: int = 0) -> tuple[Gate, Handle]:
 @cache
 def engine(drafter: str = "ngram") -> Engine:
     """An engine whose cycles are short."""
-    target = Target(tiny(num_hidden_layers=4 if drafter in ("head", "block") else 2))  # heads read the fourth layer
+    target = Target(tiny(num_hidden_layers=3 if drafter in ("head", "block") else 2))  # heads read the third layer
     return Engine(target, some_drafter(drafter), registry.policy("beam", depth=2, k=2))
 
 

@@ -29,7 +29,7 @@ def batch(count: int = 2, length: int = LENGTH, start: int = 6) -> Batch:
 
 def teach(kind: str, given: Batch | None = None, family: str = "llama") -> tuple[FeatureHead, Teacher, TeacherOutput]:
     """A random head, a teacher and its outputs over a batch."""
-    target = Target(tiny(family))
+    target = Target(tiny(family, num_hidden_layers=4))
     head = fit(random_head(kind), target)
     teacher = Teacher(target.model, head.config.taps)
     return head, teacher, teacher.run(given or batch())

@@ -13,7 +13,7 @@ SHAPE = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "max_position_embeddings": 256,
     "bos_token_id": None,

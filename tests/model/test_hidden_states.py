@@ -22,7 +22,7 @@ from windfall.model.target import Target
 from windfall.train.shards import Batch
 from windfall.train.teacher import Teacher
 
-TAPS = (4, 1, -1, 0)  # of four layers
+TAPS = (3, 1, -1, 0)  # of three layers
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -68,17 +68,17 @@ def test_a_compiled_model_hands_out_the_same_states() -> None:
 
 def test_negative_layer_numbers_count_from_the_end() -> None:
     model, tokens = tiny(), prompt(10)
-    [found] = Target(model).prefill([[*tokens, 1]], (-2, -5))
-    torch.testing.assert_close(found, features_of(model, tokens, (3, 0))[0])
+    [found] = Target(model).prefill([[*tokens, 1]], (-2, -4))
+    torch.testing.assert_close(found, features_of(model, tokens, (2, 0))[0])
 
 
 def test_the_hook_does_not_count_as_a_change_of_the_model() -> None:
     """Captured graphs of the model stay valid, and its fused forward still supports it."""
     model = tiny()
     guard = ModelGuard(model)
-    Target(model).prefill([prompt(5)], (4,))
+    Target(model).prefill([prompt(5)], (3,))
     assert not guard.changed
-    assert GpuTarget(model, (4,), GraphCache(torch.device("cpu")), GpuOptions(True)).inexact_reason == ""
+    assert GpuTarget(model, (3,), GraphCache(torch.device("cpu")), GpuOptions(True)).inexact_reason == ""
 
 
 class Hidden(torch.nn.Module):
@@ -108,5 +108,5 @@ def test_a_model_that_hides_the_state_is_refused_by_name() -> None:
 @pytest.mark.parametrize("format", ["eagle3", "speculators"])
 def test_a_head_on_the_last_boundary_keeps_its_numbers(tmp_path: Path, format: str) -> None:
     target = Target(tiny())
-    formats.write(fit(random_head(taps=(1, 2, 4)), target), tmp_path, format)
-    assert formats.read(tmp_path, target.decoder.config).config.taps == (1, 2, 4)
+    formats.write(fit(random_head(taps=(1, 2, 3)), target), tmp_path, format)
+    assert formats.read(tmp_path, target.decoder.config).config.taps == (1, 2, 3)

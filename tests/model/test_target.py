@@ -132,7 +132,7 @@ def test_a_long_prompt_goes_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hidden_states_on_request() -> None:
-    target, tokens = Target(tiny(dtype=torch.float64)), prompt(10)
+    target, tokens = Target(tiny(dtype=torch.float64, num_hidden_layers=4)), prompt(10)
     prefix = target.prefill([tokens], (1, 3))
     tree = some_tree(tokens[-1])
     hidden = target.score([tree])[0].hidden

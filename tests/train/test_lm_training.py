@@ -39,7 +39,7 @@ LENGTH, PROMPT = 32, 4
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    return Target(tiny(), name="tiny")
+    return Target(tiny(num_hidden_layers=4), name="tiny")
 
 
 @torch.no_grad()
@@ -160,7 +160,7 @@ def test_a_light_folder_refuses_another_target(older: bool, trained: Path, tmp_p
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("llama", True), ("qwen2", False), ("qwen3", True)])
 def test_a_full_folder_is_an_ordinary_model(family: str, tied: bool, tmp_path: Path) -> None:
-    own = Target(tiny(family, tie_word_embeddings=tied))
+    own = Target(tiny(family, num_hidden_layers=4, tie_word_embeddings=tied))
     student = new_student(own, Shape("1,3", intermediate=20, own_embeddings=True))
     write_student(student, tmp_path, own)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -179,7 +179,7 @@ def test_a_student_of_all_layers_equals_the_target(target: Target) -> None:
 
 @pytest.mark.parametrize("family", ["mistral-window", "olmo2", "qwen2"])
 def test_layers_are_copied_under_new_numbers(family: str) -> None:
-    own = Target(tiny(family))
+    own = Target(tiny(family, num_hidden_layers=4))
     student = new_student(own, Shape("1,3"))
     given, made = own.model.base_model.layers, student.body.layers
     assert all(torch.equal(a, b) for a, b in zip(given[3].parameters(), made[1].parameters(), strict=True))
@@ -188,7 +188,7 @@ def test_layers_are_copied_under_new_numbers(family: str) -> None:
 
 
 def test_the_neurons_of_largest_norm_are_kept(target: Target) -> None:
-    own = Target(tiny())
+    own = Target(tiny(num_hidden_layers=4))
     mlp = own.model.base_model.layers[0].mlp
     with torch.no_grad():
         for weak in (mlp.gate_proj.weight[:40], mlp.up_proj.weight[:40], mlp.down_proj.weight[:, :40]):
@@ -256,7 +256,7 @@ def test_unsuitable_targets_and_settings_are_refused(target: Target, data: Path,
 
 def test_training_with_a_half_precision_target(data: Path, tmp_path: Path) -> None:
     half = Target(tiny(dtype=torch.bfloat16), name="half")
-    events = list(train_student(StudentJob(data, tmp_path, shape=Shape("2")), recipe(steps=10), half))
+    events = list(train_student(StudentJob(data, tmp_path, shape=Shape("2")), recipe(steps=6, batch_tokens=512), half))
     assert {p.dtype for p in new_student(half, Shape("2")).parameters()} == {torch.float32}
     assert events[-1].held_out["loss"] < events[0].held_out["loss"]
     drafted = windfall.load(half, str(tmp_path / BEST), "chain").generate(prompt(), max_new_tokens=20)

@@ -63,7 +63,7 @@ def test_fixed_weights() -> None:
 
 @pytest.mark.parametrize("name", ["ttt", "hass", "griffin", "medusa", "hydra"])
 def test_objectives_with_several_steps_take_all_weights(name: str) -> None:
-    target = Target(tiny())
+    target = Target(tiny(num_hidden_layers=4))
     head = objective(name).new_head(target, {})
     teacher = Teacher(target.model, head.config.taps)
     outputs = teacher.run(batch())

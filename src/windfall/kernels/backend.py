@@ -20,9 +20,15 @@ def triton_installed() -> bool:
     return find_spec("triton") is not None
 
 
+@cache
+def interpreted() -> bool:
+    """Whether Triton runs its kernels on the CPU, which it decides once, when it is imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def on_triton(x: Tensor) -> bool:
     """Whether Triton kernels run on this tensor. They accumulate in fp32, so fp64 tensors are left to torch."""
-    available = x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+    available = x.is_cuda or interpreted()
     return available and x.dtype != torch.float64 and triton_installed()
 
 

@@ -16,8 +16,8 @@ from windfall.model.target import Target
 from windfall.policies.context import Context
 from windfall.policies.plan import Decision, Plan, TreeView
 
-LENGTH = 16
-LONG = 24  # of a text whose drafter is always right: cycles take several tokens
+LENGTH = 14
+LONG = 20  # of a text whose drafter is always right: cycles take several tokens
 
 POLICIES: dict[str, dict[str, Any]] = {
     "talon": {"nodes": 20, "k": 4, "children": 6},
@@ -52,7 +52,7 @@ class LikelyBeam(TreePolicy):
 
 def both(policy: TreePolicy, kind: str, **sampling: Any) -> tuple[Generation, Generation]:
     """The same text on the host and on fixed buffers."""
-    target = Target(tiny("llama", dtype=PRECISE))
+    target = Target(tiny("llama", dtype=PRECISE, num_hidden_layers=4))
     made = [Engine(target, drafter(kind), policy, launch=GpuOptions(graphs, exact=False)) for graphs in (False, True)]
     length = LONG if kind == "itself" else LENGTH
     host, device = (each.generate(prompt(), max_new_tokens=length, eos=(), **sampling) for each in made)

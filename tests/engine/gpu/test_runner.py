@@ -162,7 +162,7 @@ def test_one_engine_after_another_sampling(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["beam", "salf"])
 def test_the_buffers_grow(policy: str) -> None:
-    changes = {"max_position_embeddings": 8192}
+    changes = {"max_position_embeddings": 8192, "num_hidden_layers": 4}
     host, device = (engine("llama", "eagle3", policy, graphs, **changes) for graphs in (False, True))
     before = device.generate(prompt(), max_new_tokens=8, eos=())
     assert device.gpu_runner is not None
@@ -420,7 +420,7 @@ def moved_and_back(model: Any) -> None:
 
 
 def biased(seed: int) -> Any:
-    model = tiny("qwen2", seed, PRECISE)
+    model = tiny("qwen2", seed, PRECISE, num_hidden_layers=4)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
