@@ -111,6 +111,14 @@ def test_idle_times_are_part_of_the_costs() -> None:
     assert costs.at(NOW._replace(seats=32)).overhead == usual.overhead
 
 
+def test_a_host_that_is_late_with_drafts_only() -> None:
+    costs = RoundCosts(MEASURED, ROWS)
+    for drafted in [False, True] * 40:
+        record_round(costs, drafted, 0.1 * drafted)
+    assert costs.at(NOW).overhead == MEASURED.overhead
+    assert costs.at(NOW).opening == pytest.approx(MEASURED.opening + 0.1, abs=0.01)
+
+
 def test_a_single_long_pause_counts_little() -> None:
     costs = RoundCosts(MEASURED, ROWS)
     for seconds in (*[0.1] * 30, 50.0):

@@ -137,15 +137,18 @@ class IdleTimes:
         """Add a round; True if that changes what is believed."""
         place = seats, drafted
         known = self._mean.get(place, seconds)
-        mean = self._mean[place] = IDLE_MEMORY * known + (1 - IDLE_MEMORY) * min(
-            seconds, 2 * known + IDLE_CHANGE_SECONDS
-        )
-        if abs(mean - self._believed.get(place, 0.0)) < IDLE_CHANGE_SECONDS:
+        seconds = min(seconds, 2 * known + IDLE_CHANGE_SECONDS)  # a single long pause counts little
+        mean = self._mean[place] = IDLE_MEMORY * known + (1 - IDLE_MEMORY) * seconds
+        before = self._believed.get(place)
+        if before is not None and abs(mean - before) < IDLE_CHANGE_SECONDS:
             return False
         self._believed[place] = mean
         return True
 
     def at(self, seats: int) -> tuple[float, float]:
         """Before plain rounds, and before those with drafts; if one is not known, it is like the other."""
-        plain, drafted = (self._believed.get((seats, kind)) for kind in (False, True))
-        return plain or drafted or 0.0, drafted or plain or 0.0
+        known = self._believed
+        plain, drafted = known.get((seats, False)), known.get((seats, True))
+        if plain is None or drafted is None:
+            plain = drafted = plain or drafted or 0.0
+        return plain, drafted
