@@ -42,6 +42,12 @@ FIXED_TREES: dict[str, dict[str, Any]] = {
 SETTINGS = [("dynatree", own) for own in DYNATREES.values()] + [("fixed-tree", own) for own in FIXED_TREES.values()]
 
 
+def pairs_of(turn: int, name: str) -> list[tuple[str, str]]:
+    """Two pairs of models, or three for a policy whose trees must have been of several depths."""
+    first = PAIRS[:2] if name == "dynatree" else [PAIRS[turn % 2]]
+    return [*first, PAIRS[2 + turn % 2]]
+
+
 def verify_the_same(wanted: Generation, found: Generation, deepest: int) -> list[Any]:
     """Cycle by cycle, but for the last ones; returns those of the device. What the host drafts and does not verify,
     the device leaves out."""
@@ -60,7 +66,7 @@ def verify_the_same(wanted: Generation, found: Generation, deepest: int) -> list
 @pytest.mark.parametrize(
     ("name", "settings", "early", "pairs"),
     [
-        *((*each, True, [*PAIRS[:2], PAIRS[2 + turn % 2]]) for turn, each in enumerate(SETTINGS)),
+        *((*each, True, pairs_of(turn, each[0])) for turn, each in enumerate(SETTINGS)),
         ("dynatree", DYNATREES["root"], False, PAIRS[:3]),
         ("fixed-tree", FIXED_TREES["broad"], False, PAIRS[:3]),
     ],
