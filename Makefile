@@ -20,7 +20,7 @@ test: lint docs unit
 .PHONY: install unit coverage wheel-smoke dockerfile ray clients
 install: $(DEV)
 
-# Tests start many processes. None compiles again what another has compiled, even if the environment says so.
+# Tests start many processes, which should share compiled bytecode.
 unit coverage: export PYTHONDONTWRITEBYTECODE :=
 
 unit: $(DEV)

@@ -119,8 +119,8 @@ def _longer_cycles(rows: list[dict[str, Any]]) -> str:
         return ""
     longest = max(round(100 * (1 / min(shares) - 1)), 0)
     return (
-        f"A cycle takes up to {longest}% longer in exact passes. The rest of a difference comes from the texts: most "
-        "of them are others with `--fast`, and the drafter guesses more or less of them."
+        f"A cycle takes up to {longest}% longer in exact passes. The rest of a difference comes from the "
+        "texts: those that differ with `--fast` may be easier or harder to draft."
     )
 
 

@@ -41,7 +41,7 @@ if INTERPRETED and find_spec("triton"):
     options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     interpreter.interpreter_builder.options = options
 
-    # Each operation makes types and tensors anew: most of the time goes into their shapes, of which there are few.
+    # The interpreter makes a new type for each operation and computes its shape again. There are few shapes: keep them.
     numpy_type, block_type, equal = interpreter._get_np_dtype, tl.block_type.__init__, tl.tuple.__eq__
     numpy_types: dict[str, Any] = {}
     shapes: dict[tuple[int, ...], tuple[Any, int, Any, Any]] = {}  # of types, then of tensors

@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from helpers.serving import MODEL, engine
+from windfall.serve.texts import JoinedSteps
 
 MESSAGES: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a river."}]
 HOW: dict[str, Any] = {"model": MODEL, "max_tokens": 12}
@@ -184,3 +185,15 @@ def test_include_usage_adds_a_last_chunk(api: openai.OpenAI) -> None:
     assert last.choices == [] and last.usage is not None and whole.usage is not None
     assert last.usage.model_dump() == whole.usage.model_dump()
     assert all("usage" in chunk.model_fields_set and chunk.usage is None for chunk in chunks)
+
+
+# ---- streams under load
+
+
+def test_joined_steps_have_everything_of_their_steps() -> None:
+    done = engine().generate(MESSAGES, max_new_tokens=12, temperature=1.0, seed=7, logprobs=0, prompt_logprobs=0)
+    joined = JoinedSteps.of(done.steps)
+    assert (joined.text, [*joined.tokens]) == (done.text, done.token_ids)
+    assert [*(joined.logprobs or ())] == done.logprobs and [*(joined.prompt_logprobs or ())] == done.prompt_logprobs
+    plain = JoinedSteps.of(engine().generate(MESSAGES, max_new_tokens=4).steps)
+    assert plain.logprobs is None and plain.prompt_logprobs is None

@@ -71,7 +71,7 @@ def test_fresh_noise_draws_its_own_token() -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 def test_tokens_that_the_head_does_not_draft(temperature: float) -> None:
-    """They are drawn as often as the target draws them. The noise of drafted tokens stays the same."""
+    """Each token is drawn with the target's probability. The noise of drafted tokens does not change."""
     logits, text = rows(temperature)
     indices = draft_indices(DRAFTED, len(LOGITS))
     noise, drawn, _ = draw_coupling(logits, indices, DRAFTED, text, seeded())

@@ -31,7 +31,7 @@ def turn_record(generation: Generation, prompt_tokens: int, timed: bool) -> dict
         "committed": [len(step.tokens) for step in steps],
         "accepted": [step.accepted for step in steps],
         "rows": [len(step.tree) for step in steps],
-        "drafted": [len(step.drafted) - 1 for step in steps],
+        "drafted": [step.drafted_tokens for step in steps],
         "passes": [step.draft_passes for step in steps],
         "depth": [int(step.tree.depth.max()) for step in steps],
         "nodes": node_counts(steps),

@@ -58,9 +58,10 @@ class RoundCosts:
             self._known.clear()
             self._changed, self._rounds = False, 0
         coarse = max(now.seats // REQUESTS_STEP, 1)
-        place = Situation(now.seats, -(-now.requests // coarse) * coarse, now.step)
+        requests = min(-(-now.requests // coarse) * coarse, now.seats)
+        place = Situation(now.seats, requests, now.step * LENGTH_STEP)
         if place not in self._known:
-            self._known[place] = self._made(now)
+            self._known[place] = self._made(place)
         return self._known[place]
 
     def _made(self, now: Situation) -> Costs:

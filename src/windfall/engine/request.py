@@ -214,7 +214,8 @@ class Handle:
                 yield step
 
     async def arrivals(self, pause: Callable[[], float] = lambda: 0.0) -> AsyncIterator[list[Step]]:
-        """The Steps, each time all that have come. Between two times there are `pause()` seconds, unless the text ends.
+        """The Steps in lists: each has all that came since the last one. There are `pause()` seconds between two lists,
+        unless the text ends.
 
         With many requests, following every single Step costs more time than generating it.
         """

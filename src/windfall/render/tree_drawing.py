@@ -65,7 +65,7 @@ def draw(step: Step, tokenizer: Any, most: int = 60) -> Tree:
 def summary(step: Step) -> str:
     passes, tokens = counted(step.draft_passes, "pass", "passes"), counted(len(step.tokens), "token")
     return (
-        f"{len(step.drafted) - 1} drafted in {passes}, {len(step.tree) - 1} verified, "
+        f"{step.drafted_tokens} drafted in {passes}, {len(step.tree) - 1} verified, "
         f"{step.accepted} accepted: {tokens} from one pass of the target"
     )
 

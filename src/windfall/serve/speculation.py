@@ -84,7 +84,7 @@ class Cycles:
             seconds=Seconds(**{name: round(getattr(step.seconds, name), DIGITS) for name in Split._fields}),
             tokens=self._tokens(number, step),
             draft_passes=step.draft_passes,
-            drafted_tokens=len(step.drafted) - 1,
+            drafted_tokens=step.drafted_tokens,
             verified_tokens=step.rows - 1,
             accepted_tokens=min(step.accepted, len(step.tokens)),
             nodes=nodes,

@@ -17,7 +17,7 @@ MEMORY = 0.9  # share of what is known about times that is kept per round
 
 
 class Lessons:
-    """Chooses the rounds from which acceptance is learned, so that learning delays rounds by a fiftieth at most.
+    """Chooses the rounds from which acceptance is learned, so that learning delays rounds by about a fiftieth.
 
     The host learns while it would wait for the device. If it takes longer, the device waits. Rounds are drawn, because
     the requests whose trees the host gets take turns.

@@ -68,7 +68,7 @@ class Launched(NamedTuple):
     situation: Situation
     sizes: Sizes
     recorded: bool  # whether graphs were captured
-    at_once: bool  # whether nothing but this round was launched after the one before it
+    follows_at_once: bool  # whether nothing was launched between the round before it and this one
     start: DeviceEvent
     drafted: DeviceEvent
     end: DeviceEvent
@@ -120,7 +120,7 @@ class GpuBatchRunner:
         self._changed: set[Sequence] = set()  # texts whose acceptance the device does not know yet
         self._kind: Kind | None = None  # how the texts draw their tokens; None: others have come or gone
         self._rounds_with_room = 0  # in which no text needs more pages
-        self._at_once = False  # whether the next round follows the last one without anything between
+        self._follows_at_once = False  # whether the next round follows the last one without anything between
         self._last_end: DeviceEvent | None = None  # of the round that was collected last
         self._prompts = PromptQueue()
         self._waiting: dict[int, Sequence] = {}  # texts whose prompts are not processed yet, by seat
@@ -202,7 +202,7 @@ class GpuBatchRunner:
         """Process the next chunk of the waiting prompts; texts whose prompts end take part in the next round."""
         self._set_span()
         self.state.send()
-        self._at_once, started = False, self._event()
+        self._follows_at_once, started = False, self._event()
         chunk, ended = self._prompts.take()
         if chunk is not None:
             states = self.target.prefill(chunk)
@@ -292,9 +292,9 @@ class GpuBatchRunner:
         recorded, pages = cache.captures > captures, [self._pages[text] for text in self.texts]
         times = start, drafted, self._event()
         self._launched.append(
-            Launched(number, self._turn, list(self.texts), pages, now, sizes, recorded, self._at_once, *times)
+            Launched(number, self._turn, list(self.texts), pages, now, sizes, recorded, self._follows_at_once, *times)
         )
-        self._at_once = True
+        self._follows_at_once = True
         self._turn += SAMPLED if sizes.passes else 0
         self._pending = sizes.passes + 1 if sizes.passes else self._pending + 1
 
@@ -416,7 +416,7 @@ class GpuBatchRunner:
     def _learn_costs(self, launched: Launched, draft: float, verify: float) -> None:
         """Correct the costs of rounds by the times of one."""
         now, sizes = launched.situation, launched.sizes
-        if launched.at_once and self._last_end is not None:
+        if launched.follows_at_once and self._last_end is not None:
             self.costs.record_idle(now, sizes.passes > 0, self._last_end.seconds_until(launched.start))
         if sizes.passes:
             self.costs.record_drafts(now, sizes.passes, sizes.width, draft)
