@@ -480,7 +480,8 @@ def check_rotation(n: int, heads: int, shared: int, width: int, dtype: torch.dty
         assert torch.equal(made, queries[0].transpose(0, 1))
         assert torch.equal(given[0], wanted[0]) and torch.equal(given[1], wanted[1])
     ends = [rotate_and_store(qkv, *tables, keys, values, slots, order * 0 + n - 1 + more) for more in (0, 50)]
-    assert torch.equal(*ends)  # positions past the tables use the last row
+    starts = [rotate_and_store(qkv, *tables, keys, values, slots, order * 0 - less) for less in (0, 3)]
+    assert torch.equal(*ends) and torch.equal(*starts)  # positions outside the tables use the nearest row
 
 
 def check_head_norms(n: int, heads: int, shared: int, width: int, dtype: torch.dtype, device: str = "cpu") -> None:

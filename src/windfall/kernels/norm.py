@@ -97,8 +97,9 @@ def rotate_and_store(
 ) -> Tensor:
     """Apply rotary embedding to queries and keys, store keys and values in the KV cache → queries [n, heads, d].
 
-    With `positions`, cos and sin are tables [p, r], indexed by them. Positions past the tables use the last row. With
-    `norms`, each head of queries and keys is normalised first.
+    With `positions`, cos and sin are tables [p, r], indexed by them. Positions outside the tables use the
+    nearest row: seats that are not in use may have any. With `norms`, each head of queries and keys is normalised
+    first.
     """
     if on_triton(qkv):
         from windfall.kernels.triton.norm import rotate_and_store as run
@@ -119,7 +120,7 @@ def rotate_and_store_reference(
 ) -> Tensor:
     """`rotate_and_store` with torch."""
     if positions is not None:
-        cos, sin = (x[positions.clamp(max=len(x) - 1)] for x in (cos, sin))
+        cos, sin = (x[positions.clamp(0, len(x) - 1)] for x in (cos, sin))
     shared, width = keys.shape[0], keys.shape[2]
     rows = qkv.reshape(len(qkv), -1, width)  # [n, heads + 2 * kv_heads, d]
     queries, key, value = rows[:, : -2 * shared], rows[:, -2 * shared : -shared], rows[:, -shared:]

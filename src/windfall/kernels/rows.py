@@ -85,7 +85,8 @@ def embed(
     scale: float = 1.0,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """scale * embedding[tokens] [n, H] and angles[positions] [n, a]. Positions past the table use its last row.
+    """scale * embedding[tokens] [n, H] and angles[positions] [n, a]. Positions outside the table use its nearest
+    row.
 
     With `mask` [H] there are more positions than tokens: each token begins a block of rows, whose others are the mask.
     """
@@ -97,4 +98,4 @@ def embed(
     if mask is not None:
         others = mask.to(embedded.dtype).expand(len(tokens), len(positions) // len(tokens) - 1, -1)
         embedded = torch.cat([embedded[:, None], others], 1).flatten(0, 1)
-    return embedded if scale == 1 else embedded * scale, angles[positions.clamp(max=len(angles) - 1)]
+    return embedded if scale == 1 else embedded * scale, angles[positions.clamp(0, len(angles) - 1)]

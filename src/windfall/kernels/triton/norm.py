@@ -213,7 +213,7 @@ def _rotate_and_store(
             right = _scaled(right.to(tl.float32), shrink, two, kind, WIDE, ONE)
         angle = row * angle_row + dim
         if INDEXED:
-            angle = tl.minimum(tl.load(positions + row), angles - 1) * angle_row + dim
+            angle = tl.maximum(tl.minimum(tl.load(positions + row), angles - 1), 0) * angle_row + dim
         turned, other = rotated(left.to(tl.float32), right.to(tl.float32), cos, sin, angle, inside, ROTATED // 2, kind)
         left, right = turned.to(kind), other.to(kind)
     if head < HEADS:

@@ -133,7 +133,7 @@ def _embed(
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + row // ROWS)
-    position = tl.minimum(tl.load(positions + row), last_position)
+    position = tl.maximum(tl.minimum(tl.load(positions + row), last_position), 0)
     column = tl.arange(0, BLOCK)
     angle = tl.arange(0, BLOCK_A)
     source = embedding + token * embedding_row
