@@ -124,3 +124,13 @@ def test_a_single_long_pause_counts_little() -> None:
     for seconds in (*[0.1] * 30, 50.0):
         record_round(costs, False, seconds)
     assert costs.at(NOW).overhead < MEASURED.overhead + 0.12
+
+
+def test_recent_costs_are_those_that_were_last_asked_for() -> None:
+    made = RoundCosts(MEASURED, ROWS)
+    first = made.recent(NOW)
+    assert first is made.at(NOW)
+    other = made.at(NOW._replace(length=1024))
+    assert other is not first
+    assert made.recent(NOW) is other
+    assert made.recent(NOW._replace(seats=32)) is made.at(NOW._replace(seats=32))

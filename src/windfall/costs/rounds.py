@@ -50,6 +50,7 @@ class RoundCosts:
         self._rows = rows
         self._verifies, self._drafts, self._idle = Factors(), Factors(), IdleTimes()
         self._known: dict[Situation, Costs] = {}
+        self._recent: dict[int, Costs] = {}  # by seats
         self._changed, self._rounds = False, 0  # since the costs were made
 
     def at(self, now: Situation) -> Costs:
@@ -62,7 +63,12 @@ class RoundCosts:
         place = Situation(now.seats, requests, now.step * LENGTH_STEP)
         if place not in self._known:
             self._known[place] = self._made(place)
+        self._recent[now.seats] = self._known[place]
         return self._known[place]
+
+    def recent(self, now: Situation) -> Costs:
+        """The costs that were last asked for with this number of seats. They may be outdated, and take no time."""
+        return self._recent.get(now.seats) or self.at(now)
 
     def _made(self, now: Situation) -> Costs:
         measured, length = self.measured, now.step * LENGTH_STEP

@@ -17,14 +17,15 @@ PASSES = (1, 2, 3, 4, 6, 8, 12)  # draft passes of a round
 MAX_PASSES = PASSES[-1]
 KEPT_FACTOR = 1.02  # sizes stay as they are unless others should be faster by this factor
 PREPARATION_SHARE = 0.25  # of a preparation's time that must be lost before it pays: an engine usually runs for long
-EXPLORATION_SHARE = 0.005  # of the time that may be spent on drafts that should not pay
-PROBED_NODES = 8  # drafted nodes that a probe verifies, where rows are not free
+EXPLORATION_SHARE = 0.005  # of the time that may be lost with drafts that should not pay
+LEAST_LOSS = 0.05  # of a plain round's time, which a probe is assumed to lose at the least
 LARGE_BATCH = 16  # requests
 UPDATE_EVERY_ROUNDS = 8  # of the sizes in large batches, which change slowly, and on a GPU, whose rounds are short
 SIMILAR_SHARE = 1 / 8  # of the requests: if fewer came or left, the sizes of a large batch stay
+SHORTLY_SIMILAR_SHARE = 1 / 4  # the same for a few rounds, where the next sizes are computed while the device works
 EAGER_ROUNDS = 8  # of a batch, at first: the sizes are computed in every round
 NODES_PER_PASS = 32  # verified nodes after which a new drafter may draft one pass more
-TRUST_MEMORY = 0.98  # share of the evidence about the estimates that is kept per round
+TRUST_MEMORY = 128.0  # accepted nodes that the evidence about the estimates comes from
 TRUST_PRIOR = 8.0  # accepted nodes that the evidence is weighed against
 
 
@@ -40,12 +41,15 @@ class AutoBudget(Budget):
         self._nodes = nodes
         self._outlook, self._trust = Outlook(), Trust()
         self._calibrator: Calibrator | None = None
-        self._saved = 0.0  # seconds that may be spent on probes
+        self._saved = 0.0  # seconds that may be lost with probes
+        self._probe: tuple[Sizes, float] | None = None  # the best drafts, if they should not pay, and what they lose
         self._lost = 0.0  # seconds that rounds took longer because faster passes were not prepared
         self._rounds = 0
         self._stepped = False
         self._best: Sizes | None = None
         self._best_for = 0, 0  # requests and room
+        self._best_since = 0  # the round of the last update
+        self._prepares = False  # whether somebody calls `prepare`
         self._seconds, self._seconds_for = np.zeros(0), tuple[object, ...]()
 
     @property
@@ -59,20 +63,35 @@ class AutoBudget(Budget):
         self._calibrator, self._stepped = load.calibrator, load.stepped
         self._rounds += 1
         if 2 * abs(load.requests - self._best_for[0]) > load.requests:  # another batch
-            self._rounds = 1
-        similar = self._similar(load)
-        if self._best is None or self._due(load.requests) or not similar:
-            kept = self._best if similar else None
-            self._best, self._best_for = self._fastest(load, kept), (load.requests, _room(load))
-        if self._best.passes:
-            return self._best._replace(rows=max(self._best.rows, load.requests))
-        return (self._probe(load) if load.room > 1 else None) or _plain(load)
+            self._rounds, self._best_since = 1, 0
+        best = self._best
+        if best is None or not self._similar(load) or (self._due(load.requests) and not self._prepares):
+            best = self._update(load)
+        passes = max((each for each in PASSES if each <= best.passes and each < load.room), default=0)
+        if passes:
+            return best._replace(passes=passes, rows=max(best.rows, load.requests))
+        return (self._explore(load) if load.room > 1 else None) or _plain(load)
+
+    def prepare(self, load: Load) -> None:
+        self._prepares = True
+        age = self._rounds - self._best_since
+        outdated = self._rounds <= EAGER_ROUNDS or age >= self._period(load.requests)
+        if outdated or self._best_for != (load.requests, _room(load)):
+            self._update(load)
+
+    def _update(self, load: Load) -> Sizes:
+        kept = self._best if self._similar(load) else None
+        self._best = self._fastest(load, kept)
+        self._best_for, self._best_since = (load.requests, _room(load)), self._rounds
+        return self._best
 
     def _similar(self, load: Load) -> bool:
         """Whether the batch is about the one that the sizes were computed for."""
         requests, room = self._best_for
-        few = SIMILAR_SHARE if requests >= LARGE_BATCH else 0
-        return _room(load) == room and abs(load.requests - requests) <= few * requests
+        difference = abs(load.requests - requests)
+        if self._prepares:  # the sizes will be updated soon
+            return difference <= max(SHORTLY_SIMILAR_SHARE * requests, 1)
+        return _room(load) == room and difference <= (SIMILAR_SHARE * requests if requests >= LARGE_BATCH else 0)
 
     def _due(self, requests: int) -> bool:
         """Whether this round's trees are recorded, and the sizes of this round computed."""
@@ -83,7 +102,7 @@ class AutoBudget(Budget):
 
     def _fastest(self, load: Load, kept: Sizes | None) -> Sizes:
         """The sizes with the most tokens per second; `kept` ones if these are about as fast."""
-        requests = load.requests
+        requests, self._probe = load.requests, None
         nodes, trees = self._outlook.nodes(load.calibrator)
         known = 1 + load.calibrator.observed // NODES_PER_PASS
         deepest = min(MAX_PASSES, int(nodes.depth.max(initial=0)), load.room - 1, known)
@@ -95,6 +114,8 @@ class AutoBudget(Budget):
         share = requests / trees  # each remembered tree stands for this many requests
         rows = requests + np.ceil(share * np.cumsum(drafted, 1)).astype(np.int64)
         rows = np.minimum(rows, requests * self._nodes)
+        if load.max_rows:
+            rows = np.minimum(rows, load.max_rows + 1)  # those beyond the limit are all the same
         tokens = requests + self._trust.factor * share * np.cumsum(nodes.reach * drafted, 1)
         seconds = self._verify_seconds(load, int(rows.max()))
         drafting = np.array([load.drafting(*shape) for shape in shapes])[:, None]
@@ -102,19 +123,21 @@ class AutoBudget(Budget):
         speed[rows > (load.max_rows or math.inf)] = 0.0
         plain = requests / float(seconds[0])
         place = self._best_place(load, shapes, rows, tokens, speed, plain)
-        if place is None:
+        chosen = place or _place_of_most(speed)
+        shape, most = shapes[chosen[0]], float(speed[chosen])
+        if not most:
             return _plain(load)
-        shape, count = place
-        most = float(speed[shape, count])
-        if most <= plain * (1.0 if kept is None or kept.passes else KEPT_FACTOR):
+        best = self._of(load, *shape, int(rows[chosen]), seconds, most)
+        if place is None or most <= plain * (1.0 if kept is None or kept.passes else KEPT_FACTOR):
+            preparing = load.preparation.drafts(*shape) + load.preparation.verify(best.rows)
+            self._probe = best, float(tokens[chosen]) * (1 / most - 1 / plain) + preparing
             return _plain(load)
         if kept is not None and (kept.passes, kept.width) in shapes:
             own = shapes.index((kept.passes, kept.width))
             now = float(speed[own].max(where=rows[own] <= kept.rows, initial=0.0))
             if most <= now * KEPT_FACTOR and now > plain:
                 return kept
-        depth, width = shapes[shape]
-        return self._of(load, depth, width, int(rows[shape, count]), seconds, most)
+        return best
 
     def _best_place(
         self, load: Load, shapes: list[tuple[int, int]], rows: Integers, tokens: Reals, speed: Reals, plain: float
@@ -137,8 +160,7 @@ class AutoBudget(Budget):
         ready = np.where(preparing > 0, 0.0, speed)
         prepared = _place_of_most(ready)
         at_hand, made = max((plain, load.requests), (float(ready[prepared]), float(tokens[prepared])))
-        rounds = self._period(load.requests) if self._rounds > EAGER_ROUNDS else 1
-        self._lost += rounds * made * max(1 / at_hand - 1 / float(speed[fastest]), 0.0)
+        self._lost += max(self._rounds - self._best_since, 1) * made * max(1 / at_hand - 1 / float(speed[fastest]), 0.0)
         if self._lost < PREPARATION_SHARE * preparing[fastest]:
             return prepared if ready[prepared] else None
         self._lost = 0.0
@@ -164,17 +186,18 @@ class AutoBudget(Budget):
             floor, rows = math.log(max(price, 1e-9)), load.requests + more
         return Sizes(passes, width, FORECAST_CHILDREN, rows, self._nodes, floor, calibrated=True)
 
-    def _probe(self, load: Load) -> Sizes | None:
-        """A small draft that should not pay, if there is time to spend on it."""
+    def _explore(self, load: Load) -> Sizes | None:
+        """Drafts that should not pay, if there is time to lose with them. The better they are, the more often."""
+        if self._probe is None:
+            return None
+        sizes, loss = self._probe
         plain = load.verify(load.requests)
+        loss = max(loss, LEAST_LOSS * plain)
         self._saved += EXPLORATION_SHARE * plain
-        rows = load.prepared(load.requests + 1) if load.stepped else load.requests + PROBED_NODES
-        seconds = load.drafting(1, 1) + load.verify(rows) - plain
-        seconds += load.preparation.drafts(1, 1) + load.preparation.verify(rows)
-        if self._saved < seconds:
+        if self._saved < loss:
             return None
         self._saved = 0.0
-        return Sizes(1, 1, FORECAST_CHILDREN, rows, self._nodes, calibrated=True)
+        return sizes._replace(rows=max(sizes.rows, load.requests))
 
     def observe(self, outcome: Outcome) -> None:
         self._trust.learn(float(np.exp(outcome.key[outcome.verified]).sum()), int(outcome.accepted.sum()))
@@ -206,8 +229,9 @@ class Trust:
 
     def learn(self, expected: float, accepted: float) -> None:
         """Learn from the verified nodes of a round."""
-        self._expected = TRUST_MEMORY * self._expected + expected
-        self._accepted = TRUST_MEMORY * self._accepted + accepted
+        kept = math.exp(-expected / TRUST_MEMORY)
+        self._expected = kept * self._expected + expected
+        self._accepted = kept * self._accepted + accepted
 
     @property
     def factor(self) -> float:

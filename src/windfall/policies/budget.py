@@ -142,6 +142,9 @@ class Budget:
         """The sizes of the next round."""
         raise NotImplementedError
 
+    def prepare(self, load: Load) -> None:
+        """Compute what `sizes` will need for loads like this one. A GPU's runner calls this while the device works."""
+
     def plan(self, sizes: Sizes) -> Plan | None:
         """How each request's tree grows in a round of these sizes; None: by the plan of its own policy."""
         return _beam(sizes.passes, sizes.width, sizes.k, sizes.calibrated)

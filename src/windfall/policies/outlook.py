@@ -15,7 +15,7 @@ from windfall.policies.budget import Outcome
 
 Reals = NDArray[np.float64]
 MAX_WIDTH = 8  # nodes of a request in one draft pass
-FEWEST_TREES, MOST_TREES = 6, 64  # that are remembered: as many as there are requests, within these limits
+FEWEST_TREES, MOST_TREES = 6, 64  # that are remembered: about as many as there are requests, within these limits
 AHEAD = 2  # levels below the drafted ones that are forecast
 MOST_NODES = 512  # that are considered, the best of all trees
 FIRST_FAMILIES, MOST_FAMILIES = 4.0, 96.0  # that a forecast is the mean of: those of the calibrator count this much
@@ -38,7 +38,7 @@ class Outlook:
     """Remembers the nodes of recent trees, and forecasts those that deeper or wider trees would have had."""
 
     def __init__(self) -> None:
-        self._trees: deque[Nodes] = deque()
+        self._rounds: deque[tuple[Nodes, int]] = deque()  # the best nodes of a round, and the number of its trees
         self._turn = 0
         self._children: Children | None = None
 
@@ -49,19 +49,17 @@ class Outlook:
         wanted = np.zeros(outcome.requests, bool)
         wanted[(self._turn + np.arange(count)) % outcome.requests] = True
         self._turn += count
-        nodes, owner = _complete(outcome, wanted, children)
-        order = np.argsort(owner, kind="stable")
-        ends = np.searchsorted(owner[order], np.flatnonzero(wanted), "right")
-        for mine in np.split(order, ends[:-1]):
-            self._trees.append(nodes.take(mine))
-        while len(self._trees) > min(max(outcome.requests, FEWEST_TREES), MOST_TREES):
-            self._trees.popleft()
+        self._rounds.append((_best(_complete(outcome, wanted, children)), count))
+        while sum(trees for _, trees in self._rounds) - self._rounds[0][1] >= max(count, FEWEST_TREES):
+            self._rounds.popleft()
 
     def nodes(self, calibrator: Calibrator) -> tuple[Nodes, int]:
         """The best nodes, best first, and the number of trees that they come from."""
-        trees = list(self._trees) or [_forecast_tree(self._forecasts(calibrator))]
-        joined = Nodes(*(np.concatenate(parts) for parts in zip(*trees, strict=True)))
-        return joined.take(np.argsort(-joined.reach, kind="stable")[:MOST_NODES]), len(trees)
+        rounds = list(self._rounds) or [(_best(_forecast_tree(self._forecasts(calibrator))), 1)]
+        if len(rounds) == 1:
+            return rounds[0]
+        joined = Nodes(*(np.concatenate(parts) for parts in zip(*(nodes for nodes, _ in rounds), strict=True)))
+        return _best(joined), sum(trees for _, trees in rounds)
 
     def _forecasts(self, calibrator: Calibrator) -> Children:
         if self._children is None:
@@ -98,8 +96,13 @@ class Children:
         return found
 
 
-def _complete(outcome: Outcome, wanted: NDArray[np.bool_], children: Children) -> tuple[Nodes, Integers]:
-    """The likely drafted nodes of these requests, the forecast ones below them, and the request of each."""
+def _best(nodes: Nodes) -> Nodes:
+    """The nodes that are considered, best first."""
+    return nodes.take(np.argsort(-nodes.reach, kind="stable")[:MOST_NODES])
+
+
+def _complete(outcome: Outcome, wanted: NDArray[np.bool_], children: Children) -> Nodes:
+    """The likely drafted nodes of these requests, and the forecast ones below them."""
     mine = np.flatnonzero(wanted[outcome.owner] & (outcome.key > math.log(LEAST)))
     place = np.full(len(outcome.owner) + 1, -1)  # the last entry is the root's: its place is -1
     place[mine] = np.arange(len(mine))
@@ -115,9 +118,8 @@ def _complete(outcome: Outcome, wanted: NDArray[np.bool_], children: Children) -
         width[here] = np.maximum(width[up], rank[up] + 1)
     tips = ~outcome.expanded[mine] & (rank < MAX_WIDTH)
     known = Nodes(reach[tips], depth[tips], np.maximum(width, rank + 1)[tips])
-    ahead, tip = _descend(known, chance[tips], children, AHEAD)
-    nodes = Nodes(*(np.concatenate(parts) for parts in zip(Nodes(reach, depth, width), ahead, strict=True)))
-    return nodes, np.concatenate([owner, owner[tips][tip]])
+    ahead = _descend(known, chance[tips], children, AHEAD)
+    return Nodes(*(np.concatenate(parts) for parts in zip(Nodes(reach, depth, width), ahead, strict=True)))
 
 
 def _rank_in_level(owner: Integers, depth: Integers, reach: Reals) -> Integers:
@@ -132,35 +134,30 @@ def _rank_in_level(owner: Integers, depth: Integers, reach: Reals) -> Integers:
     return rank
 
 
-def _descend(tips: Nodes, chance: Reals, forecasts: Children, levels: int) -> tuple[Nodes, Integers]:
-    """The forecast nodes up to `levels` below unexpanded nodes, and the tip above each.
+def _descend(tips: Nodes, chance: Reals, forecasts: Children, levels: int) -> Nodes:
+    """The forecast nodes up to `levels` below unexpanded nodes.
 
     A tip's `width` is the one with which it is expanded. Below the first level, only the two best children of a node
     are followed.
     """
     found: list[Nodes] = []
-    above: list[Integers] = []
-    origin = np.arange(len(tips.reach))
     for _ in range(levels):
         children = forecasts.of(tips.depth, chance)
         reach = tips.reach[:, None] * children
         shape = reach.shape
         depth, width = (np.broadcast_to(part[:, None], shape) for part in (tips.depth + 1, tips.width))
-        source = np.broadcast_to(origin[:, None], shape)
         likely = reach > LEAST
         found.append(Nodes(reach[likely], depth[likely], width[likely]))
-        above.append(source[likely])
         follow = likely.copy()
         follow[:, 2:] = False
         expanded_with = width + np.arange(shape[1])
         follow &= expanded_with <= MAX_WIDTH
         tips = Nodes(reach[follow], depth[follow], expanded_with[follow])
-        chance, origin = children[follow], source[follow]
-    nodes = Nodes(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
-    return nodes, np.concatenate(above)
+        chance = children[follow]
+    return Nodes(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
 
 
 def _forecast_tree(forecasts: Children) -> Nodes:
     """A tree before anything was drafted."""
     one = np.ones(1, np.int64)
-    return _descend(Nodes(np.ones(1), one - 1, one), np.ones(1), forecasts, AHEAD + 1)[0]
+    return _descend(Nodes(np.ones(1), one - 1, one), np.ones(1), forecasts, AHEAD + 1)

@@ -50,6 +50,10 @@ class Mailbox:
         self._expected += 1
         return self._expected
 
+    def has(self, number: int) -> bool:
+        """Whether this publication has come; a later one must not have overwritten it."""
+        return bool(self._numbers[number % len(self._blocks)][0] == number)
+
     def wait(self, number: int) -> int:
         """Wait for this publication; returns its block, which later publications overwrite once the ring is full."""
         if not self._ordered:

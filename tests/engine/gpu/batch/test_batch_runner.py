@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -181,3 +182,40 @@ def test_a_text_is_removed_and_goes_on_later(at_once: bool) -> None:
         alone = made.generate(prompt(length, seed=length), max_new_tokens=LENGTH, eos=(), temperature=1.0, seed=1)
         assert alone.token_ids == text.tokens[length:]
     assert batch.runner.pool.available == SMALL.pages - 1
+
+
+def test_pages_are_granted_early_and_taken_back_when_others_need_them() -> None:
+    """A text alone gets the pages for its end at once. With others, it keeps what it needs."""
+    made = engine("llama", "eagle3", "beam", graphs=False)
+    batch = Batch(made, TREES, SMALL._replace(pages=7))
+    lengths = (9, 12, 15, 20)
+    texts = [batch.text(prompt(length, seed=length), max_new_tokens=150) for length in lengths]
+    batch.runner.join(texts[:1])
+    batch.runner.round()
+    held = batch.runner._pages[texts[0]]
+    assert len(held) == batch.runner._needed(texts[0].end) == 3 > batch.runner._needed(len(texts[0].tokens))
+    batch.runner.join(texts[1:2])
+    assert len(held) == 3 and batch.runner.pool.free == 0
+    batch.runner.join(texts[2:])
+    assert len(held) == batch.runner._needed(len(texts[0].tokens)) < 3
+    while len(texts[0].tokens) < 40:
+        batch.runner.round()
+    batch.runner.leave(texts[2:])  # the pages do not suffice for all
+    batch.run()
+    for text, length in zip(texts[:2], lengths, strict=False):
+        alone = made.generate(prompt(length, seed=length), max_new_tokens=150, eos=())
+        assert alone.token_ids == text.tokens[length:]
+    assert batch.runner.pool.available == 6
+
+
+def test_a_text_that_waits_for_its_prefill_is_drafted_with_its_own_calibration() -> None:
+    batch = Batch(engine("llama", "eagle3", "beam", graphs=False), TREES)
+    texts = [batch.text(prompt(length, seed=length), max_new_tokens=LONG) for length in (9, 120)]
+    texts[0].calibrator.weights[0] = 0.75
+    batch.runner.learns, prompts = False, batch.runner._prompts
+    batch.runner._prompts.take = partial(prompts.take, 16)  # type: ignore[method-assign]
+    batch.runner.join(texts)
+    while len(batch.runner.texts) < 2:
+        batch.runner.round()
+    batch.runner.round()
+    assert batch.runner.state.settings.host["weights"][:2, 0].tolist() == [0.75, 0.75]

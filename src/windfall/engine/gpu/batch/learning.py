@@ -1,9 +1,10 @@
-"""What a round teaches about acceptance, for many requests at once."""
+"""What a round teaches about acceptance, for many requests at once, and when the host has the time to learn it."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
@@ -11,51 +12,43 @@ from windfall.costs.acceptance import Calibrator
 from windfall.costs.correction import Correction
 from windfall.policies.budget import Outcome
 
-FEWEST, MOST = 0.01, 0.3  # share of rounds from which acceptance is learned
-DELAY = 0.02  # of rounds by learning
-MEMORY = 0.9  # share of what is known about times that is kept per round
+DELAY = 0.02  # share of the time by which work delays rounds if the host never waits
+MOST_DELAY_SECONDS = 1e-3  # that are saved up for this
 
 
-class Lessons:
-    """Chooses the rounds from which acceptance is learned, so that learning delays rounds by about a fiftieth.
+class SpareTime:
+    """Work of the host that is done in small pieces, while it would wait for the device.
 
-    The host learns while it would wait for the device. If it takes longer, the device waits. Rounds are drawn, because
-    the requests whose trees the host gets take turns.
+    The next round is launched by then, so that the device does not wait for the end of a piece. If the host never has
+    to wait, because it is slower than the device, pieces delay rounds by about a fiftieth.
     """
 
     def __init__(self) -> None:
-        self._chance = random.Random(0)
-        self._waiting, self._round, self._lesson = Mean(), Mean(), Mean()
-        self._taught = False  # in the present round
+        self._work: deque[Iterator[None]] = deque()
+        self._allowed = 0.0  # seconds by which rounds may be delayed
+        self._last = time.perf_counter()
 
-    def add_round(self, waited: float, seconds: float) -> None:
-        """The host has waited for the device for a part of the seconds of a round."""
-        if not self._taught:
-            self._waiting.add(waited)
-            self._round.add(seconds)
-        self._taught = False
+    @property
+    def busy(self) -> bool:
+        """Whether there is work left."""
+        return bool(self._work)
 
-    def add_lesson(self, seconds: float) -> None:
-        """The host has learned for this number of seconds."""
-        self._taught = True
-        self._lesson.add(seconds)
+    def add(self, work: Iterator[None]) -> None:
+        """Do this some time; it yields after each piece."""
+        self._work.append(work)
 
-    def drawn(self) -> bool:
-        """Whether to learn from this round."""
-        late = self._lesson.value - self._waiting.value
-        share = DELAY * self._round.value / late if late > 0 else MOST
-        return self._chance.random() < min(max(share, FEWEST), MOST)
-
-
-class Mean:
-    """The mean of recent values; 0 before the first."""
-
-    def __init__(self) -> None:
-        self.value, self._known = 0.0, False
-
-    def add(self, value: float) -> None:
-        self.value = MEMORY * self.value + (1 - MEMORY) * value if self._known else value
-        self._known = True
+    def use(self, waits: Callable[[], bool]) -> None:
+        """Work as long as the host `waits`. Call this in every round."""
+        now = time.perf_counter()
+        self._allowed = min(self._allowed + DELAY * (now - self._last), MOST_DELAY_SECONDS)
+        self._last = now
+        while self._work and ((free := waits()) or self._allowed > 0):
+            try:
+                next(self._work[0])
+            except StopIteration:
+                self._work.popleft()
+            began, now = now, time.perf_counter()
+            self._allowed -= 0.0 if free else now - began
 
 
 def learn(outcome: Outcome, calibrator: Calibrator, corrections: Mapping[int, Correction]) -> None:

@@ -33,6 +33,11 @@ class PagePool:
         """Pages that can be given to a request."""
         return len(self._free) + len(self._unused)
 
+    @property
+    def free(self) -> int:
+        """Those of them that hold nothing."""
+        return len(self._free)
+
     def find(self, tokens: Sequence[int]) -> list[int]:
         """The known pages that hold the beginning of this text; the caller becomes a user of each."""
         found: list[int] = []

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Mapping
+import random
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 
 from windfall.core.types import Split, Step
 from windfall.costs.acceptance import Calibrator
+from windfall.costs.curves import Costs
 from windfall.costs.online import OnlineCosts
 from windfall.costs.rounds import RoundCosts, Situation
 from windfall.drafters.base import GpuForm
 from windfall.engine.batch_runner import Outcome, Use
 from windfall.engine.gpu.batch.chunks import Prompt, PromptQueue
 from windfall.engine.gpu.batch.drafters import batch_drafter
-from windfall.engine.gpu.batch.learning import Lessons, learn
+from windfall.engine.gpu.batch.learning import SpareTime, learn
 from windfall.engine.gpu.batch.page_pool import PagePool
 from windfall.engine.gpu.batch.results import BatchStep, Results
 from windfall.engine.gpu.batch.round import MAX_ROUND_ROWS, ROUND_ROWS, SAMPLED, Round, round_rows
@@ -38,7 +39,9 @@ MAX_FLIGHT = 2  # rounds that are launched before the host reads the results of 
 MIN_SPAN_PAGES = 32  # of a text that passes read at the least
 SPAN_FACTOR = 4  # between the numbers of pages that captured passes read
 PENDING = (1, 2, 4, 8, MAX_BACKLOG)  # tokens of each text that a captured pass takes in
+LESSONS = 0.3  # share of the rounds with drafts from which acceptance is learned
 EAGER_ROUNDS = 8  # acceptance is learned from all of the first rounds with drafts
+GRANTED_PAGES = 4  # that a text gets before it needs them, while many are free: it then seldom needs more
 SEATS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # requests of captured rounds
 
 
@@ -111,9 +114,8 @@ class GpuBatchRunner:
         self.learns = True  # about acceptance
         self._drafted_rounds = 0
         self._after_plain = False  # whether the last round was plain: the one after it may be a probe
-        self._lessons = Lessons()
-        self._collected = 0.0  # when the last round was
-        self._lesson: tuple[Results, Launched] | None = None  # a round from which acceptance will be learned
+        self._chance = random.Random(0)
+        self._spare_time = SpareTime()
         self._pending = 1  # an upper bound on the tokens of a text that the drafter has to take in
         self._spare: list[DeviceEvent] = []
         self._versions = self._weight_versions()
@@ -151,12 +153,17 @@ class GpuBatchRunner:
 
     def _needed(self, length: int) -> int:
         """Pages for a text of this length, for the rounds in flight and one more."""
-        return pages_for(min(length + (MAX_FLIGHT + 1) * self.state.pending, self.state.longest))
+        return pages_for(min(length + self._margin, self.state.longest))
+
+    @property
+    def _margin(self) -> int:
+        """Tokens that a text may get in the rounds in flight and one more."""
+        return (MAX_FLIGHT + 1) * self.state.pending
 
     @property
     def max_length(self) -> int | None:
         """The number of tokens up to which a single text fits."""
-        return min(self.state.longest, self.pool.pages * PAGE_TOKENS) - (MAX_FLIGHT + 1) * self.state.pending
+        return min(self.state.longest, self.pool.pages * PAGE_TOKENS) - self._margin
 
     @property
     def use(self) -> Use:
@@ -188,7 +195,7 @@ class GpuBatchRunner:
         seat = next(seat for seat in range(self.state.seats, self.state.rows) if seat not in self._waiting)
         known = self.pool.find(tokens[:-1])
         try:
-            pages = known + self._take(self._needed(len(tokens)) - len(known))
+            pages = known + self._take(text, len(known))
         except MemoryError:
             self.pool.release(known)
             raise
@@ -212,21 +219,17 @@ class GpuBatchRunner:
                 self._prefill_events.setdefault(self._waiting[part.prompt.seat], started)
         goals = [*range(len(self.texts), len(self.texts) + len(ended))]
         self.state.admit([prompt.seat for prompt in ended], goals, [prompt.tokens for prompt in ended])
-        self._note_texts()
+        self._kind, self._rounds_with_room = None, 0
         for prompt in ended:
             self.texts.append(self._waiting.pop(prompt.seat))
             self.pool.remember(prompt.tokens[:-1], prompt.pages)
         self.state.write(live=len(self.texts))
 
-    def _note_texts(self) -> None:
-        """The texts change: compute what depends on them again."""
-        self._kind, self._rounds_with_room = None, 0
-
     @torch.inference_mode()
     def leave(self, sequences: Iterable[Sequence]) -> None:
         """Remove these texts; their pages become free. Results of rounds in flight are dropped."""
         seats = [*range(len(self.texts))]  # where the texts were before
-        self._note_texts()
+        self._kind = None
         for text in list(sequences):
             if text not in self._pages:
                 continue
@@ -248,11 +251,24 @@ class GpuBatchRunner:
         self.state.move([source for source, _ in moved], [goal for _, goal in moved])
         self.state.write(live=len(self.texts))
 
-    def _take(self, count: int) -> list[int]:
-        pages = self.pool.take(count) if count > 0 else []
-        if len(pages) < count:
-            raise MemoryError(f"the KV cache has {self.pool.available} free pages, and {count} are needed")
+    def _take(self, text: Sequence, held: int) -> list[int]:
+        """Pages for a text that holds this number; while many are free, also some that it will need later."""
+        needed = max(self._needed(len(text.tokens)) - held, 0)
+        later = max(self._needed(text.end) - held - needed, 0)
+        if needed > self.pool.available:
+            self._return_granted()
+        pages = self.pool.take(needed + max(min(GRANTED_PAGES, later, self.pool.free - needed), 0))
+        if len(pages) < needed:
+            raise MemoryError(f"the KV cache has {self.pool.available} free pages, and {needed} are needed")
         return pages
+
+    def _return_granted(self) -> None:
+        """Take back the pages that texts do not need yet."""
+        for text, pages in self._pages.items():
+            needed = self._needed(len(text.tokens))
+            self.pool.release(pages[needed:])
+            del pages[needed:]
+        self._rounds_with_room = 0
 
     # rounds
 
@@ -265,10 +281,12 @@ class GpuBatchRunner:
                 break
         while self.texts and len(self._launched) < MAX_FLIGHT:
             self._launch()
-        if self._lesson is not None:  # while the device works
-            self._learn_acceptance(*self._lesson)
-            self._lesson = None
-        return self._collect() if self._launched else {}
+        if not self._launched:
+            return {}
+        if not self._spare_time.busy and self.texts:
+            self._spare_time.add(self._prepare_sizes())
+        self._spare_time.use(lambda: not self.work.results.has(self._launched[0].number))
+        return self._collect()
 
     @torch.inference_mode()
     def _launch(self) -> None:
@@ -313,16 +331,27 @@ class GpuBatchRunner:
 
     def _sizes(self, now: Situation, graphs: RoundGraphs) -> tuple[Sizes, Rule]:
         """The sizes of the next round, and the rule by which its trees grow."""
-        texts, limits = self.texts, self.limits
-        room = max(text.end - len(text.tokens) for text in texts)
-        calibrator = self.budget.calibrator or texts[0].calibrator
-        costs = self.costs.at(now)  # at the present length of context, so that the Load has none
-        wanted = self.budget.sizes(Load(len(texts), 0, room, costs, calibrator, MAX_ROUND_ROWS, graphs))
-        plan = self.budget.plan(wanted) or texts[0].policy.cached_plan
+        limits = self.limits
+        wanted = self.budget.sizes(self._load(self.costs.recent(now), graphs))
+        plan = self.budget.plan(wanted) or self.texts[0].policy.cached_plan
         assert plan is not None
         fits = wanted.passes <= limits.passes and wanted.width <= limits.width and wanted.k <= limits.k
         assert fits or not wanted.passes, "a budget's sizes exceed its largest ones"
         return wanted, kernel_rule(plan)
+
+    def _prepare_sizes(self) -> Iterator[None]:
+        """Let the budget compute the sizes of the rounds to come."""
+        now = self._situation()
+        costs = self.costs.at(now)
+        yield
+        if self.texts:
+            self.budget.prepare(self._load(costs, self._graphs(now.seats)))
+
+    def _load(self, costs: Costs, graphs: RoundGraphs) -> Load:
+        """What the budget decides by. Costs are those at the present length of context, so that the Load has none."""
+        room = max(text.end - len(text.tokens) for text in self.texts)
+        calibrator = self.budget.calibrator or self.texts[0].calibrator
+        return Load(len(self.texts), 0, room, costs, calibrator, MAX_ROUND_ROWS, graphs)
 
     def _update_settings(self) -> None:
         """Give texts the pages that the next round may need, and note what was learned about their acceptance."""
@@ -335,18 +364,19 @@ class GpuBatchRunner:
                 calibrator = self.budget.calibrator or text.calibrator
                 state.set_term("kappa", seat, text.calibrator.kappa if text.dice else 1.0)
                 state.set_term("weights", seat, calibrator.shifted(text.correction.shift).astype("float32"))
-        self._changed.clear()
+        self._changed.difference_update(self.texts)  # others still wait for their prefill
 
     def _add_pages(self) -> None:
         """Give every text the pages for this round, and count the rounds until one may need more."""
-        state, least = self.state, self.state.longest
+        state = self.state
         for seat, text in enumerate(self.texts):
-            pages, needed = self._pages[text], len(text.tokens) + (MAX_FLIGHT + 1) * state.pending
-            if min(needed, state.longest) > len(pages) * PAGE_TOKENS:
-                pages += self._take(self._needed(len(text.tokens)) - len(pages))
+            pages = self._pages[text]
+            if self._needed(len(text.tokens)) > len(pages):
+                pages += self._take(text, len(pages))
                 state.set_pages(seat, pages)
-            least = min(least, len(pages) * PAGE_TOKENS - needed)
-        self._rounds_with_room = max(least, 0) // state.pending
+        held = [(text, len(self._pages[text])) for text in self.texts]  # `_take` may have taken some back
+        rooms = [count * PAGE_TOKENS - len(text.tokens) for text, count in held if count < self._needed(text.end)]
+        self._rounds_with_room = max(min(rooms, default=state.longest) - self._margin, 0) // state.pending
         self._set_span()
 
     def _set_span(self) -> None:
@@ -362,12 +392,8 @@ class GpuBatchRunner:
 
     def _collect(self) -> dict[Sequence, Outcome]:
         launched, results = self._launched.pop(0), self.work.results
-        began = time.perf_counter()
         block = results.arrays[results.wait(launched.number)]
         launched.end.wait()
-        now = time.perf_counter()
-        self._lessons.add_round(now - began, now - self._collected)
-        self._collected = now
         draft, verify = launched.start.seconds_until(launched.drafted), launched.drafted.seconds_until(launched.end)
         found = Results(block, len(launched.texts), launched.sizes, launched.turn)
         if not launched.recorded:
@@ -379,8 +405,9 @@ class GpuBatchRunner:
                 steps[text] = self._step(text, seat, found, launched)
         if found.drafted and self.learns:
             self._drafted_rounds += 1
-            if self._after_plain or self._drafted_rounds <= EAGER_ROUNDS or self._lessons.drawn():
-                self._lesson = found, launched
+            drawn = self._chance.random() < LESSONS  # at random, because the requests of the sample take turns
+            if not self._spare_time.busy and (drawn or self._after_plain or self._drafted_rounds <= EAGER_ROUNDS):
+                self._spare_time.add(self._learn_acceptance(found, launched))
         self._after_plain = not found.drafted
         self._spare += [launched.start, launched.drafted]
         if self._last_end is not None:
@@ -399,11 +426,12 @@ class GpuBatchRunner:
             _ = made.text  # later tokens may complete a stop string and shorten the text
         return made
 
-    def _learn_acceptance(self, found: Results, launched: Launched) -> None:
+    def _learn_acceptance(self, found: Results, launched: Launched) -> Iterator[None]:
         """Let the budget, the calibrators and the corrections learn from some requests of the round."""
-        began = time.perf_counter()
         outcome, texts = found.outcome(0.0 if launched.recorded else found.seconds.total), launched.texts
+        yield
         self.budget.observe(outcome)
+        yield
         sampled = [texts[seat] for seat in found.sampled]
         groups: dict[Calibrator, list[int]] = {}
         for place, text in enumerate(sampled):
@@ -411,7 +439,6 @@ class GpuBatchRunner:
         for calibrator, places in groups.items():
             learn(outcome, calibrator, {place: sampled[place].correction for place in places})
         self._changed.update(text for text in sampled if text in self._pages)
-        self._lessons.add_lesson(time.perf_counter() - began)
 
     def _learn_costs(self, launched: Launched, draft: float, verify: float) -> None:
         """Correct the costs of rounds by the times of one."""
