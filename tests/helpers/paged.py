@@ -8,15 +8,25 @@ import torch
 from torch import Tensor
 
 from helpers.trees import random_tree
+from windfall.engine.gpu.batch.state import ALL_COMMITTED
 from windfall.kernels import path_attention
 from windfall.kernels.pages import PAGE_TOKENS, Pages, max_tiles, tile_rows, tiles_of
 from windfall.kernels.rows import ancestors
 
 
 def check_pages(
-    lengths: list[int], rows: list[int], trees: bool, dtype: torch.dtype, device: str = "cpu", **options: Any
+    lengths: list[int],
+    rows: list[int],
+    trees: bool,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    prompts: tuple[int, ...] = (),
+    **options: Any,
 ) -> None:
-    """Requests with these committed lengths have these numbers of rows each: trees, or chains."""
+    """Requests with these committed lengths have these numbers of rows each: trees, or chains.
+
+    `prompts`: requests whose rows are chains in any case, and count as committed.
+    """
     torch.manual_seed(sum(lengths))
     heads, shared, width, padding = 6, 2, 16, 3
     requests, total = len(lengths), sum(rows)
@@ -30,20 +40,22 @@ def check_pages(
     alone, row = [], 0
     for owner, (length, n) in enumerate(zip(lengths, rows, strict=True)):
         own, tree = torch.randn(2, shared, length + n, width).to(dtype), random_tree(n, seed=n)
-        depth, mask = (tree.depth, tree.mask()) if trees else (torch.arange(n), torch.ones(n, n).tril() > 0)
+        branches = trees and owner not in prompts
+        depth, mask = (tree.depth, tree.mask()) if branches else (torch.arange(n), torch.ones(n, n).tril() > 0)
         there = pages[owner].long()[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)
         places = there.flatten()[: length + n]
-        if trees:
+        if branches:
             places = torch.cat([places[:length], staging + row + torch.arange(n)])
             lineage[row : row + n, :n] = staging + row + ancestors(mask, depth)
         cache[:, :, places] = own
         owners[row : row + n], reach[row : row + n] = owner, length + depth + 1
-        lines = length + ancestors(mask, depth) if trees else None
+        lines = length + ancestors(mask, depth) if branches else None
         given = (x.to(device) for x in (queries[row : row + n], *own, torch.tensor([length]), length + depth + 1))
         alone.append(path_attention(*given, None if lines is None else lines.to(device), **options))
         row += n
     tiles = tiles_of(owners, tile_rows(heads // shared), max_tiles(len(owners), requests + 1, tile_rows(3)))
-    batch = Pages(owners.int(), torch.tensor(lengths), pages, tiles)
+    known = [ALL_COMMITTED if owner in prompts else length for owner, length in enumerate(lengths)]
+    batch = Pages(owners.int(), torch.tensor(known), pages, tiles)
     made = attend(queries, cache, reach, lineage if trees else None, batch, device, options)
     assert torch.equal(made[:total], torch.cat(alone)) and not made[total:].any()
     if requests == 1:

@@ -43,6 +43,12 @@ def test_far_parts() -> None:
     check_pages([1100, 30], [2, 1], True, HALF)
 
 
+@pytest.mark.parametrize("programs", [6, 24])
+def test_prompts_beside_trees(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windfall.kernels.triton.path_attention.BATCH_TILE_PROGRAMS", programs)
+    check_pages([70, 0, 60], [3, 4, 7], True, HALF, prompts=(1, 2))
+
+
 def test_windows() -> None:
     check_pages([100, 20], [1, 3], True, HALF, window=37)
 

@@ -38,9 +38,12 @@ class FusedForward:
         ] = []  # tables [positions, rotaries * 2r]; captured graphs go on reading the shorter ones
 
     @torch.no_grad()
-    def __call__(self, rows: Pass, kv: Tensor, taps: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor | None]:
+    def __call__(
+        self, rows: Pass, kv: Tensor, taps: tuple[int, ...], columns: int, scored: int | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `Forward` says; with `scored`, there are logits of this number of rows only, the first ones."""
         normed, tapped = self._run(rows, kv, taps)
-        logits = product(normed, self.described.vocabulary, self.described.vocabulary_bias, self.exact)
+        logits = product(normed[:scored], self.described.vocabulary, self.described.vocabulary_bias, self.exact)
         return logits if self.described.logit_cap is None else soft_cap(logits, self.described.logit_cap), tapped
 
     @torch.no_grad()

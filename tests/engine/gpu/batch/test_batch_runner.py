@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -91,6 +90,22 @@ def test_the_texts_are_those_of_single_requests(kind: str, sizes: Sizes, samplin
         asked = text.tokens[: len(text.tokens) - LENGTH]
         assert made.generate(asked, max_new_tokens=LENGTH, eos=(), **sampling).token_ids == text.tokens[len(asked) :]
     assert batch.runner.pool.available == SMALL.pages - 1
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [("eagle3", TREES), ("lm", TREES), ("eagle3", PLAIN)])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_prompts_share_verify_passes(family: str, kind: str, sizes: Sizes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of texts that join while others run, unless they are long; the texts stay the same."""
+    made = engine(family, kind, "beam", graphs=False)
+    batch, rows = Batch(made, sizes), list[int]()
+    score = batch.runner.target.score
+    monkeypatch.setattr(batch.runner.target, "score", lambda *given: rows.append(given[3]) or score(*given))
+    texts = [batch.text(prompt(length, seed=length)) for length in (40, 9, 130, 2)]
+    batch.run(texts[:1], [], texts[1:3], texts[3:])
+    assert [count for count in rows if count] == [128, 128]  # 8 + 120 of 129 tokens, and the rest with 1
+    for text, length in zip(texts, (40, 9, 130, 2), strict=True):
+        alone = made.generate(prompt(length, seed=length), max_new_tokens=LENGTH, eos=())
+        assert alone.token_ids == text.tokens[length:]
 
 
 def test_use_is_that_of_pages_and_of_the_shared_budget() -> None:
@@ -208,12 +223,12 @@ def test_pages_are_granted_early_and_taken_back_when_others_need_them() -> None:
     assert batch.runner.pool.available == 6
 
 
-def test_a_text_that_waits_for_its_prefill_is_drafted_with_its_own_calibration() -> None:
+def test_a_text_that_waits_for_its_prefill_is_drafted_with_its_own_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Batch(engine("llama", "eagle3", "beam", graphs=False), TREES)
     texts = [batch.text(prompt(length, seed=length), max_new_tokens=LONG) for length in (9, 120)]
     texts[0].calibrator.weights[0] = 0.75
-    batch.runner.learns, prompts = False, batch.runner._prompts
-    batch.runner._prompts.take = partial(prompts.take, 16)  # type: ignore[method-assign]
+    batch.runner.learns, take = False, batch.runner._prompts.take
+    monkeypatch.setattr(batch.runner._prompts, "take", lambda most=16: take(16))
     batch.runner.join(texts)
     while len(batch.runner.texts) < 2:
         batch.runner.round()

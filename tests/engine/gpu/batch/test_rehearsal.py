@@ -7,6 +7,7 @@ import pytest
 from helpers.gpu import engine
 from helpers.tiny import prompt
 from windfall import registry
+from windfall.engine.gpu.batch.runner import SHARED_ROWS
 from windfall.engine.gpu.graphs import GraphCache, Key
 
 
@@ -19,6 +20,7 @@ def test_later_rounds_find_their_graphs(policy: str, monkeypatch: pytest.MonkeyP
     device.prepare((0.0,))
     prepared = {*runs}
     assert {key[0] for key in prepared} >= ({"step"} if policy == "none" else {"verify", "first draft pass"})
+    assert {key[2] for key in prepared if key[0] in ("step", "verify")} == {0, SHARED_ROWS}
     runs.clear()
     found = device.generate_batch([prompt(9), prompt(12)], max_new_tokens=12, eos=())
     rounds = {key for key in runs if "prefill" not in str(key[0])}

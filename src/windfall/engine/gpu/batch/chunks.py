@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from windfall.engine.gpu.forward import Pass, Paths
 from windfall.engine.gpu.target import PREFILL_CHUNK_TOKENS, PREFILL_SIZES
 from windfall.engine.gpu.transfer import QueuedBuffer
+from windfall.kernels.batch_rows import BatchRows
 from windfall.kernels.pages import PAGE_TOKENS, UNUSED_PAGE, Pages, max_tiles
 
 Integers = NDArray[np.int64]
@@ -61,6 +62,11 @@ class PromptQueue:
 
     def __len__(self) -> int:
         return len(self._prompts)
+
+    @property
+    def left(self) -> int:
+        """Tokens that are not processed yet."""
+        return sum(len(prompt.tokens) - 1 - self._at[prompt.seat] for prompt in self._prompts)
 
     def add(self, prompt: Prompt) -> None:
         self._prompts.append(prompt)
@@ -124,8 +130,7 @@ class ChunkBuffers:
             here["slots"][rows] = slots_of(prompt.pages, index)
             here["reach"][rows] = index + 1
             here["owners"][row : row + end - start] = prompt.seat
-        if not chunk.alone:
-            self._fill_tiles(chunk, here)
+        self._fill_tiles(chunk, here)
         self.rows.send()
 
     def _fill_tiles(self, chunk: Chunk, here: dict[str, Any]) -> None:
@@ -143,6 +148,18 @@ class ChunkBuffers:
         pages = Pages(there["owners"], lengths, tables, tiles)
         paths = Paths(there["reach"], None, pages, first)
         return Pass.in_pages(there["tokens"], there["positions"], there["slots"], paths)
+
+    def after(self, rows: BatchRows, count: int, lengths: torch.Tensor, tables: torch.Tensor, trees: bool) -> Pass:
+        """Rows of trees (or roots, which are chains) followed by the first `count` rows of the chunk, as one pass."""
+        both = {
+            name: torch.cat([getattr(rows, name), self.rows.device[name][:count]])
+            for name in ("tokens", "positions", "slots", "reach", "owners")
+        }
+        tiles = self.rows.device["tiles"][: max_tiles(count, self.seats + 1, self.tile_rows) + 1]
+        pages = Pages(both["owners"], lengths, tables, torch.cat([rows.tiles[:-1], tiles + len(rows.tokens)]))
+        lineage = torch.cat([rows.lineage, rows.lineage.new_zeros(count, rows.lineage.shape[1])]) if trees else None
+        paths = Paths(both["reach"], lineage, pages)
+        return Pass.in_pages(both["tokens"], both["positions"], both["slots"], paths)
 
 
 def slots_of(pages: list[int], positions: Integers) -> Integers:

@@ -25,9 +25,11 @@ def rehearse(runner: GpuBatchRunner, texts: Callable[[int], list[Sequence]]) -> 
             usual = budget.usual_sizes(seats, ROUND_ROWS)
             runner.budget = Script(budget, TURNS * usual + _plain_rounds(runner, usual))
             _play(runner, runner.budget, texts(seats))
+            runner.budget = Script(budget, list({(bool(sizes.passes), sizes.rows): sizes for sizes in usual}.values()))
+            _play(runner, runner.budget, texts(seats), shares=True)
             yield (place + 1) / len(levels)
     finally:
-        runner.budget, runner.learns = budget, True
+        runner.budget, runner.learns, runner.rehearses_sharing = budget, True, False
         runner.pool.clear()  # the made-up texts are of no further use
 
 
@@ -37,15 +39,19 @@ def _plain_rounds(runner: GpuBatchRunner, usual: list[Sizes]) -> list[Sizes]:
     return plain[:1] * (runner.state.backlog + 1) if runner.drafter is not None else []
 
 
-def _play(runner: GpuBatchRunner, script: Script, texts: list[Sequence]) -> None:
+def _play(runner: GpuBatchRunner, script: Script, texts: list[Sequence], shares: bool = False) -> None:
+    """Decode these texts by the script. `shares`: as if prompts shared all verify passes."""
     if not runner.fits({text: text.end for text in texts}):
         return
     runner.join(texts)
+    runner.rehearses_sharing = shares
     try:
+        runner.prefill_all()
         while script.left and all(text.end - len(text.tokens) > _most_tokens(runner) for text in texts):
             runner.round()
     finally:
         runner.leave(texts)
+        runner.rehearses_sharing = False
 
 
 def _most_tokens(runner: GpuBatchRunner) -> int:

@@ -186,8 +186,11 @@ class Round:
         sized = [array[:count] for array in self._rows[:-2]]
         return BatchRows._make([*sized, self._rows.starts[: seats + 1], self._rows.tiles[:tiles]])
 
-    def verify(self, seats: int, sizes: Sizes, kind: Kind) -> None:
-        """The verify pass: choose rows, run the target, commit the accepted paths, start new trees, publish results."""
+    def verify(self, seats: int, sizes: Sizes, kind: Kind, prompts: int = 0) -> None:
+        """The verify pass: choose rows, run the target, commit the accepted paths, start new trees, publish results.
+
+        prompts: rows of waiting prompts that share the pass.
+        """
         state, target, trees = self.state, self.target, first(self.state.trees, seats)
         lengths, tables, live = state.lengths[:seats], state.tables[:seats], state["live"]
         rows = self.rows(sizes.rows if sizes.passes else seats, seats)
@@ -199,7 +202,7 @@ class Round:
             sample_trees(trees, live, self._turn, self._sampled)
         else:
             root_rows(trees, live, lengths, tables, rows)
-        scored = target.score(rows, seats, trees=bool(sizes.passes))
+        scored = target.score(rows, seats, bool(sizes.passes), prompts)
         draws = target.draw(scored, rows.owners, kind)
         outcome = Outcome._make(array[:seats] for array in self.outcome)
         staged = (self.expanded[:seats], self.staged[:seats])

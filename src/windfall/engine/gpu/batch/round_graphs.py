@@ -47,10 +47,15 @@ class RoundGraphs(Preparation):
         drafter = self._work.drafter
         return 0 if drafter is None else min(drafter.levels, self._work.state.pending - 1)
 
-    def run_verify(self, sizes: Sizes) -> None:
-        """The verify pass."""
+    def run_verify(self, sizes: Sizes, prompts: int = 0) -> None:
+        """The verify pass, with this number of rows of waiting prompts."""
         shape = Sizes(min(sizes.passes, 1), 1, 1, sizes.rows)
-        self._cache.run(self._verify_key(shape), partial(self._work.verify, self._seats, shape, self._kind))
+        work = partial(self._work.verify, self._seats, shape, self._kind, prompts)
+        self._cache.run(self._verify_key(shape, prompts), work)
+
+    def missing_seconds(self, sizes: Sizes, prompts: int) -> float:
+        """How long it takes to prepare the verify pass with rows of prompts; 0 if it is prepared."""
+        return self._cache.missing_seconds(self._verify_key(Sizes(min(sizes.passes, 1), 1, 1, sizes.rows), prompts))
 
     def take_in(self) -> None:
         """Let the drafter take in the pending tokens without a draft."""
@@ -79,5 +84,5 @@ class RoundGraphs(Preparation):
         keys: list[Key] = [("first draft pass", self._pending, *fixed), ("draft pass", *fixed)]
         return keys[: min(passes, 2)]
 
-    def _verify_key(self, shape: Sizes) -> Key:
-        return ("verify" if shape.passes else "step", shape.rows, *self._fixed)
+    def _verify_key(self, shape: Sizes, prompts: int = 0) -> Key:
+        return ("verify" if shape.passes else "step", shape.rows, prompts, *self._fixed)

@@ -15,7 +15,7 @@ from windfall.costs.online import OnlineCosts
 from windfall.costs.rounds import RoundCosts, Situation
 from windfall.drafters.base import GpuForm
 from windfall.engine.batch_runner import Outcome, Use
-from windfall.engine.gpu.batch.chunks import Prompt, PromptQueue
+from windfall.engine.gpu.batch.chunks import Chunk, Prompt, PromptQueue
 from windfall.engine.gpu.batch.drafters import batch_drafter
 from windfall.engine.gpu.batch.learning import SpareTime, learn
 from windfall.engine.gpu.batch.page_pool import PagePool
@@ -40,6 +40,9 @@ MIN_SPAN_PAGES = 32  # of a text that passes read at the least
 SPAN_FACTOR = 4  # between the numbers of pages that captured passes read
 PENDING = (1, 2, 4, 8, MAX_BACKLOG)  # tokens of each text that a captured pass takes in
 LESSONS = 0.3  # share of the rounds with drafts from which acceptance is learned
+SHARED_ROWS = 128  # of waiting prompts in a verify pass
+SHARING_TOKENS = 256  # if more tokens of prompts wait, they get a pass of their own
+CAPTURE_SHARE = 0.25  # of the time of a capture that must be lost before it pays
 EAGER_ROUNDS = 8  # acceptance is learned from all of the first rounds with drafts
 GRANTED_PAGES = 4  # that a text gets before it needs them, while many are free: it then seldom needs more
 SEATS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # requests of captured rounds
@@ -71,6 +74,7 @@ class Launched(NamedTuple):
     situation: Situation
     sizes: Sizes
     recorded: bool  # whether graphs were captured
+    shared: bool  # whether prompts shared the verify pass
     follows_at_once: bool  # whether nothing was launched between the round before it and this one
     start: DeviceEvent
     drafted: DeviceEvent
@@ -125,6 +129,9 @@ class GpuBatchRunner:
         self._follows_at_once = False  # whether the next round follows the last one without anything between
         self._last_end: DeviceEvent | None = None  # of the round that was collected last
         self._prompts = PromptQueue()
+        self.rehearses_sharing = False  # whether rounds are launched as if prompts shared their verify passes
+        self._own_pass = False  # whether the next prompts get a pass of their own
+        self._lost = 0.0  # seconds of such passes that shared ones would have saved
         self._waiting: dict[int, Sequence] = {}  # texts whose prompts are not processed yet, by seat
         self._prefill_events: dict[Sequence, DeviceEvent] = {}  # the start of their prefill, until the first Step
 
@@ -184,6 +191,7 @@ class GpuBatchRunner:
         except MemoryError:
             self.leave(joined)
             raise
+        self._set_span()
 
     def _weight_versions(self) -> int:
         """Grows when weights are changed in place."""
@@ -205,16 +213,28 @@ class GpuBatchRunner:
         self.state.set_sampling(seat, text.params)
         self._prompts.add(Prompt(seat, tokens, pages, max(len(known) * PAGE_TOKENS - 1, 0)))
 
+    @torch.inference_mode()
+    def prefill_all(self) -> None:
+        """Process the prompts of all texts that have joined."""
+        while self._prompts:
+            self._prefill()
+
     def _prefill(self) -> None:
         """Process the next chunk of the waiting prompts; texts whose prompts end take part in the next round."""
-        self._set_span()
         self.state.send()
-        self._follows_at_once, started = False, self._event()
+        started = self._event()
         chunk, ended = self._prompts.take()
         if chunk is not None:
-            states = self.target.prefill(chunk)
+            self.target.prefill(chunk)
+        self._admit(chunk, ended, started)
+
+    def _admit(self, chunk: Chunk | None, ended: list[Prompt], started: DeviceEvent | None) -> None:
+        """The target has processed a chunk of prompts; the texts of those that ended take part in the next round."""
+        self._follows_at_once = False
+        if chunk is not None:
             if self.drafter is not None:
-                self.drafter.prefill(chunk, states)
+                self.drafter.prefill(chunk, self.target.states_of(chunk))
+            assert started is not None
             for part in chunk.parts:
                 self._prefill_events.setdefault(self._waiting[part.prompt.seat], started)
         goals = [*range(len(self.texts), len(self.texts) + len(ended))]
@@ -274,9 +294,12 @@ class GpuBatchRunner:
 
     @torch.inference_mode()
     def round(self) -> dict[Sequence, Outcome]:
-        """Launch the next rounds, with a chunk of the waiting prompts before, and return the Steps of the oldest."""
+        """Launch the next rounds, with a chunk of the waiting prompts, and return the Steps of the oldest."""
         while self._prompts and (not self.texts or len(self._launched) < MAX_FLIGHT):
+            if self.texts and self._prompts.left <= SHARING_TOKENS and not self._own_pass:
+                break  # they share the next verify pass
             self._prefill()
+            self._own_pass = False
             if self.texts:
                 break
         while self.texts and len(self._launched) < MAX_FLIGHT:
@@ -306,15 +329,40 @@ class GpuBatchRunner:
             graphs.take_in()
             self._pending = 0
         drafted, number = self._event(), self.work.results.expect()
-        graphs.run_verify(sizes)
-        recorded, pages = cache.captures > captures, [self._pages[text] for text in self.texts]
-        times = start, drafted, self._event()
-        self._launched.append(
-            Launched(number, self._turn, list(self.texts), pages, now, sizes, recorded, self._follows_at_once, *times)
-        )
+        chunk, ended = self._shared_prompts(sizes, graphs, now)
+        started = None if chunk is None else self._event()
+        graphs.run_verify(sizes, 0 if chunk is None else chunk.size)
+        pages, times = [self._pages[text] for text in self.texts], (start, drafted, self._event())
+        known = cache.captures > captures, chunk is not None, self._follows_at_once
+        self._launched.append(Launched(number, self._turn, list(self.texts), pages, now, sizes, *known, *times))
         self._follows_at_once = True
         self._turn += SAMPLED if sizes.passes else 0
         self._pending = sizes.passes + 1 if sizes.passes else self._pending + 1
+        if ended or (chunk is not None and chunk.parts):
+            self._admit(chunk, ended, started)
+
+    def _shared_prompts(self, sizes: Sizes, graphs: RoundGraphs, now: Situation) -> tuple[Chunk | None, list[Prompt]]:
+        """The rows of waiting prompts that share the verify pass, if there are any, and the prompts that end with them.
+
+        The rows are few: they cost less than a pass of their own. They get one all the same while the pass with them is
+        not captured and has not been missed often.
+        """
+        if self.rehearses_sharing:
+            return self._filled(Chunk([], 0, SHARED_ROWS)), []
+        if not self._prompts or self._prompts.left > SHARING_TOKENS:
+            return None, []
+        if missing := graphs.missing_seconds(sizes, SHARED_ROWS):
+            self._lost += self.costs.recent(now).verify(now.seats, 0)
+            if self._lost < CAPTURE_SHARE * missing:
+                self._own_pass = True
+                return None, []
+            self._lost = 0.0
+        chunk, ended = self._prompts.take(SHARED_ROWS)
+        return None if chunk is None else self._filled(chunk._replace(size=SHARED_ROWS)), ended
+
+    def _filled(self, chunk: Chunk) -> Chunk:
+        self.target.chunk.fill(chunk)
+        return chunk
 
     def _graphs(self, seats: int) -> RoundGraphs:
         """The passes of the next round for this number of seats."""
@@ -396,7 +444,7 @@ class GpuBatchRunner:
         launched.end.wait()
         draft, verify = launched.start.seconds_until(launched.drafted), launched.drafted.seconds_until(launched.end)
         found = Results(block, len(launched.texts), launched.sizes, launched.turn)
-        if not launched.recorded:
+        if not (launched.recorded or launched.shared):
             self._learn_costs(launched, draft, verify)
         found.seconds, found.recorded = Split(draft, verify), launched.recorded
         steps: dict[Sequence, Outcome] = {}

@@ -19,6 +19,7 @@ from windfall.kernels.pages import PAGE_TOKENS, UNUSED_PAGE
 from windfall.kernels.trees import NO_NODE, Calibration, TreeArrays, tree_of
 
 MAX_BACKLOG = 16  # tokens of a text that wait for the drafter while nothing is drafted
+ALL_COMMITTED = 1 << 24  # length of a text whose prompt is processed: all keys that its rows see are in its pages
 
 
 class BatchState:
@@ -57,6 +58,7 @@ class BatchState:
         )
         self.span = pages  # pages of a text that passes read; captured passes depend on it
         self.lengths = torch.zeros(rows, dtype=long, device=device)  # committed tokens, the root not included
+        self.lengths[seats:] = ALL_COMMITTED
         self.trees = batch_trees(device, seats, capacity, deepest)
         self.backlog = max(pending, MAX_BACKLOG)  # tokens of a text that the drafter may have to take in
         self.tokens = torch.zeros(seats, self.backlog, dtype=long, device=device)  # not in the drafter's KV cache yet

@@ -11,6 +11,7 @@ from torch import Tensor
 from windfall.engine.gpu.batch.chunks import Chunk, ChunkBuffers
 from windfall.engine.gpu.batch.state import BatchState
 from windfall.engine.gpu.forward import Pass, Paths
+from windfall.engine.gpu.fused import FusedForward
 from windfall.engine.gpu.target import GpuTarget, Scored
 from windfall.kernels.batch_rows import BatchRows, Outcome
 from windfall.kernels.draw import draw
@@ -35,6 +36,7 @@ class BatchTarget:
 
     def __init__(self, gpu_target: GpuTarget, state: BatchState, pages: int, staged: int, tile_rows: int):
         """`pages` of the KV cache, the unused one included, and `staged` rows after them."""
+        assert isinstance(gpu_target.forward, FusedForward)
         self.gpu_target, self.state, self.forward = gpu_target, state, gpu_target.forward
         self.taps, self.device, self.tile_rows = gpu_target.taps, gpu_target.device, tile_rows
         layers, heads, width = self.forward.shape
@@ -43,11 +45,14 @@ class BatchTarget:
         self.kv = torch.zeros(size, dtype=gpu_target.dtype, device=self.device)
         self.chunk = ChunkBuffers(self.device, state.seats, tile_rows)
 
-    def prefill(self, chunk: Chunk) -> Tensor | None:
-        """Process a chunk of prompts; returns the tapped states of its rows, which are valid until the next."""
+    def prefill(self, chunk: Chunk) -> None:
+        """Process a chunk of prompts."""
         self.chunk.fill(chunk)
         key = ("batch prefill", chunk.size, chunk.alone, self.state.span, self.state)
         self.gpu_target.graph_cache.run(key, partial(self._run_chunk, chunk.size, chunk.alone))
+
+    def states_of(self, chunk: Chunk) -> Tensor | None:
+        """The tapped states of the rows of a chunk that was processed last."""
         states = self.gpu_target.chunk_states
         return None if states is None else states[: chunk.rows]
 
@@ -57,13 +62,27 @@ class BatchTarget:
         if self.gpu_target.chunk_states is not None and states is not None:
             self.gpu_target.chunk_states[:size] = states
 
-    def score(self, rows: BatchRows, seats: int, trees: bool) -> Scored:
-        """Score the rows of trees, or with `trees=False` the root of each request."""
+    def score(self, rows: BatchRows, seats: int, trees: bool, prompts: int = 0) -> Scored:
+        """Score the rows of trees, or with `trees=False` the root of each request.
+
+        prompts: rows of the chunk in its buffers that share the pass; they get no logits.
+        """
+        if prompts:
+            return self._score_with_prompts(rows, trees, prompts)
         pages = Pages(rows.owners, self.state.lengths[:seats], self.state.tables[:seats], rows.tiles)
         paths = Paths(rows.reach, rows.lineage if trees else None, pages)
         given = Pass.in_pages(rows.tokens, rows.positions, rows.slots, paths)
         logits, states = self.forward(given, self.kv, self.taps, 0)
         return Scored(logits, states, rows.positions)
+
+    def _score_with_prompts(self, rows: BatchRows, trees: bool, prompts: int) -> Scored:
+        given, count = self.chunk.after(rows, prompts, self.state.lengths, self.state.tables, trees), len(rows.tokens)
+        logits, states = self.forward(given, self.kv, self.taps, 0, count)
+        if states is None:
+            return Scored(logits, None, rows.positions)
+        if self.gpu_target.chunk_states is not None:
+            self.gpu_target.chunk_states[:prompts] = states[count:]
+        return Scored(logits, states[:count], rows.positions)
 
     def draw(self, scored: Scored, owners: Tensor, kind: Kind) -> Tensor:
         """The target's token after each row."""
