@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -81,7 +82,11 @@ class Decoder:
     @property
     def row_bytes(self) -> int:
         """Bytes that a token takes in the KV cache; before the first pass, an estimate from the config."""
-        return self.cache.row_bytes or estimated_numbers_per_row(self.config) * self.dtype.itemsize
+        return self.cache.row_bytes or self._estimated_row_bytes
+
+    @cached_property
+    def _estimated_row_bytes(self) -> int:
+        return estimated_numbers_per_row(self.config) * self.dtype.itemsize
 
     @property
     def staged(self) -> int:

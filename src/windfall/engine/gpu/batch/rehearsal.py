@@ -20,6 +20,7 @@ def rehearse(runner: GpuBatchRunner, texts: Callable[[int], list[Sequence]]) -> 
     """
     budget, levels = runner.budget, [seats for seats in SEATS if seats <= runner.limits.seats]
     runner.learns = False
+    runner.state.capture_changes()
     try:
         for place, seats in enumerate(reversed(levels)):
             usual = budget.usual_sizes(seats, ROUND_ROWS)

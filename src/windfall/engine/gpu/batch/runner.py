@@ -101,7 +101,7 @@ class GpuBatchRunner:
         self.limits = limits
         pages = pages_for(limits.longest)
         self.state = BatchState(
-            gpu_target.device, limits.seats, pages, limits.passes + 1, limits.nodes, limits.passes + 1
+            gpu_target.graph_cache, limits.seats, pages, limits.passes + 1, limits.nodes, limits.passes + 1
         )
         rows = tile_rows(gpu_target.forward.group)
         self.target = BatchTarget(gpu_target, self.state, limits.pages, MAX_ROUND_ROWS, rows)
@@ -239,10 +239,11 @@ class GpuBatchRunner:
                 self._prefill_events.setdefault(self._waiting[part.prompt.seat], started)
         goals = [*range(len(self.texts), len(self.texts) + len(ended))]
         self.state.admit([prompt.seat for prompt in ended], goals, [prompt.tokens for prompt in ended])
-        self._kind, self._rounds_with_room = None, 0
+        self._kind = None
         for prompt in ended:
-            self.texts.append(self._waiting.pop(prompt.seat))
+            self.texts.append(text := self._waiting.pop(prompt.seat))
             self.pool.remember(prompt.tokens[:-1], prompt.pages)
+            self._rounds_with_room = min(self._rounds_with_room, self._rounds_until_full(text))
         self.state.write(live=len(self.texts))
 
     @torch.inference_mode()
@@ -422,10 +423,15 @@ class GpuBatchRunner:
             if self._needed(len(text.tokens)) > len(pages):
                 pages += self._take(text, len(pages))
                 state.set_pages(seat, pages)
-        held = [(text, len(self._pages[text])) for text in self.texts]  # `_take` may have taken some back
-        rooms = [count * PAGE_TOKENS - len(text.tokens) for text, count in held if count < self._needed(text.end)]
-        self._rounds_with_room = max(min(rooms, default=state.longest) - self._margin, 0) // state.pending
+        self._rounds_with_room = min(map(self._rounds_until_full, self.texts))  # `_take` may have taken some back
         self._set_span()
+
+    def _rounds_until_full(self, text: Sequence) -> int:
+        """The number of rounds in which a text does not need more pages."""
+        held = len(self._pages[text])
+        if held >= self._needed(text.end):
+            return self.state.longest
+        return max(held * PAGE_TOKENS - len(text.tokens) - self._margin, 0) // self.state.pending
 
     def _set_span(self) -> None:
         """Passes read as many pages as the longest text has, on a coarse scale."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 from windfall.core.sampling import signed
 from windfall.core.types import SamplingParams
 from windfall.costs.acceptance import DEPTHS, RANKS
-from windfall.engine.gpu.transfer import QueuedBuffer, place
+from windfall.engine.gpu.graphs import GraphCache
+from windfall.engine.gpu.transfer import QueuedBuffer
 from windfall.engine.gpu.tree import FORECAST_SHAPE
 from windfall.kernels.accept import reset_to_root
 from windfall.kernels.cutoff import cutoffs
@@ -19,6 +21,7 @@ from windfall.kernels.pages import PAGE_TOKENS, UNUSED_PAGE
 from windfall.kernels.trees import NO_NODE, Calibration, TreeArrays, tree_of
 
 MAX_BACKLOG = 16  # tokens of a text that wait for the drafter while nothing is drafted
+CHANGED_SEATS = (4, 16, 64)  # for which moves are captured; for more, it is all seats
 ALL_COMMITTED = 1 << 24  # length of a text whose prompt is processed: all keys that its rows see are in its pages
 
 
@@ -29,10 +32,11 @@ class BatchState:
     The host sends pages and sampling (`settings`); the device keeps lengths, pending tokens and trees up to date.
     """
 
-    def __init__(self, device: torch.device, seats: int, pages: int, pending: int, capacity: int, deepest: int):
+    def __init__(self, graphs: GraphCache, seats: int, pages: int, pending: int, capacity: int, deepest: int):
         """`pages` for each text, `pending` tokens for each round, trees of `capacity` nodes down to depth `deepest`."""
         long, number = torch.long, torch.float32
-        self.device, self.seats, self.pages, self.pending = device, seats, pages, pending
+        device = graphs.device
+        self._graphs, self.device, self.seats, self.pages, self.pending = graphs, device, seats, pages, pending
         rows = self.rows = 2 * seats
         self.settings = QueuedBuffer(
             device,
@@ -51,6 +55,8 @@ class BatchState:
         self.settings.host["tables"][:] = UNUSED_PAGE
         self.settings.host["kappa"][:] = 1.0
         self.changed = True  # since the last `send`
+        names = ("source", "goal", "length", "token", "waits")
+        self._changes = QueuedBuffer(device, **dict.fromkeys(names, (long, (seats,))))  # of seats
         self.calibration = Calibration(  # forecasts are made on the host
             self["weights"][:seats],
             torch.zeros(seats, *FORECAST_SHAPE, device=device),
@@ -132,28 +138,52 @@ class BatchState:
 
     def move(self, sources: list[int], goals: list[int]) -> None:
         """The running requests at the seats `sources` get the seats `goals`."""
-        if not goals:
-            return
-        source, goal = place([sources, goals], self.device)
+        if goals:
+            self._run("move seats", self._move, source=sources, goal=goals)
+            self._move_settings(sources, goals)
+
+    def _move(self, source: Tensor, goal: Tensor, **_: Tensor) -> None:
         roots = self.trees.tokens[:, 0]  # between rounds, a tree is its root
-        for array in (self.lengths, self.draft_lengths, self.tokens, self.pending_count, roots):
+        arrays = [self.lengths, self.draft_lengths, self.tokens, self.pending_count, roots]
+        for array in arrays + ([] if self.features is None else [self.features]):
             array.index_copy_(0, goal, array.index_select(0, source))
-        self._move_settings(sources, goals, source, goal)
 
     def admit(self, sources: list[int], goals: list[int], texts: list[list[int]]) -> None:
         """Requests whose prompts are processed, by target and drafter, get the seats `goals`."""
-        if not goals:
-            return
-        ends = [(len(text) - 1, text[-1], int(len(text) > 1)) for text in texts]
-        source, goal, length, token, waits = place([sources, goals, *zip(*ends, strict=True)], self.device)
+        if goals:
+            ends = {"length": [len(text) - 1 for text in texts], "token": [text[-1] for text in texts]}
+            waits = [int(len(text) > 1) for text in texts]
+            self._run("admit", self._admit, source=sources, goal=goals, waits=waits, **ends)
+            self._move_settings(sources, goals)
+
+    def _admit(self, source: Tensor, goal: Tensor, length: Tensor, token: Tensor, waits: Tensor) -> None:
         given = [(self.lengths, length), (self.draft_lengths, length), (self.pending_count, waits)]
         for array, values in [*given, (self.tokens[:, 0], token), (self.trees.tokens[:, 0], token)]:
             array.index_copy_(0, goal, values)
-        self._move_settings(sources, goals, source, goal)
-
-    def _move_settings(self, sources: list[int], goals: list[int], source: Tensor, goal: Tensor) -> None:
         if self.features is not None:
             self.features.index_copy_(0, goal, self.features.index_select(0, source))
+
+    @torch.inference_mode()
+    def capture_changes(self) -> None:
+        """Capture the graphs of `move` and `admit`; no request may run."""
+        for count in sorted({*(size for size in CHANGED_SEATS if size < self.seats), self.seats}):
+            first = [0] * count
+            self._run("move seats", self._move, source=first, goal=first)
+            self._run("admit", self._admit, source=first, goal=first, length=first, token=first, waits=first)
+
+    def _run(self, name: str, work: Callable[..., None], **columns: list[int]) -> None:
+        """Do this work on some seats, as a graph for a number of seats: the first is repeated as often as needed."""
+        count = len(columns["goal"])
+        size = next((each for each in CHANGED_SEATS if each >= count), self.seats)
+        here = self._changes.wait_writable()
+        for column, values in columns.items():
+            here[column][:count] = values
+            here[column][count:size] = values[0]
+        self._changes.send()
+        there = {column: self._changes.device[column][:size] for column in columns}
+        self._graphs.run((name, size, self), partial(work, **there))
+
+    def _move_settings(self, sources: list[int], goals: list[int]) -> None:
         host = self.settings.wait_writable()
         for name in ("tables", "seed", "temperature", "kappa", "top_k", "top_p", "min_p", "limits", "weights"):
             host[name][goals] = host[name][sources]
