@@ -35,6 +35,7 @@ from windfall.engine.lockstep import Lockstep
 from windfall.engine.memory import as_bytes, default_bytes
 from windfall.engine.request import Handle, Request
 from windfall.engine.sequence import Sequence
+from windfall.engine.serial_runner import SerialRunner
 from windfall.engine.service import Service
 from windfall.engine.split_runner import SplitRunner
 from windfall.grammar.base import Grammar
@@ -290,11 +291,19 @@ class Engine:
         return self._dispatcher.batch_runner(self.policy, self.online_costs, self.max_requests, self._kv_memory)
 
     def _batch_runner(self) -> BatchRunner:
+        in_pages, others = self._paged_runner(), self._unpaged_runner()
+        return others if in_pages is None else SplitRunner(in_pages, others, in_pages.suits)
+
+    def _unpaged_runner(self) -> BatchRunner:
+        """Decodes requests that do not run in pages."""
+        if self.gpu_runner is not None:
+            return SerialRunner(self._steps_alone)
         memory = default_bytes(self.target.device) if self._kv_memory is None else self._kv_memory
-        device, on_gpu = self.target.device, self.online_costs.learns and self.gpu_runner is not None
-        on_host = HostRunner(self.target, self.drafter, device, self.online_costs, on_gpu, memory=memory)
-        in_pages = self._paged_runner()
-        return on_host if in_pages is None else SplitRunner(in_pages, on_host, in_pages.suits)
+        return HostRunner(self.target, self.drafter, self.target.device, self.online_costs, memory=memory)
+
+    def _steps_alone(self, sequence: Sequence) -> Iterator[Step]:
+        """The Steps of a sequence that shares no pass with others."""
+        return (steps[0] for steps in self._cycles([sequence], None))
 
     def prepare(
         self, temperatures: Many[float] = (0.0, 1.0), progress: Callable[[float], None] = lambda share: None

@@ -1,0 +1,59 @@
+"""Requests that cannot share passes: they run one after the other, each as it would alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from windfall.core.types import Step
+from windfall.engine.batch_runner import Outcome, Use
+from windfall.engine.sequence import Sequence
+
+
+class SerialRunner:
+    """A `BatchRunner` that decodes the sequence that joined first, while the others wait.
+
+    On a GPU this is for requests whose sampling or policy needs the host in every cycle. Passes of a single text have
+    the same bits whatever else the device does; passes of padded batches would not.
+    """
+
+    def __init__(self, decode: Callable[[Sequence], Iterator[Step]]):
+        """`decode`: the Steps of a sequence, until it ends."""
+        self._decode = decode
+        self._waiting: list[Sequence] = []  # the first of them runs, if there are `_steps`
+        self._steps: Iterator[Step] | None = None
+
+    def join(self, sequences: list[Sequence]) -> None:
+        """Queue these sequences."""
+        self._waiting += sequences
+
+    def leave(self, sequences: Iterable[Sequence]) -> None:
+        """Remove these sequences. One that runs is prefilled again if it comes back."""
+        leaving = set(sequences)
+        if self._waiting and self._waiting[0] in leaving:
+            self._steps = None
+        self._waiting = [sequence for sequence in self._waiting if sequence not in leaving]
+
+    def round(self) -> dict[Sequence, Outcome]:
+        """One cycle of the first sequence."""
+        if not self._waiting:
+            return {}
+        sequence = self._waiting[0]
+        self._steps = self._steps or self._decode(sequence)
+        try:
+            return {sequence: next(self._steps)}
+        except Exception as error:
+            return {sequence: error}
+
+    def fits(self, lengths: Mapping[Sequence, int]) -> bool:
+        return True
+
+    def fits_any(self, count: int) -> bool:
+        return True
+
+    @property
+    def max_length(self) -> int | None:
+        return None
+
+    @property
+    def use(self) -> Use:
+        return Use()
