@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the measurements of docs/performance-gpu.md, each as a stage of its own, and writes one JSON file for each stage.
 #
-#   benchmarks/gpu.sh OUT STAGE… -- TASK…        TASK: a JSONL file with prompts, or builtin (always for throughput)
+#   benchmarks/gpu.sh OUT STAGE… -- TASK…        TASK: a JSONL file with prompts, or builtin
 #
 # Stages: draft-phase draft-phase-8b products first-token shapes price price-8b texts texts-fp16 batch-texts throughput throughput-8b soak
 # MODEL and DRAFTER (environment) are the target and its drafter; without them, the embedded pair. A stage that fails
@@ -21,6 +21,7 @@ PY=${PYTHON:-python3}
 TARGET="${MODEL:+--target $MODEL} ${DRAFTER:+--drafter $DRAFTER}"
 LIMIT=${LIMIT:-600}
 BATCH_METHODS=none,beam,chain,tetris,batch-gt,smart,survival,auto
+TASKS=$(IFS=, && echo "$*")
 mkdir -p "$OUT"
 failed=0
 
@@ -41,7 +42,7 @@ throughput() {
 	local name=$1
 	shift
 	run "$name" "$PY" -m windfall bench throughput $TARGET --concurrency 1,2,4,8,16,32,64,128 --methods $BATCH_METHODS \
-		--tasks builtin --limit 24 --ignore-eos --temperature 0 --out "$OUT/$name.json" "$@"
+		--tasks "$TASKS" --limit 40 --arrivals stream --temperature 0 --out "$OUT/$name.json" "$@"
 }
 
 for stage in "${STAGES[@]}"; do
@@ -57,8 +58,8 @@ for stage in "${STAGES[@]}"; do
 	texts) run $stage "$PY" benchmarks/exact.py "$@" $TARGET --limit 40 --texts --modes exact --json "$json" ;;
 	texts-fp16) run $stage "$PY" benchmarks/exact.py "$@" $TARGET --limit 7 --dtype float16 --texts --modes exact --json "$json" ;;
 	batch-texts) run $stage "$PY" benchmarks/batch_texts.py "$@" $TARGET --limit 40 --json "$json" ;;
-	throughput) throughput $stage --arrivals batch,stream --rounds 2 ;;
-	throughput-8b) throughput $stage --arrivals stream --rounds 1 --widen llama-3.1-8b --no-hf ;;
+	throughput) throughput $stage --rounds 2 ;;
+	throughput-8b) throughput $stage --rounds 1 --widen llama-3.1-8b --no-hf ;;
 	soak) run $stage "$PY" benchmarks/soak.py $TARGET --pages --max-requests 64 --json "$json" ;;
 	*) echo "no stage $stage" && failed=$((failed + 1)) ;;
 	esac
