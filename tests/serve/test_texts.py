@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import openai
 import pytest
 
+from helpers.gpu import engine as on_device
 from helpers.serving import MODEL, engine
 from windfall.serve.texts import JoinedSteps
 
@@ -197,3 +199,17 @@ def test_joined_steps_have_everything_of_their_steps() -> None:
     assert [*(joined.logprobs or ())] == done.logprobs and [*(joined.prompt_logprobs or ())] == done.prompt_logprobs
     plain = JoinedSteps.of(engine().generate(MESSAGES, max_new_tokens=4).steps)
     assert plain.logprobs is None and plain.prompt_logprobs is None
+
+
+def test_joined_steps_of_a_batch_are_decoded_at_once() -> None:
+    """Steps that decode their text when it is read: joined in any way, they have the text of the whole."""
+    made = on_device("llama", "itself", "none", graphs=True)
+    handle = made.submit(list(range(5, 14)), max_new_tokens=24, eos=())
+    done = handle.result(60)
+    steps, cuts = list(done.steps), (0, 1, 3, 4, len(done.steps))
+    assert all(hasattr(step, "late_text") for step in steps) and len(steps) > 4
+    again = made.submit(list(range(5, 14)), max_new_tokens=24, eos=()).result(60)
+    pieces = [JoinedSteps.of(again.steps[start:end]).text for start, end in pairwise(cuts)]
+    assert "".join(pieces) == done.text and pieces[2] == steps[3].text
+    assert "".join(step.text for step in again.steps) == done.text
+    made.close()

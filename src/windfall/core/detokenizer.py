@@ -115,6 +115,16 @@ class LateText:
                 return self._detokenizer.copy(end).take(final)
         return "".join(self[number] for number in range(len(self._ends)))
 
+    def between(self, start: int, end: int) -> str:
+        """The text of the steps from `start` to `end` - 1. If none of them was read so far, they are decoded at once,
+        and the first of them then has the text of all."""
+        with self._lock:
+            if len(self._pieces) == start < end:
+                tokens, final = self._ends[end - 1]
+                self._pieces += [self._detokenizer.take(final, tokens), *[""] * (end - start - 1)]
+                return self._pieces[start]
+        return "".join(self[number] for number in range(start, end))
+
     def __len__(self) -> int:
         return len(self._ends)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from windfall.core.logprobs import TokenLogprob
 from windfall.core.stats import Stats
@@ -55,9 +56,12 @@ class Generation:
 
 
 def text_of(steps: list[Step]) -> str:
-    """The text of a sequence's Steps. Where Steps decode it only when it is read, it is decoded at once."""
-    late = {getattr(step, "late_text", None) for step in steps}
-    whole = late.pop() if len(late) == 1 else None
-    if whole is not None and len(whole) == len(steps):
-        return str(whole.whole)
-    return "".join(step.text for step in steps)
+    """The text of consecutive Steps. Where Steps decode it only when it is read, it is decoded at once."""
+    known = {getattr(step, "late_text", None) for step in steps}
+    late = known.pop() if len(known) == 1 else None
+    if late is None:
+        return "".join(step.text for step in steps)
+    if len(late) == len(steps):
+        return str(late.whole)
+    first: Any = steps[0]
+    return str(late.between(first.number, first.number + len(steps)))

@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -219,8 +218,8 @@ class Handle:
 
         With many requests, following every single Step costs more time than generating it.
         """
-        request, known, loop, ended = self._request, 0, asyncio.get_running_loop(), asyncio.Event()
-        request.call_at_end(lambda: call_in(loop, ended.set))
+        request, known, loop, awake = self._request, 0, asyncio.get_running_loop(), asyncio.Event()
+        request.call_at_end(lambda: call_in(loop, awake.set))
         while True:
             await self._change(known)
             fresh = request.steps[known:]
@@ -229,8 +228,11 @@ class Handle:
             yield fresh
             known += len(fresh)
             if (seconds := pause()) > 0:
-                with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(ended.wait(), seconds)
+                timer = loop.call_later(seconds, awake.set)
+                await awake.wait()
+                timer.cancel()
+                if not request.done:  # the end sets it for good
+                    awake.clear()
         if request.error is not None:
             raise request.error
 

@@ -9,12 +9,14 @@ from typing import NamedTuple
 from windfall.core.logprobs import TokenLogprob
 from windfall.core.types import Step
 from windfall.engine.engine import Generation
+from windfall.engine.generation import text_of
 from windfall.engine.request import CANCELLED, Handle
 from windfall.serve.errors import shutting_down
 from windfall.serve.protocol import Speculation, Usage
 
 STOP, LENGTH = "stop", "length"  # finish reasons of OpenAI's API
-EVENT_SECONDS = 4e-4  # between two events of all streams together: the engine's thread needs the rest of the time
+EVENT_SECONDS = 6e-4  # between two events of all streams together: the engine's thread needs the rest of the time
+MOST_EVENT_SECONDS = 0.05  # between two events of a stream, on account of others
 
 
 class JoinedSteps(NamedTuple):
@@ -29,7 +31,7 @@ class JoinedSteps(NamedTuple):
     def of(cls, steps: list[Step]) -> JoinedSteps:
         found = None if steps[0].logprobs is None else tuple(each for step in steps for each in step.logprobs or ())
         tokens = tuple(token for step in steps for token in step.tokens)
-        return cls(tokens, "".join(step.text for step in steps), found, steps[0].prompt_logprobs)
+        return cls(tokens, text_of(steps), found, steps[0].prompt_logprobs)
 
 
 Piece = Step | JoinedSteps  # of a text
@@ -71,6 +73,13 @@ class Texts:
         `streams`: the number of texts that run now; the more there are, the more Steps are joined. None: every Step is
         a piece.
         """
+        if len(self._handles) == 1:
+            try:
+                async for only in _pieces(self._handles[0], streams):
+                    yield 0, only
+            finally:
+                self.cancel()
+            return
         queue: asyncio.Queue[tuple[int, Piece | Generation | Exception]] = asyncio.Queue()
         tasks = [asyncio.create_task(_follow(n, handle, queue, streams)) for n, handle in enumerate(self._handles)]
         try:
@@ -118,13 +127,22 @@ async def _follow(
     streams: Callable[[], int] | None,
 ) -> None:
     try:
-        pause = (lambda: 0.0) if streams is None else (lambda: EVENT_SECONDS * (streams() - 1))
-        async for steps in handle.arrivals(pause):
-            for piece in steps if streams is None or len(steps) == 1 else [JoinedSteps.of(steps)]:
-                queue.put_nowait((number, piece))
-        queue.put_nowait((number, _checked(await handle)))
+        async for piece in _pieces(handle, streams):
+            queue.put_nowait((number, piece))
     except Exception as error:
         queue.put_nowait((number, error))
+
+
+async def _pieces(handle: Handle, streams: Callable[[], int] | None) -> AsyncGenerator[Piece | Generation, None]:
+    """The pieces of one text, and then its Generation."""
+
+    def pause() -> float:
+        return 0.0 if streams is None else min(EVENT_SECONDS * (streams() - 1), MOST_EVENT_SECONDS)
+
+    async for steps in handle.arrivals(pause):
+        for piece in steps if streams is None or len(steps) == 1 else [JoinedSteps.of(steps)]:
+            yield piece
+    yield _checked(await handle)
 
 
 def _checked(done: Generation) -> Generation:

@@ -135,10 +135,14 @@ class BatchStep(Step):
         """The text of all Steps of the request."""
         return self._text[0]
 
+    @property
+    def number(self) -> int:
+        """The number of this Step there."""
+        return self._text[1]
+
     @cached_property
     def text(self) -> str:
-        texts, number = self._text
-        return texts[number]
+        return self.late_text[self.number]
 
     @cached_property
     def tree(self) -> DraftTree:
