@@ -9,6 +9,7 @@ import pytest
 
 from helpers.gpu import engine
 from helpers.tiny import prompt
+from windfall.engine.host_runner import HostRunner
 from windfall.engine.serial_runner import SerialRunner
 from windfall.engine.split_runner import SplitRunner
 
@@ -18,7 +19,7 @@ LENGTH = 12
 @pytest.mark.parametrize("policy", ["auto", "bandit"])
 def test_requests_that_need_the_host_write_the_texts_that_they_write_alone(policy: str) -> None:
     """On the paths of a GPU: beside requests in pages, or where the policy itself decides on the host."""
-    made = engine("llama", "eagle3", policy, graphs=True)
+    made = engine("llama", "eagle3", policy, graphs=True, exact=True)
     runner = made._batch_runner()
     assert isinstance(runner.second if isinstance(runner, SplitRunner) else runner, SerialRunner)
     penalty: dict[str, Any] = {"repetition_penalty": 1.3, "temperature": 1.0}
@@ -34,7 +35,7 @@ def test_requests_that_need_the_host_write_the_texts_that_they_write_alone(polic
 
 
 def test_a_request_with_another_policy_runs_beside_the_others() -> None:
-    made = engine("llama", "eagle3", "auto", graphs=True)
+    made = engine("llama", "eagle3", "auto", graphs=True, exact=True)
     alone = made.generate(prompt(9), max_new_tokens=LENGTH, eos=()).token_ids
     names = (None, "beam", "svip")
     handles = [made.submit(prompt(9), max_new_tokens=LENGTH, eos=(), policy=name) for name in names]
@@ -75,3 +76,23 @@ def test_one_that_comes_back_begins_again_with_what_it_has() -> None:
     runner.join(["abc"])
     runner.leave(["xyz"])
     assert runner.round() == {"abc": "a"}
+
+
+def test_models_without_exact_passes_are_decoded_together() -> None:
+    made = engine("gpt2", "itself", "auto", graphs=True)
+    assert made.gpu_runner is not None and not made.exact_passes
+    assert isinstance(made._batch_runner(), HostRunner)
+
+
+def test_a_long_serial_request_keeps_the_graphs_of_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffers of single texts grow, and the graphs that use them are dropped; rounds have buffers of their own."""
+    made = engine("llama", "eagle3", "auto", graphs=True, max_position_embeddings=8192)
+    runner = made._batch_runner()
+    assert isinstance(runner, SplitRunner)
+    state, cache = runner.first.state, runner.first.gpu_target.graph_cache
+    monkeypatch.setitem(cache.graphs, ("round", state), object())
+    monkeypatch.setitem(cache.graphs, ("single text",), object())
+    runner.first.gpu_target.resize(4096)
+    assert [*cache.graphs] == [("round", state)]
+    cache.forget(state)
+    assert not cache.graphs

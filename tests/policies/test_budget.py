@@ -10,7 +10,7 @@ from windfall import registry
 from windfall.costs.acceptance import Calibrator
 from windfall.costs.curves import Costs
 from windfall.policies.auto_budget import EXPLORATION_SHARE, PREPARATION_SHARE, AutoBudget
-from windfall.policies.budget import Load, Preparation, Sizes
+from windfall.policies.budget import Load, Outcome, Preparation, Sizes
 
 ROUNDS = {1: 320, 8: 160, 64: 100}  # by the number of requests; benchmarks/batches.py has more
 CLOSE = 0.98  # of the best rival's speed
@@ -51,6 +51,32 @@ def test_probes_take_a_small_share_of_the_time() -> None:
     assert 2 < len(probes) < 30
     lost = sum(each.seconds - plain * each.tokens / 128 for each in probes)
     assert lost < 1.2 * EXPLORATION_SHARE * sum(each.seconds for each in log)
+
+
+def test_there_are_probes_even_if_no_recent_node_was_likely() -> None:
+    budget, calibrator = AutoBudget(96), Calibrator()
+    budget.sizes(load(8, calibrator))
+    hopeless = np.full(16, -9.0, np.float32)
+    numbers = np.arange(16)
+    for _ in range(8):
+        budget.observe(
+            Outcome(
+                sizes=Sizes(1, 1, 2, 24, calibrated=True),
+                requests=8,
+                owner=numbers // 2,
+                parents=np.full(16, -1),
+                depth=np.ones(16, np.int64),
+                rank=numbers % 2,
+                logq=hopeless,
+                key=hopeless,
+                expanded=np.zeros(16, bool),
+                verified=np.ones(16, bool),
+                accepted=np.zeros(16, bool),
+                seconds=0.0,
+            )
+        )
+    made = [budget.sizes(load(8, calibrator)) for _ in range(2000)]
+    assert 5 < sum(sizes.passes > 0 for sizes in made) < 200
 
 
 def test_drafting_comes_back_when_the_load_falls() -> None:

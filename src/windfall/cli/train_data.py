@@ -81,7 +81,7 @@ def _progress(engine: Engine) -> Iterator[Callable[[Progress], None]]:
 
         def report(now: Progress) -> None:
             if not started and engine.target.device.type == "cuda" and engine.batch_fallback:
-                console.note(f"texts are decoded without CUDA graphs, which is slower: {engine.batch_fallback}")
+                console.note(f"texts do not share passes on the GPU, which is slower: {engine.batch_fallback}")
             seconds = time.monotonic() - started.setdefault(now.stage, time.monotonic())
             speed = f", {now.tokens / seconds:,.0f} tokens/s" if seconds else ""
             share = now.done / now.total if now.total else 0.0

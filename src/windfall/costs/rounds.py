@@ -67,7 +67,7 @@ class RoundCosts:
         return self._known[place]
 
     def recent(self, now: Situation) -> Costs:
-        """The costs that were last asked for with this number of seats. They may be outdated, and take no time."""
+        """The costs that were last asked for with this number of seats: they may be outdated, but are quick to get."""
         return self._recent.get(now.seats) or self.at(now)
 
     def _made(self, now: Situation) -> Costs:

@@ -27,7 +27,7 @@ class BatchRunner(Protocol):
     """
 
     def join(self, sequences: list[Sequence]) -> None:
-        """Prefill the tokens of these sequences, in passes of their own, and let them take part in the next round.
+        """Accept these sequences. Their tokens are prefilled now, or before their first Step.
 
         If it raises, none of them has joined, and the sequences that run are not affected.
         """

@@ -295,11 +295,12 @@ class Engine:
         return others if in_pages is None else SplitRunner(in_pages, others, in_pages.suits)
 
     def _unpaged_runner(self) -> BatchRunner:
-        """Decodes requests that do not run in pages."""
-        if self.gpu_runner is not None:
+        """Decodes requests that do not use the paged KV cache."""
+        if self.exact_passes:
             return SerialRunner(self._steps_alone)
         memory = default_bytes(self.target.device) if self._kv_memory is None else self._kv_memory
-        return HostRunner(self.target, self.drafter, self.target.device, self.online_costs, memory=memory)
+        device, on_gpu = self.target.device, self.online_costs.learns and self.gpu_runner is not None
+        return HostRunner(self.target, self.drafter, device, self.online_costs, on_gpu, memory=memory)
 
     def _steps_alone(self, sequence: Sequence) -> Iterator[Step]:
         """The Steps of a sequence that shares no pass with others."""

@@ -12,32 +12,32 @@ from windfall.engine.sequence import Sequence
 class SerialRunner:
     """A `BatchRunner` that decodes the sequence that joined first, while the others wait.
 
-    On a GPU this is for requests whose sampling or policy needs the host in every cycle. Passes of a single text have
-    the same bits whatever else the device does; passes of padded batches would not.
+    On a GPU this is for requests whose sampling or policy needs the host in every cycle. The logits of a text that runs
+    alone do not depend on other requests. In a padded batch they would.
     """
 
     def __init__(self, decode: Callable[[Sequence], Iterator[Step]]):
         """`decode`: the Steps of a sequence, until it ends."""
         self._decode = decode
-        self._waiting: list[Sequence] = []  # the first of them runs, if there are `_steps`
+        self._queue: list[Sequence] = []  # the first is being decoded once `_steps` is set
         self._steps: Iterator[Step] | None = None
 
     def join(self, sequences: list[Sequence]) -> None:
         """Queue these sequences."""
-        self._waiting += sequences
+        self._queue += sequences
 
     def leave(self, sequences: Iterable[Sequence]) -> None:
         """Remove these sequences. One that runs is prefilled again if it comes back."""
         leaving = set(sequences)
-        if self._waiting and self._waiting[0] in leaving:
+        if self._queue and self._queue[0] in leaving:
             self._steps = None
-        self._waiting = [sequence for sequence in self._waiting if sequence not in leaving]
+        self._queue = [sequence for sequence in self._queue if sequence not in leaving]
 
     def round(self) -> dict[Sequence, Outcome]:
         """One cycle of the first sequence."""
-        if not self._waiting:
+        if not self._queue:
             return {}
-        sequence = self._waiting[0]
+        sequence = self._queue[0]
         self._steps = self._steps or self._decode(sequence)
         try:
             return {sequence: next(self._steps)}

@@ -98,7 +98,7 @@ def rotate_and_store(
     """Apply rotary embedding to queries and keys, store keys and values in the KV cache → queries [n, heads, d].
 
     With `positions`, cos and sin are tables [p, r], indexed by them. Positions outside the tables use the
-    nearest row: seats that are not in use may have any. With `norms`, each head of queries and keys is normalised
+    nearest row: unused seats may have any position. With `norms`, each head of queries and keys is normalised
     first.
     """
     if on_triton(qkv):

@@ -18,11 +18,11 @@ MAX_PASSES = PASSES[-1]
 KEPT_FACTOR = 1.02  # sizes stay as they are unless others should be faster by this factor
 PREPARATION_SHARE = 0.25  # of a preparation's time that must be lost before it pays: an engine usually runs for long
 EXPLORATION_SHARE = 0.005  # of the time that may be lost with drafts that should not pay
-LEAST_LOSS = 0.05  # of a plain round's time, which a probe is assumed to lose at the least
+LEAST_LOSS = 0.05  # the smallest loss that is assumed for a probe, as a share of a plain round
 LARGE_BATCH = 16  # requests
 UPDATE_EVERY_ROUNDS = 8  # of the sizes in large batches, which change slowly, and on a GPU, whose rounds are short
 SIMILAR_SHARE = 1 / 8  # of the requests: if fewer came or left, the sizes of a large batch stay
-SHORTLY_SIMILAR_SHARE = 1 / 4  # the same for a few rounds, where the next sizes are computed while the device works
+SHORTLY_SIMILAR_SHARE = 1 / 4  # the same where `prepare` is called: the sizes are updated a few rounds later
 EAGER_ROUNDS = 8  # of a batch, at first: the sizes are computed in every round
 NODES_PER_PASS = 32  # verified nodes after which a new drafter may draft one pass more
 TRUST_MEMORY = 128.0  # accepted nodes that the evidence about the estimates comes from
@@ -42,7 +42,7 @@ class AutoBudget(Budget):
         self._outlook, self._trust = Outlook(), Trust()
         self._calibrator: Calibrator | None = None
         self._saved = 0.0  # seconds that may be lost with probes
-        self._probe: tuple[Sizes, float] | None = None  # the best drafts, if they should not pay, and what they lose
+        self._probe: tuple[Sizes, float] | None = None  # sizes of probes where plain decoding is faster, and their loss
         self._lost = 0.0  # seconds that rounds took longer because faster passes were not prepared
         self._rounds = 0
         self._stepped = False
@@ -67,10 +67,7 @@ class AutoBudget(Budget):
         best = self._best
         if best is None or not self._similar(load) or (self._due(load.requests) and not self._prepares):
             best = self._update(load)
-        passes = max((each for each in PASSES if each <= best.passes and each < load.room), default=0)
-        if passes:
-            return best._replace(passes=passes, rows=max(best.rows, load.requests))
-        return (self._explore(load) if load.room > 1 else None) or _plain(load)
+        return self._limited(best, load) or self._explore(load) or _plain(load)
 
     def prepare(self, load: Load) -> None:
         self._prepares = True
@@ -94,7 +91,7 @@ class AutoBudget(Budget):
         return _room(load) == room and difference <= (SIMILAR_SHARE * requests if requests >= LARGE_BATCH else 0)
 
     def _due(self, requests: int) -> bool:
-        """Whether this round's trees are recorded, and the sizes of this round computed."""
+        """Whether a host loop records the trees of this round, and computes its sizes."""
         return self._rounds <= EAGER_ROUNDS or self._rounds % self._period(requests) == 0
 
     def _period(self, requests: int) -> int:
@@ -106,7 +103,8 @@ class AutoBudget(Budget):
         nodes, trees = self._outlook.nodes(load.calibrator)
         known = 1 + load.calibrator.observed // NODES_PER_PASS
         deepest = min(MAX_PASSES, int(nodes.depth.max(initial=0)), load.room - 1, known)
-        if deepest < 1:
+        if deepest < 1:  # no node of the recent trees is likely
+            self._set_probe(load, Sizes(1, 1, FORECAST_CHILDREN, load.prepared(requests + 1), self._nodes), requests)
             return _plain(load)
         shapes = [(passes, width) for width in WIDTHS for passes in PASSES if passes <= deepest]
         passes, widths = np.array(shapes).T[:, :, None]
@@ -129,8 +127,7 @@ class AutoBudget(Budget):
             return _plain(load)
         best = self._of(load, *shape, int(rows[chosen]), seconds, most)
         if place is None or most <= plain * (1.0 if kept is None or kept.passes else KEPT_FACTOR):
-            preparing = load.preparation.drafts(*shape) + load.preparation.verify(best.rows)
-            self._probe = best, float(tokens[chosen]) * (1 / most - 1 / plain) + preparing
+            self._set_probe(load, best, float(tokens[chosen]))
             return _plain(load)
         if kept is not None and (kept.passes, kept.width) in shapes:
             own = shapes.index((kept.passes, kept.width))
@@ -138,6 +135,14 @@ class AutoBudget(Budget):
             if most <= now * KEPT_FACTOR and now > plain:
                 return kept
         return best
+
+    def _set_probe(self, load: Load, sizes: Sizes, tokens: float) -> None:
+        """Probes have these sizes, and should bring this number of tokens."""
+        if load.room > 1:
+            seconds = load.drafting(sizes.passes, sizes.width) + load.verify(sizes.rows)
+            preparing = load.preparation.drafts(sizes.passes, sizes.width) + load.preparation.verify(sizes.rows)
+            lost = seconds - tokens * load.verify(load.requests) / load.requests
+            self._probe = sizes._replace(calibrated=True), lost + preparing
 
     def _best_place(
         self, load: Load, shapes: list[tuple[int, int]], rows: Integers, tokens: Reals, speed: Reals, plain: float
@@ -187,7 +192,7 @@ class AutoBudget(Budget):
         return Sizes(passes, width, FORECAST_CHILDREN, rows, self._nodes, floor, calibrated=True)
 
     def _explore(self, load: Load) -> Sizes | None:
-        """Drafts that should not pay, if there is time to lose with them. The better they are, the more often."""
+        """A probe, if the saved time covers its expected loss. The smaller the loss, the more frequent they are."""
         if self._probe is None:
             return None
         sizes, loss = self._probe
@@ -197,7 +202,12 @@ class AutoBudget(Budget):
         if self._saved < loss:
             return None
         self._saved = 0.0
-        return sizes._replace(rows=max(sizes.rows, load.requests))
+        return self._limited(sizes, load)
+
+    def _limited(self, sizes: Sizes, load: Load) -> Sizes | None:
+        """These sizes with as many passes as there is room for, and a row for each request; None: there is no room."""
+        passes = max((each for each in PASSES if each <= sizes.passes and each < load.room), default=0)
+        return sizes._replace(passes=passes, rows=max(sizes.rows, load.requests)) if passes else None
 
     def observe(self, outcome: Outcome) -> None:
         self._trust.learn(float(np.exp(outcome.key[outcome.verified]).sum()), int(outcome.accepted.sum()))

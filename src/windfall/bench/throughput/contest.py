@@ -197,7 +197,7 @@ class Contest:
 
 
 def is_exact(engine: Engine) -> bool:
-    """Whether every text must be plain decoding's: on a CPU in float32, and in exact passes on the GPU runner."""
+    """Whether every text must be plain decoding's: on a CPU in float32, and on a GPU in exact passes."""
     if engine.target.device.type == "cpu":
         return engine.target.decoder.dtype in FULL_PRECISION
-    return engine.exact_passes and not engine.batch_fallback
+    return engine.exact_passes

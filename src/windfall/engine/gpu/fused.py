@@ -41,7 +41,7 @@ class FusedForward:
     def __call__(
         self, rows: Pass, kv: Tensor, taps: tuple[int, ...], columns: int, scored: int | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """As `Forward` says; with `scored`, there are logits of this number of rows only, the first ones."""
+        """As `Forward` says; with `scored`, only the first `scored` rows get logits."""
         normed, tapped = self._run(rows, kv, taps)
         logits = product(normed[:scored], self.described.vocabulary, self.described.vocabulary_bias, self.exact)
         return logits if self.described.logit_cap is None else soft_cap(logits, self.described.logit_cap), tapped

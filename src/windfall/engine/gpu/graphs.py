@@ -38,6 +38,7 @@ class GraphCache:
         if device.type == "cuda":  # kernels run on the current device, not on that of their tensors
             self._device_context = torch.cuda.device(device)
         self.graphs: dict[Key, torch.cuda.CUDAGraph] = {}
+        self.independent: set[object] = set()  # ids of buffers whose graphs `clear` keeps
         self.captures = 0  # failed ones included
         self.failures = 0
         self.last_failure = ""  # the reason of the last failed capture
@@ -78,12 +79,13 @@ class GraphCache:
     def forget(self, buffers_id: object) -> None:
         """Drop all graphs whose key contains this id."""
         self.wait()
+        self.independent.discard(buffers_id)
         self.graphs = {key: graph for key, graph in self.graphs.items() if buffers_id not in key}
 
     def clear(self) -> None:
-        """Drop all graphs."""
+        """Drop all graphs, except for those of independent buffers."""
         self.wait()
-        self.graphs.clear()
+        self.graphs = {key: graph for key, graph in self.graphs.items() if self.independent.intersection(key)}
 
     def wait(self) -> None:
         """Wait for all work on the current stream."""

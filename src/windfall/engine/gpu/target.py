@@ -124,19 +124,20 @@ class GpuTarget:
 
     @torch.inference_mode()
     def reserve(self, rows: int) -> None:
-        """Make room for texts of this length; if the buffers grow, all graphs are dropped."""
+        """Make room for texts of this length; if the buffers grow, all graphs that use them are dropped."""
         if rows + MAX_VERIFY_ROWS > self.capacity:
             self.resize(-(-max(rows + MAX_VERIFY_ROWS, 2 * self.capacity) // CAPACITY_STEP_ROWS) * CAPACITY_STEP_ROWS)
 
     @torch.inference_mode()
     def resize(self, capacity: int) -> None:
-        """Allocate an empty KV cache of this number of rows, and drop all graphs."""
+        """Allocate an empty KV cache of this number of rows, and drop all graphs that use the old one."""
         layers, heads, width = self.forward.shape
         self.graph_cache.clear()
         self.kv, self._caches = torch.empty(0, device=self.device), {}  # frees the old ones first
+        self.capacity = 0  # if there is not enough memory
+        self.buffers_version += 1
         self.kv = torch.zeros(2, layers, heads, capacity, width, dtype=self.dtype, device=self.device)
         self.capacity = capacity
-        self.buffers_version += 1
 
     @torch.inference_mode()
     def cache(self, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:

@@ -200,26 +200,21 @@ def test_a_text_is_removed_and_goes_on_later(at_once: bool) -> None:
 
 
 def test_pages_are_granted_early_and_taken_back_when_others_need_them() -> None:
-    """A text alone gets the pages for its end at once. With others, it keeps what it needs."""
+    """While more than half of the pages are free, a text gets those for its end at once. Later it keeps what it needs."""
     made = engine("llama", "eagle3", "beam", graphs=False)
     batch = Batch(made, TREES, SMALL._replace(pages=7))
-    lengths = (9, 12, 15, 20)
-    texts = [batch.text(prompt(length, seed=length), max_new_tokens=150) for length in lengths]
+    texts = [batch.text(prompt(length, seed=length), max_new_tokens=150) for length in (9, 100, 101)]
     batch.runner.join(texts[:1])
     batch.runner.round()
     held = batch.runner._pages[texts[0]]
     assert len(held) == batch.runner._needed(texts[0].end) == 3 > batch.runner._needed(len(texts[0].tokens))
     batch.runner.join(texts[1:2])
-    assert len(held) == 3 and batch.runner.pool.free == 0
+    assert len(held) == 3 and len(batch.runner._pages[texts[1]]) == 2 and batch.runner.pool.free == 1
     batch.runner.join(texts[2:])
-    assert len(held) == batch.runner._needed(len(texts[0].tokens)) < 3
-    while len(texts[0].tokens) < 40:
-        batch.runner.round()
-    batch.runner.leave(texts[2:])  # the pages do not suffice for all
+    assert len(held) == batch.runner._needed(len(texts[0].tokens)) == 1 and batch.runner.pool.free == 1
+    batch.runner.leave(texts[1:])
     batch.run()
-    for text, length in zip(texts[:2], lengths, strict=False):
-        alone = made.generate(prompt(length, seed=length), max_new_tokens=150, eos=())
-        assert alone.token_ids == text.tokens[length:]
+    assert made.generate(prompt(9, seed=9), max_new_tokens=150, eos=()).token_ids == texts[0].tokens[9:]
     assert batch.runner.pool.available == 6
 
 
@@ -234,3 +229,26 @@ def test_a_text_that_waits_for_its_prefill_is_drafted_with_its_own_calibration(m
         batch.runner.round()
     batch.runner.round()
     assert batch.runner.state.settings.host["weights"][:2, 0].tolist() == [0.75, 0.75]
+
+
+def test_a_text_that_leaves_early_is_forgotten() -> None:
+    """Also one that still waits for its prefill, or whose settings were not sent."""
+    batch = Batch(engine("llama", "eagle3", "beam", graphs=False), TREES, SMALL._replace(longest=4096, pages=80))
+    long, short = batch.text(prompt(2200)), batch.text(prompt(9))
+    batch.runner.join([short, long])
+    batch.runner.round()
+    assert batch.runner.state.span > 32
+    batch.runner.leave([long])
+    assert batch.runner.state.span == 32
+    batch.run()
+    assert not batch.runner._changed and not batch.runner._prefill_events
+
+
+def test_sizes_are_not_prepared_for_texts_that_have_left() -> None:
+    batch = Batch(engine("llama", "eagle3", "beam", graphs=False), TREES)
+    text = batch.text(prompt(9))
+    batch.runner.join([text])
+    batch.runner.round()
+    prepared = batch.runner._prepare_sizes()
+    batch.runner.leave([text])
+    assert list(prepared) == []

@@ -149,8 +149,8 @@ class ChunkBuffers:
         paths = Paths(there["reach"], None, pages, first)
         return Pass.in_pages(there["tokens"], there["positions"], there["slots"], paths)
 
-    def after(self, rows: BatchRows, count: int, lengths: torch.Tensor, tables: torch.Tensor, trees: bool) -> Pass:
-        """Rows of trees (or roots, which are chains) followed by the first `count` rows of the chunk, as one pass."""
+    def pass_after(self, rows: BatchRows, count: int, lengths: torch.Tensor, tables: torch.Tensor, trees: bool) -> Pass:
+        """One pass: the rows of trees, or roots, and then the first `count` rows of the chunk."""
         both = {
             name: torch.cat([getattr(rows, name), self.rows.device[name][:count]])
             for name in ("tokens", "positions", "slots", "reach", "owners")

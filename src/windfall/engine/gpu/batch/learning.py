@@ -12,14 +12,14 @@ from windfall.costs.acceptance import Calibrator
 from windfall.costs.correction import Correction
 from windfall.policies.budget import Outcome
 
-DELAY = 0.02  # share of the time by which work delays rounds if the host never waits
-MOST_DELAY_SECONDS = 1e-3  # that are saved up for this
+DELAY = 0.02  # share of the time that work may take if the host never waits
+MOST_DELAY_SECONDS = 1e-3  # that it may take at once
 
 
 class SpareTime:
     """Work of the host that is done in small pieces, while it would wait for the device.
 
-    The next round is launched by then, so that the device does not wait for the end of a piece. If the host never has
+    By then the next round is launched, so that the device does not wait for the end of a piece. If the host never has
     to wait, because it is slower than the device, pieces delay rounds by about a fiftieth.
     """
 
@@ -29,12 +29,17 @@ class SpareTime:
         self._last = time.perf_counter()
 
     @property
+    def count(self) -> int:
+        """The number of works that are queued."""
+        return len(self._work)
+
+    @property
     def busy(self) -> bool:
         """Whether there is work left."""
         return bool(self._work)
 
     def add(self, work: Iterator[None]) -> None:
-        """Do this some time; it yields after each piece."""
+        """Queue this work. It yields after each piece."""
         self._work.append(work)
 
     def use(self, waits: Callable[[], bool]) -> None:

@@ -35,7 +35,7 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """Those of them that hold nothing."""
+        """Available pages that hold no known text."""
         return len(self._free)
 
     def find(self, tokens: Sequence[int]) -> list[int]:

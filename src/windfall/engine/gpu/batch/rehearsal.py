@@ -19,9 +19,9 @@ def rehearse(runner: GpuBatchRunner, texts: Callable[[int], list[Sequence]]) -> 
     `texts` makes this number of texts, which should not end soon. Nothing is learned about acceptance.
     """
     budget, levels = runner.budget, [seats for seats in SEATS if seats <= runner.limits.seats]
-    runner.learns = False
-    runner.state.capture_changes()
     try:
+        runner.learns = False
+        runner.state.capture_seat_changes()
         for place, seats in enumerate(reversed(levels)):
             usual = budget.usual_sizes(seats, ROUND_ROWS)
             runner.budget = Script(budget, TURNS * usual + _plain_rounds(runner, usual))
@@ -30,7 +30,7 @@ def rehearse(runner: GpuBatchRunner, texts: Callable[[int], list[Sequence]]) -> 
             _play(runner, runner.budget, texts(seats), shares=True)
             yield (place + 1) / len(levels)
     finally:
-        runner.budget, runner.learns, runner.rehearses_sharing = budget, True, False
+        runner.budget, runner.learns = budget, True
         runner.pool.clear()  # the made-up texts are of no further use
 
 

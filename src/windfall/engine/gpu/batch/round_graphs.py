@@ -49,13 +49,12 @@ class RoundGraphs(Preparation):
 
     def run_verify(self, sizes: Sizes, prompts: int = 0) -> None:
         """The verify pass, with this number of rows of waiting prompts."""
-        shape = Sizes(min(sizes.passes, 1), 1, 1, sizes.rows)
-        work = partial(self._work.verify, self._seats, shape, self._kind, prompts)
-        self._cache.run(self._verify_key(shape, prompts), work)
+        work = partial(self._work.verify, self._seats, _verified(sizes), self._kind, prompts)
+        self._cache.run(self._verify_key(_verified(sizes), prompts), work)
 
-    def missing_seconds(self, sizes: Sizes, prompts: int) -> float:
-        """How long it takes to prepare the verify pass with rows of prompts; 0 if it is prepared."""
-        return self._cache.missing_seconds(self._verify_key(Sizes(min(sizes.passes, 1), 1, 1, sizes.rows), prompts))
+    def missing_shared_seconds(self, sizes: Sizes, prompts: int) -> float:
+        """How long it takes to capture the verify pass with rows of prompts; 0 if it is captured."""
+        return self._cache.missing_seconds(self._verify_key(_verified(sizes), prompts))
 
     def take_in(self) -> None:
         """Let the drafter take in the pending tokens without a draft."""
@@ -86,3 +85,8 @@ class RoundGraphs(Preparation):
 
     def _verify_key(self, shape: Sizes, prompts: int = 0) -> Key:
         return ("verify" if shape.passes else "step", shape.rows, prompts, *self._fixed)
+
+
+def _verified(sizes: Sizes) -> Sizes:
+    """What a verify pass depends on: its rows, and whether they are trees."""
+    return Sizes(min(sizes.passes, 1), 1, 1, sizes.rows)

@@ -40,11 +40,13 @@ MIN_SPAN_PAGES = 32  # of a text that passes read at the least
 SPAN_FACTOR = 4  # between the numbers of pages that captured passes read
 PENDING = (1, 2, 4, 8, MAX_BACKLOG)  # tokens of each text that a captured pass takes in
 LESSONS = 0.3  # share of the rounds with drafts from which acceptance is learned
-SHARED_ROWS = 128  # of waiting prompts in a verify pass
+SHARED_ROWS = 128  # rows of a verify pass that waiting prompts may take
 SHARING_TOKENS = 256  # if more tokens of prompts wait, they get a pass of their own
-CAPTURE_SHARE = 0.25  # of the time of a capture that must be lost before it pays
-EAGER_ROUNDS = 8  # acceptance is learned from all of the first rounds with drafts
-GRANTED_PAGES = 4  # that a text gets before it needs them, while many are free: it then seldom needs more
+CAPTURE_SHARE = 0.25  # a shared pass is captured once its absence has cost this share of the capture's time
+EAGER_LESSONS = 8  # the first of them follow each other
+MAX_WORKS = 2  # that wait for spare time
+GRANTED_PAGES = 4  # that a text gets in advance, so that its page table seldom changes
+GRANTING_SHARE = 0.5  # of all pages that must be free for this
 SEATS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # requests of captured rounds
 
 
@@ -103,6 +105,7 @@ class GpuBatchRunner:
         self.state = BatchState(
             gpu_target.graph_cache, limits.seats, pages, limits.passes + 1, limits.nodes, limits.passes + 1
         )
+        gpu_target.graph_cache.independent.add(self.state)
         rows = tile_rows(gpu_target.forward.group)
         self.target = BatchTarget(gpu_target, self.state, limits.pages, MAX_ROUND_ROWS, rows)
         self.drafter = None if form is None or not limits.passes else batch_drafter(form, self.target)
@@ -116,7 +119,7 @@ class GpuBatchRunner:
         self._budget_sizes: Sizes | None = None  # of the last round
         self._turn = 0  # see `Round`
         self.learns = True  # about acceptance
-        self._drafted_rounds = 0
+        self._lessons = 0  # rounds from which acceptance was learned
         self._after_plain = False  # whether the last round was plain: the one after it may be a probe
         self._chance = random.Random(0)
         self._spare_time = SpareTime()
@@ -125,13 +128,13 @@ class GpuBatchRunner:
         self._versions = self._weight_versions()
         self._changed: set[Sequence] = set()  # texts whose acceptance the device does not know yet
         self._kind: Kind | None = None  # how the texts draw their tokens; None: others have come or gone
-        self._rounds_with_room = 0  # in which no text needs more pages
+        self._rounds_with_room = 0  # until a text may need more pages
         self._follows_at_once = False  # whether the next round follows the last one without anything between
         self._last_end: DeviceEvent | None = None  # of the round that was collected last
         self._prompts = PromptQueue()
         self.rehearses_sharing = False  # whether rounds are launched as if prompts shared their verify passes
         self._own_pass = False  # whether the next prompts get a pass of their own
-        self._lost = 0.0  # seconds of such passes that shared ones would have saved
+        self._lost = 0.0  # seconds, because a shared pass was not captured
         self._waiting: dict[int, Sequence] = {}  # texts whose prompts are not processed yet, by seat
         self._prefill_events: dict[Sequence, DeviceEvent] = {}  # the start of their prefill, until the first Step
 
@@ -226,9 +229,9 @@ class GpuBatchRunner:
         chunk, ended = self._prompts.take()
         if chunk is not None:
             self.target.prefill(chunk)
-        self._admit(chunk, ended, started)
+        self._finish_prefill(chunk, ended, started)
 
-    def _admit(self, chunk: Chunk | None, ended: list[Prompt], started: DeviceEvent | None) -> None:
+    def _finish_prefill(self, chunk: Chunk | None, ended: list[Prompt], started: DeviceEvent | None) -> None:
         """The target has processed a chunk of prompts; the texts of those that ended take part in the next round."""
         self._follows_at_once = False
         if chunk is not None:
@@ -256,6 +259,7 @@ class GpuBatchRunner:
                 continue
             pages = self._pages.pop(text)
             self._prefill_events.pop(text, None)
+            self._changed.discard(text)
             if text in self._waiting.values():
                 seat = next(seat for seat, other in self._waiting.items() if other is text)
                 self._prompts.remove(seat)
@@ -268,6 +272,7 @@ class GpuBatchRunner:
                 self.texts.pop()
                 seats.pop()
             self.pool.release(pages)
+        self._set_span()
         moved = [(source, goal) for goal, source in enumerate(seats) if source != goal]
         self.state.move([source for source, _ in moved], [goal for _, goal in moved])
         self.state.write(live=len(self.texts))
@@ -275,10 +280,12 @@ class GpuBatchRunner:
     def _take(self, text: Sequence, held: int) -> list[int]:
         """Pages for a text that holds this number; while many are free, also some that it will need later."""
         needed = max(self._needed(len(text.tokens)) - held, 0)
-        later = max(self._needed(text.end) - held - needed, 0)
         if needed > self.pool.available:
             self._return_granted()
-        pages = self.pool.take(needed + max(min(GRANTED_PAGES, later, self.pool.free - needed), 0))
+        granted = 0
+        if self.pool.free - needed > GRANTING_SHARE * self.pool.pages:
+            granted = min(GRANTED_PAGES, max(self._needed(text.end) - held - needed, 0))
+        pages = self.pool.take(needed + granted)
         if len(pages) < needed:
             raise MemoryError(f"the KV cache has {self.pool.available} free pages, and {needed} are needed")
         return pages
@@ -329,9 +336,9 @@ class GpuBatchRunner:
         elif self.drafter is not None and self._pending >= self.state.backlog:  # there is no room for one more
             graphs.take_in()
             self._pending = 0
-        drafted, number = self._event(), self.work.results.expect()
-        chunk, ended = self._shared_prompts(sizes, graphs, now)
-        started = None if chunk is None else self._event()
+        drafted = self._event()
+        chunk, ended = self._take_shared_prompts(sizes, graphs, now)
+        started, number = None if chunk is None else self._event(), self.work.results.expect()
         graphs.run_verify(sizes, 0 if chunk is None else chunk.size)
         pages, times = [self._pages[text] for text in self.texts], (start, drafted, self._event())
         known = cache.captures > captures, chunk is not None, self._follows_at_once
@@ -340,30 +347,35 @@ class GpuBatchRunner:
         self._turn += SAMPLED if sizes.passes else 0
         self._pending = sizes.passes + 1 if sizes.passes else self._pending + 1
         if ended or (chunk is not None and chunk.parts):
-            self._admit(chunk, ended, started)
+            self._finish_prefill(chunk, ended, started)
 
-    def _shared_prompts(self, sizes: Sizes, graphs: RoundGraphs, now: Situation) -> tuple[Chunk | None, list[Prompt]]:
+    def _take_shared_prompts(
+        self, sizes: Sizes, graphs: RoundGraphs, now: Situation
+    ) -> tuple[Chunk | None, list[Prompt]]:
         """The rows of waiting prompts that share the verify pass, if there are any, and the prompts that end with them.
 
-        The rows are few: they cost less than a pass of their own. They get one all the same while the pass with them is
-        not captured and has not been missed often.
+        A few rows cost less there than in a pass of their own. If the shared pass is not captured, they get their own
+        pass until the time lost this way justifies a capture.
         """
+        chunk, ended = None, list[Prompt]()
         if self.rehearses_sharing:
-            return self._filled(Chunk([], 0, SHARED_ROWS)), []
-        if not self._prompts or self._prompts.left > SHARING_TOKENS:
-            return None, []
-        if missing := graphs.missing_seconds(sizes, SHARED_ROWS):
+            chunk = Chunk([], 0, SHARED_ROWS)
+        elif self._prompts and self._prompts.left <= SHARING_TOKENS and self._may_share(sizes, graphs, now):
+            chunk, ended = self._prompts.take(SHARED_ROWS)
+        if chunk is not None:
+            chunk = chunk._replace(size=SHARED_ROWS)
+            self.target.chunk.fill(chunk)
+        return chunk, ended
+
+    def _may_share(self, sizes: Sizes, graphs: RoundGraphs, now: Situation) -> bool:
+        """Whether the verify pass with prompts is captured, or its capture pays."""
+        if missing := graphs.missing_shared_seconds(sizes, SHARED_ROWS):
             self._lost += self.costs.recent(now).verify(now.seats, 0)
             if self._lost < CAPTURE_SHARE * missing:
                 self._own_pass = True
-                return None, []
+                return False
             self._lost = 0.0
-        chunk, ended = self._prompts.take(SHARED_ROWS)
-        return None if chunk is None else self._filled(chunk._replace(size=SHARED_ROWS)), ended
-
-    def _filled(self, chunk: Chunk) -> Chunk:
-        self.target.chunk.fill(chunk)
-        return chunk
+        return True
 
     def _graphs(self, seats: int) -> RoundGraphs:
         """The passes of the next round for this number of seats."""
@@ -390,10 +402,12 @@ class GpuBatchRunner:
 
     def _prepare_sizes(self) -> Iterator[None]:
         """Let the budget compute the sizes of the rounds to come."""
+        if not self.texts:
+            return
         now = self._situation()
         costs = self.costs.at(now)
         yield
-        if self.texts:
+        if self.texts and self._situation().seats == now.seats:
             self.budget.prepare(self._load(costs, self._graphs(now.seats)))
 
     def _load(self, costs: Costs, graphs: RoundGraphs) -> Load:
@@ -457,17 +471,26 @@ class GpuBatchRunner:
         for seat, (text, pages) in enumerate(zip(launched.texts, launched.pages, strict=True)):
             if text.finish is None and self._pages.get(text) is pages:
                 steps[text] = self._step(text, seat, found, launched)
-        if found.drafted and self.learns:
-            self._drafted_rounds += 1
-            drawn = self._chance.random() < LESSONS  # at random, because the requests of the sample take turns
-            if not self._spare_time.busy and (drawn or self._after_plain or self._drafted_rounds <= EAGER_ROUNDS):
-                self._spare_time.add(self._learn_acceptance(found, launched))
+        if found.drafted and self.learns and self._is_lesson():
+            self._lessons += 1
+            self._spare_time.add(self._learn_acceptance(found, launched))
         self._after_plain = not found.drafted
         self._spare += [launched.start, launched.drafted]
         if self._last_end is not None:
             self._spare.append(self._last_end)
         self._last_end = launched.end
         return steps
+
+    def _is_lesson(self) -> bool:
+        """Whether acceptance is learned from this round: a probe, one of the first rounds, or one of those drawn.
+
+        A fixed interval could always choose the same requests, because they are sampled in turn.
+        """
+        wanted = self._after_plain or self._lessons < EAGER_LESSONS
+        return self._spare_time.count < MAX_WORKS if wanted else not self._spare_time.busy and self._draws_lesson()
+
+    def _draws_lesson(self) -> bool:
+        return self._chance.random() < LESSONS
 
     def _step(self, text: Sequence, seat: int, found: Results, launched: Launched) -> Step:
         root, late, waited = text.tokens[-1], text.late_text, 0.0

@@ -21,8 +21,8 @@ from windfall.kernels.pages import PAGE_TOKENS, UNUSED_PAGE
 from windfall.kernels.trees import NO_NODE, Calibration, TreeArrays, tree_of
 
 MAX_BACKLOG = 16  # tokens of a text that wait for the drafter while nothing is drafted
-CHANGED_SEATS = (4, 16, 64)  # for which moves are captured; for more, it is all seats
-ALL_COMMITTED = 1 << 24  # length of a text whose prompt is processed: all keys that its rows see are in its pages
+CHANGED_SEATS = (4, 16, 64)  # sizes of the graphs that move or admit requests; a larger one takes all seats
+ALL_COMMITTED = 1 << 24  # length of a text during its prefill: its rows read all keys from its pages
 
 
 class BatchState:
@@ -56,7 +56,7 @@ class BatchState:
         self.settings.host["kappa"][:] = 1.0
         self.changed = True  # since the last `send`
         names = ("source", "goal", "length", "token", "waits")
-        self._changes = QueuedBuffer(device, **dict.fromkeys(names, (long, (seats,))))  # of seats
+        self._seat_changes = QueuedBuffer(device, **dict.fromkeys(names, (long, (seats,))))  # of seats
         self.calibration = Calibration(  # forecasts are made on the host
             self["weights"][:seats],
             torch.zeros(seats, *FORECAST_SHAPE, device=device),
@@ -142,14 +142,14 @@ class BatchState:
             self._run("move seats", self._move, source=sources, goal=goals)
             self._move_settings(sources, goals)
 
-    def _move(self, source: Tensor, goal: Tensor, **_: Tensor) -> None:
+    def _move(self, source: Tensor, goal: Tensor) -> None:
         roots = self.trees.tokens[:, 0]  # between rounds, a tree is its root
         arrays = [self.lengths, self.draft_lengths, self.tokens, self.pending_count, roots]
         for array in arrays + ([] if self.features is None else [self.features]):
             array.index_copy_(0, goal, array.index_select(0, source))
 
     def admit(self, sources: list[int], goals: list[int], texts: list[list[int]]) -> None:
-        """Requests whose prompts are processed, by target and drafter, get the seats `goals`."""
+        """Requests whose prefill has ended, by target and drafter, get the seats `goals`."""
         if goals:
             ends = {"length": [len(text) - 1 for text in texts], "token": [text[-1] for text in texts]}
             waits = [int(len(text) > 1) for text in texts]
@@ -164,7 +164,7 @@ class BatchState:
             self.features.index_copy_(0, goal, self.features.index_select(0, source))
 
     @torch.inference_mode()
-    def capture_changes(self) -> None:
+    def capture_seat_changes(self) -> None:
         """Capture the graphs of `move` and `admit`; no request may run."""
         for count in sorted({*(size for size in CHANGED_SEATS if size < self.seats), self.seats}):
             first = [0] * count
@@ -172,15 +172,15 @@ class BatchState:
             self._run("admit", self._admit, source=first, goal=first, length=first, token=first, waits=first)
 
     def _run(self, name: str, work: Callable[..., None], **columns: list[int]) -> None:
-        """Do this work on some seats, as a graph for a number of seats: the first is repeated as often as needed."""
+        """Do this work on some seats, in a graph of a fixed size; the first seat fills the unused places."""
         count = len(columns["goal"])
         size = next((each for each in CHANGED_SEATS if each >= count), self.seats)
-        here = self._changes.wait_writable()
+        here = self._seat_changes.wait_writable()
         for column, values in columns.items():
             here[column][:count] = values
             here[column][count:size] = values[0]
-        self._changes.send()
-        there = {column: self._changes.device[column][:size] for column in columns}
+        self._seat_changes.send()
+        there = {column: self._seat_changes.device[column][:size] for column in columns}
         self._graphs.run((name, size, self), partial(work, **there))
 
     def _move_settings(self, sources: list[int], goals: list[int]) -> None:

@@ -52,7 +52,7 @@ class BatchTarget:
         self.gpu_target.graph_cache.run(key, partial(self._run_chunk, chunk.size, chunk.alone))
 
     def states_of(self, chunk: Chunk) -> Tensor | None:
-        """The tapped states of the rows of a chunk that was processed last."""
+        """The tapped states of the rows of the last processed chunk."""
         states = self.gpu_target.chunk_states
         return None if states is None else states[: chunk.rows]
 
@@ -76,7 +76,10 @@ class BatchTarget:
         return Scored(logits, states, rows.positions)
 
     def _score_with_prompts(self, rows: BatchRows, trees: bool, prompts: int) -> Scored:
-        given, count = self.chunk.after(rows, prompts, self.state.lengths, self.state.tables, trees), len(rows.tokens)
+        given, count = (
+            self.chunk.pass_after(rows, prompts, self.state.lengths, self.state.tables, trees),
+            len(rows.tokens),
+        )
         logits, states = self.forward(given, self.kv, self.taps, 0, count)
         if states is None:
             return Scored(logits, None, rows.positions)
