@@ -200,7 +200,7 @@ def test_a_text_is_removed_and_goes_on_later(at_once: bool) -> None:
 
 
 def test_pages_are_granted_early_and_taken_back_when_others_need_them() -> None:
-    """While more than half of the pages are free, a text gets those for its end at once. Later it keeps what it needs."""
+    """While more than half of the pages are free, a text gets those for its end at once; later, what it needs."""
     made = engine("llama", "eagle3", "beam", graphs=False)
     batch = Batch(made, TREES, SMALL._replace(pages=7))
     texts = [batch.text(prompt(length, seed=length), max_new_tokens=150) for length in (9, 100, 101)]
