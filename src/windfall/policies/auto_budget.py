@@ -33,7 +33,7 @@ class AutoBudget(Budget):
     """Maximises (requests + Σ acceptance of the verified nodes) / (draft passes + verify(rows)) over all sizes.
 
     The acceptance of nodes is taken from recent trees, and forecast where these were not deep or wide enough. Where
-    plain decoding is fastest, there are no draft passes, except for probes in 0.5% of the time.
+    plain decoding is fastest, there are no draft passes, except for probes, which should cost 0.5% of the time.
     """
 
     def __init__(self, nodes: int):

@@ -41,10 +41,10 @@ def test_work_goes_on_while_the_host_waits_and_stops_when_the_results_come(clock
     spare.add(pieces(clock, done, 9))
     ready = clock.now + 2.5 * PIECE
     spare.use(lambda: clock.now < ready)
-    assert done == [0, 1, 2] and spare.busy
+    assert done == [0, 1, 2] and len(spare) == 1
     ready = clock.now + ROUND * 9
     spare.use(lambda: clock.now < ready)
-    assert done == [*range(9)] and not spare.busy
+    assert done == [*range(9)] and not len(spare)
 
 
 def test_works_follow_each_other(clock: Clock) -> None:

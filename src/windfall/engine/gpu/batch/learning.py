@@ -28,15 +28,9 @@ class SpareTime:
         self._allowed = 0.0  # seconds by which rounds may be delayed
         self._last = time.perf_counter()
 
-    @property
-    def count(self) -> int:
+    def __len__(self) -> int:
         """The number of works that are queued."""
         return len(self._work)
-
-    @property
-    def busy(self) -> bool:
-        """Whether there is work left."""
-        return bool(self._work)
 
     def add(self, work: Iterator[None]) -> None:
         """Queue this work. It yields after each piece."""

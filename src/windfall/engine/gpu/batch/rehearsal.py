@@ -26,7 +26,7 @@ def rehearse(runner: GpuBatchRunner, texts: Callable[[int], list[Sequence]]) -> 
             usual = budget.usual_sizes(seats, ROUND_ROWS)
             runner.budget = Script(budget, TURNS * usual + _plain_rounds(runner, usual))
             _play(runner, runner.budget, texts(seats))
-            runner.budget = Script(budget, list({(bool(sizes.passes), sizes.rows): sizes for sizes in usual}.values()))
+            runner.budget = Script(budget, _different_verify_passes(usual))
             _play(runner, runner.budget, texts(seats), shares=True)
             yield (place + 1) / len(levels)
     finally:
@@ -38,6 +38,11 @@ def _plain_rounds(runner: GpuBatchRunner, usual: list[Sizes]) -> list[Sizes]:
     """Enough plain rounds in a row to make the drafter take in tokens without drafting, if there are plain rounds."""
     plain = [sizes for sizes in usual if not sizes.passes]
     return plain[:1] * (runner.state.backlog + 1) if runner.drafter is not None else []
+
+
+def _different_verify_passes(usual: list[Sizes]) -> list[Sizes]:
+    """Some of these sizes, one for each verify graph: it depends on the rows, and on whether they are trees."""
+    return list({(bool(sizes.passes), sizes.rows): sizes for sizes in usual}.values())
 
 
 def _play(runner: GpuBatchRunner, script: Script, texts: list[Sequence], shares: bool = False) -> None:

@@ -83,6 +83,14 @@ class Launched(NamedTuple):
     end: DeviceEvent
 
 
+class Prefill(NamedTuple):
+    """A chunk of prompts that the target processes."""
+
+    chunk: Chunk | None  # None: the prompts that end are known already
+    ended: list[Prompt]
+    started: DeviceEvent
+
+
 class GpuBatchRunner:
     """A `BatchRunner` on a KV cache in pages, for requests that share a budget and draw their tokens on the device.
 
@@ -229,15 +237,15 @@ class GpuBatchRunner:
         chunk, ended = self._prompts.take()
         if chunk is not None:
             self.target.prefill(chunk)
-        self._finish_prefill(chunk, ended, started)
+        self._finish(Prefill(chunk, ended, started))
 
-    def _finish_prefill(self, chunk: Chunk | None, ended: list[Prompt], started: DeviceEvent | None) -> None:
-        """The target has processed a chunk of prompts; the texts of those that ended take part in the next round."""
+    def _finish(self, prefill: Prefill) -> None:
+        """Let the drafter process what the target has; the texts of prompts that ended take part in the next round."""
+        chunk, ended, started = prefill
         self._follows_at_once = False
         if chunk is not None:
             if self.drafter is not None:
                 self.drafter.prefill(chunk, self.target.states_of(chunk))
-            assert started is not None
             for part in chunk.parts:
                 self._prefill_events.setdefault(self._waiting[part.prompt.seat], started)
         goals = [*range(len(self.texts), len(self.texts) + len(ended))]
@@ -272,6 +280,7 @@ class GpuBatchRunner:
                 self.texts.pop()
                 seats.pop()
             self.pool.release(pages)
+        self._own_pass = self._own_pass and bool(self._prompts)
         self._set_span()
         moved = [(source, goal) for goal, source in enumerate(seats) if source != goal]
         self.state.move([source for source, _ in moved], [goal for _, goal in moved])
@@ -314,7 +323,7 @@ class GpuBatchRunner:
             self._launch()
         if not self._launched:
             return {}
-        if not self._spare_time.busy and self.texts:
+        if self.texts and not len(self._spare_time):
             self._spare_time.add(self._prepare_sizes())
         self._spare_time.use(lambda: not self.work.results.has(self._launched[0].number))
         return self._collect()
@@ -336,36 +345,33 @@ class GpuBatchRunner:
         elif self.drafter is not None and self._pending >= self.state.backlog:  # there is no room for one more
             graphs.take_in()
             self._pending = 0
-        drafted = self._event()
-        chunk, ended = self._take_shared_prompts(sizes, graphs, now)
-        started, number = None if chunk is None else self._event(), self.work.results.expect()
-        graphs.run_verify(sizes, 0 if chunk is None else chunk.size)
+        drafted, prefill = self._event(), self._take_shared_prompts(sizes, graphs, now)
+        number, shared = self.work.results.expect(), prefill is not None and prefill.chunk is not None
+        graphs.run_verify(sizes, SHARED_ROWS if shared else 0)
         pages, times = [self._pages[text] for text in self.texts], (start, drafted, self._event())
-        known = cache.captures > captures, chunk is not None, self._follows_at_once
-        self._launched.append(Launched(number, self._turn, list(self.texts), pages, now, sizes, *known, *times))
+        flags = cache.captures > captures, shared, self._follows_at_once
+        self._launched.append(Launched(number, self._turn, list(self.texts), pages, now, sizes, *flags, *times))
         self._follows_at_once = True
         self._turn += SAMPLED if sizes.passes else 0
         self._pending = sizes.passes + 1 if sizes.passes else self._pending + 1
-        if ended or (chunk is not None and chunk.parts):
-            self._finish_prefill(chunk, ended, started)
+        if prefill is not None:
+            self._finish(prefill)
 
-    def _take_shared_prompts(
-        self, sizes: Sizes, graphs: RoundGraphs, now: Situation
-    ) -> tuple[Chunk | None, list[Prompt]]:
-        """The rows of waiting prompts that share the verify pass, if there are any, and the prompts that end with them.
+    def _take_shared_prompts(self, sizes: Sizes, graphs: RoundGraphs, now: Situation) -> Prefill | None:
+        """The rows of waiting prompts that share the verify pass, if there are any; they are sent to the device.
 
         A few rows cost less there than in a pass of their own. If the shared pass is not captured, they get their own
         pass until the time lost this way justifies a capture.
         """
-        chunk, ended = None, list[Prompt]()
         if self.rehearses_sharing:
-            chunk = Chunk([], 0, SHARED_ROWS)
+            found = Prefill(Chunk([], 0, SHARED_ROWS), [], self._event())
         elif self._prompts and self._prompts.left <= SHARING_TOKENS and self._may_share(sizes, graphs, now):
-            chunk, ended = self._prompts.take(SHARED_ROWS)
-        if chunk is not None:
-            chunk = chunk._replace(size=SHARED_ROWS)
-            self.target.chunk.fill(chunk)
-        return chunk, ended
+            found = Prefill(*self._prompts.take(SHARED_ROWS), self._event())
+        else:
+            return None
+        if found.chunk is not None:
+            self.target.chunk.fill(found.chunk._replace(size=SHARED_ROWS))
+        return found
 
     def _may_share(self, sizes: Sizes, graphs: RoundGraphs, now: Situation) -> bool:
         """Whether the verify pass with prompts is captured, or its capture pays."""
@@ -482,15 +488,13 @@ class GpuBatchRunner:
         return steps
 
     def _is_lesson(self) -> bool:
-        """Whether acceptance is learned from this round: a probe, one of the first rounds, or one of those drawn.
+        """Whether acceptance is learned from this round: a probe, one of the first rounds, or one drawn at random.
 
-        A fixed interval could always choose the same requests, because they are sampled in turn.
+        Requests are sampled in turn, so that a fixed interval could always choose the same ones.
         """
-        wanted = self._after_plain or self._lessons < EAGER_LESSONS
-        return self._spare_time.count < MAX_WORKS if wanted else not self._spare_time.busy and self._draws_lesson()
-
-    def _draws_lesson(self) -> bool:
-        return self._chance.random() < LESSONS
+        if self._after_plain or self._lessons < EAGER_LESSONS:
+            return len(self._spare_time) < MAX_WORKS
+        return not len(self._spare_time) and self._chance.random() < LESSONS
 
     def _step(self, text: Sequence, seat: int, found: Results, launched: Launched) -> Step:
         root, late, waited = text.tokens[-1], text.late_text, 0.0
