@@ -76,10 +76,8 @@ class BatchTarget:
         return Scored(logits, states, rows.positions)
 
     def _score_with_prompts(self, rows: BatchRows, trees: bool, prompts: int) -> Scored:
-        given, count = (
-            self.chunk.pass_after(rows, prompts, self.state.lengths, self.state.tables, trees),
-            len(rows.tokens),
-        )
+        count = len(rows.tokens)
+        given = self.chunk.pass_after(rows, prompts, self.state.lengths, self.state.tables, trees)
         logits, states = self.forward(given, self.kv, self.taps, 0, count)
         if states is None:
             return Scored(logits, None, rows.positions)
