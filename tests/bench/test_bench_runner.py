@@ -112,7 +112,7 @@ def test_records_have_all_their_fields(whole: Path) -> None:
     assert row["settings"] == {"depth": 3, "k": 3, "nodes": 8}
     said = {"prompt_tokens", "tokens", "digest", "finish", *TIMES}
     assert set(row["turns"][0]) >= {*said, "committed", "accepted", "rows", "drafted", "passes", "depth", "nodes"}
-    assert set(row["turns"][0]["split"]) == {"draft", "verify", "policy", "other"}
+    assert set(row["turns"][0]["split"]) == {"draft", "verify", "policy", "other", "prompts"}
 
 
 def test_the_lists_of_a_record_agree(whole: Path) -> None:

@@ -7,6 +7,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -200,10 +201,17 @@ class Split(NamedTuple):
     verify: float = 0.0
     policy: float = 0.0
     other: float = 0.0
+    prompts: float = 0.0  # passes over prompts, of any request, since the round before
 
     @property
     def total(self) -> float:
-        return sum(self)
+        """Of the cycle itself, without passes over prompts."""
+        return sum(self) - self.prompts
+
+    @property
+    def passes(self) -> float:
+        """Of all passes of models."""
+        return self.draft + self.verify + self.prompts
 
 
 @dataclass(frozen=True)
@@ -225,7 +233,7 @@ class Step:
     logprobs: tuple[TokenLogprob, ...] | None = None  # of `tokens`, if they are wanted
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # of the first Step, if wanted; the first is None
 
-    @property
+    @cached_property
     def accepted(self) -> int:
         """Drafted tokens that the target agreed with."""
         return len(self.path) - 1
@@ -243,7 +251,7 @@ class Step:
         """Drafted nodes."""
         return len(self.drafted) - 1
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Verified nodes, the root included."""
         return len(self.tree)

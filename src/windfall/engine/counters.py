@@ -56,38 +56,39 @@ class Counters:
     def add_round(self, steps: Sequence[tuple[Request, Step]], use: Use, now: float) -> None:
         """Count a round that has ended now. The requests do not have these Steps yet.
 
-        Most requests had their last Step at the same time. They are counted together.
+        Requests whose Steps are alike are counted together: most had their last Step at the same time.
         """
         self.use = use
         if not steps:
             return
         self.rounds += 1
-        self.draft_passes += max(step.draft_passes for _, step in steps)
-        rows = [step.rows for _, step in steps]
-        self.rows.add(sum(rows))
-        for count, times in Counter([len(step.tokens) for _, step in steps]).items():
-            self.tokens += times * count
-            self.lengths.add(count, times)
-        later = [(request.last, len(step.tokens)) for request, step in steps if request.times]
-        for (last, count), times in Counter(later).items():
-            self.between_tokens.add((now - last) / max(count, 1), times * count)
+        alike = Counter([(asked.last, len(own.tokens), own.rows, own.accepted, own.draft_passes) for asked, own in steps])
+        rows = passes = 0
+        for (last, tokens, own_rows, accepted, own_passes), times in alike.items():
+            passes = max(passes, own_passes)
+            rows += times * own_rows
+            self.tokens += times * tokens
+            self.lengths.add(tokens, times)
+            if last is not None:
+                self.between_tokens.add((now - last) / max(tokens, 1), times * tokens)
+            if own_rows > 1:
+                self._add_drafts(own_rows - 1, min(accepted, tokens), times)
+        self.rows.add(rows)
+        self.draft_passes += passes
         for request, step in steps:
-            if not request.times:
+            if request.last is None:
                 self.first_token.add(now - request.created)
                 self.prompt_tokens += request.prompt_tokens
             if step.finish is not None:
                 self.add_end(request, step.finish)
-        if max(rows) > 1:
-            self._add_drafts([step for _, step in steps if step.rows > 1])
 
-    def _add_drafts(self, steps: Sequence[Step]) -> None:
-        """Steps in which drafted tokens were verified."""
-        self.drafts += len(steps)
-        self.verified += sum(step.rows - 1 for step in steps)
-        for accepted, times in Counter(min(step.accepted, len(step.tokens)) for step in steps).items():
-            self.accepted += times * accepted
-            for depth in range(1, accepted + 1):
-                self.accepted_by_depth[depth] += times
+    def _add_drafts(self, verified: int, accepted: int, times: int) -> None:
+        """Steps in which these drafted tokens were verified."""
+        self.drafts += times
+        self.verified += times * verified
+        self.accepted += times * accepted
+        for depth in range(1, accepted + 1):
+            self.accepted_by_depth[depth] += times
 
     def add_end(self, request: Request, reason: str) -> None:
         """Count the end of a request."""

@@ -32,7 +32,7 @@ class Request:
         self.error: Exception | None = None
         self.steps: list[Step] = []
         self.times: list[float] = []  # seconds after `created`
-        self.last = self.created  # when the last Step came
+        self.last: float | None = None  # when the last Step came
         self.changed = threading.Condition()
         self._watchers = 0  # threads that wait for the next Step
         self._calls: list[Callable[[], None]] = []  # called once, after the next change

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from windfall.core.errors import RoomError
+from windfall.core.types import Step
 from windfall.core.wording import counted
 from windfall.engine.batch_runner import BatchRunner, Outcome
 from windfall.engine.counters import FAILED, Counters
@@ -169,10 +170,18 @@ class Scheduler:
             outcomes = self.runner.round()
         except Exception as error:
             outcomes = {request.sequence: error for request in self._running}
-        known = [(request, outcomes[request.sequence]) for request in self._running if request.sequence in outcomes]
-        failed = [(request, outcome) for request, outcome in known if isinstance(outcome, Exception)]
-        steps = [(request, outcome) for request, outcome in known if not isinstance(outcome, Exception)]
-        self._drop([request for request, _ in failed] + [request for request, step in steps if step.finish])
+        steps: list[tuple[Request, Step]] = []
+        failed: list[tuple[Request, Exception]] = []
+        over: list[Request] = []
+        for request in self._running:
+            outcome = outcomes.get(request.sequence)
+            if isinstance(outcome, Exception):
+                failed.append((request, outcome))
+            elif outcome is not None:
+                steps.append((request, outcome))
+            if isinstance(outcome, Exception) or (outcome is not None and outcome.finish):
+                over.append(request)
+        self._drop(over)
         now = time.perf_counter()
         self.counters.add_round(steps, self.runner.use, now)
         for request, reason in failed:

@@ -194,8 +194,7 @@ class Sequence:
 
     def extend(self, tokens: list[int]) -> tuple[int, ...]:
         """Append tokens up to the first that ends the text; returns those taken."""
-        before = len(self.tokens)
-        simple = self._ends_simply and not self._endings
+        before, simple = len(self.tokens), self._ends_simply and not self._endings
         if simple and before + len(tokens) < self.end and self._eos.isdisjoint(tokens):
             self.tokens += tokens
             self.text.extend(tokens)

@@ -108,7 +108,7 @@ def figures(runs: Sequence[Run]) -> dict[str, Any]:
     """Tokens per second as the median of the runs, times of all their requests, and sizes of all their rounds."""
     rounds = [each for run in runs for each in rounds_of(run.counted)]
     steps, wall = [part for each in rounds for part in each], sum(run.seconds for run in runs)
-    passes = sum(each[0].seconds.draft + each[0].seconds.verify for each in rounds if each[0].seconds is not None)
+    passes = sum(each[0].seconds.passes for each in rounds if each[0].seconds is not None)
     answers = [answer for run in runs for answer in run.answers]
     speeds = [run.tokens_per_second for run in runs if run.tokens_per_second is not None]
     return {

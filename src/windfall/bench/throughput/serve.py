@@ -65,18 +65,18 @@ def engine_server(engine: Engine, temperature: float) -> Serve:
             with engine.target.turn:  # no round begins before all have been submitted
                 for _ in range(min(at_once, len(cases))):
                     submit()
-            answers = dict(_answer(done.get()) for _ in cases)
+            ends = [_checked(done.get()) for _ in cases]
         finally:
             waiting.clear()
             for handle in handles:
                 handle.cancel()
-        return [answers[number] for number in range(len(cases))]
+        ends.sort(key=lambda end: end[0])
+        return [Answer.of(handle, started) for _, started, handle in ends]  # not before: it delays the engine's thread
 
     return serve
 
 
-def _answer(found: tuple[int, float, Handle] | Exception) -> tuple[int, Answer]:
+def _checked(found: tuple[int, float, Handle] | Exception) -> tuple[int, float, Handle]:
     if isinstance(found, Exception):
         raise found
-    number, started, handle = found
-    return number, Answer.of(handle, started)
+    return found

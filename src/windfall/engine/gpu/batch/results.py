@@ -35,6 +35,7 @@ class Results:
         self.accepted: list[int] = self._known["accepted"].tolist()
         self.tokens: list[list[int]] = self._known["tokens"].tolist()
         self.starts: list[int] = self._known["starts"].tolist()
+        self.rows: list[int] = np.diff(self._known["starts"]).tolist()  # verified, of each request
         self.sampled = [(turn + place) % texts for place in range(min(SAMPLED, texts))] if self.drafted else []
         if self.drafted:
             count = int(arrays["sample_count"][: len(self.sampled)].max())
@@ -108,15 +109,10 @@ class BatchStep(Step):
         prefill_seconds: float,
     ):
         """`root`: the token of the tree's root. `text`: where the text is, and the number of this step there."""
-        self.__dict__.update(
-            _results=results,
-            _seat=seat,
-            _root=root,
-            _text=text,
-            tokens=tokens,
-            finish=finish,
-            prefill_seconds=prefill_seconds,
-        )
+        known = self.__dict__  # a Step is frozen, and this is made for every request in every round
+        known["_results"], known["_seat"], known["_root"], known["_text"] = results, seat, root, text
+        known["tokens"], known["finish"], known["prefill_seconds"] = tokens, finish, prefill_seconds
+        known["rows"], known["accepted"] = results.rows[seat], results.accepted[seat] - 1
 
     @property
     def draft_passes(self) -> int:
@@ -164,11 +160,3 @@ class BatchStep(Step):
     @property
     def drafted_tokens(self) -> int:
         return self.rows - 1
-
-    @property
-    def accepted(self) -> int:
-        return self._results.accepted[self._seat] - 1
-
-    @property
-    def rows(self) -> int:
-        return self._results.starts[self._seat + 1] - self._results.starts[self._seat]

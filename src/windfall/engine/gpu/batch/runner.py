@@ -78,6 +78,7 @@ class Launched(NamedTuple):
     recorded: bool  # whether graphs were captured
     shared: bool  # whether prompts shared the verify pass
     follows_at_once: bool  # whether nothing was launched between the round before it and this one
+    prompts: list[tuple[DeviceEvent, DeviceEvent]]  # start and end of passes over prompts since the round before it
     start: DeviceEvent
     drafted: DeviceEvent
     end: DeviceEvent
@@ -140,6 +141,7 @@ class GpuBatchRunner:
         self._follows_at_once = False  # whether the next round follows the last one without anything between
         self._last_end: DeviceEvent | None = None  # of the round that was collected last
         self._prompts = PromptQueue()
+        self._prompt_passes: list[tuple[DeviceEvent, DeviceEvent]] = []  # start and end, since the last round
         self.rehearses_sharing = False  # whether rounds are launched as if prompts shared their verify passes
         self._own_pass = False  # whether the next prompts get a pass of their own
         self._lost = 0.0  # seconds, because a shared pass was not captured
@@ -237,15 +239,19 @@ class GpuBatchRunner:
         chunk, ended = self._prompts.take()
         if chunk is not None:
             self.target.prefill(chunk)
-        self._finish(Prefill(chunk, ended, started))
+        self._finish(Prefill(chunk, ended, started), started)
 
-    def _finish(self, prefill: Prefill) -> None:
-        """Let the drafter process what the target has; the texts of prompts that ended take part in the next round."""
+    def _finish(self, prefill: Prefill, began: DeviceEvent) -> None:
+        """Let the drafter process what the target has; the texts of prompts that ended take part in the next round.
+
+        Passes over the prompts alone began at `began`.
+        """
         chunk, ended, started = prefill
         self._follows_at_once = False
         if chunk is not None:
             if self.drafter is not None:
                 self.drafter.prefill(chunk, self.target.states_of(chunk))
+            self._prompt_passes.append((began, self._event()))
             for part in chunk.parts:
                 self._prefill_events.setdefault(self._waiting[part.prompt.seat], started)
         goals = [*range(len(self.texts), len(self.texts) + len(ended))]
@@ -349,13 +355,13 @@ class GpuBatchRunner:
         number, shared = self.work.results.expect(), prefill is not None and prefill.chunk is not None
         graphs.run_verify(sizes, SHARED_ROWS if shared else 0)
         pages, times = [self._pages[text] for text in self.texts], (start, drafted, self._event())
-        flags = cache.captures > captures, shared, self._follows_at_once
-        self._launched.append(Launched(number, self._turn, list(self.texts), pages, now, sizes, *flags, *times))
-        self._follows_at_once = True
+        flags, prompts = (cache.captures > captures, shared, self._follows_at_once), self._prompt_passes
+        self._launched.append(Launched(number, self._turn, list(self.texts), pages, now, sizes, *flags, prompts, *times))
+        self._follows_at_once, self._prompt_passes = True, []
         self._turn += SAMPLED if sizes.passes else 0
         self._pending = sizes.passes + 1 if sizes.passes else self._pending + 1
         if prefill is not None:
-            self._finish(prefill)
+            self._finish(prefill, times[-1])
 
     def _take_shared_prompts(self, sizes: Sizes, graphs: RoundGraphs, now: Situation) -> Prefill | None:
         """The rows of waiting prompts that share the verify pass, if there are any; they are sent to the device.
@@ -472,11 +478,9 @@ class GpuBatchRunner:
         found = Results(block, len(launched.texts), launched.sizes, launched.turn)
         if not (launched.recorded or launched.shared):
             self._learn_costs(launched, draft, verify)
-        found.seconds, found.recorded = Split(draft, verify), launched.recorded
-        steps: dict[Sequence, Outcome] = {}
-        for seat, (text, pages) in enumerate(zip(launched.texts, launched.pages, strict=True)):
-            if text.finish is None and self._pages.get(text) is pages:
-                steps[text] = self._step(text, seat, found, launched)
+        prompts = sum(began.seconds_until(ended) for began, ended in launched.prompts)
+        found.seconds, found.recorded = Split(draft, verify, prompts=prompts), launched.recorded
+        steps = self._steps(launched, found)
         if found.drafted and self.learns and self._is_lesson():
             self._lessons += 1
             self._spare_time.add(self._learn_acceptance(found, launched))
@@ -496,16 +500,22 @@ class GpuBatchRunner:
             return len(self._spare_time) < MAX_WORKS
         return not len(self._spare_time) and self._chance.random() < LESSONS
 
-    def _step(self, text: Sequence, seat: int, found: Results, launched: Launched) -> Step:
-        root, late, waited = text.tokens[-1], text.late_text, 0.0
-        tokens = text.extend(found.tokens[seat][: found.accepted[seat]])
-        number = late.add(len(text.tokens) - text.prompt_length, text.finish is not None)
-        if self._prefill_events and (began := self._prefill_events.pop(text, None)) is not None:
-            waited = began.seconds_until(launched.start)
-        made = BatchStep(found, seat, root, tokens, (late, number), text.finish, waited)
-        if text.params.stop:
-            _ = made.text  # later tokens may complete a stop string and shorten the text
-        return made
+    def _steps(self, launched: Launched, found: Results) -> dict[Sequence, Outcome]:
+        """The Steps of the texts that have not left since; this runs for every request in every round."""
+        steps: dict[Sequence, Outcome] = {}
+        given = zip(launched.texts, launched.pages, found.tokens, found.accepted, strict=True)
+        for seat, (text, pages, drawn, count) in enumerate(given):
+            if text.finish is not None or self._pages.get(text) is not pages:
+                continue
+            root, waited, late = text.tokens[-1], 0.0, text.late_text
+            tokens = text.extend(drawn[:count])
+            number = late.add(len(text.tokens) - text.prompt_length, text.finish is not None)
+            if self._prefill_events and (began := self._prefill_events.pop(text, None)) is not None:
+                waited = began.seconds_until(launched.start)
+            step = steps[text] = BatchStep(found, seat, root, tokens, (late, number), text.finish, waited)
+            if text.params.stop:
+                _ = step.text  # later tokens may complete a stop string and shorten the text
+        return steps
 
     def _learn_acceptance(self, found: Results, launched: Launched) -> Iterator[None]:
         """Let the budget, the calibrators and the corrections learn from some requests of the round."""
