@@ -59,8 +59,8 @@ for stage in "${STAGES[@]}"; do
 	texts-fp16) run $stage "$PY" benchmarks/exact.py "$@" $TARGET --limit 7 --dtype float16 --texts --modes exact --json "$json" ;;
 	batch-texts) run $stage "$PY" benchmarks/batch_texts.py "$@" $TARGET --limit 40 --json "$json" ;;
 	throughput) throughput $stage --rounds 2 ;;
-	throughput-8b) throughput $stage --rounds 1 --widen llama-3.1-8b --no-hf ;;
-	soak) run $stage "$PY" benchmarks/soak.py $TARGET --pages --max-requests 64 --json "$json" ;;
+	throughput-8b) throughput $stage --rounds 1 --limit 16 --widen llama-3.1-8b --no-hf ;;
+	soak) run $stage "$PY" benchmarks/soak.py $TARGET --pages --max-requests 64 --tokens 240 --kv-memory 250MB --json "$json" ;;
 	*) echo "no stage $stage" && failed=$((failed + 1)) ;;
 	esac
 done

@@ -17,7 +17,6 @@ import resource
 import sys
 import time
 from collections import Counter
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -134,7 +133,6 @@ def soak(
     ends: Counter[str] = Counter()
     wrong: list[str] = []
     memory: list[int] = []
-    preempted = 0
     with console.progress("Soaking…") as progress:
         for number in range(options.requests):
             case = chance.choice(cases)
@@ -151,13 +149,18 @@ def soak(
                 wanted = case.text[: len(made.token_ids)] if early else case.text
                 if made.token_ids != wanted:
                     wrong.append(f"request {handle.id}: {len(made.token_ids)} tokens, {case.sampling}")
-                preempted += sum(later.prefill_seconds > 0 for _, later in pairwise(made.steps))
             if chance.random() < 0.2:
                 time.sleep(chance.random() / 100)
             if (number + 1) % max(options.requests // 16, 1) == 0:
                 memory.append(used_memory(engine.target.device))
             progress((number + 1) / options.requests)
-    return {"requests": options.requests, "ends": dict(ends), "preempted": preempted, "wrong": wrong, "memory": memory}
+    return {
+        "requests": options.requests,
+        "ends": dict(ends),
+        "preempted": engine.counters.preemptions,
+        "wrong": wrong,
+        "memory": memory,
+    }
 
 
 def used_memory(device: torch.device) -> int:

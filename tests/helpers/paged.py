@@ -41,12 +41,18 @@ def check_pages(
     for owner, (length, n) in enumerate(zip(lengths, rows, strict=True)):
         own, tree = torch.randn(2, shared, length + n, width).to(dtype), random_tree(n, seed=n)
         branches = trees and owner not in prompts
-        depth, mask = (tree.depth, tree.mask()) if branches else (torch.arange(n), torch.ones(n, n).tril() > 0)
+        depth, mask = torch.arange(n), torch.ones(n, n).tril() > 0
+        if branches:  # children follow their parents, in any order
+            order = torch.tensor(sorted(range(n), key=lambda node: tree.mask()[node].nonzero().flatten().tolist()))
+            depth, mask = tree.depth[order], tree.mask()[order][:, order]
         there = pages[owner].long()[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)
         places = there.flatten()[: length + n]
         if branches:
             places = torch.cat([places[:length], staging + row + torch.arange(n)])
-            lineage[row : row + n, :n] = staging + row + ancestors(mask, depth)
+            path, level = ancestors(mask, depth), torch.arange(n)
+            others = (depth == level[:, None]).int().argmax(1)  # a row of each depth, if there is one
+            path = torch.where(level <= depth[:, None], path, others)  # entries beyond a row's depth mean nothing
+            lineage[row : row + n, :n] = staging + row + path
         cache[:, :, places] = own
         owners[row : row + n], reach[row : row + n] = owner, length + depth + 1
         lines = length + ancestors(mask, depth) if branches else None

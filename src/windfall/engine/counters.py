@@ -62,7 +62,9 @@ class Counters:
         if not steps:
             return
         self.rounds += 1
-        alike = Counter([(asked.last, len(own.tokens), own.rows, own.accepted, own.draft_passes) for asked, own in steps])
+        alike = Counter(
+            [(each.last, len(step.tokens), step.rows, step.accepted, step.draft_passes) for each, step in steps]
+        )
         rows = passes = 0
         for (last, tokens, own_rows, accepted, own_passes), times in alike.items():
             passes = max(passes, own_passes)

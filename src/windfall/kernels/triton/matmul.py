@@ -173,22 +173,33 @@ def _small_tile(rows: int, outputs: int, k: int, long: int) -> Tile:
 
 
 def _large_tile(rows: int, outputs: int, k: int, long: int) -> Tile:
-    """The tile for more than 64 rows."""
-    if k <= MIN_SEGMENT and -(-outputs // 64) * -(-rows // 64) <= FEW_TILES:
-        return Tile(64, 64, long, 4, 4, True)
+    """The tile for more than 64 rows. Where rows do not fill a tile, loads are slow."""
+
+    def programs(tile: Tile) -> int:
+        return -(-outputs // tile.outputs) * -(-rows // tile.rows)
+
+    small = Tile(64, 64, long, 4, 4, True)
+    if k <= MIN_SEGMENT and programs(small) <= FEW_TILES:
+        taller = Tile(64, 128, STEP, 5, 4, True)
+        return taller if rows > 192 and programs(small) > ENOUGH_TILES else small
     if k < SHORT_K:
         many = outputs >= MANY_OUTPUTS and rows > 128
         return Tile(128, 128, STEP, 3, 8, True) if many else Tile(64, 128, STEP, 3, 4, True)
-    if outputs >= MANY_OUTPUTS and rows <= 512:
-        return Tile(256, 128, STEP, 4, 8, True)
+    square, huge = Tile(128, 128, STEP, 5, 8, True), Tile(128, 256, STEP, 4, 8, True)
+    if outputs >= MANY_OUTPUTS:
+        if rows <= 192 or 256 < rows <= 384:
+            return Tile(256, 128, STEP, 4, 8, True)
+        return square if 384 < rows <= 512 else huge
     if rows <= 128:
         return Tile(64, 128, long, 4, 4, True)
-    if rows <= 384:
-        if k >= LONG_K and rows > 256:
-            return Tile(256, 128, STEP, 4, 8, True)
-        one_turn = -(-outputs // 128) * -(-rows // 64) <= ENOUGH_TILES
-        return Tile(128, 64, long if one_turn else STEP, 4, 4, True)
-    return Tile(128, 128, STEP, 5, 8, True)
+    if rows <= 192:
+        wide = Tile(128, 64, long, 4, 4, True)
+        return wide if programs(wide) <= ENOUGH_TILES else Tile(256, 64, STEP, 5, 4, True)
+    if rows > 512:
+        return square
+    return next(
+        (tile for tile in (Tile(64, 128, long, 4, 4, True), square, huge) if programs(tile) <= ENOUGH_TILES), square
+    )
 
 
 def supported(x: Tensor, weight: Tensor) -> bool:

@@ -230,6 +230,33 @@ def _path_slots(
 
 
 @triton.jit
+def _turns(lineage, lineage_row, node, first_row, rows, depth, live, ROWS: tl.constexpr):
+    """In which turns a program computes the parts in which its rows' paths differ.
+
+    Rows of one path share a turn, since the last of them finds the keys of all. Returns the place of this last row for
+    each row [M], the places of all last rows, four bits for each turn, and the number of turns. depth [M]: keys of each
+    row's path that are not committed.
+    """
+    staged = live & (depth > 0)
+    own = tl.load(lineage + node.to(tl.int64) * lineage_row + depth - 1, mask=staged, other=-1)
+    last = node - first_row
+    for place in tl.static_range(1, ROWS):
+        row = tl.minimum(first_row + place, first_row + rows - 1)
+        line = lineage + row.to(tl.int64) * lineage_row
+        # all members of a row have its depth; lines are not defined beyond it
+        own_depth = tl.max(tl.where(live & (node == row), depth, 0))
+        slot = tl.load(line + depth - 1, mask=staged & (depth <= own_depth), other=-2)
+        last = tl.where((slot == own) & (place < rows) & (place > last), place, last)
+    turns = first_row * 0
+    places = turns.to(tl.int64)
+    for place in tl.static_range(ROWS):
+        found = tl.max((live & (last == place)).to(tl.int32))
+        places += (found * place).to(tl.int64) << (4 * turns)
+        turns += found
+    return last, places, turns
+
+
+@triton.jit
 def _block_step(
     q, keys, values, slot, at, end, rows, reach, oldest, scale, inner, top, total, sums, key_row, value_row,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
@@ -259,13 +286,13 @@ def _begin_block(at, top, total, sums):
 @triton.jit
 def _attend_rows(
     queries, keys, values, owners, lengths, tables, lineage, out, tops, totals, partials, counters, sinks, scale, inner,
-    length, node, query, own, reach, oldest, first_part, last_part, first_row, turns, nodes, part,
+    length, node, query, own, reach, oldest, first_part, last_part, first_row, last, places, turns, nodes, part,
     table_row, query_row, query_head, key_row, value_row, lineage_row, out_row, out_head,
     PAGED: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One part of some rows whose keys lie in different slots, in one turn for each row."""
+    """One part of some rows whose keys lie in different slots, in one turn for each path."""
     if tl.max(own.to(tl.int32)) > 0:
         dims = tl.arange(0, BLOCK_D)
         within = dims < D
@@ -275,12 +302,13 @@ def _attend_rows(
         total = tl.zeros([BLOCK_M, ONES], tl.float32)
         sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for turn in tl.range(0, turns, num_stages=1):
-            active = own & (node == first_row + turn)  # other rows do not change in this turn
+            tip = (places >> (4 * turn) & 15).to(tl.int32)
+            active = own & (last == tip)  # other rows do not change in this turn
             start, end = _limits(part, active, reach, oldest, BLOCK_N)
-            line = lineage + (first_row + turn) * lineage_row
+            line = lineage + (first_row + tip) * lineage_row
             table = tables
             if PAGED:
-                length, table = _request_of(first_row + turn, owners, lengths, tables, table_row)
+                length, table = _request_of(first_row + tip, owners, lengths, tables, table_row)
             for at in tl.range(start, end, BLOCK_N):
                 slot = _path_slots(at, end, line, length, table, PAGED, PAGE, BLOCK_N)
                 top, total, sums = _block_step(
@@ -337,7 +365,7 @@ def _end_block(
 def _attend_tile(
     queries, keys, values, table, lineage, out, tops, totals, partials, counters, sinks, scale, inner,
     length, node, query, own, reach, oldest, first_part, last_part, stop_part, begin_part, end_part, share, first_row,
-    turns, nodes, query_row, query_head, key_row, value_row, lineage_row, out_row, out_head,
+    last, places, turns, nodes, query_row, query_head, key_row, value_row, lineage_row, out_row, out_head,
     FUSED: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
@@ -347,7 +375,7 @@ def _attend_tile(
     One loop over all blocks, so that the loads of later parts are under way while one is computed. The softmax starts
     anew with each part. At the end of a part it is merged with those before it, if this is the first share of the
     tile's parts. Otherwise it is stored. FUSED: all parts are in one share, and the blocks in which paths differ follow
-    in one turn for each row.
+    in one turn for each path.
     """
     dims = tl.arange(0, BLOCK_D)
     within = dims < D
@@ -386,9 +414,10 @@ def _attend_tile(
             part, top, total, sums = _begin_block(at, top, total, sums)
             mine = own & (first_part <= part) & (part <= last_part)
             for turn in tl.range(0, turns, num_stages=STAGES):
-                active = mine & (node == first_row + turn)  # other rows do not change in this turn
+                tip = (places >> (4 * turn) & 15).to(tl.int32)
+                active = mine & (last == tip)  # other rows do not change in this turn
                 reached = tl.max(tl.where(active, reach, 0))
-                line = lineage + (first_row + turn) * lineage_row
+                line = lineage + (first_row + tip) * lineage_row
                 slot = _path_slots(at, reached, line, length, table, PAGED, PAGE, BLOCK_N)
                 top, total, sums = _block_step(
                     q, keys, values, slot, at, reached, active, reach, oldest, scale, inner, top, total, sums, key_row,
@@ -398,9 +427,9 @@ def _attend_tile(
                 all_top, all_weight, all_sums, top, total, sums, tops, totals, partials, at + BLOCK_N, final, part,
                 mine, merged, part * step + place, dims, D,
             )  # fmt: skip
-    last = tl.minimum(stop_part, end_part - 1)  # of each row here
-    made = tl.where(own, last - tl.maximum(first_part, begin_part) + 1, 0)
-    whole = own & merged & (last == last_part)
+    newest = tl.minimum(stop_part, end_part - 1)  # part of each row here
+    made = tl.where(own, newest - tl.maximum(first_part, begin_part) + 1, 0)
+    whole = own & merged & (newest == last_part)
     weight_and_sink, mixed = _add_sink(sinks, query, own, all_top, all_weight, all_sums, SINKS)
     _store_result(target, mixed, weight_and_sink, whole[:, None] & within[None, :])
     if not FUSED:
@@ -408,7 +437,7 @@ def _attend_tile(
         if tl.max(counted.to(tl.int32)) > 0:
             kept = counted & merged
             shown = kept[:, None] & within[None, :]
-            goal = last * step + place
+            goal = newest * step + place
             _store_partial(tops, totals, partials, goal, dims, all_top, all_weight, all_sums, kept, shown, D)
             _count_and_merge(
                 target, tops, totals, partials, counters, sinks, query, counted, place, step, first_part, last_part,
@@ -487,22 +516,28 @@ def _attend_paths(
                     column = tl.minimum(column, length - 1)
                 prefetch(keys + column * key_row)
                 prefetch(values + column * value_row)
+        last = node
+        places, turns = length.to(tl.int64) * 0, length * 0
+        if not CHAIN or FUSED:
+            last, places, turns = _turns(
+                lineage, lineage_row, node, first_row, tl.minimum(rows, nodes - first_row), reach - committed,
+                live & (single | FUSED), BLOCK_M // GROUP,
+            )  # fmt: skip
         pdl_wait(PDL)
         if not single:
             _attend_tile(
                 queries, keys, values, table, lineage, out, tops, totals, partials, counters, sinks, scale, inner,
                 length, node, query, own, reach, oldest, first_part, last_part, stop_part, part, end, share, first_row,
-                tl.minimum(rows, nodes - first_row), nodes,
+                last, places, turns, nodes,
                 query_row, query_head, key_row, value_row, lineage_row, out_row, out_head, FUSED, PAGED, PAGE, GROUP, D,
                 BLOCK_M, BLOCK_N, BLOCK_D, UNROLL, STAGES, PRECISION, CAPPED, SINKS,
             )  # fmt: skip
         if not CHAIN:
-            turns = tl.where(single, tl.minimum(rows, nodes - first_row), 0)
             for now in tl.range(part, tl.where(single, end, part), num_stages=1):
                 _attend_rows(
                     queries, keys, values, owners, lengths, tables, lineage, out, tops, totals, partials, counters,
                     sinks, scale, inner, length, node, query, own & (start_part <= now) & (now <= stop_part), reach,
-                    oldest, first_part, last_part, first_row, turns, nodes, now,
+                    oldest, first_part, last_part, first_row, last, places, turns, nodes, now,
                     table_row, query_row, query_head, key_row, value_row, lineage_row, out_row, out_head,
                     PAGED, PAGE, GROUP, D, BLOCK_M, BLOCK_N, BLOCK_D, UNROLL, PRECISION, CAPPED, SINKS,
                 )  # fmt: skip

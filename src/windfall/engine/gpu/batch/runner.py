@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from windfall.core.types import Split, Step
+from windfall.core.types import Split
 from windfall.costs.acceptance import Calibrator
 from windfall.costs.curves import Costs
 from windfall.costs.online import OnlineCosts
@@ -355,8 +355,9 @@ class GpuBatchRunner:
         number, shared = self.work.results.expect(), prefill is not None and prefill.chunk is not None
         graphs.run_verify(sizes, SHARED_ROWS if shared else 0)
         pages, times = [self._pages[text] for text in self.texts], (start, drafted, self._event())
-        flags, prompts = (cache.captures > captures, shared, self._follows_at_once), self._prompt_passes
-        self._launched.append(Launched(number, self._turn, list(self.texts), pages, now, sizes, *flags, prompts, *times))
+        flags, texts = (cache.captures > captures, shared, self._follows_at_once), list(self.texts)
+        made = Launched(number, self._turn, texts, pages, now, sizes, *flags, self._prompt_passes, *times)
+        self._launched.append(made)
         self._follows_at_once, self._prompt_passes = True, []
         self._turn += SAMPLED if sizes.passes else 0
         self._pending = sizes.passes + 1 if sizes.passes else self._pending + 1
