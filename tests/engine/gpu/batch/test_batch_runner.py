@@ -225,8 +225,8 @@ def test_a_text_that_waits_for_its_prefill_is_drafted_with_its_own_calibration(m
     batch = Batch(engine("llama", "eagle3", "beam", graphs=False), TREES)
     texts = [batch.text(prompt(length, seed=length), max_new_tokens=LONG) for length in (9, 120)]
     texts[0].calibrator.weights[0] = 0.75
-    batch.runner.learns, take = False, batch.runner._prompts.take
-    monkeypatch.setattr(batch.runner._prompts, "take", lambda most=16: take(16))
+    batch.runner.learns, take = False, batch.runner.prefill.prompts.take
+    monkeypatch.setattr(batch.runner.prefill.prompts, "take", lambda most=16: take(16))
     batch.runner.join(texts)
     while len(batch.runner.texts) < 2:
         batch.runner.round()
@@ -244,7 +244,7 @@ def test_a_text_that_leaves_early_is_forgotten() -> None:
     batch.runner.leave([long])
     assert batch.runner.state.span == 32
     batch.run()
-    assert not batch.runner._changed and not batch.runner._prefill_events
+    assert not batch.runner._changed and not batch.runner.prefill.started
 
 
 def test_sizes_are_not_prepared_for_texts_that_have_left() -> None:

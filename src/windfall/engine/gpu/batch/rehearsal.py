@@ -50,14 +50,14 @@ def _play(runner: GpuBatchRunner, script: Script, texts: list[Sequence], shares:
     if not runner.fits({text: text.end for text in texts}):
         return
     runner.join(texts)
-    runner.rehearses_sharing = shares
+    runner.prefill.rehearses_sharing = shares
     try:
         runner.prefill_all()
         while script.left and all(text.end - len(text.tokens) > _most_tokens(runner) for text in texts):
             runner.round()
     finally:
         runner.leave(texts)
-        runner.rehearses_sharing = False
+        runner.prefill.rehearses_sharing = False
 
 
 def _most_tokens(runner: GpuBatchRunner) -> int:

@@ -15,10 +15,11 @@ from windfall.costs.online import OnlineCosts
 from windfall.costs.rounds import RoundCosts, Situation
 from windfall.drafters.base import GpuForm
 from windfall.engine.batch_runner import Outcome, Use
-from windfall.engine.gpu.batch.chunks import Chunk, Prompt, PromptQueue
+from windfall.engine.gpu.batch.chunks import Prompt
 from windfall.engine.gpu.batch.drafters import batch_drafter
 from windfall.engine.gpu.batch.learning import SpareTime, learn
 from windfall.engine.gpu.batch.page_pool import PagePool
+from windfall.engine.gpu.batch.prefill import SHARED_ROWS, Prefill
 from windfall.engine.gpu.batch.results import BatchStep, Results
 from windfall.engine.gpu.batch.round import MAX_ROUND_ROWS, ROUND_ROWS, SAMPLED, Round, round_rows
 from windfall.engine.gpu.batch.round_graphs import RoundGraphs
@@ -40,9 +41,6 @@ MIN_SPAN_PAGES = 32  # of a text that passes read at the least
 SPAN_FACTOR = 4  # between the numbers of pages that captured passes read
 PENDING = (1, 2, 4, 8, MAX_BACKLOG)  # tokens of each text that a captured pass takes in
 LESSONS = 0.3  # share of the rounds with drafts from which acceptance is learned
-SHARED_ROWS = 128  # rows of a verify pass that waiting prompts may take
-SHARING_TOKENS = 256  # if more tokens of prompts wait, they get a pass of their own
-CAPTURE_SHARE = 0.25  # a shared pass is captured once its absence has cost this share of the capture's time
 EAGER_LESSONS = 8  # the first of them follow each other
 MAX_WORKS = 2  # that wait for spare time
 GRANTED_PAGES = 4  # that a text gets in advance, so that its page table seldom changes
@@ -82,14 +80,6 @@ class Launched(NamedTuple):
     start: DeviceEvent
     drafted: DeviceEvent
     end: DeviceEvent
-
-
-class Prefill(NamedTuple):
-    """A chunk of prompts that the target processes."""
-
-    chunk: Chunk | None  # None: the prompts that end are known already
-    ended: list[Prompt]
-    started: DeviceEvent
 
 
 class GpuBatchRunner:
@@ -140,13 +130,7 @@ class GpuBatchRunner:
         self._rounds_with_room = 0  # until a text may need more pages
         self._follows_at_once = False  # whether the next round follows the last one without anything between
         self._last_end: DeviceEvent | None = None  # of the round that was collected last
-        self._prompts = PromptQueue()
-        self._prompt_passes: list[tuple[DeviceEvent, DeviceEvent]] = []  # start and end, since the last round
-        self.rehearses_sharing = False  # whether rounds are launched as if prompts shared their verify passes
-        self._own_pass = False  # whether the next prompts get a pass of their own
-        self._lost = 0.0  # seconds, because a shared pass was not captured
-        self._waiting: dict[int, Sequence] = {}  # texts whose prompts are not processed yet, by seat
-        self._prefill_events: dict[Sequence, DeviceEvent] = {}  # the start of their prefill, until the first Step
+        self.prefill = Prefill(self.state, self.target, self.drafter, self._event)
 
     def suits(self, sequence: Sequence) -> bool:
         """Whether this runner can decode this text: its policy is the budget's, and it draws on the device."""
@@ -211,54 +195,30 @@ class GpuBatchRunner:
         return sum(weight._version for weight in self.gpu_target.weights if not weight.is_inference())
 
     def _seat(self, text: Sequence) -> None:
-        """Give a text pages and a seat to wait at until its prompt is processed."""
-        tokens = list(text.tokens)
-        seat = next(seat for seat in range(self.state.seats, self.state.rows) if seat not in self._waiting)
-        known = self.pool.find(tokens[:-1])
+        """Give a text pages, and queue its prompt."""
+        known = self.pool.find(text.tokens[:-1])
         try:
             pages = known + self._take(text, len(known))
         except MemoryError:
             self.pool.release(known)
             raise
-        self._pages[text], self._waiting[seat] = pages, text
+        self._pages[text] = pages
         self._changed.add(text)
-        self.state.set_pages(seat, pages)
-        self.state.set_sampling(seat, text.params)
-        self._prompts.add(Prompt(seat, tokens, pages, max(len(known) * PAGE_TOKENS - 1, 0)))
+        self.prefill.add(text, pages, len(known))
 
     @torch.inference_mode()
     def prefill_all(self) -> None:
         """Process the prompts of all texts that have joined."""
-        while self._prompts:
-            self._prefill()
+        while self.prefill:
+            self._admit(self.prefill.run())
 
-    def _prefill(self) -> None:
-        """Process the next chunk of the waiting prompts; texts whose prompts end take part in the next round."""
-        self.state.send()
-        started = self._event()
-        chunk, ended = self._prompts.take()
-        if chunk is not None:
-            self.target.prefill(chunk)
-        self._finish(Prefill(chunk, ended, started), started)
-
-    def _finish(self, prefill: Prefill, began: DeviceEvent) -> None:
-        """Let the drafter process what the target has; the texts of prompts that ended take part in the next round.
-
-        Passes over the prompts alone began at `began`.
-        """
-        chunk, ended, started = prefill
-        self._follows_at_once = False
-        if chunk is not None:
-            if self.drafter is not None:
-                self.drafter.prefill(chunk, self.target.states_of(chunk))
-            self._prompt_passes.append((began, self._event()))
-            for part in chunk.parts:
-                self._prefill_events.setdefault(self._waiting[part.prompt.seat], started)
-        goals = [*range(len(self.texts), len(self.texts) + len(ended))]
-        self.state.admit([prompt.seat for prompt in ended], goals, [prompt.tokens for prompt in ended])
-        self._kind = None
-        for prompt in ended:
-            self.texts.append(text := self._waiting.pop(prompt.seat))
+    def _admit(self, ended: list[tuple[Prompt, Sequence]]) -> None:
+        """The prompts of these texts have ended: they take part in the next round."""
+        self._follows_at_once, self._kind = False, None
+        prompts, goals = [prompt for prompt, _ in ended], [*range(len(self.texts), len(self.texts) + len(ended))]
+        self.state.admit([prompt.seat for prompt in prompts], goals, [prompt.tokens for prompt in prompts])
+        for prompt, text in ended:
+            self.texts.append(text)
             self.pool.remember(prompt.tokens[:-1], prompt.pages)
             self._rounds_with_room = min(self._rounds_with_room, self._rounds_until_full(text))
         self.state.write(live=len(self.texts))
@@ -272,13 +232,8 @@ class GpuBatchRunner:
             if text not in self._pages:
                 continue
             pages = self._pages.pop(text)
-            self._prefill_events.pop(text, None)
             self._changed.discard(text)
-            if text in self._waiting.values():
-                seat = next(seat for seat, other in self._waiting.items() if other is text)
-                self._prompts.remove(seat)
-                del self._waiting[seat]
-            else:
+            if not self.prefill.remove(text):
                 done = len(text.tokens) - 1 - self.state.backlog  # tokens whose columns the drafter has, too
                 self.pool.remember(text.tokens[: max(done, 0)], pages)
                 seat = self.texts.index(text)  # which the last text takes
@@ -286,7 +241,6 @@ class GpuBatchRunner:
                 self.texts.pop()
                 seats.pop()
             self.pool.release(pages)
-        self._own_pass = self._own_pass and bool(self._prompts)
         self._set_span()
         moved = [(source, goal) for goal, source in enumerate(seats) if source != goal]
         self.state.move([source for source, _ in moved], [goal for _, goal in moved])
@@ -318,11 +272,10 @@ class GpuBatchRunner:
     @torch.inference_mode()
     def round(self) -> dict[Sequence, Outcome]:
         """Launch the next rounds, with a chunk of the waiting prompts, and return the Steps of the oldest."""
-        while self._prompts and (not self.texts or len(self._launched) < MAX_FLIGHT):
-            if self.texts and self._prompts.left <= SHARING_TOKENS and not self._own_pass:
-                break  # they share the next verify pass
-            self._prefill()
-            self._own_pass = False
+        while self.prefill and (not self.texts or len(self._launched) < MAX_FLIGHT):
+            if self.texts and self.prefill.may_share:
+                break  # with the next verify pass
+            self._admit(self.prefill.run())
             if self.texts:
                 break
         while self.texts and len(self._launched) < MAX_FLIGHT:
@@ -351,44 +304,19 @@ class GpuBatchRunner:
         elif self.drafter is not None and self._pending >= self.state.backlog:  # there is no room for one more
             graphs.take_in()
             self._pending = 0
-        drafted, prefill = self._event(), self._take_shared_prompts(sizes, graphs, now)
-        number, shared = self.work.results.expect(), prefill is not None and prefill.chunk is not None
+        drafted = self._event()
+        taken = self.prefill.share(sizes, graphs, lambda: self.costs.recent(now).verify(now.seats, 0))
+        number, shared = self.work.results.expect(), taken is not None and taken.chunk is not None
         graphs.run_verify(sizes, SHARED_ROWS if shared else 0)
         pages, times = [self._pages[text] for text in self.texts], (start, drafted, self._event())
         flags, texts = (cache.captures > captures, shared, self._follows_at_once), list(self.texts)
-        made = Launched(number, self._turn, texts, pages, now, sizes, *flags, self._prompt_passes, *times)
-        self._launched.append(made)
-        self._follows_at_once, self._prompt_passes = True, []
+        prompts = self.prefill.take_spans()
+        self._launched.append(Launched(number, self._turn, texts, pages, now, sizes, *flags, prompts, *times))
+        self._follows_at_once = True
         self._turn += SAMPLED if sizes.passes else 0
         self._pending = sizes.passes + 1 if sizes.passes else self._pending + 1
-        if prefill is not None:
-            self._finish(prefill, times[-1])
-
-    def _take_shared_prompts(self, sizes: Sizes, graphs: RoundGraphs, now: Situation) -> Prefill | None:
-        """The rows of waiting prompts that share the verify pass, if there are any; they are sent to the device.
-
-        A few rows cost less there than in a pass of their own. If the shared pass is not captured, they get their own
-        pass until the time lost this way justifies a capture.
-        """
-        if self.rehearses_sharing:
-            found = Prefill(Chunk([], 0, SHARED_ROWS), [], self._event())
-        elif self._prompts and self._prompts.left <= SHARING_TOKENS and self._may_share(sizes, graphs, now):
-            found = Prefill(*self._prompts.take(SHARED_ROWS), self._event())
-        else:
-            return None
-        if found.chunk is not None:
-            self.target.chunk.fill(found.chunk._replace(size=SHARED_ROWS))
-        return found
-
-    def _may_share(self, sizes: Sizes, graphs: RoundGraphs, now: Situation) -> bool:
-        """Whether the verify pass with prompts is captured, or its capture pays."""
-        if missing := graphs.missing_shared_seconds(sizes, SHARED_ROWS):
-            self._lost += self.costs.recent(now).verify(now.seats, 0)
-            if self._lost < CAPTURE_SHARE * missing:
-                self._own_pass = True
-                return False
-            self._lost = 0.0
-        return True
+        if taken is not None:
+            self._admit(self.prefill.finish(taken, times[-1]))
 
     def _graphs(self, seats: int) -> RoundGraphs:
         """The passes of the next round for this number of seats."""
@@ -511,7 +439,7 @@ class GpuBatchRunner:
             root, waited, late = text.tokens[-1], 0.0, text.late_text
             tokens = text.extend(drawn[:count])
             number = late.add(len(text.tokens) - text.prompt_length, text.finish is not None)
-            if self._prefill_events and (began := self._prefill_events.pop(text, None)) is not None:
+            if self.prefill.started and (began := self.prefill.started.pop(text, None)) is not None:
                 waited = began.seconds_until(launched.start)
             step = steps[text] = BatchStep(found, seat, root, tokens, (late, number), text.finish, waited)
             if text.params.stop:

@@ -1,0 +1,130 @@
+"""Processes the prompts of requests that have joined: in passes of their own, or as rows of verify passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from windfall.engine.gpu.batch.chunks import Chunk, Prompt, PromptQueue
+from windfall.engine.gpu.batch.drafters import BatchDrafter
+from windfall.engine.gpu.batch.round_graphs import RoundGraphs
+from windfall.engine.gpu.batch.state import BatchState
+from windfall.engine.gpu.batch.target import BatchTarget
+from windfall.engine.gpu.pipeline import DeviceEvent
+from windfall.engine.sequence import Sequence
+from windfall.kernels.pages import PAGE_TOKENS
+from windfall.policies.budget import Sizes
+
+SHARED_ROWS = 128  # rows of a verify pass that waiting prompts may take
+SHARING_TOKENS = 256  # if more tokens of prompts wait, they get a pass of their own
+CAPTURE_SHARE = 0.25  # a shared pass is captured once its absence has cost this share of the capture's time
+
+
+class Taken(NamedTuple):
+    """Rows of prompts that the target processes next, and the prompts that end with them."""
+
+    chunk: Chunk | None  # None: the prompts that end are known already
+    ended: list[Prompt]
+    started: DeviceEvent
+
+
+class Prefill:
+    """The prompts that wait, and the texts that they belong to. A text waits at a seat until its prompt has ended."""
+
+    def __init__(
+        self,
+        state: BatchState,
+        target: BatchTarget,
+        drafter: BatchDrafter | None,
+        event: Callable[[], DeviceEvent],
+    ):
+        """`event` marks the present point of the stream."""
+        self._state, self._target, self._drafter, self._event = state, target, drafter, event
+        self.prompts = PromptQueue()
+        self.rehearses_sharing = False  # whether rounds are launched as if prompts shared their verify passes
+        self.started: dict[Sequence, DeviceEvent] = {}  # the start of each text's prefill, until its first Step
+        self._texts: dict[int, Sequence] = {}  # by seat
+        self._spans: list[tuple[DeviceEvent, DeviceEvent]] = []  # of passes since `take_spans`
+        self._own_pass = False  # whether the next prompts get a pass of their own
+        self._lost = 0.0  # seconds, because a shared pass was not captured
+
+    def __len__(self) -> int:
+        """The number of prompts that wait."""
+        return len(self.prompts)
+
+    def add(self, text: Sequence, pages: list[int], known_pages: int) -> None:
+        """Queue a text. The KV cache holds its first pages already."""
+        seat = next(seat for seat in range(self._state.seats, self._state.rows) if seat not in self._texts)
+        self._texts[seat] = text
+        self._state.set_pages(seat, pages)
+        self._state.set_sampling(seat, text.params)
+        self.prompts.add(Prompt(seat, list(text.tokens), pages, max(known_pages * PAGE_TOKENS - 1, 0)))
+
+    def remove(self, text: Sequence) -> bool:
+        """Forget a text; False if it does not wait."""
+        self.started.pop(text, None)
+        seat = next((seat for seat, other in self._texts.items() if other is text), None)
+        if seat is None:
+            return False
+        del self._texts[seat]
+        self.prompts.remove(seat)
+        self._own_pass = self._own_pass and bool(self.prompts)
+        return True
+
+    @property
+    def may_share(self) -> bool:
+        """Whether the prompts that wait may share a verify pass."""
+        return self.prompts.left <= SHARING_TOKENS and not self._own_pass
+
+    def run(self) -> list[tuple[Prompt, Sequence]]:
+        """Process the next prompts in a pass of their own; returns those that end, and their texts."""
+        self._state.send()
+        started, self._own_pass = self._event(), False
+        chunk, ended = self.prompts.take()
+        if chunk is not None:
+            self._target.prefill(chunk)
+        return self.finish(Taken(chunk, ended, started), started)
+
+    def share(self, sizes: Sizes, graphs: RoundGraphs, pass_seconds: Callable[[], float]) -> Taken | None:
+        """Take the prompts that share the next verify pass, and send their rows to the device; None: there are none.
+
+        A few rows cost less there than in a pass of their own, which takes `pass_seconds`. If the shared pass is not
+        captured, they get their own pass until the time lost this way justifies a capture.
+        """
+        if self.rehearses_sharing:
+            found = Taken(Chunk([], 0, SHARED_ROWS), [], self._event())
+        elif self.prompts and self.prompts.left <= SHARING_TOKENS and self._captured(sizes, graphs, pass_seconds):
+            found = Taken(*self.prompts.take(SHARED_ROWS), self._event())
+        else:
+            return None
+        if found.chunk is not None:
+            self._target.chunk.fill(found.chunk._replace(size=SHARED_ROWS))
+        return found
+
+    def _captured(self, sizes: Sizes, graphs: RoundGraphs, pass_seconds: Callable[[], float]) -> bool:
+        """Whether the verify pass with prompts is captured, or its capture pays."""
+        if missing := graphs.missing_shared_seconds(sizes, SHARED_ROWS):
+            self._lost += pass_seconds()
+            if self._lost < CAPTURE_SHARE * missing:
+                self._own_pass = True
+                return False
+            self._lost = 0.0
+        return True
+
+    def finish(self, taken: Taken, began: DeviceEvent) -> list[tuple[Prompt, Sequence]]:
+        """Let the drafter process what the target has; returns the prompts that have ended, and their texts.
+
+        Passes over these prompts alone began at `began`.
+        """
+        if taken.chunk is not None:
+            if self._drafter is not None:
+                self._drafter.prefill(taken.chunk, self._target.states_of(taken.chunk))
+            for part in taken.chunk.parts:
+                self.started.setdefault(self._texts[part.prompt.seat], taken.started)
+            self._spans.append((began, self._event()))
+        return [(prompt, self._texts.pop(prompt.seat)) for prompt in taken.ended]
+
+    def take_spans(self) -> list[tuple[DeviceEvent, DeviceEvent]]:
+        """Start and end of all passes over prompts since the last call."""
+        spans, self._spans = self._spans, []
+        return spans
