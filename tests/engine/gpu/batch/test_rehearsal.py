@@ -1,4 +1,4 @@
-"""A GPU that prepares for batches: later rounds find their graphs, and nothing else changes."""
+"""A GPU that prepares for batches: later passes find their graphs, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import pytest
 from helpers.gpu import engine
 from helpers.tiny import prompt
 from windfall import registry
-from windfall.engine.gpu.batch.runner import SHARED_ROWS
+from windfall.engine.gpu.batch.prefill import SHARED_ROWS
 from windfall.engine.gpu.graphs import GraphCache, Key
 
 
 @pytest.mark.parametrize("policy", ["none", "chain", "auto"])
-def test_later_rounds_find_their_graphs(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_passes_find_their_graphs(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Key] = []
     run = GraphCache.run
     monkeypatch.setattr(GraphCache, "run", lambda self, key, work: (runs.append(key), run(self, key, work)))
@@ -23,8 +23,7 @@ def test_later_rounds_find_their_graphs(policy: str, monkeypatch: pytest.MonkeyP
     assert {key[2] for key in prepared if key[0] in ("step", "verify")} == {0, SHARED_ROWS}
     runs.clear()
     found = device.generate_batch([prompt(9), prompt(12)], max_new_tokens=12, eos=())
-    rounds = {key for key in runs if "prefill" not in str(key[0])}
-    assert rounds and rounds <= prepared
+    assert {*runs} <= prepared and {"batch prefill", "admit"} <= {key[0] for key in runs}
     device.policy = registry.policy("none")
     wanted = device.generate_batch([prompt(9), prompt(12)], max_new_tokens=12, eos=())
     assert [each.token_ids for each in found] == [each.token_ids for each in wanted]

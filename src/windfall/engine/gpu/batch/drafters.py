@@ -67,9 +67,18 @@ class BatchDrafter:
     def prefill(self, chunk: Chunk, states: Tensor | None) -> None:
         """Add the columns of a chunk that the target has processed."""
         self.chunk.fill(chunk, self.first)
-        key = ("batch draft prefill", chunk.size, chunk.alone, self.state.span, self.state)
         self._take(chunk, states)
-        self.batch.gpu_target.graph_cache.run(key, partial(self._run_chunk, chunk.size, chunk.alone))
+        self._prefill(chunk.size, chunk.alone)
+
+    def capture_prefill(self, size: int) -> None:
+        """Capture the passes over chunks of this size, with rows of one request and of several."""
+        self.chunk.fill(Chunk([], 0, size), self.first)
+        for alone in (False, True):
+            self._prefill(size, alone)
+
+    def _prefill(self, size: int, alone: bool) -> None:
+        key = ("batch draft prefill", size, alone, self.state.span, self.state)
+        self.batch.gpu_target.graph_cache.run(key, partial(self._run_chunk, size, alone))
 
     def _take(self, chunk: Chunk, states: Tensor | None) -> None:
         """Keep what later passes need of the target's states of a chunk."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
+
 from windfall.engine.gpu.batch.chunks import Chunk, Prompt, PromptQueue
 from windfall.engine.gpu.batch.drafters import BatchDrafter
 from windfall.engine.gpu.batch.round_graphs import RoundGraphs
 from windfall.engine.gpu.batch.state import BatchState
 from windfall.engine.gpu.batch.target import BatchTarget
 from windfall.engine.gpu.pipeline import DeviceEvent
+from windfall.engine.gpu.target import PREFILL_SIZES
 from windfall.engine.sequence import Sequence
 from windfall.kernels.pages import PAGE_TOKENS
 from windfall.policies.budget import Sizes
@@ -84,6 +87,14 @@ class Prefill:
         if chunk is not None:
             self._target.prefill(chunk)
         return self.finish(Taken(chunk, ended, started), started)
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture the passes over prompts; no request may run."""
+        for size in PREFILL_SIZES:
+            self._target.capture_prefill(size)
+            if self._drafter is not None:
+                self._drafter.capture_prefill(size)
 
     def share(self, sizes: Sizes, graphs: RoundGraphs, pass_seconds: Callable[[], float]) -> Taken | None:
         """Take the prompts that share the next verify pass, and send their rows to the device; None: there are none.

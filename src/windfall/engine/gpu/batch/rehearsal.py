@@ -22,6 +22,7 @@ def rehearse(runner: GpuBatchRunner, texts: Callable[[int], list[Sequence]]) -> 
     try:
         runner.learns = False
         runner.state.capture_seat_changes()
+        runner.prefill.capture()
         for place, seats in enumerate(reversed(levels)):
             usual = budget.usual_sizes(seats, ROUND_ROWS)
             runner.budget = Script(budget, TURNS * usual + _plain_rounds(runner, usual))

@@ -131,6 +131,7 @@ class GpuBatchRunner:
         self._follows_at_once = False  # whether the next round follows the last one without anything between
         self._last_end: DeviceEvent | None = None  # of the round that was collected last
         self.prefill = Prefill(self.state, self.target, self.drafter, self._event)
+        self._set_span()
 
     def suits(self, sequence: Sequence) -> bool:
         """Whether this runner can decode this text: its policy is the budget's, and it draws on the device."""

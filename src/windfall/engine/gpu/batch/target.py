@@ -48,8 +48,17 @@ class BatchTarget:
     def prefill(self, chunk: Chunk) -> None:
         """Process a chunk of prompts."""
         self.chunk.fill(chunk)
-        key = ("batch prefill", chunk.size, chunk.alone, self.state.span, self.state)
-        self.gpu_target.graph_cache.run(key, partial(self._run_chunk, chunk.size, chunk.alone))
+        self._prefill(chunk.size, chunk.alone)
+
+    def capture_prefill(self, size: int) -> None:
+        """Capture the passes over chunks of this size, with rows of one request and of several."""
+        self.chunk.fill(Chunk([], 0, size))
+        for alone in (False, True):
+            self._prefill(size, alone)
+
+    def _prefill(self, size: int, alone: bool) -> None:
+        key = ("batch prefill", size, alone, self.state.span, self.state)
+        self.gpu_target.graph_cache.run(key, partial(self._run_chunk, size, alone))
 
     def states_of(self, chunk: Chunk) -> Tensor | None:
         """The tapped states of the rows of the last processed chunk."""
