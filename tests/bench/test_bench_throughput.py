@@ -103,6 +103,13 @@ def part(time: float, tokens: int, rows: int = 1, passes: int = 0, seconds: floa
     return Part(time, tokens, rows, passes, Split(seconds, seconds))
 
 
+def test_passes_over_prompts_are_no_rest() -> None:
+    split = Split(draft=0.1, verify=0.2, policy=0.05, other=0.15, prompts=0.3)
+    assert split.total == pytest.approx(0.5) and split.passes == pytest.approx(0.6)
+    answer = Answer((1,), 0.0, 1.0, (Part(1.0, 1, 1, 1, split),))
+    assert figures([Run([answer], [(0.0, 1.0)])])["rest_share"] == pytest.approx(0.4)
+
+
 def test_steps_with_the_same_times_are_one_round() -> None:
     one = Answer((1, 2, 3), 0.0, 2.0, (part(1.0, 1, 4, 2, 0.2), part(2.0, 2, 3, 1)))
     other = Answer((4, 5), 0.5, 2.01, (part(1.01, 1, 2, 1, 0.2), part(2.01, 1, 5, 0)))

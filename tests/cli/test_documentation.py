@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def tables(page: str) -> dict[str, list[str]]:
 
 
 def properties(cls: type) -> set[str]:
-    return {name for name, value in vars(cls).items() if isinstance(value, property)}
+    return {name for name, value in vars(cls).items() if isinstance(value, property | cached_property)}
 
 
 def test_every_parameter_of_load_is_documented_in_its_order() -> None:

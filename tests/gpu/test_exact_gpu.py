@@ -40,7 +40,7 @@ def model(request: pytest.FixtureRequest) -> Any:
     return made.cuda()
 
 
-ROWS = (1, 2, 7, 16, 17, 32, 33, 64, 65, 96, 128, 200, 320, 512)
+ROWS = (1, 2, 7, 16, 17, 32, 33, 64, 65, 96, 128, 160, 200, 256, 320, 384, 512, 640)
 
 
 @pytest.mark.parametrize(

@@ -21,14 +21,15 @@ def check_pages(
     dtype: torch.dtype,
     device: str = "cpu",
     prompts: tuple[int, ...] = (),
+    heads: int = 6,
     **options: Any,
 ) -> None:
     """Requests with these committed lengths have these numbers of rows each: trees, or chains.
 
-    `prompts`: requests whose rows are chains in any case, and count as committed.
+    `prompts`: requests whose rows are chains in any case, and count as committed. `heads` of queries; two have keys.
     """
     torch.manual_seed(sum(lengths))
-    heads, shared, width, padding = 6, 2, 16, 3
+    shared, width, padding = 2, 16, 3
     requests, total = len(lengths), sum(rows)
     wide = max(-(-(length + n) // PAGE_TOKENS) for length, n in zip(lengths, rows, strict=True))
     pages = torch.randperm(requests * wide + 2)[: requests * wide].view(requests, wide).int()
@@ -42,7 +43,7 @@ def check_pages(
         own, tree = torch.randn(2, shared, length + n, width).to(dtype), random_tree(n, seed=n)
         branches = trees and owner not in prompts
         depth, mask = torch.arange(n), torch.ones(n, n).tril() > 0
-        if branches:  # children follow their parents, in any order
+        if branches:  # depth first, so that later rows may be less deep
             order = torch.tensor(sorted(range(n), key=lambda node: tree.mask()[node].nonzero().flatten().tolist()))
             depth, mask = tree.depth[order], tree.mask()[order][:, order]
         there = pages[owner].long()[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)
@@ -59,7 +60,8 @@ def check_pages(
         given = (x.to(device) for x in (queries[row : row + n], *own, torch.tensor([length]), length + depth + 1))
         alone.append(path_attention(*given, None if lines is None else lines.to(device), **options))
         row += n
-    tiles = tiles_of(owners, tile_rows(heads // shared), max_tiles(len(owners), requests + 1, tile_rows(3)))
+    most = tile_rows(heads // shared)
+    tiles = tiles_of(owners, most, max_tiles(len(owners), requests + 1, most))
     known = [ALL_COMMITTED if owner in prompts else length for owner, length in enumerate(lengths)]
     batch = Pages(owners.int(), torch.tensor(known), pages, tiles)
     made = attend(queries, cache, reach, lineage if trees else None, batch, device, options)

@@ -39,6 +39,14 @@ def test_programs_that_share_the_parts_of_a_tile(trees: bool, monkeypatch: pytes
     check_pages([130, 200, 5], [4, 2, 1], trees, HALF)
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["rows apart", "fused"])
+def test_programs_with_rows_of_several_paths_and_requests(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program has up to sixteen rows, each with one query."""
+    monkeypatch.setattr("windfall.kernels.triton.path_attention.FUSED_ROWS", fused)
+    monkeypatch.setattr("windfall.kernels.triton.path_attention.BATCH_ROW_PROGRAMS", 4)
+    check_pages([70, 3, 130], [17, 9, 2], True, HALF, heads=2)
+
+
 def test_far_parts() -> None:
     check_pages([1100, 30], [2, 1], True, HALF)
 

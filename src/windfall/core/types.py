@@ -206,7 +206,7 @@ class Split(NamedTuple):
     @property
     def total(self) -> float:
         """Of the cycle itself, without passes over prompts."""
-        return sum(self) - self.prompts
+        return self.draft + self.verify + self.policy + self.other
 
     @property
     def passes(self) -> float:

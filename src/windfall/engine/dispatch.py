@@ -111,7 +111,7 @@ class Dispatcher:
         """Free the memory of the runner for batches: that of another one may be a share of what is free."""
         old, self._batch = self._batch, None
         if old is not None and not isinstance(old[2], str):
-            old[2].gpu_target.graph_cache.forget(old[2].state)
+            old[2].close()
             del old
             if self.target.device.type == "cuda":
                 torch.cuda.empty_cache()

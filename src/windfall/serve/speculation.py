@@ -42,6 +42,7 @@ class Seconds(BaseModel):
     verify: float
     policy: float
     other: float
+    prompts: float
 
 
 class Cycle(BaseModel):

@@ -20,9 +20,9 @@ from windfall import registry
 from windfall.costs.acceptance import Calibrator
 from windfall.engine.engine import Generation
 from windfall.engine.gpu.cycle import Cycle, PassPredictor
+from windfall.engine.gpu.events import DeviceEvent
 from windfall.engine.gpu.graphs import GraphCache
 from windfall.engine.gpu.mailbox import Mailbox
-from windfall.engine.gpu.pipeline import DeviceEvent
 from windfall.engine.gpu.transfer import PackedBuffer
 
 SHAPED: dict[str, dict[str, Any]] = {"static": {}, "sequoia": {"nodes": 16, "depth": 4}}

@@ -43,9 +43,10 @@ from windfall.drafters.lm import LMDrafter
 from windfall.engine.engine import Engine, Generation
 from windfall.engine.gpu.cycle import MAX_DRAFT_PASSES
 from windfall.engine.gpu.drafters import drafter_form
+from windfall.engine.gpu.events import DeviceEvent
 from windfall.engine.gpu.forward import Pass
 from windfall.engine.gpu.graphs import GraphCache, Key
-from windfall.engine.gpu.pipeline import DeviceEvent, Pipeline
+from windfall.engine.gpu.pipeline import Pipeline
 from windfall.engine.gpu.target import MAX_VERIFY_ROWS, VERIFY_SIZES
 from windfall.engine.gpu.timing import costs
 from windfall.model.target import Target

@@ -79,4 +79,6 @@ def engine_server(engine: Engine, temperature: float) -> Serve:
 def _checked(found: tuple[int, float, Handle] | Exception) -> tuple[int, float, Handle]:
     if isinstance(found, Exception):
         raise found
+    if found[2].finish_reason is None:
+        found[2].result()  # raises the error
     return found

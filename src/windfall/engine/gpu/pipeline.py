@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
-
 from windfall.core.types import Split, Step, Verdict
 from windfall.engine.gpu.cycle import Cycle
 from windfall.engine.gpu.drafters import ChildSampler
+from windfall.engine.gpu.events import DeviceEvent, current_stream
 from windfall.engine.gpu.graphs import Key
 from windfall.engine.gpu.target import sampling_key
 from windfall.engine.gpu.tree import read_results
@@ -300,37 +299,3 @@ class Pipeline:
         self._last_collected = cycle.end
         policy = min(cycle.decision_seconds, draft)
         return Split(draft - policy, verify, policy, other=max(total - draft - verify, 0.0))
-
-
-class DeviceEvent:
-    """A CUDA event; on a CPU, a time of the host's clock."""
-
-    def __init__(self, device: torch.device):
-        self._time = 0.0
-        self._cuda_event: Any = None
-        if device.type == "cuda":  # creating one takes longer than recording it
-            self._cuda_event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-    def record(self, stream: Any) -> DeviceEvent:
-        """Mark this point of the stream; an earlier mark is lost."""
-        self._time = time.perf_counter()
-        if self._cuda_event is not None:
-            self._cuda_event.record(stream)
-        return self
-
-    def wait(self) -> None:
-        if self._cuda_event is not None:
-            self._cuda_event.synchronize()
-
-    def done(self) -> bool:
-        return self._cuda_event is None or bool(self._cuda_event.query())
-
-    def seconds_until(self, other: DeviceEvent) -> float:
-        if self._cuda_event is None or other._cuda_event is None:
-            return other._time - self._time
-        return 0.0 if self is other else float(self._cuda_event.elapsed_time(other._cuda_event)) / 1000
-
-
-def current_stream(device: torch.device) -> Any:
-    """The current CUDA stream; asking for it takes longer than recording an event."""
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None

@@ -29,7 +29,8 @@ FEW_TILES = 264  # of 64 outputs and 64 rows each: two for each multiprocessor
 MANY_OUTPUTS = 16_384  # from here on, tiles of 256 outputs still occupy all multiprocessors
 PREFETCHED_BYTES = 2**23  # of a weight, requested while the previous kernel still runs
 MIN_PREFETCHED, MAX_PREFETCHED = 256, 1024  # elements of K that are requested early, in each segment
-SHORT_K, LONG_K = 1024, 8192  # loops over fewer elements are too short for large tiles; over more, they pay
+SHORT_K = 1024  # loops over fewer elements are too short for large tiles
+LONG_K = 8192  # loops over more have one stage more
 
 
 class Tile(NamedTuple):
@@ -173,7 +174,7 @@ def _small_tile(rows: int, outputs: int, k: int, long: int) -> Tile:
 
 
 def _large_tile(rows: int, outputs: int, k: int, long: int) -> Tile:
-    """The tile for more than 64 rows. Where rows do not fill a tile, loads are slow."""
+    """The tile for more than 64 rows, by the fastest ones in benchmarks/products.py --tiles."""
 
     def programs(tile: Tile) -> int:
         return -(-outputs // tile.outputs) * -(-rows // tile.rows)

@@ -7,7 +7,7 @@ of the row's ancestors, or on the capacity. Multiply-adds are not fused, since t
 them differently.
 
 Where all rows find their keys in the same slots, a program computes adjacent parts for a tile of rows. In the parts in
-which paths differ, a program computes its rows one after the other. The program with a row's first parts merges its own
+which paths differ, a program computes one path after the other. The program with a row's first parts merges its own
 parts as it goes. Others store theirs, and the last program to finish merges what was stored.
 
 In a batch, the committed keys of a request lie in pages, which its page table lists. A block of keys is never longer
@@ -233,10 +233,12 @@ def _path_slots(
 def _turns(lineage, lineage_row, node, first_row, rows, depth, live, ROWS: tl.constexpr):
     """In which turns a program computes the parts in which its rows' paths differ.
 
-    Rows of one path share a turn, since the last of them finds the keys of all. Returns the place of this last row for
-    each row [M], the places of all last rows, four bits for each turn, and the number of turns. depth [M]: keys of each
-    row's path that are not committed.
+    A slot holds the key of one row, so a path that has the slot of a row has the whole path of this row. Rows of one
+    path therefore share a turn, and read the slots of its last row. Returns the place of this last row for each row
+    [M], the places of all last rows, four bits for each turn, and the number of turns. depth [M]: keys of each row's
+    path that are not committed.
     """
+    tl.static_assert(ROWS <= 16)
     staged = live & (depth > 0)
     own = tl.load(lineage + node.to(tl.int64) * lineage_row + depth - 1, mask=staged, other=-1)
     last = node - first_row
@@ -302,13 +304,13 @@ def _attend_rows(
         total = tl.zeros([BLOCK_M, ONES], tl.float32)
         sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for turn in tl.range(0, turns, num_stages=1):
-            tip = (places >> (4 * turn) & 15).to(tl.int32)
-            active = own & (last == tip)  # other rows do not change in this turn
+            path_end = (places >> (4 * turn) & 15).to(tl.int32)
+            active = own & (last == path_end)  # other rows do not change in this turn
             start, end = _limits(part, active, reach, oldest, BLOCK_N)
-            line = lineage + (first_row + tip) * lineage_row
+            line = lineage + (first_row + path_end) * lineage_row
             table = tables
             if PAGED:
-                length, table = _request_of(first_row + tip, owners, lengths, tables, table_row)
+                length, table = _request_of(first_row + path_end, owners, lengths, tables, table_row)
             for at in tl.range(start, end, BLOCK_N):
                 slot = _path_slots(at, end, line, length, table, PAGED, PAGE, BLOCK_N)
                 top, total, sums = _block_step(
@@ -414,10 +416,10 @@ def _attend_tile(
             part, top, total, sums = _begin_block(at, top, total, sums)
             mine = own & (first_part <= part) & (part <= last_part)
             for turn in tl.range(0, turns, num_stages=STAGES):
-                tip = (places >> (4 * turn) & 15).to(tl.int32)
-                active = mine & (last == tip)  # other rows do not change in this turn
+                path_end = (places >> (4 * turn) & 15).to(tl.int32)
+                active = mine & (last == path_end)  # other rows do not change in this turn
                 reached = tl.max(tl.where(active, reach, 0))
-                line = lineage + (first_row + tip) * lineage_row
+                line = lineage + (first_row + path_end) * lineage_row
                 slot = _path_slots(at, reached, line, length, table, PAGED, PAGE, BLOCK_N)
                 top, total, sums = _block_step(
                     q, keys, values, slot, at, reached, active, reach, oldest, scale, inner, top, total, sums, key_row,
@@ -457,7 +459,7 @@ def _attend_paths(
 ):  # fmt: skip
     """Program (key head, tile of rows), for the GROUP queries of the head.
 
-    The first `singles` programs compute the parts in which paths differ, each for SINGLE_ROWS rows, one after the
+    The first `singles` programs compute the parts in which paths differ, each for SINGLE_ROWS rows, one path after the
     other (0: the rows are a chain, or FUSED). In the other parts all rows of a request find their keys in the same
     slots: a program computes one of `stride` shares of adjacent parts for a tile. FUSED: it computes all parts of it.
     """
@@ -519,9 +521,12 @@ def _attend_paths(
         last = node
         places, turns = length.to(tl.int64) * 0, length * 0
         if not CHAIN or FUSED:
+            in_turns = live
+            if not FUSED:
+                in_turns = live & (tl.where(single, member, BLOCK_M) < BLOCK_M)
             last, places, turns = _turns(
                 lineage, lineage_row, node, first_row, tl.minimum(rows, nodes - first_row), reach - committed,
-                live & (single | FUSED), BLOCK_M // GROUP,
+                in_turns, BLOCK_M // GROUP,
             )  # fmt: skip
         pdl_wait(PDL)
         if not single:

@@ -247,6 +247,20 @@ def test_a_text_that_leaves_early_is_forgotten() -> None:
     assert not batch.runner._changed and not batch.runner.prefill.started
 
 
+def test_a_round_reports_the_passes_over_prompts_before_it() -> None:
+    """Also the drafter's part of those that shared the verify pass of the round before."""
+    batch = Batch(engine("llama", "eagle3", "beam", graphs=False), TREES)
+    texts = [batch.text(prompt(length, seed=length), max_new_tokens=LONG) for length in (40, 9)]
+    batch.runner.join(texts[:1])
+    found = [batch.runner.round()]
+    batch.runner.join(texts[1:])
+    found += [batch.runner.round() for _ in range(4)]
+    seconds = [next(iter(each.values())).seconds for each in found if each]  # type: ignore[union-attr]
+    later = next(place for place, each in enumerate(found) if texts[1] in each)
+    assert [each.prompts > 0 for each in seconds] == [place in (0, later) for place in range(5)]
+    assert all(each.passes == each.draft + each.verify + each.prompts for each in seconds)
+
+
 def test_sizes_are_not_prepared_for_texts_that_have_left() -> None:
     batch = Batch(engine("llama", "eagle3", "beam", graphs=False), TREES)
     text = batch.text(prompt(9))

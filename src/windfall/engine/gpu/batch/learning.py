@@ -36,6 +36,10 @@ class SpareTime:
         """Queue this work. It yields after each piece."""
         self._work.append(work)
 
+    def clear(self) -> None:
+        """Drop all work."""
+        self._work.clear()
+
     def use(self, waits: Callable[[], bool]) -> None:
         """Work as long as the host `waits`. Call this in every round."""
         now = time.perf_counter()

@@ -12,7 +12,7 @@ from windfall.engine.gpu.batch.drafters import BatchDrafter
 from windfall.engine.gpu.batch.round_graphs import RoundGraphs
 from windfall.engine.gpu.batch.state import BatchState
 from windfall.engine.gpu.batch.target import BatchTarget
-from windfall.engine.gpu.pipeline import DeviceEvent
+from windfall.engine.gpu.events import DeviceEvent, Events
 from windfall.engine.gpu.target import PREFILL_SIZES
 from windfall.engine.sequence import Sequence
 from windfall.kernels.pages import PAGE_TOKENS
@@ -34,15 +34,8 @@ class Taken(NamedTuple):
 class Prefill:
     """The prompts that wait, and the texts that they belong to. A text waits at a seat until its prompt has ended."""
 
-    def __init__(
-        self,
-        state: BatchState,
-        target: BatchTarget,
-        drafter: BatchDrafter | None,
-        event: Callable[[], DeviceEvent],
-    ):
-        """`event` marks the present point of the stream."""
-        self._state, self._target, self._drafter, self._event = state, target, drafter, event
+    def __init__(self, state: BatchState, target: BatchTarget, drafter: BatchDrafter | None, events: Events):
+        self._state, self._target, self._drafter, self._events = state, target, drafter, events
         self.prompts = PromptQueue()
         self.rehearses_sharing = False  # whether rounds are launched as if prompts shared their verify passes
         self.started: dict[Sequence, DeviceEvent] = {}  # the start of each text's prefill, until its first Step
@@ -82,7 +75,7 @@ class Prefill:
     def run(self) -> list[tuple[Prompt, Sequence]]:
         """Process the next prompts in a pass of their own; returns those that end, and their texts."""
         self._state.send()
-        started, self._own_pass = self._event(), False
+        started, self._own_pass = self._events.mark(), False
         chunk, ended = self.prompts.take()
         if chunk is not None:
             self._target.prefill(chunk)
@@ -103,9 +96,9 @@ class Prefill:
         captured, they get their own pass until the time lost this way justifies a capture.
         """
         if self.rehearses_sharing:
-            found = Taken(Chunk([], 0, SHARED_ROWS), [], self._event())
+            found = Taken(Chunk([], 0, SHARED_ROWS), [], self._events.mark())
         elif self.prompts and self.prompts.left <= SHARING_TOKENS and self._captured(sizes, graphs, pass_seconds):
-            found = Taken(*self.prompts.take(SHARED_ROWS), self._event())
+            found = Taken(*self.prompts.take(SHARED_ROWS), self._events.mark())
         else:
             return None
         if found.chunk is not None:
@@ -122,17 +115,17 @@ class Prefill:
             self._lost = 0.0
         return True
 
-    def finish(self, taken: Taken, began: DeviceEvent) -> list[tuple[Prompt, Sequence]]:
+    def finish(self, taken: Taken, own_start: DeviceEvent) -> list[tuple[Prompt, Sequence]]:
         """Let the drafter process what the target has; returns the prompts that have ended, and their texts.
 
-        Passes over these prompts alone began at `began`.
+        `own_start`: the start of the passes that only prompts take part in.
         """
         if taken.chunk is not None:
             if self._drafter is not None:
                 self._drafter.prefill(taken.chunk, self._target.states_of(taken.chunk))
             for part in taken.chunk.parts:
                 self.started.setdefault(self._texts[part.prompt.seat], taken.started)
-            self._spans.append((began, self._event()))
+            self._spans.append((own_start, self._events.mark()))
         return [(prompt, self._texts.pop(prompt.seat)) for prompt in taken.ended]
 
     def take_spans(self) -> list[tuple[DeviceEvent, DeviceEvent]]:

@@ -1,4 +1,4 @@
-"""Prepares a runner for the batches to come: it captures the graphs of the usual sizes, and measures their rounds."""
+"""Prepares a runner for the batches to come: it captures prefill passes and the usual rounds, and measures these."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def rehearse(runner: GpuBatchRunner, texts: Callable[[int], list[Sequence]]) -> 
     finally:
         runner.budget, runner.learns = budget, True
         runner.pool.clear()  # the made-up texts are of no further use
+        runner.prefill.take_spans()
 
 
 def _plain_rounds(runner: GpuBatchRunner, usual: list[Sizes]) -> list[Sizes]:

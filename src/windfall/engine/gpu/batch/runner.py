@@ -26,9 +26,9 @@ from windfall.engine.gpu.batch.round_graphs import RoundGraphs
 from windfall.engine.gpu.batch.state import MAX_BACKLOG, BatchState
 from windfall.engine.gpu.batch.target import BatchTarget, Kind
 from windfall.engine.gpu.cycle import kernel_rule
+from windfall.engine.gpu.events import DeviceEvent, Events
 from windfall.engine.gpu.forward import Unsupported
 from windfall.engine.gpu.fused import FusedForward
-from windfall.engine.gpu.pipeline import DeviceEvent, current_stream
 from windfall.engine.gpu.target import GpuTarget
 from windfall.engine.sequence import Sequence
 from windfall.kernels.pages import PAGE_TOKENS, pages_for, tile_rows
@@ -123,14 +123,14 @@ class GpuBatchRunner:
         self._chance = random.Random(0)
         self._spare_time = SpareTime()
         self._pending = 1  # an upper bound on the tokens of a text that the drafter has to take in
-        self._spare: list[DeviceEvent] = []
         self._versions = self._weight_versions()
         self._changed: set[Sequence] = set()  # texts whose acceptance the device does not know yet
         self._kind: Kind | None = None  # how the texts draw their tokens; None: others have come or gone
         self._rounds_with_room = 0  # until a text may need more pages
         self._follows_at_once = False  # whether the next round follows the last one without anything between
         self._last_end: DeviceEvent | None = None  # of the round that was collected last
-        self.prefill = Prefill(self.state, self.target, self.drafter, self._event)
+        self._events = Events(gpu_target.device)
+        self.prefill = Prefill(self.state, self.target, self.drafter, self._events)
         self._set_span()
 
     def suits(self, sequence: Sequence) -> bool:
@@ -143,6 +143,11 @@ class GpuBatchRunner:
     def busy(self) -> bool:
         """Whether texts run or wait for their prefill."""
         return bool(self._pages)
+
+    def close(self) -> None:
+        """Drop work that refers to this runner, so that its memory is free once nobody else does."""
+        self._spare_time.clear()
+        self.gpu_target.graph_cache.forget(self.state)
 
     # requests
 
@@ -299,17 +304,17 @@ class GpuBatchRunner:
         self.state.write(floor=sizes.floor, limits=sizes.per_request or MAX_ROUND_ROWS)
         self.state.send()
         sizes = sizes._replace(rows=round_rows(max(sizes.rows, now.seats)) if sizes.passes else now.seats)
-        captures, start = cache.captures, self._event()
+        captures, start = cache.captures, self._events.mark()
         if sizes.passes:
             graphs.run_drafts(sizes, rule)
         elif self.drafter is not None and self._pending >= self.state.backlog:  # there is no room for one more
             graphs.take_in()
             self._pending = 0
-        drafted = self._event()
+        drafted = self._events.mark()
         taken = self.prefill.share(sizes, graphs, lambda: self.costs.recent(now).verify(now.seats, 0))
         number, shared = self.work.results.expect(), taken is not None and taken.chunk is not None
         graphs.run_verify(sizes, SHARED_ROWS if shared else 0)
-        pages, times = [self._pages[text] for text in self.texts], (start, drafted, self._event())
+        pages, times = [self._pages[text] for text in self.texts], (start, drafted, self._events.mark())
         flags, texts = (cache.captures > captures, shared, self._follows_at_once), list(self.texts)
         prompts = self.prefill.take_spans()
         self._launched.append(Launched(number, self._turn, texts, pages, now, sizes, *flags, prompts, *times))
@@ -396,10 +401,6 @@ class GpuBatchRunner:
             span *= SPAN_FACTOR
         self.state.span = min(span, self.state.pages)
 
-    def _event(self) -> DeviceEvent:
-        event = self._spare.pop() if self._spare else DeviceEvent(self.gpu_target.device)
-        return event.record(current_stream(self.gpu_target.device))
-
     def _collect(self) -> dict[Sequence, Outcome]:
         launched, results = self._launched.pop(0), self.work.results
         block = results.arrays[results.wait(launched.number)]
@@ -415,9 +416,9 @@ class GpuBatchRunner:
             self._lessons += 1
             self._spare_time.add(self._learn_acceptance(found, launched))
         self._after_plain = not found.drafted
-        self._spare += [launched.start, launched.drafted]
+        self._events.give_back(launched.start, launched.drafted, *(ended for _, ended in launched.prompts))
         if self._last_end is not None:
-            self._spare.append(self._last_end)
+            self._events.give_back(self._last_end)
         self._last_end = launched.end
         return steps
 
