@@ -628,7 +628,7 @@ def test_time_between_steps_is_not_counted_as_drafting(
     if busy:
         monkeypatch.setattr(DeviceEvent, "done", lambda self: False)
     clock = FakeClock()
-    for module in ("pipeline", "runner"):
+    for module in ("events", "pipeline", "runner"):
         monkeypatch.setattr(f"windfall.engine.gpu.{module}.time", clock)
     made, split = engine("llama", "eagle3", policy, graphs=True), []
     for step in made.stream(prompt(), max_new_tokens=LENGTH, eos=()):

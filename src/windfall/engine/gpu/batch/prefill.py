@@ -49,7 +49,7 @@ class Prefill:
         return len(self.prompts)
 
     def add(self, text: Sequence, pages: list[int], known_pages: int) -> None:
-        """Queue a text. The KV cache holds its first pages already."""
+        """Queue a text. The KV cache has the keys and values of its first `known_pages` already."""
         seat = next(seat for seat in range(self._state.seats, self._state.rows) if seat not in self._texts)
         self._texts[seat] = text
         self._state.set_pages(seat, pages)
