@@ -39,6 +39,7 @@ class Simulation:
         self.calibrator = Calibrator()
         self.correction: Correction | None = None  # of the current text
         self.root = 0
+        self.first_pass_extra = 0.0  # seconds by which the first draft pass of a cycle exceeds its cost
 
     def cycle(self, policy: TreePolicy) -> tuple[float, float, Step]:
         """Expected tokens and seconds of one cycle; what the policy learns from is drawn."""
@@ -48,23 +49,23 @@ class Simulation:
             self.correction.shift if self.correction else 0.0,
         )
         context = Context(32, 64, 1.0, believed, self.calibrator, online_costs, shift)
-        tree, growth, seconds = DraftTree.root(self.root), Growth(policy, context), costs.overhead
+        tree, growth, drafting = DraftTree.root(self.root), Growth(policy, context), 0.0
         while (grow := growth.next(tree)) is not None:
-            taken = costs.draft(len(grow.nodes))
+            taken = costs.draft(len(grow.nodes)) + (self.first_pass_extra if len(tree) == 1 else 0.0)
             if online_costs:
                 online_costs.record_drafts([len(grow.nodes) if len(tree) > 1 else 0], taken * self._disturbance())
             tree = self.drafter.expand(tree, grow)
-            seconds += taken
+            drafting += taken
         keep = policy.select(tree, context)
         kept = tree.select(keep)
         taken = costs.verify(len(kept), context.length)
         if online_costs:
             online_costs.record_verify(len(kept), context.length, taken * self._disturbance())
-        seconds += taken
+        seconds = costs.overhead + drafting + taken
         tokens = self.expected(kept)
         verdict = walk(kept, lambda node: self.draw(int(kept.tokens[node])))
         emitted = (*kept.tokens[verdict.path[1:]].tolist(), verdict.bonus)
-        step = Step(emitted, "", kept, verdict.path, tree, keep, growth.passes, Split(verify=seconds))
+        step = Step(emitted, "", kept, verdict.path, tree, keep, growth.passes, Split(drafting, seconds - drafting))
         policy.observe(step)
         if self.correction:
             self.correction.observe(step, self.calibrator)

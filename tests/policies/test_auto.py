@@ -212,3 +212,16 @@ def test_a_confident_drafter_that_is_wrong_in_one_text_gets_fewer_rows() -> None
         policy = registry.policy("auto")
         rows[corrected] = sum(len(simulation.cycle(policy)[2].tree) for _ in range(60))
     assert rows[True] < 0.7 * rows[False], rows
+
+
+def test_trials_become_rarer_if_they_take_longer_than_a_usual_pass() -> None:
+    """The drafter first takes in the tokens since its last pass. A single slow pass must not end drafting for good."""
+    target = torch.zeros(24, 24).scatter_(1, (torch.arange(24)[:, None] + 1) % 24, 1.0)
+    draft = torch.full((24, 24), 1 / 23).scatter_(1, (torch.arange(24)[:, None] + 1) % 24, 0.0)
+    passes = {}
+    for extra in (0.0, 0.2, 9.0):
+        simulation, policy = Simulation(target, draft, Costs.simple(0.1, (1, 64), (1.0, 30.0))), registry.policy("auto")
+        simulation.first_pass_extra = extra
+        later = [simulation.cycle(policy)[2].draft_passes for _ in range(800)][200:]
+        passes[extra] = sum(later)
+    assert passes[0.0] > 2 * passes[0.2] and passes[0.2] > passes[9.0] > 5, passes

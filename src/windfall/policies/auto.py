@@ -27,6 +27,7 @@ MAX_WIDTH = 32  # nodes expanded in one pass
 FIRST_ROWS = 3  # rows that a new drafter may fill; one more for every three verified nodes
 RECENT_CYCLES = 16  # over which the time for decisions is averaged
 EXPLORATION_SHARE = 0.01  # share of the time that may be spent on drafts that should not pay
+MAX_TRIAL_PASSES = 4  # usual first passes that a trial may be taken to cost
 MIN_EXPLORED_VALUE = 0.03  # rows worth at least this share of their price may be measured
 
 
@@ -51,6 +52,8 @@ class Auto(TreePolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._plain_seconds = 0.0  # of plain decoding since drafting was last tried
+        self._trial = False  # whether the first draft pass of this cycle should not pay
+        self._trial_seconds = 0.0  # of the last such pass: the drafter first takes in the tokens since its last pass
         self._decision_seconds = 0.0  # recent mean over cycles that drafted
         self._cycle: Cycle | None = None
         self._curves: dict[int, list[float]] = {}
@@ -117,6 +120,9 @@ class Auto(TreePolicy):
         self._ctx = ctx if ctx.requests == 1 else None  # the seconds of a shared round say nothing about one text
 
     def observe(self, step: Step) -> None:
+        if self._trial and step.draft_passes == 1 and not step.recorded:
+            self._trial_seconds = step.seconds.draft
+        self._trial = False
         if self._ctx is not None:
             self._stats.learn(step, self._ctx)
         elif step.draft_passes and not step.recorded:
@@ -136,10 +142,16 @@ class Auto(TreePolicy):
             return chosen
         if cycle.expanded:
             return None
-        if chosen and self._plain_seconds * EXPLORATION_SHARE >= cycle.seconds(1):
-            self._plain_seconds = 0.0  # explore
+        if chosen and self._plain_seconds * EXPLORATION_SHARE >= self._trial_price(cycle):
+            self._plain_seconds, self._trial = 0.0, True
             return chosen
-        return [0] if self._tries_drafting(cycle, ctx.online_costs) else None
+        self._trial = self._tries_drafting(cycle, ctx.online_costs)
+        return [0] if self._trial else None
+
+    def _trial_price(self, cycle: Cycle) -> float:
+        """Seconds of a draft pass after cycles without one."""
+        usual = cycle.seconds(1)
+        return min(max(usual, self._trial_seconds), MAX_TRIAL_PASSES * usual)
 
     def _measures_plain(self, ctx: Context) -> bool:
         """Whether to decode this cycle plainly, to measure the time that every speed-up is compared with."""
@@ -151,7 +163,7 @@ class Auto(TreePolicy):
         """Whether to draft although it should not pay, because its cost has not been measured recently."""
         if online_costs is None or (online_costs.knows_draft_costs and online_costs.next_stale_size(1) != 2):
             return False
-        return online_costs.try_spend(cycle.seconds(1))
+        return online_costs.try_spend(self._trial_price(cycle))
 
     def select(self, tree: DraftTree, ctx: Context) -> Tensor:
         if self._follows_plan:
