@@ -39,10 +39,10 @@ run() {
 }
 
 throughput() {
-	local name=$1
-	shift
+	local name=$1 limit=$2
+	shift 2
 	run "$name" "$PY" -m windfall bench throughput $TARGET --concurrency 1,2,4,8,16,32,64,128 --methods $BATCH_METHODS \
-		--tasks "$TASKS" --limit 40 --arrivals stream --temperature 0 --out "$OUT/$name.json" "$@"
+		--tasks "$TASKS" --limit "$limit" --arrivals stream --temperature 0 --out "$OUT/$name.json" "$@"
 }
 
 for stage in "${STAGES[@]}"; do
@@ -58,8 +58,8 @@ for stage in "${STAGES[@]}"; do
 	texts) run $stage "$PY" benchmarks/exact.py "$@" $TARGET --limit 40 --texts --modes exact --json "$json" ;;
 	texts-fp16) run $stage "$PY" benchmarks/exact.py "$@" $TARGET --limit 7 --dtype float16 --texts --modes exact --json "$json" ;;
 	batch-texts) run $stage "$PY" benchmarks/batch_texts.py "$@" $TARGET --limit 40 --json "$json" ;;
-	throughput) throughput $stage --rounds 2 ;;
-	throughput-8b) throughput $stage --rounds 1 --limit 16 --widen llama-3.1-8b --no-hf ;;
+	throughput) throughput $stage 40 --rounds 2 ;;
+	throughput-8b) throughput $stage 16 --rounds 1 --widen llama-3.1-8b --no-hf ;;
 	soak) run $stage "$PY" benchmarks/soak.py $TARGET --pages --max-requests 64 --tokens 240 --kv-memory 250MB --json "$json" ;;
 	*) echo "no stage $stage" && failed=$((failed + 1)) ;;
 	esac

@@ -175,11 +175,14 @@ class Scheduler:
         over: list[Request] = []
         for request in self._running:
             outcome = outcomes.get(request.sequence)
+            if outcome is None:
+                continue
             if isinstance(outcome, Exception):
                 failed.append((request, outcome))
-            elif outcome is not None:
-                steps.append((request, outcome))
-            if isinstance(outcome, Exception) or (outcome is not None and outcome.finish):
+                over.append(request)
+                continue
+            steps.append((request, outcome))
+            if outcome.finish:
                 over.append(request)
         self._drop(over)
         now = time.perf_counter()

@@ -14,7 +14,7 @@ class DeviceEvent:
     def __init__(self, device: torch.device):
         self._time = 0.0
         self._cuda_event: Any = None
-        if device.type == "cuda":  # creating one takes longer than recording it
+        if device.type == "cuda":
             self._cuda_event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     def record(self, stream: Any) -> DeviceEvent:
@@ -38,22 +38,25 @@ class DeviceEvent:
 
 
 class Events:
-    """Marks the current stream of a device. Making an event takes longer than recording it, so they are used again."""
+    """Marks points of a device's stream.
+
+    Recording an event takes less time than making one or asking for the stream, so events and stream are kept.
+    """
 
     def __init__(self, device: torch.device):
         self._device = device
         self._spare: list[DeviceEvent] = []
+        self.use_current_stream()
+
+    def use_current_stream(self) -> None:
+        """Mark the stream that is current now."""
+        self._stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
     def mark(self) -> DeviceEvent:
         """The present point of the stream."""
         event = self._spare.pop() if self._spare else DeviceEvent(self._device)
-        return event.record(current_stream(self._device))
+        return event.record(self._stream)
 
     def give_back(self, *events: DeviceEvent) -> None:
         """These events are not needed any more."""
         self._spare += events
-
-
-def current_stream(device: torch.device) -> Any:
-    """The current CUDA stream; asking for it takes longer than recording an event."""
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from windfall.core.types import Split, Step, Verdict
 from windfall.engine.gpu.cycle import Cycle
 from windfall.engine.gpu.drafters import ChildSampler
-from windfall.engine.gpu.events import DeviceEvent, current_stream
+from windfall.engine.gpu.events import DeviceEvent, Events
 from windfall.engine.gpu.graphs import Key
 from windfall.engine.gpu.target import sampling_key
 from windfall.engine.gpu.tree import read_results
@@ -54,8 +54,7 @@ class Pipeline:
         self._started: StartedCycle | None = None
         self._launched: list[LaunchedCycle] = []
         self._report_numbers: dict[int, int] = {}  # number of passes → number of their report in the mailbox
-        self._spare_events: list[DeviceEvent] = []
-        self._stream: Any = current_stream(cycle.gpu_target.device)
+        self._events = Events(cycle.gpu_target.device)
         self._prefill_start: DeviceEvent | None = None
         self.prefill_seconds = 0.0  # known after the first `collect`
         self._last_launched: DeviceEvent | None = None  # end of the last launched cycle
@@ -91,7 +90,7 @@ class Pipeline:
 
     def prefill(self) -> None:
         """Prefill the prompt."""
-        self._prefill_start = self._event()
+        self._prefill_start = self._events.mark()
         self.cycle.start(self.sequence.tokens)
 
     def launch_first_passes(self, ctx: Context) -> None:
@@ -100,7 +99,7 @@ class Pipeline:
         They run while the host collects an earlier cycle or waits for the caller. The time between the two launches
         does not count as drafting.
         """
-        self._started = self._start_cycle(self._start_event(), ctx)._replace(first_passes_end=self._event())
+        self._started = self._start_cycle(self._start_event(), ctx)._replace(first_passes_end=self._events.mark())
 
     def _start_cycle(self, start: DeviceEvent, ctx: Context) -> StartedCycle:
         cycle, plan, draft = self.cycle, self.cycle.plan, self.cycle.draft
@@ -122,14 +121,14 @@ class Pipeline:
     def launch(self, ctx: Context) -> None:
         """Launch another cycle, or the rest of one whose first passes are launched."""
         cycle, plan, gpu_target = self.cycle, self.cycle.plan, self.cycle.gpu_target
-        self._stream = current_stream(gpu_target.device)
+        self._events.use_current_stream()
         started, self._started = self._started or self._start_cycle(self._start_event(), ctx), None
         start, first_passes_end, (passes, _), columns, before = started
         drafting = [start]
         if first_passes_end is not None and (self.stream_used or first_passes_end.done()):
-            drafting += [first_passes_end, self._event()]
+            drafting += [first_passes_end, self._events.mark()]
         elif first_passes_end is not None:
-            self._spare_events.append(first_passes_end)
+            self._events.give_back(first_passes_end)
         if plan.decide is not None:
             if self.levels_at_once:
                 passes = self._count_wanted(min(passes, self._launched_passes), ctx)
@@ -137,11 +136,11 @@ class Pipeline:
                 passes = self._draft_with_lookahead(passes, columns, ctx)
             else:
                 passes = self._draft_while_wanted(passes, columns, ctx)
-        drafting.append(self._event() if passes else start)
+        drafting.append(self._events.mark() if passes else start)
         _, rows, levels = self._decision
         cycle.limit_verified(self._places_after(passes if levels is None else levels))
         gpu_target.length_bound += passes + 1
-        number, self._last_launched = self._launch_verify(self._verify_size(rows)), self._event()
+        number, self._last_launched = self._launch_verify(self._verify_size(rows)), self._events.mark()
         self.stream_used, recorded = False, gpu_target.graph_cache.captures > before
         places = self._places_after(passes)
         self._launched.append(
@@ -269,11 +268,7 @@ class Pipeline:
         This saves recording an event, which delays the device slightly.
         """
         last = self._last_launched
-        return self._event() if self.stream_used or last is None or last.done() else last
-
-    def _event(self) -> DeviceEvent:
-        event = self._spare_events.pop() if self._spare_events else DeviceEvent(self.cycle.gpu_target.device)
-        return event.record(self._stream)
+        return self._events.mark() if self.stream_used or last is None or last.done() else last
 
     def collect(self) -> Step:
         """Wait for the oldest launched cycle and return its Step."""
@@ -295,7 +290,7 @@ class Pipeline:
         verify, total = events[-1].seconds_until(cycle.end), last.seconds_until(cycle.end)
         if self._last_collected is None and self._prefill_start is not None:
             self.prefill_seconds = self._prefill_start.seconds_until(last)
-        self._spare_events += {*events, last}
+        self._events.give_back(*{*events, last})
         self._last_collected = cycle.end
         policy = min(cycle.decision_seconds, draft)
         return Split(draft - policy, verify, policy, other=max(total - draft - verify, 0.0))

@@ -145,7 +145,7 @@ class GpuBatchRunner:
         return bool(self._pages)
 
     def close(self) -> None:
-        """Drop work that refers to this runner, so that its memory is free once nobody else does."""
+        """Drop the graphs and the queued work, which would otherwise keep the memory of this runner in use."""
         self._spare_time.clear()
         self.gpu_target.graph_cache.forget(self.state)
 
@@ -215,6 +215,7 @@ class GpuBatchRunner:
     @torch.inference_mode()
     def prefill_all(self) -> None:
         """Process the prompts of all texts that have joined."""
+        self._events.use_current_stream()
         while self.prefill:
             self._admit(self.prefill.run())
 
@@ -278,6 +279,7 @@ class GpuBatchRunner:
     @torch.inference_mode()
     def round(self) -> dict[Sequence, Outcome]:
         """Launch the next rounds, with a chunk of the waiting prompts, and return the Steps of the oldest."""
+        self._events.use_current_stream()
         while self.prefill and (not self.texts or len(self._launched) < MAX_FLIGHT):
             if self.texts and self.prefill.may_share:
                 break  # with the next verify pass
