@@ -326,9 +326,10 @@ class Engine:
                     for share in rehearse(in_pages, partial(self._made_up_texts, temperature)):
                         progress((place + share) / len(temperatures))
 
-    def _made_up_texts(self, temperature: float, count: int) -> list[Sequence]:
-        """Texts to prepare a GPU with."""
-        params = SamplingParams(max_new_tokens=MADE_UP_NEW_TOKENS, temperature=temperature, eos=())
+    def _made_up_texts(self, temperature: float, count: int, length: int) -> list[Sequence]:
+        """Texts to prepare a GPU with, of at most `length` tokens."""
+        new_tokens = max(min(MADE_UP_NEW_TOKENS, length - MADE_UP_TOKENS), 1)
+        params = SamplingParams(max_new_tokens=new_tokens, temperature=temperature, eos=())
         chance = torch.Generator().manual_seed(0)
         ids = torch.randint(self.target.vocab_size, (count, MADE_UP_TOKENS), generator=chance).tolist()
         made = partial(Sequence, params=params.seeded(), target=self.target, coupled=self.coupled)

@@ -24,7 +24,7 @@ from windfall.engine import profiling
 from windfall.engine.engine import Engine
 from windfall.model.target import Target
 
-SPARE_TOKENS = 256  # per request: rows of trees, rounds in flight, and the rest of the last page
+SPARE_TOKENS = 128  # per request: rounds in flight, and the rest of the last page
 KV_SHARE = 0.6  # of the free memory that all engines together may use for KV caches
 
 
@@ -34,7 +34,7 @@ class Engines:
     def __init__(self, target: Target, default: DrafterSpec, settings: Settings, trust_remote_code: bool = False):
         self.target, self.default, self.settings = target, default, settings
         self.trust_remote_code = trust_remote_code
-        self.longest = 0  # tokens of the longest prompt and its answer
+        self._tokens = 0  # that an engine's KV cache has room for
         self.profiles: dict[str, Any] = {}  # costs of passes by drafter, as far as policies use them
         self.about: dict[str, Any] = {}  # the provenance of engines by drafter
         self._drafters: dict[str, Drafter] = {}  # loaded, but not attached to an engine
@@ -42,8 +42,9 @@ class Engines:
         self._numbers = itertools.count(1)
 
     def expect(self, cases: Sequence[Case]) -> None:
-        """Make room for the longest of these."""
-        self.longest = max(len(case.ids) for case in cases) + self.settings.max_new_tokens
+        """Make room for the longest of these, as many as may run at once."""
+        lengths = sorted(len(case.ids) for case in cases)[-max(self.settings.concurrency) :]
+        self._tokens = sum(lengths) + len(lengths) * (self.settings.max_new_tokens + SPARE_TOKENS)
 
     def get(self, method: Method) -> tuple[int, Engine]:
         """The engine of a method, and its number: another one is new, and has to be warmed up."""
@@ -66,7 +67,7 @@ class Engines:
         label, policy, requests, memory = self.label(method), method.make(), max(self.settings.concurrency), None
         if own.device.type == "cuda":
             drafter.attach(own)
-            memory = requests * (self.longest + SPARE_TOKENS) * (own.decoder.row_bytes + drafter.row_bytes)
+            memory = self._tokens * (own.decoder.row_bytes + drafter.row_bytes)
             while self._alive and (len(self._alive) + 1) * memory > KV_SHARE * self._bytes(memory):
                 self._drop_oldest()
         options = self.settings.coupled, self.settings.launch

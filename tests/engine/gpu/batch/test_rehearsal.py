@@ -8,6 +8,7 @@ from helpers.gpu import engine
 from helpers.tiny import prompt
 from windfall import registry
 from windfall.engine.gpu.batch.prefill import SHARED_ROWS
+from windfall.engine.gpu.batch.round import ROUND_ROWS
 from windfall.engine.gpu.graphs import GraphCache, Key
 
 
@@ -27,6 +28,18 @@ def test_later_passes_find_their_graphs(policy: str, monkeypatch: pytest.MonkeyP
     device.policy = registry.policy("none")
     wanted = device.generate_batch([prompt(9), prompt(12)], max_new_tokens=12, eos=())
     assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
+
+
+def test_little_memory_prepares_all_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: set[tuple[object, ...]] = set()
+    run = GraphCache.run
+    monkeypatch.setattr(GraphCache, "run", lambda self, key, work: (prepared.add(key[:3]), run(self, key, work)))
+    device = engine("llama", "itself", "auto", True, max_position_embeddings=2048, max_requests=1, kv_memory="300KB")
+    device.prepare((0.0,))
+    runner = device._paged_runner()
+    assert runner is not None and runner.max_length_of(1) < 100  # too short for the sizes below
+    usual = {sizes.rows for sizes in runner.budget.usual_sizes(1, ROUND_ROWS) if sizes.passes}
+    assert {("verify", rows, shared) for rows in usual for shared in (0, SHARED_ROWS)} <= prepared
 
 
 def test_pages_are_free_again_and_nothing_is_learned() -> None:

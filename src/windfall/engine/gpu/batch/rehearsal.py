@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from windfall.engine.gpu.batch.round import ROUND_ROWS
 from windfall.engine.gpu.batch.runner import MAX_FLIGHT, SEATS, GpuBatchRunner
@@ -13,10 +14,13 @@ from windfall.policies.plan import Plan
 TURNS = 2  # of all sizes: the first captures, the second measures
 
 
-def rehearse(runner: GpuBatchRunner, texts: Callable[[int], list[Sequence]]) -> Iterator[float]:
+Texts = Callable[[int, int], list[Sequence]]  # makes this number of texts, of at most this many tokens
+
+
+def rehearse(runner: GpuBatchRunner, texts: Texts) -> Iterator[float]:
     """Decode new texts in rounds of all usual sizes; yields the finished share. No request may run.
 
-    `texts` makes this number of texts, which should not end soon. Nothing is learned about acceptance.
+    Nothing is learned about acceptance.
     """
     budget, levels = runner.budget, [seats for seats in SEATS if seats <= runner.limits.seats]
     try:
@@ -26,9 +30,10 @@ def rehearse(runner: GpuBatchRunner, texts: Callable[[int], list[Sequence]]) -> 
         for place, seats in enumerate(reversed(levels)):
             usual = budget.usual_sizes(seats, ROUND_ROWS)
             runner.budget = Script(budget, TURNS * usual + _plain_rounds(runner, usual))
-            _play(runner, runner.budget, texts(seats))
+            made = partial(texts, seats, runner.max_length_of(seats))
+            _play(runner, runner.budget, made)
             runner.budget = Script(budget, _different_verify_passes(usual))
-            _play(runner, runner.budget, texts(seats), shares=True)
+            _play(runner, runner.budget, made, shares=True)
             yield (place + 1) / len(levels)
     finally:
         runner.budget, runner.learns = budget, True
@@ -47,19 +52,30 @@ def _different_verify_passes(usual: list[Sizes]) -> list[Sizes]:
     return list({(bool(sizes.passes), sizes.rows): sizes for sizes in usual}.values())
 
 
-def _play(runner: GpuBatchRunner, script: Script, texts: list[Sequence], shares: bool = False) -> None:
-    """Decode these texts by the script. `shares`: as if prompts shared all verify passes."""
-    if not runner.fits({text: text.end for text in texts}):
-        return
-    runner.join(texts)
+def _play(runner: GpuBatchRunner, script: Script, texts: Callable[[], list[Sequence]], shares: bool = False) -> None:
+    """Decode new texts until the script ends. `shares`: as if prompts shared all verify passes."""
     runner.prefill.rehearses_sharing = shares
     try:
+        started = True
+        while script.left and started:  # if texts are too short for a round, there are none to prepare
+            left = len(script.left)
+            _play_texts(runner, script, texts())
+            started = len(script.left) < left
+    finally:
+        runner.prefill.rehearses_sharing = False
+
+
+def _play_texts(runner: GpuBatchRunner, script: Script, texts: list[Sequence]) -> None:
+    """Decode these texts until the script ends, or one of them may end."""
+    if not runner.fits({text: text.end for text in texts}):
+        return
+    try:
+        runner.join(texts)
         runner.prefill_all()
         while script.left and all(text.end - len(text.tokens) > _most_tokens(runner) for text in texts):
             runner.round()
     finally:
         runner.leave(texts)
-        runner.prefill.rehearses_sharing = False
 
 
 def _most_tokens(runner: GpuBatchRunner) -> int:

@@ -173,7 +173,11 @@ class GpuBatchRunner:
     @property
     def max_length(self) -> int | None:
         """The number of tokens up to which a single text fits."""
-        return min(self.state.longest, self.pool.pages * PAGE_TOKENS) - self._margin
+        return self.max_length_of(1)
+
+    def max_length_of(self, count: int) -> int:
+        """The number of tokens up to which this number of texts fit together."""
+        return min(self.state.longest, self.pool.pages // count * PAGE_TOKENS) - self._margin
 
     @property
     def use(self) -> Use:
