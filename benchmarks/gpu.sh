@@ -60,7 +60,7 @@ for stage in "${STAGES[@]}"; do
 	batch-texts) run $stage "$PY" benchmarks/batch_texts.py "$@" $TARGET --limit 40 --json "$json" ;;
 	throughput) throughput $stage 40 --rounds 2 ;;
 	throughput-8b) throughput $stage 24 --rounds 1 --widen llama-3.1-8b --no-hf ;;
-	soak) run $stage "$PY" benchmarks/soak.py $TARGET --pages --max-requests 64 --tokens 240 --kv-memory 250MB --json "$json" ;;
+	soak) run $stage "$PY" benchmarks/soak.py $TARGET --pages --max-requests 64 --tokens 240 --kv-memory 50MB --json "$json" ;;
 	*) echo "no stage $stage" && failed=$((failed + 1)) ;;
 	esac
 done
