@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from windfall.core.errors import HeadWarning
 from windfall.core.options import option
 from windfall.drafters.base import Drafter
 from windfall.heads.base import DraftHead
 from windfall.heads.layers import masked_attention, within
+from windfall.kernels.few_rows import use_few_rows
 from windfall.model.batch import Packed
 from windfall.model.decoder import estimated_numbers_per_row
+from windfall.model.grouped_attention import grouped_attention
 from windfall.model.kv_cache import KVCache
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class HeadDrafter(Drafter, Generic[H]):
         self._reach = Reach(self.find_head(target), self.window, target.context, WINDOW_HINT)
         head = with_vocabulary(self._reach.head, target, None) if self.whole else self._reach.head
         self.head: H = in_precision(head, self.vocabulary_precision)
+        use_few_rows(self.head)
 
     def find_head(self, target: Target) -> H:
         """The head, with what it borrows from the target."""
@@ -159,6 +161,6 @@ class HeadMemory:
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         keys, values = self.cache.layers[layer].update(keys, values)
         mask = self.mask_of(layer)
-        if queries.device.type == "cpu" and mask is not None:  # needs no copies of shared keys
-            return F.scaled_dot_product_attention(queries, keys, values, mask[:, None], enable_gqa=True)
+        if queries.device.type == "cpu":  # needs no copies of shared keys
+            return grouped_attention(queries, keys, values, None if mask is None else mask[:, None])
         return masked_attention(queries, keys, values, mask)

@@ -18,6 +18,7 @@ from windfall.core.sampling import Dice
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow
 from windfall.drafters.base import Drafter, GpuForm, ModelForm, add_children
+from windfall.kernels.few_rows import use_few_rows
 from windfall.model.batch import Rows
 from windfall.model.decoder import Decoder
 from windfall.model.target import Target, refuse_unsupported, uncompiled
@@ -63,6 +64,7 @@ class LMDrafter(Drafter):
     def _serve(self, model: Any, target: Target) -> None:
         model = uncompiled(model)
         refuse_unsupported(model, "drafter")
+        use_few_rows(model)
         self.decoder = Decoder(model)
         self.vocabulary = target.vocab_size  # the drafter's logits may be padded further
         self._warned = False

@@ -15,6 +15,7 @@ import torch
 from jinja2 import TemplateError
 
 from windfall import registry
+from windfall.checkpoints.find import cache_dir
 from windfall.checkpoints.quiet_libs import first_line
 from windfall.core.constraint import BACKEND_KEYWORD, KEYWORDS, with_constraint
 from windfall.core.files import is_unicode
@@ -40,6 +41,7 @@ from windfall.engine.service import Service
 from windfall.engine.split_runner import SplitRunner
 from windfall.grammar.base import Grammar
 from windfall.grammar.compile import Grammars
+from windfall.kernels.few_rows import prepare_few_rows, use_few_rows
 from windfall.model.decoder import tree_attention
 from windfall.model.target import Target
 from windfall.policies.base import TreePolicy
@@ -100,6 +102,9 @@ class Engine:
         self._request_numbers = itertools.count(1)
         self._kv_memory = as_bytes(kv_memory)
         self._service = Service(target, max_requests)
+        if target.device.type == "cpu" and target.decoder.dtype == torch.float32:
+            prepare_few_rows(cache_dir() / "kernels")
+            use_few_rows(target.model)
         drafter.attach(target)
 
     def __repr__(self) -> str:

@@ -37,6 +37,7 @@ from windfall.costs.curves import Costs, Curve, monotone, quickest_quarter
 from windfall.costs.online import OnlineCosts
 from windfall.drafters.base import Drafter
 from windfall.engine.engine import Engine
+from windfall.kernels.few_rows import most_rows
 from windfall.model.decoder import attention_of
 from windfall.policies.none import NoSpeculation
 
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[float], None]  # called with the finished share, 0 to 1
 
-FORMAT = 2  # part of a profile's key; raise it when the code of a pass changes what it costs
+FORMAT = 3  # part of a profile's key; raise it when the code of a pass changes what it costs
 PROFILE_WIDTHS = (1, 2, 4, 8, 16, 32)  # nodes of a draft pass
 PROFILE_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of a verify pass
 PROFILE_LENGTHS = (64, 512, 2048, 8192)  # tokens of context
@@ -170,6 +171,7 @@ def describe(engine: Engine) -> dict[str, Any]:
             "attention": attention_of(target.model),
             "graphs": engine.gpu_runner is not None,
             "exact": engine.exact_passes,
+            "few_rows": most_rows() if target.device.type == "cpu" else 0,
         },
         "drafter": _drafter(engine.drafter),
         "versions": {

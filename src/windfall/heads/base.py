@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 
 from windfall.heads.int8_vocabulary import Int8Vocabulary
 from windfall.heads.layers import Memory, Rotary
+from windfall.kernels.few_rows import linear
 
 H = TypeVar("H", bound="DraftHead")
 
@@ -102,7 +103,7 @@ class DraftHead(nn.Module):
         """`logits` of what `normed` returned."""
         if self.int8_vocabulary is not None:
             return self.int8_vocabulary(normed.reshape(-1, normed.shape[-1])).view(*normed.shape[:-1], -1)
-        return nn.functional.linear(normed, self.vocabulary, self.vocabulary_bias)
+        return linear(normed, self.vocabulary, self.vocabulary_bias)
 
     def normed(self, state: Tensor) -> Tensor:
         """The input of the vocabulary head."""

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from windfall.kernels.few_rows import linear
+
 LARGEST_INT8 = 127
 ZERO_POINT = 128  # of hidden states, which are unsigned
 FINE_FACTOR = 2 * LARGEST_INT8  # the remainder after rounding is half a unit at most
@@ -129,7 +131,7 @@ def pays(vocabulary: Tensor) -> bool:
 def slowdown(made: Int8Vocabulary, vocabulary: Tensor) -> float:
     """The time of the int8 product over that of the full one."""
     hidden = some_states(vocabulary)
-    return _seconds(lambda: made(hidden)) / _seconds(lambda: F.linear(hidden, vocabulary))
+    return _seconds(lambda: made(hidden)) / _seconds(lambda: linear(hidden, vocabulary))
 
 
 def _seconds(work: Callable[[], Tensor], limit: float = math.inf) -> float:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from windfall.model.batch import Packed, Rows, pack, unpack
+from windfall.model.grouped_attention import grouped_sdpa
 from windfall.model.hidden_states import with_states
 from windfall.model.kv_cache import KVCache
 
@@ -103,7 +104,7 @@ class Decoder:
         packed = pack(rows, self.lengths, self.staged, self.device)
         self.cache.reserve(packed.tokens.shape[1])
         forward = self.model if logits else self.model.base_model
-        with tree_attention(self.model):
+        with tree_attention(self.model), grouped_sdpa(self.device):
             outputs, states = with_states(
                 forward,
                 self.model,

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from windfall.engine.gpu.forward import Unsupported
+from windfall.kernels.few_rows import FewRowsLinear
 
 
 def require_plain(*modules: Any) -> None:
     """Raise Unsupported unless all are plain linear layers: not quantised, without adapters."""
     for module in modules:
-        if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
+        if type(module) not in (nn.Linear, FewRowsLinear) or type(module.weight) is not nn.Parameter:
             raise Unsupported(f"its products are not plain linear layers but {type(module).__name__}")
 
 

@@ -1,9 +1,9 @@
-"""Which matrix product is quickest for few rows on this CPU? All products of one pass of a small Llama, four kernels.
+"""Which matrix product is quickest for few rows on this CPU? All products of one pass of a small Llama, five kernels.
 
-    python benchmarks/kernels.py [--layers 30] [--rounds 7] [--json FILE]
+    python benchmarks/cpu_products.py [--layers 30] [--rounds 7] [--json FILE]
 
-A verify pass is a product of a few rows with every weight of the model. torch offers several ways to compute it; a
-second path in the engine is worth its code only if it makes verify(4) / verify(1) smaller.
+A verify pass is a product of a few rows with every weight of the model. torch offers several ways to compute it;
+windfall has a kernel of its own for 2 rows and more, which is compiled here if need be.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from provenance import publish
 from torch import Tensor
 from torch.nn import functional as F
 
-ROWS = (1, 2, 4, 8, 16, 64)
+from windfall.checkpoints.find import cache_dir
+from windfall.kernels.few_rows import linear, prepare_few_rows
+
+ROWS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
 LAYER = [(576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536)]  # SmolLM2-135M
 VOCABULARY = (49152, 576)
 Kernel = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]  # prepare a weight; multiply
@@ -39,6 +42,7 @@ def kernels(rows: int) -> dict[str, Kernel]:
         "x @ W.T stored transposed": (lambda weight: weight.T.contiguous(), torch.mm),
         "(W @ x.T).T": (lambda weight: weight, lambda x, weight: torch.mm(weight, x.T).T),
         "oneDNN packed": packed_linear(rows),
+        "windfall": (lambda weight: weight, linear),
     }
 
 
@@ -63,6 +67,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json")
     options = parser.parse_args()
+    prepare_few_rows(cache_dir() / "kernels")
     shapes = LAYER * options.layers + [VOCABULARY]
     table: dict[str, dict[str, float]] = {}
     for rows in ROWS:

@@ -1,0 +1,1 @@
+"""Kernels in C for CPUs, compiled on the machine where they run."""
