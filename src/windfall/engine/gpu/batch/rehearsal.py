@@ -12,8 +12,6 @@ from windfall.policies.budget import Budget, Load, Sizes
 from windfall.policies.plan import Plan
 
 TURNS = 2  # of all sizes: the first captures, the second measures
-
-
 Texts = Callable[[int, int], list[Sequence]]  # makes this number of texts, of at most this many tokens
 
 
@@ -57,7 +55,7 @@ def _play(runner: GpuBatchRunner, script: Script, texts: Callable[[], list[Seque
     runner.prefill.rehearses_sharing = shares
     try:
         started = True
-        while script.left and started:  # if texts are too short for a round, there are none to prepare
+        while script.left and started:  # texts that are too short for a round prepare nothing
             left = len(script.left)
             _play_texts(runner, script, texts())
             started = len(script.left) < left
