@@ -152,9 +152,15 @@ def test_a_choice_is_kept(kernel: Kernel, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_kernel_that_is_slower_or_wrong_is_not_used(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few_rows, "TRIAL_WEIGHT", (64, 32))
-    seconds = iter([1.0, 2.0, 1.0, 2.0, 3.0, 2.0])
-    monkeypatch.setattr(few_rows, "_seconds", lambda work: next(seconds))
+    outcomes = iter([True, True, False])
+    monkeypatch.setattr(few_rows, "_is_faster", lambda work, other: next(outcomes))
     assert _most_rows(kernel) == 4
-    monkeypatch.setattr(few_rows, "_seconds", lambda work: 1.0)
+    monkeypatch.setattr(few_rows, "_is_faster", lambda work, other: True)
     monkeypatch.setattr(Kernel, "__call__", lambda self, x, weight: 1.01 * F.linear(x, weight))
     assert _most_rows(kernel) == 0
+
+
+def test_the_faster_of_two_is_found() -> None:
+    small, large = some(4, 4), some(400, 400)
+    assert few_rows._is_faster(lambda: small @ small, lambda: large @ large)
+    assert not few_rows._is_faster(lambda: large @ large, lambda: small @ small)
