@@ -31,13 +31,15 @@ PROMPTS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("target", "drafter", "device", "dtype", "json"):
+    for name in ("target", "drafter", "device", "dtype", "weights", "json"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--policy", default="auto")
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64)
     options = parser.parse_args()
-    engine = windfall.load(options.target, options.drafter, options.policy, options.device, options.dtype)
+    engine = windfall.load(
+        options.target, options.drafter, options.policy, options.device, options.dtype, weights=options.weights
+    )
     chosen, plain, rows = loading.as_policy(options.policy), registry.policy("none"), {}
     for name, (prompt, sampling) in PROMPTS.items():
         ratios, tau, share, same = [], [], [], True

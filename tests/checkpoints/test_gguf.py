@@ -98,9 +98,8 @@ def test_frequencies_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def known(file: Path) -> bool:
     """Whether we read the file ourselves."""
-    header = conversion._read_header(file)
-    with quiet():
-        return conversion._read_directly(file, header, conversion._single_values(header)) is not None
+    with quiet(), conversion.opened(file) as contents:
+        return conversion.matched(contents) is not None
 
 
 def test_unknown_files_are_left_to_transformers(llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

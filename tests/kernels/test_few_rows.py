@@ -16,6 +16,7 @@ from windfall.kernels import few_rows
 from windfall.kernels.cpu import compile as compiling
 from windfall.kernels.few_rows import (
     SOURCE,
+    FewRows,
     FewRowsLinear,
     Kernel,
     _most_rows,
@@ -30,13 +31,13 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
     found = compiling.library(SOURCE, tmp_path_factory.mktemp("kernels"))
     if found is None:
         pytest.skip("there is no C compiler, or torch's OpenMP library is not known")
-    return Kernel(found[0], 64)
+    return Kernel(*found)
 
 
 @pytest.fixture
 def used(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     """The kernel in use, for all numbers of rows."""
-    monkeypatch.setattr(few_rows, "_kernels", [kernel])
+    monkeypatch.setattr(few_rows, "_used", [FewRows(kernel, 64)])
     return kernel
 
 
@@ -55,16 +56,16 @@ def some(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("outputs", "inputs"), [(64, 32), (1, 1), (3, 5), (37, 77), (130, 16), (6, 7), (9, 15), (6, 31)]
+    ("outputs", "inputs"), [(64, 32), (4, 16), (37, 80), (130, 16), (6, 1040), (9, 2048), (5, 1536)]
 )
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 13, 64])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 13, 64, 65])
 def test_products_are_right_and_do_not_depend_on_other_rows(
     kernel: Kernel, rows: int, outputs: int, inputs: int
 ) -> None:
     x, weight = some(rows, inputs), some(outputs, inputs)
-    found = kernel(x, weight)
+    found = kernel.product(x, weight)
     torch.testing.assert_close(found.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-4)
-    assert torch.equal(found, torch.cat([kernel(x[row : row + 1], weight) for row in range(rows)]))
+    assert torch.equal(found, torch.cat([kernel.product(x[row : row + 1], weight) for row in range(rows)]))
 
 
 def test_the_number_of_threads_changes_nothing(kernel: Kernel) -> None:
@@ -73,14 +74,14 @@ def test_the_number_of_threads_changes_nothing(kernel: Kernel) -> None:
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append(kernel(x, weight))
+            found.append(kernel.product(x, weight))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 def test_layers_keep_their_shapes_and_biases(used: Kernel) -> None:
-    layer, x = nn.Linear(24, 10), some(2, 24, 3).transpose(1, 2)
+    layer, x = nn.Linear(32, 10), some(2, 32, 3).transpose(1, 2)
     wanted = layer(x)
     use_few_rows(layer)
     assert type(layer) is FewRowsLinear and layer(x).shape == (2, 3, 10)
@@ -88,31 +89,33 @@ def test_layers_keep_their_shapes_and_biases(used: Kernel) -> None:
 
 
 def test_other_products_are_left_to_torch(used: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Kernel, "__call__", lambda *_: pytest.fail("the kernel was used"))
-    weight = some(8, 6)
+    monkeypatch.setattr(Kernel, "product", lambda *_: pytest.fail("the kernel was used"))
+    weight = some(8, 16)
     cases = [
-        (some(1, 6), weight),
-        (some(65, 6), weight),
-        (some(2, 40_000), some(1, 40_000)),
-        (some(3, 6).double(), weight.double()),
-        (some(3, 6), some(6, 8).T),
-        (some(0, 6), weight),
-        (some(3, 6), weight.as_subclass(Other)),
+        (some(1, 16), weight),
+        (some(65, 16), weight),
+        (some(2, 40_000), some(4, 40_000)),
+        (some(3, 16).double(), weight.double()),
+        (some(3, 16), some(16, 8).T),
+        (some(0, 16), weight),
+        (some(3, 16), weight.as_subclass(Other)),
+        (some(3, 16), some(3, 16)),
+        (some(3, 17), some(8, 17)),
     ]
     for x, other in cases:
         assert torch.equal(linear(x, other), F.linear(x, other))
     with torch.autocast("cpu", torch.bfloat16):
-        assert linear(some(3, 6), weight).dtype == torch.bfloat16
+        assert linear(some(3, 16), weight).dtype == torch.bfloat16
     with torch.inference_mode(False), torch.enable_grad():
-        layer = nn.Linear(6, 8)
+        layer = nn.Linear(16, 8)
         use_few_rows(layer)
-        layer(some(3, 6)).sum().backward()
+        layer(some(3, 16)).sum().backward()
         assert layer.weight.grad is not None
 
 
 def test_a_traced_layer_is_right(used: Kernel) -> None:
     with torch.inference_mode(False), torch.no_grad():
-        layer, x = nn.Linear(6, 8), some(3, 6)
+        layer, x = nn.Linear(16, 8), some(3, 16)
         use_few_rows(layer)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that tracing is deprecated
@@ -131,23 +134,23 @@ def test_a_model_computes_the_same_logits(used: Kernel) -> None:
 @pytest.mark.parametrize("compiler", ["false", "no-such-compiler"])
 def test_without_a_compiler_torch_is_used(compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", compiler)
-    monkeypatch.setattr(few_rows, "_kernels", [])
+    monkeypatch.setattr(few_rows, "_used", [])
     prepare_few_rows(tmp_path / compiler)
-    layer = nn.Linear(6, 8)
+    layer = nn.Linear(16, 8)
     use_few_rows(layer)
-    assert not few_rows._kernels and type(layer) is nn.Linear and not [*tmp_path.rglob("*.so")]
+    assert not few_rows._used and type(layer) is nn.Linear and not [*tmp_path.rglob("*.so")]
 
 
 def test_a_choice_is_kept(kernel: Kernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few_rows, "_kernels", [])
+    monkeypatch.setattr(few_rows, "_used", [])
     monkeypatch.setattr(few_rows, "_most_rows", lambda kernel: 4)
     prepare_few_rows(tmp_path / "a")
-    assert few_rows._kernels[0].most_rows == 4 and len([*tmp_path.rglob("*.so")]) == 1
-    few_rows._kernels.clear()
+    assert few_rows._used[0].most_rows == 4 and len([*tmp_path.rglob("*.so")]) == 1
+    few_rows._used.clear()
     monkeypatch.setattr(few_rows, "_most_rows", lambda kernel: pytest.fail("this is known"))
     prepare_few_rows.cache_clear()
     prepare_few_rows(tmp_path / "a")
-    assert few_rows._kernels[0].most_rows == 4
+    assert few_rows._used[0].most_rows == 4
 
 
 def test_a_kernel_that_is_slower_or_wrong_is_not_used(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +159,7 @@ def test_a_kernel_that_is_slower_or_wrong_is_not_used(kernel: Kernel, monkeypatc
     monkeypatch.setattr(few_rows, "_is_faster", lambda work, other: next(outcomes))
     assert _most_rows(kernel) == 4
     monkeypatch.setattr(few_rows, "_is_faster", lambda work, other: True)
-    monkeypatch.setattr(Kernel, "__call__", lambda self, x, weight: 1.01 * F.linear(x, weight))
+    monkeypatch.setattr(Kernel, "product", lambda self, x, weight: 1.01 * F.linear(x, weight))
     assert _most_rows(kernel) == 0
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from windfall.core.files import WEIGHTS, parse_json
+from windfall.kernels.packed import weights_of
 
 if TYPE_CHECKING:
     from windfall.model.target import Target
@@ -18,6 +19,7 @@ TARGET = "windfall_target"  # key of a drafter's config.json: the name, sizes an
 BORROWS = "windfall_borrows"  # key of a small language model's config.json: what it borrows from its target
 FOLDER = WEIGHTS  # it has a folder for each drafter
 HASHED_NUMBERS = 64  # of each matrix
+HASH_BEFORE_PACKING = "windfall_hash"  # attribute of a model whose numbers have lost their signs by rounding to zero
 
 
 def bundled_head(target: Target) -> Path | None:
@@ -73,7 +75,8 @@ def shape(target: Target) -> dict[str, int]:
 @torch.no_grad()
 def fingerprint(target: Target) -> dict[str, Any]:
     """A model's sizes and a hash of its weights, which is the same in every precision."""
-    return {**shape(target), "weights": hash_of(target.model.parameters())}
+    before = getattr(target.model, HASH_BEFORE_PACKING, None)
+    return {**shape(target), "weights": before or hash_of(weights_of(target.model))}
 
 
 def hash_of(parameters: Any) -> str:

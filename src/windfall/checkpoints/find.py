@@ -60,14 +60,17 @@ def load_model(
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
     lender: Any = None,
+    weights: str | None = None,
 ) -> Loaded:
     """Load a folder, a GGUF file, a hub model or (None) the embedded model, frozen, on this device and in this dtype.
 
     A hub model in the local cache is loaded without contacting the hub. `lender` is the model whose embeddings a light
-    folder borrows.
+    folder borrows. `weights`, on a CPU: how the weights of linear layers are stored (packed.py).
     """
     place = pick_device(device)
     kind = pick_dtype(dtype, place)
+    if weights is not None:
+        return _load_packed(source, place, kind, trust_remote_code, weights)
     folder, name = _find(source, trust_remote_code)
     label = name if source is None else os.fspath(source)
     with quiet():
@@ -83,6 +86,39 @@ def load_model(
         with readable(f"cannot move '{label}' to {place}", label):
             model = model.to(place)
     return Loaded(model.eval(), tokenizer, name)
+
+
+def _load_packed(
+    source: str | os.PathLike[str] | None, place: torch.device, dtype: torch.dtype, code: bool, weights: str
+) -> Loaded:
+    """A model with packed weights, whose other numbers are float32."""
+    from windfall.checkpoints.packed import FILE, check_weights, pack, read_gguf, required_kernel
+
+    check_weights(weights)
+    kernel = required_kernel(place)
+    if dtype is not torch.float32:
+        raise InputError(f"packed weights are computed in float32, not in {str(dtype).removeprefix('torch.')}")
+    if weights != FILE:
+        folder, name = _find(source, code)
+        label = name if source is None else os.fspath(source)
+        with quiet():
+            model = pack(read_model(folder, label, "auto", code).requires_grad_(False), weights, kernel)
+            return Loaded(model.eval(), read_tokenizer(folder, label, code), name)
+    file = _gguf_file(source)
+    name = EMBEDDED_NAME if source is None or source == DEFAULT else file.stem
+    with quiet():
+        model, folder = read_gguf(file, name, kernel)
+        return Loaded(model.requires_grad_(False).eval(), read_tokenizer(folder, str(file), code), name)
+
+
+def _gguf_file(source: str | os.PathLike[str] | None) -> Path:
+    """The file of a model that is a GGUF file; any other is an InputError."""
+    if source is None or source == DEFAULT:
+        return _embedded_file()
+    file = Path(os.path.expanduser(os.fspath(source)))
+    if not file.is_file():
+        raise InputError(f"only a GGUF file has weights to keep as they are; '{file}' is none; use --weights int8")
+    return file
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:

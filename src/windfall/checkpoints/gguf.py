@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -160,21 +160,39 @@ def _sweep(cache: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _convert_gguf(file: Path, folder: Path) -> None:
-    """Write a GGUF file's model, dequantised to float32, and its tokenizer as an ordinary model folder."""
+class Contents(NamedTuple):
+    """A GGUF file that is open."""
+
+    file: Path
+    header: Any  # with all tensors
+    metadata: dict[str, Any]  # the values in the header except arrays
+    tokenizer: PreTrainedTokenizerBase | None
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[Contents]:
+    """The contents of a GGUF file. Errors in this block become an InputError that names the file."""
     file = file.resolve()
     header = _read_header(file)
     metadata = _single_values(header)
     try:
         with _read_once(header, file):
             tokenizer = _gguf_tokenizer(file, metadata) if "tokenizer.ggml.model" in metadata else None
-            model, report = _read_directly(file, header, metadata) or _read_by_transformers(file)
+            yield Contents(file, header, metadata, tokenizer)
+    except InputError:
+        raise
     except Exception as error:
         raise InputError(f"cannot read '{file}': {first_line(error)}") from error
+
+
+def _convert_gguf(file: Path, folder: Path) -> None:
+    """Write a GGUF file's model, dequantised to float32, and its tokenizer as an ordinary model folder."""
+    with opened(file) as contents:
+        model, report = _read_directly(contents) or _read_by_transformers(contents.file)
     check_report(model, report, str(file))
     model.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+    if contents.tokenizer is not None:
+        contents.tokenizer.save_pretrained(folder)
 
 
 def _read_header(file: Path) -> Any:
@@ -211,24 +229,34 @@ def _single_values(header: Any) -> dict[str, Any]:
     return metadata
 
 
-def _read_directly(file: Path, header: Any, metadata: dict[str, Any]) -> tuple[PreTrainedModel, Any] | None:
+def _read_directly(contents: Contents) -> tuple[PreTrainedModel, Any] | None:
     """The model of a GGUF file, or None if its header has anything unknown."""
+    found = matched(contents)
+    if found is None:
+        return None
+    empty, tensors, paired = found
+    weights = {
+        name: torch.from_numpy(reordered(dequantised(tensor), tensor, paired)) for name, tensor in tensors.items()
+    }
+    return type(empty).from_pretrained(  # type: ignore[no-any-return]
+        None, config=empty.config, state_dict=weights, dtype=torch.float32, output_loading_info=True
+    )
+
+
+def matched(contents: Contents) -> tuple[PreTrainedModel, dict[str, Any], dict[str, Any]] | None:
+    """The model without weights, the GGUF tensor of each of its weights, and the head counts of tensors with paired
+    rows; None if the header has anything unknown."""
+    header, metadata, folder = contents.header, contents.metadata, str(contents.file.parent)
     architecture = metadata.get("general.architecture")
     heads = {f"attn_{part}": metadata.get(f"{architecture}.attention.{key}") for part, key in HEAD_COUNTS.items()}
     kinds = {tensor.tensor_type.name for tensor in header.tensors}
     if architecture not in ARCHITECTURES or None in heads.values() or not kinds.issubset(QUANTISATIONS):
         return None
-    config = transformers.AutoConfig.from_pretrained(str(file.parent), gguf_file=str(file))
+    config = transformers.AutoConfig.from_pretrained(folder, gguf_file=str(contents.file))
     with torch.device("meta"):
         empty = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    found = _counterparts(empty, header)
-    if found is None:
-        return None
-    paired = heads if architecture == "llama" else {}
-    weights = {name: torch.from_numpy(_values(tensor, paired)) for name, tensor in found.items()}
-    return type(empty).from_pretrained(  # type: ignore[no-any-return]
-        None, config=config, state_dict=weights, dtype=torch.float32, output_loading_info=True
-    )
+    tensors = _counterparts(empty, header)
+    return None if tensors is None else (empty, tensors, heads if architecture == "llama" else {})
 
 
 def _counterparts(model: PreTrainedModel, header: Any) -> dict[str, Any] | None:
@@ -251,12 +279,11 @@ def _shape(tensor: Any) -> tuple[int, ...]:
     return tuple(reversed(tensor.shape.tolist()))
 
 
-def _values(tensor: Any, paired: dict[str, Any]) -> np.ndarray:
-    """A GGUF tensor's values in transformers' order; `paired` are the head counts of tensors with paired rows.
+def reordered(values: np.ndarray, tensor: Any, paired: dict[str, Any]) -> np.ndarray:
+    """Rows of a GGUF tensor in transformers' order; `paired` are the head counts of tensors with paired rows.
 
     llama.cpp rotates neighbouring rows of a head, transformers rows of its halves: all even rows, then all odd ones.
     """
-    values = _dequantised(tensor)
     heads = paired.get(tensor.name.split(".")[-2])
     if heads is None:
         return values
@@ -264,7 +291,7 @@ def _values(tensor: Any, paired: dict[str, Any]) -> np.ndarray:
     return np.reshape(pairs.swapaxes(1, 2), values.shape)
 
 
-def _dequantised(tensor: Any) -> np.ndarray:
+def dequantised(tensor: Any) -> np.ndarray:
     """A GGUF tensor's values in float32, copied if necessary."""
     from gguf import dequantize
 

@@ -35,7 +35,7 @@ TOKENIZERS = (
 )
 
 
-def read_model(folder: Path, label: str, dtype: torch.dtype, code: bool) -> PreTrainedModel:
+def read_model(folder: Path, label: str, dtype: torch.dtype | str, code: bool) -> PreTrainedModel:
     config = _read_config(folder, label, code)
     _check_causal(config, label, code)
     check_weight_files(folder, label)

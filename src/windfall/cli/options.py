@@ -75,6 +75,11 @@ class TargetOptions:
     target: str | None = option(None, "Target model: folder, GGUF file or hub id. Default: the embedded model.")
     device: str | None = option(None, "cpu, cuda, cuda:1 or mps. Default: the best device available.")
     dtype: str | None = option(None, "float32, bfloat16 or float16. Default: depends on the device.")
+    weights: str | None = option(
+        None,
+        "On a CPU, store the target's weights as bf16, int8 or file (as they are in a GGUF file). This is faster. The "
+        "text is that of the model with these weights. Default: as --dtype.",
+    )
     trust_remote_code: bool = option(False, "Run Python code that comes with the model.")
 
     @staticmethod
@@ -94,7 +99,12 @@ class TargetOptions:
 
     @property
     def _placement(self) -> dict[str, Any]:
-        return {"device": self.device, "dtype": self.dtype, "trust_remote_code": self.trust_remote_code}
+        return {
+            "device": self.device,
+            "dtype": self.dtype,
+            "trust_remote_code": self.trust_remote_code,
+            "weights": self.weights,
+        }
 
 
 @configurable

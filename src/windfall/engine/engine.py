@@ -42,6 +42,7 @@ from windfall.engine.split_runner import SplitRunner
 from windfall.grammar.base import Grammar
 from windfall.grammar.compile import Grammars
 from windfall.kernels.few_rows import prepare_few_rows, use_few_rows
+from windfall.kernels.packed import packed_formats
 from windfall.model.decoder import tree_attention
 from windfall.model.target import Target
 from windfall.policies.base import TreePolicy
@@ -109,7 +110,8 @@ class Engine:
 
     def __repr__(self) -> str:
         target, dtype = self.target, str(self.target.decoder.dtype).removeprefix("torch.")
-        where = f"{target.name!r}, {dtype}, {target.device}"
+        packed = packed_formats(target.model)
+        where = f"{target.name!r}, {' and '.join(packed) or dtype}, {target.device}"
         return f"Engine({where}, drafter={brief(self.drafter)}, policy={brief(self.policy)})"
 
     def generate(

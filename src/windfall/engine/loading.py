@@ -25,6 +25,7 @@ from windfall.engine.memory import as_bytes
 from windfall.engine.service import checked_requests
 from windfall.heads.files import find, trained
 from windfall.heads.kinds import KINDS, kind_of, recognise
+from windfall.kernels.packed import packed_formats
 from windfall.model.target import Target, refuse_offloaded, uncompiled
 from windfall.policies.base import TreePolicy
 
@@ -51,6 +52,7 @@ def load(
     launch: GpuOptions | None = None,
     max_requests: int | None = None,
     kv_memory: str | int | None = None,
+    weights: str | None = None,
 ) -> Engine:
     """An engine that generates exactly what the target alone would.
 
@@ -77,6 +79,9 @@ def load(
     max_requests: the largest number of texts that run together. None: 8 on a CPU, 128 on other devices.
     kv_memory: memory for the KV caches of the texts that run together, such as "4GB" or a number of bytes; others
         wait. None: half of the memory that is free.
+    weights: on a CPU, how the weights of the target's linear layers are stored: "bf16", "int8" (rounded, 32 to a
+        scale) or "file" (as they are in a GGUF file). Smaller weights are faster; the text is that of the model with
+        these weights. None: in `dtype`.
     """
     words = {"graphs": graphs, "compile": compile, "exact": exact, "host_policies": host_policies}
     on_gpu = as_gpu_options(launch if gpu_options is None else gpu_options, **words)
@@ -89,7 +94,8 @@ def load(
     made_policy = choose_policy(policy, policy_options, preset)  # before the target: a wrong name costs no loading
     if trust_remote_code and isinstance(made_drafter, LMDrafter):
         made_drafter.trust_remote_code = True
-    made_target = as_target(target, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    how = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code, "weights": weights}
+    made_target = as_target(target, **how)
     engine = Engine(
         made_target, made_drafter, made_policy, coupled, on_gpu, max_requests=max_requests, kv_memory=kv_memory
     )
@@ -140,9 +146,12 @@ def default_drafter(target: Any) -> str:
 
 
 def as_target(target: Any, **how: Any) -> Target:
+    ready = isinstance(target, Target | tuple) or hasattr(target, "forward")
+    if ready and how.get("weights") is not None:
+        raise InputError("weights are packed while a model is loaded; give its folder, GGUF file or hub id")
     if isinstance(target, Target):
         return target
-    if isinstance(target, tuple) or hasattr(target, "forward"):
+    if ready:
         model, tokenizer = target if isinstance(target, tuple) else (target, None)
         return Target(_moved(model, how.get("device"), how.get("dtype")).eval(), tokenizer)
     if not isinstance(target, str | os.PathLike | None):
@@ -168,7 +177,7 @@ def _kind_of_model(model: Any) -> str:
     config = model.config
     versions = [torch.__version__, transformers.__version__, __version__]
     about = [type(model).__name__, str(model.dtype), model.device.type, config._attn_implementation, *versions]
-    about += [config.to_json_string(use_diff=False)]
+    about += [config.to_json_string(use_diff=False), *packed_formats(model)]
     return hashlib.sha256(" ".join(about).encode()).hexdigest()[:16]
 
 

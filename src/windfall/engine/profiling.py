@@ -38,6 +38,7 @@ from windfall.costs.online import OnlineCosts
 from windfall.drafters.base import Drafter
 from windfall.engine.engine import Engine
 from windfall.kernels.few_rows import most_rows
+from windfall.kernels.packed import packed_formats
 from windfall.model.decoder import attention_of
 from windfall.policies.none import NoSpeculation
 
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[float], None]  # called with the finished share, 0 to 1
 
-FORMAT = 3  # part of a profile's key; raise it when the code of a pass changes what it costs
+FORMAT = 4  # part of a profile's key; raise it when the code of a pass changes what it costs
 PROFILE_WIDTHS = (1, 2, 4, 8, 16, 32)  # nodes of a draft pass
 PROFILE_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of a verify pass
 PROFILE_LENGTHS = (64, 512, 2048, 8192)  # tokens of context
@@ -172,6 +173,7 @@ def describe(engine: Engine) -> dict[str, Any]:
             "graphs": engine.gpu_runner is not None,
             "exact": engine.exact_passes,
             "few_rows": most_rows() if target.device.type == "cpu" else 0,
+            "packed": packed_formats(target.model),
         },
         "drafter": _drafter(engine.drafter),
         "versions": {

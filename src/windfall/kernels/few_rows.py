@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,8 @@ from windfall.core.files import replace_text
 from windfall.kernels.cpu.compile import library
 
 SOURCE = Path(__file__).parent / "cpu" / "few_rows.c"
+FLOAT32 = 0  # the number of this format in GGUF files, and in formats.h
+LEAST_OUTPUTS, INPUT_STEP = 4, 16  # the kernel takes more outputs than this, and inputs in multiples of this
 TRIAL_ROWS = (2, 4, 8, 16, 32, 64)  # for which the kernel is compared with torch
 TRIAL_WEIGHT = (4096, 1024)
 TRIALS = 9
@@ -31,21 +34,45 @@ MOST_ERROR = 1e-5  # of a sum, as a share of the largest
 
 
 class Kernel:
-    """The compiled kernel. It computes products of 2 to `most_rows` rows."""
+    """The compiled kernel, and its file."""
 
-    def __init__(self, compiled: ctypes.CDLL, most_rows: int):
-        self._function, self.most_rows = compiled.few_rows, most_rows
-        self._function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_long] * 3 + [ctypes.c_int]
-        self._function.restype = None
+    def __init__(self, compiled: ctypes.CDLL, file: Path):
+        self.file = file
+        pointer, long = ctypes.c_void_p, ctypes.c_long
+        self._multiply, self._take_rows = compiled.few_rows, compiled.take_rows
+        self._multiply.argtypes = [pointer] * 3 + [long] * 3 + [ctypes.c_int] * 2
+        self._take_rows.argtypes = [pointer] * 3 + [long] * 2 + [ctypes.c_int]
+        self._multiply.restype = self._take_rows.restype = None
 
-    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [.., K] and a contiguous weight [N, K] → [.., N]"""
+    def product(self, x: Tensor, weight: Tensor, format: int = FLOAT32) -> Tensor:
+        """x [.., K] and a contiguous weight in this format, a row for each of N outputs → [.., N]"""
         x = x.contiguous()
-        outputs, inputs = weight.shape
+        outputs, inputs = len(weight), x.shape[-1]
         found = x.new_empty(*x.shape[:-1], outputs)
         places = x.data_ptr(), weight.data_ptr(), found.data_ptr()
-        self._function(*places, x.shape[:-1].numel(), outputs, inputs, torch.get_num_threads())
+        self._multiply(*places, x.shape[:-1].numel(), outputs, inputs, format, torch.get_num_threads())
         return found
+
+    def take_rows(self, weight: Tensor, rows: Tensor, inputs: int, format: int) -> Tensor:
+        """Rows [n] long of a weight in a format other than float32 → [n, inputs]"""
+        rows = rows.contiguous()
+        found = torch.empty(len(rows), inputs)
+        self._take_rows(weight.data_ptr(), rows.data_ptr(), found.data_ptr(), len(rows), inputs, format)
+        return found
+
+
+@cache
+def cpu_kernel(folder: Path) -> Kernel | None:
+    """The kernel, compiled into this folder. None: it cannot be compiled here."""
+    found = library(SOURCE, folder)
+    return None if found is None else Kernel(*found)
+
+
+class FewRows(NamedTuple):
+    """The kernel for weights in float32, which computes products of 2 to `most_rows` rows."""
+
+    kernel: Kernel
+    most_rows: int
 
     def takes(self, x: Tensor, weight: Tensor) -> bool:
         """Whether it computes this product. It has no gradients, and reads memory, which other kinds of tensors (of
@@ -56,7 +83,13 @@ class Kernel:
             return False
         plain = type(x) is Tensor and type(weight) in (Tensor, nn.Parameter) and x.is_cpu and weight.is_cpu
         numbers = plain and x.dtype is weight.dtype is torch.float32 and weight.is_contiguous()
-        return numbers and x.shape[-1] == weight.shape[-1] and not torch.is_autocast_enabled("cpu")
+        sizes = x.shape[-1] == weight.shape[-1] and fits(*weight.shape)
+        return numbers and sizes and not torch.is_autocast_enabled("cpu")
+
+
+def fits(outputs: int, inputs: int) -> bool:
+    """Whether the kernel takes weights of this size."""
+    return outputs >= LEAST_OUTPUTS and inputs % INPUT_STEP == 0
 
 
 def _recorded() -> bool:
@@ -64,14 +97,14 @@ def _recorded() -> bool:
     return torch.compiler.is_compiling() or bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
 
 
-_kernels: list[Kernel] = []  # the one that is used; empty: torch computes all products
+_used: list[FewRows] = []  # empty: torch computes all products in float32
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`, by the kernel where there is one that takes this product."""
-    if not _kernels or not _kernels[0].takes(x, weight):
+    if not _used or not _used[0].takes(x, weight):
         return F.linear(x, weight, bias)
-    found = _kernels[0](x, weight)
+    found = _used[0].kernel.product(x, weight)
     return found if bias is None else found.add_(bias)
 
 
@@ -84,30 +117,31 @@ class FewRowsLinear(nn.Linear):
 
 def use_few_rows(model: nn.Module) -> None:
     """Let the linear layers of this model use the kernel, if one is prepared."""
-    for layer in model.modules() if _kernels else ():
+    for layer in model.modules() if _used else ():
         if type(layer) is nn.Linear and layer.weight.is_cpu and layer.weight.dtype is torch.float32:
             layer.__class__ = FewRowsLinear
 
 
 def most_rows() -> int:
     """The number of rows up to which the kernel is used; 0: there is none."""
-    return _kernels[0].most_rows if _kernels else 0
+    return _used[0].most_rows if _used else 0
 
 
 @cache
 def prepare_few_rows(folder: Path) -> None:
     """Compile and load the kernel, if it works here and is faster than torch. It is kept in this folder."""
-    if not _kernels and (found := library(SOURCE, folder)) is not None:
-        compiled, file = found
-        if most := _known_most_rows(compiled, file.with_suffix(f".{torch.__version__}.{torch.get_num_threads()}.json")):
-            _kernels.append(Kernel(compiled, most))
+    kernel = None if _used else cpu_kernel(folder)
+    if kernel is not None:
+        known = kernel.file.with_suffix(f".{torch.__version__}.{torch.get_num_threads()}.json")
+        if most := _known_most_rows(kernel, known):
+            _used.append(FewRows(kernel, most))
 
 
-def _known_most_rows(compiled: ctypes.CDLL, file: Path) -> int:
+def _known_most_rows(kernel: Kernel, file: Path) -> int:
     """`_most_rows`, kept in a file: later runs must choose the same kernels, or their texts could differ."""
     if (known := _read(file)) is not None:
         return known
-    most = _most_rows(Kernel(compiled, TRIAL_ROWS[-1]))
+    most = _most_rows(kernel)
     if (known := _read(file)) is not None:  # another process was faster
         return known
     with suppress(InputError):  # a cache that cannot be written to only costs time
@@ -129,9 +163,9 @@ def _most_rows(kernel: Kernel) -> int:
     for rows in TRIAL_ROWS:
         x = torch.randn(rows, TRIAL_WEIGHT[1], generator=chance)
         exact = F.linear(x.double(), weight.double())
-        if (kernel(x, weight) - exact).abs().max() > MOST_ERROR * exact.abs().max():
+        if (kernel.product(x, weight) - exact).abs().max() > MOST_ERROR * exact.abs().max():
             return 0
-        if not _is_faster(partial(kernel, x, weight), partial(F.linear, x, weight)):
+        if not _is_faster(partial(kernel.product, x, weight), partial(F.linear, x, weight)):
             break
         most = rows
     return most

@@ -60,11 +60,12 @@ def _torch_openmp() -> list[int | None]:
 
 
 def _key(source: Path, compiler: str) -> str:
-    """A name that differs for every source, compiler and CPU."""
+    """A name that differs for every source, compiler and CPU. Sources may include the headers of their folder."""
     version = _run([*shlex.split(compiler), "--version"]).partition("\n")[0]
     lines = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines()
     cpu = sorted({line for line in lines if line.startswith(CPU_LINES)})
-    parts = (source.read_text("utf-8"), " ".join(FLAGS), compiler, version, *cpu)
+    headers = (header.read_text("utf-8") for header in sorted(source.parent.glob("*.h")))
+    parts = (source.read_text("utf-8"), *headers, " ".join(FLAGS), compiler, version, *cpu)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 

@@ -1,8 +1,11 @@
-/* The product of a few rows and a large weight, in float32: y[rows, outputs] = x[rows, inputs] * w[outputs, inputs]^T.
+/* Products of a few rows and a large weight: y[rows, outputs] = x[rows, inputs] * w[outputs, inputs]^T.
  *
- * Weights are read once, in the layout in which torch keeps them. A tile is a few rows times a few outputs, whose sums
- * stay in registers. Every sum has the same order for any number of rows and threads.
+ * Weights are read once, as they are stored (formats.h). A strip is a few outputs. Its weights are decoded in chunks
+ * that stay in the first cache, and each chunk is multiplied with all rows before the next one is decoded. Sums are in
+ * float32. Their order is the same for any number of rows and threads.
  */
+
+#include "formats.h"
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -13,17 +16,19 @@
 #endif
 
 #if defined(__x86_64__) && !defined(__AVX512F__) /* 16 vector registers, otherwise 32 */
-#define WIDE_ROWS 2
+#define TILE_ROWS 2
 #else
-#define WIDE_ROWS 6
+#define TILE_ROWS 6
 #endif
 
-#define MOST_ROWS 6 /* of a tile */
-#define BLOCK 32    /* outputs that a thread computes for all rows before the next ones, so that weights stay in its cache */
-#define AHEAD 8     /* outputs whose weights are fetched in advance */
-#define LINE 16     /* floats of a cache line */
+#define STRIP 4       /* outputs */
+#define CHUNK 1024    /* inputs; a multiple of the weights of every block */
+#define MOST_ROWS 64  /* whose sums are kept at a time */
+#define AHEAD 8       /* outputs whose weights are fetched in advance */
+#define LINE 16       /* floats of a cache line */
 
-typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef float Quad __attribute__((vector_size(16), aligned(4), may_alias));
 
 /* Functions of the OpenMP library that torch uses, so that both share their threads. */
 static void (*parallel)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
@@ -35,71 +40,105 @@ void bind(void *gomp_parallel, void *omp_get_thread_num, void *omp_get_num_threa
     thread_count = omp_get_num_threads;
 }
 
-/* Not inlined: the remainder must be summed in the same way in all tiles. */
-static __attribute__((noinline)) float total(Vector sums, const float *x, const float *w, long rest) {
-    float sum = 0;
-    for (int lane = 0; lane < LANES; lane++) sum += sums[lane];
-    for (long i = 0; i < rest; i++) sum += x[i] * w[i];
+/* Adds the products of R rows and `count` inputs of a strip to their sums. `ahead` is fetched in the same time. */
+#define TILE(R)                                                                                                        \
+    static void tile_##R(const float *x, long x_step, const float *w, long w_step, long count, const float *ahead,     \
+                         Vector (*sums)[STRIP]) {                                                                      \
+        Vector own[R][STRIP];                                                                                          \
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int o = 0; o < STRIP; o++) own[r][o] = sums[r][o];              \
+        for (long i = 0; i < count; i += LANES) {                                                                      \
+            UNROLL for (int line = 0; line < (STRIP * LANES + LINE - 1) / LINE; line++)                                \
+                __builtin_prefetch(ahead + STRIP * i + LINE * line);                                                   \
+            Vector weights[STRIP];                                                                                     \
+            UNROLL for (int o = 0; o < STRIP; o++) weights[o] = *(const Vector *)(w + o * w_step + i);                 \
+            UNROLL for (int r = 0; r < R; r++) {                                                                       \
+                Vector values = *(const Vector *)(x + r * x_step + i);                                                 \
+                UNROLL for (int o = 0; o < STRIP; o++) own[r][o] += values * weights[o];                               \
+            }                                                                                                          \
+        }                                                                                                              \
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int o = 0; o < STRIP; o++) sums[r][o] = own[r][o];              \
+    }
+TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
+typedef void Tile(const float *, long, const float *, long, long, const float *, Vector (*)[STRIP]);
+static Tile *const tiles[] = {0, tile_1, tile_2, tile_3, tile_4, tile_5, tile_6};
+
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+typedef int Places __attribute__((vector_size(16)));
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (Places){__VA_ARGS__})
+#endif
+
+/* Four numbers whose sum is that of all lanes. */
+static inline Quad folded(const Vector *sums) {
+    const Quad *parts = (const Quad *)sums;
+    Quad sum = parts[0];
+    UNROLL for (int part = 1; part < LANES / 4; part++) sum += parts[part];
     return sum;
 }
 
-#define UNROLL _Pragma("GCC unroll 16")
-#define TILE(R, O)                                                                                                    \
-    static void tile_##R##_##O(const float *x, const float *w, float *y, long outputs, long inputs) {                 \
-        Vector sums[R][O];                                                                                            \
-        UNROLL for (int r = 0; r < R; r++) UNROLL for (int o = 0; o < O; o++) sums[r][o] = (Vector){0};               \
-        long whole = inputs / LANES * LANES;                                                                          \
-        for (long i = 0; i < whole; i += LANES) {                                                                     \
-            UNROLL for (int line = 0; line < (O * LANES + LINE - 1) / LINE; line++)                                   \
-                __builtin_prefetch(w + AHEAD * inputs + O * i + LINE * line);                                         \
-            Vector weights[O];                                                                                        \
-            UNROLL for (int o = 0; o < O; o++) weights[o] = *(const Vector *)(w + o * inputs + i);                    \
-            UNROLL for (int r = 0; r < R; r++) {                                                                      \
-                Vector values = *(const Vector *)(x + r * inputs + i);                                                \
-                UNROLL for (int o = 0; o < O; o++) sums[r][o] += values * weights[o];                                 \
-            }                                                                                                         \
-        }                                                                                                             \
-        UNROLL for (int r = 0; r < R; r++) UNROLL for (int o = 0; o < O; o++)                                         \
-            y[r * outputs + o] = total(sums[r][o], x + r * inputs + whole, w + o * inputs + whole, inputs - whole);   \
-    }
-#define TILES(O) TILE(1, O) TILE(2, O) TILE(3, O) TILE(4, O) TILE(5, O) TILE(6, O)
-#define NAMES(O) {0, tile_1_##O, tile_2_##O, tile_3_##O, tile_4_##O, tile_5_##O, tile_6_##O}
-TILES(1)
-TILES(2)
-TILES(4)
-
-typedef void Tile(const float *, const float *, float *, long, long);
-static Tile *const single[] = NAMES(1), *const pair[] = NAMES(2), *const four[] = NAMES(4);
+/* The sums over the lanes of the four outputs of a strip. */
+static inline Quad totals(const Vector *sums) {
+    Quad a = folded(sums), b = folded(sums + 1), c = folded(sums + 2), d = folded(sums + 3);
+    Quad ab = SHUFFLE(a, b, 0, 4, 1, 5) + SHUFFLE(a, b, 2, 6, 3, 7);
+    Quad cd = SHUFFLE(c, d, 0, 4, 1, 5) + SHUFFLE(c, d, 2, 6, 3, 7);
+    return SHUFFLE(ab, cd, 0, 1, 4, 5) + SHUFFLE(ab, cd, 2, 3, 6, 7);
+}
 
 typedef struct {
-    const float *x, *w;
+    const float *x;
+    const Byte *w;
     float *y;
     long rows, outputs, inputs;
+    Format format;
 } Product;
 
 static long at_most(long size, long limit) { return size < limit ? size : limit; }
 
-/* What one thread does: a range of the outputs. */
-static void work(void *given) {
-    Product *all = given;
-    long outputs = all->outputs, inputs = all->inputs, groups = (all->rows + MOST_ROWS - 1) / MOST_ROWS;
-    long fours = (outputs + 3) / 4, thread = thread_number(), threads = thread_count();
-    long end = at_most(4 * (fours * (thread + 1) / threads), outputs);
-    for (long start = 4 * (fours * thread / threads); start < end; start += BLOCK) {
-        long stop = at_most(start + BLOCK, end);
-        for (long group = 0; group < groups; group++) {
-            long first = all->rows * group / groups, rows = all->rows * (group + 1) / groups - first, o = start;
-            const float *x = all->x + first * inputs;
-            float *y = all->y + first * outputs;
-            if (rows <= WIDE_ROWS)
-                for (; o + 4 <= stop; o += 4) four[rows](x, all->w + o * inputs, y + o, outputs, inputs);
-            for (; o + 2 <= stop; o += 2) pair[rows](x, all->w + o * inputs, y + o, outputs, inputs);
-            for (; o < stop; o++) single[rows](x, all->w + o * inputs, y + o, outputs, inputs);
-        }
+/* `count` inputs of a strip, from `start` on, times all rows. */
+static void add_chunk(const Product *all, long output, long start, long count, Vector (*sums)[STRIP]) {
+    float decoded[STRIP][CHUNK] __attribute__((aligned(64)));
+    Format format = all->format;
+    long rows = all->rows, inputs = all->inputs, row_bytes = inputs / format.weights * format.bytes;
+    long groups = (rows + TILE_ROWS - 1) / TILE_ROWS, step = inputs;
+    const Byte *place = all->w + output * row_bytes + start / format.weights * format.bytes;
+    const float *w = (const float *)place, *ahead = w + AHEAD * inputs + (STRIP - 1) * start;
+    if (format.decode) {
+        for (int o = 0; o < STRIP; o++) format.decode(place + o * row_bytes, decoded[o], count, AHEAD * row_bytes);
+        w = ahead = decoded[0];
+        step = CHUNK;
+    }
+    for (long group = 0; group < groups; group++) {
+        long first = rows * group / groups, size = rows * (group + 1) / groups - first;
+        tiles[size](all->x + first * inputs + start, inputs, w, step, count, ahead, sums + first);
     }
 }
 
-void few_rows(const float *x, const float *w, float *y, long rows, long outputs, long inputs, int threads) {
-    Product all = {x, w, y, rows, outputs, inputs};
-    parallel(work, &all, (unsigned)threads, 0);
+/* What one thread does: a range of the strips. The last strip overlaps the one before it, if it must. */
+static void work(void *given) {
+    Vector sums[MOST_ROWS][STRIP];
+    const Product *all = given;
+    long strips = (all->outputs + STRIP - 1) / STRIP, thread = thread_number(), threads = thread_count();
+    for (long strip = strips * thread / threads; strip < strips * (thread + 1) / threads; strip++) {
+        long output = at_most(strip * STRIP, all->outputs - STRIP);
+        memset(sums, 0, all->rows * sizeof *sums);
+        for (long start = 0; start < all->inputs; start += CHUNK)
+            add_chunk(all, output, start, at_most(CHUNK, all->inputs - start), sums);
+        for (long row = 0; row < all->rows; row++) *(Quad *)(all->y + row * all->outputs + output) = totals(sums[row]);
+    }
+}
+
+/* At least STRIP outputs; inputs in whole blocks, and in multiples of 16. */
+void few_rows(const float *x, const Byte *w, float *y, long rows, long outputs, long inputs, int format, int threads) {
+    for (long first = 0; first < rows; first += MOST_ROWS) {
+        long count = at_most(MOST_ROWS, rows - first);
+        Product all = {x + first * inputs, w, y + first * outputs, count, outputs, inputs, formats[format]};
+        parallel(work, &all, (unsigned)threads, 0);
+    }
+}
+
+/* Rows of a weight in float32. */
+void take_rows(const Byte *w, const long *rows, float *out, long count, long inputs, int format) {
+    long row_bytes = inputs / formats[format].weights * formats[format].bytes;
+    for (long i = 0; i < count; i++) formats[format].decode(w + rows[i] * row_bytes, out + i * inputs, inputs, 0);
 }

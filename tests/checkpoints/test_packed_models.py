@@ -1,0 +1,129 @@
+"""Models with packed weights: the same numbers as in their GGUF file, or as rounded; texts do not depend on drafts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import windfall
+from helpers.cpu_kernel import compiled
+from helpers.gguf import SHAPE, write_gguf
+from windfall.checkpoints import packed
+from windfall.checkpoints.bundled import fingerprint
+from windfall.checkpoints.find import load_model
+from windfall.checkpoints.quiet_libs import quiet
+from windfall.core.types import InputError
+from windfall.kernels.packed import PackedLinear, packed_formats
+from windfall.model.target import Target
+
+SIZES = {**SHAPE, "hidden_size": 64, "intermediate_size": 96, "pad_token_id": 2}
+PROMPT = [5, 9, 12, 9, 12]
+
+
+@pytest.fixture(autouse=True)
+def needs_the_kernel() -> None:
+    compiled()
+
+
+def tiny(kind: str = "Llama", **more: Any) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **more})
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def mixed(name: str) -> str:
+    if "norm" in name or name.endswith(".bias"):
+        return "F32"
+    return {"token_embd": "Q8_0", "output": "F16"}.get(name.partition(".")[0], "Q4_1" if "ffn" in name else "Q5_0")
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        found: torch.Tensor = model(torch.tensor([PROMPT])).logits
+    return found
+
+
+@pytest.mark.parametrize(("kind", "tied"), [("Llama", True), ("Llama", False), ("Qwen2", True)])
+def test_the_blocks_of_a_file_are_kept(kind: str, tied: bool, tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, tiny(kind, tie_word_embeddings=tied), mixed)
+    full, kept = load_model(file, device="cpu"), load_model(file, device="cpu", weights="file")
+    formats = ["Q4_1", "Q5_0", "Q8_0"] if tied else ["F16", "Q4_1", "Q5_0"]
+    assert packed_formats(kept.model) == formats and kept.tokenizer.get_vocab() == full.tokenizer.get_vocab()
+    assert not [layer for layer in kept.model.modules() if type(layer) is torch.nn.Linear]
+    torch.testing.assert_close(logits(kept.model), logits(full.model), rtol=1e-4, atol=1e-5)
+    targets = [Target(each.model, each.tokenizer) for each in (full, kept)]
+    assert fingerprint(targets[0]) == fingerprint(targets[1])
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8"])
+def test_weights_are_rounded(weights: str, tmp_path: Path) -> None:
+    model = tiny(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, device="cpu", weights=weights).model
+    assert packed_formats(loaded) == [packed.PACKED[weights]] and {each.dtype for each in loaded.parameters()} == {
+        torch.float32
+    }
+    rough = logits(model)
+    assert 0 < (logits(loaded) - rough).abs().max() < 0.05 * rough.abs().max()
+    assert fingerprint(Target(loaded)) == fingerprint(Target(model))
+    name, layer = next((name, each) for name, each in loaded.named_modules() if isinstance(each, PackedLinear))
+    if weights == "bf16":
+        assert torch.equal(layer.weight, model.get_submodule(name).weight.bfloat16().float())
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8", "file"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}])
+def test_texts_do_not_depend_on_drafts(weights: str, sampling: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, tiny(), mixed)
+    texts = []
+    for policy, drafter in (("none", "ngram"), ("beam", "self"), ("auto", "ngram"), ("salf", "self")):
+        engine = windfall.load(file, drafter, policy, device="cpu", weights=weights)
+        how = {"max_new_tokens": 40, "eos": (), **sampling}
+        texts.append(engine.generate(PROMPT, **how).token_ids)
+        together = engine.generate_batch([PROMPT, PROMPT[:3]], **how)
+        texts.append(together[0].token_ids)
+    assert len(texts[0]) == 40 and all(text == texts[0] for text in texts)
+    assert "Q" in repr(engine) or "BF16" in repr(engine)
+
+
+def test_greedy_text_is_that_of_transformers(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, tiny(), mixed)
+    engine = windfall.load(file, "self", "beam", device="cpu", weights="file")
+    with torch.inference_mode(), quiet():
+        wanted = engine.target.model.generate(torch.tensor([PROMPT]), max_new_tokens=30, do_sample=False)
+    found = engine.generate(PROMPT, max_new_tokens=30).token_ids
+    assert found == wanted[0, len(PROMPT) :].tolist()[: len(found)]
+
+
+def test_wrong_uses_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny().save_pretrained(tmp_path)
+
+    def refusal(source: Any = tmp_path, **how: Any) -> str:
+        with pytest.raises(InputError) as refused:
+            windfall.load(source, **{"device": "cpu", **how})
+        return str(refused.value)
+
+    assert refusal(weights="int4") == "there are no weights 'int4'; choose from bf16, int8, file"
+    assert "only a GGUF file has weights to keep" in refusal(weights="file")
+    assert "packed weights are computed in float32, not in bfloat16" in refusal(weights="int8", dtype="bf16")
+    assert "weights are packed while a model is loaded" in refusal(tiny(), weights="int8")
+    monkeypatch.setattr(packed, "cpu_kernel", lambda folder: None)
+    assert "need Linux and a C compiler" in refusal(weights="int8")
+    with pytest.raises(InputError, match="for a CPU, not for cuda"):
+        packed.required_kernel(torch.device("cuda"))
+
+
+def test_a_file_of_another_kind_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, tiny(), mixed)
+    monkeypatch.setattr("windfall.checkpoints.gguf.ARCHITECTURES", ("qwen2",))
+    monkeypatch.setenv("WINDFALL_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(InputError, match="cannot stay packed"):
+        load_model(file, device="cpu", weights="file")

@@ -1,0 +1,71 @@
+"""Packed weights are decoded as the gguf package decodes them, and multiplied alike for any number of rows."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from helpers.cpu_kernel import compiled
+from windfall.kernels.packed import PackedLinear, packed_formats, weights_of
+
+SCALES = {  # where a block has numbers in float16; all other bytes may have any value
+    **{"F16": (), "BF16": (), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,)},
+    **{"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
+}
+OUTPUTS, INPUTS = 37, 1536
+
+
+def random_blocks(name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Random blocks [OUTPUTS, bytes] in this format, and their weights."""
+    kind, chance = gguf.GGMLQuantizationType[name], np.random.default_rng(len(name))
+    if not SCALES[name]:
+        numbers = chance.standard_normal((OUTPUTS, INPUTS)).astype(np.float32)
+        blocks = gguf.quantize(numbers, kind).view(np.uint8)
+    else:
+        size, count = gguf.GGML_QUANT_SIZES[kind]
+        blocks = chance.integers(0, 256, (OUTPUTS, INPUTS // size, count), dtype=np.uint8)
+        for at in SCALES[name]:
+            numbers = chance.standard_normal((*blocks.shape[:2], 1)).astype(np.float16)
+            blocks[..., at : at + 2] = numbers.view(np.uint8)
+        blocks = blocks.reshape(OUTPUTS, -1)
+    return blocks, gguf.dequantize(blocks, kind).reshape(OUTPUTS, INPUTS)
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_blocks_are_decoded_and_multiplied(name: str) -> None:
+    kernel, (blocks, weights) = compiled(), random_blocks(name)
+    layer = PackedLinear(kernel, torch.from_numpy(blocks), gguf.GGMLQuantizationType[name].value, INPUTS)
+    assert np.array_equal(layer.weight.numpy(), weights) and packed_formats(layer) == [name]
+    assert np.array_equal(np.signbit(layer.weight.numpy()), np.signbit(weights))  # of zeros, too
+    x = torch.randn(70, INPUTS, generator=torch.Generator().manual_seed(0))
+    found, wanted = layer(x), x.double() @ torch.from_numpy(weights).double().T
+    assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    for rows in (1, 2, 5, 9, 64):
+        assert torch.equal(layer(x[:rows]), found[:rows])
+    assert torch.equal(layer(x[40:41]), found[40:41])
+
+
+def test_a_layer_has_a_bias_and_any_shape() -> None:
+    blocks, weights = random_blocks("Q8_0")
+    bias = nn.Parameter(torch.randn(OUTPUTS), requires_grad=False)
+    layer = PackedLinear(compiled(), torch.from_numpy(blocks), 8, INPUTS, bias)
+    x = torch.randn(2, INPUTS, 3).transpose(1, 2)
+    torch.testing.assert_close(layer(x), x @ torch.from_numpy(weights).T + bias, rtol=1e-4, atol=1e-3)
+
+
+def test_all_weights_of_a_model_in_the_order_of_its_parameters() -> None:
+    plain = nn.Sequential(nn.Embedding(OUTPUTS, INPUTS), nn.Linear(INPUTS, OUTPUTS), nn.Linear(INPUTS, OUTPUTS))
+    blocks, weights = random_blocks("Q4_1")
+    for layer in plain:
+        layer.weight.data = torch.from_numpy(weights)
+    plain[2].weight = plain[0].weight
+    given = compiled(), torch.from_numpy(blocks), 3, INPUTS
+    packed = nn.Sequential(
+        plain[0], PackedLinear(*given, plain[1].bias), PackedLinear(*given, plain[2].bias, embedding=plain[0])
+    )
+    wanted, found = [*plain.parameters()], [*weights_of(packed)]
+    assert len(wanted) == len(found) == 4 and all(map(torch.equal, wanted, found))
+    assert packed[2].weight is plain[0].weight and packed_formats(packed) == ["Q4_1"]
