@@ -41,8 +41,10 @@ from windfall.engine.service import Service
 from windfall.engine.split_runner import SplitRunner
 from windfall.grammar.base import Grammar
 from windfall.grammar.compile import Grammars
+from windfall.kernels.cpu_layers import layer_kernels
 from windfall.kernels.few_rows import prepare_few_rows, use_few_rows
 from windfall.kernels.packed import packed_formats
+from windfall.model.cpu_layers import use_cpu_layers
 from windfall.model.decoder import tree_attention
 from windfall.model.target import Target
 from windfall.policies.base import TreePolicy
@@ -106,6 +108,8 @@ class Engine:
         if target.device.type == "cpu" and target.decoder.dtype == torch.float32:
             prepare_few_rows(cache_dir() / "kernels")
             use_few_rows(target.model)
+            if (kernels := layer_kernels(cache_dir() / "kernels")) is not None:
+                use_cpu_layers(target.model, kernels)
         drafter.attach(target)
 
     def __repr__(self) -> str:

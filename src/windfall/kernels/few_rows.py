@@ -44,6 +44,9 @@ class Kernel:
         self._take_rows.argtypes = [pointer] * 3 + [long] * 2 + [ctypes.c_int]
         self._multiply.restype = self._take_rows.restype = None
 
+    def __deepcopy__(self, memo: object) -> Kernel:
+        return self  # a copy of a model uses the same functions
+
     def product(self, x: Tensor, weight: Tensor, format: int = FLOAT32) -> Tensor:
         """x [.., K] and a contiguous weight in this format, a row for each of N outputs → [.., N]"""
         x = x.contiguous()
@@ -77,7 +80,7 @@ class FewRows(NamedTuple):
     def takes(self, x: Tensor, weight: Tensor) -> bool:
         """Whether it computes this product. It has no gradients, and reads memory, which other kinds of tensors (of
         quantisation, of tracing) do not have."""
-        if _recorded() or torch.is_grad_enabled():
+        if recorded() or torch.is_grad_enabled():
             return False
         if not 1 < x.shape[:-1].numel() <= self.most_rows or x.numel() > MOST_INPUTS:
             return False
@@ -92,7 +95,7 @@ def fits(outputs: int, inputs: int) -> bool:
     return outputs >= LEAST_OUTPUTS and inputs % INPUT_STEP == 0
 
 
-def _recorded() -> bool:
+def recorded() -> bool:
     """Whether a compiler or a tracer records what is computed."""
     return torch.compiler.is_compiling() or bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
 

@@ -37,6 +37,13 @@ class Rows(CacheLayerMixin):  # type: ignore[misc]
         self.values[:, :, start:end] = value_states
         return self.keys[:, :, :end], self.values[:, :, :end]
 
+    def allocated(self, keys: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Keys and values, allocated for heads of this width if need be; new keys [B, n, heads * width] are given."""
+        if not self.is_initialized:
+            like = keys.view(*keys.shape[:2], -1, width).transpose(1, 2)
+            self.lazy_initialization(like, like)
+        return self.keys, self.values
+
     def resize(self) -> None:
         old = self.keys, self.values
         self.keys, self.values = (self._empty(x) for x in old)

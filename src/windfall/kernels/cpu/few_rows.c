@@ -6,14 +6,7 @@
  */
 
 #include "formats.h"
-
-#if defined(__AVX512F__)
-#define LANES 16
-#elif defined(__AVX__)
-#define LANES 8
-#else
-#define LANES 4
-#endif
+#include "vectors.h"
 
 #if defined(__x86_64__) && !defined(__AVX512F__) /* 16 vector registers, otherwise 32 */
 #define TILE_ROWS 2
@@ -21,24 +14,12 @@
 #define TILE_ROWS 6
 #endif
 
-#define STRIP 4       /* outputs */
-#define CHUNK 1024    /* inputs; a multiple of the weights of every block */
-#define MOST_ROWS 64  /* whose sums are kept at a time */
-#define AHEAD 8       /* outputs whose weights are fetched in advance */
-#define LINE 16       /* floats of a cache line */
-
-typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef float Quad __attribute__((vector_size(16), aligned(4), may_alias));
-
-/* Functions of the OpenMP library that torch uses, so that both share their threads. */
-static void (*parallel)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
-static int (*thread_number)(void), (*thread_count)(void);
-
-void bind(void *gomp_parallel, void *omp_get_thread_num, void *omp_get_num_threads) {
-    parallel = gomp_parallel;
-    thread_number = omp_get_thread_num;
-    thread_count = omp_get_num_threads;
-}
+#define STRIP 4           /* outputs */
+#define CHUNK 1024        /* inputs; a multiple of the weights of every block */
+#define STEP (CHUNK + 16) /* of decoded weights: at a power of two, caches would hold fewer of them */
+#define MOST_ROWS 64      /* whose sums are kept at a time */
+#define AHEAD 8           /* outputs whose weights are fetched in advance */
+#define LINE 16           /* floats of a cache line */
 
 /* Adds the products of R rows and `count` inputs of a strip to their sums. `ahead` is fetched in the same time. */
 #define TILE(R)                                                                                                        \
@@ -62,29 +43,6 @@ TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
 typedef void Tile(const float *, long, const float *, long, long, const float *, Vector (*)[STRIP]);
 static Tile *const tiles[] = {0, tile_1, tile_2, tile_3, tile_4, tile_5, tile_6};
 
-#if defined(__clang__) || __GNUC__ >= 12
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-typedef int Places __attribute__((vector_size(16)));
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (Places){__VA_ARGS__})
-#endif
-
-/* Four numbers whose sum is that of all lanes. */
-static inline Quad folded(const Vector *sums) {
-    const Quad *parts = (const Quad *)sums;
-    Quad sum = parts[0];
-    UNROLL for (int part = 1; part < LANES / 4; part++) sum += parts[part];
-    return sum;
-}
-
-/* The sums over the lanes of the four outputs of a strip. */
-static inline Quad totals(const Vector *sums) {
-    Quad a = folded(sums), b = folded(sums + 1), c = folded(sums + 2), d = folded(sums + 3);
-    Quad ab = SHUFFLE(a, b, 0, 4, 1, 5) + SHUFFLE(a, b, 2, 6, 3, 7);
-    Quad cd = SHUFFLE(c, d, 0, 4, 1, 5) + SHUFFLE(c, d, 2, 6, 3, 7);
-    return SHUFFLE(ab, cd, 0, 1, 4, 5) + SHUFFLE(ab, cd, 2, 3, 6, 7);
-}
-
 typedef struct {
     const float *x;
     const Byte *w;
@@ -97,7 +55,7 @@ static long at_most(long size, long limit) { return size < limit ? size : limit;
 
 /* `count` inputs of a strip, from `start` on, times all rows. */
 static void add_chunk(const Product *all, long output, long start, long count, Vector (*sums)[STRIP]) {
-    float decoded[STRIP][CHUNK] __attribute__((aligned(64)));
+    float decoded[STRIP][STEP] __attribute__((aligned(64)));
     Format format = all->format;
     long rows = all->rows, inputs = all->inputs, row_bytes = inputs / format.weights * format.bytes;
     long groups = (rows + TILE_ROWS - 1) / TILE_ROWS, step = inputs;
@@ -106,7 +64,7 @@ static void add_chunk(const Product *all, long output, long start, long count, V
     if (format.decode) {
         for (int o = 0; o < STRIP; o++) format.decode(place + o * row_bytes, decoded[o], count, AHEAD * row_bytes);
         w = ahead = decoded[0];
-        step = CHUNK;
+        step = STEP;
     }
     for (long group = 0; group < groups; group++) {
         long first = rows * group / groups, size = rows * (group + 1) / groups - first;

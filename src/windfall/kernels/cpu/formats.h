@@ -4,16 +4,13 @@
  * scales and integers are exact in float32, so each weight is rounded once, as the gguf package rounds it.
  */
 
-#include <string.h>
+#include "vectors.h"
 
 typedef unsigned char Byte;
 typedef struct {
     long weights, bytes; /* of a block; 0: the format is not known */
     void (*decode)(const Byte *blocks, float *out, long count, long ahead);
 } Format;
-
-#define UNROLL _Pragma("GCC unroll 16")
-#define INLINE static inline __attribute__((always_inline))
 
 INLINE float from_bits(unsigned bits) {
     float value;

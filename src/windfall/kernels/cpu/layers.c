@@ -1,0 +1,158 @@
+/* What a decoder layer computes between its matrix products, for a few rows in float32.
+ *
+ * A row's result does not depend on the other rows. In attention, a row sees its keys in the order of their places in
+ * the cache, so a row of a tree has the same bits as in a chain.
+ */
+
+#include <math.h>
+#include <stdlib.h>
+
+#include "vectors.h"
+
+typedef int Whole __attribute__((vector_size(4 * LANES)));
+
+#define ROUNDER 12582912.0f /* 1.5 * 2^23: adding it rounds to a whole number, which is then in the lowest bits */
+
+INLINE Vector larger(Vector a, Vector b) {
+    Whole first = a > b;
+    return (Vector)(((Whole)a & first) | ((Whole)b & ~first));
+}
+
+/* e^x for x between -87 and 88, and for others that of the nearest of these. The relative error is about 1e-7. */
+INLINE Vector exponential(Vector x) {
+    const Vector none = {0};
+    x = -larger(-larger(x, none - 87.0f), none - 88.0f);
+    Vector shifted = x * 1.44269504f + ROUNDER, whole = shifted - ROUNDER;
+    x = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+    Vector sum = 1.9875691500e-4f * x + 1.3981999507e-3f;
+    sum = sum * x + 8.3334519073e-3f;
+    sum = sum * x + 4.1665795894e-2f;
+    sum = sum * x + 1.6666665459e-1f;
+    sum = sum * x + 5.0000001201e-1f;
+    sum = sum * x * x + x + 1.0f;
+    return (Vector)((Whole)sum + ((Whole)shifted << 23));
+}
+
+/* y = weight * x / sqrt(mean(x * x) + eps), of each row */
+void norm(const float *x, const float *weight, float *y, long rows, long width, float eps) {
+    for (long row = 0; row < rows; row++, x += width, y += width) {
+        Vector squares = {0};
+        for (long i = 0; i < width; i += LANES) squares += *(const Vector *)(x + i) * *(const Vector *)(x + i);
+        float by = 1 / sqrtf(total(&squares) / width + eps);
+        for (long i = 0; i < width; i += LANES)
+            *(Vector *)(y + i) = *(const Vector *)(weight + i) * (*(const Vector *)(x + i) * by);
+    }
+}
+
+/* gate = silu(gate) * up */
+void gate_up(float *gate, const float *up, long count) {
+    for (long i = 0; i < count; i += LANES) {
+        Vector x = *(Vector *)(gate + i);
+        *(Vector *)(gate + i) = x / (1.0f + exponential(-x)) * *(const Vector *)(up + i);
+    }
+}
+
+/* Rotates the heads of x [rows, heads, width] by their positions, into `out`, with these steps between rows and heads. */
+static void rotate(const float *x, const float *cosines, const float *sines, float *out, long rows, long heads,
+                   long width, long row_step, long head_step) {
+    long half = width / 2;
+    for (long row = 0; row < rows; row++)
+        for (long head = 0; head < heads; head++, x += width) {
+            const float *c = cosines + row * width, *s = sines + row * width;
+            float *place = out + row * row_step + head * head_step;
+            for (long i = 0; i < half; i++) {
+                float first = x[i], second = x[half + i];
+                place[i] = first * c[i] - second * s[i];
+                place[half + i] = second * c[half + i] + first * s[half + i];
+            }
+        }
+}
+
+typedef struct {
+    float *q, *out;           /* [batch, rows, heads, width] */
+    float *keys, *values;     /* [batch, kv_heads, capacity, width] */
+    const unsigned char *mask; /* [batch, rows, start + rows]; 0: causal */
+    long batch, rows, heads, kv_heads, width, capacity, start;
+    float scale;
+} Attention;
+
+/* Writes rotated keys, and values, to the cache after `start`, and rotates the queries in place. */
+static void store(const Attention *all, const float *k, const float *v, const float *cosines, const float *sines) {
+    long rows = all->rows, width = all->width, kv = all->kv_heads * width, q = all->heads * width;
+    for (long b = 0; b < all->batch; b++) {
+        long at = (b * all->kv_heads * all->capacity + all->start) * width, angles = b * rows * width;
+        float *own = all->q + b * rows * q;
+        rotate(k + b * rows * kv, cosines + angles, sines + angles, all->keys + at, rows, all->kv_heads, width, width,
+               all->capacity * width);
+        rotate(own, cosines + angles, sines + angles, own, rows, all->heads, width, q, width);
+        for (long row = 0; row < rows; row++)
+            for (long head = 0; head < all->kv_heads; head++)
+                memcpy(all->values + at + (head * all->capacity + row) * width,
+                       v + (b * rows + row) * kv + head * width, width * sizeof(float));
+    }
+}
+
+/* The columns that a row sees, in order; returns their number. */
+static long visible(const Attention *all, long row, int *columns) {
+    long end = all->start + all->rows, count = 0;
+    if (!all->mask) {
+        for (count = 0; count <= all->start + row % all->rows; count++) columns[count] = count;
+        return count;
+    }
+    for (long column = 0; column < end; column++) {
+        columns[count] = column;
+        count += all->mask[row * end + column];
+    }
+    return count;
+}
+
+/* One query head of one row: the softmax of its scores, and the values weighted by it. */
+static void attend_head(const float *q, const float *keys, const float *values, const int *columns, long count,
+                        long width, float scale, float *scores, float *out) {
+    float highest = -INFINITY;
+    for (long at = 0; at < count; at += 4) {
+        Vector sums[4] = {{0}};
+        UNROLL for (int k = 0; k < 4; k++) {
+            const float *key = keys + columns[at + k < count ? at + k : at] * width;
+            for (long i = 0; i < width; i += LANES) sums[k] += *(const Vector *)(q + i) * *(const Vector *)(key + i);
+        }
+        *(Quad *)(scores + at) = totals(sums) * scale;
+    }
+    for (long at = 0; at < count; at++) highest = scores[at] > highest ? scores[at] : highest;
+    for (long at = count; at < count + LANES; at++) scores[at] = -INFINITY;
+    Vector sums = {0};
+    for (long at = 0; at < count; at += LANES) sums += *(Vector *)(scores + at) = exponential(*(Vector *)(scores + at) - highest);
+    float by = 1 / total(&sums);
+    memset(out, 0, width * sizeof(float));
+    for (long at = 0; at < count; at++) {
+        const float *value = values + columns[at] * width;
+        for (long i = 0; i < width; i += LANES) *(Vector *)(out + i) += scores[at] * *(const Vector *)(value + i);
+    }
+    for (long i = 0; i < width; i++) out[i] *= by;
+}
+
+/* What one thread does: a range of the query heads of all rows. */
+static void work(void *given) {
+    const Attention *all = given;
+    long end = all->start + all->rows, group = all->heads / all->kv_heads, last = -1, count = 0, width = all->width;
+    long tasks = all->batch * all->rows * all->heads, thread = thread_number(), threads = thread_count();
+    float *scores = malloc((end + LANES + 4) * (sizeof(float) + sizeof(int)));
+    int *columns = (int *)(scores + end + LANES + 4);
+    for (long task = tasks * thread / threads; scores && task < tasks * (thread + 1) / threads; task++) {
+        long row = task / all->heads, head = task % all->heads;
+        if (row != last) count = visible(all, row, columns);
+        last = row;
+        long cache = (row / all->rows * all->kv_heads + head / group) * all->capacity * width;
+        attend_head(all->q + task * width, all->keys + cache, all->values + cache, columns, count, width, all->scale,
+                    scores, all->out + task * width);
+    }
+    free(scores);
+}
+
+/* Rotates queries and keys, stores keys and values in the cache, and attends. `sizes` are those of Attention. */
+void attention(float *q, const float *k, const float *v, const float *cosines, const float *sines, float *keys,
+               float *values, const unsigned char *mask, float *out, const long *sizes, float scale, int threads) {
+    Attention all = {q, out, keys, values, mask, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], scale};
+    store(&all, k, v, cosines, sines);
+    parallel(work, &all, (unsigned)threads, 0);
+}

@@ -1,0 +1,132 @@
+"""Layers of known models that compute passes of a few rows on a CPU with the kernels of `kernels/cpu_layers.py`.
+
+A module keeps its parameters and its name; its class becomes a subclass that uses a kernel where it can, and otherwise
+computes what its own class computes: with gradients, in other dtypes, and in passes of many rows.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windfall.kernels.cpu_layers import WIDTH_STEP, LayerKernels
+from windfall.kernels.few_rows import recorded
+from windfall.model.kv_cache import KVCache
+
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")  # whose norms, gates and attention are Llama's
+MOST_ROWS = 64  # of all texts of a pass; torch's attention is faster with more
+
+
+def use_cpu_layers(model: nn.Module, kernels: LayerKernels) -> None:
+    """Let the layers of this model use the kernels."""
+    names = {family + part: PARTS[part] for family in FAMILIES for part in PARTS}
+    for module in model.modules():
+        own: Any = type(module)
+        part = names.get(own.__name__)
+        if part is not None and own.__module__.startswith("transformers.models.") and part.fits(module):
+            module.__class__ = _with_kernels(own, part)
+            vars(module)["cpu_kernels"] = kernels
+
+
+class CpuNorm(nn.Module):
+    """A norm of rows."""
+
+    cpu_kernels: LayerKernels
+    weight: nn.Parameter
+    variance_epsilon: float
+
+    @staticmethod
+    def fits(module: Any) -> bool:
+        return _is_plain(module.weight) and module.weight.shape[-1] % WIDTH_STEP == 0
+
+    def forward(self, hidden_states: Tensor) -> Any:
+        if not _usable(hidden_states) or not hidden_states.is_contiguous():
+            return super().forward(hidden_states)
+        return self.cpu_kernels.norm(hidden_states, self.weight, self.variance_epsilon)
+
+
+class CpuMlp(nn.Module):
+    """A gated MLP."""
+
+    cpu_kernels: LayerKernels
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+
+    @staticmethod
+    def fits(module: Any) -> bool:
+        return isinstance(module.act_fn, nn.SiLU | type(_silu())) and module.intermediate_size % WIDTH_STEP == 0
+
+    def forward(self, x: Tensor) -> Any:
+        if not _usable(x) or x.shape[:-1].numel() > MOST_ROWS:
+            return super().forward(x)
+        return self.down_proj(self.cpu_kernels.gate_up(self.gate_proj(x), self.up_proj(x)))
+
+
+class CpuAttention(nn.Module):
+    """Attention over windfall's KV cache."""
+
+    cpu_kernels: LayerKernels
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    o_proj: nn.Module
+    head_dim: int
+    layer_idx: int
+    scaling: float
+
+    @staticmethod
+    def fits(module: Any) -> bool:
+        return bool(module.head_dim % WIDTH_STEP == 0)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **more: Any,
+    ) -> Any:
+        batch, rows = hidden_states.shape[:2]
+        known = attention_mask is None or attention_mask.dtype is torch.bool
+        cached = isinstance(past_key_values, KVCache) and position_embeddings[0].shape[-1] == self.head_dim
+        if not (known and cached and _usable(hidden_states)) or batch * rows > MOST_ROWS:
+            own = super().forward
+            return own(hidden_states, position_embeddings, attention_mask, past_key_values, **more)
+        queries, keys, values = (project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj))
+        if (query_norm := getattr(self, "q_norm", None)) is not None:  # of each head
+            queries = query_norm(queries.view(batch, rows, -1, self.head_dim)).flatten(2)
+            keys = self.get_submodule("k_norm")(keys.view(batch, rows, -1, self.head_dim)).flatten(2)
+        cos, sin = (angles.expand(batch, -1, -1).contiguous() for angles in position_embeddings)
+        cache = past_key_values.layers[self.layer_idx].allocated(keys, self.head_dim)
+        mask = None if attention_mask is None else attention_mask.expand(batch, -1, -1, -1).contiguous()
+        rows_of = queries, keys, values, cos, sin
+        found = self.cpu_kernels.attention(*rows_of, cache, past_key_values.end, mask, self.scaling)
+        return self.o_proj(found), None
+
+
+PARTS: dict[str, Any] = {"RMSNorm": CpuNorm, "MLP": CpuMlp, "Attention": CpuAttention}
+
+
+@cache
+def _with_kernels(own: type, part: type) -> type:
+    return type(f"Cpu{own.__name__}", (part, own), {"__doc__": part.__doc__})
+
+
+@cache
+def _silu() -> Any:
+    from transformers.activations import ACT2FN
+
+    return ACT2FN["silu"]
+
+
+def _is_plain(x: Tensor) -> bool:
+    return type(x) in (Tensor, nn.Parameter) and x.is_cpu and x.dtype is torch.float32
+
+
+def _usable(x: Tensor) -> bool:
+    """Whether the kernels compute with this tensor. They have no gradients."""
+    return _is_plain(x) and not torch.is_grad_enabled() and not recorded()

@@ -1,0 +1,92 @@
+"""Layers with kernels in C compute what transformers computes, in plain text, in trees and in batches."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from windfall.checkpoints.find import cache_dir
+from windfall.core.tree import DraftTree
+from windfall.kernels.cpu_layers import layer_kernels
+from windfall.model.cpu_layers import CpuAttention, CpuMlp, CpuNorm, use_cpu_layers
+from windfall.model.target import Target
+
+SIZES = {
+    "vocab_size": 60,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+FAMILIES = {"Llama": {}, "Mistral": {"sliding_window": 6}, "Qwen2": {}, "Qwen3": {}}
+PROMPTS = [[5, 9, 12, 9, 12, 3, 8, 40], [7, 7, 30]]
+
+
+def made(family: str, **more: Any) -> Any:
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **FAMILIES[family], **more})
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def with_kernels(model: Any) -> Any:
+    kernels = layer_kernels(cache_dir() / "kernels")
+    if kernels is None:
+        pytest.skip("there is no C compiler, or torch's OpenMP library is not known")
+    use_cpu_layers(model, kernels)
+    return model
+
+
+def tree_of(root: int) -> DraftTree:
+    tree = DraftTree.root(root)
+    for parent, token in ((0, 4), (0, 9), (1, 21), (1, 22), (3, 8)):
+        tree = tree.extend(torch.tensor([parent]), torch.tensor([token]), torch.zeros(1), torch.zeros(1).long())
+    return tree
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS])
+def test_trees_are_scored_as_by_transformers(family: str, prompts: list[list[int]]) -> None:
+    plain = made(family)
+    targets = [Target(plain), Target(with_kernels(copy.deepcopy(plain)))]
+    kinds = {type(module).__mro__[1] for module in targets[1].model.modules()}
+    assert kinds >= {CpuNorm, CpuMlp, CpuAttention}
+    found = []
+    for target in targets:
+        target.prefill(prompts, taps=(1, -1))
+        passes = []
+        for _ in range(2):
+            trees = [tree_of(prompt[-1]) for prompt in prompts]
+            passes += [torch.cat([scores.logits, scores.hidden], 1) for scores in target.score(trees)]
+            target.commit([torch.tensor([0, 1, 3])] * len(prompts))
+        found.append(torch.cat(passes))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+def test_other_uses_of_the_model_are_unchanged() -> None:
+    plain = made("Llama")
+    swapped, tokens = with_kernels(copy.deepcopy(plain)), torch.tensor([PROMPTS[0]])
+    loss = swapped(tokens, labels=tokens).loss
+    loss.backward()
+    assert swapped.model.layers[0].self_attn.q_proj.weight.grad is not None
+    torch.testing.assert_close(loss, plain(tokens, labels=tokens).loss)
+    swapped.zero_grad()
+    texts = [
+        model.generate(tokens, max_new_tokens=20, do_sample=False, pad_token_id=0).tolist()
+        for model in (plain, swapped)
+    ]
+    assert texts[0] == texts[1]
+    with torch.inference_mode():
+        half = copy.deepcopy(swapped).bfloat16()(tokens).logits
+        torch.testing.assert_close(half, plain.bfloat16()(tokens).logits)
+
+
+def test_layers_that_do_not_fit_are_left_alone() -> None:
+    odd = with_kernels(made("Llama", head_dim=8, hidden_act="gelu", hidden_size=40))
+    assert not any(isinstance(module, CpuNorm | CpuMlp | CpuAttention) for module in odd.modules())
