@@ -27,6 +27,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # the name and the changes th
     "gemma3": ("gemma3_text", {"final_logit_softcapping": 20.0}),
     "gemma3, with images": ("gemma3", {}),
     "gpt-oss": ("gpt_oss", {"swiglu_limit": 1.5, "swiglu_alpha": 1.5}),
+    "qwen3-moe": ("qwen3_moe", {}),
+    "mixtral": ("mixtral", {}),
+    "olmoe": ("olmoe", {}),
+    "smollm3": ("smollm3", {}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {}),
+    "granite": ("granite", {}),
+    "cohere": ("cohere", {}),
+    "cohere2": ("cohere2", {}),
+    "glm": ("glm", {}),
+    "glm4": ("glm4", {}),
+    "starcoder2": ("starcoder2", {}),
+    "exaone4": ("exaone4", {}),
+    "ernie": ("ernie4_5", {}),
+    "seed-oss": ("seed_oss", {}),
+    "arcee": ("arcee", {}),
 }
 
 
