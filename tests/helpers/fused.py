@@ -16,6 +16,21 @@ from windfall.engine.gpu.host_policy import GraphTarget
 from windfall.engine.gpu.target import GpuTarget
 
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.3, 1.7],
+    "long_factor": [2.0, 3.0, 5.0],
+    "original_max_position_embeddings": 256,
+}
+LIMITS = {"original_max_position_embeddings": 256, "max_position_embeddings": 1024}
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 0.6,
+    "attention_multiplier": 0.2,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # the name and the changes that helpers.architectures takes
     "mistral": ("mistral", {}),
     "qwen2, mixed": ("qwen2", {}),
@@ -27,22 +42,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # the name and the changes th
     "gemma3": ("gemma3_text", {"final_logit_softcapping": 20.0}),
     "gemma3, with images": ("gemma3", {}),
     "gpt-oss": ("gpt_oss", {"swiglu_limit": 1.5, "swiglu_alpha": 1.5}),
-    "qwen3-moe": ("qwen3_moe", {}),
+    "qwen3-moe": ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [1]}),
     "mixtral": ("mixtral", {}),
     "olmoe": ("olmoe", {}),
-    "smollm3": ("smollm3", {}),
+    "phi4-mini": ("phi3", {"rope_parameters": LONGROPE, **LIMITS, "tie_word_embeddings": True, "sliding_window": None}),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", {}),
-    "granite": ("granite", {}),
-    "cohere": ("cohere", {}),
-    "cohere2": ("cohere2", {}),
+    "granite": ("granite", GRANITE),
+    "cohere": ("cohere", {"logit_scale": 1.5, "use_qk_norm": True}),
+    "cohere2": ("cohere2", {"logit_scale": 1.5}),
     "glm": ("glm", {}),
     "glm4": ("glm4", {}),
     "starcoder2": ("starcoder2", {}),
     "exaone4": ("exaone4", {}),
     "ernie": ("ernie4_5", {}),
     "seed-oss": ("seed_oss", {}),
-    "arcee": ("arcee", {}),
+    "arcee": ("arcee", {"mlp_bias": True}),
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.modeling_llama import (
@@ -403,6 +404,7 @@ NORMS = {
     NormKind.ROUNDED: LlamaRMSNorm,
     NormKind.WIDE: GptOssRMSNorm,
     NormKind.WIDE_PLUS_ONE: Gemma2RMSNorm,
+    NormKind.CENTRED: CohereLayerNorm,
 }
 
 

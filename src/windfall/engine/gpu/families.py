@@ -205,7 +205,7 @@ def describe(model: Any) -> Description:
     attention, kv_heads = body.layers[0].self_attn, config.num_key_value_heads
     if {layer.qkv.shape[0] for layer in layers} != {(config.num_attention_heads + 2 * kv_heads) * attention.head_dim}:
         raise Unsupported("its layers differ in the shape of keys and values")
-    divisor = _setting(config, family.logit_divisor)
+    divisor = _factor(config, family.logit_divisor)
     return Description(
         layers=layers,
         embedding=body.embed_tokens.weight,
@@ -222,7 +222,7 @@ def describe(model: Any) -> Description:
         d=attention.head_dim,
         scale=float(attention.scaling),
         score_cap=_setting(config, family.score_cap),
-        logit_scale=_setting(config, family.logit_scale) if divisor is None else 1 / divisor,
+        logit_scale=_factor(config, family.logit_scale) if divisor is None else 1 / divisor,
         logit_cap=_setting(config, family.logit_cap),
     )
 
@@ -233,12 +233,18 @@ def _setting(config: Any, key: str | None) -> float | None:
     return None if found is None else float(found)
 
 
+def _factor(config: Any, key: str | None) -> float | None:
+    """The same for a factor; None also where it is 1."""
+    found = _setting(config, key)
+    return None if found == 1 else found
+
+
 def _before(layer: Any, output_norm: str | None, family: Family, config: Any) -> Tensor | float | None:
     """What is done to the output of attention or MLP before it is added to the residual stream."""
     if output_norm is not None:
         weight: Tensor = getattr(layer, output_norm).weight
         return weight
-    return _setting(config, family.residual_scale)
+    return _factor(config, family.residual_scale)
 
 
 def _norm(owner: Any, name: str | None, family: Family, before: Tensor | float | None, parallel: bool = False) -> Norm:
