@@ -17,7 +17,6 @@ from windfall.kernels.backend import on_triton
 from windfall.kernels.expert_weights import Experts
 from windfall.kernels.experts import experts, mixture, mixture_reference
 
-
 MLPS: dict[str, tuple[Any, Any, dict[str, Any]]] = {  # configuration, module and settings
     "gpt-oss": (GptOssConfig, GptOssMLP, {}),
     "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeSparseMoeBlock, {"norm_topk_prob": True}),

@@ -21,7 +21,9 @@ UNEVEN = Size(hidden=104, inner=56, experts=20, top_k=4)  # no multiples of a ti
 
 
 @both
-@pytest.mark.parametrize(("n", "size"), [(1, SIZE), (5, UNEVEN), (24, UNEVEN), *((7, size) for size in LINEAR.values())])
+@pytest.mark.parametrize(
+    ("n", "size"), [(1, SIZE), (5, UNEVEN), (24, UNEVEN), *((7, size) for size in LINEAR.values())]
+)
 def test_experts(n: int, size: Size, dtype: torch.dtype) -> None:
     check_experts(n, size, dtype)
 

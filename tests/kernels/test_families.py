@@ -32,7 +32,5 @@ def test_activations(dtype: torch.dtype) -> None:
         ("olmo2", 3, 4, 4, 24, 0),
     ],
 )
-def test_rotations(
-    name: str, n: int, heads: int, shared: int, width: int, rotated: int, dtype: torch.dtype
-) -> None:
+def test_rotations(name: str, n: int, heads: int, shared: int, width: int, rotated: int, dtype: torch.dtype) -> None:
     check_rotations(name, n, heads, shared, width, rotated, dtype)

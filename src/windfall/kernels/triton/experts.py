@@ -390,7 +390,10 @@ def _check(x: Tensor, logits: Tensor, own: Experts, double: int) -> None:
     """Whether these operands are as the kernels read them; `double` is twice the width of an expert."""
     experts, hidden = len(own.gate_up), x.shape[1]
     sizes = (experts, hidden, double), (experts, double // 2, hidden)
-    given = own.gate_up.mT.shape if own.linear else own.gate_up.shape, own.down.mT.shape if own.linear else own.down.shape
+    given = (
+        own.gate_up.mT.shape if own.linear else own.gate_up.shape,
+        own.down.mT.shape if own.linear else own.down.shape,
+    )
     assert given == sizes and logits.shape == (len(x), experts) and 1 <= own.top_k <= experts
     assert x.stride(1) == logits.stride(1) == 1 and x.dtype == own.gate_up.dtype == own.down.dtype
     assert all(each is None or each.is_contiguous() for each in own[:4])
