@@ -165,10 +165,7 @@ def _gelu(x):
 @triton.jit
 def gated(gate, up, kind: tl.constexpr, GELU: tl.constexpr = False):
     """silu(gate) * up, or gelu(gate) * up with its tanh form; both are fp32."""
-    if GELU:
-        opened = _gelu(gate)
-    else:
-        opened = tl.div_rn(gate, 1.0 + tl.exp(-gate))
+    opened = _gelu(gate) if GELU else tl.div_rn(gate, 1.0 + tl.exp(-gate))
     return (opened.to(kind).to(tl.float32) * up).to(kind)
 
 
