@@ -146,6 +146,15 @@ def relu_experts(changed: Any) -> None:
     changed.model.layers[2].mlp.experts.act_fn = torch.nn.ReLU()
 
 
+def small_experts(changed: Any) -> None:
+    experts = changed.model.layers[2].mlp.experts
+    experts.down_proj = torch.nn.Parameter(experts.down_proj.to(torch.float8_e4m3fn), requires_grad=False)
+
+
+def odd_modules(changed: Any) -> None:
+    del changed.model.layers[1].self_attn.o_proj
+
+
 def odd_activation(changed: Any) -> None:
     changed.model.layers[1].mlp.act = torch.nn.Tanh()
 
@@ -163,6 +172,8 @@ def other_layers(changed: Any) -> None:
         ("qwen3, mixed", other_layers, "it has layers of the kind chunked_attention"),
         ("gpt-oss", quantised_experts, "its experts are not plain but GptOssExperts"),
         ("qwen3-moe", quantised_experts, "its experts are not plain but Qwen3MoeExperts"),
+        ("olmoe", small_experts, "its experts are not plain but OlmoeExperts"),
+        ("glm", odd_modules, "its modules are not as expected: 'GlmAttention' object has no attribute 'o_proj'"),
         ("mixtral", relu_experts, "its experts have a gate of ReLU"),
         ("olmoe", clipped, "it clips queries, keys and values"),
         ("starcoder2", odd_activation, "its MLP has an activation of Tanh"),

@@ -45,12 +45,12 @@ class Family(NamedTuple):
     rotates: Callable[[Any], bool] = lambda attention: True  # whether this attention has rotary angles
     scaled_embedding: bool = False  # embeddings are multiplied by the square root of their width
     clamped_experts: bool = False  # experts are those of gpt-oss
-    # Config keys:
-    eps: str = "rms_norm_eps"
-    embedding_scale: str | None = None  # embeddings are multiplied by this
-    residual_scale: str | None = None  # outputs of attention and MLP are, before they are added to the residual
-    logit_scale: str | None = None  # logits are
-    logit_divisor: str | None = None  # logits are divided by this
+    # The names of settings in the model's configuration:
+    eps: str = "rms_norm_eps"  # of norms
+    embedding_scale: str | None = None  # factor of embeddings
+    residual_scale: str | None = None  # factor of the outputs of attention and MLP before they are added
+    logit_scale: str | None = None  # factor of logits
+    logit_divisor: str | None = None  # divisor of logits
     score_cap: str | None = None  # soft cap of attention scores
     logit_cap: str | None = None  # soft cap of logits
 
@@ -193,6 +193,14 @@ def describe(model: Any) -> Description:
         raise Unsupported("its attention is not causal")
     if getattr(config, "clip_qkv", None) is not None:
         raise Unsupported("it clips queries, keys and values")
+    try:
+        return _described(model, family, config)
+    except AttributeError as error:  # another version of transformers, or a quantised form
+        raise Unsupported(f"its modules are not as expected: {error}") from error
+
+
+def _described(model: Any, family: Family, config: Any) -> Description:
+    """The description of a model of this family."""
     body = getattr(model.model, "language_model", model.model)
     kinds, windows = _kinds(config, len(body.layers)), attention_windows(config)
     own_angles: list[str | None] = [*sorted(set(kinds))] if family.angles_by_layer_type else [None]
@@ -248,7 +256,7 @@ def _before(layer: Any, output_norm: str | None, family: Family, config: Any) ->
 
 
 def _norm(owner: Any, name: str | None, family: Family, before: Tensor | float | None, parallel: bool = False) -> Norm:
-    """The norm with this name, before which an output is added to the stream."""
+    """The norm with this name, and how an output is added to the stream before it."""
     module = None if name is None else getattr(owner, name)
     bias = getattr(module, "bias", None)
     return Norm(None if module is None else module.weight, NormStyle(family.norm, bias, before, parallel))

@@ -25,7 +25,8 @@ def require_plain_parameters(name: str, *modules: nn.Module) -> None:
     """
     for module in modules:
         adapted = any(child.state_dict() for child in module.children())
-        if adapted or {*map(type, module.parameters())} != {nn.Parameter}:
+        packed = any(parameter.dtype.itemsize < 2 for parameter in module.parameters())
+        if adapted or packed or {*map(type, module.parameters())} != {nn.Parameter}:
             raise Unsupported(f"{name} are not plain but {type(module).__name__}")
 
 
