@@ -29,7 +29,7 @@ WIDE: dict[str, Any] = {
     "max_position_embeddings": 2048,
 }
 
-MIXTURES = {"gpt-oss", "qwen3-moe", "mixtral", "olmoe"}
+MIXTURES = {"gpt-oss", "qwen3-moe", "mixtral", "olmoe", "mellum"}
 
 
 def wide(name: str, dtype: torch.dtype) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 
 from helpers.architectures import WINDOW, build
 from helpers.tiny import VOCABULARY, prompt
@@ -64,7 +65,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # the name and the changes th
     "ernie": ("ernie4_5", {}),
     "seed-oss": ("seed_oss", {}),
     "arcee": ("arcee", {"mlp_bias": True}),
+    "ministral": ("ministral", {}),
+    "mellum": ("mellum", {}),
+    "cwm": ("cwm", {}),
+    "helium": ("helium", {}),
 }
+MODELS = {name: made for name, made in MODELS.items() if made[0] in CONFIG_MAPPING}  # older versions lack some
 
 
 def model(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **changes: Any) -> Any:

@@ -35,8 +35,29 @@ LONGROPE = {
     "long_factor": [2.0, 3.0, 5.0, 8.0],
     "original_max_position_embeddings": 64,
 }
-ALIKE = {"olmoe", "olmo3", "cohere", "glm", "ernie", "seed-oss", "arcee"}  # as other families, but for what logits show
-MIXED = {"qwen2, mixed", "qwen3, mixed", "gemma3", "smollm3", "olmo3", "cohere2", "exaone4"}  # some layers have windows
+ALIKE = {
+    "olmoe",
+    "olmo3",
+    "cohere",
+    "glm",
+    "ernie",
+    "seed-oss",
+    "arcee",
+    "ministral",
+    "cwm",
+    "helium",
+}  # as other families, but for what logits show
+MIXED = {
+    "qwen2, mixed",
+    "qwen3, mixed",
+    "gemma3",
+    "smollm3",
+    "olmo3",
+    "cohere2",
+    "exaone4",
+    "mellum",
+    "cwm",
+}  # some layers have windows
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,7 +1,8 @@
 """Describes the models that the fused forward runs, from their modules and configurations.
 
 Each family of models has one line in FAMILIES, which says how it differs from Llama. What a family does not have to
-name is read from the model: windows, biases, sinks, norms of heads, merged projections, experts and activations.
+name is read from the model: windows and their rotary angles, biases, sinks, norms of heads, merged projections, experts
+and activations.
 """
 
 from __future__ import annotations
@@ -41,7 +42,6 @@ class Family(NamedTuple):
     joint_head_norms: bool = False  # queries of all heads are normalised together, and so are keys
     rotation: Rotation = LLAMA_ROTATION
     angles: AngleForm = AngleForm.TWICE  # of the rotary module's output
-    angles_by_layer_type: bool = False  # layers with and without window have different rotary angles
     rotates: Callable[[Any], bool] = lambda attention: True  # whether this attention has rotary angles
     scaled_embedding: bool = False  # embeddings are multiplied by the square root of their width
     clamped_experts: bool = False  # experts are those of gpt-oss
@@ -64,7 +64,7 @@ OUTPUTS = AROUND._replace(attention=None, mlp=None)
 GLM4 = LayerNorms(attention_output="post_self_attn_layernorm", mlp_output="post_mlp_layernorm")
 GEMMA = Family(norm=NormKind.WIDE_PLUS_ONE, scaled_embedding=True)
 GEMMA2 = GEMMA._replace(norms=AROUND, score_cap="attn_logit_softcapping", logit_cap="final_logit_softcapping")
-GEMMA3 = GEMMA._replace(norms=AROUND, logit_cap="final_logit_softcapping", angles_by_layer_type=True)
+GEMMA3 = GEMMA._replace(norms=AROUND, logit_cap="final_logit_softcapping")
 GRANITE = Family(
     embedding_scale="embedding_multiplier", residual_scale="residual_multiplier", logit_divisor="logits_scaling"
 )
@@ -81,6 +81,7 @@ COHERE = Family(
 FAMILIES = {
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(),
+    "MinistralForCausalLM": Family(),
     "Qwen2ForCausalLM": Family(),
     "Qwen3ForCausalLM": Family(),
     "Phi3ForCausalLM": Family(),
@@ -90,11 +91,12 @@ FAMILIES = {
     "Gemma3ForConditionalGeneration": GEMMA3._replace(logit_cap=None),  # its text part
     "GptOssForCausalLM": Family(norm=NormKind.WIDE, angles=AngleForm.ONCE, clamped_experts=True),
     "Qwen3MoeForCausalLM": Family(),
+    "MellumForCausalLM": Family(),
     "MixtralForCausalLM": Family(),
     "OlmoeForCausalLM": Family(joint_head_norms=True),
     "SmolLM3ForCausalLM": Family(rotates=lambda attention: bool(attention.use_rope)),
     "Olmo2ForCausalLM": OLMO2,
-    "Olmo3ForCausalLM": OLMO2._replace(angles_by_layer_type=True),
+    "Olmo3ForCausalLM": OLMO2,
     "GraniteForCausalLM": GRANITE,
     "CohereForCausalLM": COHERE,
     "Cohere2ForCausalLM": COHERE._replace(rotates=lambda attention: attention.sliding_window is not None),
@@ -107,6 +109,8 @@ FAMILIES = {
     "Ernie4_5ForCausalLM": Family(rotation=Rotation(adjacent=True, wide=True)),
     "SeedOssForCausalLM": Family(),
     "ArceeForCausalLM": Family(),
+    "CwmForCausalLM": Family(),
+    "HeliumForCausalLM": Family(norm=NormKind.WIDE, rotation=Rotation(adjacent=True)),
 }
 
 
@@ -203,10 +207,11 @@ def _described(model: Any, family: Family, config: Any) -> Description:
     """The description of a model of this family."""
     body = getattr(model.model, "language_model", model.model)
     kinds, windows = _kinds(config, len(body.layers)), attention_windows(config)
-    own_angles: list[str | None] = [*sorted(set(kinds))] if family.angles_by_layer_type else [None]
+    by_kind = any(isinstance(part, dict) for part in (config.rope_parameters or {}).values())
+    own_angles: list[str | None] = [*sorted(set(kinds))] if by_kind else [None]
     layers, before = [], None
     for layer, kind in zip(body.layers, kinds, strict=True):
-        rotary = own_angles.index(kind) if family.angles_by_layer_type else 0
+        rotary = own_angles.index(kind) if by_kind else 0
         layers.append(_layer(layer, family, config, before, rotary, windows.get(kind)))
         before = _before(layer, family.norms.mlp_output, family, config)
     require_plain(model.lm_head)
