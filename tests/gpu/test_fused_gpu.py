@@ -34,7 +34,11 @@ MIXTURES = {"gpt-oss", "qwen3-moe", "mixtral", "olmoe", "mellum"}
 
 def wide(name: str, dtype: torch.dtype) -> Any:
     """A model whose products are large enough for the kernels."""
-    changes = {key: value for key, value in WIDE.items() if key != "head_dim" or not name.startswith(("phi", "olmoe"))}
+    changes = {
+        key: value
+        for key, value in WIDE.items()
+        if key != "head_dim" or not name.startswith(("phi", "olmoe", "helium"))
+    }
     if name == "phi4-mini":
         changes |= phi4_mini(WIDE["hidden_size"] // WIDE["num_attention_heads"])
     return model(name, dtype, "cuda", **({"text_config": changes} if "images" in name else changes))

@@ -66,38 +66,12 @@ def _scaled(
 
 @triton.jit
 def _add_norm(
-    x,
-    residual,
-    weight,
-    bias,
-    before,
-    normed,
-    total,
-    pick,
-    buffer,
-    scatter_index,
-    width,
-    eps,
-    x_scale,
-    x_row,
-    residual_row,
-    buffer_row,
-    ADD: tl.constexpr,
-    BEFORE: tl.constexpr,
-    SCALED: tl.constexpr,
-    NORMED: tl.constexpr,
-    PARALLEL: tl.constexpr,
-    BIAS: tl.constexpr,
-    WIDE: tl.constexpr,
-    ONE: tl.constexpr,
-    CENTRED: tl.constexpr,
-    PARTS: tl.constexpr,
-    PICK: tl.constexpr,
-    SCATTER: tl.constexpr,
-    SCATTER_NORMED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, residual, weight, bias, before, normed, total, pick, buffer, scatter_index, width, eps, x_scale, x_row,
+    residual_row, buffer_row,
+    ADD: tl.constexpr, BEFORE: tl.constexpr, SCALED: tl.constexpr, NORMED: tl.constexpr, PARALLEL: tl.constexpr,
+    BIAS: tl.constexpr, WIDE: tl.constexpr, ONE: tl.constexpr, CENTRED: tl.constexpr, PARTS: tl.constexpr,
+    PICK: tl.constexpr, SCATTER: tl.constexpr, SCATTER_NORMED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Program (row). It loads weights before it waits, since no kernel writes them."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -221,44 +195,32 @@ def _activate(x, count, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constex
 
 
 @triton.jit
-def _rotate_and_store(
-    qkv,
-    cos,
-    sin,
-    keys,
-    values,
-    slots,
-    out,
-    positions,
-    query_norm,
-    key_norm,
-    width,
-    eps,
-    qkv_row,
-    angle_row,
-    angles,
-    key_head,
-    key_row,
-    value_head,
-    value_row,
-    INDEXED: tl.constexpr,
-    NORMED: tl.constexpr,
-    JOINT: tl.constexpr,
-    OWN: tl.constexpr,
-    WIDE: tl.constexpr,
-    ONE: tl.constexpr,
-    CENTRED: tl.constexpr,
-    ADJACENT: tl.constexpr,
-    WIDE_TURN: tl.constexpr,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    ROTATED: tl.constexpr,
+def _heads_norm(
+    heads, start, head, width, eps,
+    JOINT: tl.constexpr, CENTRED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_ALL: tl.constexpr,
-    PDL: tl.constexpr,
-):
+):  # fmt: skip
+    """Mean and factor of the norm of a head of queries or keys; JOINT: of all heads of its kind. `heads`: the row."""
+    first, count = start, width
+    if JOINT:
+        first = heads + tl.where(head < HEADS, 0, HEADS * D)
+        count = tl.where(head < HEADS, HEADS * D, KV_HEADS * D)
+    span = tl.arange(0, BLOCK)
+    inside = span < count
+    wide = tl.load(first + span, mask=inside, other=0.0).to(tl.float32)
+    mean = _mean(wide, count, CENTRED)
+    return mean, _shrink(wide, mean, inside, count, eps, CENTRED)
+
+
+@triton.jit
+def _rotate_and_store(
+    qkv, cos, sin, keys, values, slots, out, positions, query_norm, key_norm, width, eps, qkv_row, angle_row, angles,
+    key_head, key_row, value_head, value_row,
+    INDEXED: tl.constexpr, NORMED: tl.constexpr, JOINT: tl.constexpr, OWN: tl.constexpr, WIDE: tl.constexpr,
+    ONE: tl.constexpr, CENTRED: tl.constexpr, ADJACENT: tl.constexpr, WIDE_TURN: tl.constexpr, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, ROTATED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Program (row, head of queries, keys or values). The first ROTATED of a head's D dimensions are rotated.
 
     A norm sums the squares of a head in one vector, as `_add_norm` does, for the same rounding. JOINT: those of all
@@ -288,15 +250,9 @@ def _rotate_and_store(
                 factors = key_norm
             if OWN:
                 factors += tl.where(head < HEADS, head, head - HEADS) * D
-            span, first, count = whole, start, width
-            if JOINT:
-                span = tl.arange(0, BLOCK_ALL)
-                first = qkv + row * qkv_row + tl.where(head < HEADS, 0, HEADS * D)
-                count = tl.where(head < HEADS, HEADS * D, KV_HEADS * D)
-            known = span < count
-            wide = tl.load(first + span, mask=known, other=0.0).to(tl.float32)
-            mean = _mean(wide, count, CENTRED)
-            shrink = _shrink(wide, mean, known, count, eps, CENTRED)
+            mean, shrink = _heads_norm(
+                qkv + row * qkv_row, start, head, width, eps, JOINT, CENTRED, HEADS, KV_HEADS, D, BLOCK_NORM
+            )
             one = tl.load(factors + dim, mask=inside, other=0.0)
             two = tl.load(factors + other, mask=inside, other=0.0)
             left = _scaled(left.to(tl.float32), mean, shrink, one, 0.0, kind, WIDE, ONE, CENTRED, False)
@@ -467,7 +423,7 @@ def rotate_and_store(
         ROTATED=rotated,
         BLOCK=power_of_two(rotated // 2),
         BLOCK_D=power_of_two(width),
-        BLOCK_ALL=block,
+        BLOCK_NORM=block,
         num_warps=max(1, block // 1024),
         enable_fp_fusion=False,
         **pdl_launch(qkv),
