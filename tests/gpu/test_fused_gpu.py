@@ -34,13 +34,10 @@ MIXTURES = {"gpt-oss", "qwen3-moe", "mixtral", "olmoe", "mellum"}
 
 def wide(name: str, dtype: torch.dtype) -> Any:
     """A model whose products are large enough for the kernels."""
-    changes = {
-        key: value
-        for key, value in WIDE.items()
-        if key != "head_dim" or not name.startswith(("phi", "olmoe", "helium"))
-    }
+    width = WIDE["hidden_size"] // WIDE["num_attention_heads"]  # of a head, where a family has no other
+    changes = {**WIDE, "head_dim": width} if name.startswith(("phi", "olmoe", "helium")) else WIDE
     if name == "phi4-mini":
-        changes |= phi4_mini(WIDE["hidden_size"] // WIDE["num_attention_heads"])
+        changes = {**changes, **phi4_mini(width)}
     return model(name, dtype, "cuda", **({"text_config": changes} if "images" in name else changes))
 
 
