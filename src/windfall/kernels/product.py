@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from windfall.kernels.backend import on_triton, shared_memory, supports_pdl
 from windfall.kernels.norm import add_norm, gate_mul, rotate_and_store
-from windfall.kernels.norm_kinds import HeadNorms, NormKind
+from windfall.kernels.norm_kinds import LLAMA_NORM, LLAMA_ROTATION, HeadNorms, NormStyle, Rotation
 
 if TYPE_CHECKING:
     from windfall.kernels.triton.product import Tiling
@@ -69,22 +69,21 @@ def by_pieces(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def norm_gate(
     x: Tensor,  # [n, K]
     residual: Tensor | None,  # [n, K]; None: the sum is x
-    norm: Tensor,  # [K]
+    norm: Tensor | None,  # [K]; None: the sum is not normalised
     eps: float,
     weight: Tensor,  # [2m, K]: gate projection, then up projection
     exact: bool = False,
-    kind: NormKind = NormKind.ROUNDED,
-    before: Tensor | None = None,  # [K]: as in `add_norm`
+    style: NormStyle = LLAMA_NORM,
     gelu: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """With normed = norm(x + residual): (silu(gate(normed)) * up(normed) [n, m], x + residual).
 
     Gates of GELU and other norms than Llama's take a kernel each.
     """
-    plain = kind is NormKind.ROUNDED and before is None and not gelu
+    plain = norm is not None and style.plain and not gelu
     tiling = tiling_for(x, weight, exact, normed=True) if plain else None
-    if tiling is None or wide(x, weight):
-        normed, total = normed_rows(x, residual, norm, eps, tiling, kind, before)
+    if norm is None or tiling is None or wide(x, weight):
+        normed, total = normed_rows(x, residual, norm, eps, tiling, style)
         return gate_mul(product(normed, weight, None, exact), gelu), total
     from windfall.kernels.triton.product import norm_gate as run
 
@@ -94,7 +93,7 @@ def norm_gate(
 def norm_rotate(
     x: Tensor,  # [n, K]
     residual: Tensor | None,  # [n, K]
-    norm: Tensor,  # [K]
+    norm: Tensor | None,  # [K]; None: the sum is not normalised
     eps: float,
     weight: Tensor,  # [(heads + 2 * kv_heads) * d, K]: projections of queries, keys, values
     bias: Tensor | None,
@@ -104,22 +103,23 @@ def norm_rotate(
     values: Tensor,  # [kv_heads, capacity, d], written
     slots: Tensor,  # [n] integers
     exact: bool = False,
-    kind: NormKind = NormKind.ROUNDED,
-    before: Tensor | None = None,  # [K]: as in `add_norm`
+    style: NormStyle = LLAMA_NORM,
     norms: HeadNorms | None = None,
+    rotation: Rotation = LLAMA_ROTATION,
 ) -> tuple[Tensor, Tensor]:
     """(`rotate_and_store` of the product of norm(x + residual) [n, heads, d], x + residual).
 
-    Norms of heads, partial rotation and other norms than Llama's take separate kernels.
+    Norms of heads, and other norms and rotations than Llama's, take separate kernels.
     """
-    plain = kind is NormKind.ROUNDED and before is None and norms is None and cos.shape[1] == keys.shape[2]
+    whole = rotation == LLAMA_ROTATION and cos.shape[1] == keys.shape[2]
+    plain = norm is not None and style.plain and norms is None and whole
     tiling = tiling_for(x, weight, exact, unit=keys.shape[2], normed=True) if plain else None
     if tiling is not None and keys.shape[2] % tiling.outputs:  # the outputs of a program must belong to one head
         tiling = None
-    if tiling is None or wide(x, weight):
-        normed, total = normed_rows(x, residual, norm, eps, tiling, kind, before)
+    if norm is None or tiling is None or wide(x, weight):
+        normed, total = normed_rows(x, residual, norm, eps, tiling, style)
         qkv = product(normed, weight, bias, exact)
-        return rotate_and_store(qkv, cos, sin, keys, values, slots, norms=norms), total
+        return rotate_and_store(qkv, cos, sin, keys, values, slots, norms=norms, rotation=rotation), total
     from windfall.kernels.triton.product import norm_rotate as run
 
     return run(x, residual, norm, eps, weight, bias, cos, sin, keys, values, slots, tiling)
@@ -128,15 +128,14 @@ def norm_rotate(
 def normed_rows(
     x: Tensor,
     residual: Tensor | None,
-    norm: Tensor,
+    norm: Tensor | None,
     eps: float,
     tiling: Tiling | None,
-    kind: NormKind,
-    before: Tensor | None,
+    style: NormStyle,
 ) -> tuple[Tensor, Tensor]:
     """`add_norm`, with the roundings of the fused kernels if passes of fewer rows use these."""
-    if tiling is None:
-        return add_norm(x, residual, norm, eps, kind=kind, before=before)
+    if norm is None or tiling is None:
+        return add_norm(x, residual, norm, eps, style=style)
     from windfall.kernels.triton.product import add_norm as run
 
     return run(x, residual, norm, eps, tiling)

@@ -19,9 +19,14 @@ def require_plain(*modules: Any) -> None:
 
 
 def require_plain_parameters(name: str, *modules: nn.Module) -> None:
-    """Raise Unsupported unless all parameters of these modules are plain tensors: not quantised, without adapters."""
+    """Raise Unsupported unless all parameters of these modules are plain tensors: not quantised, without adapters.
+
+    Modules inside them have no state: they are activations.
+    """
     for module in modules:
-        if any(True for _ in module.children()) or {*map(type, module.parameters())} != {nn.Parameter}:
+        adapted = any(child.state_dict() for child in module.children())
+        packed = any(parameter.dtype.itemsize < 2 for parameter in module.parameters())
+        if adapted or packed or {*map(type, module.parameters())} != {nn.Parameter}:
             raise Unsupported(f"{name} are not plain but {type(module).__name__}")
 
 

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from helpers.gpu import LENGTH, LONG, engine
+from helpers.cli import character_tokenizer
+from helpers.fused import model
+from helpers.gpu import LENGTH, LONG, PRECISE, engine
 from helpers.tiny import prompt
 from windfall.core.types import GpuOptions, SamplingParams
 from windfall.engine.engine import Engine
@@ -15,6 +17,7 @@ from windfall.engine.gpu.drafters import drafter_form
 from windfall.engine.gpu.graphs import GraphCache
 from windfall.engine.gpu.target import GpuTarget
 from windfall.engine.sequence import Sequence
+from windfall.model.target import Target
 from windfall.policies.base import TreePolicy
 from windfall.policies.budget import Budget, Load, Sizes
 
@@ -105,6 +108,18 @@ def test_prompts_share_verify_passes(family: str, kind: str, sizes: Sizes, monke
     assert [count for count in rows if count] == [128, 128]  # 8 + 120 of 129 tokens, and the rest with 1
     for text, length in zip(texts, (40, 9, 130, 2), strict=True):
         alone = made.generate(prompt(length, seed=length), max_new_tokens=LENGTH, eos=())
+        assert alone.token_ids == text.tokens[length:]
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "olmo2", "cohere2", "granite", "starcoder2"])
+def test_families(name: str) -> None:
+    """One of each kind of norms, rotations, residuals and MLPs; prompts are longer than windows."""
+    made = engine("llama", "lm", "beam", graphs=False, target=Target(model(name, PRECISE), character_tokenizer()))
+    batch = Batch(made, TREES)
+    texts = [batch.text(prompt(length, seed=length), max_new_tokens=6) for length in (9, 40)]
+    batch.run(texts[:1], [], texts[1:])
+    for text, length in zip(texts, (9, 40), strict=True):
+        alone = made.generate(prompt(length, seed=length), max_new_tokens=6, eos=())
         assert alone.token_ids == text.tokens[length:]
 
 
