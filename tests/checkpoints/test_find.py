@@ -608,6 +608,15 @@ def test_sizes_of_vocabularies_are_compared_if_a_tokenizer_is_missing(missing: s
     )
 
 
+def test_padding_tokens_of_gguf_files_are_no_tokens() -> None:
+    filled = [tokenizer([*TOKENS, *(f"[PAD{len(TOKENS) + more}]" for more in range(count))]) for count in (2, 7)]
+    find.check_vocabulary(*filled, 64, 96, "both files")
+    find.check_vocabulary(filled[0], tokenizer(), 64, 64, "file and folder")
+    other = tokenizer([*TOKENS, "[PAD0]", "word"])
+    assert "is 'word' for" not in (message := refusal(lambda: find.check_vocabulary(filled[0], other, 64, 64, "x")))
+    assert f"the target has {len(TOKENS)} tokens, the drafter {len(TOKENS) + 2}" in message
+
+
 def test_one_of_two_tokenizers_may_have_more_special_tokens() -> None:
     ours, more, moved = tokenizer(), tokenizer(), tokenizer()
     more.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})

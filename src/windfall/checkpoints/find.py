@@ -145,16 +145,21 @@ def check_vocabulary(
 
 def _other_tokens(target: PreTrainedTokenizerBase, drafter: PreTrainedTokenizerBase) -> str:
     """How the tokens of two tokenizers differ; empty if they agree. One may have further special or added tokens."""
-    ours, theirs = target.get_vocab(), drafter.get_vocab()
+    ours, theirs = _tokens(target), _tokens(drafter)
     if ours == theirs:
         return ""
-    own, other = ({place: token for token, place in vocabulary.items()} for vocabulary in (ours, theirs))
-    if differing := [place for place in own.keys() & other.keys() if own[place] != other[place]]:
+    if differing := [place for place in ours.keys() & theirs.keys() if ours[place] != theirs[place]]:
         first = min(differing)
-        return f"token {first} is {own[first]!r} for the target and {other[first]!r} for the drafter"
+        return f"token {first} is {ours[first]!r} for the target and {theirs[first]!r} for the drafter"
     added = target.get_added_vocab().keys() | drafter.get_added_vocab().keys()
-    extra = (ours.keys() ^ theirs.keys()) - added
-    return f"the target has {len(ours)} tokens, the drafter {len(theirs)}" if extra else ""
+    extra = {*ours.values()} ^ {*theirs.values()}
+    return f"the target has {len(ours)} tokens, the drafter {len(theirs)}" if extra - added else ""
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """The tokens by their ids, without those with which GGUF files fill up a padded vocabulary."""
+    vocabulary = tokenizer.get_vocab()
+    return {place: token for token, place in vocabulary.items() if token != f"[PAD{place}]"}
 
 
 def _find(source: str | os.PathLike[str] | None, code: bool) -> tuple[Path, str]:
