@@ -369,9 +369,13 @@ def _peer_notes(result: Result) -> list[str]:
         own = [row for row in known if (row["engine"] == OURS) is ours]
         texts, same = (sum(row[key] for row in own) for key in ("texts", "same_texts"))
         notes += [f"{same:,} of {texts:,} of {whose} texts are those of windfall's plain decoding."] if texts else []
+    left_out: dict[tuple[str, str], list[int]] = {}
     for each in result["skipped"]:
-        where = f" with {counted(each['requests'], 'request')}" if each["requests"] else ""
-        notes.append(f"{_peer(each, result)} was left out{where}: {each['reason'].rstrip('.')}.")
+        counts = left_out.setdefault((_peer(each, result), each["reason"].rstrip(".")), [])
+        counts += [each["requests"]] if each["requests"] else []
+    for (name, reason), counts in left_out.items():
+        where = f" with {listed([f'{count:,}' for count in counts])} requests" if counts else ""
+        notes.append(f"{name} was left out{where}: {reason}.")
     if "vllm" in result:
         notes.append(f"For vLLM: {origin(result['vllm'], '')}.".replace("Measured", "measured"))
     return notes

@@ -182,7 +182,9 @@ def test_the_table_names_what_is_faster_than_auto() -> None:
         *(row("transformers", "generate", 1, 20.0, 3), row("vLLM", "eagle3-5", 64, 1250.0, 2)),
     ]
     settings = {"tasks": ["a", "b"], "alone": 12, "tokens": 128, "temperature": 0.0, "rounds": 1, "ignore_eos": False}
-    skipped = [{"engine": "transformers", "way": "assisted", "requests": 64, "reason": "it takes one request at once"}]
+    late, reason = {"engine": "vLLM", "way": "plain", "requests": None, "reason": "no."}, "it takes one request at once"
+    assisted = {"engine": "transformers", "way": "assisted", "reason": reason}
+    skipped = [*({**assisted, "requests": count} for count in (8, 64)), late]
     result = {"rows": rows, "skipped": skipped, "settings": {**settings, "assistant": "small"}}
     lines, about = renderers.peers({"peers": {**result, "target": "model", "dtype": "bfloat16"}})
     assert lines == [
@@ -200,8 +202,8 @@ def test_the_table_names_what_is_faster_than_auto() -> None:
         "and windfall, `none` (1.10x). Setting: greedy, three prompts for each request at once, and at least 12, of",
         "2 tasks in turn, up to 128 new tokens, prefill included, medians of 1 round. 8 of 8 of windfall's texts are",
         "those of windfall's plain decoding. 5 of 8 of the other engines' texts are those of windfall's plain",
-        "decoding. transformers, assisted generation with small was left out with 64 requests: it takes one request",
-        "at once.",
+        "decoding. transformers, assisted generation with small was left out with 8 and 64 requests: it takes one",
+        "request at once. vLLM, plain was left out: no.",
     ]
     assert about == " ".join(sentences)
     won, about = renderers.peers({"peers": {**result, "rows": rows[:2], "target": "model", "dtype": "bfloat16"}})
