@@ -59,6 +59,11 @@ class Decoder:
         return int(self.model.get_output_embeddings().weight.shape[0])
 
     @property
+    def embedded(self) -> int:
+        """The number of token ids that the model can read; a larger id has no row in its embedding."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+    @property
     def context(self) -> int | None:
         """The longest sequence that the model takes, or None if its config names none.
 

@@ -50,6 +50,10 @@ class Pass(NamedTuple):
         assert paths.pages is not None
         return cls(tokens, positions, slots, torch.empty(0, 0, dtype=torch.bool), paths.pages.lengths, paths)
 
+    def up_to(self, last_token: int | None) -> Pass:
+        """With this token in place of larger ones; None: as it is."""
+        return self if last_token is None else self._replace(tokens=self.tokens.clamp(max=last_token))
+
     def attend(self, queries: Tensor, kv: Tensor, window: int | None = None) -> Tensor:
         """Attention of a drafter's rows, queries [n, heads, d], over its layer of the KV cache [2, kv_heads, …]."""
         given = queries, kv[0], kv[1], self.length
