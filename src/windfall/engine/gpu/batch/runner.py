@@ -70,7 +70,7 @@ class Launched(NamedTuple):
     number: int  # of its results in the mailbox
     turn: int  # of its sample
     texts: list[Sequence]  # by seat
-    pages: list[list[int]]  # of each text; one that has left and come back has another list
+    left: set[Sequence]  # texts that have left since then, and may have come back
     situation: Situation
     sizes: Sizes
     recorded: bool  # whether graphs were captured
@@ -239,9 +239,10 @@ class GpuBatchRunner:
         """Remove these texts; their pages become free. Results of rounds in flight are dropped."""
         seats = [*range(len(self.texts))]  # where the texts were before
         self._kind = None
-        for text in list(sequences):
-            if text not in self._pages:
-                continue
+        leaving = [text for text in sequences if text in self._pages]
+        for launched in self._launched:
+            launched.left.update(leaving)
+        for text in leaving:
             pages = self._pages.pop(text)
             self._changed.discard(text)
             if not self.prefill.remove(text):
@@ -320,10 +321,10 @@ class GpuBatchRunner:
         taken = self.prefill.share(sizes, graphs, lambda: self.costs.recent(now).verify(now.seats, 0))
         number, shared = self.work.results.expect(), taken is not None and taken.chunk is not None
         graphs.run_verify(sizes, SHARED_ROWS if shared else 0)
-        pages, times = [self._pages[text] for text in self.texts], (start, drafted, self._events.mark())
-        flags, texts = (cache.captures > captures, shared, self._follows_at_once), list(self.texts)
+        texts, times = list(self.texts), (start, drafted, self._events.mark())
+        flags = (cache.captures > captures, shared, self._follows_at_once)
         prompts = self.prefill.take_spans()
-        self._launched.append(Launched(number, self._turn, texts, pages, now, sizes, *flags, prompts, *times))
+        self._launched.append(Launched(number, self._turn, texts, set(), now, sizes, *flags, prompts, *times))
         self._follows_at_once = True
         self._turn += SAMPLED if sizes.passes else 0
         self._pending = sizes.passes + 1 if sizes.passes else self._pending + 1
@@ -412,7 +413,7 @@ class GpuBatchRunner:
         block = results.arrays[results.wait(launched.number)]
         launched.end.wait()
         draft, verify = launched.start.seconds_until(launched.drafted), launched.drafted.seconds_until(launched.end)
-        found = Results(block, len(launched.texts), launched.sizes, launched.turn)
+        found = Results(block, [text.late_text for text in launched.texts], launched.sizes, launched.turn)
         if not (launched.recorded or launched.shared):
             self._learn_costs(launched, draft, verify)
         prompts = sum(began.seconds_until(ended) for began, ended in launched.prompts)
@@ -440,19 +441,24 @@ class GpuBatchRunner:
     def _steps(self, launched: Launched, found: Results) -> dict[Sequence, Outcome]:
         """The Steps of the texts that have not left since; this runs for every request in every round."""
         steps: dict[Sequence, Outcome] = {}
-        given = zip(launched.texts, launched.pages, found.tokens, found.accepted, strict=True)
-        for seat, (text, pages, drawn, count) in enumerate(given):
-            if text.finish is not None or self._pages.get(text) is not pages:
+        given = zip(launched.texts, found.tokens, found.accepted, strict=True)
+        for seat, (text, drawn, count) in enumerate(given):
+            if launched.left and text in launched.left:
                 continue
-            root, waited, late = text.tokens[-1], 0.0, text.late_text
-            tokens = text.extend(drawn[:count])
-            number = late.add(len(text.tokens) - text.prompt_length, text.finish is not None)
-            if self.prefill.started and (began := self.prefill.started.pop(text, None)) is not None:
-                waited = began.seconds_until(launched.start)
-            step = steps[text] = BatchStep(found, seat, root, tokens, (late, number), text.finish, waited)
+            found.taken[seat] = text.extend(drawn[:count])
+            found.ends[seat] = end = len(text.tokens) - text.prompt_length
+            text.late_text.ends.append(end)
+            text.late_text.final = text.finish is not None
+            waited = self._waited(text, launched) if self.prefill.started else 0.0
+            step = steps[text] = BatchStep(found, seat, text.finish, waited)
             if text.params.stop:
                 _ = step.text  # later tokens may complete a stop string and shorten the text
         return steps
+
+    def _waited(self, text: Sequence, launched: Launched) -> float:
+        """The time from the start of a text's prefill to its first round; 0 in later rounds."""
+        began = self.prefill.started.pop(text, None)
+        return 0.0 if began is None else began.seconds_until(launched.start)
 
     def _learn_acceptance(self, found: Results, launched: Launched) -> Iterator[None]:
         """Let the budget, the calibrators and the corrections learn from some requests of the round."""
