@@ -150,6 +150,5 @@ def test_tokens_may_come_from_a_list_that_grows(text: str, size: int, known: int
             pushed.push(token)
         source += ids[start : start + size]
         end = min(start + size, len(ids))
-        assert listed.copy(end).take() == listed.copy(end).take(end=end)
         assert listed.take(end=end) == pushed.take()
     assert listed.take(final=True) == pushed.take(final=True)

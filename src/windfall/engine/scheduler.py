@@ -123,7 +123,7 @@ class Scheduler:
 
     def _preempt(self) -> None:
         """While the running requests do not fit into the memory, the newest goes back to the head of the queue."""
-        if self.runner.fits_any(len(self._running)):
+        if self.runner.has_room:
             return
         while len(self._running) > 1 and not self.runner.fits(lengths(self._running)):
             newest = self._running[-1:]
@@ -133,7 +133,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Let the oldest requests of the queue join, as far as there is room."""
-        if not self._queue:
+        if not self._queue or len(self._running) >= self.max_requests:
             return
         new: list[Request] = []
         needed, prefilled = lengths(self._running, ADMISSION_TOKENS), 0
