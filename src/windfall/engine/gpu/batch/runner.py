@@ -423,7 +423,7 @@ class GpuBatchRunner:
 
     def _collect(self) -> dict[Sequence, Outcome]:
         launched, results = self._launched.pop(0), self.work.results
-        block = results.arrays[results.wait(launched.number)]
+        block = results.arrays[results.wait(launched.number, patient=True)]
         launched.end.wait()
         draft, verify = launched.start.seconds_until(launched.drafted), launched.drafted.seconds_until(launched.end)
         found = Results(block, [text.late_text for text in launched.texts], launched.sizes, launched.turn)
