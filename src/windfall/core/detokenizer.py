@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from bisect import bisect_left
+from functools import lru_cache
 from typing import Any
 
 REPLACEMENT = "\ufffd"  # what an unfinished character decodes to
@@ -86,8 +87,23 @@ class Detokenizer:
         return 0
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        tokenizer = self.tokenizer
+        kind: type = type(tokenizer)
+        if _decodes_in_rust(kind) and "decode" not in vars(tokenizer):
+            text: str = tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)
+        else:
+            text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
+
+
+@lru_cache
+def _decodes_in_rust(kind: type) -> bool:
+    """Whether `decode` of these tokenizers calls the tokenizers library and adds nothing.
+
+    What transformers does around this call, such as looking at each id, takes longer than the call.
+    """
+    names = [getattr(getattr(kind, name, None), "__qualname__", "") for name in ("decode", "_decode")]
+    return names == ["PreTrainedTokenizerBase.decode", "TokenizersBackend._decode"]
 
 
 class LateText:
@@ -108,9 +124,11 @@ class LateText:
         return bisect_left(self.ends, end)
 
     def whole(self, steps: int) -> str:
-        """The text of the first steps. If none was read so far, and there are no stop strings, it is decoded at once."""
+        """The text of the first steps; if none was read before, and there are no stop strings, decoded at once."""
         with self._lock:
-            if steps and not self._pieces and not self._detokenizer.stop:
+            if len(self._pieces) >= steps:
+                return "".join(self._pieces[:steps])
+            if not self._pieces and not self._detokenizer.stop:
                 return self._detokenizer.copy(self.ends[steps - 1]).take(self._ends_with(steps - 1))
         return "".join(self[number] for number in range(steps))
 

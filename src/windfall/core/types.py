@@ -214,7 +214,7 @@ class Split(NamedTuple):
         return self.draft + self.verify + self.prompts
 
 
-Counts = tuple[int, int, int, int]  # of a cycle: new tokens, verified nodes, accepted ones, draft passes
+Counts = tuple[int, int, int, int, int]  # of a cycle: new tokens, verified nodes, accepted ones, drafted ones, passes
 
 
 @dataclass(frozen=True)
@@ -243,8 +243,8 @@ class Step:
 
     @property
     def counts(self) -> Counts:
-        """`len(tokens)`, `rows`, `accepted` and `draft_passes`, which are counted for every Step."""
-        return len(self.tokens), self.rows, self.accepted, self.draft_passes
+        """`len(tokens)`, `rows`, `accepted`, `drafted_tokens` and `draft_passes`, which are counted for every Step."""
+        return len(self.tokens), self.rows, self.accepted, self.drafted_tokens, self.draft_passes
 
     def of_policy(self, size: int) -> Step:
         """The same cycle with the first `size` drafted nodes only, those that the policy knows; others may follow."""

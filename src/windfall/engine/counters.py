@@ -64,7 +64,7 @@ class Counters:
         self.rounds += 1
         alike = Counter([(each.moments[-1] if each.moments else None, step.counts) for each, step in steps])
         rows = passes = 0
-        for (last, (tokens, own_rows, accepted, own_passes)), times in alike.items():
+        for (last, (tokens, own_rows, accepted, _, own_passes)), times in alike.items():
             passes = max(passes, own_passes)
             rows += times * own_rows
             self.tokens += times * tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from windfall.core.detokenizer import LateText
 from windfall.core.logprobs import TokenLogprob
 from windfall.core.stats import Stats
 from windfall.core.types import Step
@@ -61,7 +62,8 @@ def text_of(steps: list[Step], joins: bool = True) -> str:
     `joins`: the first of the Steps may then have the text of all. Without it, they must be the first of their sequence.
     """
     first: Any = steps[0] if steps else None
-    late = getattr(first, "late_text", None)
-    if late is None or late is not getattr(steps[-1], "late_text", None):
+    late: LateText | None = getattr(first, "late_text", None)
+    same = bool(steps) and late is getattr(steps[-1], "late_text", None)
+    if late is None or not same:
         return "".join(step.text for step in steps)
-    return str(late.between(first.number, first.number + len(steps)) if joins else late.whole(len(steps)))
+    return late.between(first.number, first.number + len(steps)) if joins else late.whole(len(steps))

@@ -121,7 +121,8 @@ class BatchStep(Step):
     @property
     def counts(self) -> Counts:
         results, seat = self._results, self._seat
-        return results.taken[seat], results.rows[seat], results.accepted[seat] - 1, results.sizes.passes
+        rows = results.rows[seat]
+        return results.taken[seat], rows, results.accepted[seat] - 1, rows - 1, results.sizes.passes
 
     @property
     def draft_passes(self) -> int:

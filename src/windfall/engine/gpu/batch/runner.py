@@ -454,24 +454,22 @@ class GpuBatchRunner:
     def _steps(self, launched: Launched, found: Results) -> dict[Sequence, Outcome]:
         """The Steps of the texts that have not left since; this runs for every request in every round."""
         steps: dict[Sequence, Outcome] = {}
+        left, started = launched.left, self.prefill.started
         given = zip(launched.texts, found.tokens, found.accepted, strict=True)
         for seat, (text, drawn, count) in enumerate(given):
-            if launched.left and text in launched.left:
+            if left and text in left:
                 continue
             found.taken[seat] = text.extend(drawn[:count])
             found.ends[seat] = end = len(text.tokens) - text.prompt_length
-            text.late_text.ends.append(end)
-            text.late_text.final = text.finish is not None
-            waited = self._waited(text, launched) if self.prefill.started else 0.0
-            step = steps[text] = BatchStep(found, seat, text.finish, waited)
+            late, finish, waited = text.late_text, text.finish, 0.0
+            late.ends.append(end)
+            late.final = finish is not None
+            if started and text in started:
+                waited = started.pop(text).seconds_until(launched.start)
+            step = steps[text] = BatchStep(found, seat, finish, waited)
             if text.params.stop:
                 _ = step.text  # later tokens may complete a stop string and shorten the text
         return steps
-
-    def _waited(self, text: Sequence, launched: Launched) -> float:
-        """The time from the start of a text's prefill to its first round; 0 in later rounds."""
-        began = self.prefill.started.pop(text, None)
-        return 0.0 if began is None else began.seconds_until(launched.start)
 
     def _learn_acceptance(self, found: Results, launched: Launched) -> Iterator[None]:
         """Let the budget, the calibrators and the corrections learn from some requests of the round."""
