@@ -152,3 +152,10 @@ def test_tokens_may_come_from_a_list_that_grows(text: str, size: int, known: int
         end = min(start + size, len(ids))
         assert listed.take(end=end) == pushed.take()
     assert listed.take(final=True) == pushed.take(final=True)
+
+
+def test_the_first_steps_of_a_text() -> None:
+    made = late("one two three", 1, (), True)
+    assert made.whole(0) == "" and made.whole(len(made)) == "one two three"
+    first = made.whole(2)
+    assert first == made[0] + made[1] == made.whole(2) and made.number(made.ends[1]) == 1
