@@ -37,9 +37,9 @@ class Totals(NamedTuple):
     @classmethod
     def of(cls, steps: Sequence[Step]) -> Totals:
         """All sums from one pass over the steps: a text has hundreds of them."""
-        counts = [step.counts for step in steps]
-        tokens, rows, _, drafted, passes = map(sum, zip(*counts, strict=True)) if counts else [0] * 5
-        return cls(len(steps), tokens, rows, sum([min(each[0], each[2]) for each in counts]), drafted, passes)
+        counts = [step.counts for step in steps] or [(0, 0, 0, 0, 0)]
+        tokens, rows, accepted, drafted, passes = zip(*counts, strict=True)
+        return cls(len(steps), sum(tokens), sum(rows), sum(map(min, tokens, accepted)), sum(drafted), sum(passes))
 
 
 @dataclass(frozen=True)

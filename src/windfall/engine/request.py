@@ -220,7 +220,8 @@ class Handle:
         request, known, loop, awake = self._request, 0, asyncio.get_running_loop(), asyncio.Event()
         request.call_at_end(lambda: call_in(loop, awake.set))
         while True:
-            await self._change(known)
+            if len(request.steps) == known:
+                await self._change(known)
             fresh = request.steps[known:]
             if not fresh:
                 break
