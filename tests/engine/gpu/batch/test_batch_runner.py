@@ -13,6 +13,7 @@ from helpers.tiny import prompt
 from windfall.core.types import GpuOptions, SamplingParams
 from windfall.engine.engine import Engine
 from windfall.engine.gpu.batch.runner import GpuBatchRunner, Limits
+from windfall.engine.gpu.batch.target import Kind
 from windfall.engine.gpu.drafters import drafter_form
 from windfall.engine.gpu.graphs import GraphCache
 from windfall.engine.gpu.target import GpuTarget
@@ -234,6 +235,30 @@ def test_pages_are_granted_early_and_taken_back_when_others_need_them() -> None:
     assert made.generate(prompt(9, seed=9), max_new_tokens=len(tokens), eos=()).token_ids == tokens
     batch.runner.leave(texts[:1])
     assert batch.runner.pool.available == 6
+
+
+@pytest.mark.parametrize(("pages", "rounds"), [(40, True), (7, False)])
+def test_a_runner_has_room_only_if_its_texts_fit(pages: int, rounds: bool) -> None:
+    """With few pages, it must be asked with the lengths of the texts in some rounds."""
+    batch = Batch(engine("llama", "eagle3", "beam", graphs=False), TREES, SMALL._replace(pages=pages))
+    texts, found = [batch.text(prompt(length, seed=length), max_new_tokens=80) for length in (9, 70)], set[bool]()
+    batch.runner.join(texts)
+    while all(len(text.tokens) < text.end - 40 for text in texts):
+        batch.runner.round()
+        found.add(batch.runner.has_room)
+        assert not batch.runner.has_room or batch.runner.fits({text: len(text.tokens) for text in texts})
+    assert (False not in found) == rounds and True in found
+
+
+def test_the_kind_of_a_round_is_that_of_the_texts_that_run() -> None:
+    batch = Batch(engine("llama", "eagle3", "beam", graphs=False), TREES)
+    greedy, drawn = batch.text(prompt(9)), batch.text(prompt(12), temperature=1.0, seed=1, top_p=0.9)
+    batch.runner.join([greedy, drawn])
+    batch.runner.prefill_all()
+    assert batch.runner._graphs(2)._kind == Kind(greedy=False, coupled=True, filtered=True)
+    batch.runner.leave([drawn])
+    assert batch.runner._graphs(1)._kind == Kind()
+    batch.runner.leave([greedy])
 
 
 def test_a_text_that_waits_for_its_prefill_is_drafted_with_its_own_calibration(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -25,6 +26,12 @@ class Kind(NamedTuple):
     greedy: bool = True  # none draws at random
     coupled: bool = False  # the drafter sees the noise of the draws
     filtered: bool = False  # some exclude unlikely tokens
+
+    @classmethod
+    def of_all(cls, kinds: Sequence[Kind]) -> Kind:
+        """The kind of requests of these kinds together."""
+        coupled, filtered = any(own.coupled for own in kinds), any(own.filtered for own in kinds)
+        return cls(all(own.greedy for own in kinds), coupled, filtered)
 
 
 class BatchTarget:
