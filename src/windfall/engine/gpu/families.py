@@ -16,9 +16,10 @@ from transformers.activations import ACT2FN
 from windfall.engine.gpu.forward import Unsupported, check_devices
 from windfall.engine.gpu.model_guard import is_foreign_hook
 from windfall.engine.gpu.rope import Rotary, fixed_positions
-from windfall.engine.gpu.weights import merge, require_plain, require_plain_parameters
+from windfall.engine.gpu.weights import projection, require_plain_parameters
 from windfall.kernels.expert_weights import Experts
 from windfall.kernels.norm_kinds import HeadNorms, NormKind
+from windfall.kernels.product import Weight
 from windfall.model.decoder import attention_windows
 
 
@@ -62,8 +63,8 @@ class Norm(NamedTuple):
 class GatedMlp(NamedTuple):
     """down(gate(x) * up(x)); `gate_up` holds both projections."""
 
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Weight
+    down: Weight
     gelu: bool  # whether the gate is GELU in its tanh form, rather than SiLU
 
 
@@ -79,13 +80,13 @@ class Layer(NamedTuple):
     """One layer; `qkv` holds the projections of queries, keys and values."""
 
     norm: Norm
-    qkv: Tensor
+    qkv: Weight
     qkv_bias: Tensor | None
     head_norms: HeadNorms | None
     rotary: int  # index into Description.rotaries
     window: int | None
     sinks: Tensor | None
-    o: Tensor
+    o: Weight
     o_bias: Tensor | None
     mlp_norm: Norm
     mlp: GatedMlp | ExpertsMlp
@@ -98,7 +99,7 @@ class Description(NamedTuple):
     embedding: Tensor
     embedding_scale: float
     norm: Norm  # before the vocabulary head
-    vocabulary: Tensor
+    vocabulary: Weight
     vocabulary_bias: Tensor | None
     rotaries: list[Rotary]
     positions: int | None  # rotary angles are fixed up to this number of positions; None: all are
@@ -131,7 +132,7 @@ def describe(model: Any) -> Description:
         rotary = own_angles.index(kind) if family.angles_by_layer_type else 0
         layers.append(_layer(layer, family, norm, rotary, windows.get(kind), config.rms_norm_eps))
         before = layer.post_feedforward_layernorm.weight if family.output_norms else None
-    require_plain(model.lm_head)
+    vocabulary, vocabulary_bias = projection(model.lm_head)
     attention, kv_heads = body.layers[0].self_attn, config.num_key_value_heads
     if {layer.qkv.shape[0] for layer in layers} != {(config.num_attention_heads + 2 * kv_heads) * attention.head_dim}:
         raise Unsupported("its layers differ in the shape of keys and values")
@@ -140,8 +141,8 @@ def describe(model: Any) -> Description:
         embedding=body.embed_tokens.weight,
         embedding_scale=_embedding_scale(body.embed_tokens, family),
         norm=Norm(body.norm.weight, before),
-        vocabulary=model.lm_head.weight,
-        vocabulary_bias=model.lm_head.bias,
+        vocabulary=vocabulary,
+        vocabulary_bias=vocabulary_bias,
         rotaries=[partial(_angles, body.rotary_emb, kind, family.half_angles) for kind in own_angles],
         positions=fixed_positions(config),
         kind=family.norm,
@@ -157,12 +158,11 @@ def describe(model: Any) -> Description:
 
 def _layer(layer: Any, family: Family, norm: Norm, rotary: int, window: int | None, eps: float) -> Layer:
     attention = layer.self_attn
-    require_plain(attention.o_proj)
+    o, o_bias = projection(attention.o_proj)
     if hasattr(attention, "qkv_proj"):
-        require_plain(attention.qkv_proj)
-        qkv, bias = attention.qkv_proj.weight, attention.qkv_proj.bias
+        qkv, bias = projection(attention.qkv_proj)
     else:
-        qkv, bias = merge(attention.q_proj, attention.k_proj, attention.v_proj)
+        qkv, bias = projection(attention.q_proj, attention.k_proj, attention.v_proj)
     head_norms = None
     if getattr(attention, "q_norm", None) is not None:
         head_norms = HeadNorms(attention.q_norm.weight, attention.k_norm.weight, eps, family.norm)
@@ -175,8 +175,8 @@ def _layer(layer: Any, family: Family, norm: Norm, rotary: int, window: int | No
         rotary=rotary,
         window=window,
         sinks=getattr(attention, "sinks", None),
-        o=attention.o_proj.weight,
-        o_bias=attention.o_proj.bias,
+        o=o,
+        o_bias=o_bias,
         mlp_norm=Norm(layer.pre_feedforward_layernorm.weight, after) if family.output_norms else Norm(after, None),
         mlp=_experts(layer.mlp) if family.experts else _gated(layer.mlp),
     )
@@ -188,14 +188,13 @@ def _gated(mlp: Any) -> GatedMlp:
     if gate not in (gelu, type(ACT2FN["silu"])):
         raise Unsupported(f"its MLP has a gate of {gate.__name__}")
     if hasattr(mlp, "gate_up_proj"):
-        require_plain(mlp.gate_up_proj)
-        gate_up, bias = mlp.gate_up_proj.weight, mlp.gate_up_proj.bias
+        gate_up, bias = projection(mlp.gate_up_proj)
     else:
-        gate_up, bias = merge(mlp.gate_proj, mlp.up_proj)
-    require_plain(mlp.down_proj)
-    if bias is not None or mlp.down_proj.bias is not None:
+        gate_up, bias = projection(mlp.gate_proj, mlp.up_proj)
+    down, down_bias = projection(mlp.down_proj)
+    if bias is not None or down_bias is not None:
         raise Unsupported("its MLP has biases")
-    return GatedMlp(gate_up, mlp.down_proj.weight, gate is gelu)
+    return GatedMlp(gate_up, down, gate is gelu)
 
 
 def _experts(mlp: Any) -> ExpertsMlp:
@@ -218,6 +217,8 @@ def _embedding_scale(module: Any, family: Family) -> float:
     own = getattr(module, "embed_scale", None)
     if type(module) is not nn.Embedding and own is None:
         raise Unsupported(f"its embedding is not plain but {type(module).__name__}")
+    if type(module.weight) is not nn.Parameter:
+        raise Unsupported(f"the weight of its embedding is not plain but {type(module.weight).__name__}")
     if not family.scaled_embedding:
         return 1.0
     return float(torch.as_tensor(module.embedding_dim**0.5 if own is None else own).to(module.weight.dtype))

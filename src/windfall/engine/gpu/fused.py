@@ -10,6 +10,7 @@ from torch import Tensor
 from windfall.engine.gpu.families import ExpertsMlp, Layer, describe
 from windfall.engine.gpu.forward import Pass, paths_of
 from windfall.engine.gpu.rope import CosSin, RotaryTable, cos_and_sin
+from windfall.engine.gpu.weights import check_products, module_products
 from windfall.kernels.attention import path_attention, tree_attention
 from windfall.kernels.experts import experts
 from windfall.kernels.norm import add_norm, soft_cap
@@ -33,6 +34,8 @@ class FusedForward:
         self.needs_paths = described.score_cap is not None or any(
             layer.window is not None or layer.sinks is not None for layer in self.layers
         )
+        self.module_products = list(module_products(described))
+        check_products(self.module_products, described.embedding, exact)
         self._angles: list[
             Tensor
         ] = []  # tables [positions, rotaries * 2r]; captured graphs go on reading the shorter ones
