@@ -45,7 +45,14 @@ class ModuleProduct:
     @property
     def kinds(self) -> list[str]:
         """The classes of the layers."""
-        return sorted({type(module).__name__ for module in self.modules})
+        return sorted(set(map(kind_of, self.modules)))
+
+
+def kind_of(module: nn.Module) -> str:
+    """A layer's class; also that of its weight, if this is what quantises it."""
+    weight = type(getattr(module, "weight", None))
+    own = type(module) is nn.Linear and weight is not nn.Parameter
+    return f"Linear ({weight.__name__})" if own else type(module).__name__
 
 
 def call(module: nn.Module, x: Tensor) -> Tensor:

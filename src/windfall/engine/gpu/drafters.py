@@ -13,6 +13,7 @@ from windfall.drafters.base import BlockForm, Drafter, GpuForm, HeadForm
 from windfall.engine.gpu.block import BlockNetwork, block_unsupported
 from windfall.engine.gpu.eagle3 import FusedEagle3
 from windfall.engine.gpu.forward import Pass, Unsupported
+from windfall.engine.gpu.fused import FusedForward
 from windfall.engine.gpu.target import (
     PREFILL_CHUNK_TOKENS,
     GpuTarget,
@@ -365,6 +366,8 @@ class GpuModelDrafter(GpuDrafter):
         self.decoder, self.vocab_size, self.staged = decoder, vocabulary, staged
         self.max_positions = decoder.context
         self.forward = fastest_forward(decoder.model)
+        if isinstance(self.forward, FusedForward):
+            self.forward.require_capture(gpu_target.graph_cache)
         self.kv = gpu_target.cache(self.forward.shape, decoder.dtype)
 
     @property

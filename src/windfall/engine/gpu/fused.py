@@ -9,10 +9,12 @@ from torch import Tensor
 
 from windfall.engine.gpu.families import ExpertsMlp, Layer, describe
 from windfall.engine.gpu.forward import Pass, paths_of
+from windfall.engine.gpu.graphs import GraphCache
 from windfall.engine.gpu.rope import CosSin, RotaryTable, cos_and_sin
 from windfall.engine.gpu.weights import check_products, module_products
 from windfall.kernels.attention import path_attention, tree_attention
 from windfall.kernels.experts import experts
+from windfall.kernels.module_product import PIECE_ROWS
 from windfall.kernels.norm import add_norm, soft_cap
 from windfall.kernels.product import linear, norm_gate, norm_rotate, product
 from windfall.kernels.rows import embed
@@ -39,6 +41,16 @@ class FusedForward:
         self._angles: list[
             Tensor
         ] = []  # tables [positions, rotaries * 2r]; captured graphs go on reading the shorter ones
+
+    def require_capture(self, graph_cache: GraphCache) -> None:
+        """Turn graphs off, with a warning, if layers that compute their own products cannot be captured."""
+        products, like = self.module_products, self.described.embedding
+        if products:
+            kinds = sorted({kind for product in products for kind in product.kinds})
+            trials = [(product, like.new_zeros(PIECE_ROWS, product.shape[1])) for product in products]
+            graph_cache.require_capture(
+                f"its {' and '.join(kinds)} layers", lambda: [product(rows, self.exact) for product, rows in trials]
+            )
 
     @torch.no_grad()
     def __call__(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from windfall.engine.gpu.forward import Unsupported
 from windfall.kernels.few_rows import FewRowsLinear
-from windfall.kernels.module_product import ModuleProduct, call, steady_sizes, trial_rows
+from windfall.kernels.module_product import ModuleProduct, call, kind_of, steady_sizes, trial_rows
 from windfall.kernels.product import Weight
 
 
@@ -48,7 +48,7 @@ def check_products(products: list[ModuleProduct], like: Tensor, exact: bool) -> 
         given = rows[product.shape[1]]
         for module in product.modules:
             if (found := call(module, given[:1]).dtype) != like.dtype:
-                raise Unsupported(f"its {type(module).__name__} layers return {found}, but the model has {like.dtype}")
+                raise Unsupported(f"its {kind_of(module)} layers return {found}, but the model has {like.dtype}")
         if exact:
             product.sizes = [_steady_sizes(module, given) for module in product.modules]
 
@@ -56,7 +56,7 @@ def check_products(products: list[ModuleProduct], like: Tensor, exact: bool) -> 
 def _steady_sizes(module: nn.Module, rows: Tensor) -> tuple[int, ...]:
     if sizes := steady_sizes(module, rows):
         return sizes
-    raise Unsupported(f"in its {type(module).__name__} layers a row depends on the other rows of a pass")
+    raise Unsupported(f"in its {kind_of(module)} layers a row depends on the other rows of a pass")
 
 
 def is_plain(module: Any) -> bool:

@@ -278,6 +278,7 @@ class BatchModelDrafter(BatchDrafter):
 
     def __init__(self, decoder: Decoder, vocab_size: int, batch: BatchTarget):
         self.forward, self.vocab_size = FusedForward(decoder.model), vocab_size
+        self.forward.require_capture(batch.gpu_target.graph_cache)
         layers, shared, width = self.forward.shape
         heads = decoder.config.num_attention_heads
         super().__init__(batch, heads, shared, layers, width, decoder.dtype)
