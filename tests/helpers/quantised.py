@@ -78,7 +78,11 @@ def quantise(model: Any, kind: Callable[[nn.Linear], nn.Module] = OwnLinear, *na
 
 
 def quantised(
-    kind: Callable[[nn.Linear], nn.Module] = OwnLinear, *names: str, dtype: torch.dtype = torch.bfloat16, **how: Any
+    kind: Callable[[nn.Linear], nn.Module] = OwnLinear,
+    *names: str,
+    dtype: torch.dtype = torch.bfloat16,
+    num_hidden_layers: int = 2,
+    **how: Any,
 ) -> Any:
     """A tiny model whose linear layers are of this kind."""
-    return quantise(tiny(dtype=dtype, **how), kind, *names)
+    return quantise(tiny(dtype=dtype, num_hidden_layers=num_hidden_layers, **how), kind, *names)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -32,11 +32,11 @@ def borrowed(target: Target) -> tuple[Tensor, Tensor, Tensor | None]:
     """The target's embedding, its vocabulary matrix and the bias of this; an InputError if they are quantised."""
     output, embedding = target.model.get_output_embeddings(), target.model.get_input_embeddings()
     for module in (embedding, output):
-        weight = getattr(module, "weight", None)
+        weight: Any = getattr(module, "weight", None)
         if type(weight) not in (Tensor, nn.Parameter) or not weight.is_floating_point():
             raise InputError(
-                f"heads read the embedding and the vocabulary matrix of their target, but {target.name} has a quantised "
-                f"{type(module).__name__} there; load it with these in full precision"
+                f"heads read the embedding and the vocabulary matrix of their target, but {target.name} has a "
+                f"quantised {type(module).__name__} there; load it with these in full precision"
             )
     return embedding.weight, output.weight, getattr(output, "bias", None)
 

@@ -49,10 +49,12 @@ class ModuleProduct:
 
 
 def kind_of(module: nn.Module) -> str:
-    """A layer's class; also that of its weight, if this is what quantises it."""
-    weight = type(getattr(module, "weight", None))
-    own = type(module) is nn.Linear and weight is not nn.Parameter
-    return f"Linear ({weight.__name__})" if own else type(module).__name__
+    """A layer's class; also that of its weight, or its package, if the class alone says nothing."""
+    kind, weight = type(module), type(getattr(module, "weight", None))
+    if kind is nn.Linear and weight is not nn.Parameter:
+        return f"Linear ({weight.__name__})"
+    foreign = kind is not nn.Linear and kind.__name__ == nn.Linear.__name__
+    return f"{kind.__module__.partition('.')[0]}.Linear" if foreign else kind.__name__
 
 
 def call(module: nn.Module, x: Tensor) -> Tensor:

@@ -163,7 +163,12 @@ def tiling_for(
     x: Tensor, weight: Weight, exact: bool = False, unit: int | None = None, normed: bool = False
 ) -> Tiling | None:
     """The tiling of a fused kernel for these operands; None: use `product`."""
-    if not isinstance(weight, Tensor) or not is_half(x, weight) or not weight.is_contiguous() or (normed and x.shape[1] > MAX_NORMED):
+    if (
+        not isinstance(weight, Tensor)
+        or not is_half(x, weight)
+        or not weight.is_contiguous()
+        or (normed and x.shape[1] > MAX_NORMED)
+    ):
         return None
     from windfall.kernels.triton.product import choose_tiling, exact_tiling
 

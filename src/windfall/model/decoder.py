@@ -277,7 +277,7 @@ def longrope_positions(config: Any) -> int | None:
 def vocabulary_size(model: Any) -> int:
     """The number of logits; the weights of quantised layers may have another shape."""
     output = model.get_output_embeddings()
-    weight = getattr(output, "weight", None)
+    weight: Any = getattr(output, "weight", None)
     packed = weight is None or not weight.is_floating_point()
     return int(output.out_features if packed else weight.shape[0])
 
