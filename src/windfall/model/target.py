@@ -52,6 +52,7 @@ class Target:
                 return
             with tree_attention(model):
                 ahead, gap = looks_ahead(model), self._tree_gap()
+                agrees = self._agrees(gap)
                 if not self._follows_windows():  # shorter texts are exact: their windows hide nothing
                     self.decoder.limit_to_windows()
         except Exception as error:
@@ -59,7 +60,7 @@ class Target:
             raise InputError(f"{self.name}: {type(model).__name__} cannot score a tree: {reason}") from error
         if ahead:
             raise InputError(f"{self.name}: {type(model).__name__} reads ahead; load it with is_decoder=True")
-        if not self._agrees(gap):
+        if not agrees:
             raise InputError(
                 f"{self.name}: {type(model).__name__} does not score a tree as it scores the tree's paths "
                 f"(logits differ by {gap:.1%}), so its output could change; windfall refuses it"

@@ -14,11 +14,13 @@ from windfall.engine.gpu.rope import CosSin, RotaryTable, cos_and_sin
 from windfall.engine.gpu.weights import check_products, module_products
 from windfall.kernels.attention import path_attention, tree_attention
 from windfall.kernels.experts import experts
-from windfall.kernels.module_product import PIECE_ROWS
+from windfall.kernels.module_product import LARGER_PIECES, PIECE_ROWS
 from windfall.kernels.norm import add_norm, soft_cap
 from windfall.kernels.product import linear, norm_gate, norm_rotate, product
 from windfall.kernels.rows import embed
 from windfall.model.hidden_states import boundary
+
+TRIAL_ROWS = (1, PIECE_ROWS, LARGER_PIECES[-1])  # for which a layer is captured on trial
 
 
 class FusedForward:
@@ -44,13 +46,16 @@ class FusedForward:
 
     def require_capture(self, graph_cache: GraphCache) -> None:
         """Turn graphs off, with a warning, if layers that compute their own products cannot be captured."""
-        products, like = self.module_products, self.described.embedding
-        if products:
-            kinds = sorted({kind for product in products for kind in product.kinds})
-            trials = [(product, like.new_zeros(PIECE_ROWS, product.shape[1])) for product in products]
-            graph_cache.require_capture(
-                f"its {' and '.join(kinds)} layers", lambda: [product(rows, self.exact) for product, rows in trials]
-            )
+        if self.module_products:
+            kinds = sorted({kind for layers in self.module_products for kind in layers.kinds})
+            graph_cache.require_capture(f"its {' and '.join(kinds)} layers", self._run_module_products)
+
+    @torch.no_grad()
+    def _run_module_products(self) -> None:
+        """Run the layers that compute their own products, with the numbers of rows for which their kernels differ."""
+        for layers in self.module_products:
+            for count in TRIAL_ROWS:
+                layers(self.described.embedding.new_zeros(count, layers.shape[1]), self.exact)
 
     @torch.no_grad()
     def __call__(
