@@ -9,16 +9,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from windfall.core.tree import MAX_VERIFY_ROWS, DraftTree
-from windfall.core.types import InputError, Scores
+from windfall.core.types import FULL_PRECISION, InputError, Scores
 from windfall.model.batch import Rows
 from windfall.model.decoder import WINDOWS, Decoder, max_plain_rows, tree_attention
 
 TREE_LAYERS = {"full_attention", "attention", "global", *WINDOWS, "mlp", "moe"}  # kinds of layers that can score a tree
 MAX_PROMPT_LOGIT_ROWS = 256  # of a pass with the logits of a prompt, which take much memory
 OWN_GAPS = 5  # a model whose rows depend on each other may differ by this many times as much from one pass to another
+ROUNDING = 1e-4  # more than what rounding in float32 changes, relative to the largest logit
 MAX_GAP = 0.2  # but by no more than this, relative to the largest logit
 TEST_WINDOW = 3  # tokens of a window while a model is checked
 ALIBI = "has ALiBi attention, whose biases go by places in the cache, where a tree's rows lie otherwise"
@@ -46,6 +47,8 @@ class Target:
         self.tokenizer = tokenizer
         self.turn = threading.RLock()  # held while a text is generated
         self.texts = 0  # started so far; the only KV cache belongs to the last one
+        self.has_own_products = has_own_products(model)
+        self.rows_depend = False  # whether logits in full precision depend on the other rows of a pass
         try:
             self.decoder = Decoder(model)
             if not (check or self.decoder.windows or self.decoder.max_length):
@@ -53,6 +56,8 @@ class Target:
             with tree_attention(model):
                 ahead, gap = looks_ahead(model), self._tree_gap()
                 agrees = self._agrees(gap)
+                if self.has_own_products and self.decoder.dtype in FULL_PRECISION:
+                    self.rows_depend = self._own_gap() > ROUNDING
                 if not self._follows_windows():  # shorter texts are exact: their windows hide nothing
                     self.decoder.limit_to_windows()
         except Exception as error:
@@ -169,7 +174,7 @@ class Target:
 
     def _agrees(self, gap: float) -> bool:
         """Whether two passes over the same rows may differ by this much, relative to the largest logit."""
-        allowed = 0.01 if self.decoder.dtype in (torch.float32, torch.float64) else 0.05
+        allowed = 0.01 if self.decoder.dtype in FULL_PRECISION else 0.05
         return gap <= allowed or gap <= min(OWN_GAPS * self._own_gap(), MAX_GAP)
 
     @torch.inference_mode()
@@ -197,6 +202,16 @@ class Target:
             for name, size in kept.items():
                 setattr(config, name, size)
             self.decoder.windows = usual
+
+
+def has_own_products(model: Any) -> bool:
+    """Whether linear layers compute their products from other weights than plain ones, as quantised layers do."""
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        plain = isinstance(module, nn.Linear) and type(weight) is nn.Parameter and weight.is_floating_point()
+        if hasattr(module, "in_features") and not (plain and weight.itemsize > 1):
+            return True
+    return False
 
 
 @torch.inference_mode()

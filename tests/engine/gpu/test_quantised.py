@@ -22,8 +22,11 @@ from helpers.quantised import (
 )
 from helpers.random_heads import random_head
 from helpers.tiny import VOCABULARY, prompt, tiny
+from windfall import registry
 from windfall.core.errors import InexactWarning, InputError
 from windfall.core.types import GpuOptions
+from windfall.drafters.lm import LMDrafter
+from windfall.engine.engine import Engine
 from windfall.engine.gpu.forward import Unsupported
 from windfall.engine.gpu.fused import FusedForward
 from windfall.engine.gpu.graphs import GraphCache
@@ -87,6 +90,21 @@ def test_rows_that_depend_on_others_are_found(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("exact", [False, True])
+def test_rows_that_depend_on_others_are_reported_on_a_cpu_too() -> None:
+    model = quantised(OneScaleLinear, dtype=torch.float32)
+    about = (
+        "the text of small in float32 may differ from plain decoding's where two tokens are almost equally likely, "
+        "because this model does not run in exact passes (in its quantised layers a row depends on the other rows of a "
+        "pass); `windfall audit` counts the differences"
+    )
+    for made, wanted in ((model, [about]), (quantised(dtype=torch.float32), []), (tiny(), [])):
+        on_cpu = Engine(Target(made, name="small"), LMDrafter(), registry.policy("beam"))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", InexactWarning)
+            on_cpu.generate(prompt(), max_new_tokens=4, eos=())
+        assert [str(each.message) for each in caught if each.category is InexactWarning] == wanted
+
+
 def test_layers_that_return_another_dtype_are_not_supported(exact: bool) -> None:
     reason = r"its WideLinear layers return torch\.float32, but the model has torch\.bfloat16"
     with pytest.raises(Unsupported, match=reason):
