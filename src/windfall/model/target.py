@@ -207,7 +207,7 @@ class Target:
 def has_own_products(model: Any) -> bool:
     """Whether linear layers compute their products from other weights than plain ones, as quantised layers do."""
     for module in model.modules():
-        weight = getattr(module, "weight", None)
+        weight: Any = getattr(module, "weight", None)
         plain = isinstance(module, nn.Linear) and type(weight) is nn.Parameter and weight.is_floating_point()
         if hasattr(module, "in_features") and not (plain and weight.itemsize > 1):
             return True

@@ -89,7 +89,6 @@ def test_rows_that_depend_on_others_are_found(kind: Any) -> None:
     assert made.gpu_runner is not None and isinstance(made.gpu_runner.gpu_target.forward, FusedForward)
 
 
-@pytest.mark.parametrize("exact", [False, True])
 def test_rows_that_depend_on_others_are_reported_on_a_cpu_too() -> None:
     model = quantised(OneScaleLinear, dtype=torch.float32)
     about = (
@@ -105,6 +104,7 @@ def test_rows_that_depend_on_others_are_reported_on_a_cpu_too() -> None:
         assert [str(each.message) for each in caught if each.category is InexactWarning] == wanted
 
 
+@pytest.mark.parametrize("exact", [False, True])
 def test_layers_that_return_another_dtype_are_not_supported(exact: bool) -> None:
     reason = r"its WideLinear layers return torch\.float32, but the model has torch\.bfloat16"
     with pytest.raises(Unsupported, match=reason):
