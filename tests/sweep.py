@@ -268,9 +268,44 @@ window.
 On a GPU, a *fused forward pass* runs the most common families with few kernels, with and without sliding windows. It is
 also what `--exact` needs: `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM`, `Qwen3ForCausalLM`,
 `Phi3ForCausalLM`, `GemmaForCausalLM`, `Gemma2ForCausalLM`, `Gemma3ForCausalLM`, the text part of
-`Gemma3ForConditionalGeneration`, and `GptOssForCausalLM`. Quantised models, models with adapters and all other families
-run their own code, in CUDA graphs where possible. Of these, models with sliding windows or chunked attention are
-decoded by the host loop, which is slower.
+`Gemma3ForConditionalGeneration`, and `GptOssForCausalLM`. All other families run their own code, in CUDA graphs where
+possible. Of these, models with sliding windows or chunked attention are decoded by the host loop, which is slower.
+"""
+
+QUANTISED = """## Quantised models
+
+A quantised checkpoint is loaded as transformers loads it: give its folder or hub id, or a model that you loaded with
+`quantization_config`. transformers needs the library of its kind; if this is missing, loading ends with one line that
+names it. On a GPU, models of the families above run in the fused forward pass, and their linear layers compute their
+own products. So does a LoRA adapter that is not merged (`model.load_adapter`, needs peft).
+
+| kind | library | rows of a pass |
+|---|---|---|
+| bitsandbytes, 4 bits | `bitsandbytes` | are independent |
+| bitsandbytes, 8 bits (LLM.int8) | `bitsandbytes` | depend on each other, through large inputs |
+| GPTQ | `optimum`, `gptqmodel` | are independent |
+| AWQ | `gptqmodel` | are independent |
+| fp8 (`quant_method: fp8`) | `kernels` | are independent, if inputs have a scale for each row or block |
+| compressed-tensors, torchao, quanto | of the same name | are independent, unless one scale is for all inputs |
+
+Without a GPU, transformers dequantises fp8 checkpoints.
+
+- **The text** is that of the quantised model, which is not that of the original one. With drafts it equals the plain
+  decoding of the quantised model.
+- **Exact passes.** A kernel may round a row in another way for another number of rows. windfall therefore calls each
+  layer with 32 rows, or with more where this gives the same bits. Before the first text, it lets every layer compute
+  random rows alone, among others and in other places, and compares the bits. If rows depend on each other, the model
+  runs without exact passes, and a warning names the layers, in float32 too. The table says what to expect; this check
+  decides.
+- **Time.** In exact passes, a single row takes as long as 32 rows in these layers. `--fast` calls them with the rows
+  that there are.
+- **On a CPU** the model runs its own code, as every model does there.
+- **CUDA graphs.** windfall captures the layers once before the first text. If that fails, for example because a layer
+  waits for the device, all passes are launched kernel by kernel, and a warning gives the reason.
+- **Precision.** transformers keeps the layers that are not quantised in the precision that the checkpoint has, for some
+  kinds also if `dtype` asks for another one.
+- **Not on the fast path.** Quantised experts and quantised embeddings run in the model's own forward pass. Draft heads
+  need the target's embedding and vocabulary matrix in full precision, as most quantised checkpoints have them.
 """
 
 
@@ -278,7 +313,7 @@ def page(results: list[Result]) -> str:
     """The results as Markdown."""
     kinds = {kind: [r for r in results if r.kind == kind] for kind in KINDS}
     counts = {kind.replace(" ", "_"): len(found) for kind, found in kinds.items()}
-    parts = [INTRODUCTION.format(version=transformers.__version__, short=TEST_WINDOW, **counts)]
+    parts = [INTRODUCTION.format(version=transformers.__version__, short=TEST_WINDOW, **counts), QUANTISED]
     for kind, found in kinds.items():
         if found:
             rows = [f"| {r.name} | {class_name(r.name)} | {r.why} |" for r in found]

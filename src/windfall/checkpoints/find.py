@@ -81,10 +81,10 @@ def load_model(
                 )
             model = read_borrower(folder, label, lender, kind)
         else:
-            model = read_model(folder, label, kind, trust_remote_code).requires_grad_(False)
+            model = read_model(folder, label, kind, trust_remote_code, place).requires_grad_(False)
         tokenizer = read_tokenizer(folder, label, trust_remote_code)
         with readable(f"cannot move '{label}' to {place}", label):
-            model = model.to(place)
+            model = model if getattr(model, "is_quantized", False) else model.to(place)  # it is there already
     return Loaded(model.eval(), tokenizer, name)
 
 

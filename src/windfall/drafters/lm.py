@@ -20,7 +20,7 @@ from windfall.core.types import Grow
 from windfall.drafters.base import Drafter, GpuForm, ModelForm, add_children
 from windfall.kernels.few_rows import use_few_rows
 from windfall.model.batch import Rows
-from windfall.model.decoder import Decoder
+from windfall.model.decoder import Decoder, vocabulary_size
 from windfall.model.target import Target, refuse_unsupported, uncompiled
 
 MAX_PENDING = 32  # pending tokens that run with the first draft pass; more run before it
@@ -39,7 +39,7 @@ class LMDrafter(Drafter):
 
     def attach(self, target: Target) -> None:
         model, tokenizer = self._find(target)
-        name, size = str(self.model), int(model.get_output_embeddings().weight.shape[0])
+        name, size = str(self.model), vocabulary_size(model)
         check_vocabulary(target.tokenizer, tokenizer, target.vocab_size, size, name if len(name) < 80 else "model")
         self._serve(model, target)
 

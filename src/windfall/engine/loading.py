@@ -15,6 +15,8 @@ import transformers
 from windfall import __version__, registry
 from windfall.checkpoints.find import Loaded, cache_dir, load_model, pick_device, pick_dtype
 from windfall.checkpoints.hub import cached
+from windfall.checkpoints.model_dir import is_quantised
+from windfall.checkpoints.quiet_libs import first_line
 from windfall.core.files import make_folder, replace_text
 from windfall.core.options import checked, refuse_settings, require_flag
 from windfall.core.types import GpuOptions, InputError
@@ -164,7 +166,8 @@ def _checked(loaded: Loaded) -> Target:
     in the cache folder."""
     kept = cache_dir() / "checked" / f"{_kind_of_model(loaded.model)}.txt"
     own_code = not type(loaded.model).__module__.startswith("transformers.")  # it may have changed since
-    target = Target(loaded.model, loaded.tokenizer, loaded.name, check=own_code or not kept.is_file())
+    unsure = own_code or is_quantised(loaded.model.config)  # whose layers depend on further libraries
+    target = Target(loaded.model, loaded.tokenizer, loaded.name, check=unsure or not kept.is_file())
     if not own_code and not kept.is_file():
         with suppress(OSError, InputError):  # a cache that cannot be written to only costs time
             make_folder(kept.parent)
@@ -241,4 +244,10 @@ def _moved(model: Any, device: str | torch.device | None, dtype: str | torch.dty
     refuse_offloaded(model)
     place = model.device if device is None else pick_device(device)
     kind = model.dtype if dtype is None else pick_dtype(dtype, place)
-    return model if (place, kind) == (model.device, model.dtype) else model.to(device=place, dtype=kind)
+    changes = {"device": place} if place != model.device else {}
+    changes |= {"dtype": kind} if kind != model.dtype else {}
+    try:
+        return model.to(**changes) if changes else model
+    except (ValueError, NotImplementedError) as error:  # some quantised models stay as they are
+        wanted = " and ".join(map(str, changes.values()))
+        raise InputError(f"cannot move {type(model).__name__} to {wanted}: {first_line(error)}") from error

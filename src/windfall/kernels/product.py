@@ -7,6 +7,9 @@ others do the rest.
 With `exact`, the result of a row is bit-identical in every pass. It does not depend on the number of rows or on the
 other rows, because the order of each sum depends only on the shape of the weight. Without `exact`, torch computes
 products with large weights or many rows.
+
+Layers that are quantised or have adapters compute their products themselves (module_product.py); what belongs around
+them takes separate kernels.
 """
 
 from __future__ import annotations
@@ -18,12 +21,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from windfall.kernels.backend import on_triton, shared_memory, supports_pdl
+from windfall.kernels.module_product import ModuleProduct
 from windfall.kernels.norm import add_norm, gate_mul, rotate_and_store
 from windfall.kernels.norm_kinds import LLAMA_NORM, LLAMA_ROTATION, HeadNorms, NormStyle, Rotation
 
 if TYPE_CHECKING:
     from windfall.kernels.triton.product import Tiling
 
+Weight = Tensor | ModuleProduct  # [N, K], or the layers that compute the product with it
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 MAX_FUSED_ROWS = 64  # with more rows, exact passes compute a product with larger tiles, and the rest apart
 MAX_LINEAR_ROWS = 16  # the same for products that are fused with nothing
@@ -33,22 +38,25 @@ PIECE_ROWS = 64  # rows that torch multiplies at a time in exact mode
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, exact: bool = False, out: Tensor | None = None
+    x: Tensor, weight: Weight, bias: Tensor | None = None, exact: bool = False, out: Tensor | None = None
 ) -> Tensor:
     """`F.linear` of rows [n, K]. The fused kernel is used where it can start before its predecessor has ended.
 
     The result is written to `out`, contiguous, if it is given.
     """
     tiling = tiling_for(x, weight, exact) if supports_pdl(x.device) else None
-    if tiling is None or wide(x, weight, MAX_LINEAR_ROWS):
+    if tiling is None or not isinstance(weight, Tensor) or wide(x, weight, MAX_LINEAR_ROWS):
         return product(x, weight, bias, exact, out)
     from windfall.kernels.triton.product import linear as run
 
     return run(x, weight, bias, tiling, out)
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, exact: bool, out: Tensor | None = None) -> Tensor:
+def product(x: Tensor, weight: Weight, bias: Tensor | None, exact: bool, out: Tensor | None = None) -> Tensor:
     """`F.linear`, with `exact` in an order that does not depend on the rows."""
+    if not isinstance(weight, Tensor):
+        made = weight(x, exact)  # with its biases
+        return made if out is None else out.copy_(made)
     if is_half(x, weight) and (exact or (supports_pdl(x.device) and len(x) <= MAX_FAST_ROWS)):
         from windfall.kernels.triton.matmul import matmul, supported
 
@@ -71,7 +79,7 @@ def norm_gate(
     residual: Tensor | None,  # [n, K]; None: the sum is x
     norm: Tensor | None,  # [K]; None: the sum is not normalised
     eps: float,
-    weight: Tensor,  # [2m, K]: gate projection, then up projection
+    weight: Weight,  # [2m, K]: gate projection, then up projection
     exact: bool = False,
     style: NormStyle = LLAMA_NORM,
     gelu: bool = False,
@@ -82,7 +90,7 @@ def norm_gate(
     """
     plain = norm is not None and style.plain and not gelu
     tiling = tiling_for(x, weight, exact, normed=True) if plain else None
-    if norm is None or tiling is None or wide(x, weight):
+    if norm is None or tiling is None or not isinstance(weight, Tensor) or wide(x, weight):
         normed, total = normed_rows(x, residual, norm, eps, tiling, style)
         return gate_mul(product(normed, weight, None, exact), gelu), total
     from windfall.kernels.triton.product import norm_gate as run
@@ -95,7 +103,7 @@ def norm_rotate(
     residual: Tensor | None,  # [n, K]
     norm: Tensor | None,  # [K]; None: the sum is not normalised
     eps: float,
-    weight: Tensor,  # [(heads + 2 * kv_heads) * d, K]: projections of queries, keys, values
+    weight: Weight,  # [(heads + 2 * kv_heads) * d, K]: projections of queries, keys, values
     bias: Tensor | None,
     cos: Tensor,  # [n, r]
     sin: Tensor,  # [n, r]
@@ -116,7 +124,7 @@ def norm_rotate(
     tiling = tiling_for(x, weight, exact, unit=keys.shape[2], normed=True) if plain else None
     if tiling is not None and keys.shape[2] % tiling.outputs:  # the outputs of a program must belong to one head
         tiling = None
-    if norm is None or tiling is None or wide(x, weight):
+    if norm is None or tiling is None or not isinstance(weight, Tensor) or wide(x, weight):
         normed, total = normed_rows(x, residual, norm, eps, tiling, style)
         qkv = product(normed, weight, bias, exact)
         return rotate_and_store(qkv, cos, sin, keys, values, slots, norms=norms, rotation=rotation), total
@@ -151,10 +159,15 @@ def wide(x: Tensor, weight: Tensor, most: int = MAX_FUSED_ROWS) -> bool:
 
 
 def tiling_for(
-    x: Tensor, weight: Tensor, exact: bool = False, unit: int | None = None, normed: bool = False
+    x: Tensor, weight: Weight, exact: bool = False, unit: int | None = None, normed: bool = False
 ) -> Tiling | None:
     """The tiling of a fused kernel for these operands; None: use `product`."""
-    if not is_half(x, weight) or not weight.is_contiguous() or (normed and x.shape[1] > MAX_NORMED):
+    if (
+        not isinstance(weight, Tensor)
+        or not is_half(x, weight)
+        or not weight.is_contiguous()
+        or (normed and x.shape[1] > MAX_NORMED)
+    ):
         return None
     from windfall.kernels.triton.product import choose_tiling, exact_tiling
 

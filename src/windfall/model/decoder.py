@@ -56,7 +56,7 @@ class Decoder:
 
     @property
     def vocab_size(self) -> int:
-        return int(self.model.get_output_embeddings().weight.shape[0])
+        return vocabulary_size(self.model)
 
     @property
     def embedded(self) -> int:
@@ -277,6 +277,14 @@ def longrope_positions(config: Any) -> int | None:
         return None
     found: int | None = rope.get("original_max_position_embeddings")
     return found or getattr(config, "original_max_position_embeddings", None)
+
+
+def vocabulary_size(model: Any) -> int:
+    """The number of logits; the weights of quantised layers may have another shape."""
+    output = model.get_output_embeddings()
+    weight: Any = getattr(output, "weight", None)
+    packed = weight is None or not weight.is_floating_point()
+    return int(output.out_features if packed else weight.shape[0])
 
 
 def max_plain_rows(config: Any) -> int | None:

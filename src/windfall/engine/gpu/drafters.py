@@ -13,6 +13,7 @@ from windfall.drafters.base import BlockForm, Drafter, GpuForm, HeadForm, ModelF
 from windfall.engine.gpu.block import BlockNetwork, block_unsupported
 from windfall.engine.gpu.eagle3 import FusedEagle3
 from windfall.engine.gpu.forward import Pass, Unsupported
+from windfall.engine.gpu.fused import FusedForward
 from windfall.engine.gpu.target import (
     PREFILL_CHUNK_TOKENS,
     GpuTarget,
@@ -364,6 +365,8 @@ class GpuModelDrafter(GpuDrafter):
         self.form, self.staged = form, staged
         self.max_positions = form.decoder.context
         self.forward = fastest_forward(form.decoder.model)
+        if isinstance(self.forward, FusedForward):
+            self.forward.require_capture(gpu_target.graph_cache)
         self.kv = gpu_target.cache(self.forward.shape, form.decoder.dtype)
 
     @property

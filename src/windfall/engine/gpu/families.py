@@ -18,9 +18,10 @@ from transformers.activations import ACT2FN
 from windfall.engine.gpu.forward import Unsupported, check_devices
 from windfall.engine.gpu.model_guard import is_foreign_hook
 from windfall.engine.gpu.rope import NO_ANGLES, AngleForm, Rotary, fixed_positions, in_halves
-from windfall.engine.gpu.weights import merge, require_plain, require_plain_parameters
+from windfall.engine.gpu.weights import projection, require_plain_parameters
 from windfall.kernels.expert_weights import Experts
 from windfall.kernels.norm_kinds import LLAMA_ROTATION, Activation, HeadNorms, NormKind, NormStyle, Rotation
+from windfall.kernels.product import Weight
 from windfall.model.decoder import attention_windows
 
 
@@ -124,17 +125,17 @@ class Norm(NamedTuple):
 class GatedMlp(NamedTuple):
     """down(gate(x) * up(x)); `gate_up` holds both projections."""
 
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Weight
+    down: Weight
     gelu: bool  # whether the gate is GELU in its tanh form, rather than SiLU
 
 
 class PlainMlp(NamedTuple):
     """down(activation(up(x)))"""
 
-    up: Tensor
+    up: Weight
     up_bias: Tensor | None
-    down: Tensor
+    down: Weight
     down_bias: Tensor | None
     activation: Activation
 
@@ -151,13 +152,13 @@ class Layer(NamedTuple):
     """One layer; `qkv` holds the projections of queries, keys and values."""
 
     norm: Norm
-    qkv: Tensor
+    qkv: Weight
     qkv_bias: Tensor | None
     head_norms: HeadNorms | None
     rotary: int  # index into Description.rotaries, or NO_ANGLES
     window: int | None
     sinks: Tensor | None
-    o: Tensor
+    o: Weight
     o_bias: Tensor | None
     mlp_norm: Norm
     mlp: GatedMlp | PlainMlp | ExpertsMlp
@@ -170,7 +171,7 @@ class Description(NamedTuple):
     embedding: Tensor
     embedding_scale: float
     norm: Norm  # before the vocabulary head
-    vocabulary: Tensor
+    vocabulary: Weight
     vocabulary_bias: Tensor | None
     rotaries: list[Rotary]
     positions: int | None  # rotary angles are fixed up to this number of positions; None: all are
@@ -214,7 +215,7 @@ def _described(model: Any, family: Family, config: Any) -> Description:
         rotary = own_angles.index(kind) if by_kind else 0
         layers.append(_layer(layer, family, config, before, rotary, windows.get(kind)))
         before = _before(layer, family.norms.mlp_output, family, config)
-    require_plain(model.lm_head)
+    vocabulary, vocabulary_bias = projection(model.lm_head)
     attention, kv_heads = body.layers[0].self_attn, config.num_key_value_heads
     if {layer.qkv.shape[0] for layer in layers} != {(config.num_attention_heads + 2 * kv_heads) * attention.head_dim}:
         raise Unsupported("its layers differ in the shape of keys and values")
@@ -224,8 +225,8 @@ def _described(model: Any, family: Family, config: Any) -> Description:
         embedding=body.embed_tokens.weight,
         embedding_scale=_embedding_scale(body.embed_tokens, family, config),
         norm=_norm(body, "norm", family, before),
-        vocabulary=model.lm_head.weight,
-        vocabulary_bias=model.lm_head.bias,
+        vocabulary=vocabulary,
+        vocabulary_bias=vocabulary_bias,
         rotaries=[partial(_angles, body.rotary_emb, kind, family.angles) for kind in own_angles],
         positions=fixed_positions(config),
         rotation=family.rotation,
@@ -271,12 +272,11 @@ def _layer(
     layer: Any, family: Family, config: Any, before: Tensor | float | None, rotary: int, window: int | None
 ) -> Layer:
     attention, names = layer.self_attn, family.norms
-    require_plain(attention.o_proj)
+    o, o_bias = projection(attention.o_proj)
     if hasattr(attention, "qkv_proj"):
-        require_plain(attention.qkv_proj)
-        qkv, bias = attention.qkv_proj.weight, attention.qkv_proj.bias
+        qkv, bias = projection(attention.qkv_proj)
     else:
-        qkv, bias = merge(attention.q_proj, attention.k_proj, attention.v_proj)
+        qkv, bias = projection(attention.q_proj, attention.k_proj, attention.v_proj)
     head_norms = None
     if getattr(attention, "q_norm", None) is not None:
         weights = attention.q_norm.weight.flatten(), attention.k_norm.weight.flatten()
@@ -290,8 +290,8 @@ def _layer(
         rotary=rotary if family.rotates(attention) else NO_ANGLES,
         window=window,
         sinks=getattr(attention, "sinks", None),
-        o=attention.o_proj.weight,
-        o_bias=attention.o_proj.bias,
+        o=o,
+        o_bias=o_bias,
         mlp_norm=_norm(layer, names.mlp, family, attention_before, family.parallel),
         mlp=_mlp(layer.mlp, family),
     )
@@ -309,8 +309,7 @@ def _plain(mlp: Any) -> PlainMlp:
     known = {type(ACT2FN["gelu_pytorch_tanh"]): Activation.GELU, type(ACT2FN["relu2"]): Activation.RELU_SQUARED}
     if function not in known:
         raise Unsupported(f"its MLP has an activation of {function.__name__}")
-    require_plain(up, down)
-    return PlainMlp(up.weight, up.bias, down.weight, down.bias, known[function])
+    return PlainMlp(*projection(up), *projection(down), known[function])
 
 
 def _gated(mlp: Any) -> GatedMlp:
@@ -319,14 +318,13 @@ def _gated(mlp: Any) -> GatedMlp:
     if gate not in (gelu, type(ACT2FN["silu"])):
         raise Unsupported(f"its MLP has a gate of {gate.__name__}")
     if hasattr(mlp, "gate_up_proj"):
-        require_plain(mlp.gate_up_proj)
-        gate_up, bias = mlp.gate_up_proj.weight, mlp.gate_up_proj.bias
+        gate_up, bias = projection(mlp.gate_up_proj)
     else:
-        gate_up, bias = merge(mlp.gate_proj, mlp.up_proj)
-    require_plain(mlp.down_proj)
-    if bias is not None or mlp.down_proj.bias is not None:
+        gate_up, bias = projection(mlp.gate_proj, mlp.up_proj)
+    down, down_bias = projection(mlp.down_proj)
+    if bias is not None or down_bias is not None:
         raise Unsupported("its MLP has biases")
-    return GatedMlp(gate_up, mlp.down_proj.weight, gate is gelu)
+    return GatedMlp(gate_up, down, gate is gelu)
 
 
 def _clamped_experts(mlp: Any) -> ExpertsMlp:
@@ -369,6 +367,8 @@ def _embedding_scale(module: Any, family: Family, config: Any) -> float:
     own = getattr(module, "embed_scale", None)
     if type(module) is not nn.Embedding and own is None:
         raise Unsupported(f"its embedding is not plain but {type(module).__name__}")
+    if type(module.weight) is not nn.Parameter:
+        raise Unsupported(f"the weight of its embedding is not plain but {type(module.weight).__name__}")
     if not family.scaled_embedding:
         return _setting(config, family.embedding_scale) or 1.0
     return float(torch.as_tensor(module.embedding_dim**0.5 if own is None else own).to(module.weight.dtype))

@@ -9,13 +9,18 @@ from torch import Tensor
 
 from windfall.engine.gpu.families import ExpertsMlp, Layer, PlainMlp, describe
 from windfall.engine.gpu.forward import Pass, paths_of
+from windfall.engine.gpu.graphs import GraphCache
 from windfall.engine.gpu.rope import CosSin, RotaryTable, cos_and_sin
+from windfall.engine.gpu.weights import check_products, module_products
 from windfall.kernels.attention import path_attention, tree_attention
 from windfall.kernels.experts import experts
+from windfall.kernels.module_product import LARGER_PIECES, PIECE_ROWS
 from windfall.kernels.norm import activate, add_norm, soft_cap
 from windfall.kernels.product import linear, norm_gate, norm_rotate, product
 from windfall.kernels.rows import embed
 from windfall.model.hidden_states import boundary
+
+TRIAL_ROWS = (1, PIECE_ROWS, LARGER_PIECES[-1])  # for which a layer is captured on trial
 
 
 class FusedForward:
@@ -33,9 +38,24 @@ class FusedForward:
         self.needs_paths = described.score_cap is not None or any(
             layer.window is not None or layer.sinks is not None for layer in self.layers
         )
+        self.module_products = list(module_products(described))
+        check_products(self.module_products, described.embedding, exact)
         self._angles: list[
             Tensor
         ] = []  # tables [positions, rotaries * 2r]; captured graphs go on reading the shorter ones
+
+    def require_capture(self, graph_cache: GraphCache) -> None:
+        """Turn graphs off, with a warning, if layers that compute their own products cannot be captured."""
+        if self.module_products:
+            kinds = sorted({kind for layers in self.module_products for kind in layers.kinds})
+            graph_cache.require_capture(f"its {' and '.join(kinds)} layers", self._run_module_products)
+
+    @torch.no_grad()
+    def _run_module_products(self) -> None:
+        """Run the layers that compute their own products, with the numbers of rows for which their kernels differ."""
+        for layers in self.module_products:
+            for count in TRIAL_ROWS:
+                layers(self.described.embedding.new_zeros(count, layers.shape[1]), self.exact)
 
     @torch.no_grad()
     def __call__(

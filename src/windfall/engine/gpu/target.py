@@ -22,6 +22,7 @@ from windfall.kernels.cutoff import cutoffs
 from windfall.kernels.draw import draw, update_noise
 from windfall.kernels.move import move
 from windfall.kernels.rows import place_rows
+from windfall.model.decoder import vocabulary_size
 
 VERIFY_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320)  # rows of captured verify passes
 MAX_VERIFY_ROWS = VERIFY_SIZES[-1]
@@ -89,6 +90,8 @@ class GpuTarget:
         self.forward, self.inexact_reason = choose_forward(model, options)  # the reason is empty if passes are exact
         self.exact = not self.inexact_reason  # whether rounding of a row must not depend on the other rows
         self.taps, self.graph_cache = taps, graph_cache
+        if isinstance(self.forward, FusedForward):
+            self.forward.require_capture(graph_cache)
         self.weights = list(model.parameters())
         embedding = model.get_input_embeddings().weight
         self.device, self.dtype = embedding.device, embedding.dtype
@@ -114,7 +117,7 @@ class GpuTarget:
         if taps:
             self.chunk_states = torch.zeros(PREFILL_CHUNK_TOKENS, self.width, dtype=self.dtype, device=device)
         self._places = torch.arange(MAX_VERIFY_ROWS, device=device)
-        self._vocabulary = len(model.get_output_embeddings().weight)
+        self._vocabulary = vocabulary_size(model)
         self._noise: dict[int, Tensor] = {}
         self.length_bound = 0  # an upper bound on `length` that the host knows
         self._caches: dict[tuple[tuple[int, int, int], torch.dtype], Tensor] = {}  # of drafters, by shape and dtype

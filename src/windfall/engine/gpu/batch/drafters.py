@@ -277,6 +277,7 @@ class BatchModelDrafter(BatchDrafter):
 
     def __init__(self, form: ModelForm, batch: BatchTarget):
         self.forward, self.form = FusedForward(form.decoder.model), form
+        self.forward.require_capture(batch.gpu_target.graph_cache)
         layers, shared, width = self.forward.shape
         heads = form.decoder.config.num_attention_heads
         super().__init__(batch, heads, shared, layers, width, form.decoder.dtype)
