@@ -70,6 +70,14 @@ def test_windows_caps_and_sinks(
     check_path_options(length, 340, window, cap, sinks, dtype)
 
 
+@pytest.mark.parametrize(
+    ("length", "chunk", "dtype"),
+    [(0, 2, HALF), (5, 3, torch.float32), (126, 128, HALF), (130, 40, HALF), (300, 64, HALF)],
+)
+def test_chunks(length: int, chunk: int, dtype: torch.dtype) -> None:
+    check_path_options(length, 340, chunk, None, True, dtype, chunked=True)
+
+
 @pytest.mark.parametrize(("n", "size"), [(1, 1), (7, 8), (20, 24)])
 def test_places(n: int, size: int) -> None:
     check_places(n, size)

@@ -454,8 +454,8 @@ def _attend_paths(
     table_row, query_row, query_head, key_head, key_row, value_head, value_row, lineage_row, out_row, out_head,
     SINGLE_ROWS: tl.constexpr, PAGED: tl.constexpr, TILED: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,
-    PRECISION: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, FUSED: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    PRECISION: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, CHUNKED: tl.constexpr, FUSED: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (key head, tile of rows), for the GROUP queries of the head.
 
@@ -481,7 +481,10 @@ def _attend_paths(
     query = head * GROUP + member % GROUP
     live = (member // GROUP < rows) & (node < nodes)
     reach = tl.load(reach_at + node, mask=live, other=0).to(tl.int32)
-    oldest = tl.maximum(reach - window, first)  # the first position that a row sees
+    oldest = reach - window  # the first position that a row sees
+    if CHUNKED:
+        oldest = tl.maximum(reach - 1, 0) // window * window
+    oldest = tl.maximum(oldest, first)
     first_part = tl.where(reach > 0, _part_of(oldest), 0)
     last_part = tl.where(reach > 0, _part_of(reach - 1), 0)  # a row without keys stores zeros
     if PAGED:
@@ -591,6 +594,7 @@ def attend(
     sinks: Tensor | None = None,
     pages: Pages | None = None,
     first: int = 0,
+    chunked: bool = False,
 ) -> None:
     """`path_attention` into `out`."""
     (count, heads, width), shared = queries.shape, keys.shape[0]
@@ -661,6 +665,7 @@ def attend(
         PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
         CAPPED=cap is not None,
         SINKS=sinks is not None,
+        CHUNKED=chunked and window is not None,
         FUSED=fused,
         STAGES=tile.stages,
         num_warps=tile.warps,
