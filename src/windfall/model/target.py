@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from windfall.core.tree import MAX_VERIFY_ROWS, DraftTree
-from windfall.core.types import InputError, Scores
+from windfall.core.types import FULL_PRECISION, InputError, Scores
 from windfall.model.batch import Rows
 from windfall.model.decoder import WINDOWS, Decoder, max_plain_rows, tree_attention
 
@@ -139,17 +139,13 @@ class Target:
 
         The model runs the paths itself, without windfall's cache and masks.
         """
-        tokens = torch.arange(6) % self.vocab_size
-        tree = DraftTree.root(int(tokens[3]))
-        for parent, token in ((0, tokens[4]), (0, tokens[5]), (1, tokens[2])):
-            tree = tree.extend(torch.tensor([parent]), token[None], torch.zeros(1), torch.zeros(1, dtype=torch.long))
-        prompt = tokens[:4].tolist()
-        self.prefill([prompt])
+        prompt, tree = small_tree(self.vocab_size)
+        self.prefill([[*prompt, int(tree.tokens[0])]])
         in_tree = self.score([tree])[0].logits.float()
         gap = 0.0
         for leaf in (2, 3):
             path = tree.path(leaf)
-            text = torch.tensor([prompt[:-1] + tree.tokens[path].tolist()], device=self.device)
+            text = torch.tensor([prompt + tree.tokens[path].tolist()], device=self.device)
             positions = torch.arange(text.shape[1], device=self.device)[None]  # as `generate` passes them
             outputs = self.model(input_ids=text, position_ids=positions, use_cache=False)
             alone = outputs.logits[0, -len(path) :].float()
@@ -160,7 +156,7 @@ class Target:
     @property
     def _tolerance(self) -> float:
         """The allowed difference between the logits of two passes, relative to the largest logit."""
-        return 0.01 if self.decoder.dtype in (torch.float32, torch.float64) else 0.05
+        return logit_tolerance(self.decoder.dtype)
 
     def _follows_windows(self) -> bool:
         """Whether the model's windows, if it has any, are those that the masks apply."""
@@ -183,6 +179,20 @@ class Target:
             for name, size in kept.items():
                 setattr(config, name, size)
             self.decoder.windows = usual
+
+
+def small_tree(vocab_size: int) -> tuple[list[int], DraftTree]:
+    """A prompt and a tree after it, for checks of a model."""
+    tokens = torch.arange(6) % vocab_size
+    tree = DraftTree.root(int(tokens[3]))
+    for parent, token in ((0, tokens[4]), (0, tokens[5]), (1, tokens[2])):
+        tree = tree.extend(torch.tensor([parent]), token[None], torch.zeros(1), torch.zeros(1, dtype=torch.long))
+    return tokens[:3].tolist(), tree
+
+
+def logit_tolerance(dtype: torch.dtype) -> float:
+    """The allowed difference between the logits of two passes, relative to the largest logit."""
+    return 0.01 if dtype in FULL_PRECISION else 0.05
 
 
 @torch.inference_mode()

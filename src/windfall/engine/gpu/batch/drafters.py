@@ -14,7 +14,7 @@ from windfall.engine.gpu.batch.target import BatchTarget
 from windfall.engine.gpu.block import BlockNetwork
 from windfall.engine.gpu.drafters import Drafted, HeadNetwork
 from windfall.engine.gpu.forward import Pass, Paths
-from windfall.engine.gpu.fused import FusedForward
+from windfall.engine.gpu.target import fastest_forward, in_pages
 from windfall.heads.base import DraftHead, FeatureHead
 from windfall.heads.layers import head_dim
 from windfall.kernels.batch import append_to_pages
@@ -272,15 +272,14 @@ class BatchBlockDrafter(BatchStatesDrafter):
 
 
 class BatchModelDrafter(BatchDrafter):
-    """A smaller language model of a family with fused kernels."""
+    """A smaller language model."""
 
     first = 0
 
     def __init__(self, decoder: Decoder, vocab_size: int, batch: BatchTarget):
-        self.forward, self.vocab_size = FusedForward(decoder.model), vocab_size
+        self.forward, self.vocab_size = in_pages(fastest_forward(decoder.model)), vocab_size
         layers, shared, width = self.forward.shape
-        heads = decoder.config.num_attention_heads
-        super().__init__(batch, heads, shared, layers, width, decoder.dtype)
+        super().__init__(batch, self.forward.group * shared, shared, layers, width, decoder.dtype)
 
     def _run_chunk(self, size: int, alone: bool) -> None:
         given = self.chunk.given(size, alone, self.state.draft_lengths, self.state.tables)
