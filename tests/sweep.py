@@ -28,8 +28,11 @@ import transformers
 
 from helpers.architectures import VOCABULARY, build, class_name, names
 from windfall import registry
-from windfall.core.types import InputError
+from windfall.core.types import GpuOptions, InputError
 from windfall.engine.engine import Engine
+from windfall.engine.gpu.fused import FusedForward
+from windfall.engine.gpu.interface import InterfaceForward
+from windfall.engine.gpu.modules import MaskedForward
 from windfall.model import decoder
 from windfall.model.target import TEST_WINDOW, Target
 
@@ -47,11 +50,15 @@ TREES: dict[str, tuple[str, dict[str, Any]]] = {  # drafter: policy
 }
 
 
+FORWARDS = {FusedForward: "fused", InterfaceForward: "windfall's attention", MaskedForward: "mask"}
+
+
 @dataclass
 class Result:
     name: str
     kind: str  # one of KINDS
     why: str = ""
+    forward: str = ""  # how a GPU runs its passes
 
 
 class Difference(Exception):
@@ -67,20 +74,23 @@ def check(name: str) -> Result:
     try:
         target = Target(model)
         if target.context and target.context < FEWEST:
-            compare(build(name, window=2 * FEWEST))
-            return Result(name, "equal", "up to its window: longer texts are refused")
-        compare(model, target)
+            forward = compare(build(name, window=2 * FEWEST))
+            return Result(name, "equal", "up to its window: longer texts are refused", forward)
+        forward = compare(model, target)
     except InputError as refusal:
         return Result(name, "refused", str(refusal).rpartition(f"{type(model).__name__} ")[2])
     except Difference as difference:
         return Result(name, "finding", str(difference))
     except Exception as error:
         return Result(name, "finding", f"{_line(error)} ({_place(error)})")
-    return Result(name, "equal")
+    return Result(name, "equal", forward=forward)
 
 
-def compare(model: Any, target: Target | None = None) -> None:
-    """Raise a Difference where windfall's texts are not those of `model.generate`, or not the same for all trees."""
+def compare(model: Any, target: Target | None = None) -> str:
+    """Raise a Difference where windfall's texts are not those of `model.generate`, or not the same for all trees.
+
+    Returns how a GPU runs the model's passes.
+    """
     target = target or Target(model)
     texts = [torch.randint(1, VOCABULARY, (length,)).tolist() for length in PROMPTS]
     wanted = [reference(model, text) for text in texts]
@@ -98,6 +108,23 @@ def compare(model: Any, target: Target | None = None) -> None:
     sampled = _ids(engines["none"], texts[0], temperature=1.0, seed=3)
     for label in ("beam with self", "specinfer with lm"):
         _same(f"{label}, sampled", _ids(engines[label], texts[0], temperature=1.0, seed=3), sampled)
+    return _compare_in_fixed_buffers(target, texts, wanted)
+
+
+def _compare_in_fixed_buffers(target: Target, texts: list[list[int]], wanted: list[Any]) -> str:
+    """The same for passes as a GPU runs them, but for the CUDA graphs."""
+    policy, settings = TREES["self"]
+    launch = GpuOptions(True, exact=False, pages=True)  # exact passes take long on a CPU
+    engine = Engine(target, registry.drafter("lm"), registry.policy(policy, **settings), launch=launch)
+    if engine.gpu_runner is None:
+        return f"host loop: {engine.gpu_unavailable}"
+    _compare_greedy("fixed buffers, policy on the host", engine, texts[0], *wanted[0])
+    _same("fixed buffers", _ids(engine, texts[0]), wanted[0][0])
+    several = engine.generate_batch(texts, max_new_tokens=NEW, eos=())
+    for answer, (tokens, _) in zip(several, wanted, strict=True):
+        _same("two texts on pages", answer.token_ids, tokens)
+    forward = FORWARDS[type(engine.gpu_runner.gpu_target.forward)]
+    return f"{forward}, no pages" if engine.batch_fallback else forward
 
 
 def reference(model: Any, prompt: list[int]) -> tuple[list[int], torch.Tensor]:

@@ -256,7 +256,7 @@ class Recorder:
         if not any(asked.mask is mask for mask in self._masks):
             raise Unsupported("its attention changes its mask")
         for name, value in asked.others.items():
-            if name not in HARMLESS and value is not None and value is not False and value != 0.0:
+            if name not in HARMLESS and (isinstance(value, Tensor) or value):
                 raise Unsupported(f"its attention has {name}")
         (_, heads, count, _), shared = asked.query.shape, asked.key.shape[1]
         if asked.query.dtype != asked.key.dtype or asked.query.shape[3] != asked.key.shape[3] or heads % shared:
