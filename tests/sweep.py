@@ -234,7 +234,7 @@ def sweep(chosen: list[str], known: dict[str, Result]) -> Iterator[Result]:
         start = time.perf_counter()
         result = known.get(name) or isolated(name)
         seconds = time.perf_counter() - start
-        print(f"{i:3}/{len(chosen)} {name:26} {result.kind:10} {seconds:5.1f} s  {result.why}", flush=True)
+        print(f"{i:3}/{len(chosen)} {name:26} {result.kind:10} {seconds:5.1f} s  {result.forward} {result.why}", flush=True)
         yield result
 
 
@@ -292,12 +292,24 @@ window.
 - Weights must be on a device. A model that accelerate offloads to the CPU or to disk is refused.
 - A model that can also be an encoder (BERT and similar) must be loaded with `is_decoder=True`.
 
-On a GPU, a *fused forward pass* runs the most common families with few kernels, with and without sliding windows. It is
-also what `--exact` needs: `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM`, `Qwen3ForCausalLM`,
-`Phi3ForCausalLM`, `GemmaForCausalLM`, `Gemma2ForCausalLM`, `Gemma3ForCausalLM`, the text part of
-`Gemma3ForConditionalGeneration`, and `GptOssForCausalLM`. Quantised models, models with adapters and all other families
-run their own code, in CUDA graphs where possible. Of these, models with sliding windows or chunked attention are
-decoded by the host loop, which is slower.
+## Forward passes on a GPU
+
+The column *GPU* says how a GPU runs a model's passes. All but the host loop run in CUDA graphs, where the model's code
+allows it.
+
+- **fused** ({fused}): a *fused forward pass*, with few kernels. It is also what exact passes need. It runs
+  `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM`, `Qwen3ForCausalLM`, `Phi3ForCausalLM`,
+  `GemmaForCausalLM`, `Gemma2ForCausalLM`, `Gemma3ForCausalLM`, the text part of `Gemma3ForConditionalGeneration`, and
+  `GptOssForCausalLM`, unless they are quantised or have adapters.
+- **windfall's attention** ({interface}): the model's own code, in which windfall replaces the attention function through
+  transformers' attention interface. Windows, chunks, soft caps and attention sinks are those of the model. Before the
+  first text, windfall compares the logits of a small tree with those of the model's own attention.
+- **mask** ({mask}): the model's own code and attention, which reads the KV cache under an explicit mask. These models do
+  not use the attention interface, or change keys and values after the KV cache.
+- **host loop** ({host}): the model's own code, kernel by kernel from Python, which is slower.
+
+Several requests run in rounds on a KV cache in pages, except where the column says *no pages*. Models whose rotary
+angles follow the length of the text (dynamic RoPE, and LongRoPE outside Phi-3's family) are decoded by the host loop.
 """
 
 
@@ -305,12 +317,15 @@ def page(results: list[Result]) -> str:
     """The results as Markdown."""
     kinds = {kind: [r for r in results if r.kind == kind] for kind in KINDS}
     counts = {kind.replace(" ", "_"): len(found) for kind, found in kinds.items()}
+    ways = {"fused": "fused", "interface": "windfall's attention", "mask": "mask", "host": "host loop"}
+    counts |= {name: sum(r.forward.startswith(start) for r in results) for name, start in ways.items()}
     parts = [INTRODUCTION.format(version=transformers.__version__, short=TEST_WINDOW, **counts)]
     for kind, found in kinds.items():
         if found:
-            rows = [f"| {r.name} | {class_name(r.name)} | {r.why} |" for r in found]
-            head = f"## {kind.capitalize()}\n\n| model type | class | {'remark' if kind == 'equal' else 'reason'} |"
-            parts.append("\n".join([head, "|---|---|---|", *rows, ""]))
+            columns = ["model type", "class", *(["GPU", "remark"] if kind == "equal" else ["reason"])]
+            cells = [[r.name, class_name(r.name), *([r.forward] if kind == "equal" else []), r.why] for r in found]
+            lines = [columns, ["---"] * len(columns), *cells]
+            parts.append("\n".join([f"## {kind.capitalize()}\n", *(f"| {' | '.join(line)} |" for line in lines), ""]))
     return "\n".join(parts)
 
 
