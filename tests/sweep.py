@@ -234,7 +234,10 @@ def sweep(chosen: list[str], known: dict[str, Result]) -> Iterator[Result]:
         start = time.perf_counter()
         result = known.get(name) or isolated(name)
         seconds = time.perf_counter() - start
-        print(f"{i:3}/{len(chosen)} {name:26} {result.kind:10} {seconds:5.1f} s  {result.forward} {result.why}", flush=True)
+        print(
+            f"{i:3}/{len(chosen)} {name:26} {result.kind:10} {seconds:5.1f} s  {result.forward} {result.why}",
+            flush=True,
+        )
         yield result
 
 

@@ -64,7 +64,7 @@ def load(
     preset: the policy and options of a published method, or a JSON file that `windfall tune` wrote, instead of
         `policy`; `policy_options` override its options.
     graphs: on a GPU, run passes as CUDA graphs. None: where there is a GPU.
-    compile: on a GPU, compile models without a fused forward with torch.compile.
+    compile: on a GPU, compile models without a fused forward and without sliding windows with torch.compile.
     exact: on a GPU, add the numbers of every row in one order, so that the text is plain decoding's in bfloat16 and
         float16, too. A model that does not support this runs without it, with a warning. False (`--fast`): add in
         another order where that is faster; a near-tie between two tokens may then resolve differently, so the text

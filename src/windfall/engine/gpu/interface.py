@@ -96,7 +96,8 @@ def attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """The attention function, as transformers calls it."""
-    assert _running.attention is not None
+    if _running.attention is None:
+        raise RuntimeError("the model runs in another thread at the same time")
     asked = Asked(query, key, value, attention_mask, scaling, softcap, s_aux, {**others, "dropout": dropout})
     return _running.attention.attend(asked)[None], None
 
