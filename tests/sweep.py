@@ -304,11 +304,11 @@ allows it.
   `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM`, `Qwen3ForCausalLM`, `Phi3ForCausalLM`,
   `GemmaForCausalLM`, `Gemma2ForCausalLM`, `Gemma3ForCausalLM`, the text part of `Gemma3ForConditionalGeneration`, and
   `GptOssForCausalLM`, unless they are quantised or have adapters.
-- **windfall's attention** ({interface}): the model's own code, in which windfall replaces the attention function through
-  transformers' attention interface. Windows, chunks, soft caps and attention sinks are those of the model. Before the
-  first text, windfall compares the logits of a small tree with those of the model's own attention.
-- **mask** ({mask}): the model's own code and attention, which reads the KV cache under an explicit mask. These models do
-  not use the attention interface, or change keys and values after the KV cache.
+- **windfall's attention** ({interface}): the model's own code, in which windfall replaces the attention function
+  through transformers' attention interface. Windows, chunks, soft caps and attention sinks are those of the model.
+  Before the first text, windfall compares the logits of a small tree with those of the model's own attention.
+- **mask** ({mask}): the model's own code and attention, which reads the KV cache under an explicit mask. These models
+  do not use the attention interface, or change keys and values after the KV cache.
 - **host loop** ({host}): the model's own code, kernel by kernel from Python, which is slower.
 
 Several requests run in rounds on a KV cache in pages, except where the column says *no pages*. Models whose rotary

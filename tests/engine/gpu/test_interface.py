@@ -18,11 +18,12 @@ from windfall import registry
 from windfall.core.types import GpuOptions
 from windfall.drafters.lm import LMDrafter
 from windfall.engine.engine import Engine
-from windfall.engine.gpu import interface
+from windfall.engine.gpu import attention_function, interface
+from windfall.engine.gpu.attention_function import NAME
 from windfall.engine.gpu.forward import Unsupported
 from windfall.engine.gpu.graphs import GraphCache
 from windfall.engine.gpu.host_policy import GraphTarget
-from windfall.engine.gpu.interface import NAME, InterfaceForward, rows_after
+from windfall.engine.gpu.interface import InterfaceForward, rows_after
 from windfall.engine.gpu.modules import MaskedForward
 from windfall.engine.gpu.target import GpuTarget, in_pages, modules_forward
 from windfall.model.target import Target
@@ -125,7 +126,7 @@ def test_the_model_keeps_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interface, "path_attention", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         forward(rows, kv, (), 0)
-    assert made.config._attn_implementation == "sdpa" and interface._running.attention is None
+    assert made.config._attn_implementation == "sdpa" and attention_function._running.attention is None
 
 
 # ---- models that do not fit

@@ -1,8 +1,8 @@
 """Runs the unchanged modules of a transformers model with windfall's attention.
 
 transformers' models call a function of `AttentionInterface`, which their configuration names. During a pass this is
-`attention` below. It reads the KV cache along the paths of the rows, in slots or in pages, so a pass needs no mask and
-no bound on the length of the text.
+`attention` in attention_function.py. It reads the KV cache along the paths of the rows, in slots or in pages, so a pass
+needs no mask and no bound on the length of the text.
 
 The masks that a pass gives to a model hold nothing. The object alone says which window a layer has: a model takes a
 mask for each kind of its layers, and hands it on to the attention function.
@@ -10,55 +10,28 @@ mask for each kind of its layers, and hands it on to the attention function.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from windfall.engine.check_records import known_result, record_result
+from windfall.engine.gpu.attention_function import Asked, attending, register
 from windfall.engine.gpu.forward import Pass, Paths, Unsupported, paths_of
-from windfall.engine.gpu.kv_layout import KvLayout, LayerShape, PassCache, layer_shape
+from windfall.engine.gpu.kv_layout import KvLayout, PassCache
 from windfall.engine.gpu.modules import ModulesForward
+from windfall.engine.gpu.recorder import Recorder
 from windfall.kernels.attention import path_attention, tree_attention
 from windfall.kernels.rows import place_rows
 from windfall.model.batch import Rows
 from windfall.model.decoder import Decoder, attention_windows
 from windfall.model.target import TEST_WINDOW, logit_tolerance, small_tree
 
-NAME = "windfall"  # of the attention function, in configurations
 CHECK_ROWS = 32  # of the KV cache of a check
-HARMLESS = {  # arguments of attention functions that change nothing here: masks, positions and outputs are windfall's
-    "cache_position",
-    "is_causal",
-    "logits_to_keep",
-    "num_items_in_batch",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "position_ids",
-    "return_dict",
-    "sliding_window",
-    "use_cache",
-}
-
-
-class Asked(NamedTuple):
-    """What a layer asks of its attention."""
-
-    query: Tensor  # [1, heads, n, d]
-    key: Tensor  # as the cache gave it
-    value: Tensor
-    mask: Any
-    scale: float | None
-    cap: float | None
-    sinks: Tensor | None  # [heads]
-    others: dict[str, Any]
 
 
 class Kind(NamedTuple):
@@ -66,40 +39,6 @@ class Kind(NamedTuple):
 
     window: int | None
     chunked: bool = False
-
-
-class Attention(Protocol):
-    """What answers the layers during a pass."""
-
-    def attend(self, asked: Asked) -> Tensor:
-        """→ [n, heads, width of values]"""
-        ...
-
-
-class _Running(threading.local):
-    attention: Attention | None = None
-
-
-_running = _Running()
-
-
-def attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """The attention function, as transformers calls it."""
-    if _running.attention is None:
-        raise RuntimeError("the model runs in another thread at the same time")
-    asked = Asked(query, key, value, attention_mask, scaling, softcap, s_aux, {**others, "dropout": dropout})
-    return _running.attention.attend(asked)[None], None
 
 
 class InterfaceForward(ModulesForward):
@@ -140,7 +79,7 @@ class InterfaceForward(ModulesForward):
         own = CacheAttention(rows, cache, [(masks[name], kind) for name, kind in self.kinds.items()], self.by_paths)
         return self._run(partial(self._during, own, call), rows, taps, as_model_takes(masks), cache)
 
-    def _during(self, own: Attention, call: Any, **inputs: Any) -> Any:
+    def _during(self, own: CacheAttention, call: Any, **inputs: Any) -> Any:
         with attending(own, self._configs):
             return call(**inputs)
 
@@ -237,99 +176,6 @@ class CacheAttention:
             if own is mask:
                 return kind
         raise Unsupported("its attention changes its mask")
-
-
-class Recorder:
-    """Notes what each layer keeps and asks for, and answers with zeros."""
-
-    def __init__(self, layers: int, masks: list[Tensor]):
-        self.cache = Cache(layers=[RecordedLayer() for _ in range(layers)])
-        self.layers: list[LayerShape | None] = []
-        self.groups: set[int] = set()  # query heads for each key head
-        self.special = False  # whether attention has soft caps or sinks
-        self._masks, self._attended = masks, set[int]()
-
-    def attend(self, asked: Asked) -> Tensor:
-        """Raises Unsupported for what windfall's attention cannot do."""
-        places = [place for place, layer in enumerate(self.cache.layers) if layer.kept(asked.key, asked.value)]
-        if not places:
-            raise Unsupported("its attention changes the keys or values of its KV cache")
-        if not any(asked.mask is mask for mask in self._masks):
-            raise Unsupported("its attention changes its mask")
-        for name, value in asked.others.items():
-            if name not in HARMLESS and (isinstance(value, Tensor) or value):
-                raise Unsupported(f"its attention has {name}")
-        (_, heads, count, _), shared = asked.query.shape, asked.key.shape[1]
-        if asked.query.dtype != asked.key.dtype or asked.query.shape[3] != asked.key.shape[3] or heads % shared:
-            raise Unsupported("its queries do not fit its keys")
-        if asked.scale is not None and not (isinstance(asked.scale, float | int) and asked.scale > 0):
-            raise Unsupported("its attention scores have no positive scale")
-        if asked.sinks is not None and asked.sinks.shape != (heads,):
-            raise Unsupported("its attention sinks are not one number for each head")
-        self._attended.add(places[0])
-        self.groups.add(heads // shared)
-        self.special |= asked.cap is not None or asked.sinks is not None
-        return asked.query.new_zeros(count, heads, asked.value.shape[3])
-
-    def finish(self) -> None:
-        """Raises Unsupported unless all layers attended through the interface."""
-        kept = [place for place, layer in enumerate(self.cache.layers) if layer.is_initialized]
-        if not kept or {*kept} != self._attended:
-            raise Unsupported("its attention is not called through transformers' interface")
-        for layer in self.cache.layers:
-            self.layers.append(layer_shape(layer.keys, layer.values) if layer.is_initialized else None)
-
-
-class RecordedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keeps the keys and values of one pass."""
-
-    is_sliding = False
-    is_initialized: bool
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        if self.is_initialized:
-            raise Unsupported("a layer keeps keys and values twice in a pass")
-        self.keys, self.values, self.is_initialized = key_states, value_states, True
-        return key_states, value_states
-
-    def kept(self, keys: Tensor, values: Tensor) -> bool:
-        """Whether these are the ones it keeps."""
-        return self.is_initialized and self.keys is keys and self.values is values
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length
-
-
-def register() -> None:
-    """Make the attention function known to transformers."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(NAME, attention)
-
-
-@contextmanager
-def attending(own: Attention, configs: list[Any]) -> Iterator[None]:
-    """In this block, models with these configurations attend this way."""
-    usual = [config._attn_implementation for config in configs]
-    before, _running.attention = _running.attention, own
-    try:
-        for config in configs:
-            config._attn_implementation = NAME
-        yield
-    finally:
-        _running.attention = before
-        for config, implementation in zip(configs, usual, strict=True):
-            config._attn_implementation = implementation
 
 
 @contextmanager

@@ -66,10 +66,24 @@ class PassCache(Cache):  # type: ignore[misc]
         return self.columns, 0
 
 
-class PassCacheLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer of a PassCache."""
+class OpenLayer(CacheLayerMixin):  # type: ignore[misc]
+    """A layer whose length transformers need not know: positions and masks are given."""
 
     is_sliding = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+
+class PassCacheLayer(OpenLayer):
+    """One layer of a PassCache."""
 
     def __init__(self, shape: LayerShape | None, part: Tensor | None, slots: Tensor, columns: int):
         super().__init__()
@@ -79,20 +93,10 @@ class PassCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             self.keys, self.values = (x[None, :, :columns] for x in (self.all_keys, self.all_values))
         self.is_initialized = True
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
-
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         self.all_keys.index_copy_(1, self.slots, key_states[0])
         self.all_values.index_copy_(1, self.slots, value_states[0])
         return self.keys, self.values
 
-    def get_seq_length(self) -> int:
-        return 0
-
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         return self.columns, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length
