@@ -47,6 +47,7 @@ from windfall.kernels.rules import Rule
         (7, 3, 1, 16, 126, 140, torch.float32),
         (7, 3, 1, 16, 1021, 1040, HALF),  # across a change of the size of parts
         (8, 6, 2, 72, 61, 130, HALF),  # a taller tile
+        (7, 2, 1, 264, 31, 70, HALF),  # shorter blocks of keys
     ],
 )
 def test_paths(n: int, heads: int, shared: int, width: int, length: int, capacity: int, dtype: torch.dtype) -> None:

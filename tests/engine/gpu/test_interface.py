@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.architectures import build
 from helpers.fused import logits_of
-from helpers.gpu import ON_DEVICE, PRECISE
+from helpers.gpu import ON_DEVICE, PRECISE, paths
 from helpers.tiny import features_of, prompt, tiny
 from windfall import registry
 from windfall.core.types import GpuOptions
@@ -79,6 +79,18 @@ def test_a_batch_in_pages_writes_the_texts_of_single_requests(sampling: dict[str
     found = made.generate_batch(texts, **asked, **sampling)
     assert made.batch_fallback == "" and not made.exact_passes
     assert [text.token_ids for text in found] == [plain.generate(text, **asked, **sampling).token_ids for text in texts]
+
+
+def test_a_drafter_with_windows_drafts_the_same_trees() -> None:
+    """Its rows have masks, from which their paths follow."""
+    target, draft = tiny(dtype=PRECISE), tiny("starcoder2", 1, PRECISE, sliding_window=12)
+    policy, asked = registry.policy("beam", **ON_DEVICE["beam"]), {"max_new_tokens": 12, "eos": ()}
+    launches = [GpuOptions(graphs, exact=False) for graphs in (False, True)]
+    made = [Engine(Target(target), LMDrafter(draft), policy, launch=launch) for launch in launches]
+    wanted, found = (each.generate(prompt(30), **asked) for each in made)
+    assert made[1].fallback == "" and found.token_ids == wanted.token_ids
+    for one, other in zip(wanted.steps[:4], found.steps[:4], strict=True):
+        assert paths(one.drafted) == paths(other.drafted) and len(one.drafted) > 1
 
 
 class Synchronized(TorchDispatchMode):

@@ -32,6 +32,7 @@ from windfall.model.decoder import Decoder, attention_windows
 from windfall.model.target import TEST_WINDOW, logit_tolerance, small_tree
 
 CHECK_ROWS = 32  # of the KV cache of a check
+MAX_TREE_WIDTH = 256  # of a head for `tree_attention`: wider ones need more shared memory than a program has
 
 
 class Kind(NamedTuple):
@@ -55,7 +56,8 @@ class InterfaceForward(ModulesForward):
         found = self._recorded()
         self.layout = KvLayout(tuple(found.layers))
         self.group = found.groups.pop() if len(found.groups) == 1 else None  # None: attention tiles would differ
-        self.by_paths = found.special or any(kind.window is not None for kind in self.kinds.values())
+        windowed = any(kind.window is not None for kind in self.kinds.values())
+        self.by_paths = found.special or windowed or self.shape[2] > MAX_TREE_WIDTH
         self._any = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.get_input_embeddings().weight.device)
         if reason := self._known_reason():
             raise Unsupported(reason)

@@ -43,6 +43,7 @@ SMALL_TILE = 1024  # sums up to which three programs run on a multiprocessor
 MERGED, BATCH_MERGED = 8192, 2048
 ONES = tl.constexpr(16)  # columns of the matrix that sums weights: the fewest of a matrix product
 MAX_TILE = 8192  # sums that a program holds, of a part and of the parts before it each
+MAX_WIDTH = 256  # of a head up to which a program's shared memory has room for blocks of 64 keys, with all stages
 WIDE_TILE = 4096  # sums above which a tile has eight warps
 BATCH_TILE_PROGRAMS, BATCH_ROW_PROGRAMS = 528, 528  # for tiles and for single rows of several requests
 FUSED_ROWS = True  # with many requests, a tile's program also computes the parts in which its rows' paths differ
@@ -563,7 +564,8 @@ def choose_tile(rows: int, group: int, width: int, dtype: torch.dtype, chain: bo
     tall = min(64, MAX_TILE // block_d)  # pays in passes over many rows of a chain
     if chain and not several and rows * group >= 4 * tall:
         height, stages = max(tall, height), CHAIN_STAGES
-    return Tile(height, 64, 8 if width > 128 or height * block_d > WIDE_TILE else 4, stages)
+    keys = 64 if block_d <= MAX_WIDTH else 32
+    return Tile(height, keys, 8 if width > 128 or height * block_d > WIDE_TILE else 4, stages)
 
 
 def parts_of(capacity: int) -> int:
