@@ -88,10 +88,10 @@ class PassCacheLayer(OpenLayer):
     def __init__(self, shape: LayerShape | None, part: Tensor | None, slots: Tensor, columns: int):
         super().__init__()
         self.part, self.slots, self.columns = part, slots, columns
+        self.is_initialized = shape is not None
         if shape is not None and part is not None:
             self.all_keys, self.all_values = part[0, :, :, : shape.key_width], part[1, :, :, : shape.value_width]
             self.keys, self.values = (x[None, :, :columns] for x in (self.all_keys, self.all_values))
-        self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         self.all_keys.index_copy_(1, self.slots, key_states[0])
