@@ -145,8 +145,9 @@ def check_path_options(
     sinks: bool,
     dtype: torch.dtype,
     device: str = "cpu",
+    chunked: bool = False,
 ) -> None:
-    """Windows, caps and sinks, against attention over each row's own text."""
+    """Windows or chunks, caps and sinks, against attention over each row's own text."""
     torch.manual_seed(length)
     n, heads, shared, width = 9, 6, 2, 16
     queries = torch.randn(n, heads, width, device=device).to(dtype)
@@ -156,12 +157,14 @@ def check_path_options(
     mask, depth = tree.mask().to(device), tree.depth.to(device)
     lines = length + ancestors(mask, depth)
     given = torch.tensor([length], device=device)
-    how: dict[str, Any] = {"scale": 0.3, "window": window, "cap": cap, "sinks": extra}
+    how: dict[str, Any] = {"scale": 0.3, "window": window, "cap": cap, "sinks": extra, "chunked": chunked}
     made = path_attention(queries, keys, values, given, length + depth + 1, lines, **how)
     close = 1e-5 if dtype == torch.float32 else 1e-2
     for row in range(n):
         path = tree.mask()[row].nonzero()[:, 0].to(device)
-        text = torch.cat([torch.arange(length, device=device), length + path])[-(window or capacity) :]
+        text = torch.cat([torch.arange(length, device=device), length + path])
+        kept = (len(text) - 1) % window + 1 if chunked and window else window
+        text = text[-(kept or capacity) :]
         k, v = (x[:, text].double().repeat_interleave(heads // shared, 0) for x in (keys, values))
         scores = (queries[row].double()[:, None] * k).sum(-1) * 0.3
         scores = scores if cap is None else cap * (scores / cap).tanh()

@@ -294,10 +294,12 @@ def max_plain_rows(config: Any) -> int | None:
 
 def estimated_numbers_per_row(config: Any) -> int:
     """Numbers in the keys and values of a token in all layers, as the config says, or at most if it does not."""
-    heads, queries, width = (
-        getattr(config, name, None) for name in ("num_key_value_heads", "num_attention_heads", "head_dim")
-    )
+    names = ("num_key_value_heads", "num_attention_heads", "head_dim")
     per_layer: int = config.hidden_size
+    try:
+        heads, queries, width = (getattr(config, name, None) for name in names)
+    except RuntimeError:  # layers differ in one of them
+        return 2 * int(config.num_hidden_layers) * per_layer
     if isinstance(heads, int) and isinstance(queries, int) and queries:
         per_layer = heads * (width or config.hidden_size // queries)
     return 2 * int(config.num_hidden_layers) * per_layer

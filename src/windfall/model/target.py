@@ -147,17 +147,13 @@ class Target:
 
         The model runs the paths itself, without windfall's cache and masks.
         """
-        tokens = torch.arange(6) % self.vocab_size
-        tree = DraftTree.root(int(tokens[3]))
-        for parent, token in ((0, tokens[4]), (0, tokens[5]), (1, tokens[2])):
-            tree = tree.extend(torch.tensor([parent]), token[None], torch.zeros(1), torch.zeros(1, dtype=torch.long))
-        prompt = tokens[:4].tolist()
-        self.prefill([prompt])
+        prompt, tree = small_tree(self.vocab_size)
+        self.prefill([[*prompt, int(tree.tokens[0])]])
         in_tree = self.score([tree])[0].logits.float()
         gap = 0.0
         for leaf in (2, 3):
             path = tree.path(leaf)
-            text = torch.tensor([prompt[:-1] + tree.tokens[path].tolist()], device=self.device)
+            text = torch.tensor([prompt + tree.tokens[path].tolist()], device=self.device)
             positions = torch.arange(text.shape[1], device=self.device)[None]  # as `generate` passes them
             outputs = self.model(input_ids=text, position_ids=positions, use_cache=False)
             alone = outputs.logits[0, -len(path) :].float()
@@ -174,8 +170,7 @@ class Target:
 
     def _agrees(self, gap: float) -> bool:
         """Whether two passes over the same rows may differ by this much, relative to the largest logit."""
-        allowed = 0.01 if self.decoder.dtype in FULL_PRECISION else 0.05
-        return gap <= allowed or gap <= min(OWN_GAPS * self._own_gap(), MAX_GAP)
+        return gap <= logit_tolerance(self.decoder.dtype) or gap <= min(OWN_GAPS * self._own_gap(), MAX_GAP)
 
     @torch.inference_mode()
     def _own_gap(self) -> float:
@@ -207,11 +202,26 @@ class Target:
 def has_own_products(model: Any) -> bool:
     """Whether linear layers compute their products from other weights than plain ones, as quantised layers do."""
     for module in model.modules():
-        weight: Any = getattr(module, "weight", None)
-        plain = isinstance(module, nn.Linear) and type(weight) is nn.Parameter and weight.is_floating_point()
-        if hasattr(module, "in_features") and not (plain and weight.itemsize > 1):
+        if not hasattr(module, "in_features"):
+            continue
+        weight: Any = module.weight if isinstance(module, nn.Linear) else None
+        if type(weight) is not nn.Parameter or not weight.is_floating_point() or weight.itemsize == 1:
             return True
     return False
+
+
+def small_tree(vocab_size: int) -> tuple[list[int], DraftTree]:
+    """A prompt and a tree after it, for checks of a model."""
+    tokens = torch.arange(6) % vocab_size
+    tree = DraftTree.root(int(tokens[3]))
+    for parent, token in ((0, tokens[4]), (0, tokens[5]), (1, tokens[2])):
+        tree = tree.extend(torch.tensor([parent]), token[None], torch.zeros(1), torch.zeros(1, dtype=torch.long))
+    return tokens[:3].tolist(), tree
+
+
+def logit_tolerance(dtype: torch.dtype) -> float:
+    """The allowed difference between the logits of two passes, relative to the largest logit."""
+    return 0.01 if dtype in FULL_PRECISION else 0.05
 
 
 @torch.inference_mode()

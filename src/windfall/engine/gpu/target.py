@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -14,9 +14,11 @@ from torch import Tensor
 from windfall.core.sampling import signed
 from windfall.core.tree import DraftTree
 from windfall.core.types import GpuOptions, InputError, SamplingParams
-from windfall.engine.gpu.forward import Forward, Pass, Paths, TransformersForward, Unsupported
+from windfall.engine.gpu.forward import Forward, PagedForward, Pass, Paths, Unsupported
 from windfall.engine.gpu.fused import FusedForward
 from windfall.engine.gpu.graphs import GraphCache
+from windfall.engine.gpu.interface import InterfaceForward
+from windfall.engine.gpu.modules import MaskedForward
 from windfall.engine.gpu.transfer import PackedBuffer
 from windfall.kernels.cutoff import cutoffs
 from windfall.kernels.draw import draw, update_noise
@@ -290,7 +292,26 @@ def fastest_forward(model: Any, compiled: bool = False) -> Forward:
     try:
         return FusedForward(model)
     except Unsupported:
-        return TransformersForward(model, compiled)
+        return modules_forward(model, compiled)
+
+
+def modules_forward(model: Any, compiled: bool = False) -> Forward:
+    """A forward that runs the model's own modules, compiled or with windfall's attention if possible."""
+    masked = partial(MaskedForward, compiled=compiled)
+    reasons: list[str] = []
+    for make in (masked, InterfaceForward) if compiled else (InterfaceForward, masked):
+        try:
+            return make(model)
+        except Unsupported as error:
+            reasons.append(str(error))
+    raise Unsupported(" and ".join(dict.fromkeys(reasons)))
+
+
+def in_pages(forward: Forward) -> PagedForward:
+    """This forward, if it can read a KV cache in pages; otherwise raises Unsupported."""
+    if getattr(forward, "group", None) is None:
+        raise Unsupported("its attention does not read a KV cache in pages")
+    return cast(PagedForward, forward)
 
 
 def exact_forward(model: Any) -> FusedForward:

@@ -15,6 +15,7 @@ from windfall.engine.gpu.block import BlockNetwork
 from windfall.engine.gpu.drafters import Drafted, HeadNetwork
 from windfall.engine.gpu.forward import Pass, Paths
 from windfall.engine.gpu.fused import FusedForward
+from windfall.engine.gpu.target import fastest_forward, in_pages
 from windfall.heads.base import DraftHead, FeatureHead
 from windfall.heads.layers import head_dim
 from windfall.kernels.batch import append_to_pages
@@ -271,16 +272,16 @@ class BatchBlockDrafter(BatchStatesDrafter):
 
 
 class BatchModelDrafter(BatchDrafter):
-    """A smaller language model of a family with fused kernels."""
+    """A smaller language model."""
 
     first = 0
 
     def __init__(self, form: ModelForm, batch: BatchTarget):
-        self.forward, self.form = FusedForward(form.decoder.model), form
-        self.forward.require_capture(batch.gpu_target.graph_cache)
+        self.forward, self.form = in_pages(fastest_forward(form.decoder.model)), form
+        if isinstance(self.forward, FusedForward):
+            self.forward.require_capture(batch.gpu_target.graph_cache)
         layers, shared, width = self.forward.shape
-        heads = form.decoder.config.num_attention_heads
-        super().__init__(batch, heads, shared, layers, width, form.decoder.dtype)
+        super().__init__(batch, self.forward.group * shared, shared, layers, width, form.decoder.dtype)
 
     def _run_chunk(self, size: int, alone: bool) -> None:
         given = self.chunk.given(size, alone, self.state.draft_lengths, self.state.tables)

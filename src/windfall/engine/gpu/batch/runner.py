@@ -30,9 +30,7 @@ from windfall.engine.gpu.batch.state import MAX_BACKLOG, BatchState
 from windfall.engine.gpu.batch.target import BatchTarget, Kind
 from windfall.engine.gpu.cycle import kernel_rule
 from windfall.engine.gpu.events import DeviceEvent, Events
-from windfall.engine.gpu.forward import Unsupported
-from windfall.engine.gpu.fused import FusedForward
-from windfall.engine.gpu.target import GpuTarget
+from windfall.engine.gpu.target import GpuTarget, in_pages
 from windfall.engine.sequence import Sequence
 from windfall.kernels.pages import PAGE_TOKENS, pages_for, tile_rows
 from windfall.kernels.rules import Rule
@@ -97,8 +95,7 @@ class GpuBatchRunner:
         """`policy` has a budget. Raises Unsupported if these models cannot run in batches."""
         budget = policy.budget()
         assert budget is not None
-        if not isinstance(gpu_target.forward, FusedForward):
-            raise Unsupported("only models with a fused forward run in batches")
+        forward = in_pages(gpu_target.forward)
         self.gpu_target, self.policy, self.budget = gpu_target, policy, budget
         limits = limits._replace(seats=min(limits.seats, SEATS[-1]))  # more requests wait
         self.costs = RoundCosts(online_costs.costs, ROUND_ROWS, online_costs.learns)
@@ -108,7 +105,7 @@ class GpuBatchRunner:
             gpu_target.graph_cache, limits.seats, pages, limits.passes + 1, limits.nodes, limits.passes + 1
         )
         gpu_target.graph_cache.independent.add(self.state)
-        rows = tile_rows(gpu_target.forward.group)
+        rows = tile_rows(forward.group)
         self.target = BatchTarget(gpu_target, self.state, limits.pages, MAX_ROUND_ROWS, rows)
         self.drafter = None if form is None or not limits.passes else batch_drafter(form, self.target)
         if self.drafter is not None:
