@@ -111,6 +111,13 @@ def test_layers_that_return_another_dtype_are_not_supported(exact: bool) -> None
         FusedForward(quantised(WideLinear, "down_proj"), exact)
 
 
+def test_modules_that_are_not_linear_layers_are_not_supported() -> None:
+    model = quantised()
+    model.model.layers[1].mlp.down_proj = nn.Sequential(model.model.layers[1].mlp.down_proj, nn.Tanh())
+    with pytest.raises(Unsupported, match="its products are not linear layers but Sequential"):
+        FusedForward(model)
+
+
 def test_rounds_of_several_requests_write_the_same_texts() -> None:
     made, alone = (engine(quantised(CountingLinear), "beam") for _ in range(2))
     prompts = [prompt(length, seed=length) for length in (9, 40, 70)]

@@ -22,9 +22,12 @@ def projection(*modules: Any) -> tuple[Weight, Tensor | None]:
 
     If any of them is not plain, all compute their products themselves, with their biases.
     """
-    if not all(map(is_plain, modules)):
-        return ModuleProduct(modules, modules[0].in_features, sum(module.out_features for module in modules)), None
-    return (modules[0].weight, modules[0].bias) if len(modules) == 1 else merge(*modules)
+    if all(map(is_plain, modules)):
+        return (modules[0].weight, modules[0].bias) if len(modules) == 1 else merge(*modules)
+    for module in modules:
+        if not (hasattr(module, "in_features") and hasattr(module, "out_features")):
+            raise Unsupported(f"its products are not linear layers but {type(module).__name__}")
+    return ModuleProduct(modules, modules[0].in_features, sum(module.out_features for module in modules)), None
 
 
 def module_products(part: object) -> Iterator[ModuleProduct]:
