@@ -3,9 +3,11 @@
 #
 #   benchmarks/gpu.sh OUT STAGE… -- TASK…        TASK: a JSONL file with prompts, or builtin
 #
-# Stages: draft-phase draft-phase-8b products first-token shapes price price-8b texts texts-fp16 batch-texts throughput throughput-8b soak
-# MODEL and DRAFTER (environment) are the target and its drafter; without them, the embedded pair. A stage that fails
-# or takes longer than LIMIT seconds (600) does not stop the others; the exit code is the number of such stages.
+# Stages: draft-phase draft-phase-8b products first-token shapes price price-8b texts texts-fp16 batch-texts throughput throughput-8b peers
+# peers-model soak
+# MODEL and DRAFTER (environment) are the target and its drafter; without them, the embedded pair. `peers` is always the
+# embedded pair; `peers-model` is MODEL, with ASSISTANT as transformers' assistant. A stage that fails or takes longer
+# than LIMIT seconds (600) does not stop the others; the exit code is the number of such stages.
 # `python benchmarks/tables.py --take OUT` puts the results into the documentation.
 set -u
 cd "$(dirname "$0")/.."
@@ -45,6 +47,16 @@ throughput() {
 		--tasks "$TASKS" --limit "$limit" --arrivals stream --temperature 0 --out "$OUT/$name.json" "$@"
 }
 
+# peers NAME TASKS AND OPTIONS…: transformers and windfall, and what peers_vllm.py wrote to OUT/NAME-vllm*.json
+peers() {
+	local name=$1 files=() file
+	shift
+	for file in "$OUT/$name"-vllm*.json; do
+		[ -e "$file" ] && files+=(--vllm "$file")
+	done
+	run "$name" "$PY" benchmarks/peers.py "$@" "${files[@]}" --resume --json "$OUT/$name.json"
+}
+
 for stage in "${STAGES[@]}"; do
 	json=$OUT/$stage.json
 	case $stage in
@@ -60,6 +72,8 @@ for stage in "${STAGES[@]}"; do
 	batch-texts) run $stage "$PY" benchmarks/batch_texts.py "$@" $TARGET --limit 40 --json "$json" ;;
 	throughput) throughput $stage 40 --rounds 2 ;;
 	throughput-8b) throughput $stage 24 --rounds 1 --widen llama-3.1-8b --no-hf ;;
+	peers) peers $stage "$@" ;;
+	peers-model) peers $stage "$@" $TARGET ${ASSISTANT:+--assistant $ASSISTANT} ;;
 	soak) run $stage "$PY" benchmarks/soak.py $TARGET --pages --max-requests 64 --tokens 240 --kv-memory 50MB --json "$json" ;;
 	*) echo "no stage $stage" && failed=$((failed + 1)) ;;
 	esac

@@ -3,7 +3,9 @@
 python benchmarks/shapes.py [NAME…] [--rows 1,16,32,64] [--length 200] [--layers N] [--json FILE]
 
 Without NAME: all shapes. The floor is the number of bytes that a step must read, divided by the memory's bandwidth,
-which a large copy measures. Of a mixture of experts, a step reads the chosen experts only.
+which a large copy measures. Of a mixture of experts, it counts only the experts that one row chooses: k of E in each
+layer. A verify pass reads more, since its rows choose different ones: with random weights, and so nearly random
+choices, about E * (1 - (1 - k / E) ** rows) experts.
 """
 
 from __future__ import annotations
@@ -63,6 +65,150 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 32,
             "num_attention_heads": 32,
             "num_key_value_heads": 8,
+        },
+    ),
+    "mistral-7b": (
+        "Mistral",
+        {
+            "vocab_size": 32_768,
+            "hidden_size": 4096,
+            "intermediate_size": 14_336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "sliding_window": None,
+        },
+    ),
+    "qwen3-8b": (
+        "Qwen3",
+        {
+            "vocab_size": 151_936,
+            "hidden_size": 4096,
+            "intermediate_size": 12_288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+        },
+    ),
+    "phi-4-mini": (
+        "Phi3",
+        {
+            "vocab_size": 200_064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": True,
+            "sliding_window": 262_144,
+            "original_max_position_embeddings": 4096,
+            "max_position_embeddings": 131_072,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0] * 48,
+                "long_factor": [8.0] * 48,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+    ),
+    "smollm3-3b": (
+        "SmolLM3",
+        {
+            "vocab_size": 128_256,
+            "hidden_size": 2048,
+            "intermediate_size": 11_008,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite-3.3-8b": (
+        "Granite",
+        {
+            "vocab_size": 49_159,
+            "hidden_size": 4096,
+            "intermediate_size": 12_800,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 131_072,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.0078125,
+            "logits_scaling": 16.0,
+        },
+    ),
+    "olmo-2-7b": (
+        "Olmo2",
+        {
+            "vocab_size": 100_352,
+            "hidden_size": 4096,
+            "intermediate_size": 11_008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 4096,
+        },
+    ),
+    "glm-4-9b": (
+        "Glm4",
+        {
+            "vocab_size": 151_552,
+            "hidden_size": 4096,
+            "intermediate_size": 13_696,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+        },
+    ),
+    "command-r7b": (
+        "Cohere2",
+        {
+            "vocab_size": 256_000,
+            "hidden_size": 4096,
+            "intermediate_size": 14_336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+            "logit_scale": 0.25,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "starcoder2-3b": (
+        "Starcoder2",
+        {
+            "vocab_size": 49_152,
+            "hidden_size": 3072,
+            "intermediate_size": 12_288,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 2,
+            "sliding_window": 4096,
+            "max_position_embeddings": 16_384,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3-30b-a3b": (
+        "Qwen3Moe",
+        {
+            "vocab_size": 151_936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
         },
     ),
     "gemma-3-4b": (
@@ -163,12 +309,11 @@ def random_model(name: str, layers: int | None, device: str) -> Any:
 
 def step_bytes(model: Any) -> int:
     """Bytes of weights that one row reads."""
-    config = model.config.get_text_config()
-    share = getattr(config, "num_experts_per_tok", 1) / (getattr(config, "num_local_experts", None) or 1)
-    total = 0.0
+    config, total = model.config.get_text_config(), 0.0
     for name, parameter in model.named_parameters():
         if "embed_tokens" not in name or config.tie_word_embeddings:
-            total += parameter.nbytes * (share if ".experts." in name else 1)
+            share = config.num_experts_per_tok / len(parameter) if ".experts." in name else 1
+            total += parameter.nbytes * share
     return int(total)
 
 

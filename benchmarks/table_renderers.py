@@ -14,6 +14,8 @@ Results = dict[str, Result]
 Body = tuple[list[str], str]  # lines of Markdown, and a sentence about the measurement, or nothing
 
 PLAIN, AUTO = "none", "auto"
+OURS = "windfall"
+ENGINES = ("transformers", "vLLM", OURS)  # in the order of a table
 WIDENED = "8B cost: "  # before rows of models that are zero-padded to the size of an 8B model
 PRODUCT_ROWS = ("1", "4", "16", "32", "64", "128", "320")  # shown if more than MAX_COLUMNS were measured
 MAX_COLUMNS = 8
@@ -248,34 +250,15 @@ def draft_phase(found: Results) -> Body:
 
 
 def throughput(found: Results) -> Body:
-    """Tokens per second of all requests together, and speed-ups, at the size of the model."""
-    return _throughput(found["throughput"], [row for row in peer_rows(found) if not is_widened(row)])
-
-
-def throughput_8b(found: Results) -> Body:
-    """The same of a model that is zero-padded to the size of an 8B model."""
-    return _throughput(found["throughput-8b"], [row for row in peer_rows(found) if is_widened(row)])
-
-
-def peer_rows(found: Results) -> list[dict[str, Any]]:
-    """The measurements of other engines: a list, or the `rows` of an object that has their origin."""
-    peers = found.get("peers", [])
-    return list(peers if isinstance(peers, list) else peers["rows"])
-
-
-def is_widened(row: dict[str, Any]) -> bool:
-    """Whether another engine was measured at 8B cost: its setting says so."""
-    return "8b" in row["setting"].lower()
-
-
-def _throughput(result: Result, peers: list[dict[str, Any]]) -> Body:
+    """Tokens per second of all requests together, and speed-ups (windfall bench throughput)."""
+    (result,) = found.values()
     lines: list[str] = []
     groups = list(dict.fromkeys((row["temperature"], row["arrivals"]) for row in result["rows"]))
     for temperature, arrivals in groups:
         own = [row for row in result["rows"] if (row["temperature"], row["arrivals"]) == (temperature, arrivals)]
         if len(groups) > 1:
             lines += [f"*{regime(temperature).capitalize()}; {ARRIVALS[arrivals]}:*", ""]
-        lines += [*_throughput_tables(own, peers if (temperature, arrivals) == groups[0] else []), ""]
+        lines += [*_throughput_tables(own), ""]
     settings, notes = result["settings"], []
     for method, reason in dict.fromkeys((row["method"], row["fallback"]) for row in result["rows"] if row["fallback"]):
         notes.append(f"{code(method)} ran on the host loop: {reason}.")
@@ -303,32 +286,99 @@ def _ran(method: str, result: Result) -> bool:
     return any(row["method"] == method for row in result["rows"])
 
 
-def _new_tokens(settings: dict[str, Any]) -> str:
-    return f"{'' if settings['ignore_eos'] else 'up to '}{settings['max_new_tokens']:,} new tokens"
+def _new_tokens(settings: dict[str, Any], key: str = "max_new_tokens") -> str:
+    return f"{'' if settings['ignore_eos'] else 'up to '}{settings[key]:,} new tokens"
 
 
-def _throughput_tables(rows: list[dict[str, Any]], peers: list[dict[str, Any]]) -> list[str]:
+def _throughput_tables(rows: list[dict[str, Any]]) -> list[str]:
     """Tokens per second, and speed-ups over plain decoding, by method and number of requests."""
     speeds: dict[str, dict[int, float | None]] = {}
     for row in sorted(rows, key=lambda row: row["runner"] == "transformers"):
         name = LOOPS.get(row["method"]) or code(row["method"])
         speeds.setdefault(name, {})[row["concurrency"]] = row["tokens_per_second"]
-    for row in peers:
-        name = f"{row['engine']} {row['version']}, {row['setting']}"
-        speeds.setdefault(name, {})[row["requests"]] = row["tokens_per_second"]
     counts = sorted({count for own in speeds.values() for count in own})
-    columns = [f"{count:,}" for count in counts]
-    lines = table(
-        ("tokens/s by requests", *columns),
-        ([name, *(rate(own.get(n)) for n in counts)] for name, own in speeds.items()),
-    )
+    lines = _speed_table(speeds, counts)
     base = speeds.get(code(PLAIN), {})
     gains = [
         [name, *(number(own[n] / base[n]) if own.get(n) and base.get(n) else "" for n in counts)]
         for name, own in speeds.items()
         if name != code(PLAIN)
     ]
-    return [*lines, "", *table(("speed-up by requests", *columns), gains)]
+    return [*lines, "", *table(("speed-up by requests", *(f"{count:,}" for count in counts)), gains)]
+
+
+def _speed_table(speeds: dict[str, dict[int, float | None]], counts: list[int]) -> list[str]:
+    """Tokens per second by name and number of requests."""
+    rows = ([name, *(rate(own.get(count)) for count in counts)] for name, own in speeds.items())
+    return table(("tokens/s by requests", *(f"{count:,}" for count in counts)), rows)
+
+
+# ---- other engines
+
+
+def peers(found: Results) -> Body:
+    """Tokens per second beside transformers and vLLM, and where `auto` is slower (benchmarks/peers.py)."""
+    lines, notes = [], []
+    for result in found.values():
+        speeds: dict[str, dict[int, float | None]] = {}
+        for row in sorted(result["rows"], key=lambda row: ENGINES.index(row["engine"])):
+            speeds.setdefault(_peer(row, result), {})[row["requests"]] = row["tokens_per_second"]
+        counts = sorted({count for own in speeds.values() for count in own})
+        title = f"{result['target']}, {result['dtype']}"
+        lines += [f"*{title}:*", "", *_speed_table(speeds, counts), ""]
+        notes += [f"{title}:", *_faster_than_auto(speeds, counts), *_peer_notes(result)]
+    return lines[:-1], " ".join(notes)
+
+
+def _peer(row: dict[str, Any], result: Result) -> str:
+    """The name of a way in a table."""
+    way = row["way"]
+    if row["engine"] == OURS:
+        return f"windfall, {code(way)}"
+    if row["engine"] == "transformers":
+        helper = result["settings"].get("assistant")
+        names = {"assisted": f"assisted generation{f' with {helper}' if helper else ''}"}
+        return f"transformers, {names.get(way) or (way if ' ' in way else code(way))}"
+    method, _, tokens = way.partition("-")
+    drafts = {"ngram": "n-grams", "eagle3": "EAGLE-3 with windfall's head"}
+    return f"{row['engine']}, " + (f"{drafts[method]}, {tokens} tokens" if method in drafts else way)
+
+
+def _faster_than_auto(speeds: dict[str, dict[int, float | None]], counts: list[int]) -> list[str]:
+    """Sentences: what is faster than windfall's default policy, the fastest first, by number of requests."""
+    found, own = [], speeds.get(f"windfall, {code(AUTO)}", {})
+    for count in counts:
+        base = own.get(count)
+        gains = {name: (each.get(count) or 0) / base for name, each in speeds.items()} if base else {}
+        faster = sorted((name for name, gain in gains.items() if gain > 1), key=lambda name: -gains[name])
+        if faster:
+            named = listed([f"{name} ({gains[name]:.2f}x)" for name in faster])
+            found.append(f"With {counted(count, 'request')}, faster than {code(AUTO)}: {named}.")
+    return found or [f"Nothing in this table is faster than windfall's {code(AUTO)}."]
+
+
+def _peer_notes(result: Result) -> list[str]:
+    """Setting, texts, what was left out, and where vLLM ran."""
+    settings, rows = result["settings"], result["rows"]
+    prompts = f"three prompts for each request at once, and at least {settings['alone']}"
+    tasks = f"of {counted(len(settings['tasks']), 'task')} in turn"
+    how = f"{regime(settings['temperature'])}, {prompts}, {tasks}, {_new_tokens(settings, 'tokens')}"
+    notes = [f"Setting: {how}, prefill included, medians of {counted(settings['rounds'], 'round')}."]
+    for ours, whose in ((True, "windfall's"), (False, "the other engines'")):
+        known = [row for row in rows if row["same_texts"] is not None and (row["engine"], row["way"]) != (OURS, PLAIN)]
+        own = [row for row in known if (row["engine"] == OURS) is ours]
+        texts, same = (sum(row[key] for row in own) for key in ("texts", "same_texts"))
+        notes += [f"{same:,} of {texts:,} of {whose} texts are those of windfall's plain decoding."] if texts else []
+    left_out: dict[tuple[str, str], list[int]] = {}
+    for each in result["skipped"]:
+        counts = left_out.setdefault((_peer(each, result), each["reason"].rstrip(".")), [])
+        counts += [each["requests"]] if each["requests"] else []
+    for (name, reason), counts in left_out.items():
+        where = f" with {listed([f'{count:,}' for count in counts])} requests" if counts else ""
+        notes.append(f"{name} was left out{where}: {reason}.")
+    if "vllm" in result:
+        notes.append(f"For vLLM: {origin(result['vllm'], '')}.".replace("Measured", "measured"))
+    return notes
 
 
 def serve(found: Results) -> Body:

@@ -35,7 +35,7 @@ STAGES = {  # of gpu.sh, whose results have other names
     "texts": "exact-texts",
     "texts-fp16": "exact-texts-fp16",
 }
-WITHOUT_GPU = ("serve", "peers")  # results that need not name the GPU: a client of a server does not know it
+WITHOUT_GPU = ("serve",)  # results that need not name the GPU: a client of a server does not know it
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,6 @@ SECTIONS = {
         OVERVIEW,
         renderers.throughput,
         ("throughput",),
-        extra=("peers",),
         begin="""### Many requests at once
 
 Tokens/s of all requests together by the number of requests at once, prefill included ([windfall bench
@@ -72,13 +71,21 @@ throughput](benchmark.md#bench-throughput)). Speed-ups are over `none` with the 
     ),
     "throughput-8b": Section(
         OVERVIEW,
-        renderers.throughput_8b,
+        renderers.throughput,
         ("throughput-8b",),
-        extra=("peers",),
         begin="""### Many requests at 8B cost
 
 The same with the model zero-padded to the layer dimensions of Llama-3.1-8B, a timing proxy.""",
         plot="throughput-8b",
+    ),
+    "peers": Section(
+        OVERVIEW,
+        renderers.peers,
+        ("peers", "peers-model"),
+        begin="""### Other engines
+
+Tokens/s of all requests together, on the same prompts and GPU (`benchmarks/peers.py`). The next request begins when one
+ends; transformers' `generate` takes batches.""",
     ),
     "serve": Section(
         OVERVIEW,

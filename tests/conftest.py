@@ -27,7 +27,7 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         if not torch.cuda.is_available():
             patch.setattr("windfall.engine.gpu.target.INITIAL_CAPACITY_ROWS", 192)
             patch.setattr("windfall.engine.gpu.target.CAPACITY_STEP_ROWS", 64)
-        for module in ("engine", "profiling", "loading"):
+        for module in ("engine", "profiling", "check_records"):
             patch.setattr(f"windfall.engine.{module}.cache_dir", lambda: Path(os.environ.get("WINDFALL_CACHE", folder)))
         patch.setattr("windfall.kernels.few_rows._most_rows", lambda kernel: 64)  # not what a busy machine measures
     if interpreted:  # programs run one after the other, those without work too

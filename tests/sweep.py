@@ -28,8 +28,11 @@ import transformers
 
 from helpers.architectures import VOCABULARY, build, class_name, names
 from windfall import registry
-from windfall.core.types import InputError
+from windfall.core.types import GpuOptions, InputError
 from windfall.engine.engine import Engine
+from windfall.engine.gpu.fused import FusedForward
+from windfall.engine.gpu.interface import InterfaceForward
+from windfall.engine.gpu.modules import MaskedForward
 from windfall.model import decoder
 from windfall.model.target import TEST_WINDOW, Target
 
@@ -47,11 +50,15 @@ TREES: dict[str, tuple[str, dict[str, Any]]] = {  # drafter: policy
 }
 
 
+FORWARDS = {FusedForward: "fused", InterfaceForward: "windfall's attention", MaskedForward: "mask"}
+
+
 @dataclass
 class Result:
     name: str
     kind: str  # one of KINDS
     why: str = ""
+    forward: str = ""  # how a GPU runs its passes
 
 
 class Difference(Exception):
@@ -67,20 +74,23 @@ def check(name: str) -> Result:
     try:
         target = Target(model)
         if target.context and target.context < FEWEST:
-            compare(build(name, window=2 * FEWEST))
-            return Result(name, "equal", "up to its window: longer texts are refused")
-        compare(model, target)
+            forward = compare(build(name, window=2 * FEWEST))
+            return Result(name, "equal", "up to its window: longer texts are refused", forward)
+        forward = compare(model, target)
     except InputError as refusal:
         return Result(name, "refused", str(refusal).rpartition(f"{type(model).__name__} ")[2])
     except Difference as difference:
         return Result(name, "finding", str(difference))
     except Exception as error:
         return Result(name, "finding", f"{_line(error)} ({_place(error)})")
-    return Result(name, "equal")
+    return Result(name, "equal", forward=forward)
 
 
-def compare(model: Any, target: Target | None = None) -> None:
-    """Raise a Difference where windfall's texts are not those of `model.generate`, or not the same for all trees."""
+def compare(model: Any, target: Target | None = None) -> str:
+    """Raise a Difference where windfall's texts are not those of `model.generate`, or not the same for all trees.
+
+    Returns how a GPU runs the model's passes.
+    """
     target = target or Target(model)
     texts = [torch.randint(1, VOCABULARY, (length,)).tolist() for length in PROMPTS]
     wanted = [reference(model, text) for text in texts]
@@ -98,6 +108,23 @@ def compare(model: Any, target: Target | None = None) -> None:
     sampled = _ids(engines["none"], texts[0], temperature=1.0, seed=3)
     for label in ("beam with self", "specinfer with lm"):
         _same(f"{label}, sampled", _ids(engines[label], texts[0], temperature=1.0, seed=3), sampled)
+    return _compare_in_fixed_buffers(target, texts, wanted)
+
+
+def _compare_in_fixed_buffers(target: Target, texts: list[list[int]], wanted: list[Any]) -> str:
+    """The same for passes as a GPU runs them, but for the CUDA graphs."""
+    policy, settings = TREES["self"]
+    launch = GpuOptions(True, exact=False, pages=True)  # exact passes take long on a CPU
+    engine = Engine(target, registry.drafter("lm"), registry.policy(policy, **settings), launch=launch)
+    if engine.gpu_runner is None:
+        return f"host loop: {engine.gpu_unavailable}"
+    _compare_greedy("fixed buffers, policy on the host", engine, texts[0], *wanted[0])
+    _same("fixed buffers", _ids(engine, texts[0]), wanted[0][0])
+    several = engine.generate_batch(texts, max_new_tokens=NEW, eos=())
+    for answer, (tokens, _) in zip(several, wanted, strict=True):
+        _same("two texts on pages", answer.token_ids, tokens)
+    forward = FORWARDS[type(engine.gpu_runner.gpu_target.forward)]
+    return f"{forward}, no pages" if engine.batch_fallback else forward
 
 
 def reference(model: Any, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
@@ -207,7 +234,10 @@ def sweep(chosen: list[str], known: dict[str, Result]) -> Iterator[Result]:
         start = time.perf_counter()
         result = known.get(name) or isolated(name)
         seconds = time.perf_counter() - start
-        print(f"{i:3}/{len(chosen)} {name:26} {result.kind:10} {seconds:5.1f} s  {result.why}", flush=True)
+        print(
+            f"{i:3}/{len(chosen)} {name:26} {result.kind:10} {seconds:5.1f} s  {result.forward} {result.why}",
+            flush=True,
+        )
         yield result
 
 
@@ -265,12 +295,65 @@ window.
 - Weights must be on a device. A model that accelerate offloads to the CPU or to disk is refused.
 - A model that can also be an encoder (BERT and similar) must be loaded with `is_decoder=True`.
 
-On a GPU, a *fused forward pass* runs the most common families with few kernels, with and without sliding windows. It is
-also what `--exact` needs: `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM`, `Qwen3ForCausalLM`,
-`Phi3ForCausalLM`, `GemmaForCausalLM`, `Gemma2ForCausalLM`, `Gemma3ForCausalLM`, the text part of
-`Gemma3ForConditionalGeneration`, and `GptOssForCausalLM`. Quantised models, models with adapters and all other families
-run their own code, in CUDA graphs where possible. Of these, models with sliding windows or chunked attention are
-decoded by the host loop, which is slower.
+## Forward passes on a GPU
+
+The column *GPU* says how a GPU runs a model's passes. All but the host loop run in CUDA graphs, where the model's code
+allows it.
+
+- **fused** ({fused}): a *fused forward pass*, with few kernels. It is also what exact passes need. It runs
+  - **dense models**: `LlamaForCausalLM`, `MistralForCausalLM`, `MinistralForCausalLM`, `Qwen2ForCausalLM`,
+    `Qwen3ForCausalLM`, `Phi3ForCausalLM` (also Phi-4-mini), `GemmaForCausalLM`, `Gemma2ForCausalLM`,
+    `Gemma3ForCausalLM`, the text part of `Gemma3ForConditionalGeneration`, `SmolLM3ForCausalLM`, `Olmo2ForCausalLM`,
+    `Olmo3ForCausalLM`, `GraniteForCausalLM`, `CohereForCausalLM`, `Cohere2ForCausalLM`, `GlmForCausalLM`,
+    `Glm4ForCausalLM`, `Starcoder2ForCausalLM`, `Exaone4ForCausalLM`, `Ernie4_5ForCausalLM`, `SeedOssForCausalLM`,
+    `ArceeForCausalLM`, `CwmForCausalLM` and `HeliumForCausalLM`;
+  - **mixtures of experts**: `GptOssForCausalLM`, `Qwen3MoeForCausalLM`, `MixtralForCausalLM`, `OlmoeForCausalLM` and
+    `MellumForCausalLM`.
+- **windfall's attention** ({interface}): the model's own code, in which windfall replaces the attention function
+  through transformers' attention interface. Windows, chunks, soft caps and attention sinks are those of the model.
+  Before the first text, windfall compares the logits of a small tree with those of the model's own attention.
+- **mask** ({mask}): the model's own code and attention, which reads the KV cache under an explicit mask. These models
+  do not use the attention interface, or change keys and values after the KV cache.
+- **host loop** ({host}): the model's own code, kernel by kernel from Python, which is slower.
+
+Several requests run in rounds on a KV cache in pages, except where the column says *no pages*. Models whose rotary
+angles follow the length of the text (dynamic RoPE, and LongRoPE outside Phi-3's family) are decoded by the host loop.
+"""
+
+QUANTISED = """## Quantised models
+
+A quantised checkpoint is loaded as transformers loads it: give its folder or hub id, or a model that you loaded with
+`quantization_config`. transformers needs the library of its kind; if this is missing, loading ends with one line that
+names it. On a GPU, models of the families above run in the fused forward pass, and their linear layers compute their
+own products. So does a LoRA adapter that is not merged (`model.load_adapter`, needs peft).
+
+| kind | library | rows of a pass |
+|---|---|---|
+| bitsandbytes, 4 bits | `bitsandbytes` | are independent |
+| bitsandbytes, 8 bits (LLM.int8) | `bitsandbytes` | depend on each other, through large inputs |
+| GPTQ | `optimum`, `gptqmodel` | are independent |
+| AWQ | `gptqmodel` | are independent |
+| fp8 (`quant_method: fp8`) | `kernels` | are independent, if inputs have a scale for each row or block |
+| compressed-tensors, torchao, quanto | of the same name | are independent, unless one scale is for all inputs |
+
+Without a GPU, transformers dequantises fp8 checkpoints.
+
+- **The text** is that of the quantised model, which is not that of the original one. With drafts it equals the plain
+  decoding of the quantised model.
+- **Exact passes.** A kernel may round a row in another way for another number of rows. windfall therefore calls each
+  layer with 32 rows, or with more where this gives the same bits. Before the first text, it lets every layer compute
+  random rows alone, among others and in other places, and compares the bits. If rows depend on each other, the model
+  runs without exact passes, and a warning names the layers, in float32 too. The table says what to expect; this check
+  decides.
+- **Time.** In exact passes, a single row takes as long as 32 rows in these layers. `--fast` calls them with the rows
+  that there are.
+- **On a CPU** the model runs its own code, as every model does there.
+- **CUDA graphs.** windfall captures the layers once before the first text. If that fails, for example because a layer
+  waits for the device, all passes are launched kernel by kernel, and a warning gives the reason.
+- **Precision.** transformers keeps the layers that are not quantised in the precision that the checkpoint has, for some
+  kinds also if `dtype` asks for another one.
+- **Not on the fast path.** Quantised experts and quantised embeddings run in the model's own forward pass. Draft heads
+  need the target's embedding and vocabulary matrix in full precision, as most quantised checkpoints have them.
 """
 
 
@@ -278,12 +361,15 @@ def page(results: list[Result]) -> str:
     """The results as Markdown."""
     kinds = {kind: [r for r in results if r.kind == kind] for kind in KINDS}
     counts = {kind.replace(" ", "_"): len(found) for kind, found in kinds.items()}
-    parts = [INTRODUCTION.format(version=transformers.__version__, short=TEST_WINDOW, **counts)]
+    ways = {"fused": "fused", "interface": "windfall's attention", "mask": "mask", "host": "host loop"}
+    counts |= {name: sum(r.forward.startswith(start) for r in results) for name, start in ways.items()}
+    parts = [INTRODUCTION.format(version=transformers.__version__, short=TEST_WINDOW, **counts), QUANTISED]
     for kind, found in kinds.items():
         if found:
-            rows = [f"| {r.name} | {class_name(r.name)} | {r.why} |" for r in found]
-            head = f"## {kind.capitalize()}\n\n| model type | class | {'remark' if kind == 'equal' else 'reason'} |"
-            parts.append("\n".join([head, "|---|---|---|", *rows, ""]))
+            columns = ["model type", "class", *(["GPU", "remark"] if kind == "equal" else ["reason"])]
+            cells = [[r.name, class_name(r.name), *([r.forward] if kind == "equal" else []), r.why] for r in found]
+            lines = [columns, ["---"] * len(columns), *cells]
+            parts.append("\n".join([f"## {kind.capitalize()}\n", *(f"| {' | '.join(line)} |" for line in lines), ""]))
     return "\n".join(parts)
 
 

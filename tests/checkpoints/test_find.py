@@ -590,12 +590,41 @@ def test_check_vocabulary() -> None:
     ours, same, other = tokenizer(), tokenizer(), tokenizer(TOKENS[:3] + TOKENS[:2:-1])
     find.check_vocabulary(ours, same, 64, 128, "padded")
     find.check_vocabulary(ours, None, 64, 64, "no tokenizer")
-    assert refusal(lambda: find.check_vocabulary(None, None, 49152, 32000, "x")) == (
-        "drafter 'x' has another vocabulary than the target (32000 tokens against 49152): "
-        "speculation needs the same tokenizer"
-    )
     message = refusal(lambda: find.check_vocabulary(ours, other, 64, 64, "x"))
-    assert "both have 64 tokens, but not the same ones" in message
+    assert message == (
+        f"drafter 'x' has another tokenizer than the target: token 3 is {TOKENS[3]!r} for the target and "
+        f"{TOKENS[-1]!r} for the drafter; speculation needs the same tokenizer"
+    )
+    message = refusal(lambda: find.check_vocabulary(ours, tokenizer(TOKENS[:-1]), 64, 64, "x"))
+    assert f"the target has {len(TOKENS)} tokens, the drafter {len(TOKENS) - 1}" in message
+
+
+@pytest.mark.parametrize("missing", ["drafter", "target"])
+def test_sizes_of_vocabularies_are_compared_if_a_tokenizer_is_missing(missing: str) -> None:
+    pair = (tokenizer(), None) if missing == "drafter" else (None, tokenizer())
+    assert refusal(lambda: find.check_vocabulary(*pair, 49152, 32000, "x")) == (
+        "drafter 'x' has a vocabulary of 32000 tokens, the target one of 49152, and "
+        f"the {missing} has no tokenizer that shows whether this is padding; give model and tokenizer as a pair"
+    )
+
+
+def test_padding_tokens_of_gguf_files_are_no_tokens() -> None:
+    filled = [tokenizer([*TOKENS, *(f"[PAD{len(TOKENS) + more}]" for more in range(count))]) for count in (2, 7)]
+    find.check_vocabulary(*filled, 64, 96, "both files")
+    find.check_vocabulary(filled[0], tokenizer(), 64, 64, "file and folder")
+    other = tokenizer([*TOKENS, "[PAD0]", "word"])
+    assert "is 'word' for" not in (message := refusal(lambda: find.check_vocabulary(filled[0], other, 64, 64, "x")))
+    assert f"the target has {len(TOKENS)} tokens, the drafter {len(TOKENS) + 2}" in message
+
+
+def test_one_of_two_tokenizers_may_have_more_special_tokens() -> None:
+    ours, more, moved = tokenizer(), tokenizer(), tokenizer()
+    more.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    moved.add_special_tokens({"additional_special_tokens": ["</think>"]})
+    find.check_vocabulary(ours, more, 64, 64, "with thoughts")
+    find.check_vocabulary(more, ours, 64, 64, "without thoughts")
+    message = refusal(lambda: find.check_vocabulary(more, moved, 64, 64, "x"))
+    assert f"token {len(TOKENS)} is '<think>' for the target and '</think>' for the drafter" in message
 
 
 # ---- the embedded model

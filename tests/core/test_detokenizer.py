@@ -114,7 +114,8 @@ def late(text: str, size: int, stop: tuple[str, ...], final: bool) -> LateText:
     for start in range(0, len(ids), size):
         for token in ids[start : start + size]:
             stream.push(token)
-        made.add(min(start + size, len(ids)), final and start + size >= len(ids))
+        made.ends.append(min(start + size, len(ids)))
+    made.final = final
     return made
 
 
@@ -125,7 +126,7 @@ def test_a_whole_text_is_that_of_its_steps(text: str, size: int, final: bool, re
     if read_one and len(other):
         _ = other[0]
     pieces = [one[number] for number in range(len(one))]
-    assert other.whole == "".join(pieces)
+    assert other.whole(len(other)) == "".join(pieces)
     assert [other[number] for number in range(len(other))] == pieces  # also after the whole was read
 
 
@@ -135,4 +136,26 @@ def test_a_whole_text_is_decoded_once() -> None:
     made._detokenizer.tokenizer = type(
         "Counting", (), {"decode": lambda _, ids, **how: calls.append(ids) or plain(ids)}
     )()
-    assert made.whole == "one two three" and len(calls) <= 2
+    assert made.whole(len(made)) == "one two three" and len(calls) <= 2
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=20), st.integers(1, 5), st.integers(0, 3))
+@settings(max_examples=60, deadline=None)
+def test_tokens_may_come_from_a_list_that_grows(text: str, size: int, known: int) -> None:
+    """The same pieces as by `push`, in steps; the tokens that the list had before are not part of the text."""
+    ids, source = TOKENIZER.inner.encode(text).ids, [7] * known
+    pushed, listed = Detokenizer(TOKENIZER), Detokenizer(TOKENIZER, source=source)
+    for start in range(0, len(ids), size):
+        for token in ids[start : start + size]:
+            pushed.push(token)
+        source += ids[start : start + size]
+        end = min(start + size, len(ids))
+        assert listed.take(end=end) == pushed.take()
+    assert listed.take(final=True) == pushed.take(final=True)
+
+
+def test_the_first_steps_of_a_text() -> None:
+    made = late("one two three", 1, (), True)
+    assert made.whole(0) == "" and made.whole(len(made)) == "one two three"
+    first = made.whole(2)
+    assert first == made[0] + made[1] == made.whole(2) and made.number(made.ends[1]) == 1

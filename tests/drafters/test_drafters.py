@@ -104,7 +104,7 @@ def test_nothing_is_drafted_past_the_drafters_own_context() -> None:
 
 
 def test_another_vocabulary_is_refused() -> None:
-    with pytest.raises(InputError, match=f"another vocabulary than the target .40 tokens against {VOCABULARY}"):
+    with pytest.raises(InputError, match=f"vocabulary of 40 tokens, the target one of {VOCABULARY}"):
         LMDrafter(model=tiny(vocab_size=40)).attach(Target(tiny()))
 
 

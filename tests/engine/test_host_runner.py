@@ -22,7 +22,7 @@ from windfall.engine.batch_runner import BatchRunner
 from windfall.engine.engine import Engine
 from windfall.engine.host_runner import HostRunner
 from windfall.engine.request import Request
-from windfall.model.decoder import similar_lengths
+from windfall.model.decoder import estimated_numbers_per_row, similar_lengths
 from windfall.model.kv_cache import GROWTH_ROWS, KVCache
 from windfall.model.target import Target
 
@@ -258,6 +258,17 @@ def test_the_estimate_of_a_row_is_what_the_cache_takes() -> None:
         estimate = target.decoder.row_bytes
         target.prefill([prompt()])
         assert target.decoder.cache.row_bytes == target.decoder.row_bytes == estimate > 0, family
+
+
+def test_a_config_whose_layers_differ_has_an_estimate() -> None:
+    class Config:
+        hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads = 32, 3, 4, 2
+
+        @property
+        def head_dim(self) -> int:
+            raise RuntimeError("it is a per-layer attribute")
+
+    assert estimated_numbers_per_row(Config()) == 2 * 3 * 32
 
 
 def test_rows_that_are_no_longer_needed_are_given_back() -> None:

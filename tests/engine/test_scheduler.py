@@ -208,7 +208,8 @@ class LateRunner:
         taken, text = sequence.accept(tree, verdict)
         return Step(taken, text, tree, verdict.path, tree, verdict.path, 0, Split(), sequence.finish)
 
-    def fits_any(self, count: int) -> bool:
+    @property
+    def has_room(self) -> bool:
         return False
 
     def fits(self, lengths: Mapping[Sequence, int]) -> bool:

@@ -63,7 +63,7 @@ def test_texts_of_batches(policy: str, sampling: dict[str, Any]) -> None:
             assert found == wanted
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "mistral-window"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "mistral-window", "mixtral", "olmo2", "starcoder2"])
 def test_families(family: str) -> None:
     engine, asked = made(family, "beam"), {"max_new_tokens": TOKENS, "eos": ()}
     given = prompts(12)

@@ -1,4 +1,4 @@
-"""The mixture of experts at GPT-OSS's size on a CUDA device, alone and inside a captured graph."""
+"""Mixtures of experts at real sizes on a CUDA device, alone and inside a captured graph."""
 
 from __future__ import annotations
 
@@ -27,13 +27,17 @@ pytestmark = [
 SIZE = Size(hidden=2880, inner=2880, experts=8, top_k=4)  # of gpt-oss-20b, but for the number of experts
 MANY = Size(hidden=512, inner=256, experts=128, top_k=4)  # as many experts as gpt-oss-120b has
 UNEVEN = Size(hidden=200, inner=104, experts=12, top_k=3)
+QWEN3 = Size(2048, 768, 128, 8, "qwen3-moe")  # of Qwen3-30B-A3B
+MIXTRAL = Size(4096, 1792, 8, 2, "mixtral")
+OLMOE = Size(2048, 1024, 64, 8, "olmoe")
 ROWS = (1, 2, 7, 16, 17, 32, 33, 64, 65, 96, 128, 200, 320, 512)
 
 
 @both
 @pytest.mark.parametrize("n", [1, 5, 17, 64, 200, 512])
-def test_experts(n: int, dtype: torch.dtype) -> None:
-    check_experts(n, SIZE, dtype, "cuda")
+@pytest.mark.parametrize("size", [SIZE, QWEN3, MIXTRAL, OLMOE])
+def test_experts(n: int, size: Size, dtype: torch.dtype) -> None:
+    check_experts(n, size, dtype, "cuda")
 
 
 @both
@@ -46,13 +50,13 @@ def test_mixture(n: int, size: Size, kind: str, dtype: torch.dtype) -> None:
 
 
 @both
-@pytest.mark.parametrize("size", [SIZE, MANY, UNEVEN])
+@pytest.mark.parametrize("size", [SIZE, MANY, UNEVEN, QWEN3, MIXTRAL, OLMOE])
 def test_a_row_has_the_same_bits_for_any_number_of_rows(size: Size, dtype: torch.dtype) -> None:
     check_bits(ROWS, size, dtype, "cuda")
 
 
 @pytest.mark.parametrize("n", [1, 40, 200])
-@pytest.mark.parametrize("size", [SIZE, UNEVEN])
+@pytest.mark.parametrize("size", [SIZE, UNEVEN, QWEN3])
 def test_tiles_change_no_bit(n: int, size: Size) -> None:
     tiles = [(16, 64, 5, 7, 4), (16, 128, 4, 4, 4), (16, 32, 6, 6, 2), (32, 128, 4, 4, 4), (64, 128, 4, 4, 4)]
     check_tiles(n, size, [*tiles, (64, 64, 3, 3, 8), (128, 128, 3, 3, 8)], "cuda")

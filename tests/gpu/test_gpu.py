@@ -73,7 +73,7 @@ def test_capture_works_after_growth_and_measuring(policy: str) -> None:
 @pytest.mark.parametrize("policy", ["beam", "chain"])
 def test_captured_drafts_see_the_whole_text(policy: str) -> None:
     """A drafter that is the target itself stays right while the bound on columns grows."""
-    target = Target(tiny("gpt-neox", max_position_embeddings=2048).cuda())
+    target = Target(tiny("gptj", max_position_embeddings=2048).cuda())
     host, made = (Engine(target, LMDrafter(), registry.policy(policy), launch=GpuOptions(on)) for on in (False, True))
     texts = [each.generate(prompt(200), max_new_tokens=700, eos=()) for each in (host, made)]
     assert texts[1].stats.tau > 0.9 * texts[0].stats.tau

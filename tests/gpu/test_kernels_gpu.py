@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helpers.family_kernels import check_activations, check_norm_styles, check_rotations
 from helpers.kernels import (
     both,
     check_attention,
@@ -138,6 +139,24 @@ def test_norms_of_heads(n: int, heads: int, shared: int, width: int, dtype: torc
 @pytest.mark.parametrize(("heads", "shared", "width", "rotated"), [(24, 8, 128, 96), (32, 32, 96, 48)])
 def test_partial_rotation(n: int, heads: int, shared: int, width: int, rotated: int, dtype: torch.dtype) -> None:
     check_partial_rotation(n, heads, shared, width, rotated, dtype, "cuda")
+
+
+@both
+@pytest.mark.parametrize("n", [1, 10, 64])
+@pytest.mark.parametrize("width", [640, 2880, 5376])
+def test_styles_of_norms_and_activations(n: int, width: int, dtype: torch.dtype) -> None:
+    check_norm_styles(n, width, dtype, "cuda")
+    check_activations(n, width, dtype, "cuda")
+
+
+@both
+@pytest.mark.parametrize("n", [1, 10, 64])
+@pytest.mark.parametrize(
+    ("name", "heads", "shared", "width", "rotated"),
+    [("cohere", 32, 8, 128, 128), ("glm", 32, 2, 128, 64), ("olmo2", 32, 32, 128, 128), ("olmo2", 40, 8, 128, 0)],
+)
+def test_rotations(name: str, n: int, heads: int, shared: int, width: int, rotated: int, dtype: torch.dtype) -> None:
+    check_rotations(name, n, heads, shared, width, rotated, dtype, "cuda")
 
 
 @pytest.mark.parametrize("n", [1, 10, 16, 17, 32, 48, 64])

@@ -167,6 +167,15 @@ def test_heads_that_a_format_has_no_place_for(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
 
 
+def test_a_config_for_vllm_has_one_meaning(tmp_path: Path) -> None:
+    stored(tmp_path, "eagle3-pruned", "vllm", target=target())
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config[AUX] == config["eagle_config"][AUX] == [1, 2, 3] and config["num_aux_hidden_states"] == 3
+    assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    assert "rope_scaling" not in config and config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["vocab_size"] == len(load_file(tmp_path / "model.safetensors")["t2d"])
+
+
 def test_a_speculators_config_has_the_fields_of_the_format(tmp_path: Path) -> None:
     stored(tmp_path, "eagle3-pruned", "speculators", target=target())
     config = json.loads((tmp_path / "config.json").read_text())

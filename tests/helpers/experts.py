@@ -1,18 +1,28 @@
-"""Checks of the mixture of experts, against transformers' GPT-OSS and for bits that do not depend on other rows."""
+"""Checks of mixtures of experts, against transformers' modules and for bits that do not depend on other rows."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import GptOssConfig
+from transformers import GptOssConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from helpers.interpreter import HALF
 from windfall.kernels.backend import on_triton
 from windfall.kernels.expert_weights import Experts
 from windfall.kernels.experts import experts, mixture, mixture_reference
+
+MLPS: dict[str, tuple[Any, Any, dict[str, Any]]] = {  # configuration, module and settings
+    "gpt-oss": (GptOssConfig, GptOssMLP, {}),
+    "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeSparseMoeBlock, {"norm_topk_prob": True}),
+    "mixtral": (MixtralConfig, MixtralSparseMoeBlock, {}),
+    "olmoe": (OlmoeConfig, OlmoeSparseMoeBlock, {}),
+}
 
 
 class Size(NamedTuple):
@@ -20,21 +30,38 @@ class Size(NamedTuple):
     inner: int
     experts: int
     top_k: int
+    kind: str = "gpt-oss"  # of MLPS
 
 
 class Weights(NamedTuple):
     router: Tensor
-    router_bias: Tensor
+    router_bias: Tensor | None
     experts: Experts
 
 
 def random_weights(size: Size, dtype: torch.dtype, device: str) -> Weights:
-    """Values of the projections reach past the activation's limit."""
-    hidden, inner, count, top_k = size
+    """Values of the projections reach past the limit of GPT-OSS's activation."""
+    hidden, inner, count, top_k, kind = size
 
     def numbers(*shape: int, scale: float) -> Tensor:
         return (scale * torch.randn(*shape, device=device)).to(dtype)
 
+    if kind != "gpt-oss":
+        return Weights(
+            numbers(count, hidden, scale=2 * hidden**-0.5),
+            None,
+            Experts(
+                numbers(count, 2 * inner, hidden, scale=hidden**-0.5),
+                None,
+                numbers(count, hidden, inner, scale=2 * inner**-0.5),
+                None,
+                top_k,
+                limit=None,
+                linear=True,
+                normalised=kind != "olmoe",
+                wide=kind == "mixtral",
+            ),
+        )
     return Weights(
         numbers(count, hidden, scale=hidden**-0.5),
         numbers(count, scale=1.0),
@@ -53,29 +80,34 @@ def random_rows(n: int, size: Size, dtype: torch.dtype, device: str) -> Tensor:
     return torch.randn(n, size.hidden + 64, device=device).to(dtype)[:, : size.hidden]
 
 
-def transformers_mlp(x: Tensor, weights: Weights, implementation: str) -> Tensor:
-    own, (count, hidden, double) = weights.experts, weights.experts.gate_up.shape
-    config = GptOssConfig(
-        hidden_size=hidden, intermediate_size=double // 2, num_local_experts=count, num_experts_per_tok=own.top_k
+def transformers_mlp(x: Tensor, weights: Weights, size: Size, implementation: str) -> Tensor:
+    make_config, make, settings = MLPS[size.kind]
+    config = make_config(
+        hidden_size=size.hidden,
+        intermediate_size=size.inner,
+        num_local_experts=size.experts,
+        num_experts_per_tok=size.top_k,
+        **settings,
     )
+    config.moe_intermediate_size, config.num_experts = size.inner, size.experts
     config._experts_implementation = implementation
     with torch.device("meta"):
-        mlp = GptOssMLP(config)
-    names = ("router.weight", "router.bias", "gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
-    state = {
-        name if "." in name else f"experts.{name}": each
-        for name, each in zip(names, (*weights[:2], *own[:4]), strict=True)
-    }
-    mlp.load_state_dict(state, assign=True)
+        mlp = make(config)
+    names = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+    state = {f"experts.{name}": each for name, each in zip(names, weights.experts[:4], strict=True)}
+    router = "router" if size.kind == "gpt-oss" else "gate"
+    state |= {f"{router}.weight": weights.router, f"{router}.bias": weights.router_bias}
+    mlp.load_state_dict({name: each for name, each in state.items() if each is not None}, assign=True)
     with torch.no_grad():
-        return mlp(x[None])[0][0]
+        made = mlp(x[None])
+    return made[0][0] if isinstance(made, tuple) else made[0]
 
 
 def clear_rows(n: int, weights: Weights) -> Tensor:
     """Random rows whose choice of experts does not depend on the rounding of their logits."""
     router, bias, top_k = weights.router, weights.router_bias, weights.experts.top_k
     x = torch.randn(2 * n + 8, router.shape[1], device=router.device).to(router.dtype)
-    logits = x.double() @ router.double().T + bias.double()
+    logits = x.double() @ router.double().T + (0.0 if bias is None else bias.double())
     best = logits.sort(descending=True).values
     x = x[best[:, top_k - 1] - best[:, top_k] > (1e-5 if x.dtype == torch.float32 else 0.05)]
     assert len(x) >= n
@@ -90,7 +122,7 @@ def check_experts(n: int, size: Size, dtype: torch.dtype, device: str = "cpu") -
     close = 2e-5 if dtype == torch.float32 else 0.03
     made = experts(x, *weights)
     for implementation in ("eager", "grouped_mm") if device == "cpu" or dtype == torch.bfloat16 else ("eager",):
-        wanted = transformers_mlp(x, weights, implementation)
+        wanted = transformers_mlp(x, weights, size, implementation)
         torch.testing.assert_close(made, wanted, atol=close, rtol=close)
 
 
@@ -163,6 +195,7 @@ def check_ties(dtype: torch.dtype, device: str = "cpu") -> None:
     size = Size(64, 16, 12, 4)
     weights = random_weights(size, dtype, device)
     weights.experts.down.zero_()
+    assert weights.experts.down_bias is not None
     weights.experts.down_bias.copy_(torch.eye(12, 64))  # the output shows the share of each expert
     logits = torch.zeros(3, 12, device=device, dtype=dtype)
     logits[1, [3, 7, 9, 10, 11]], logits[2, 5:] = 1, -torch.inf

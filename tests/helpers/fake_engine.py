@@ -64,6 +64,7 @@ def step(text: str, finish: str | None) -> Any:
         rows=1,
         accepted=0,
         draft_passes=0,
+        counts=(1, 1, 0, 0, 0),
         seconds=Split(),
         finish=finish,
         prefill_seconds=0.0,

@@ -91,10 +91,11 @@ def engine(
     exact: bool = False,  # exact attention takes long on a CPU
     max_requests: int | None = None,
     kv_memory: str | None = None,
+    target: Target | None = None,  # instead of a tiny one of this family
     **changes: Any,
 ) -> Engine:
     known = {**ON_DEVICE, **LEARNING, **WATCHING, **SELECTIVE, **ON_HOST}
-    target = Target(tiny(family, dtype=PRECISE, **changes), character_tokenizer())
+    target = target or Target(tiny(family, dtype=PRECISE, **changes), character_tokenizer())
     options = GpuOptions(graphs, exact=exact, plans=plans, pages=True)
     chosen = registry.policy(policy, **known.get(policy, {}))
     return Engine(target, drafter(kind), chosen, coupled, options, max_requests=max_requests, kv_memory=kv_memory)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.modeling_llama import (
@@ -40,7 +41,7 @@ from windfall.kernels.draw import update_noise
 from windfall.kernels.grow import grow
 from windfall.kernels.levels import Levels, PairTables
 from windfall.kernels.norm import add_norm_reference, gate_mul_reference, rotate_and_store_reference
-from windfall.kernels.norm_kinds import HeadNorms, NormKind
+from windfall.kernels.norm_kinds import HeadNorms, NormKind, NormStyle
 from windfall.kernels.pair_children import PairCandidates, grow_levels, reference
 from windfall.kernels.product import linear, norm_gate, norm_rotate, tiling_for
 from windfall.kernels.rows import ancestors, place_rows
@@ -144,8 +145,9 @@ def check_path_options(
     sinks: bool,
     dtype: torch.dtype,
     device: str = "cpu",
+    chunked: bool = False,
 ) -> None:
-    """Windows, caps and sinks, against attention over each row's own text."""
+    """Windows or chunks, caps and sinks, against attention over each row's own text."""
     torch.manual_seed(length)
     n, heads, shared, width = 9, 6, 2, 16
     queries = torch.randn(n, heads, width, device=device).to(dtype)
@@ -155,12 +157,14 @@ def check_path_options(
     mask, depth = tree.mask().to(device), tree.depth.to(device)
     lines = length + ancestors(mask, depth)
     given = torch.tensor([length], device=device)
-    how: dict[str, Any] = {"scale": 0.3, "window": window, "cap": cap, "sinks": extra}
+    how: dict[str, Any] = {"scale": 0.3, "window": window, "cap": cap, "sinks": extra, "chunked": chunked}
     made = path_attention(queries, keys, values, given, length + depth + 1, lines, **how)
     close = 1e-5 if dtype == torch.float32 else 1e-2
     for row in range(n):
         path = tree.mask()[row].nonzero()[:, 0].to(device)
-        text = torch.cat([torch.arange(length, device=device), length + path])[-(window or capacity) :]
+        text = torch.cat([torch.arange(length, device=device), length + path])
+        kept = (len(text) - 1) % window + 1 if chunked and window else window
+        text = text[-(kept or capacity) :]
         k, v = (x[:, text].double().repeat_interleave(heads // shared, 0) for x in (keys, values))
         scores = (queries[row].double()[:, None] * k).sum(-1) * 0.3
         scores = scores if cap is None else cap * (scores / cap).tanh()
@@ -403,6 +407,7 @@ NORMS = {
     NormKind.ROUNDED: LlamaRMSNorm,
     NormKind.WIDE: GptOssRMSNorm,
     NormKind.WIDE_PLUS_ONE: Gemma2RMSNorm,
+    NormKind.CENTRED: CohereLayerNorm,
 }
 
 
@@ -417,14 +422,14 @@ def check_norm_kinds(n: int, width: int, dtype: torch.dtype, device: str = "cpu"
         for each in (norm, first):
             torch.nn.init.normal_(each.weight)
         for other, before in ((None, None), (residual, None), (residual, first)):
-            weight = None if before is None else before.weight
-            normed, total = add_norm(x, other, norm.weight, 1e-5, kind=kind, before=weight)
+            style = NormStyle(kind, before=None if before is None else before.weight)
+            normed, total = add_norm(x, other, norm.weight, 1e-5, style=style)
             wanted = x if before is None else before(x)
             wanted = wanted if other is None else other + wanted
             torch.testing.assert_close(total, wanted, atol=1e-6 if before is None else 8 * ulp, rtol=ulp)
             torch.testing.assert_close(normed, norm(total), atol=1e-6, rtol=ulp)
             last = None if other is None else other[-1:]
-            alone = add_norm(x[-1:], last, norm.weight, 1e-5, kind=kind, before=weight)
+            alone = add_norm(x[-1:], last, norm.weight, 1e-5, style=style)
             assert_same(torch.cat(alone), torch.cat([normed[-1:], total[-1:]]), 1e-6)
 
 
@@ -494,7 +499,7 @@ def check_head_norms(n: int, heads: int, shared: int, width: int, dtype: torch.d
     for kind in NormKind:
         parts = qkv.unflatten(1, (-1, width)).split([heads, shared, shared], 1)
         q, k = (
-            add_norm(part.reshape(-1, width), None, weight, 1e-6, kind=kind)[0].view_as(part)
+            add_norm(part.reshape(-1, width), None, weight, 1e-6, style=NormStyle(kind))[0].view_as(part)
             for part, weight in zip(parts, (q_norm, k_norm), strict=False)
         )
         separate, fused = (make_cache(shared, n + 5, width, 0, dtype, device) for _ in range(2))

@@ -31,6 +31,7 @@ FAMILIES = {
     "mistral-window": ("Mistral", {**GROUPED, "sliding_window": 12}),
     "gpt-neox": ("GPTNeoX", {}),
     "gpt2": ("GPT2", {"n_inner": 48}),
+    "gptj": ("GPTJ", {"n_inner": 48, "rotary_dim": 8}),
     "phi": ("Phi", {}),
     "phi3": ("Phi3", {**GROUPED, "sliding_window": None}),
     "gemma": ("Gemma", {**GROUPED, "head_dim": 8}),

@@ -8,15 +8,22 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from helpers.experts import Size, check_experts, check_mixture, check_padding, check_ties
+from helpers.experts import MLPS, Size, check_experts, check_mixture, check_padding, check_ties
 from helpers.interpreter import both
 
 SIZE = Size(hidden=128, inner=48, experts=6, top_k=3)
+LINEAR = {  # as SIZE or UNEVEN
+    kind: Size(128, 48, 6, 3, kind) if kind == "mixtral" else Size(104, 56, 20, 8, kind)
+    for kind in MLPS
+    if kind != "gpt-oss"
+}
 UNEVEN = Size(hidden=104, inner=56, experts=20, top_k=4)  # no multiples of a tile; more experts than some rows choose
 
 
 @both
-@pytest.mark.parametrize(("n", "size"), [(1, SIZE), (5, UNEVEN), (24, UNEVEN)])
+@pytest.mark.parametrize(
+    ("n", "size"), [(1, SIZE), (5, UNEVEN), (24, UNEVEN), *((7, size) for size in LINEAR.values())]
+)
 def test_experts(n: int, size: Size, dtype: torch.dtype) -> None:
     check_experts(n, size, dtype)
 
@@ -33,6 +40,10 @@ def test_experts(n: int, size: Size, dtype: torch.dtype) -> None:
         (40, Size(32, 16, 3, 2), "same"),  # of 32
         (9, Size(64, 32, 4, 4), "random"),
         (3, Size(64, 32, 5, 1), "ties"),
+        (1, LINEAR["qwen3-moe"], "random"),
+        (17, LINEAR["mixtral"], "same"),
+        (5, Size(64, 24, 9, 4, "olmoe"), "missing"),
+        (70, Size(32, 16, 4, 2, "olmoe"), "random"),
     ],
 )
 def test_mixture(n: int, size: Size, kind: str, dtype: torch.dtype) -> None:

@@ -15,7 +15,9 @@ from helpers.interpreter import INTERPRETED
 HERE = Path(__file__).parent
 GROUPS = {  # of about the same length
     "kernels": [HERE / "test_kernels.py"],
-    "others": [HERE / f"test_{name}.py" for name in ("batch", "cutoff", "experts", "pages", "tree_kernels")],
+    "others": [
+        HERE / f"test_{name}.py" for name in ("batch", "cutoff", "experts", "families", "pages", "tree_kernels")
+    ],
 }
 GROUPS["others"].append(HERE.parent / "engine" / "test_one_hash.py")
 

@@ -47,6 +47,7 @@ from windfall.kernels.rules import Rule
         (7, 3, 1, 16, 126, 140, torch.float32),
         (7, 3, 1, 16, 1021, 1040, HALF),  # across a change of the size of parts
         (8, 6, 2, 72, 61, 130, HALF),  # a taller tile
+        (7, 2, 1, 264, 31, 70, HALF),  # shorter blocks of keys
     ],
 )
 def test_paths(n: int, heads: int, shared: int, width: int, length: int, capacity: int, dtype: torch.dtype) -> None:
@@ -68,6 +69,14 @@ def test_windows_caps_and_sinks(
     length: int, window: int | None, cap: float | None, sinks: bool, dtype: torch.dtype
 ) -> None:
     check_path_options(length, 340, window, cap, sinks, dtype)
+
+
+@pytest.mark.parametrize(
+    ("length", "chunk", "dtype"),
+    [(0, 2, HALF), (5, 3, torch.float32), (126, 128, HALF), (130, 40, HALF), (300, 64, HALF)],
+)
+def test_chunks(length: int, chunk: int, dtype: torch.dtype) -> None:
+    check_path_options(length, 340, chunk, None, True, dtype, chunked=True)
 
 
 @pytest.mark.parametrize(("n", "size"), [(1, 1), (7, 8), (20, 24)])

@@ -61,6 +61,11 @@ def test_windows() -> None:
     check_pages([100, 20], [1, 3], True, HALF, window=37)
 
 
+def test_chunks() -> None:
+    """Rows of a request begin in one chunk and end in the next."""
+    check_pages([100, 20], [1, 5], True, HALF, window=22, chunked=True)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_tiles_have_rows_of_one_request(seed: int) -> None:
     chance = torch.Generator().manual_seed(seed)

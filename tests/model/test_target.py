@@ -10,6 +10,7 @@ import transformers
 from packaging.version import Version
 
 from helpers.architectures import build
+from helpers.quantised import OneScaleLinear, quantised
 from helpers.tiny import FAMILIES, SHAPE, prompt, tiny
 from windfall import registry
 from windfall.core.tree import DraftTree
@@ -304,6 +305,19 @@ def test_a_model_that_ignores_the_mask_is_noticed() -> None:
 
     careless.__signature__ = __import__("inspect").signature(forward)  # type: ignore[attr-defined]
     model.forward = careless
+    with pytest.raises(InputError, match="does not score a tree as it scores the tree's paths"):
+        Target(model)
+
+
+def test_models_whose_rows_depend_on_each_other_may_differ_by_more() -> None:
+    """One scale for the inputs of all rows: a row is rounded in another way in every pass."""
+    model = quantised(OneScaleLinear, dtype=torch.float32)
+    target = Target(model)
+    assert target._tree_gap() > 0.01
+    forward = model.forward
+    model.forward = lambda input_ids, past_key_values=None, position_ids=None, use_cache=None, **_: forward(
+        input_ids=input_ids, past_key_values=past_key_values, position_ids=position_ids, use_cache=use_cache
+    )
     with pytest.raises(InputError, match="does not score a tree as it scores the tree's paths"):
         Target(model)
 

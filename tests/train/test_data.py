@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,6 +175,26 @@ def test_a_resumed_run_gives_the_same_files(
     assert contents(again) == contents(whole[0]) and about["counts"] == whole[1]["counts"]
     if saves:
         assert len(asked) <= whole[1]["counts"]["answers"] - after + 4 * 3  # only running conversations are repeated
+
+
+@pytest.mark.parametrize("seconds", [0, 12])
+def test_a_paused_run_goes_on(
+    whole: tuple[Path, dict[str, Any]],
+    target: Target,
+    files: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: int,
+) -> None:
+    with monkeypatch.context() as patch:
+        # a second for each prompt
+        clock = SimpleNamespace(monotonic=itertools.count().__next__, strftime=time.strftime)
+        patch.setattr("windfall.train.data.time", clock)
+        about = make_data(plain(target), files, tmp_path / "cut", SETTINGS, pause_after=seconds / 60)
+    assert not about["finished"] and about["counts"].get("answers", 0) < whole[1]["counts"]["answers"]
+    assert (shards.read_unfinished(tmp_path / "cut") == {}) is (seconds == 0)
+    about = make_data(plain(target), files, tmp_path / "cut", SETTINGS, resume=True)
+    assert about["finished"] and contents(tmp_path / "cut") == contents(whole[0])
 
 
 def test_more_prompts_are_added_in_new_shards(target: Target, files: list[str], tmp_path: Path) -> None:

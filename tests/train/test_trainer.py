@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from windfall.core.errors import InputError
 from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.engine.engine import Engine
 from windfall.engine.loading import as_drafter
+from windfall.heads import formats
 from windfall.heads.files import locate
 from windfall.heads.loading import find_head
 from windfall.heads.probe import HeadWarning
@@ -29,7 +31,7 @@ from windfall.registry import drafter, policy
 from windfall.train.heads import BEST, HeadJob, initial_head, most_frequent, train_head
 from windfall.train.objectives import objective
 from windfall.train.recipe import Recipe
-from windfall.train.shards import FinishedPrompt, Text, TokenData, write_metadata, write_shard
+from windfall.train.shards import FinishedPrompt, Text, TokenData, token_counts, write_metadata, write_shard
 from windfall.train.teacher import Teacher
 from windfall.train.trainer import Event, Optimizers, Trainer, cudnn_attention_disabled
 
@@ -146,6 +148,27 @@ def test_a_killed_training_resumes_to_the_same_losses(tmp_path: Path, texts: Pat
     assert figures(before + after) == whole
     with pytest.raises(InputError, match="rate was "):
         train(tmp_path / "cut", texts, target, resume=True, rate=1e-3)
+
+
+def test_a_paused_training_goes_on(tmp_path: Path, texts: Path, target: Target) -> None:
+    [*_, whole] = train(tmp_path / "whole", texts, target)
+    job = HeadJob(texts, tmp_path / "cut", settings=["steps=3"], shape={"vocabulary": 50}, pause_after=0)
+    [paused] = train_head(job, Recipe(**RECIPE), target)
+    assert paused.step == 1 and paused.best and (tmp_path / "cut" / BEST).is_dir()
+    [*_, last] = train(tmp_path / "cut", texts, target, resume=True)
+    assert figures([last]) == figures([whole])
+
+
+def test_a_resumed_head_keeps_its_vocabulary(
+    tmp_path: Path, texts: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = HeadJob(texts, tmp_path, settings=["steps=1"], shape={"vocabulary": 20}, pause_after=0)
+    list(train_head(job, Recipe(**RECIPE), target))
+    before = formats.read(tmp_path / BEST).draft_tokens
+    monkeypatch.setattr("windfall.train.heads.token_counts", lambda data: -token_counts(data))  # as of other texts
+    events = list(train_head(replace(job, resume=True, pause_after=None), Recipe(**RECIPE), target))
+    assert any(event.best for event in events)
+    assert torch.equal(formats.read(tmp_path / BEST).draft_tokens, before)
 
 
 def test_accumulating_passes_is_one_step(tmp_path: Path, texts: Path, target: Target) -> None:

@@ -81,10 +81,10 @@ def load_model(
                 )
             model = read_borrower(folder, label, lender, kind)
         else:
-            model = read_model(folder, label, kind, trust_remote_code).requires_grad_(False)
+            model = read_model(folder, label, kind, trust_remote_code, place).requires_grad_(False)
         tokenizer = read_tokenizer(folder, label, trust_remote_code)
         with readable(f"cannot move '{label}' to {place}", label):
-            model = model.to(place)
+            model = model if getattr(model, "is_quantized", False) else model.to(place)  # it is there already
     return Loaded(model.eval(), tokenizer, name)
 
 
@@ -162,18 +162,40 @@ def check_vocabulary(
     drafter_size: int,
     name: str,
 ) -> None:
-    """Raise an InputError if the drafter's token ids mean something else; padding of the logits may differ."""
+    """Raise an InputError if the drafter's token ids mean something else; padding of the logits may differ.
+
+    The sizes are compared only if a tokenizer is missing.
+    """
     if target_tokenizer is not None and drafter_tokenizer is not None:
-        same = target_tokenizer.get_vocab() == drafter_tokenizer.get_vocab()
-    else:
-        same = target_size == drafter_size
-    if not same:
-        sizes = f"{drafter_size} tokens against {target_size}"
-        if target_size == drafter_size:
-            sizes = f"both have {target_size} tokens, but not the same ones"
+        if found := _other_tokens(target_tokenizer, drafter_tokenizer):
+            raise InputError(
+                f"drafter '{name}' has another tokenizer than the target: {found}; speculation needs the same tokenizer"
+            )
+    elif target_size != drafter_size:
+        missing = "the drafter" if drafter_tokenizer is None else "the target"
         raise InputError(
-            f"drafter '{name}' has another vocabulary than the target ({sizes}): speculation needs the same tokenizer"
+            f"drafter '{name}' has a vocabulary of {drafter_size} tokens, the target one of {target_size}, and "
+            f"{missing} has no tokenizer that shows whether this is padding; give model and tokenizer as a pair"
         )
+
+
+def _other_tokens(target: PreTrainedTokenizerBase, drafter: PreTrainedTokenizerBase) -> str:
+    """How the tokens of two tokenizers differ; empty if they agree. One may have further special or added tokens."""
+    ours, theirs = _tokens(target), _tokens(drafter)
+    if ours == theirs:
+        return ""
+    if differing := [place for place in ours.keys() & theirs.keys() if ours[place] != theirs[place]]:
+        first = min(differing)
+        return f"token {first} is {ours[first]!r} for the target and {theirs[first]!r} for the drafter"
+    added = target.get_added_vocab().keys() | drafter.get_added_vocab().keys()
+    extra = {*ours.values()} ^ {*theirs.values()}
+    return f"the target has {len(ours)} tokens, the drafter {len(theirs)}" if extra - added else ""
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """The tokens by their ids, without those with which GGUF files fill up a padded vocabulary."""
+    vocabulary = tokenizer.get_vocab()
+    return {place: token for token, place in vocabulary.items() if token != f"[PAD{place}]"}
 
 
 def _find(source: str | os.PathLike[str] | None, code: bool) -> tuple[Path, str]:

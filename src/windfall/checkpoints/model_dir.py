@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from safetensors import safe_open
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from windfall.checkpoints.quiet_libs import first_line
 from windfall.core.types import InputError
@@ -35,14 +36,36 @@ TOKENIZERS = (
 )
 
 
-def read_model(folder: Path, label: str, dtype: torch.dtype | str, code: bool) -> PreTrainedModel:
+def read_model(
+    folder: Path, label: str, dtype: torch.dtype | str, code: bool, device: torch.device | None = None
+) -> PreTrainedModel:
+    """The model of a folder. If it is quantised, it is loaded onto `device`: its kernels are chosen for that."""
     config = _read_config(folder, label, code)
     _check_causal(config, label, code)
     check_weight_files(folder, label)
     with readable(f"cannot load '{label}'", label):
-        model, report = _read_weights(folder, config=config, dtype=dtype, **_trust(code))
+        where = _placed(config, label, device)
+        model, report = _read_weights(folder, config=config, dtype=dtype, **where, **_trust(code))
     check_report(model, report, label)
     return model
+
+
+def is_quantised(config: Any) -> bool:
+    """Whether this is the configuration of a checkpoint with quantised weights."""
+    return any(getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
+
+
+def _placed(config: Any, label: str, device: torch.device | None) -> dict[str, Any]:
+    """The option that loads quantised weights onto this device; an InputError if transformers does not know them."""
+    if not is_quantised(config):
+        return {}
+    about = getattr(config, "quantization_config", None) or config.get_text_config().quantization_config
+    if not AutoHfQuantizer.supports_quant_method(about):
+        method = about.get("quant_method")
+        raise InputError(
+            f"'{label}' is quantised by the method {method}, which this version of transformers does not read"
+        )
+    return {} if device is None else {"device_map": {"": device}}
 
 
 def _trust(code: bool) -> dict[str, bool]:
@@ -155,6 +178,8 @@ def readable(failure: str, label: str) -> Iterator[None]:
         raise
     except pickle.UnpicklingError as error:
         raise InputError(f"{failure}: its weights are damaged, or hold code instead of numbers") from error
+    except ModuleNotFoundError as error:
+        raise InputError(f"{failure}: it needs the package '{error.name}', which is not installed") from error
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise InputError(_needs_code(label)) from error

@@ -149,6 +149,12 @@ def json_option() -> Any:
     return option(False, "Print one JSON object and nothing else.")
 
 
+def pause_option() -> Any:
+    return option(
+        None, "Pause after this many minutes, with everything kept; --resume continues.", metavar="MINUTES", min=0
+    )
+
+
 def system_option() -> Any:
     return option(None, "System message before the prompt.", metavar="TEXT")
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windfall.cli.declare import argument, json_option, option
+from windfall.cli.declare import argument, json_option, option, pause_option
 from windfall.cli.options import TargetOptions
 from windfall.cli.session import stop_on_interrupt
 from windfall.core.wording import counted
@@ -37,6 +37,7 @@ def data(
     shard: int = option(2000, "Prompts per token file."),
     seed: int = option(0, "Random seed; the same seed gives the same answers."),
     resume: bool = option(False, "Continue or extend the data in --out."),
+    pause_after: float | None = pause_option(),
     json: bool = json_option(),
 ) -> None:
     """Let the target answer prompts, to train drafters on its own texts."""
@@ -45,6 +46,7 @@ def data(
     settings = Settings(max_new_tokens, temperature, greedy_share, held_out, seed, max_length, cut_loops, shard)
     engine = _plain_engine(model, batch)
     how: dict[str, Any] = {"self_prompts": self_prompts, "limit": limit, "resume": resume, "notify": console.note}
+    how |= {"pause_after": pause_after}
     note = "stopped; the data so far is kept, and --resume continues"
     with stop_on_interrupt(note), engine, _progress(engine) as report:
         about = make_data(engine, prompts or [], out, settings, **how, report=report)
@@ -60,7 +62,9 @@ def data(
         f"{answers} with {tokens} in {texts}, {counts.get('held_out', 0)} of them held out; "
         f"{100 * about['repeated_share']:.1f}% of the text repeats itself"
     )
-    if not counts.get("held_out"):
+    if not about["finished"]:
+        console.note("paused; the same command with --resume continues")
+    elif not counts.get("held_out"):
         console.note("training needs held-out texts: give more prompts, or a larger --held-out")
 
 

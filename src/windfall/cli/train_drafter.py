@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windfall.cli.declare import argument, option
+from windfall.cli.declare import argument, option, pause_option
 from windfall.cli.options import TargetOptions
 from windfall.cli.session import stop_on_interrupt
 from windfall.render import console
@@ -36,6 +36,7 @@ class TrainingOptions:
     out: Path = option(..., "Folder for the trained weights, the checkpoints and the log.")
     settings: list[str] = option([], "Set an option of the method. Repeatable.", "--set", metavar="NAME=VALUE")
     resume: bool = option(False, "Continue from the checkpoint in --out.")
+    pause_after: float | None = pause_option()
 
 
 @dataclass
@@ -127,7 +128,7 @@ def follow(events: Iterator[Event], folder: Path) -> None:
             pass
         return
     log: Log | None = None  # the folder exists from the first event on
-    tau = ""  # of the last validation
+    tau, share = "", 1.0  # of the last validation, and of the training that is done
 
     def stopped() -> str:
         kept = (folder / CHECKPOINT).exists()
@@ -137,10 +138,12 @@ def follow(events: Iterator[Event], folder: Path) -> None:
         for event in events:
             log = log or Log(folder)
             log.write(event)
-            tau = _tau(event) or tau
+            tau, share = _tau(event) or tau, event.progress
             description = f"step {event.step} · loss {event.loss:.3f} · right {_shares(event.hits)}"
             description += f" · {tau}" if tau else ""
             progress(event.progress, description, _held_out(event) if event.held_out else "")
+    if share < 1:
+        console.note(f"paused at {100 * share:.0f}% of the training; the same command with --resume continues")
 
 
 def _held_out(event: Event) -> str:

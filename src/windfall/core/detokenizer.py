@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import threading
+from bisect import bisect_left
+from functools import lru_cache
 from typing import Any
 
 REPLACEMENT = "\ufffd"  # what an unfinished character decodes to
@@ -12,15 +14,17 @@ REPLACEMENT = "\ufffd"  # what an unfinished character decodes to
 class Detokenizer:
     """The text of one sequence: `push` adds tokens, `take` returns text that can no longer change."""
 
-    def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()):
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...] = (), source: list[int] | None = None):
+        """`source`: the caller's list, to which it appends the tokens itself; only without stop strings."""
         self.tokenizer = tokenizer
         self.stop = stop
         self.text = ""
         self._taken = 0
-        self._ids: list[int] = []
-        self._settled = 0  # ids whose text is in `text`
-        self._context = 0  # where decoding starts: a little earlier, because tokenizers look at neighbours
-        self._tried = 0  # ids that were tried and did not settle more
+        self._ids = [] if source is None else source
+        self._start = len(self._ids)
+        self._settled = self._start  # ids up to this place have their text in `text`
+        self._context = self._start  # where decoding starts: a little earlier, because tokenizers look at neighbours
+        self._tried = self._start  # ids up to this place were tried and did not settle more
 
     def push(self, token: int) -> bool:
         """Add a token; True if its text completes a stop string (the text then ends before it)."""
@@ -29,17 +33,12 @@ class Detokenizer:
         self._ids.append(token)
         return bool(self.stop) and self._settle(len(self._ids))
 
-    def extend(self, tokens: list[int]) -> None:
-        """Add tokens; only without stop strings."""
-        if self.tokenizer is not None:
-            self._ids += tokens
-
     def take(self, final: bool = False, end: int | None = None) -> str:
         """The text that became certain since the last call; with `final`, all the rest.
 
-        `end`: only tokens before this place count, which is for texts without stop strings.
+        `end`: only this number of tokens count, which is for texts without stop strings.
         """
-        last = len(self._ids) if end is None else min(end, len(self._ids))
+        last = len(self._ids) if end is None else min(self._start + end, len(self._ids))
         if self.tokenizer is not None and self._settled < last:
             self._catch_up(final, last)
         held = 0 if final else self._held()
@@ -47,9 +46,9 @@ class Detokenizer:
         return self.text[start : self._taken]
 
     def copy(self, end: int) -> Detokenizer:
-        """Another one in the same state, with only the ids before `end`."""
+        """Another one in the same state, with only this number of tokens."""
         made = copy.copy(self)
-        made._ids = self._ids[:end]
+        made._ids = self._ids[: self._start + end]
         return made
 
     def _catch_up(self, final: bool, last: int) -> None:
@@ -88,8 +87,23 @@ class Detokenizer:
         return 0
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        tokenizer = self.tokenizer
+        kind: type = type(tokenizer)
+        if _decodes_in_rust(kind) and "decode" not in vars(tokenizer):
+            text: str = tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)
+        else:
+            text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
+
+
+@lru_cache
+def _decodes_in_rust(kind: type) -> bool:
+    """Whether `decode` of these tokenizers calls the tokenizers library and adds nothing.
+
+    What transformers does around this call, such as looking at each id, takes longer than the call.
+    """
+    names = [getattr(getattr(kind, name, None), "__qualname__", "") for name in ("decode", "_decode")]
+    return names == ["PreTrainedTokenizerBase.decode", "TokenizersBackend._decode"]
 
 
 class LateText:
@@ -97,41 +111,47 @@ class LateText:
 
     def __init__(self, detokenizer: Detokenizer):
         self._detokenizer = detokenizer
-        self._ends: list[tuple[int, bool]] = []  # of each step: tokens so far, and whether the text ends
+        self.ends: list[int] = []  # the number of tokens after each step; the caller appends them
+        self.final = False  # whether the text ends with the last step; to be set after its end was appended
         self._pieces: list[str] = []
         self._lock = threading.Lock()
 
-    def add(self, tokens: int, final: bool) -> int:
-        """A step after which there are this number of tokens; returns its number."""
-        self._ends.append((tokens, final))
-        return len(self._ends) - 1
+    def __len__(self) -> int:
+        return len(self.ends)
 
-    @property
-    def whole(self) -> str:
-        """The text of all steps. If none was read so far, and there are no stop strings, it is decoded at once."""
+    def number(self, end: int) -> int:
+        """The number of the step after which there are this many tokens."""
+        return bisect_left(self.ends, end)
+
+    def whole(self, steps: int) -> str:
+        """The text of the first steps; if none was read before, and there are no stop strings, decoded at once."""
         with self._lock:
-            if self._ends and not self._pieces and not self._detokenizer.stop:
-                end, final = self._ends[-1]
-                return self._detokenizer.copy(end).take(final)
-        return "".join(self[number] for number in range(len(self._ends)))
+            if len(self._pieces) >= steps:
+                return "".join(self._pieces[:steps])
+            if not self._pieces and not self._detokenizer.stop:
+                return self._detokenizer.copy(self.ends[steps - 1]).take(self._ends_with(steps - 1))
+        return "".join(self[number] for number in range(steps))
 
     def between(self, start: int, end: int) -> str:
         """The text of the steps from `start` to `end` - 1. If none of them was read so far, they are decoded at once,
         and the first of them then has the text of all."""
         with self._lock:
             if len(self._pieces) == start < end:
-                tokens, final = self._ends[end - 1]
-                self._pieces += [self._detokenizer.take(final, tokens), *[""] * (end - start - 1)]
+                self._pieces += [self._take(end - 1), *[""] * (end - start - 1)]
                 return self._pieces[start]
         return "".join(self[number] for number in range(start, end))
-
-    def __len__(self) -> int:
-        return len(self._ends)
 
     def __getitem__(self, number: int) -> str:
         """The text of a step."""
         with self._lock:
             while len(self._pieces) <= number:
-                end, final = self._ends[len(self._pieces)]
-                self._pieces.append(self._detokenizer.take(final, end))
+                self._pieces.append(self._take(len(self._pieces)))
             return self._pieces[number]
+
+    def _take(self, number: int) -> str:
+        """The text from the one that was taken last to the end of this step."""
+        return self._detokenizer.take(self._ends_with(number), self.ends[number])
+
+    def _ends_with(self, number: int) -> bool:
+        """Whether the text ends with this step."""
+        return self.final and number == len(self.ends) - 1

@@ -24,6 +24,24 @@ class Estimate(NamedTuple):
     high: float
 
 
+class Totals(NamedTuple):
+    """Sums over the steps of one or more texts."""
+
+    cycles: int
+    tokens: int
+    rows: int  # verified nodes, roots included
+    accepted: int  # drafted tokens that are part of the text
+    drafted: int
+    draft_passes: int
+
+    @classmethod
+    def of(cls, steps: Sequence[Step]) -> Totals:
+        """All sums from one pass over the steps: a text has hundreds of them."""
+        counts = [step.counts for step in steps] or [(0, 0, 0, 0, 0)]
+        tokens, rows, accepted, drafted, passes = zip(*counts, strict=True)
+        return cls(len(steps), sum(tokens), sum(rows), sum(map(min, tokens, accepted)), sum(drafted), sum(passes))
+
+
 @dataclass(frozen=True)
 class Stats:
     """Statistics of one generation. The prefill counts in the times, not in the passes.
@@ -51,11 +69,12 @@ class Stats:
         prompt_tokens: int = 0,
         seed: int | None = None,
     ) -> Stats:
+        totals = Totals.of(steps)
         return cls(
-            tokens=sum(len(step.tokens) for step in steps),
-            cycles=len(steps),
-            draft_passes=sum(step.draft_passes for step in steps),
-            rows=sum(step.rows for step in steps),
+            tokens=totals.tokens,
+            cycles=totals.cycles,
+            draft_passes=totals.draft_passes,
+            rows=totals.rows,
             seconds=seconds,
             ttft=ttft,
             prefill=steps[0].prefill_seconds if steps else 0.0,

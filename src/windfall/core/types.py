@@ -214,6 +214,9 @@ class Split(NamedTuple):
         return self.draft + self.verify + self.prompts
 
 
+Counts = tuple[int, int, int, int, int]  # of a cycle: new tokens, verified nodes, accepted ones, drafted ones, passes
+
+
 @dataclass(frozen=True)
 class Step:
     """One cycle of one sequence: the verified tree and the result."""
@@ -237,6 +240,11 @@ class Step:
     def accepted(self) -> int:
         """Drafted tokens that the target agreed with."""
         return len(self.path) - 1
+
+    @property
+    def counts(self) -> Counts:
+        """`len(tokens)`, `rows`, `accepted`, `drafted_tokens` and `draft_passes`, which are counted for every Step."""
+        return len(self.tokens), self.rows, self.accepted, self.drafted_tokens, self.draft_passes
 
     def of_policy(self, size: int) -> Step:
         """The same cycle with the first `size` drafted nodes only, those that the policy knows; others may follow."""

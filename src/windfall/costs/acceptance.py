@@ -259,6 +259,13 @@ class Calibrator:
         return made
 
 
+def shifted_weights(calibrators: Sequence[Calibrator], shifts: Sequence[float]) -> Floats:
+    """`Calibrator.shifted` of several requests, one row for each."""
+    weights = np.array([calibrator.weights for calibrator in calibrators])
+    weights[:, 1 : 1 + DEPTHS] += np.array(shifts)[:, None]
+    return weights
+
+
 def outcomes(step: Step) -> tuple[NDArray[np.int64], Floats]:
     """The verified nodes whose parents were accepted, and 1.0 for each of them that was accepted too."""
     on_path = np.zeros(len(step.tree), dtype=bool)

@@ -43,6 +43,12 @@ class ModelForm(NamedTuple):
     decoder: Decoder
     vocab_size: int  # the first columns of the model's logits, which are those of the target's vocabulary
 
+    @property
+    def last_token(self) -> int | None:
+        """The last token that the model can read, if the target's vocabulary is padded further; else None."""
+        embedded = self.decoder.embedded
+        return embedded - 1 if embedded < self.vocab_size else None
+
 
 GpuForm = HeadForm | BlockForm | ModelForm
 

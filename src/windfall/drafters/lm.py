@@ -20,7 +20,7 @@ from windfall.core.types import Grow
 from windfall.drafters.base import Drafter, GpuForm, ModelForm, add_children
 from windfall.kernels.few_rows import use_few_rows
 from windfall.model.batch import Rows
-from windfall.model.decoder import Decoder
+from windfall.model.decoder import Decoder, vocabulary_size
 from windfall.model.target import Target, refuse_unsupported, uncompiled
 
 MAX_PENDING = 32  # pending tokens that run with the first draft pass; more run before it
@@ -39,7 +39,7 @@ class LMDrafter(Drafter):
 
     def attach(self, target: Target) -> None:
         model, tokenizer = self._find(target)
-        name, size = str(self.model), int(model.get_output_embeddings().weight.shape[0])
+        name, size = str(self.model), vocabulary_size(model)
         check_vocabulary(target.tokenizer, tokenizer, target.vocab_size, size, name if len(name) < 80 else "model")
         self._serve(model, target)
 
@@ -67,6 +67,7 @@ class LMDrafter(Drafter):
         use_few_rows(model)
         self.decoder = Decoder(model)
         self.vocabulary = target.vocab_size  # the drafter's logits may be padded further
+        self._last_token = ModelForm(self.decoder, self.vocabulary).last_token
         self._warned = False
 
     def start(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
@@ -79,7 +80,7 @@ class LMDrafter(Drafter):
     def join(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
         self._dice += dice
         self.decoder.join([[] for _ in prompts])  # the tokens run when something is drafted from them
-        self._pending += [list(prompt) for prompt in prompts]
+        self._pending += [self._readable(prompt) for prompt in prompts]
         self._slots += [{} for _ in prompts]
 
     @property
@@ -112,15 +113,20 @@ class LMDrafter(Drafter):
         for b, (tree, path) in enumerate(zip(trees, paths, strict=True)):
             slots, nodes = self._slots[b], path.tolist()
             known = [slots[node] for node in nodes if node in slots]  # a node is expanded only after its parent
-            left = tree.tokens[path[len(known) :]].tolist()
+            left = self._readable([*tree.tokens[path[len(known) :]].tolist(), bonus[b]])
             if known:  # the root was expanded together with all pending tokens
                 keep.append([*range(slots[0] - len(self._pending[b]) + 1, slots[0]), *known])
-                self._pending[b] = [*left, bonus[b]]
+                self._pending[b] = left
             else:
                 keep.append([])
-                self._pending[b] += [*left[1:], bonus[b]]
+                self._pending[b] += left[1:]
             self._slots[b] = {}
         self.decoder.commit(keep)
+
+    def _readable(self, tokens: list[int]) -> list[int]:
+        """The tokens, with the model's last one in place of padding ids that only the target has."""
+        last = self._last_token
+        return list(tokens) if last is None else [min(token, last) for token in tokens]
 
     def retain(self, keep: list[int]) -> None:
         self.decoder.retain(keep)

@@ -50,8 +50,10 @@ class BatchRunner(Protocol):
     def fits(self, lengths: Mapping[Sequence, int]) -> bool:
         """Whether there is memory for a round of these sequences, each with this number of tokens."""
 
-    def fits_any(self, count: int) -> bool:
-        """Whether there is memory for any sequences of this number; False: ask `fits`. It is asked in every round."""
+    @property
+    def has_room(self) -> bool:
+        """Whether the sequences that run surely have memory for the next round; False: ask `fits`. It is asked in every
+        round, so it must be cheap."""
 
     @property
     def max_length(self) -> int | None:

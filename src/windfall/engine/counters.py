@@ -62,11 +62,9 @@ class Counters:
         if not steps:
             return
         self.rounds += 1
-        alike = Counter(
-            [(each.last, len(step.tokens), step.rows, step.accepted, step.draft_passes) for each, step in steps]
-        )
+        alike = Counter([(each.moments[-1] if each.moments else None, step.counts) for each, step in steps])
         rows = passes = 0
-        for (last, tokens, own_rows, accepted, own_passes), times in alike.items():
+        for (last, (tokens, own_rows, accepted, _, own_passes)), times in alike.items():
             passes = max(passes, own_passes)
             rows += times * own_rows
             self.tokens += times * tokens
@@ -78,7 +76,7 @@ class Counters:
         self.rows.add(rows)
         self.draft_passes += passes
         for request, step in steps:
-            if request.last is None:
+            if not request.moments:
                 self.first_token.add(now - request.created)
                 self.prompt_tokens += request.prompt_tokens
             if step.finish is not None:

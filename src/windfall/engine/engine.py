@@ -620,6 +620,8 @@ def _as_ids(prompt: Prompt) -> list[int]:
     """Token ids as a list, from a list or tensor of one prompt."""
     if isinstance(prompt, str) or (isinstance(prompt, list | tuple) and not prompt):
         raise InputError("the prompt is empty")
+    if isinstance(prompt, list) and set(map(type, prompt)) == {int}:
+        return list(prompt)  # a tensor of them takes longer
     try:
         ids = torch.as_tensor(prompt)
         whole = ids.dtype in (torch.int64, torch.int32, torch.int16, torch.uint8)

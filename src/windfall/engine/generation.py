@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from windfall.core.detokenizer import LateText
 from windfall.core.logprobs import TokenLogprob
 from windfall.core.stats import Stats
 from windfall.core.types import Step
@@ -47,7 +48,7 @@ class Generation:
         """A Generation from its Steps and the seconds after the start at which each came."""
         last, first = (times[-1], times[0]) if times else (0.0, 0.0)
         return cls(
-            text=text_of(steps),
+            text=text_of(steps, joins=False),
             token_ids=[token for step in steps for token in step.tokens],
             finish_reason=(steps and steps[-1].finish) or "interrupted",
             steps=steps,
@@ -55,13 +56,14 @@ class Generation:
         )
 
 
-def text_of(steps: list[Step]) -> str:
-    """The text of consecutive Steps. Where Steps decode it only when it is read, it is decoded at once."""
-    known = {getattr(step, "late_text", None) for step in steps}
-    late = known.pop() if len(known) == 1 else None
-    if late is None:
+def text_of(steps: list[Step], joins: bool = True) -> str:
+    """The text of consecutive Steps. Where Steps decode it only when it is read, it is decoded at once.
+
+    `joins`: the first of the Steps may then have the text of all. Without it, they must be the first of their sequence.
+    """
+    first: Any = steps[0] if steps else None
+    late: LateText | None = getattr(first, "late_text", None)
+    same = bool(steps) and late is getattr(steps[-1], "late_text", None)
+    if late is None or not same:
         return "".join(step.text for step in steps)
-    if len(late) == len(steps):
-        return str(late.whole)
-    first: Any = steps[0]
-    return str(late.between(first.number, first.number + len(steps)))
+    return late.between(first.number, first.number + len(steps)) if joins else late.whole(len(steps))

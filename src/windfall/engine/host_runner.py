@@ -113,7 +113,8 @@ class HostRunner:
         """The caches are padded: each sequence takes as many rows as the longest, and those of its tree."""
         return self.memory is None or self._bytes(lengths.values()) <= self.memory
 
-    def fits_any(self, count: int) -> bool:
+    @property
+    def has_room(self) -> bool:
         return self.memory is None
 
     def _bytes(self, lengths: Collection[int]) -> int:

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
-from windfall import __version__, registry
-from windfall.checkpoints.find import Loaded, cache_dir, load_model, pick_device, pick_dtype
+from windfall import registry
+from windfall.checkpoints.find import Loaded, load_model, pick_device, pick_dtype
 from windfall.checkpoints.hub import cached
-from windfall.core.files import make_folder, replace_text
+from windfall.checkpoints.quiet_libs import first_line
 from windfall.core.options import checked, refuse_settings, require_flag
 from windfall.core.types import GpuOptions, InputError
 from windfall.drafters.base import Drafter
 from windfall.drafters.lm import LMDrafter
+from windfall.engine.check_records import known_result, record_result
 from windfall.engine.engine import Engine
 from windfall.engine.memory import as_bytes
 from windfall.engine.service import checked_requests
 from windfall.heads.files import find, trained
 from windfall.heads.kinds import KINDS, kind_of, recognise
-from windfall.kernels.packed import packed_formats
 from windfall.model.target import Target, refuse_offloaded, uncompiled
 from windfall.policies.base import TreePolicy
 
@@ -69,7 +66,7 @@ def load(
     preset: the policy and options of a published method, or a JSON file that `windfall tune` wrote, instead of
         `policy`; `policy_options` override its options.
     graphs: on a GPU, run passes as CUDA graphs. None: where there is a GPU.
-    compile: on a GPU, compile models without a fused forward with torch.compile.
+    compile: on a GPU, compile models without a fused forward and without sliding windows with torch.compile.
     exact: on a GPU, add the numbers of every row in one order, so that the text is plain decoding's in bfloat16 and
         float16, too. A model that does not support this runs without it, with a warning. False (`--fast`): add in
         another order where that is faster; a near-tie between two tokens may then resolve differently, so the text
@@ -162,23 +159,11 @@ def as_target(target: Any, **how: Any) -> Target:
 def _checked(loaded: Loaded) -> Target:
     """A target that scores a small tree correctly. The check runs once for each kind of model: that it passed is noted
     in the cache folder."""
-    kept = cache_dir() / "checked" / f"{_kind_of_model(loaded.model)}.txt"
-    own_code = not type(loaded.model).__module__.startswith("transformers.")  # it may have changed since
-    target = Target(loaded.model, loaded.tokenizer, loaded.name, check=own_code or not kept.is_file())
-    if not own_code and not kept.is_file():
-        with suppress(OSError, InputError):  # a cache that cannot be written to only costs time
-            make_folder(kept.parent)
-            replace_text(kept, loaded.name)
+    unknown = known_result(loaded.model, "checked") is None
+    target = Target(loaded.model, loaded.tokenizer, loaded.name, check=unknown)
+    if unknown:
+        record_result(loaded.model, "checked", loaded.name)
     return target
-
-
-def _kind_of_model(model: Any) -> str:
-    """A hash of everything on which the check depends: class, configuration, precision, versions."""
-    config = model.config
-    versions = [torch.__version__, transformers.__version__, __version__]
-    about = [type(model).__name__, str(model.dtype), model.device.type, config._attn_implementation, *versions]
-    about += [config.to_json_string(use_diff=False), *packed_formats(model)]
-    return hashlib.sha256(" ".join(about).encode()).hexdigest()[:16]
 
 
 def as_drafter(drafter: Any, **settings: Any) -> Drafter:
@@ -241,4 +226,10 @@ def _moved(model: Any, device: str | torch.device | None, dtype: str | torch.dty
     refuse_offloaded(model)
     place = model.device if device is None else pick_device(device)
     kind = model.dtype if dtype is None else pick_dtype(dtype, place)
-    return model if (place, kind) == (model.device, model.dtype) else model.to(device=place, dtype=kind)
+    changes = {"device": place} if place != model.device else {}
+    changes |= {"dtype": kind} if kind != model.dtype else {}
+    try:
+        return model.to(**changes) if changes else model
+    except (ValueError, NotImplementedError) as error:  # some quantised models stay as they are
+        wanted = " and ".join(map(str, changes.values()))
+        raise InputError(f"cannot move {type(model).__name__} to {wanted}: {first_line(error)}") from error

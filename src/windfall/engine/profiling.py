@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from torch import nn
 
 from windfall import __version__
 from windfall.checkpoints.find import cache_dir
@@ -37,7 +38,8 @@ from windfall.costs.curves import Costs, Curve, monotone, quickest_quarter
 from windfall.costs.online import OnlineCosts
 from windfall.drafters.base import Drafter
 from windfall.engine.engine import Engine
-from windfall.kernels.few_rows import most_rows
+from windfall.kernels.few_rows import FewRowsLinear, most_rows
+from windfall.kernels.module_product import kind_of
 from windfall.kernels.packed import packed_formats
 from windfall.model.decoder import attention_of
 from windfall.policies.none import NoSpeculation
@@ -200,11 +202,14 @@ def _cpu() -> str:
 
 def _shape(model: Any) -> dict[str, Any]:
     config = model.config.get_text_config()
+    kinds = {kind_of(module) for module in model.modules() if hasattr(module, "in_features")}
+    special = sorted(kinds - {nn.Linear.__name__, FewRowsLinear.__name__})  # quantised, for example
     return {
         "class": type(model).__name__,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "layers": config.num_hidden_layers,
         "hidden": config.hidden_size,
+        **({"linear": special} if special else {}),
     }
 
 

@@ -31,8 +31,7 @@ class Request:
         self.finish: str | None = None
         self.error: Exception | None = None
         self.steps: list[Step] = []
-        self.times: list[float] = []  # seconds after `created`
-        self.last: float | None = None  # when the last Step came
+        self.moments: list[float] = []  # when each Step came, in seconds of `time.perf_counter`
         self.changed = threading.Condition()
         self._watchers = 0  # threads that wait for the next Step
         self._calls: list[Callable[[], None]] = []  # called once, after the next change
@@ -42,9 +41,10 @@ class Request:
     def done(self) -> bool:
         return self.finish is not None or self.error is not None
 
-    def is_over(self, now: float) -> bool:
-        """Whether the text must not go on."""
-        return self.cancelled or (self.expires is not None and now >= self.expires)
+    @property
+    def times(self) -> list[float]:
+        """Seconds from `created` to each Step."""
+        return [at - self.created for at in self.moments]
 
     def put(self, step: Step, now: float) -> None:
         """Add a Step that came now; the last one has a finish reason.
@@ -52,8 +52,7 @@ class Request:
         This is called for every request in every round, and takes the lock only if somebody waits. That is safe because
         those who wait look for new Steps after they have said so.
         """
-        self.last = now
-        self.times.append(now - self.created)
+        self.moments.append(now)
         self.steps.append(step)
         if step.finish is not None:
             self.end(step.finish)
@@ -168,7 +167,7 @@ class Handle:
     @property
     def times(self) -> list[float]:
         """Seconds from `created` to each Step so far."""
-        return list(self._request.times)
+        return self._request.times
 
     @property
     def steps(self) -> list[Step]:
@@ -221,7 +220,8 @@ class Handle:
         request, known, loop, awake = self._request, 0, asyncio.get_running_loop(), asyncio.Event()
         request.call_at_end(lambda: call_in(loop, awake.set))
         while True:
-            await self._change(known)
+            if len(request.steps) == known:
+                await self._change(known)
             fresh = request.steps[known:]
             if not fresh:
                 break

@@ -104,11 +104,12 @@ class Scheduler:
         """End the requests that were cancelled or whose deadline has passed."""
         now = time.perf_counter()
         with self._lock:
-            late = [request for request in (*self._running, *self._queue) if request.is_over(now)]
+            late = over(self._running, now) + over(self._queue, now)
             if not late:
                 return
-            self._queue = deque(request for request in self._queue if request not in late)
-        self._drop([request for request in self._running if request in late])
+            leaving = set(late)
+            self._queue = deque(request for request in self._queue if request not in leaving)
+        self._drop([request for request in self._running if request in leaving])
         for request in late:
             self._end(request, CANCELLED if request.cancelled else DEADLINE)
 
@@ -117,11 +118,12 @@ class Scheduler:
         if not requests:
             return
         self.runner.leave([request.sequence for request in requests])
-        self._running = [request for request in self._running if request not in requests]
+        leaving = set(requests)
+        self._running = [request for request in self._running if request not in leaving]
 
     def _preempt(self) -> None:
         """While the running requests do not fit into the memory, the newest goes back to the head of the queue."""
-        if self.runner.fits_any(len(self._running)):
+        if self.runner.has_room:
             return
         while len(self._running) > 1 and not self.runner.fits(lengths(self._running)):
             newest = self._running[-1:]
@@ -131,7 +133,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Let the oldest requests of the queue join, as far as there is room."""
-        if not self._queue:
+        if not self._queue or len(self._running) >= self.max_requests:
             return
         new: list[Request] = []
         needed, prefilled = lengths(self._running, ADMISSION_TOKENS), 0
@@ -172,25 +174,24 @@ class Scheduler:
             outcomes = {request.sequence: error for request in self._running}
         steps: list[tuple[Request, Step]] = []
         failed: list[tuple[Request, Exception]] = []
-        over: list[Request] = []
         for request in self._running:
             outcome = outcomes.get(request.sequence)
-            if outcome is None:
-                continue
-            if isinstance(outcome, Exception):
+            if isinstance(outcome, Step):
+                steps.append((request, outcome))
+            elif outcome is not None:
                 failed.append((request, outcome))
-                over.append(request)
-                continue
-            steps.append((request, outcome))
-            if outcome.finish:
-                over.append(request)
-        self._drop(over)
+        self._drop([request for request, _ in failed] + [request for request, step in steps if step.finish])
         now = time.perf_counter()
         self.counters.add_round(steps, self.runner.use, now)
         for request, reason in failed:
             self._fail(request, reason)
         for request, step in steps:
             request.put(step, now)
+
+
+def over(requests: Iterable[Request], now: float) -> list[Request]:
+    """Those that must not go on: they were cancelled, or their deadline has passed."""
+    return [each for each in requests if each.cancelled or (each.expires is not None and now >= each.expires)]
 
 
 def lengths(requests: Iterable[Request], more: int = 0) -> dict[Sequence, int]:

@@ -48,13 +48,13 @@ class Sequence:
         regime = "greedy" if params.greedy else "coupled" if self.dice else "sampled"
         self.calibrator = calibrators[regime if grammar is None else f"{regime}, constrained"]
         self.correction = Correction()
-        self.text = Detokenizer(target.tokenizer, params.stop)
+        self._ends_simply = not (params.stop or params.criteria or grammar)  # by a token alone, or by its length
+        self.text = Detokenizer(target.tokenizer, params.stop, self.tokens if self._ends_simply else None)
         self.late_text = LateText(self.text)  # for Steps whose text is decoded later
         self.finish: str | None = None
         self._target = target
         self._prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # until `take_prompt_logprobs`
         self._endings: list[str | None] = []  # how each token that was drawn but not accepted yet ends the text
-        self._ends_simply = not (params.stop or params.criteria or grammar)  # by a token alone, or by its length
         self._eos = frozenset(target.eos if params.eos is None else params.eos)
         self.guide = None if grammar is None else Guide(grammar, self._eos)
         limit = params.max_new_tokens
@@ -68,8 +68,8 @@ class Sequence:
         if self.guide is not None:
             self._follow_grammar(self.guide, tokens)
         taken = self.extend(tokens)
-        if len(taken) < len(tokens):
-            raise InputError(f"the text ends after {len(taken)} of the {counted(len(tokens), 'token')} to resume from")
+        if taken < len(tokens):
+            raise InputError(f"the text ends after {taken} of the {counted(len(tokens), 'token')} to resume from")
         self.text.take(final=self.finish is not None)
 
     def _follow_grammar(self, guide: Guide, tokens: list[int]) -> None:
@@ -189,22 +189,22 @@ class Sequence:
 
     def accept(self, tree: DraftTree, verdict: Verdict) -> tuple[tuple[int, ...], str]:
         """Append the target's tokens up to the first that ends the text; returns those taken, and their text."""
-        taken = self.extend(emitted(tree, verdict))
-        return taken, self.text.take(final=self.finish is not None)
+        before = len(self.tokens)
+        self.extend(emitted(tree, verdict))
+        return tuple(self.tokens[before:]), self.text.take(final=self.finish is not None)
 
-    def extend(self, tokens: list[int]) -> tuple[int, ...]:
-        """Append tokens up to the first that ends the text; returns those taken."""
-        before, simple = len(self.tokens), self._ends_simply and not self._endings
-        if simple and before + len(tokens) < self.end and self._eos.isdisjoint(tokens):
+    def extend(self, tokens: list[int]) -> int:
+        """Append tokens up to the first that ends the text; returns the number of those taken."""
+        before = len(self.tokens)
+        if self._ends_simply and before + len(tokens) < self.end and self._eos.isdisjoint(tokens) and not self._endings:
             self.tokens += tokens
-            self.text.extend(tokens)
-            return tuple(tokens)
+            return len(tokens)
         for token in tokens:
             self.tokens.append(token)
             self.finish = self._endings.pop(0) if self._endings else self._ending(self.tokens)
             if self.finish:
                 break
-        return tuple(self.tokens[before:])
+        return len(self.tokens) - before
 
     def observe(self, step: Step) -> None:
         """Let the policy and the calibrator learn from a cycle."""
@@ -214,7 +214,8 @@ class Sequence:
 
     def _ending(self, tokens: list[int]) -> str | None:
         """How the last of these tokens ends the text, or None. All criteria are called, as transformers does."""
-        stopped = self.text.push(tokens[-1]) or tokens[-1] in self._eos
+        stopped = not self._ends_simply and self.text.push(tokens[-1])
+        stopped = stopped or tokens[-1] in self._eos
         if not stopped and self.params.criteria:
             ids = torch.tensor([tokens])
             answers = [bool(torch.as_tensor(ask(ids, None)).all()) for ask in self.params.criteria]

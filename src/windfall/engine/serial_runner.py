@@ -47,7 +47,8 @@ class SerialRunner:
     def fits(self, lengths: Mapping[Sequence, int]) -> bool:
         return True
 
-    def fits_any(self, count: int) -> bool:
+    @property
+    def has_room(self) -> bool:
         return True
 
     @property

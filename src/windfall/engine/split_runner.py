@@ -44,13 +44,16 @@ class SplitRunner:
         return {**found, **self.second.round()} if self._others else found
 
     def fits(self, lengths: Mapping[Sequence, int]) -> bool:
+        if not self._others and all(map(self._suits, lengths.keys() - self._mine)):
+            return self.first.fits(lengths)
         new = lengths.keys() - self._mine - self._others
         others = {each: lengths[each] for each in {*new, *self._others} if each in lengths and not self._takes(each)}
         mine = lengths if not others else {each: length for each, length in lengths.items() if each not in others}
         return self.first.fits(mine) and (not others or self.second.fits(others))
 
-    def fits_any(self, count: int) -> bool:
-        return not self._others and self.first.fits_any(count)
+    @property
+    def has_room(self) -> bool:
+        return not self._others and self.first.has_room
 
     def _takes(self, sequence: Sequence) -> bool:
         """Whether the first runner takes this sequence."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from windfall.core.errors import InputError
 from windfall.heads.base import DraftHead
@@ -22,11 +22,23 @@ Head = TypeVar("Head", bound=DraftHead)
 def fit(head: Head, target: Target) -> Head:
     """Move a head to its target's device and let it borrow from the target; an InputError if the two do not fit."""
     check_fit(head, target)
-    output = target.model.get_output_embeddings()
+    matrices = borrowed(target)
     head = head.to(device=target.device, dtype=target.decoder.dtype).eval()
-    embedding = target.model.get_input_embeddings().weight
-    head.borrow(embedding, output.weight, getattr(output, "bias", None))
+    head.borrow(*matrices)
     return head
+
+
+def borrowed(target: Target) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The target's embedding, its vocabulary matrix and the bias of this; an InputError if they are quantised."""
+    output, embedding = target.model.get_output_embeddings(), target.model.get_input_embeddings()
+    for module in (embedding, output):
+        weight: Any = getattr(module, "weight", None)
+        if type(weight) not in (Tensor, nn.Parameter) or not weight.is_floating_point():
+            raise InputError(
+                f"heads read the embedding and the vocabulary matrix of their target, but {target.name} has a "
+                f"quantised {type(module).__name__} there; load it with these in full precision"
+            )
+    return embedding.weight, output.weight, getattr(output, "bias", None)
 
 
 def with_vocabulary(head: Head, target: Target, tokens: Tensor | None) -> Head:
@@ -36,8 +48,7 @@ def with_vocabulary(head: Head, target: Target, tokens: Tensor | None) -> Head:
     twin = head.twin()
     twin.draft_tokens = tokens
     twin.config = dataclasses.replace(head.config, draft_vocab_size=None if tokens is None else len(tokens))
-    output = target.model.get_output_embeddings()
-    twin.borrow(target.model.get_input_embeddings().weight, output.weight, getattr(output, "bias", None))
+    twin.borrow(*borrowed(target))
     return twin
 
 

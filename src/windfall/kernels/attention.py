@@ -102,6 +102,7 @@ def path_attention(
     sinks: Tensor | None = None,  # [heads]: the score of a further key of each head, which has no value
     pages: Pages | None = None,  # the requests of the rows; None: there is one, and `length` is that of its text
     first: int = 0,  # keys of earlier positions are not seen
+    chunked: bool = False,  # a row sees the keys of its own chunk of `window` positions, not those of a window
 ) -> Tensor:
     """`tree_attention` for rows that see all committed rows, their ancestors and themselves → [n, heads, d].
 
@@ -120,9 +121,10 @@ def path_attention(
         from windfall.kernels.triton.path_attention import attend
 
         out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-        attend(queries, keys, values, length, reach, lineage, scale, out, window, cap, sinks, pages, first)
+        attend(queries, keys, values, length, reach, lineage, scale, out, window, cap, sinks, pages, first, chunked)
         return out
-    return path_reference(queries, keys, values, length, reach, lineage, scale, window, cap, sinks, pages, first)
+    given = queries, keys, values, length, reach, lineage, scale, window, cap, sinks, pages, first, chunked
+    return path_reference(*given)
 
 
 def path_reference(
@@ -138,6 +140,7 @@ def path_reference(
     sinks: Tensor | None = None,
     pages: Pages | None = None,
     first: int = 0,
+    chunked: bool = False,
 ) -> Tensor:
     """`path_attention` with torch, part by part. The order of each sum does not depend on any shape.
 
@@ -153,7 +156,7 @@ def path_reference(
     top = torch.full(rows.shape[:3], -torch.inf, dtype=wide, device=rows.device)
     total, sums = torch.zeros_like(top), torch.zeros_like(rows[:, :, :, 0])
     for start in range(0, end, PART):
-        k, v, seen = path_keys(keys, values, length, reach, lineage, start, window, pages, first)
+        k, v, seen = path_keys(keys, values, length, reach, lineage, start, window, pages, first, chunked)
         scores = (rows * k.to(wide)).sum(-1) * scale
         scores = scores if cap is None else cap * (scores / cap).tanh()
         scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
@@ -171,6 +174,11 @@ def path_reference(
     return (sums / total[..., None]).to(queries.dtype).reshape(n, -1, queries.shape[2])
 
 
+def oldest_seen(reach: Tensor, window: int, chunked: bool) -> Tensor:
+    """The first position that each row's window, or its chunk, contains; `reach` is 1 more than the row's position."""
+    return (reach - 1) // window * window if chunked else reach - window
+
+
 def path_keys(
     keys: Tensor,
     values: Tensor,
@@ -181,6 +189,7 @@ def path_keys(
     window: int | None,
     pages: Pages | None = None,
     first: int = 0,
+    chunked: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values of positions start, start + 1, ... [n or 1, kv_heads, 1, PART, d]; which the rows see [n, PART].
 
@@ -189,7 +198,7 @@ def path_keys(
     position = start + torch.arange(PART, device=reach.device)
     seen = (position < reach[:, None]) & (position >= first)
     if window is not None:
-        seen &= position >= reach[:, None] - window
+        seen &= position[None] >= oldest_seen(reach, window, chunked)[:, None]
     committed, last = position, keys.shape[1] - 1
     if pages is not None:
         length = pages.lengths[pages.owners.long()][:, None]

@@ -8,12 +8,15 @@ from torch import Tensor
 
 
 class Experts(NamedTuple):
-    """The weights of a layer's E experts, how many of them a row uses, and the constants of their gate."""
+    """The weights of a layer's E experts, and how a row uses them. The defaults are those of GPT-OSS."""
 
-    gate_up: Tensor  # [E, H, 2I]; gate and up projection alternate in the last dimension
-    gate_up_bias: Tensor  # [E, 2I]
-    down: Tensor  # [E, I, H]
-    down_bias: Tensor  # [E, H]
-    top_k: int
+    gate_up: Tensor  # [E, H, 2I], where gate and up projections alternate; `linear`: [E, 2I, H], gate projections first
+    gate_up_bias: Tensor | None  # [E, 2I]
+    down: Tensor  # [E, I, H]; `linear`: [E, H, I]
+    down_bias: Tensor | None  # [E, H]
+    top_k: int  # experts of a row
     alpha: float = 1.702
-    limit: float = 7.0
+    limit: float | None = 7.0  # of gate and up projections; None: the gate is SiLU, without alpha
+    linear: bool = False  # the weights are laid out as those of linear layers
+    normalised: bool = True  # the shares of a row's experts sum to 1; otherwise those of all experts do
+    wide: bool = False  # shares, and outputs multiplied by them, are fp32

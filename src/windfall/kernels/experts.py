@@ -1,8 +1,9 @@
 """A mixture-of-experts MLP: each row goes through the `top_k` experts that a router chooses for it.
 
-The router and the experts are those of GPT-OSS in transformers. Results are rounded where transformers rounds them,
-except that the sum over a row's experts is rounded once, as in transformers' `grouped_mm` (its default); its `eager`
-form rounds after every expert. Of experts with equal logits, the one with the lowest index is chosen.
+Routers and experts are those of GPT-OSS, Qwen3-MoE, Mixtral and OLMoE in transformers. Results are rounded where
+transformers rounds them, except that the sum over a row's experts is rounded once, as in transformers' `grouped_mm`
+(its default); its `eager` form rounds after every expert. Of experts with equal logits, the one with the lowest index
+is chosen.
 
 On Triton, the result of a row does not depend on the number of rows or on the other rows, to the bit.
 """
@@ -48,17 +49,25 @@ def mixture(x: Tensor, logits: Tensor, own: Experts) -> Tensor:
 def mixture_reference(x: Tensor, logits: Tensor, own: Experts) -> Tensor:
     """`mixture` with torch. It copies the weights of every row's experts."""
     values, order = logits.sort(dim=-1, descending=True, stable=True)
-    shares = values[:, : own.top_k].softmax(-1)
+    shares = (values[:, : own.top_k] if own.normalised else values).softmax(-1, torch.float32)[:, : own.top_k]
     outputs = []
-    for expert, share in zip(order[:, : own.top_k].T, shares.T, strict=True):
-        gate_up = torch.bmm(x[:, None], own.gate_up[expert])[:, 0] + own.gate_up_bias[expert]
-        inner = clamped_swiglu(gate_up, own.alpha, own.limit)
-        output = torch.bmm(inner[:, None], own.down[expert])[:, 0] + own.down_bias[expert]
-        outputs.append(output * share[:, None])
-    return torch.stack(outputs, 1).sum(1)
+    for expert, share in zip(order[:, : own.top_k].T, shares.to(torch.float32 if own.wide else x.dtype).T, strict=True):
+        inner = gate(project(x, own.gate_up, own.gate_up_bias, expert, own.linear), own)
+        outputs.append(project(inner, own.down, own.down_bias, expert, own.linear) * share[:, None])
+    return torch.stack(outputs, 1).sum(1).to(x.dtype)
 
 
-def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    """The activation of GPT-OSS: [n, 2m] → [n, m]."""
-    gate, up = gate_up[:, ::2].clamp(max=limit), gate_up[:, 1::2].clamp(-limit, limit)
-    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+def project(x: Tensor, weight: Tensor, bias: Tensor | None, expert: Tensor, linear: bool) -> Tensor:
+    """Rows of x times the weights of one expert each, with torch."""
+    own = weight[expert]
+    made = torch.bmm(x[:, None], own.mT if linear else own)[:, 0]
+    return made if bias is None else made + bias[expert]
+
+
+def gate(gate_up: Tensor, own: Experts) -> Tensor:
+    """The activation of experts, [n, 2m] → [n, m], with torch."""
+    opened, up = gate_up.chunk(2, -1) if own.linear else (gate_up[:, ::2], gate_up[:, 1::2])
+    if own.limit is None:
+        return F.silu(opened) * up
+    opened, up = opened.clamp(max=own.limit), up.clamp(-own.limit, own.limit)
+    return (up + 1) * (opened * torch.sigmoid(opened * own.alpha))

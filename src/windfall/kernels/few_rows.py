@@ -121,7 +121,8 @@ class FewRowsLinear(nn.Linear):
 def use_few_rows(model: nn.Module) -> None:
     """Let the linear layers of this model use the kernel, if one is prepared."""
     for layer in model.modules() if _used else ():
-        if type(layer) is nn.Linear and layer.weight.is_cpu and layer.weight.dtype is torch.float32:
+        plain = type(layer) is nn.Linear and type(layer.weight) is nn.Parameter  # others are quantised, for example
+        if plain and layer.weight.is_cpu and layer.weight.dtype is torch.float32:
             layer.__class__ = FewRowsLinear
 
 

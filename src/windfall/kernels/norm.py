@@ -7,58 +7,74 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from windfall.kernels.backend import on_triton
-from windfall.kernels.norm_kinds import HeadNorms, NormKind
+from windfall.kernels.norm_kinds import (
+    LLAMA_NORM,
+    LLAMA_ROTATION,
+    Activation,
+    HeadNorms,
+    NormKind,
+    NormStyle,
+    Rotation,
+)
 from windfall.kernels.scatter import Scatter
 
 
 def add_norm(
     x: Tensor,  # [n, width]
     residual: Tensor | None,  # [n, width]; None: the sum is x
-    weight: Tensor,  # [width], or [p, width]: row i uses weight i % p
+    weight: Tensor | None,  # [width], or [p, width]: row i uses weight i % p; None: the sum is not normalised
     eps: float,
     pick: Tensor | None = None,  # [m] long: the rows to compute; None: all rows
     scatter: Scatter | None = None,
-    kind: NormKind = NormKind.ROUNDED,
-    before: Tensor | None = None,  # [width]: weight of a norm of x alone, before the sum; needs a residual
+    style: NormStyle = LLAMA_NORM,
 ) -> tuple[Tensor, Tensor]:
-    """(weight * normalised(x + residual), x + residual), both [n, width], or [m, width] with `pick`."""
+    """(weight * normalised(x + residual), x + residual), both [n, width], or [m, width] with `pick`.
+
+    `style` says what else happens to x, to the sum and to the result; `before` and `parallel` need a residual.
+    """
     if on_triton(x):
         from windfall.kernels.triton.norm import add_norm as run
     else:
         run = add_norm_reference
-    return run(x, residual, weight, eps, pick, scatter, kind, before)
+    return run(x, residual, weight, eps, pick, scatter, style)
 
 
 def add_norm_reference(
     x: Tensor,
     residual: Tensor | None,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     pick: Tensor | None = None,
     scatter: Scatter | None = None,
-    kind: NormKind = NormKind.ROUNDED,
-    before: Tensor | None = None,
+    style: NormStyle = LLAMA_NORM,
 ) -> tuple[Tensor, Tensor]:
     """`add_norm` with torch."""
-    x = x if before is None else norm(x, before, eps, kind)
+    if style.before is not None:
+        x = x * style.before if isinstance(style.before, float) else norm(x, style.before, eps, style.kind)
     x = x if residual is None else residual + x
+    if weight is None:
+        return x, x
     if weight.dim() == 2:
         weight = weight.repeat(-(-len(x) // len(weight)), 1)[: len(x)]
     if pick is not None:
         x, weight = x[pick], weight if weight.dim() == 1 else weight[pick]
-    normed = norm(x, weight, eps, kind)
+    normed = norm(x if residual is None or not style.parallel else residual, weight, eps, style.kind, style.bias)
     if scatter is not None:
         scatter.buffer.index_copy_(0, scatter.rows, normed if scatter.normed else x)
     return normed, x
 
 
-def norm(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
-    """A root-mean-square norm over the last dimension, with torch."""
+def norm(x: Tensor, weight: Tensor, eps: float, kind: NormKind, bias: Tensor | None = None) -> Tensor:
+    """A norm over the last dimension, with torch."""
     wide = x.float()
+    if kind is NormKind.CENTRED:
+        wide = wide - wide.mean(-1, keepdim=True)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if kind is NormKind.ROUNDED:
-        return weight * wide.to(x.dtype)
-    return (wide * (1.0 + weight.float() if kind is NormKind.WIDE_PLUS_ONE else weight)).to(x.dtype)
+        made = weight * wide.to(x.dtype)
+    else:
+        made = wide * (1.0 + weight.float() if kind is NormKind.WIDE_PLUS_ONE else weight)
+    return (made if bias is None else made + bias).to(x.dtype)
 
 
 def gate_mul(gate_up: Tensor, gelu: bool = False) -> Tensor:
@@ -74,6 +90,15 @@ def gate_mul_reference(gate_up: Tensor, gelu: bool = False) -> Tensor:
     """`gate_mul` with torch."""
     gate, up = gate_up.chunk(2, -1)
     return (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """The activation of an MLP without a gate, [n, m] → [n, m], in place."""
+    if on_triton(x):
+        from windfall.kernels.triton.norm import activate as compiled
+
+        return compiled(x, activation)
+    return x.relu_().square_() if activation is Activation.RELU_SQUARED else x.copy_(F.gelu(x, approximate="tanh"))
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
@@ -94,18 +119,19 @@ def rotate_and_store(
     slots: Tensor,  # [n] integers: each row's slot in the KV cache
     positions: Tensor | None = None,  # [n] long
     norms: HeadNorms | None = None,
+    rotation: Rotation = LLAMA_ROTATION,
 ) -> Tensor:
     """Apply rotary embedding to queries and keys, store keys and values in the KV cache → queries [n, heads, d].
 
     With `positions`, cos and sin are tables [p, r], indexed by them. Positions outside the tables use the
-    nearest row: unused seats may have any position. With `norms`, each head of queries and keys is normalised
-    first.
+    nearest row: unused seats may have any position. With `norms`, queries and keys are normalised first. In every kind
+    of rotation, the first half of cos and sin belongs to the first dimension of each pair.
     """
     if on_triton(qkv):
         from windfall.kernels.triton.norm import rotate_and_store as run
     else:
         run = rotate_and_store_reference
-    return run(qkv, cos, sin, keys, values, slots, positions, norms)
+    return run(qkv, cos, sin, keys, values, slots, positions, norms, rotation)
 
 
 def rotate_and_store_reference(
@@ -117,6 +143,7 @@ def rotate_and_store_reference(
     slots: Tensor,
     positions: Tensor | None = None,
     norms: HeadNorms | None = None,
+    rotation: Rotation = LLAMA_ROTATION,
 ) -> Tensor:
     """`rotate_and_store` with torch."""
     if positions is not None:
@@ -125,12 +152,28 @@ def rotate_and_store_reference(
     rows = qkv.reshape(len(qkv), -1, width)  # [n, heads + 2 * kv_heads, d]
     queries, key, value = rows[:, : -2 * shared], rows[:, -2 * shared : -shared], rows[:, -shared:]
     if norms is not None:
-        queries, key = (norm(x, w, norms.eps, norms.kind) for x, w in ((queries, norms.queries), (key, norms.keys)))
-    both = torch.cat([queries, key], 1)
-    turned, rest = both[..., : cos.shape[1]], both[..., cos.shape[1] :]
-    left, right = turned.chunk(2, -1)
-    turned = turned * cos[:, None] + torch.cat([-right, left], -1) * sin[:, None]
-    both = torch.cat([turned, rest], -1)
+        queries, key = (norm_heads(x, w, norms) for x, w in ((queries, norms.queries), (key, norms.keys)))
+    both = rotated(torch.cat([queries, key], 1), cos[:, None], sin[:, None], rotation)
     keys.index_copy_(1, slots.long(), both[:, -shared:].transpose(0, 1))
     values.index_copy_(1, slots.long(), value.transpose(0, 1))
     return both[:, :-shared]
+
+
+def norm_heads(x: Tensor, weight: Tensor, norms: HeadNorms) -> Tensor:
+    """Norms of heads [n, heads, d], with torch."""
+    if norms.joint:
+        return norm(x.flatten(1), weight, norms.eps, norms.kind).view_as(x)
+    return norm(x, weight.view(-1, x.shape[2]), norms.eps, norms.kind)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, rotation: Rotation) -> Tensor:
+    """The first dimensions of heads [n, heads, d] turned by cos and sin [n, 1, r], with torch."""
+    turned, rest = x[..., : cos.shape[2]], x[..., cos.shape[2] :]
+    if rotation.wide:
+        turned, cos, sin = turned.float(), cos.float(), sin.float()
+    halves = (turned[..., ::2], turned[..., 1::2]) if rotation.adjacent else turned.chunk(2, -1)
+    left, right = torch.cat(halves, -1) * cos, torch.cat([-halves[1], halves[0]], -1) * sin
+    made = (left + right).to(x.dtype)
+    if rotation.adjacent:
+        made = torch.stack(made.chunk(2, -1), -1).flatten(-2)
+    return torch.cat([made, rest], -1)

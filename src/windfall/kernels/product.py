@@ -7,6 +7,9 @@ others do the rest.
 With `exact`, the result of a row is bit-identical in every pass. It does not depend on the number of rows or on the
 other rows, because the order of each sum depends only on the shape of the weight. Without `exact`, torch computes
 products with large weights or many rows.
+
+Layers that are quantised or have adapters compute their products themselves (module_product.py); what belongs around
+them takes separate kernels.
 """
 
 from __future__ import annotations
@@ -18,12 +21,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from windfall.kernels.backend import on_triton, shared_memory, supports_pdl
+from windfall.kernels.module_product import ModuleProduct
 from windfall.kernels.norm import add_norm, gate_mul, rotate_and_store
-from windfall.kernels.norm_kinds import HeadNorms, NormKind
+from windfall.kernels.norm_kinds import LLAMA_NORM, LLAMA_ROTATION, HeadNorms, NormStyle, Rotation
 
 if TYPE_CHECKING:
     from windfall.kernels.triton.product import Tiling
 
+Weight = Tensor | ModuleProduct  # [N, K], or the layers that compute the product with it
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 MAX_FUSED_ROWS = 64  # with more rows, exact passes compute a product with larger tiles, and the rest apart
 MAX_LINEAR_ROWS = 16  # the same for products that are fused with nothing
@@ -33,22 +38,25 @@ PIECE_ROWS = 64  # rows that torch multiplies at a time in exact mode
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, exact: bool = False, out: Tensor | None = None
+    x: Tensor, weight: Weight, bias: Tensor | None = None, exact: bool = False, out: Tensor | None = None
 ) -> Tensor:
     """`F.linear` of rows [n, K]. The fused kernel is used where it can start before its predecessor has ended.
 
     The result is written to `out`, contiguous, if it is given.
     """
     tiling = tiling_for(x, weight, exact) if supports_pdl(x.device) else None
-    if tiling is None or wide(x, weight, MAX_LINEAR_ROWS):
+    if tiling is None or not isinstance(weight, Tensor) or wide(x, weight, MAX_LINEAR_ROWS):
         return product(x, weight, bias, exact, out)
     from windfall.kernels.triton.product import linear as run
 
     return run(x, weight, bias, tiling, out)
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, exact: bool, out: Tensor | None = None) -> Tensor:
+def product(x: Tensor, weight: Weight, bias: Tensor | None, exact: bool, out: Tensor | None = None) -> Tensor:
     """`F.linear`, with `exact` in an order that does not depend on the rows."""
+    if not isinstance(weight, Tensor):
+        made = weight(x, exact)  # with its biases
+        return made if out is None else out.copy_(made)
     if is_half(x, weight) and (exact or (supports_pdl(x.device) and len(x) <= MAX_FAST_ROWS)):
         from windfall.kernels.triton.matmul import matmul, supported
 
@@ -69,22 +77,21 @@ def by_pieces(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def norm_gate(
     x: Tensor,  # [n, K]
     residual: Tensor | None,  # [n, K]; None: the sum is x
-    norm: Tensor,  # [K]
+    norm: Tensor | None,  # [K]; None: the sum is not normalised
     eps: float,
-    weight: Tensor,  # [2m, K]: gate projection, then up projection
+    weight: Weight,  # [2m, K]: gate projection, then up projection
     exact: bool = False,
-    kind: NormKind = NormKind.ROUNDED,
-    before: Tensor | None = None,  # [K]: as in `add_norm`
+    style: NormStyle = LLAMA_NORM,
     gelu: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """With normed = norm(x + residual): (silu(gate(normed)) * up(normed) [n, m], x + residual).
 
     Gates of GELU and other norms than Llama's take a kernel each.
     """
-    plain = kind is NormKind.ROUNDED and before is None and not gelu
+    plain = norm is not None and style.plain and not gelu
     tiling = tiling_for(x, weight, exact, normed=True) if plain else None
-    if tiling is None or wide(x, weight):
-        normed, total = normed_rows(x, residual, norm, eps, tiling, kind, before)
+    if norm is None or tiling is None or not isinstance(weight, Tensor) or wide(x, weight):
+        normed, total = normed_rows(x, residual, norm, eps, tiling, style)
         return gate_mul(product(normed, weight, None, exact), gelu), total
     from windfall.kernels.triton.product import norm_gate as run
 
@@ -94,9 +101,9 @@ def norm_gate(
 def norm_rotate(
     x: Tensor,  # [n, K]
     residual: Tensor | None,  # [n, K]
-    norm: Tensor,  # [K]
+    norm: Tensor | None,  # [K]; None: the sum is not normalised
     eps: float,
-    weight: Tensor,  # [(heads + 2 * kv_heads) * d, K]: projections of queries, keys, values
+    weight: Weight,  # [(heads + 2 * kv_heads) * d, K]: projections of queries, keys, values
     bias: Tensor | None,
     cos: Tensor,  # [n, r]
     sin: Tensor,  # [n, r]
@@ -104,22 +111,23 @@ def norm_rotate(
     values: Tensor,  # [kv_heads, capacity, d], written
     slots: Tensor,  # [n] integers
     exact: bool = False,
-    kind: NormKind = NormKind.ROUNDED,
-    before: Tensor | None = None,  # [K]: as in `add_norm`
+    style: NormStyle = LLAMA_NORM,
     norms: HeadNorms | None = None,
+    rotation: Rotation = LLAMA_ROTATION,
 ) -> tuple[Tensor, Tensor]:
     """(`rotate_and_store` of the product of norm(x + residual) [n, heads, d], x + residual).
 
-    Norms of heads, partial rotation and other norms than Llama's take separate kernels.
+    Norms of heads, and other norms and rotations than Llama's, take separate kernels.
     """
-    plain = kind is NormKind.ROUNDED and before is None and norms is None and cos.shape[1] == keys.shape[2]
+    whole = rotation == LLAMA_ROTATION and cos.shape[1] == keys.shape[2]
+    plain = norm is not None and style.plain and norms is None and whole
     tiling = tiling_for(x, weight, exact, unit=keys.shape[2], normed=True) if plain else None
     if tiling is not None and keys.shape[2] % tiling.outputs:  # the outputs of a program must belong to one head
         tiling = None
-    if tiling is None or wide(x, weight):
-        normed, total = normed_rows(x, residual, norm, eps, tiling, kind, before)
+    if norm is None or tiling is None or not isinstance(weight, Tensor) or wide(x, weight):
+        normed, total = normed_rows(x, residual, norm, eps, tiling, style)
         qkv = product(normed, weight, bias, exact)
-        return rotate_and_store(qkv, cos, sin, keys, values, slots, norms=norms), total
+        return rotate_and_store(qkv, cos, sin, keys, values, slots, norms=norms, rotation=rotation), total
     from windfall.kernels.triton.product import norm_rotate as run
 
     return run(x, residual, norm, eps, weight, bias, cos, sin, keys, values, slots, tiling)
@@ -128,15 +136,14 @@ def norm_rotate(
 def normed_rows(
     x: Tensor,
     residual: Tensor | None,
-    norm: Tensor,
+    norm: Tensor | None,
     eps: float,
     tiling: Tiling | None,
-    kind: NormKind,
-    before: Tensor | None,
+    style: NormStyle,
 ) -> tuple[Tensor, Tensor]:
     """`add_norm`, with the roundings of the fused kernels if passes of fewer rows use these."""
-    if tiling is None:
-        return add_norm(x, residual, norm, eps, kind=kind, before=before)
+    if norm is None or tiling is None:
+        return add_norm(x, residual, norm, eps, style=style)
     from windfall.kernels.triton.product import add_norm as run
 
     return run(x, residual, norm, eps, tiling)
@@ -152,10 +159,15 @@ def wide(x: Tensor, weight: Tensor, most: int = MAX_FUSED_ROWS) -> bool:
 
 
 def tiling_for(
-    x: Tensor, weight: Tensor, exact: bool = False, unit: int | None = None, normed: bool = False
+    x: Tensor, weight: Weight, exact: bool = False, unit: int | None = None, normed: bool = False
 ) -> Tiling | None:
     """The tiling of a fused kernel for these operands; None: use `product`."""
-    if not is_half(x, weight) or not weight.is_contiguous() or (normed and x.shape[1] > MAX_NORMED):
+    if (
+        not isinstance(weight, Tensor)
+        or not is_half(x, weight)
+        or not weight.is_contiguous()
+        or (normed and x.shape[1] > MAX_NORMED)
+    ):
         return None
     from windfall.kernels.triton.product import choose_tiling, exact_tiling
 

@@ -56,7 +56,12 @@ class Decoder:
 
     @property
     def vocab_size(self) -> int:
-        return int(self.model.get_output_embeddings().weight.shape[0])
+        return vocabulary_size(self.model)
+
+    @property
+    def embedded(self) -> int:
+        """The number of token ids that the model can read; a larger id has no row in its embedding."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
 
     @property
     def context(self) -> int | None:
@@ -274,6 +279,14 @@ def longrope_positions(config: Any) -> int | None:
     return found or getattr(config, "original_max_position_embeddings", None)
 
 
+def vocabulary_size(model: Any) -> int:
+    """The number of logits; the weights of quantised layers may have another shape."""
+    output = model.get_output_embeddings()
+    weight: Any = getattr(output, "weight", None)
+    packed = weight is None or not weight.is_floating_point()
+    return int(output.out_features if packed else weight.shape[0])
+
+
 def max_plain_rows(config: Any) -> int | None:
     """Rows of the cache before Llama 4 scales queries by their cache index, which differs in a tree; None: no limit."""
     return config.floor_scale - 1 if getattr(config, "attn_temperature_tuning", False) else None
@@ -281,10 +294,12 @@ def max_plain_rows(config: Any) -> int | None:
 
 def estimated_numbers_per_row(config: Any) -> int:
     """Numbers in the keys and values of a token in all layers, as the config says, or at most if it does not."""
-    heads, queries, width = (
-        getattr(config, name, None) for name in ("num_key_value_heads", "num_attention_heads", "head_dim")
-    )
+    names = ("num_key_value_heads", "num_attention_heads", "head_dim")
     per_layer: int = config.hidden_size
+    try:
+        heads, queries, width = (getattr(config, name, None) for name in names)
+    except RuntimeError:  # layers differ in one of them
+        return 2 * int(config.num_hidden_layers) * per_layer
     if isinstance(heads, int) and isinstance(queries, int) and queries:
         per_layer = heads * (width or config.hidden_size // queries)
     return 2 * int(config.num_hidden_layers) * per_layer

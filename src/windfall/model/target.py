@@ -9,15 +9,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from windfall.core.tree import MAX_VERIFY_ROWS, DraftTree
-from windfall.core.types import InputError, Scores
+from windfall.core.types import FULL_PRECISION, InputError, Scores
 from windfall.model.batch import Rows
 from windfall.model.decoder import WINDOWS, Decoder, max_plain_rows, tree_attention
 
 TREE_LAYERS = {"full_attention", "attention", "global", *WINDOWS, "mlp", "moe"}  # kinds of layers that can score a tree
 MAX_PROMPT_LOGIT_ROWS = 256  # of a pass with the logits of a prompt, which take much memory
+OWN_GAPS = 5  # a model whose rows depend on each other may differ by this many times as much from one pass to another
+ROUNDING = 1e-4  # more than what rounding in float32 changes, relative to the largest logit
+MAX_GAP = 0.2  # but by no more than this, relative to the largest logit
 TEST_WINDOW = 3  # tokens of a window while a model is checked
 ALIBI = "has ALiBi attention, whose biases go by places in the cache, where a tree's rows lie otherwise"
 UNSUPPORTED = {  # architectures whose config does not show that they cannot score a tree
@@ -44,12 +47,17 @@ class Target:
         self.tokenizer = tokenizer
         self.turn = threading.RLock()  # held while a text is generated
         self.texts = 0  # started so far; the only KV cache belongs to the last one
+        self.has_own_products = has_own_products(model)
+        self.rows_depend = False  # whether logits in full precision depend on the other rows of a pass
         try:
             self.decoder = Decoder(model)
             if not (check or self.decoder.windows or self.decoder.max_length):
                 return
             with tree_attention(model):
                 ahead, gap = looks_ahead(model), self._tree_gap()
+                agrees = self._agrees(gap)
+                if self.has_own_products and self.decoder.dtype in FULL_PRECISION:
+                    self.rows_depend = self._own_gap() > ROUNDING
                 if not self._follows_windows():  # shorter texts are exact: their windows hide nothing
                     self.decoder.limit_to_windows()
         except Exception as error:
@@ -57,7 +65,7 @@ class Target:
             raise InputError(f"{self.name}: {type(model).__name__} cannot score a tree: {reason}") from error
         if ahead:
             raise InputError(f"{self.name}: {type(model).__name__} reads ahead; load it with is_decoder=True")
-        if not gap <= self._tolerance:
+        if not agrees:
             raise InputError(
                 f"{self.name}: {type(model).__name__} does not score a tree as it scores the tree's paths "
                 f"(logits differ by {gap:.1%}), so its output could change; windfall refuses it"
@@ -139,17 +147,13 @@ class Target:
 
         The model runs the paths itself, without windfall's cache and masks.
         """
-        tokens = torch.arange(6) % self.vocab_size
-        tree = DraftTree.root(int(tokens[3]))
-        for parent, token in ((0, tokens[4]), (0, tokens[5]), (1, tokens[2])):
-            tree = tree.extend(torch.tensor([parent]), token[None], torch.zeros(1), torch.zeros(1, dtype=torch.long))
-        prompt = tokens[:4].tolist()
-        self.prefill([prompt])
+        prompt, tree = small_tree(self.vocab_size)
+        self.prefill([[*prompt, int(tree.tokens[0])]])
         in_tree = self.score([tree])[0].logits.float()
         gap = 0.0
         for leaf in (2, 3):
             path = tree.path(leaf)
-            text = torch.tensor([prompt[:-1] + tree.tokens[path].tolist()], device=self.device)
+            text = torch.tensor([prompt + tree.tokens[path].tolist()], device=self.device)
             positions = torch.arange(text.shape[1], device=self.device)[None]  # as `generate` passes them
             outputs = self.model(input_ids=text, position_ids=positions, use_cache=False)
             alone = outputs.logits[0, -len(path) :].float()
@@ -157,17 +161,27 @@ class Target:
         self.decoder.reset(0)
         return gap / max(float(in_tree.abs().max()), 1e-3)
 
-    @property
-    def _tolerance(self) -> float:
-        """The allowed difference between the logits of two passes, relative to the largest logit."""
-        return 0.01 if self.decoder.dtype in (torch.float32, torch.float64) else 0.05
-
     def _follows_windows(self) -> bool:
         """Whether the model's windows, if it has any, are those that the masks apply."""
         if not self.decoder.windows:
             return True
         with self._short_windows():
-            return self._tree_gap() <= self._tolerance
+            return self._agrees(self._tree_gap())
+
+    def _agrees(self, gap: float) -> bool:
+        """Whether two passes over the same rows may differ by this much, relative to the largest logit."""
+        return gap <= logit_tolerance(self.decoder.dtype) or gap <= min(OWN_GAPS * self._own_gap(), MAX_GAP)
+
+    @torch.inference_mode()
+    def _own_gap(self) -> float:
+        """How much a text's logits change beside another text: layers may quantise all rows of a pass together."""
+        texts = torch.arange(12, device=self.device).remainder(self.vocab_size).view(2, 6)
+        positions = torch.arange(6, device=self.device).expand(2, 6)
+        alone, beside = (
+            self.model(input_ids=texts[:n], position_ids=positions[:n], use_cache=False).logits[0].float()
+            for n in (1, 2)
+        )
+        return float((alone - beside).abs().max() / alone.abs().max().clamp(min=1e-3))
 
     @contextmanager
     def _short_windows(self) -> Iterator[None]:
@@ -183,6 +197,31 @@ class Target:
             for name, size in kept.items():
                 setattr(config, name, size)
             self.decoder.windows = usual
+
+
+def has_own_products(model: Any) -> bool:
+    """Whether linear layers compute their products from other weights than plain ones, as quantised layers do."""
+    for module in model.modules():
+        if not hasattr(module, "in_features"):
+            continue
+        weight: Any = module.weight if isinstance(module, nn.Linear) else None
+        if type(weight) is not nn.Parameter or not weight.is_floating_point() or weight.itemsize == 1:
+            return True
+    return False
+
+
+def small_tree(vocab_size: int) -> tuple[list[int], DraftTree]:
+    """A prompt and a tree after it, for checks of a model."""
+    tokens = torch.arange(6) % vocab_size
+    tree = DraftTree.root(int(tokens[3]))
+    for parent, token in ((0, tokens[4]), (0, tokens[5]), (1, tokens[2])):
+        tree = tree.extend(torch.tensor([parent]), token[None], torch.zeros(1), torch.zeros(1, dtype=torch.long))
+    return tokens[:3].tolist(), tree
+
+
+def logit_tolerance(dtype: torch.dtype) -> float:
+    """The allowed difference between the logits of two passes, relative to the largest logit."""
+    return 0.01 if dtype in FULL_PRECISION else 0.05
 
 
 @torch.inference_mode()

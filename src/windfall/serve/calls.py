@@ -7,7 +7,7 @@ from http import HTTPStatus
 from typing import Any, NamedTuple, TypeVar
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from windfall.engine.engine import Engine, Generation, Prompt
 from windfall.serve.admission import Admission, Job
@@ -118,7 +118,8 @@ async def answer(
         given = (form.chunk, form.beginning, form.chunks_of, usage, lambda: admission.engine.running, cycles)
         return EventStream(texts, chunks(texts, stamp, *given))
     done = await while_connected(request.receive, texts.results())
-    return JSONResponse(stamp.answer(form.whole, [*form.choices_of(done)], texts.usage(done)).model_dump())
+    whole = stamp.answer(form.whole, [*form.choices_of(done)], texts.usage(done))
+    return Response(whole.model_dump_json(), media_type="application/json")
 
 
 def sampling_of(engine: Engine, asked: GenerationRequest, limit: int | None) -> dict[str, Any]:

@@ -359,3 +359,9 @@ class Stamp(BaseModel):
 
     def answer(self, object: str, choices: list[Any], usage: Usage | None = None) -> Answer:
         return Answer(object=object, choices=choices, usage=usage, **self.model_dump())
+
+    def chunk_parts(self, object: str, with_usage: bool) -> tuple[str, str]:
+        """What precedes and follows the choice in the JSON of each chunk: making it anew for every one takes long."""
+        text = self.answer(object, [None]).model_dump_json(exclude=None if with_usage else {"usage"})
+        start, mark, end = text.rpartition('"choices":[null]')
+        return start + mark.removesuffix("null]"), "]" + end

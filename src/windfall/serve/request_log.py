@@ -16,6 +16,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from windfall.core.stats import Totals
 from windfall.engine.counters import FAILED
 from windfall.engine.request import CANCELLED
 from windfall.serve.errors import CLIENT_CLOSED_REQUEST
@@ -61,7 +62,7 @@ class RequestLog:
         finally:
             route = getattr(scope.get("route"), "path", NO_ROUTE)
             self._count(route, status)
-            if route not in PROBES or status >= 400:
+            if (route not in PROBES or status >= 400) and log.isEnabledFor(logging.INFO):
                 method = scope["method"] if scope["method"] in METHODS else "OTHER"
                 seconds = round(time.perf_counter() - started, 6)
                 _write(
@@ -75,16 +76,16 @@ def numbers(texts: Texts | None) -> dict[str, Any]:
     """What is logged about the texts of a request, as far as they were generated."""
     if texts is None:
         return {}
-    steps = [step for handle in texts.handles for step in handle.steps]
-    tokens, begun = sum(len(step.tokens) for step in steps), [each.times[0] for each in texts.handles if each.times]
+    totals = Totals.of([step for handle in texts.handles for step in handle.steps])
+    begun = [times[0] for times in (each.times for each in texts.handles) if times]
     reasons = dict.fromkeys(each.finish_reason or (FAILED if each.done else CANCELLED) for each in texts.handles)
     return {
         "texts": len(texts),
         "prompt_tokens": texts.prompt_tokens,
-        "completion_tokens": tokens,
+        "completion_tokens": totals.tokens,
         "finish_reason": ",".join(reasons),
         "ttft_seconds": round(min(begun), 6) if begun else None,
-        "accepted_length": round(tokens / len(steps), 4) if steps else None,
+        "accepted_length": round(totals.tokens / totals.cycles, 4) if totals.cycles else None,
     }
 
 

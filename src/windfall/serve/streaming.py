@@ -90,7 +90,11 @@ async def chunks(
     event, too.
     """
 
+    start, end = stamp.chunk_parts(object, include_usage)
+
     def event(choice: BaseModel | None, cycle: Cycle | None = None) -> str:
+        if cycle is None and choice is not None:
+            return as_event(start + choice.model_dump_json() + end)
         answer = stamp.answer(object, [] if choice is None else [choice])
         if cycle is not None:
             answer = CycleChunk(**answer.__dict__, speculation=cycle)

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import NamedTuple
 
 from windfall.core.logprobs import TokenLogprob
+from windfall.core.stats import Totals
 from windfall.core.types import Step
 from windfall.engine.engine import Generation
 from windfall.engine.generation import text_of
@@ -22,7 +23,7 @@ MOST_EVENT_SECONDS = 0.05  # between two events of a stream, on account of other
 class JoinedSteps(NamedTuple):
     """Steps that are sent together."""
 
-    tokens: tuple[int, ...]
+    steps: list[Step]
     text: str
     logprobs: tuple[TokenLogprob, ...] | None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None
@@ -30,8 +31,11 @@ class JoinedSteps(NamedTuple):
     @classmethod
     def of(cls, steps: list[Step]) -> JoinedSteps:
         found = None if steps[0].logprobs is None else tuple(each for step in steps for each in step.logprobs or ())
-        tokens = tuple(token for step in steps for token in step.tokens)
-        return cls(tokens, text_of(steps), found, steps[0].prompt_logprobs)
+        return cls(steps, text_of(steps), found, steps[0].prompt_logprobs)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(token for step in self.steps for token in step.tokens)
 
 
 Piece = Step | JoinedSteps  # of a text
@@ -101,21 +105,19 @@ class Texts:
 
     def usage(self, done: list[Generation]) -> Usage:
         """Tokens and passes of all texts; each prompt counts once."""
-        steps = [step for each in done for step in each.steps]
-        prompt = self.prompt_tokens
-        completion = sum(len(step.tokens) for step in steps)
+        totals, prompt = Totals.of([step for each in done for step in each.steps]), self.prompt_tokens
         speculation = Speculation(
-            target_passes=len(steps),
-            draft_passes=sum(step.draft_passes for step in steps),
-            drafted_tokens=sum(step.drafted_tokens for step in steps),
-            verified_tokens=sum(step.rows - 1 for step in steps),
-            accepted_tokens=sum(min(step.accepted, len(step.tokens)) for step in steps),
-            tokens_per_pass=round(completion / len(steps), 4) if steps else 0.0,
+            target_passes=totals.cycles,
+            draft_passes=totals.draft_passes,
+            drafted_tokens=totals.drafted,
+            verified_tokens=totals.rows - totals.cycles,
+            accepted_tokens=totals.accepted,
+            tokens_per_pass=round(totals.tokens / totals.cycles, 4) if totals.cycles else 0.0,
         )
         return Usage(
             prompt_tokens=prompt,
-            completion_tokens=completion,
-            total_tokens=prompt + completion,
+            completion_tokens=totals.tokens,
+            total_tokens=prompt + totals.tokens,
             speculation=speculation,
         )
 

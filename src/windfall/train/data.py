@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -105,13 +106,16 @@ def make_data(
     self_prompts: int = 0,
     limit: int | None = None,
     resume: bool = False,
+    pause_after: float | None = None,
     report: Report = lambda _: None,
     notify: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Let the engine's target answer these prompts and `self_prompts` of its own; return the metadata in `data.json`.
 
-    The engine decodes `max_requests` texts at once. Its policy changes the speed, but not the answers.
+    The engine decodes `max_requests` texts at once. Its policy changes the speed, but not the answers. No prompt is
+    begun after `pause_after` minutes; with `resume`, a later call answers the others.
     """
+    begun = time.monotonic()
     target = engine.target
     if target.tokenizer is None:
         raise InputError(f"{target.name} has no tokenizer, so prompts cannot be encoded")
@@ -140,7 +144,8 @@ def make_data(
         raise InputError(f"{target.name} wrote no complete user turn; give it prompts")
     metadata["prompts"]["kept"] = len(kept)
     metadata["prompts"]["sources"] = dict(Counter(source.origin for source in kept.values()))
-    DataWriter(engine, folder, settings, metadata, report).answer(list(kept.values()))
+    end = None if pause_after is None else begun + 60 * pause_after
+    DataWriter(engine, folder, settings, metadata, report).answer(list(kept.values()), end)
     return metadata
 
 
@@ -277,15 +282,17 @@ class DataWriter:
         self.unsaved = 0
         self.tokens = 0
 
-    def answer(self, sources: list[Source]) -> None:
-        """Answer the prompts that have no answer yet."""
+    def answer(self, sources: list[Source], end: float | None = None) -> None:
+        """Answer the prompts that have no answer yet; none is begun after `end`, a time of the monotonic clock."""
         self._write_metadata()
         waiting = [source for source in sources if source.key not in self.written]
         size = self.settings.shard
         blocks = deque([s.key for s in waiting[at : at + size]] for at in range(0, len(waiting), size))
         prior = len(sources) - len(waiting)
         try:
-            left = (source for source in waiting if source.key not in self.finished)
+            left = takewhile(
+                lambda _: end is None or time.monotonic() < end, (s for s in waiting if s.key not in self.finished)
+            )
             with closing(self._conversations(left)) as answers:
                 for _ in answers:
                     self._write_blocks(blocks)
@@ -295,6 +302,8 @@ class DataWriter:
         finally:
             if blocks:
                 shards.write_unfinished(self.folder, list(self.finished.values()))
+        if blocks:  # it was paused
+            return
         (self.folder / shards.UNFINISHED_FILE).unlink(missing_ok=True)
         self.metadata["finished"] = True
         self._write_metadata()

@@ -21,7 +21,7 @@ from windfall.train.objectives.base import Objective
 from windfall.train.recipe import Recipe
 from windfall.train.shards import TokenData, token_counts
 from windfall.train.teacher import Teacher
-from windfall.train.trainer import Event, Trainer
+from windfall.train.trainer import Event, Trainer, drafted_tokens
 from windfall.train.tree_tau import TreeTau, choose_excerpts
 
 
@@ -71,9 +71,12 @@ def train_head(job: HeadJob, recipe: Recipe, target: Target) -> Iterator[Event]:
 
 
 def initial_head(job: HeadJob, method: Any, target: Target, texts: TokenData) -> Any:
-    """The head that `--init` names, or a new one."""
+    """The head that `--init` names, or a new one. A resumed one keeps its vocabulary, even if there are more texts."""
     size = job.shape.get("vocabulary")
-    tokens = None if size is None else most_frequent(token_counts(texts), int(size), target)
+    tokens = None
+    if size is not None:
+        kept = drafted_tokens(job.out) if job.resume else None
+        tokens = most_frequent(token_counts(texts), int(size), target) if kept is None else kept
     if job.init is None:
         return method.new_head(target, {**job.shape, "vocabulary": tokens})
     head = find_head(job.init, target, method.drafter)

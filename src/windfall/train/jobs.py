@@ -30,6 +30,7 @@ class Job:
     out: Path
     settings: list[str] = field(default_factory=list)  # of the objective, NAME=VALUE
     resume: bool = False
+    pause_after: float | None = None  # minutes
 
     def objective(self) -> Objective:
         raise NotImplementedError
@@ -85,7 +86,7 @@ def run_job(
         _check_description(job.out, description)
         trainer.resume()
     replace_text(job.out / JOB_FILE, json.dumps({**description, "recipe": recipe.__dict__}, indent=2) + "\n")
-    yield from trainer.run(train, held_out, write)
+    yield from trainer.run(train, held_out, write, job.pause_after)
 
 
 def _check_description(out: Path, description: dict[str, Any]) -> None:

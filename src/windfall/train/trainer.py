@@ -83,12 +83,22 @@ class Trainer:
         """From 0 to 1."""
         return self.recipe.progress(self.step, self.seconds)
 
-    def run(self, train: TokenData, held_out: TokenData, keep: Callable[[nn.Module], None]) -> Iterator[Event]:
-        """Train to the end. `keep` is called with the head whenever its held-out loss is the lowest so far."""
+    def run(
+        self,
+        train: TokenData,
+        held_out: TokenData,
+        keep: Callable[[nn.Module], None],
+        pause_after: float | None = None,
+    ) -> Iterator[Event]:
+        """Train to the end, or for `pause_after` minutes.
+
+        `keep` is called with the head whenever its held-out loss is the lowest so far.
+        """
         if not held_out.plan(self.recipe.batch_tokens, self.recipe.max_length):
             raise InputError(f"no held-out text has an answer within its first {self.recipe.max_length} tokens")
         batches, since, saved = self._batches(train), Means(), time.perf_counter()
-        while self.progress < 1:
+        begun, over = saved, self.progress >= 1
+        while not over:
             started, rate = time.perf_counter(), self.recipe.rate_at(self.progress)
             self._train_step(batches, rate, since)
             logs, validates = self.step % LOG_STEPS == 0, self.step % self.recipe.validate_every == 0
@@ -96,7 +106,7 @@ class Trainer:
             if figures is not None and not math.isfinite(figures[0]):
                 raise InputError(f"the loss is not finite at step {self.step}; use a lower --rate")
             self.seconds = self.workers.agree(self.seconds + time.perf_counter() - started)
-            over = self.progress >= 1
+            over = self.progress >= 1 or self._pauses(begun, pause_after)
             found = self._validate(held_out) if validates or over else None
             best = found is not None and found["loss"] < self.lowest
             if found is not None and best:
@@ -110,6 +120,10 @@ class Trainer:
                 yield Event(
                     self.step, self.progress, rate, *(figures or since.take()), self.tokens, self.seconds, found, best
                 )
+
+    def _pauses(self, begun: float, after: float | None) -> bool:
+        """Whether this many minutes have passed; the same for all workers."""
+        return after is not None and self.workers.agree(time.perf_counter() - begun) >= 60 * after
 
     def _train_step(self, batches: Iterator[Batch], rate: float, since: Means) -> None:
         progress = self.progress
@@ -185,6 +199,7 @@ class Trainer:
             "tokens": self.tokens,
             "lowest": self.lowest,
             "recipe": self.recipe.__dict__,
+            "draft_tokens": getattr(self.head, "draft_tokens", None),
             "random": torch.get_rng_state(),
         }
         if self.device.type == "cuda":
@@ -213,6 +228,15 @@ class Trainer:
         torch.set_rng_state(state["random"].cpu())
         if self.device.type == "cuda" and "random_on_device" in state:
             torch.cuda.set_rng_state(state["random_on_device"].cpu(), self.device)
+
+
+def drafted_tokens(folder: Path) -> Tensor | None:
+    """The draft vocabulary of the checkpoint in a folder; None if it has none or cannot be read."""
+    with contextlib.suppress(Exception):  # `resume` says what is wrong
+        state = torch.load(folder / CHECKPOINT, map_location="cpu", weights_only=True, mmap=True)
+        found: Tensor | None = state.get("draft_tokens")
+        return None if found is None else found.clone()
+    return None
 
 
 @contextlib.contextmanager

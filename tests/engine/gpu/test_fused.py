@@ -19,7 +19,7 @@ from windfall.core.types import GpuOptions
 from windfall.drafters.base import Drafter
 from windfall.drafters.lm import LMDrafter
 from windfall.engine.engine import Engine, Generation
-from windfall.engine.gpu.families import FAMILIES, describe
+from windfall.engine.gpu.families import FAMILIES, ExpertsMlp, GatedMlp, describe
 from windfall.engine.gpu.forward import Unsupported, paths_of
 from windfall.engine.gpu.fused import FusedForward
 from windfall.engine.gpu.graphs import GraphCache
@@ -35,6 +35,29 @@ LONGROPE = {
     "long_factor": [2.0, 3.0, 5.0, 8.0],
     "original_max_position_embeddings": 64,
 }
+ALIKE = {
+    "olmoe",
+    "olmo3",
+    "cohere",
+    "glm",
+    "ernie",
+    "seed-oss",
+    "arcee",
+    "ministral",
+    "cwm",
+    "helium",
+}  # as other families, but for what logits show
+MIXED = {
+    "qwen2, mixed",
+    "qwen3, mixed",
+    "gemma3",
+    "smollm3",
+    "olmo3",
+    "cohere2",
+    "exaone4",
+    "mellum",
+    "cwm",
+}  # some layers have windows
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -43,7 +66,7 @@ def test_logits_are_those_of_transformers(name: str) -> None:
     made = model(name)
     windows = {layer.window for layer in describe(made).layers}
     assert windows == ({12} if name in ("mistral", "phi3") else {None} if name == "gemma" else windows)
-    assert windows == {12, None} or "mixed" not in name
+    assert windows == {12, None} or name not in MIXED
     found, wanted = logits_of(made, 40, 12)
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
@@ -53,7 +76,15 @@ def test_prompts_longer_than_a_chunk_and_exact_passes() -> None:
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gpt-oss"])
+def test_what_layers_differ_in() -> None:
+    """Dense layers between experts, and layers without rotary angles."""
+    kinds = [type(layer.mlp) for layer in describe(model("qwen3-moe")).layers]
+    assert kinds == [ExpertsMlp, GatedMlp, ExpertsMlp, ExpertsMlp]
+    for name, rotary in (("smollm3", [0, -1, 0, -1]), ("cohere2", [0, 0, 0, -1]), ("exaone4", [0, 0, 0, -1])):
+        assert [layer.rotary for layer in describe(model(name)).layers] == rotary
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "olmo2", "cohere2", "granite"])
 def test_states_are_those_of_transformers(name: str) -> None:
     made, taps, text = model(name), (0, 2, 4, -1), prompt(30)
     target = GraphTarget(GpuTarget(made, taps, GraphCache(torch.device("cpu")), GpuOptions(True)))
@@ -71,7 +102,7 @@ def texts(target: Any, drafter: Callable[[], Drafter], policy: str, length: int,
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("gemma", "gemma3, with images")])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("gemma", "gemma3, with images", *ALIKE)])
 def test_texts_are_those_of_the_host_loop(name: str) -> None:
     wanted, found = texts(model(name), LMDrafter, "beam", 20, 12)
     assert found.token_ids == wanted.token_ids and found.stats.tau > 2
@@ -128,6 +159,27 @@ def quantised_experts(changed: Any) -> None:
     changed.model.layers[0].mlp.experts.down_proj.__class__ = type("Packed", (torch.nn.Parameter,), {})
 
 
+def clipped(changed: Any) -> None:
+    changed.config.clip_qkv = 8.0
+
+
+def relu_experts(changed: Any) -> None:
+    changed.model.layers[2].mlp.experts.act_fn = torch.nn.ReLU()
+
+
+def small_experts(changed: Any) -> None:
+    experts = changed.model.layers[2].mlp.experts
+    experts.down_proj = torch.nn.Parameter(experts.down_proj.to(torch.float8_e4m3fn), requires_grad=False)
+
+
+def odd_modules(changed: Any) -> None:
+    del changed.model.layers[1].self_attn.o_proj
+
+
+def odd_activation(changed: Any) -> None:
+    changed.model.layers[1].mlp.act = torch.nn.Tanh()
+
+
 def other_layers(changed: Any) -> None:
     changed.config.layer_types = ["chunked_attention"] * 4
 
@@ -140,6 +192,12 @@ def other_layers(changed: Any) -> None:
         ("mistral", wider_heads, "its layers differ in the shape of keys and values"),
         ("qwen3, mixed", other_layers, "it has layers of the kind chunked_attention"),
         ("gpt-oss", quantised_experts, "its experts are not plain but GptOssExperts"),
+        ("qwen3-moe", quantised_experts, "its experts are not plain but Qwen3MoeExperts"),
+        ("olmoe", small_experts, "its experts are not plain but OlmoeExperts"),
+        ("glm", odd_modules, "its modules are not as expected: 'GlmAttention' object has no attribute 'o_proj'"),
+        ("mixtral", relu_experts, "its experts have a gate of ReLU"),
+        ("olmoe", clipped, "it clips queries, keys and values"),
+        ("starcoder2", odd_activation, "its MLP has an activation of Tanh"),
     ],
 )
 def test_what_is_not_supported_says_why(name: str, change: Callable[[Any], None], reason: str) -> None:

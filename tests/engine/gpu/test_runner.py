@@ -44,7 +44,7 @@ from windfall.engine.engine import Engine, Generation
 from windfall.engine.gpu.cycle import MAX_DRAFT_PASSES
 from windfall.engine.gpu.drafters import drafter_form
 from windfall.engine.gpu.events import DeviceEvent
-from windfall.engine.gpu.forward import Pass
+from windfall.engine.gpu.forward import Pass, Unsupported
 from windfall.engine.gpu.graphs import GraphCache, Key
 from windfall.engine.gpu.pipeline import Pipeline
 from windfall.engine.gpu.target import MAX_VERIFY_ROWS, VERIFY_SIZES
@@ -179,9 +179,9 @@ def test_the_buffers_grow(policy: str) -> None:
 
 
 def test_a_text_longer_than_the_first_columns() -> None:
-    """Models that run as they are read their cache up to a bound that moves."""
+    """Models that run under a mask read their cache up to a bound that moves."""
     changes = {"max_position_embeddings": 512}
-    host, device = (engine("gpt-neox", "itself", "chain", graphs, **changes) for graphs in (False, True))
+    host, device = (engine("gptj", "itself", "chain", graphs, **changes) for graphs in (False, True))
     wanted, found = (each.generate(prompt(240), max_new_tokens=40, eos=()) for each in (host, device))
     assert found.token_ids == wanted.token_ids and found.stats.tau > 3
 
@@ -258,10 +258,22 @@ def test_a_batch_goes_over_the_host() -> None:
     assert [host.generate(text, max_new_tokens=12, eos=()).token_ids for text in texts] == alone
 
 
+@pytest.fixture
+def no_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if models did not use transformers' attention interface."""
+
+    def refuse(model: Any) -> Any:
+        raise Unsupported("its attention is its own")
+
+    monkeypatch.setattr("windfall.engine.gpu.target.InterfaceForward", refuse)
+
+
+@pytest.mark.usefixtures("no_interface")
 def test_what_does_not_fit_says_why_and_runs_all_the_same() -> None:
     host, device = (engine("starcoder2", "lm", "beam", graphs, sliding_window=12) for graphs in (False, True))
     wanted, found = (each.generate(prompt(), max_new_tokens=LENGTH, eos=()) for each in (host, device))
-    assert device.gpu_runner is None and device.fallback == "its attention has sliding windows"
+    assert device.gpu_runner is None
+    assert device.fallback == "its attention is its own and its attention has sliding windows"
     assert found.token_ids == wanted.token_ids
     assert engine("llama", "lm", "beam", graphs=False).gpu_runner is None
 
@@ -286,7 +298,8 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("family", "kind", "policy", "length"),
     [
-        ("gpt-neox", "itself", "chain", 375),
+        ("gptj", "itself", "chain", 375),
+        ("starcoder2", "itself", "chain", 60),
         ("llama", "eagle3", "auto", 9),
         ("llama", "eagle3", "svip", 60),
         ("llama", "eagle3", "dynatree", 60),
@@ -359,6 +372,7 @@ def test_angles_that_follow_the_length_do_not_fit() -> None:
     assert device.gpu_runner is None and "rotary" in device.gpu_unavailable
 
 
+@pytest.mark.usefixtures("no_interface")
 @pytest.mark.parametrize("policy", ["beam", "bandit"])
 def test_a_drafter_that_does_not_fit_drafts_on_the_host(policy: str) -> None:
     texts = []
@@ -370,7 +384,8 @@ def test_a_drafter_that_does_not_fit_drafts_on_the_host(policy: str) -> None:
             launch=GpuOptions(graphs),
         )
         texts.append(made.generate(prompt(30), max_new_tokens=LENGTH, eos=(), temperature=1.0, seed=6).token_ids)
-    reasons = {"beam": "its drafter works on the host: its attention has sliding windows"}
+    reason = "its attention is its own and its attention has sliding windows"
+    reasons = {"beam": f"its drafter works on the host: {reason}"}
     assert made.fallback == reasons.get(policy, "its policy decides on the host")
     assert texts[0] == texts[1] and made.gpu_runner is not None
 

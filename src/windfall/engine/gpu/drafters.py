@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from windfall.core.types import SamplingParams
-from windfall.drafters.base import BlockForm, Drafter, GpuForm, HeadForm
+from windfall.drafters.base import BlockForm, Drafter, GpuForm, HeadForm, ModelForm
 from windfall.engine.gpu.block import BlockNetwork, block_unsupported
 from windfall.engine.gpu.eagle3 import FusedEagle3
 from windfall.engine.gpu.forward import Pass, Unsupported
+from windfall.engine.gpu.fused import FusedForward
 from windfall.engine.gpu.target import (
     PREFILL_CHUNK_TOKENS,
     GpuTarget,
@@ -29,7 +30,6 @@ from windfall.kernels.pair_children import PairCandidates
 from windfall.kernels.rows import append_block, append_rows
 from windfall.kernels.scatter import Scatter
 from windfall.kernels.top import LazyLogits, top_children
-from windfall.model.decoder import Decoder
 
 Drafted = Tensor | LazyLogits | PairCandidates  # what a draft pass gives: logits, or candidates
 
@@ -360,12 +360,14 @@ class GpuModelDrafter(GpuDrafter):
 
     draw_offset = 1
 
-    def __init__(self, decoder: Decoder, vocabulary: int, gpu_target: GpuTarget, pending: int, staged: int):
+    def __init__(self, form: ModelForm, gpu_target: GpuTarget, pending: int, staged: int):
         super().__init__(gpu_target, pending)
-        self.decoder, self.vocab_size, self.staged = decoder, vocabulary, staged
-        self.max_positions = decoder.context
-        self.forward = fastest_forward(decoder.model)
-        self.kv = gpu_target.cache(self.forward.shape, decoder.dtype)
+        self.form, self.staged = form, staged
+        self.max_positions = form.decoder.context
+        self.forward = fastest_forward(form.decoder.model)
+        if isinstance(self.forward, FusedForward):
+            self.forward.require_capture(gpu_target.graph_cache)
+        self.kv = gpu_target.cache(self.forward.shape, form.decoder.dtype)
 
     @property
     def columns(self) -> int:
@@ -381,7 +383,8 @@ class GpuModelDrafter(GpuDrafter):
             self.pending_count.fill_(1)
 
     def _run_columns(self, rows: Pass, features: Tensor | None) -> None:
-        self.forward.prefill(rows, self.kv, (), self._chunk_columns(len(rows.tokens)))
+        known = rows.up_to(self.form.last_token)
+        self.forward.prefill(known, self.kv, (), self._chunk_columns(len(rows.tokens)))
 
     def _first_logits(self, rows: Pass, last: Tensor) -> Tensor:
         return self._logits(rows).index_select(0, last)
@@ -390,7 +393,8 @@ class GpuModelDrafter(GpuDrafter):
         return self._logits(rows)
 
     def _logits(self, rows: Pass) -> Tensor:
-        return self.forward(rows, self.kv, (), self.columns)[0][:, : self.vocab_size]
+        known = rows.up_to(self.form.last_token)
+        return self.forward(known, self.kv, (), self.columns)[0][:, : self.form.vocab_size]
 
 
 def drafter_form(drafter: Drafter, device: torch.device) -> GpuForm | str:
@@ -415,7 +419,7 @@ def gpu_drafter(form: GpuForm, gpu_target: GpuTarget, pending: int, staged: int,
         return GpuBlockDrafter(form, gpu_target, pending, entropies)
     if isinstance(form, HeadForm):
         return GpuHeadDrafter(form.head, gpu_target, pending, staged)
-    return GpuModelDrafter(form.decoder, form.vocab_size, gpu_target, pending, staged)
+    return GpuModelDrafter(form, gpu_target, pending, staged)
 
 
 def prefill(prompt: list[int], gpu_target: GpuTarget, draft: GpuDrafter | None) -> None:

@@ -7,15 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windfall.engine.gpu.families import ExpertsMlp, Layer, describe
+from windfall.engine.gpu.families import ExpertsMlp, Layer, PlainMlp, describe
 from windfall.engine.gpu.forward import Pass, paths_of
+from windfall.engine.gpu.graphs import GraphCache
 from windfall.engine.gpu.rope import CosSin, RotaryTable, cos_and_sin
+from windfall.engine.gpu.weights import check_products, module_products
 from windfall.kernels.attention import path_attention, tree_attention
 from windfall.kernels.experts import experts
-from windfall.kernels.norm import add_norm, soft_cap
+from windfall.kernels.module_product import LARGER_PIECES, PIECE_ROWS
+from windfall.kernels.norm import activate, add_norm, soft_cap
 from windfall.kernels.product import linear, norm_gate, norm_rotate, product
 from windfall.kernels.rows import embed
 from windfall.model.hidden_states import boundary
+
+TRIAL_ROWS = (1, PIECE_ROWS, LARGER_PIECES[-1])  # for which a layer is captured on trial
 
 
 class FusedForward:
@@ -27,15 +32,30 @@ class FusedForward:
         """`exact`: round a row alike in every pass."""
         self.exact = exact
         self.described = described = describe(model)
-        self.layers, self.kind, self.eps = described.layers, described.kind, described.eps
+        self.layers, self.eps = described.layers, described.eps
         self.shape = (len(self.layers), described.kv_heads, described.d)
         self.group = described.heads // described.kv_heads  # query heads for each key head
         self.needs_paths = described.score_cap is not None or any(
             layer.window is not None or layer.sinks is not None for layer in self.layers
         )
+        self.module_products = list(module_products(described))
+        check_products(self.module_products, described.embedding, exact)
         self._angles: list[
             Tensor
         ] = []  # tables [positions, rotaries * 2r]; captured graphs go on reading the shorter ones
+
+    def require_capture(self, graph_cache: GraphCache) -> None:
+        """Turn graphs off, with a warning, if layers that compute their own products cannot be captured."""
+        if self.module_products:
+            kinds = sorted({kind for layers in self.module_products for kind in layers.kinds})
+            graph_cache.require_capture(f"its {' and '.join(kinds)} layers", self._run_module_products)
+
+    @torch.no_grad()
+    def _run_module_products(self) -> None:
+        """Run the layers that compute their own products, with the numbers of rows for which their kernels differ."""
+        for layers in self.module_products:
+            for count in TRIAL_ROWS:
+                layers(self.described.embedding.new_zeros(count, layers.shape[1]), self.exact)
 
     @torch.no_grad()
     def __call__(
@@ -44,6 +64,8 @@ class FusedForward:
         """As `Forward` says; with `scored`, only the first `scored` rows get logits."""
         normed, tapped = self._run(rows, kv, taps)
         logits = product(normed[:scored], self.described.vocabulary, self.described.vocabulary_bias, self.exact)
+        if self.described.logit_scale is not None:
+            logits.mul_(self.described.logit_scale)
         return logits if self.described.logit_cap is None else soft_cap(logits, self.described.logit_cap), tapped
 
     @torch.no_grad()
@@ -64,12 +86,15 @@ class FusedForward:
             attended = self._attend(layer, queries, rows, kv[:, place])
             x, total = self._mlp(layer, attended, total)
         norm, count = self.described.norm, len(self.layers)
-        normed, total = add_norm(x, total, norm.weight, self.eps, kind=self.kind, before=norm.before)
+        normed, total = add_norm(x, total, norm.weight, self.eps, style=norm.style)
         states |= {count: total, -1: normed}
         return normed, torch.cat([states[boundary(tap, count)] for tap in taps], -1) if taps else None
 
     def _embed(self, rows: Pass, longest: int) -> tuple[Tensor, list[CosSin]]:
-        """Embed the tokens [n, H]; cos and sin [n, r] of each kind of rotary angles. `longest`: a text's length."""
+        """Embed the tokens [n, H]; cos and sin [n, r] of each kind of rotary angles. `longest`: a text's length.
+
+        The last kind, NO_ANGLES, has r = 0.
+        """
         described = self.described
         positions = min(longest, described.positions or longest)
         if not self._angles or len(self._angles[-1]) < positions:
@@ -78,7 +103,7 @@ class FusedForward:
         x, turns = embed(
             rows.tokens, described.embedding, rows.positions, self._angles[-1], scale=described.embedding_scale
         )
-        return x, [cos_and_sin(part) for part in turns.chunk(len(described.rotaries), -1)]
+        return x, [cos_and_sin(part) for part in (*turns.chunk(len(described.rotaries), -1), turns[:, :0])]
 
     def _attention_inputs(
         self, layer: Layer, x: Tensor, total: Tensor | None, rotary: CosSin, rows: Pass, kv: Tensor
@@ -94,9 +119,9 @@ class FusedForward:
             kv[1],
             rows.slots,
             self.exact,
-            kind=self.kind,
-            before=layer.norm.before,
+            style=layer.norm.style,
             norms=layer.head_norms,
+            rotation=self.described.rotation,
         )
 
     def _attend(self, layer: Layer, queries: Tensor, rows: Pass, kv: Tensor) -> Tensor:
@@ -112,10 +137,14 @@ class FusedForward:
 
     def _mlp(self, layer: Layer, attended: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
         """Add the output of attention to the residual stream; returns the MLP's output [n, H] and the stream."""
-        norm, mlp = layer.mlp_norm, layer.mlp
-        how: dict[str, Any] = {"kind": self.kind, "before": norm.before}
+        (norm, style), mlp = layer.mlp_norm, layer.mlp
         if isinstance(mlp, ExpertsMlp):
-            normed, total = add_norm(attended, total, norm.weight, self.eps, **how)
+            normed, total = add_norm(attended, total, norm, self.eps, style=style)
             return experts(normed, *mlp), total
-        gates, total = norm_gate(attended, total, norm.weight, self.eps, mlp.gate_up, self.exact, gelu=mlp.gelu, **how)
+        if isinstance(mlp, PlainMlp):
+            normed, total = add_norm(attended, total, norm, self.eps, style=style)
+            inner = activate(linear(normed, mlp.up, mlp.up_bias, self.exact), mlp.activation)
+            return linear(inner, mlp.down, mlp.down_bias, self.exact), total
+        given = (attended, total, norm, self.eps, mlp.gate_up)
+        gates, total = norm_gate(*given, self.exact, style, mlp.gelu)
         return linear(gates, mlp.down, None, self.exact), total

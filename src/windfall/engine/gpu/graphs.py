@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -92,6 +93,17 @@ class GraphCache:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
+    def require_capture(self, what: str, work: Callable[[], object]) -> None:
+        """Capture this work on trial; if that fails, warn, and capture nothing from now on."""
+        if not self.enabled:
+            return
+        with self._device_context:
+            work()
+            torch.cuda.synchronize(self.device)
+            reason = capture_failure(torch.cuda.CUDAGraph(), work, self.device)
+        if reason:
+            self._disable(f"{what} cannot be captured as a CUDA graph: {reason}")
+
     def _capture(self, key: Key, work: Callable[[], object]) -> None:
         """Capture this work; if that fails, for example because it waits for the device, it keeps running eagerly."""
         graph = torch.cuda.CUDAGraph()
@@ -99,26 +111,35 @@ class GraphCache:
         while len(self.graphs) >= MAX_GRAPHS:
             del self.graphs[next(iter(self.graphs))]
         memory = next(iter(self.graphs.values())).pool() if self.graphs else None  # a pool needs a living graph
-        stream = torch.cuda.current_stream(self.device)
-        collecting = gc.isenabled()
-        gc.disable()  # collecting an old graph would free memory, which breaks the capture
-        try:
-            with torch.cuda.graph(graph, pool=memory, stream=_capture_stream(self.device)):
-                work()
-        except RuntimeError as error:
-            torch.cuda.set_stream(stream)  # if the capture failed at its start, its stream is still current
-            self._note_failure(str(error).partition("\n")[0])
+        if reason := capture_failure(graph, work, self.device, memory):
+            self.failures += 1
+            self.last_failure = reason
+            if self.failures >= MAX_CAPTURE_FAILURES:
+                self._disable(reason)
         else:
             self.graphs[key] = graph
-        finally:
-            if collecting:
-                gc.enable()
 
-    def _note_failure(self, reason: str) -> None:
-        """Count a failure; stop capturing after `MAX_CAPTURE_FAILURES`."""
-        self.failures += 1
-        self.last_failure = reason
-        torch.cuda.synchronize(self.device)
-        if self.failures >= MAX_CAPTURE_FAILURES:
-            self.enabled = False
-            warnings.warn(f"passes are launched kernel by kernel: {reason}", stacklevel=2)
+    def _disable(self, reason: str) -> None:
+        """Capture no more graphs."""
+        self.enabled, self.last_failure = False, reason
+        warnings.warn(f"passes are launched kernel by kernel: {reason}", stacklevel=2)
+
+
+def capture_failure(
+    graph: torch.cuda.CUDAGraph, work: Callable[[], object], device: torch.device, memory: Any = None
+) -> str:
+    """Capture this work, which has run before; returns why that failed, or an empty string."""
+    stream = torch.cuda.current_stream(device)
+    collecting = gc.isenabled()
+    gc.disable()  # collecting an old graph would free memory, which breaks the capture
+    try:
+        with torch.cuda.graph(graph, pool=memory, stream=_capture_stream(device)):
+            work()
+    except RuntimeError as error:
+        torch.cuda.set_stream(stream)  # if the capture failed at its start, its stream is still current
+        torch.cuda.synchronize(device)
+        return str(error).partition("\n")[0] or type(error).__name__
+    finally:
+        if collecting:
+            gc.enable()
+    return ""

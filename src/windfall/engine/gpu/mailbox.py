@@ -14,6 +14,7 @@ from windfall.kernels.backend import on_triton
 from windfall.kernels.publish import SEQUENCE_BYTES, publish
 
 POLLS_PER_YIELD = 4096  # polls before other threads get a chance to run
+POLLS_PER_PATIENT_YIELD = 16  # the same where a microsecond more does not matter
 
 
 class Mailbox:
@@ -54,8 +55,12 @@ class Mailbox:
         """Whether this publication has come; a later one must not have overwritten it."""
         return bool(self._numbers[number % len(self._blocks)][0] == number)
 
-    def wait(self, number: int) -> int:
-        """Wait for this publication; returns its block, which later publications overwrite once the ring is full."""
+    def wait(self, number: int, patient: bool = False) -> int:
+        """Wait for this publication; returns its block, which later publications overwrite once the ring is full.
+
+        `patient`: other threads may run nearly all the time. Without it, those that want to run wait for a part of a
+        millisecond whenever they have released the interpreter's lock.
+        """
         if not self._ordered:
             torch.cuda.current_stream(self._source.device).synchronize()
         place, polls = number % len(self._blocks), 0
@@ -64,6 +69,8 @@ class Mailbox:
             polls += 1
             if polls % POLLS_PER_YIELD == 0:
                 self._yield_or_fail(published, number)
+            elif patient and polls % POLLS_PER_PATIENT_YIELD == 0:
+                time.sleep(0)
         return place
 
     def _yield_or_fail(self, published: memoryview, number: int) -> None:

@@ -1,4 +1,4 @@
-"""Detects changes to a model after its fused forward was built: new weights, another device, a hook, an adapter."""
+"""Detects changes to a model after its forward was built: new weights, another device, a hook, another adapter."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+KNOWN = ("torch.", "transformers.", "windfall.")  # packages whose modules have no settings that change
+
 
 class ModelGuard:
-    """Remembers a model's modules, hooks, and the addresses and dtypes of its weights.
+    """Remembers a model's modules, hooks, the addresses and dtypes of its weights, and settings of other libraries.
 
     In-place weight updates are fine: the graphs read the same memory. A whole check takes about 0.3 ms for a few
     hundred modules. `moved` takes a tenth of that, and is enough before graphs are launched: as long as it is False,
@@ -23,6 +25,8 @@ class ModelGuard:
             [part[name] for part in self._parts]
             for name in ("_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks")
         )
+        foreign = (module for module in model.modules() if not type(module).__module__.startswith(KNOWN))
+        self._settings = [vars(module) for module in foreign]
         # keeps their memory, even if the model gets others; parameters of other classes may have no address
         self._tensors = [weight for weight in model.parameters() if type(weight) is nn.Parameter]
         self._first, self._addresses = self._state(), self._places()
@@ -49,7 +53,20 @@ class ModelGuard:
             list(map(dict.get, self._parts, repeat("forward"))),
             list(map(Tensor.data_ptr if plain else id, weights)),
             list(map(attrgetter("dtype"), weights)),
+            list(map(_settings, self._settings)),
         ]
+
+
+def _settings(part: dict[str, Any]) -> list[object]:
+    """The flags, names and factors among a module's attributes, such as which adapters are on and how strong."""
+    found: list[object] = []
+    for value in part.values():
+        if type(value) in (bool, str):
+            found.append(value)
+        elif type(value) in (list, tuple, dict):
+            inner = [*value, *value.values()] if isinstance(value, dict) else [*value]
+            found.append([each for each in inner if type(each) in (bool, str, float)])
+    return found
 
 
 def is_foreign_hook(hook: Any) -> bool:

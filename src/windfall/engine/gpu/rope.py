@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import torch
@@ -14,7 +15,24 @@ from windfall.model.decoder import longrope_positions
 
 FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # rope types whose angles depend on the position alone
 CosSin = tuple[Tensor, Tensor]
+NO_ANGLES = -1  # stands for the angles of a layer that has none
 Rotary = Callable[[Tensor, Tensor], CosSin]  # a tensor of the wanted dtype, positions [1, n] → cos and sin [1, n, r]
+
+
+class AngleForm(Enum):
+    """How a rotary module lays out the cos and sin of r / 2 angles."""
+
+    TWICE = "twice"  # all, and then all again (Llama)
+    ONCE = "once"  # without repetition (gpt-oss)
+    REPEATED = "repeated"  # each twice in a row (Cohere)
+
+
+def in_halves(x: Tensor, form: AngleForm) -> Tensor:
+    """cos or sin in the form of Llama."""
+    if form is AngleForm.TWICE:
+        return x
+    once = x if form is AngleForm.ONCE else x[..., ::2]
+    return torch.cat([once, once], -1)
 
 
 class RotaryTable:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -14,14 +14,17 @@ from torch import Tensor
 from windfall.core.sampling import signed
 from windfall.core.tree import DraftTree
 from windfall.core.types import GpuOptions, InputError, SamplingParams
-from windfall.engine.gpu.forward import Forward, Pass, Paths, TransformersForward, Unsupported
+from windfall.engine.gpu.forward import Forward, PagedForward, Pass, Paths, Unsupported
 from windfall.engine.gpu.fused import FusedForward
 from windfall.engine.gpu.graphs import GraphCache
+from windfall.engine.gpu.interface import InterfaceForward
+from windfall.engine.gpu.modules import MaskedForward
 from windfall.engine.gpu.transfer import PackedBuffer
 from windfall.kernels.cutoff import cutoffs
 from windfall.kernels.draw import draw, update_noise
 from windfall.kernels.move import move
 from windfall.kernels.rows import place_rows
+from windfall.model.decoder import vocabulary_size
 
 VERIFY_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320)  # rows of captured verify passes
 MAX_VERIFY_ROWS = VERIFY_SIZES[-1]
@@ -89,6 +92,8 @@ class GpuTarget:
         self.forward, self.inexact_reason = choose_forward(model, options)  # the reason is empty if passes are exact
         self.exact = not self.inexact_reason  # whether rounding of a row must not depend on the other rows
         self.taps, self.graph_cache = taps, graph_cache
+        if isinstance(self.forward, FusedForward):
+            self.forward.require_capture(graph_cache)
         self.weights = list(model.parameters())
         embedding = model.get_input_embeddings().weight
         self.device, self.dtype = embedding.device, embedding.dtype
@@ -114,7 +119,7 @@ class GpuTarget:
         if taps:
             self.chunk_states = torch.zeros(PREFILL_CHUNK_TOKENS, self.width, dtype=self.dtype, device=device)
         self._places = torch.arange(MAX_VERIFY_ROWS, device=device)
-        self._vocabulary = len(model.get_output_embeddings().weight)
+        self._vocabulary = vocabulary_size(model)
         self._noise: dict[int, Tensor] = {}
         self.length_bound = 0  # an upper bound on `length` that the host knows
         self._caches: dict[tuple[tuple[int, int, int], torch.dtype], Tensor] = {}  # of drafters, by shape and dtype
@@ -287,7 +292,26 @@ def fastest_forward(model: Any, compiled: bool = False) -> Forward:
     try:
         return FusedForward(model)
     except Unsupported:
-        return TransformersForward(model, compiled)
+        return modules_forward(model, compiled)
+
+
+def modules_forward(model: Any, compiled: bool = False) -> Forward:
+    """A forward that runs the model's own modules, compiled or with windfall's attention if possible."""
+    masked = partial(MaskedForward, compiled=compiled)
+    reasons: list[str] = []
+    for make in (masked, InterfaceForward) if compiled else (InterfaceForward, masked):
+        try:
+            return make(model)
+        except Unsupported as error:
+            reasons.append(str(error))
+    raise Unsupported(" and ".join(dict.fromkeys(reasons)))
+
+
+def in_pages(forward: Forward) -> PagedForward:
+    """This forward, if it can read a KV cache in pages; otherwise raises Unsupported."""
+    if getattr(forward, "group", None) is None:
+        raise Unsupported("its attention does not read a KV cache in pages")
+    return cast(PagedForward, forward)
 
 
 def exact_forward(model: Any) -> FusedForward:

@@ -25,7 +25,7 @@ from windfall.heads.formats.checkpoint import Shape as Shape
 from windfall.heads.formats.checkpoint import plainly_named
 from windfall.heads.formats.draft_vocabulary import draft_mapping, draft_vocabulary
 from windfall.heads.formats.eagle import EagleReader, GriffinReader, eagle_config, griffin_config
-from windfall.heads.formats.eagle3 import Eagle3Reader, eagle3_config, eagle3_name
+from windfall.heads.formats.eagle3 import Eagle3Reader, eagle3_config, eagle3_name, vllm_config
 from windfall.heads.formats.speculators import SpeculatorsReader, speculators_config
 from windfall.heads.kinds import KINDS, load, match, recognise, refuse_unsupported_head
 
@@ -42,9 +42,16 @@ CONFIGS = {
     "eagle": eagle_config,
     "eagle3": eagle3_config,
     "speculators": speculators_config,
+    "vllm": vllm_config,
     "griffin": griffin_config,
 }
-FORMATS = {"eagle": "eagle", "eagle3": "eagle3", "speculators": "eagle3", "griffin": "griffin"}  # format → kind
+FORMATS = {  # format → kind
+    "eagle": "eagle",
+    "eagle3": "eagle3",
+    "speculators": "eagle3",
+    "vllm": "eagle3",
+    "griffin": "griffin",
+}
 
 
 def read(source: str | os.PathLike[str], target: Any = None) -> Any:
@@ -86,13 +93,14 @@ def write(
     light: bool = False,
     target: Target | None = None,
 ) -> None:
-    """Write a head as other engines read it; `format` is its kind, or speculators for an eagle3 head.
+    """Write a head as other engines read it; `format` is its kind, speculators (eagle3) or vllm (eagle3, medusa).
 
     What it borrows from its target is written too, unless `light`; `target` adds its name and fingerprint.
     """
     kind = head.config.kind
-    if KINDS[kind].drafter != "head" and format in (None, kind):
-        own = {"dtype": dtype, "target": target} if kind == "block" else {}
+    if KINDS[kind].drafter != "head" and (format in (None, kind) or (kind, format) == ("medusa", "vllm")):
+        own: dict[str, Any] = {"dtype": dtype, "target": target} if kind == "block" else {}
+        own |= {"layout": format} if format == "vllm" else {}
         load(KINDS[kind].writer)(head, folder, **own)
         return
     format = format or kind
@@ -104,13 +112,13 @@ def write(
     config = CONFIGS[format](head.config, vocabulary, str(dtype).removeprefix("torch."))
     if "lm_head.weight" not in tensors and head.config.logit_scale != 1:
         config["logit_scale"] = head.config.logit_scale
-    if target is not None:
+    if target is not None and format != "vllm":
         config[TARGET] = {"name": target.name, **fingerprint(target)}
         if format == "speculators":
             named = {"name_or_path": _source(target), "architectures": [type(target.model).__name__]}
             config["speculators_config"]["verifier"] = named
     saved = {name: tensor.detach().to("cpu", dtype).clone().contiguous() for name, tensor in tensors.items()}
-    if format == "eagle3":
+    if format in ("eagle3", "vllm"):
         saved = {eagle3_name(name): tensor for name, tensor in saved.items()}
     write_folder(Path(folder), config, {**saved, **draft_mapping(head, vocabulary, light)})
 

@@ -119,6 +119,18 @@ def eagle3_config(config: HeadConfig, vocabulary: int, dtype: str) -> dict[str, 
     }
 
 
+def vllm_config(config: HeadConfig, vocabulary: int, dtype: str) -> dict[str, Any]:
+    """The same as vLLM reads it: layers are boundaries everywhere, and rotary angles are named as in transformers 5."""
+    made = eagle3_config(config, vocabulary, dtype)
+    if AUX in made:
+        made["num_aux_hidden_states"] = len(made[AUX])
+        made["eagle_config"] = {"use_aux_hidden_state": True, AUX: made[AUX]}
+    scaling = made.pop("rope_scaling") or {"rope_type": "default"}
+    made["rope_parameters"] = {**scaling, "rope_theta": made["rope_theta"]}
+    made["dtype"] = dtype
+    return made
+
+
 def eagle3_name(name: str) -> str:
     """The name of a tensor in EAGLE-3 files, which call the first layer `midlayer`."""
     return f"midlayer.{name.removeprefix('layers.0.')}" if name.startswith("layers.0.") else name

@@ -20,10 +20,12 @@ from torch import Tensor
 
 from windfall.kernels.backend import pdl_launch, power_of_two
 from windfall.kernels.expert_weights import Experts
+from windfall.kernels.triton.norm import gated
 from windfall.kernels.triton.pdl import pdl_wait, prefetch
 
 STEP = 64  # elements of K that a program loads at a time
-AHEAD = tl.constexpr(256)  # elements of K that `_expert_down` prefetches before it waits
+AHEAD = tl.constexpr(256)  # addresses that `_expert_down` prefetches before it waits
+LINE, LINES = tl.constexpr(64), tl.constexpr(4)  # elements of a cache line, in half precision; lines of a row of these
 CHOSEN_ROWS = 64  # rows whose experts are chosen at a time
 SUM_COLUMNS = 1024  # per program of `_sum_experts`
 ROUTED = 2  # experts of a program of `_router`
@@ -62,7 +64,8 @@ def _router(
 @triton.jit(do_not_specialize=["n", "room"])
 def _choose_experts(
     logits, shares, pairs, counts, blocks, n, room, experts, logit_row,
-    TOP_K: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, E: tl.constexpr, PDL: tl.constexpr,
+    TOP_K: tl.constexpr, NORMALISED: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, E: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program. Choose the experts of all rows; write the shares of a row's experts and the list of blocks.
 
@@ -92,6 +95,8 @@ def _choose_experts(
             power = tl.exp(best - highest)
             powers += (power,)
             total += power
+        if not NORMALISED:
+            total = tl.sum(tl.where(known, tl.exp(value - highest[:, None]), 0.0), 1)
         for each in tl.static_range(TOP_K):
             share = tl.div_rn(powers[each], total)
             tl.store(shares + row * TOP_K + each, share.to(shares.dtype.element_ty), mask=live)
@@ -120,16 +125,20 @@ def _block_pairs(start, counts, pairs, n, ROWS: tl.constexpr):
 
 @triton.jit
 def _product(
-    x, weight, bias, row, live, column, x_row,
-    K: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
-    STAGES: tl.constexpr,
+    x, weight, bias, row, live, column, inside, x_row,
+    K: tl.constexpr, WIDTH: tl.constexpr, LINEAR: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """These rows of x times these columns of a weight [K, WIDTH], rounded; plus bias, rounded again → fp32."""
+    """These rows of x times these columns of a weight, rounded; with a bias, that is added and rounded again → fp32.
+
+    The weight is [K, WIDTH]; LINEAR: [WIDTH, K].
+    """
     kind: tl.constexpr = x.dtype.element_ty
+    K_STEP: tl.constexpr = 1 if LINEAR else WIDTH
+    COLUMN_STEP: tl.constexpr = K if LINEAR else 1
     lane = tl.arange(0, STEP)
     x_at = x + row[:, None].to(tl.int64) * x_row + lane[None, :]
-    inside = column < WIDTH
-    weight_at = weight + lane[:, None] * WIDTH + column[None, :]
+    weight_at = weight + lane[:, None] * K_STEP + column[None, :] * COLUMN_STEP
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
     for k in tl.range(0, K, STEP, num_stages=STAGES):
         shown, read = live[:, None], inside[None, :]
@@ -137,12 +146,15 @@ def _product(
             shown, read = shown & (k + lane < K)[None, :], read & (k + lane < K)[:, None]
         left = tl.load(x_at + k, mask=shown, other=0.0)
         if K % STEP == 0 and WIDTH % COLUMNS == 0:
-            right = tl.load(weight_at + k * WIDTH)
+            right = tl.load(weight_at + k * K_STEP)
         else:
-            right = tl.load(weight_at + k * WIDTH, mask=read, other=0.0)
+            right = tl.load(weight_at + k * K_STEP, mask=read, other=0.0)
         sums = tl.dot(left, right, sums, input_precision="ieee")
-    added = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    return (sums.to(kind).to(tl.float32) + added[None, :]).to(kind).to(tl.float32)
+    made = sums.to(kind).to(tl.float32)
+    if BIAS:
+        added = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+        made = (made + added[None, :]).to(kind).to(tl.float32)
+    return made
 
 
 @triton.jit
@@ -158,32 +170,43 @@ def _clamped_swiglu(gate, up, alpha, limit, kind: tl.constexpr):
 @triton.jit(do_not_specialize=["n"])
 def _expert_gate_up(
     x, weight, bias, out, blocks, counts, pairs, n, x_row, alpha, limit,
-    TOP_K: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    STEP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    TOP_K: tl.constexpr, LIMITED: tl.constexpr, LINEAR: tl.constexpr, BIAS: tl.constexpr, K: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (block, tile of columns). Columns alternate between gate and up projection. `out` has a row per pair."""
+    """Program (block, tile of columns). Its columns alternate between gate and up projection, which in a LINEAR weight
+    are halves. `out` has a row per pair."""
     pdl_wait(PDL)
     start = tl.load(blocks + tl.program_id(0))
     if start < 0:
         return
     expert, pair, live = _block_pairs(start, counts, pairs, n, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    lane = tl.arange(0, COLUMNS)
+    column = tl.program_id(1) * COLUMNS + lane
+    inside = column < WIDTH
+    if LINEAR:
+        column = tl.program_id(1) * (COLUMNS // 2) + lane // 2 + lane % 2 * (WIDTH // 2)
     own = weight + expert.to(tl.int64) * (K * WIDTH)
     made = _product(
-        x, own, bias + expert * WIDTH, pair // TOP_K, live, column, x_row, K, WIDTH, ROWS, COLUMNS, STEP, STAGES
-    )
+        x, own, bias + expert * WIDTH, pair // TOP_K, live, column, inside, x_row,
+        K, WIDTH, LINEAR, BIAS, ROWS, COLUMNS, STEP, STAGES,
+    )  # fmt: skip
     gate, up = tl.split(tl.reshape(made, (ROWS, COLUMNS // 2, 2)))
     goal = tl.program_id(1) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
     shown = live[:, None] & (goal < WIDTH // 2)[None, :]
     at = out + pair[:, None].to(tl.int64) * (WIDTH // 2) + goal[None, :]
-    tl.store(at, _clamped_swiglu(gate, up, alpha, limit, out.dtype.element_ty), mask=shown)
+    if LIMITED:
+        opened = _clamped_swiglu(gate, up, alpha, limit, out.dtype.element_ty)
+    else:
+        opened = gated(gate, up, out.dtype.element_ty)
+    tl.store(at, opened, mask=shown)
 
 
 @triton.jit(do_not_specialize=["n"])
 def _expert_down(
     inner, weight, bias, shares, out, blocks, counts, pairs, n,
-    K: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    LINEAR: tl.constexpr, BIAS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (block, tile of columns). `inner` and `out` have a row per pair.
 
@@ -194,12 +217,20 @@ def _expert_down(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     own = weight + expert.to(tl.int64) * (K * WIDTH)
     if PDL and start >= 0:
-        prefetch(own + tl.minimum(tl.arange(0, AHEAD), K - 1) * WIDTH + tl.program_id(1) * COLUMNS)
+        ahead = tl.arange(0, AHEAD)
+        if LINEAR:  # LINE elements of a row, and as many rows as there are left
+            near = tl.minimum(tl.program_id(1) * COLUMNS + ahead // LINES, WIDTH - 1) * K
+            prefetch(own + near + tl.minimum(ahead % LINES * LINE, K - 1))
+        else:
+            prefetch(own + tl.minimum(ahead, K - 1) * WIDTH + tl.program_id(1) * COLUMNS)
     pdl_wait(PDL)
     if start < 0:
         return
     expert, pair, live = _block_pairs(start, counts, pairs, n, ROWS)
-    made = _product(inner, own, bias + expert * WIDTH, pair, live, column, K, K, WIDTH, ROWS, COLUMNS, STEP, STAGES)
+    made = _product(
+        inner, own, bias + expert * WIDTH, pair, live, column, column < WIDTH, K,
+        K, WIDTH, LINEAR, BIAS, ROWS, COLUMNS, STEP, STAGES,
+    )  # fmt: skip
     share = tl.load(shares + pair, mask=live, other=0.0).to(tl.float32)
     shown = live[:, None] & (column < WIDTH)[None, :]
     at = out + pair[:, None].to(tl.int64) * WIDTH + column[None, :]
@@ -265,9 +296,9 @@ class Blocks(NamedTuple):
     shares: Tensor
 
 
-def choose_experts(logits: Tensor, top_k: int, rows: int, dtype: torch.dtype) -> Blocks:
+def choose_experts(logits: Tensor, own: Experts, rows: int, dtype: torch.dtype) -> Blocks:
     """Choose the experts of each row of the router's logits, and list their rows in blocks of this size."""
-    n, experts = logits.shape
+    (n, experts), top_k = logits.shape, own.top_k
     room, few = block_bound(n * top_k, experts, rows), n <= 16
     sizes = (room, experts, experts * n)
     blocks, counts, pairs = (logits.new_empty(size, dtype=torch.int32) for size in sizes)
@@ -283,6 +314,7 @@ def choose_experts(logits: Tensor, top_k: int, rows: int, dtype: torch.dtype) ->
         experts,
         logits.stride(0),
         TOP_K=top_k,
+        NORMALISED=own.normalised,
         ROWS=rows,
         CHUNK=16 if few else CHOSEN_ROWS,
         E=power_of_two(experts),
@@ -295,15 +327,18 @@ def choose_experts(logits: Tensor, top_k: int, rows: int, dtype: torch.dtype) ->
 
 def mixture(x: Tensor, logits: Tensor, own: Experts, tile: Tile | None = None) -> Tensor:
     """`kernels.experts.mixture`; `tile` is for measuring."""
-    (n, hidden), (experts, width, double) = x.shape, own.gate_up.shape
-    assert x.stride(1) == logits.stride(1) == 1 and width == hidden and 1 <= own.top_k <= experts
-    assert all(each.is_contiguous() for each in (own.gate_up, own.gate_up_bias, own.down, own.down_bias))
-    assert x.dtype == own.gate_up.dtype == own.down.dtype and own.down.shape == (experts, double // 2, hidden)
+    (n, hidden), experts = x.shape, len(own.gate_up)
+    double, biased = own.gate_up.shape[1 if own.linear else 2], own.gate_up_bias is not None
+    _check(x, logits, own, double)
     number = n * own.top_k
     tile = tile or choose_tile(number, experts, x.dtype != torch.float32)
-    blocks, counts, pairs, shares = choose_experts(logits, own.top_k, tile.rows, x.dtype)
-    inner, parts, out = x.new_empty(number, double // 2), x.new_empty(number, hidden), x.new_empty(n, hidden)
+    dtype = torch.float32 if own.wide else x.dtype
+    blocks, counts, pairs, shares = choose_experts(logits, own, tile.rows, dtype)
+    inner, out = x.new_empty(number, double // 2), x.new_empty(n, hidden)
+    parts = x.new_empty(number, hidden, dtype=dtype)
     options = {
+        "LINEAR": own.linear,
+        "BIAS": biased,
         "ROWS": tile.rows,
         "COLUMNS": tile.columns,
         "STEP": STEP,
@@ -314,7 +349,7 @@ def mixture(x: Tensor, logits: Tensor, own: Experts, tile: Tile | None = None) -
     _expert_gate_up[(len(blocks), -(-double // tile.columns))](
         x,
         own.gate_up,
-        own.gate_up_bias,
+        own.gate_up_bias if biased else x,
         inner,
         blocks,
         counts,
@@ -322,8 +357,9 @@ def mixture(x: Tensor, logits: Tensor, own: Experts, tile: Tile | None = None) -
         n,
         x.stride(0),
         own.alpha,
-        own.limit,
+        own.limit or 0.0,
         TOP_K=own.top_k,
+        LIMITED=own.limit is not None,
         K=hidden,
         WIDTH=double,
         STAGES=tile.stages,
@@ -332,7 +368,7 @@ def mixture(x: Tensor, logits: Tensor, own: Experts, tile: Tile | None = None) -
     _expert_down[(len(blocks), -(-hidden // tile.columns))](
         inner,
         own.down,
-        own.down_bias,
+        own.down_bias if biased else x,
         shares,
         parts,
         blocks,
@@ -348,3 +384,17 @@ def mixture(x: Tensor, logits: Tensor, own: Experts, tile: Tile | None = None) -
         parts, out, hidden, TOP_K=own.top_k, BLOCK=SUM_COLUMNS, num_warps=4, enable_fp_fusion=False, **pdl_launch(x)
     )
     return out
+
+
+def _check(x: Tensor, logits: Tensor, own: Experts, double: int) -> None:
+    """Whether these operands are as the kernels read them; `double` is twice the width of an expert."""
+    experts, hidden = len(own.gate_up), x.shape[1]
+    sizes = (experts, hidden, double), (experts, double // 2, hidden)
+    given = (
+        own.gate_up.mT.shape if own.linear else own.gate_up.shape,
+        own.down.mT.shape if own.linear else own.down.shape,
+    )
+    assert given == sizes and logits.shape == (len(x), experts) and 1 <= own.top_k <= experts
+    assert x.stride(1) == logits.stride(1) == 1 and x.dtype == own.gate_up.dtype == own.down.dtype
+    assert all(each is None or each.is_contiguous() for each in own[:4])
+    assert (own.gate_up_bias is None) == (own.down_bias is None)

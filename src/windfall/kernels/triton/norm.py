@@ -4,73 +4,85 @@ There is no fused multiply-add, and values are rounded to the model's dtype wher
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from windfall.kernels.backend import pdl_launch, power_of_two
-from windfall.kernels.norm_kinds import HeadNorms, NormKind
+from windfall.kernels.norm_kinds import (
+    LLAMA_NORM,
+    LLAMA_ROTATION,
+    Activation,
+    HeadNorms,
+    NormKind,
+    NormStyle,
+    Rotation,
+)
 from windfall.kernels.scatter import Scatter
 from windfall.kernels.triton.pdl import pdl_wait
 
 GATE_BLOCK = 512  # columns per program of gate_mul
-CAP_BLOCK = 1024  # elements per program of soft_cap
+BLOCK = 1024  # elements per program of soft_cap and activate
 
 
 @triton.jit
-def _shrink(wide, width, eps):
-    """The factor of a root-mean-square norm of a row; elements past its width are 0."""
+def _mean(wide, width, CENTRED: tl.constexpr):
+    """What a norm subtracts from a row; elements past its width are 0."""
+    if CENTRED:
+        return tl.sum(wide, 0) / width
+    return 0.0
+
+
+@triton.jit
+def _shrink(wide, mean, inside, width, eps, CENTRED: tl.constexpr):
+    """The factor of a norm of a row; elements past its width are 0."""
+    if CENTRED:
+        wide = tl.where(inside, wide - mean, 0.0)
     return tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
 
 
 @triton.jit
-def _scaled(wide, shrink, factor, kind: tl.constexpr, WIDE: tl.constexpr, ONE: tl.constexpr):
+def _scaled(
+    wide, mean, shrink, factor, bias,
+    kind: tl.constexpr, WIDE: tl.constexpr, ONE: tl.constexpr, CENTRED: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
     """fp32 elements of a row, scaled by a norm and rounded; WIDE: only once, ONE: the factor is 1 + its weight."""
+    if CENTRED:
+        wide = wide - mean
     wide = wide * shrink
     factor = factor.to(tl.float32)
     if ONE:
         factor = 1.0 + factor
     if not WIDE:
         wide = wide.to(kind).to(tl.float32)
-    return (factor * wide).to(kind)
+    wide = factor * wide
+    if BIAS:
+        wide += bias.to(tl.float32)
+    return wide.to(kind)
 
 
 @triton.jit
 def _add_norm(
-    x,
-    residual,
-    weight,
-    before,
-    normed,
-    total,
-    pick,
-    buffer,
-    scatter_index,
-    width,
-    eps,
-    x_row,
-    residual_row,
-    buffer_row,
-    ADD: tl.constexpr,
-    BEFORE: tl.constexpr,
-    WIDE: tl.constexpr,
-    ONE: tl.constexpr,
-    PARTS: tl.constexpr,
-    PICK: tl.constexpr,
-    SCATTER: tl.constexpr,
-    SCATTER_NORMED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, residual, weight, bias, before, normed, total, pick, buffer, scatter_index, width, eps, x_scale, x_row,
+    residual_row, buffer_row,
+    ADD: tl.constexpr, BEFORE: tl.constexpr, SCALED: tl.constexpr, NORMED: tl.constexpr, PARALLEL: tl.constexpr,
+    BIAS: tl.constexpr, WIDE: tl.constexpr, ONE: tl.constexpr, CENTRED: tl.constexpr, PARTS: tl.constexpr,
+    PICK: tl.constexpr, SCATTER: tl.constexpr, SCATTER_NORMED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Program (row). It loads weights before it waits, since no kernel writes them."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
     kind = normed.dtype.element_ty
     given = row
-    if not PICK:
+    if NORMED and not PICK:
         factor = tl.load(weight + (row % PARTS) * width + column, mask=inside, other=0.0)
+    offset = 0.0
+    if BIAS:
+        offset = tl.load(bias + column, mask=inside, other=0.0)
     if BEFORE:
         own = tl.load(before + column, mask=inside, other=0.0)
     pdl_wait(PDL)
@@ -81,18 +93,30 @@ def _add_norm(
     if SCATTER:
         goal = buffer + tl.load(scatter_index + row) * buffer_row + column
     if BEFORE:
-        wide = _scaled(wide, _shrink(wide, width, eps), own, kind, WIDE, ONE).to(tl.float32)
+        mean = _mean(wide, width, CENTRED)
+        shrink = _shrink(wide, mean, inside, width, eps, CENTRED)
+        wide = _scaled(wide, mean, shrink, own, 0.0, kind, WIDE, ONE, CENTRED, False).to(tl.float32)
+    if SCALED:
+        wide = (wide * x_scale).to(kind).to(tl.float32)
+    base = wide
     if ADD:
-        wide += tl.load(residual + given * residual_row + column, mask=inside, other=0.0).to(tl.float32)
+        stream = tl.load(residual + given * residual_row + column, mask=inside, other=0.0).to(tl.float32)
+        wide += stream
         wide = wide.to(kind).to(tl.float32)
+        base = wide
+        if PARALLEL:
+            base = stream
     if ADD or PICK:
         tl.store(total + row * width + column, wide.to(kind), mask=inside)
     if SCATTER and not SCATTER_NORMED:
         tl.store(goal, wide.to(kind), mask=inside)
-    made = _scaled(wide, _shrink(wide, width, eps), factor, kind, WIDE, ONE)
-    tl.store(normed + row * width + column, made, mask=inside)
-    if SCATTER and SCATTER_NORMED:
-        tl.store(goal, made, mask=inside)
+    if NORMED:
+        mean = _mean(base, width, CENTRED)
+        shrink = _shrink(base, mean, inside, width, eps, CENTRED)
+        made = _scaled(base, mean, shrink, factor, offset, kind, WIDE, ONE, CENTRED, BIAS)
+        tl.store(normed + row * width + column, made, mask=inside)
+        if SCATTER and SCATTER_NORMED:
+            tl.store(goal, made, mask=inside)
 
 
 @triton.jit
@@ -106,13 +130,16 @@ def _tanh(x):
 
 
 @triton.jit
+def _gelu(x):
+    """Its tanh form, of fp32."""
+    inner = 0.7978845608028654 * (x + 0.044715 * (x * x * x))  # sqrt(2 / pi)
+    return 0.5 * x * (1.0 + _tanh(inner))
+
+
+@triton.jit
 def gated(gate, up, kind: tl.constexpr, GELU: tl.constexpr = False):
     """silu(gate) * up, or gelu(gate) * up with its tanh form; both are fp32."""
-    if GELU:
-        inner = 0.7978845608028654 * (gate + 0.044715 * (gate * gate * gate))  # sqrt(2 / pi)
-        opened = 0.5 * gate * (1.0 + _tanh(inner))
-    else:
-        opened = tl.div_rn(gate, 1.0 + tl.exp(-gate))
+    opened = _gelu(gate) if GELU else tl.div_rn(gate, 1.0 + tl.exp(-gate))
     return (opened.to(kind).to(tl.float32) * up).to(kind)
 
 
@@ -153,69 +180,93 @@ def _soft_cap(x, count, cap, inverse, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 @triton.jit
-def _rotate_and_store(
-    qkv,
-    cos,
-    sin,
-    keys,
-    values,
-    slots,
-    out,
-    positions,
-    query_norm,
-    key_norm,
-    width,
-    eps,
-    qkv_row,
-    angle_row,
-    angles,
-    key_head,
-    key_row,
-    value_head,
-    value_row,
-    INDEXED: tl.constexpr,
-    NORMED: tl.constexpr,
-    WIDE: tl.constexpr,
-    ONE: tl.constexpr,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    ROTATED: tl.constexpr,
+def _activate(x, count, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Program (block of elements)."""
+    pdl_wait(PDL)
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    given = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    if GELU:
+        made = _gelu(given)
+    else:
+        made = tl.where(given < 0, 0.0, given)  # keeps NaN
+        made = made * made
+    tl.store(x + place, made.to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _heads_norm(
+    heads, start, head, width, eps,
+    JOINT: tl.constexpr, CENTRED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
-):
+):  # fmt: skip
+    """Mean and factor of the norm of a head of queries or keys; JOINT: of all heads of its kind. `heads`: the row."""
+    first, count = start, width
+    if JOINT:
+        first = heads + tl.where(head < HEADS, 0, HEADS * D)
+        count = tl.where(head < HEADS, HEADS * D, KV_HEADS * D)
+    span = tl.arange(0, BLOCK)
+    inside = span < count
+    wide = tl.load(first + span, mask=inside, other=0.0).to(tl.float32)
+    mean = _mean(wide, count, CENTRED)
+    return mean, _shrink(wide, mean, inside, count, eps, CENTRED)
+
+
+@triton.jit
+def _rotate_and_store(
+    qkv, cos, sin, keys, values, slots, out, positions, query_norm, key_norm, width, eps, qkv_row, angle_row, angles,
+    key_head, key_row, value_head, value_row,
+    INDEXED: tl.constexpr, NORMED: tl.constexpr, JOINT: tl.constexpr, OWN: tl.constexpr, WIDE: tl.constexpr,
+    ONE: tl.constexpr, CENTRED: tl.constexpr, ADJACENT: tl.constexpr, WIDE_TURN: tl.constexpr, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, ROTATED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Program (row, head of queries, keys or values). The first ROTATED of a head's D dimensions are rotated.
 
-    A norm sums the squares of a head in one vector, as `_add_norm` does, for the same rounding.
+    A norm sums the squares of a head in one vector, as `_add_norm` does, for the same rounding. JOINT: those of all
+    heads. OWN: each head has its own weights.
     """
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     half = ROTATED // 2
-    dim = tl.arange(0, BLOCK)
-    inside = dim < half
+    place = tl.arange(0, BLOCK)
+    inside = place < half
+    dim, other = place, place + half
+    if ADJACENT:
+        dim, other = 2 * place, 2 * place + 1
     start = qkv + row * qkv_row + head * D
     left = tl.load(start + dim, mask=inside, other=0.0)
-    right = tl.load(start + half + dim, mask=inside, other=0.0)
+    right = tl.load(start + other, mask=inside, other=0.0)
     whole = tl.arange(0, BLOCK_D)
+    rest = (whole >= ROTATED) & (whole < D)
+    if ROTATED < D:
+        still = tl.load(start + whole, mask=rest, other=0.0)
     kind = out.dtype.element_ty
     if head < HEADS + KV_HEADS:
         if NORMED:
-            wide = tl.load(start + whole, mask=whole < D, other=0.0).to(tl.float32)
-            shrink = _shrink(wide, width, eps)
             factors = query_norm
             if head >= HEADS:
                 factors = key_norm
+            if OWN:
+                factors += tl.where(head < HEADS, head, head - HEADS) * D
+            mean, shrink = _heads_norm(
+                qkv + row * qkv_row, start, head, width, eps, JOINT, CENTRED, HEADS, KV_HEADS, D, BLOCK_NORM
+            )
             one = tl.load(factors + dim, mask=inside, other=0.0)
-            two = tl.load(factors + half + dim, mask=inside, other=0.0)
-            left = _scaled(left.to(tl.float32), shrink, one, kind, WIDE, ONE)
-            right = _scaled(right.to(tl.float32), shrink, two, kind, WIDE, ONE)
-        angle = row * angle_row + dim
-        if INDEXED:
-            angle = tl.maximum(tl.minimum(tl.load(positions + row), angles - 1), 0) * angle_row + dim
-        turned, other = rotated(left.to(tl.float32), right.to(tl.float32), cos, sin, angle, inside, ROTATED // 2, kind)
-        left, right = turned.to(kind), other.to(kind)
+            two = tl.load(factors + other, mask=inside, other=0.0)
+            left = _scaled(left.to(tl.float32), mean, shrink, one, 0.0, kind, WIDE, ONE, CENTRED, False)
+            right = _scaled(right.to(tl.float32), mean, shrink, two, 0.0, kind, WIDE, ONE, CENTRED, False)
+            if ROTATED < D:
+                three = tl.load(factors + whole, mask=rest, other=0.0)
+                still = _scaled(still.to(tl.float32), mean, shrink, three, 0.0, kind, WIDE, ONE, CENTRED, False)
+        if ROTATED > 0:
+            angle = row * angle_row + place
+            if INDEXED:
+                angle = tl.maximum(tl.minimum(tl.load(positions + row), angles - 1), 0) * angle_row + place
+            turn: tl.constexpr = tl.float32 if WIDE_TURN else kind
+            one, two = rotated(left.to(tl.float32), right.to(tl.float32), cos, sin, angle, inside, ROTATED // 2, turn)
+            left, right = one.to(kind), two.to(kind)
     if head < HEADS:
         target = out + (row * HEADS + head) * D
     else:
@@ -225,36 +276,40 @@ def _rotate_and_store(
         else:
             target = values + (head - HEADS - KV_HEADS).to(tl.int64) * value_head + slot * value_row
     tl.store(target + dim, left, mask=inside)
-    tl.store(target + half + dim, right, mask=inside)
+    tl.store(target + other, right, mask=inside)
     if ROTATED < D:
-        rest = (whole >= ROTATED) & (whole < D)
-        tl.store(target + whole, tl.load(start + whole, mask=rest), mask=rest)
+        tl.store(target + whole, still, mask=rest)
 
 
 def add_norm(
     x: Tensor,
     residual: Tensor | None,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     pick: Tensor | None = None,
     scatter: Scatter | None = None,
-    kind: NormKind = NormKind.ROUNDED,
-    before: Tensor | None = None,
+    style: NormStyle = LLAMA_NORM,
 ) -> tuple[Tensor, Tensor]:
     rows, width = len(x) if pick is None else len(pick), x.shape[1]
-    assert before is None or (residual is not None and before.is_contiguous())
+    before = style.before if isinstance(style.before, Tensor) else None
+    assert residual is not None or (style.before is None and not style.parallel)
     assert x.stride(1) == 1 and (residual is None or residual.stride(1) == 1)
-    assert weight.is_contiguous() and (scatter is None or (scatter.buffer.stride(1) == 1 and len(scatter.rows) == rows))
-    normed = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    total = x if residual is None and pick is None else torch.empty_like(normed)
+    assert all(each is None or each.is_contiguous() for each in (weight, before, style.bias))
+    assert scatter is None or (scatter.buffer.stride(1) == 1 and len(scatter.rows) == rows)
+    assert weight is not None or (pick is None and scatter is None)
+    if weight is None and residual is None:
+        return x, x
+    total = x if residual is None and pick is None else x.new_empty(rows, width)
+    normed = total if weight is None else x.new_empty(rows, width)
     other = x if residual is None else residual
     buffer, at, _ = scatter or (normed, x, False)
     block = power_of_two(width)
     _add_norm[(rows,)](
         x,
         other,
-        weight,
-        weight if before is None else before,
+        x if weight is None else weight,
+        x if style.bias is None else style.bias,
+        x if before is None else before,
         normed,
         total,
         x if pick is None else pick,
@@ -262,13 +317,18 @@ def add_norm(
         at,
         width,
         eps,
+        style.before if isinstance(style.before, float) else 1.0,
         x.stride(0),
         other.stride(0),
         buffer.stride(0),
         ADD=residual is not None,
         BEFORE=before is not None,
-        **_kind(kind),
-        PARTS=1 if weight.dim() == 1 else len(weight),
+        SCALED=isinstance(style.before, float),
+        NORMED=weight is not None,
+        PARALLEL=style.parallel,
+        BIAS=style.bias is not None,
+        **_kind(style.kind),
+        PARTS=1 if weight is None or weight.dim() == 1 else len(weight),
         PICK=pick is not None,
         SCATTER=scatter is not None,
         SCATTER_NORMED=scatter is not None and scatter.normed,
@@ -282,7 +342,11 @@ def add_norm(
 
 def _kind(kind: NormKind) -> dict[str, bool]:
     """The constants of a kernel for this kind of norm."""
-    return {"WIDE": kind is not NormKind.ROUNDED, "ONE": kind is NormKind.WIDE_PLUS_ONE}
+    return {
+        "WIDE": kind is not NormKind.ROUNDED,
+        "ONE": kind is NormKind.WIDE_PLUS_ONE,
+        "CENTRED": kind is NormKind.CENTRED,
+    }
 
 
 def gate_mul(gate_up: Tensor, gelu: bool = False) -> Tensor:
@@ -296,9 +360,19 @@ def gate_mul(gate_up: Tensor, gelu: bool = False) -> Tensor:
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     assert x.is_contiguous()
-    options = {"BLOCK": CAP_BLOCK, "num_warps": 4, "enable_fp_fusion": False, **pdl_launch(x)}
-    _soft_cap[(-(-x.numel() // CAP_BLOCK),)](x, x.numel(), cap, 1.0 / cap, **options)
+    _soft_cap[(-(-x.numel() // BLOCK),)](x, x.numel(), cap, 1.0 / cap, **_elements(x))
     return x
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    assert x.is_contiguous()
+    _activate[(-(-x.numel() // BLOCK),)](x, x.numel(), GELU=activation is Activation.GELU, **_elements(x))
+    return x
+
+
+def _elements(x: Tensor) -> dict[str, Any]:
+    """Launch options of a kernel whose programs have BLOCK elements each."""
+    return {"BLOCK": BLOCK, "num_warps": 4, "enable_fp_fusion": False, **pdl_launch(x)}
 
 
 def rotate_and_store(
@@ -310,12 +384,14 @@ def rotate_and_store(
     slots: Tensor,
     positions: Tensor | None = None,
     norms: HeadNorms | None = None,
+    rotation: Rotation = LLAMA_ROTATION,
 ) -> Tensor:
     (rows, columns), (shared, _, width), rotated = qkv.shape, keys.shape, cos.shape[1]
     heads = columns // width - 2 * shared
     assert qkv.stride(1) == cos.stride(1) == sin.stride(1) == keys.stride(2) == values.stride(2) == 1
-    assert cos.stride(0) == sin.stride(0) and rotated % 2 == 0 and (norms is None or rotated == width)
+    assert cos.stride(0) == sin.stride(0) and rotated % 2 == 0
     out = torch.empty((rows, heads, width), dtype=qkv.dtype, device=qkv.device)
+    block = power_of_two(heads * width) if norms is not None and norms.joint else power_of_two(width)
     _rotate_and_store[(rows, heads + 2 * shared)](
         qkv,
         cos,
@@ -336,14 +412,19 @@ def rotate_and_store(
         *values.stride()[:2],
         INDEXED=positions is not None,
         NORMED=norms is not None,
+        JOINT=norms is not None and norms.joint,
+        OWN=norms is not None and norms.queries.numel() > width,
         **_kind(NormKind.ROUNDED if norms is None else norms.kind),
+        ADJACENT=rotation.adjacent,
+        WIDE_TURN=rotation.wide,
         HEADS=heads,
         KV_HEADS=shared,
         D=width,
         ROTATED=rotated,
         BLOCK=power_of_two(rotated // 2),
         BLOCK_D=power_of_two(width),
-        num_warps=1,
+        BLOCK_NORM=block,
+        num_warps=max(1, block // 1024),
         enable_fp_fusion=False,
         **pdl_launch(qkv),
     )

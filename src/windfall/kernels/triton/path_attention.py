@@ -43,6 +43,7 @@ SMALL_TILE = 1024  # sums up to which three programs run on a multiprocessor
 MERGED, BATCH_MERGED = 8192, 2048
 ONES = tl.constexpr(16)  # columns of the matrix that sums weights: the fewest of a matrix product
 MAX_TILE = 8192  # sums that a program holds, of a part and of the parts before it each
+MAX_WIDTH = 256  # of a head up to which a program's shared memory has room for blocks of 64 keys, with all stages
 WIDE_TILE = 4096  # sums above which a tile has eight warps
 BATCH_TILE_PROGRAMS, BATCH_ROW_PROGRAMS = 528, 528  # for tiles and for single rows of several requests
 FUSED_ROWS = True  # with many requests, a tile's program also computes the parts in which its rows' paths differ
@@ -454,8 +455,8 @@ def _attend_paths(
     table_row, query_row, query_head, key_head, key_row, value_head, value_row, lineage_row, out_row, out_head,
     SINGLE_ROWS: tl.constexpr, PAGED: tl.constexpr, TILED: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,
-    PRECISION: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, FUSED: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    PRECISION: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, CHUNKED: tl.constexpr, FUSED: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (key head, tile of rows), for the GROUP queries of the head.
 
@@ -481,7 +482,10 @@ def _attend_paths(
     query = head * GROUP + member % GROUP
     live = (member // GROUP < rows) & (node < nodes)
     reach = tl.load(reach_at + node, mask=live, other=0).to(tl.int32)
-    oldest = tl.maximum(reach - window, first)  # the first position that a row sees
+    oldest = reach - window  # the first position that a row sees
+    if CHUNKED:
+        oldest = tl.maximum(reach - 1, 0) // window * window
+    oldest = tl.maximum(oldest, first)
     first_part = tl.where(reach > 0, _part_of(oldest), 0)
     last_part = tl.where(reach > 0, _part_of(reach - 1), 0)  # a row without keys stores zeros
     if PAGED:
@@ -560,7 +564,8 @@ def choose_tile(rows: int, group: int, width: int, dtype: torch.dtype, chain: bo
     tall = min(64, MAX_TILE // block_d)  # pays in passes over many rows of a chain
     if chain and not several and rows * group >= 4 * tall:
         height, stages = max(tall, height), CHAIN_STAGES
-    return Tile(height, 64, 8 if width > 128 or height * block_d > WIDE_TILE else 4, stages)
+    keys = 64 if block_d <= MAX_WIDTH else 32
+    return Tile(height, keys, 8 if width > 128 or height * block_d > WIDE_TILE else 4, stages)
 
 
 def parts_of(capacity: int) -> int:
@@ -591,6 +596,7 @@ def attend(
     sinks: Tensor | None = None,
     pages: Pages | None = None,
     first: int = 0,
+    chunked: bool = False,
 ) -> None:
     """`path_attention` into `out`."""
     (count, heads, width), shared = queries.shape, keys.shape[0]
@@ -661,6 +667,7 @@ def attend(
         PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
         CAPPED=cap is not None,
         SINKS=sinks is not None,
+        CHUNKED=chunked and window is not None,
         FUSED=fused,
         STAGES=tile.stages,
         num_warps=tile.warps,

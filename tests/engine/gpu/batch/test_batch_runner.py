@@ -6,15 +6,19 @@ from typing import Any
 
 import pytest
 
-from helpers.gpu import LENGTH, LONG, engine
+from helpers.cli import character_tokenizer
+from helpers.fused import model
+from helpers.gpu import LENGTH, LONG, PRECISE, engine
 from helpers.tiny import prompt
 from windfall.core.types import GpuOptions, SamplingParams
 from windfall.engine.engine import Engine
 from windfall.engine.gpu.batch.runner import GpuBatchRunner, Limits
+from windfall.engine.gpu.batch.target import Kind
 from windfall.engine.gpu.drafters import drafter_form
 from windfall.engine.gpu.graphs import GraphCache
 from windfall.engine.gpu.target import GpuTarget
 from windfall.engine.sequence import Sequence
+from windfall.model.target import Target
 from windfall.policies.base import TreePolicy
 from windfall.policies.budget import Budget, Load, Sizes
 
@@ -105,6 +109,18 @@ def test_prompts_share_verify_passes(family: str, kind: str, sizes: Sizes, monke
     assert [count for count in rows if count] == [128, 128]  # 8 + 120 of 129 tokens, and the rest with 1
     for text, length in zip(texts, (40, 9, 130, 2), strict=True):
         alone = made.generate(prompt(length, seed=length), max_new_tokens=LENGTH, eos=())
+        assert alone.token_ids == text.tokens[length:]
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "olmo2", "cohere2", "granite", "starcoder2"])
+def test_families(name: str) -> None:
+    """One of each kind of norms, rotations, residuals and MLPs; prompts are longer than windows."""
+    made = engine("llama", "lm", "beam", graphs=False, target=Target(model(name, PRECISE), character_tokenizer()))
+    batch = Batch(made, TREES)
+    texts = [batch.text(prompt(length, seed=length), max_new_tokens=6) for length in (9, 40)]
+    batch.run(texts[:1], [], texts[1:])
+    for text, length in zip(texts, (9, 40), strict=True):
+        alone = made.generate(prompt(length, seed=length), max_new_tokens=6, eos=())
         assert alone.token_ids == text.tokens[length:]
 
 
@@ -219,6 +235,30 @@ def test_pages_are_granted_early_and_taken_back_when_others_need_them() -> None:
     assert made.generate(prompt(9, seed=9), max_new_tokens=len(tokens), eos=()).token_ids == tokens
     batch.runner.leave(texts[:1])
     assert batch.runner.pool.available == 6
+
+
+@pytest.mark.parametrize(("pages", "rounds"), [(40, True), (7, False)])
+def test_a_runner_has_room_only_if_its_texts_fit(pages: int, rounds: bool) -> None:
+    """With few pages, it must be asked with the lengths of the texts in some rounds."""
+    batch = Batch(engine("llama", "eagle3", "beam", graphs=False), TREES, SMALL._replace(pages=pages))
+    texts, found = [batch.text(prompt(length, seed=length), max_new_tokens=80) for length in (9, 70)], set[bool]()
+    batch.runner.join(texts)
+    while all(len(text.tokens) < text.end - 40 for text in texts):
+        batch.runner.round()
+        found.add(batch.runner.has_room)
+        assert not batch.runner.has_room or batch.runner.fits({text: len(text.tokens) for text in texts})
+    assert (False not in found) == rounds and True in found
+
+
+def test_the_kind_of_a_round_is_that_of_the_texts_that_run() -> None:
+    batch = Batch(engine("llama", "eagle3", "beam", graphs=False), TREES)
+    greedy, drawn = batch.text(prompt(9)), batch.text(prompt(12), temperature=1.0, seed=1, top_p=0.9)
+    batch.runner.join([greedy, drawn])
+    batch.runner.prefill_all()
+    assert batch.runner._graphs(2)._kind == Kind(greedy=False, coupled=True, filtered=True)
+    batch.runner.leave([drawn])
+    assert batch.runner._graphs(1)._kind == Kind()
+    batch.runner.leave([greedy])
 
 
 def test_a_text_that_waits_for_its_prefill_is_drafted_with_its_own_calibration(monkeypatch: pytest.MonkeyPatch) -> None:

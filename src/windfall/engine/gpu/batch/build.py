@@ -6,9 +6,8 @@ from windfall.costs.online import OnlineCosts
 from windfall.drafters.base import BlockForm, GpuForm, HeadForm
 from windfall.engine.gpu.batch.runner import GpuBatchRunner, Limits
 from windfall.engine.gpu.forward import Unsupported
-from windfall.engine.gpu.fused import FusedForward
 from windfall.engine.gpu.runner import GpuRunner
-from windfall.engine.gpu.target import GpuTarget
+from windfall.engine.gpu.target import GpuTarget, fastest_forward
 from windfall.engine.memory import default_bytes
 from windfall.heads.layers import head_dim
 from windfall.kernels.pages import PAGE_TOKENS, pages_for
@@ -64,6 +63,6 @@ def page_bytes(gpu_target: GpuTarget, form: GpuForm | None) -> int:
         layer = form.head.config.layer
         total += 2 * layer.num_hidden_layers * layer.num_key_value_heads * head_dim(layer) * form.head.dtype.itemsize
     elif form is not None:
-        layers, heads, width = FusedForward(form.decoder.model).shape
+        layers, heads, width = fastest_forward(form.decoder.model).shape
         total += 2 * layers * heads * width * form.decoder.dtype.itemsize
     return total * PAGE_TOKENS

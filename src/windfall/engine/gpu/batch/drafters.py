@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from windfall.drafters.base import BlockForm, GpuForm, HeadForm
+from windfall.drafters.base import BlockForm, GpuForm, HeadForm, ModelForm
 from windfall.engine.gpu.batch.chunks import Chunk, ChunkBuffers, Part
 from windfall.engine.gpu.batch.sampler import SeatSampler
 from windfall.engine.gpu.batch.target import BatchTarget
@@ -15,6 +15,7 @@ from windfall.engine.gpu.block import BlockNetwork
 from windfall.engine.gpu.drafters import Drafted, HeadNetwork
 from windfall.engine.gpu.forward import Pass, Paths
 from windfall.engine.gpu.fused import FusedForward
+from windfall.engine.gpu.target import fastest_forward, in_pages
 from windfall.heads.base import DraftHead, FeatureHead
 from windfall.heads.layers import head_dim
 from windfall.kernels.batch import append_to_pages
@@ -23,7 +24,6 @@ from windfall.kernels.pages import Pages, tile_rows, tiles_of
 from windfall.kernels.pair_children import PairCandidates
 from windfall.kernels.top import LazyLogits
 from windfall.kernels.trees import NextPass
-from windfall.model.decoder import Decoder
 
 
 class BatchDrafter:
@@ -272,31 +272,33 @@ class BatchBlockDrafter(BatchStatesDrafter):
 
 
 class BatchModelDrafter(BatchDrafter):
-    """A smaller language model of a family with fused kernels."""
+    """A smaller language model."""
 
     first = 0
 
-    def __init__(self, decoder: Decoder, vocab_size: int, batch: BatchTarget):
-        self.forward, self.vocab_size = FusedForward(decoder.model), vocab_size
+    def __init__(self, form: ModelForm, batch: BatchTarget):
+        self.forward, self.form = in_pages(fastest_forward(form.decoder.model)), form
+        if isinstance(self.forward, FusedForward):
+            self.forward.require_capture(batch.gpu_target.graph_cache)
         layers, shared, width = self.forward.shape
-        heads = decoder.config.num_attention_heads
-        super().__init__(batch, heads, shared, layers, width, decoder.dtype)
+        super().__init__(batch, self.forward.group * shared, shared, layers, width, form.decoder.dtype)
 
     def _run_chunk(self, size: int, alone: bool) -> None:
         given = self.chunk.given(size, alone, self.state.draft_lengths, self.state.tables)
-        self.forward.prefill(given, self.kv, (), 0)
+        self.forward.prefill(given.up_to(self.form.last_token), self.kv, (), 0)
 
     def _first_logits(self, rows: Pass, last: Tensor, seats: int, pending: int) -> Tensor:
         return self._logits(rows).index_select(0, last)
 
     def _run_columns(self, rows: Pass, seats: int, pending: int) -> None:
-        self.forward.prefill(rows, self.kv, (), 0)
+        self.forward.prefill(rows.up_to(self.form.last_token), self.kv, (), 0)
 
     def _next_logits(self, given: Pass, rows: NextPass, seats: int) -> Tensor:
         return self._logits(given)
 
     def _logits(self, rows: Pass) -> Tensor:
-        return self.forward(rows, self.kv, (), 0)[0][:, : self.vocab_size]
+        known = rows.up_to(self.form.last_token)
+        return self.forward(known, self.kv, (), 0)[0][:, : self.form.vocab_size]
 
 
 def is_last(part: Part) -> bool:
@@ -310,4 +312,4 @@ def batch_drafter(form: GpuForm, batch: BatchTarget) -> BatchDrafter:
         return BatchBlockDrafter(form, batch)
     if isinstance(form, HeadForm):
         return BatchHeadDrafter(form.head, batch)
-    return BatchModelDrafter(form.decoder, form.vocab_size, batch)
+    return BatchModelDrafter(form, batch)

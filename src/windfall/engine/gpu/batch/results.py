@@ -12,7 +12,7 @@ from torch import Tensor
 
 from windfall.core.detokenizer import LateText
 from windfall.core.tree import Arrays, DraftTree
-from windfall.core.types import Split, Step
+from windfall.core.types import Counts, Split, Step
 from windfall.engine.gpu.batch.round import SAMPLED
 from windfall.policies.budget import Outcome, Sizes
 
@@ -25,17 +25,21 @@ OF_TREES = ("parents", "depth", "rank", "logq", "key", "taken")
 class Results:
     """A copy of the results of one round, which stays valid."""
 
-    def __init__(self, arrays: Published, texts: int, sizes: Sizes, turn: int):
-        """`texts`: requests that took part; `turn`: of the sample, see `Round`."""
-        self.texts, self.sizes, self.drafted = texts, sizes, sizes.passes > 0
+    def __init__(self, arrays: Published, late_texts: list[LateText], sizes: Sizes, turn: int):
+        """`late_texts`: of the requests that took part; `turn`: of the sample, see `Round`."""
+        texts = self.texts = len(late_texts)
+        self.late_texts, self.sizes, self.drafted = late_texts, sizes, sizes.passes > 0
         self.seconds, self.recorded = Split(), False  # of the round, as Steps report them
         self._known = {name: arrays[name][: texts + (name == "starts")].copy() for name in OF_REQUESTS}
-        rows = int(self._known["starts"][-1])
-        self._known |= {name: arrays[name][:rows].copy() for name in OF_ROWS if self.drafted}
-        self.accepted: list[int] = self._known["accepted"].tolist()
-        self.tokens: list[list[int]] = self._known["tokens"].tolist()
         self.starts: list[int] = self._known["starts"].tolist()
-        self.rows: list[int] = np.diff(self._known["starts"]).tolist()  # verified, of each request
+        of_rows = OF_ROWS if self.drafted else OF_ROWS[:1]
+        self._known |= {name: arrays[name][: self.starts[-1]].copy() for name in of_rows}
+        drawn = self._known["tokens"][:, : self._known["accepted"].max()]
+        self.tokens: list[list[int]] = drawn.tolist()  # of each request; those after the accepted ones mean nothing
+        self.accepted: list[int] = self._known["accepted"].tolist()
+        self.rows: list[int] = (self._known["starts"][1:] - self._known["starts"][:-1]).tolist()  # verified
+        self.taken = [0] * texts  # the tokens that each text has taken, which may end before the accepted ones do
+        self.ends = [0] * texts  # the number of all tokens of each text since its prompt
         self.sampled = [(turn + place) % texts for place in range(min(SAMPLED, texts))] if self.drafted else []
         if self.drafted:
             count = int(arrays["sample_count"][: len(self.sampled)].max())
@@ -47,10 +51,10 @@ class Results:
         """The accepted nodes of a request's verified tree."""
         return torch.from_numpy(self._known["path"][seat, : self.accepted[seat]] - self.starts[seat])
 
-    def tree(self, seat: int, root: int) -> DraftTree:
-        """The verified tree of a request; `root` is the token of its root."""
+    def tree(self, seat: int) -> DraftTree:
+        """The verified tree of a request."""
         if not self.drafted:
-            return DraftTree.root(root)
+            return DraftTree.root(int(self._known["row_tokens"][seat]))
         own = slice(self.starts[seat], self.starts[seat + 1])
         tokens, parents, logq, score, depth, rank = (self._known[name][own] for name in OF_ROWS[:6])
         parents = parents - self.starts[seat]
@@ -90,29 +94,35 @@ class Results:
 
 
 class BatchStep(Step):
-    """A Step whose text and tree are made when they are first read: most callers read few of them."""
+    """A Step that takes everything from the results of its round when it is read: most callers read little of it."""
 
     whole_tree = False
     _results: Results
     _seat: int
-    _root: int
-    _text: tuple[LateText, int]
 
-    def __init__(
-        self,
-        results: Results,
-        seat: int,
-        root: int,
-        tokens: tuple[int, ...],
-        text: tuple[LateText, int],
-        finish: str | None,
-        prefill_seconds: float,
-    ):
-        """`root`: the token of the tree's root. `text`: where the text is, and the number of this step there."""
+    def __init__(self, results: Results, seat: int, finish: str | None = None, prefill_seconds: float = 0.0):
         known = self.__dict__  # a Step is frozen, and this is made for every request in every round
-        known["_results"], known["_seat"], known["_root"], known["_text"] = results, seat, root, text
-        known["tokens"], known["finish"], known["prefill_seconds"] = tokens, finish, prefill_seconds
-        known["rows"], known["accepted"] = results.rows[seat], results.accepted[seat] - 1
+        known["_results"], known["_seat"] = results, seat
+        if finish or prefill_seconds:
+            known["finish"], known["prefill_seconds"] = finish, prefill_seconds
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(self._results.tokens[self._seat][: self._results.taken[self._seat]])
+
+    @property
+    def rows(self) -> int:
+        return self._results.rows[self._seat]
+
+    @property
+    def accepted(self) -> int:
+        return self._results.accepted[self._seat] - 1
+
+    @property
+    def counts(self) -> Counts:
+        results, seat = self._results, self._seat
+        rows = results.rows[seat]
+        return results.taken[seat], rows, results.accepted[seat] - 1, rows - 1, results.sizes.passes
 
     @property
     def draft_passes(self) -> int:
@@ -129,12 +139,12 @@ class BatchStep(Step):
     @property
     def late_text(self) -> LateText:
         """The text of all Steps of the request."""
-        return self._text[0]
+        return self._results.late_texts[self._seat]
 
     @property
     def number(self) -> int:
         """The number of this Step there."""
-        return self._text[1]
+        return self.late_text.number(self._results.ends[self._seat])
 
     @cached_property
     def text(self) -> str:
@@ -142,7 +152,7 @@ class BatchStep(Step):
 
     @cached_property
     def tree(self) -> DraftTree:
-        return self._results.tree(self._seat, self._root)
+        return self._results.tree(self._seat)
 
     @cached_property
     def path(self) -> Tensor:

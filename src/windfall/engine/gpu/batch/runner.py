@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from windfall.core.tree import Integers
 from windfall.core.types import Split
-from windfall.costs.acceptance import Calibrator
+from windfall.costs.acceptance import Calibrator, shifted_weights
 from windfall.costs.curves import Costs
 from windfall.costs.online import OnlineCosts
 from windfall.costs.rounds import RoundCosts, Situation
@@ -27,9 +30,7 @@ from windfall.engine.gpu.batch.state import MAX_BACKLOG, BatchState
 from windfall.engine.gpu.batch.target import BatchTarget, Kind
 from windfall.engine.gpu.cycle import kernel_rule
 from windfall.engine.gpu.events import DeviceEvent, Events
-from windfall.engine.gpu.forward import Unsupported
-from windfall.engine.gpu.fused import FusedForward
-from windfall.engine.gpu.target import GpuTarget
+from windfall.engine.gpu.target import GpuTarget, in_pages
 from windfall.engine.sequence import Sequence
 from windfall.kernels.pages import PAGE_TOKENS, pages_for, tile_rows
 from windfall.kernels.rules import Rule
@@ -70,7 +71,7 @@ class Launched(NamedTuple):
     number: int  # of its results in the mailbox
     turn: int  # of its sample
     texts: list[Sequence]  # by seat
-    pages: list[list[int]]  # of each text; one that has left and come back has another list
+    left: set[Sequence]  # texts that have left since then, and may have come back
     situation: Situation
     sizes: Sizes
     recorded: bool  # whether graphs were captured
@@ -94,8 +95,7 @@ class GpuBatchRunner:
         """`policy` has a budget. Raises Unsupported if these models cannot run in batches."""
         budget = policy.budget()
         assert budget is not None
-        if not isinstance(gpu_target.forward, FusedForward):
-            raise Unsupported("only models with a fused forward run in batches")
+        forward = in_pages(gpu_target.forward)
         self.gpu_target, self.policy, self.budget = gpu_target, policy, budget
         limits = limits._replace(seats=min(limits.seats, SEATS[-1]))  # more requests wait
         self.costs = RoundCosts(online_costs.costs, ROUND_ROWS, online_costs.learns)
@@ -105,7 +105,7 @@ class GpuBatchRunner:
             gpu_target.graph_cache, limits.seats, pages, limits.passes + 1, limits.nodes, limits.passes + 1
         )
         gpu_target.graph_cache.independent.add(self.state)
-        rows = tile_rows(gpu_target.forward.group)
+        rows = tile_rows(forward.group)
         self.target = BatchTarget(gpu_target, self.state, limits.pages, MAX_ROUND_ROWS, rows)
         self.drafter = None if form is None or not limits.passes else batch_drafter(form, self.target)
         if self.drafter is not None:
@@ -123,9 +123,10 @@ class GpuBatchRunner:
         self._chance = random.Random(0)
         self._spare_time = SpareTime()
         self._pending = 1  # an upper bound on the tokens of a text that the drafter has to take in
+        self._watched = [weight for weight in gpu_target.weights if not weight.is_inference()]  # that have versions
         self._versions = self._weight_versions()
         self._changed: set[Sequence] = set()  # texts whose acceptance the device does not know yet
-        self._kind: Kind | None = None  # how the texts draw their tokens; None: others have come or gone
+        self._kinds: Counter[Kind] = Counter()  # how the texts draw their tokens
         self._rounds_with_room = 0  # until a text may need more pages
         self._follows_at_once = False  # whether the next round follows the last one without anything between
         self._last_end: DeviceEvent | None = None  # of the round that was collected last
@@ -153,17 +154,23 @@ class GpuBatchRunner:
 
     def fits(self, lengths: Mapping[Sequence, int]) -> bool:
         """Whether there are pages for texts of these lengths; those that texts share are counted for each."""
-        if self.fits_any(len(lengths)):
-            return True
-        return len(lengths) <= self.limits.seats and sum(map(self._needed, lengths.values())) <= self.pool.pages
+        if len(lengths) > self.limits.seats:
+            return False
+        needed = self._needed(np.fromiter(lengths.values(), np.int64, len(lengths)))
+        return int(needed.sum()) <= self.pool.pages
 
-    def fits_any(self, count: int) -> bool:
-        """Whether there are pages for this number of texts, however long."""
-        return count <= self.limits.seats and count * self.state.pages <= self.pool.pages
+    @property
+    def has_room(self) -> bool:
+        """Whether the texts have the pages for the next rounds, or there are enough for any texts."""
+        return self._rounds_with_room >= MAX_FLIGHT or len(self._pages) * self.state.pages <= self.pool.pages
 
-    def _needed(self, length: int) -> int:
-        """Pages for a text of this length, for the rounds in flight and one more."""
-        return pages_for(min(length + self._margin, self.state.longest))
+    def _needed(self, lengths: Integers) -> Integers:
+        """Pages for texts of these lengths, for the rounds in flight and one more."""
+        return -(-np.minimum(lengths + self._margin, self.state.longest) // PAGE_TOKENS)
+
+    def _needed_by(self, text: Sequence) -> int:
+        """Pages that a text needs now."""
+        return pages_for(min(len(text.tokens) + self._margin, self.state.longest))
 
     @property
     def _margin(self) -> int:
@@ -202,7 +209,7 @@ class GpuBatchRunner:
 
     def _weight_versions(self) -> int:
         """Grows when weights are changed in place."""
-        return sum(weight._version for weight in self.gpu_target.weights if not weight.is_inference())
+        return sum([weight._version for weight in self._watched])
 
     def _seat(self, text: Sequence) -> None:
         """Give a text pages, and queue its prompt."""
@@ -225,23 +232,24 @@ class GpuBatchRunner:
 
     def _admit(self, ended: list[tuple[Prompt, Sequence]]) -> None:
         """The prompts of these texts have ended: they take part in the next round."""
-        self._follows_at_once, self._kind = False, None
+        self._follows_at_once = False
         prompts, goals = [prompt for prompt, _ in ended], [*range(len(self.texts), len(self.texts) + len(ended))]
         self.state.admit([prompt.seat for prompt in prompts], goals, [prompt.tokens for prompt in prompts])
         for prompt, text in ended:
             self.texts.append(text)
+            self._kinds[kind_of(text)] += 1
             self.pool.remember(prompt.tokens[:-1], prompt.pages)
-            self._rounds_with_room = min(self._rounds_with_room, self._rounds_until_full(text))
+        self._rounds_with_room = min(self._rounds_with_room, self._rounds_until_full([text for _, text in ended]))
         self.state.write(live=len(self.texts))
 
     @torch.inference_mode()
     def leave(self, sequences: Iterable[Sequence]) -> None:
         """Remove these texts; their pages become free. Results of rounds in flight are dropped."""
         seats = [*range(len(self.texts))]  # where the texts were before
-        self._kind = None
-        for text in list(sequences):
-            if text not in self._pages:
-                continue
+        leaving = [text for text in sequences if text in self._pages]
+        for launched in self._launched:
+            launched.left.update(leaving)
+        for text in leaving:
             pages = self._pages.pop(text)
             self._changed.discard(text)
             if not self.prefill.remove(text):
@@ -251,6 +259,7 @@ class GpuBatchRunner:
                 self.texts[seat], seats[seat] = self.texts[-1], seats[-1]
                 self.texts.pop()
                 seats.pop()
+                self._kinds[kind_of(text)] -= 1
             self.pool.release(pages)
         self._set_span()
         moved = [(source, goal) for goal, source in enumerate(seats) if source != goal]
@@ -259,12 +268,13 @@ class GpuBatchRunner:
 
     def _take(self, text: Sequence, held: int) -> list[int]:
         """Pages for a text that holds this number; while many are free, also some that it will need later."""
-        needed = max(self._needed(len(text.tokens)) - held, 0)
+        needed = max(self._needed_by(text) - held, 0)
         if needed > self.pool.available:
             self._return_granted()
         granted = 0
         if self.pool.free - needed > GRANTING_SHARE * self.pool.pages:
-            granted = min(GRANTED_PAGES, max(self._needed(text.end) - held - needed, 0))
+            most = pages_for(min(text.end + self._margin, self.state.longest))
+            granted = min(GRANTED_PAGES, max(most - held - needed, 0))
         pages = self.pool.take(needed + granted)
         if len(pages) < needed:
             raise MemoryError(f"the KV cache has {self.pool.available} free pages, and {needed} are needed")
@@ -273,7 +283,7 @@ class GpuBatchRunner:
     def _return_granted(self) -> None:
         """Take back the pages that texts do not need yet."""
         for text, pages in self._pages.items():
-            needed = self._needed(len(text.tokens))
+            needed = self._needed_by(text)
             self.pool.release(pages[needed:])
             del pages[needed:]
         self._rounds_with_room = 0
@@ -299,7 +309,6 @@ class GpuBatchRunner:
         self._spare_time.use(lambda: not self.work.results.has(self._launched[0].number))
         return self._collect()
 
-    @torch.inference_mode()
     def _launch(self) -> None:
         cache, now = self.gpu_target.graph_cache, self._situation()
         self._update_settings()
@@ -320,10 +329,10 @@ class GpuBatchRunner:
         taken = self.prefill.share(sizes, graphs, lambda: self.costs.recent(now).verify(now.seats, 0))
         number, shared = self.work.results.expect(), taken is not None and taken.chunk is not None
         graphs.run_verify(sizes, SHARED_ROWS if shared else 0)
-        pages, times = [self._pages[text] for text in self.texts], (start, drafted, self._events.mark())
-        flags, texts = (cache.captures > captures, shared, self._follows_at_once), list(self.texts)
+        texts, times = list(self.texts), (start, drafted, self._events.mark())
+        flags = (cache.captures > captures, shared, self._follows_at_once)
         prompts = self.prefill.take_spans()
-        self._launched.append(Launched(number, self._turn, texts, pages, now, sizes, *flags, prompts, *times))
+        self._launched.append(Launched(number, self._turn, texts, set(), now, sizes, *flags, prompts, *times))
         self._follows_at_once = True
         self._turn += SAMPLED if sizes.passes else 0
         self._pending = sizes.passes + 1 if sizes.passes else self._pending + 1
@@ -334,14 +343,14 @@ class GpuBatchRunner:
         """The passes of the next round for this number of seats."""
         waiting = min(self._pending, self.state.backlog)
         pending = next((size for size in PENDING if size >= waiting), waiting)
-        self._kind = self._kind or kind_of(self.texts)
-        return RoundGraphs(self.gpu_target.graph_cache, self.work, self.budget, seats, self._kind, pending)
+        kind = Kind.of_all([kind for kind, texts in self._kinds.items() if texts])
+        return RoundGraphs(self.gpu_target.graph_cache, self.work, self.budget, seats, kind, pending)
 
     def _situation(self) -> Situation:
         """What the costs of the next round depend on."""
         requests = len(self.texts)
         seats = min(next(size for size in SEATS if size >= requests), self.state.seats)
-        return Situation(seats, requests, sum(len(text.tokens) for text in self.texts) // requests)
+        return Situation(seats, requests, sum([len(text.tokens) for text in self.texts]) // requests)
 
     def _sizes(self, now: Situation, graphs: RoundGraphs) -> tuple[Sizes, Rule]:
         """The sizes of the next round, and the rule by which its trees grow."""
@@ -365,40 +374,42 @@ class GpuBatchRunner:
 
     def _load(self, costs: Costs, graphs: RoundGraphs) -> Load:
         """What the budget decides by. Costs are those at the present length of context, so that the Load has none."""
-        room = max(text.end - len(text.tokens) for text in self.texts)
+        room = max([text.end - len(text.tokens) for text in self.texts])
         calibrator = self.budget.calibrator or self.texts[0].calibrator
         return Load(len(self.texts), 0, room, costs, calibrator, MAX_ROUND_ROWS, graphs)
 
     def _update_settings(self) -> None:
         """Give texts the pages that the next round may need, and note what was learned about their acceptance."""
-        state = self.state
         self._rounds_with_room -= 1
         if self._rounds_with_room < 0:
             self._add_pages()
-        for seat, text in enumerate(self.texts if self._changed else ()):
-            if text in self._changed:
-                calibrator = self.budget.calibrator or text.calibrator
-                state.set_term("kappa", seat, text.calibrator.kappa if text.dice else 1.0)
-                state.set_term("weights", seat, calibrator.shifted(text.correction.shift).astype("float32"))
-        self._changed.difference_update(self.texts)  # others still wait for their prefill
+        seats = [seat for seat, text in enumerate(self.texts) if text in self._changed] if self._changed else []
+        if seats:
+            texts = [self.texts[seat] for seat in seats]
+            calibrators = [self.budget.calibrator or text.calibrator for text in texts]
+            kappas = [text.calibrator.kappa if text.dice else 1.0 for text in texts]
+            self.state.set_terms(seats, kappas, shifted_weights(calibrators, [text.correction.shift for text in texts]))
+            self._changed.difference_update(texts)  # others still wait for their prefill
 
     def _add_pages(self) -> None:
         """Give every text the pages for this round, and count the rounds until one may need more."""
-        state = self.state
-        for seat, text in enumerate(self.texts):
-            pages = self._pages[text]
-            if self._needed(len(text.tokens)) > len(pages):
-                pages += self._take(text, len(pages))
-                state.set_pages(seat, pages)
-        self._rounds_with_room = min(map(self._rounds_until_full, self.texts))  # `_take` may have taken some back
+        needed = self._needed(np.array([len(text.tokens) for text in self.texts]))
+        held = np.array([len(self._pages[text]) for text in self.texts])
+        for seat in np.flatnonzero(needed > held).tolist():
+            text = self.texts[seat]
+            self._pages[text] += self._take(text, len(self._pages[text]))
+            self.state.set_pages(seat, self._pages[text])
+        self._rounds_with_room = self._rounds_until_full(self.texts)  # `_take` may have taken some back
         self._set_span()
 
-    def _rounds_until_full(self, text: Sequence) -> int:
-        """The number of rounds in which a text does not need more pages."""
-        held = len(self._pages[text])
-        if held >= self._needed(text.end):
+    def _rounds_until_full(self, texts: list[Sequence]) -> int:
+        """The number of rounds in which none of these texts needs more pages."""
+        if not texts:
             return self.state.longest
-        return max(held * PAGE_TOKENS - len(text.tokens) - self._margin, 0) // self.state.pending
+        held = np.array([len(self._pages[text]) for text in texts])
+        lengths, ends = np.array([(len(text.tokens), text.end) for text in texts]).T
+        rounds = np.maximum(held * PAGE_TOKENS - lengths - self._margin, 0) // self.state.pending
+        return int(np.where(held >= self._needed(ends), self.state.longest, rounds).min())
 
     def _set_span(self) -> None:
         """Passes read as many pages as the longest text has, on a coarse scale."""
@@ -409,10 +420,10 @@ class GpuBatchRunner:
 
     def _collect(self) -> dict[Sequence, Outcome]:
         launched, results = self._launched.pop(0), self.work.results
-        block = results.arrays[results.wait(launched.number)]
+        block = results.arrays[results.wait(launched.number, patient=True)]
         launched.end.wait()
         draft, verify = launched.start.seconds_until(launched.drafted), launched.drafted.seconds_until(launched.end)
-        found = Results(block, len(launched.texts), launched.sizes, launched.turn)
+        found = Results(block, [text.late_text for text in launched.texts], launched.sizes, launched.turn)
         if not (launched.recorded or launched.shared):
             self._learn_costs(launched, draft, verify)
         prompts = sum(began.seconds_until(ended) for began, ended in launched.prompts)
@@ -440,16 +451,19 @@ class GpuBatchRunner:
     def _steps(self, launched: Launched, found: Results) -> dict[Sequence, Outcome]:
         """The Steps of the texts that have not left since; this runs for every request in every round."""
         steps: dict[Sequence, Outcome] = {}
-        given = zip(launched.texts, launched.pages, found.tokens, found.accepted, strict=True)
-        for seat, (text, pages, drawn, count) in enumerate(given):
-            if text.finish is not None or self._pages.get(text) is not pages:
+        left, started = launched.left, self.prefill.started
+        given = zip(launched.texts, found.tokens, found.accepted, strict=True)
+        for seat, (text, drawn, count) in enumerate(given):
+            if left and text in left:
                 continue
-            root, waited, late = text.tokens[-1], 0.0, text.late_text
-            tokens = text.extend(drawn[:count])
-            number = late.add(len(text.tokens) - text.prompt_length, text.finish is not None)
-            if self.prefill.started and (began := self.prefill.started.pop(text, None)) is not None:
-                waited = began.seconds_until(launched.start)
-            step = steps[text] = BatchStep(found, seat, root, tokens, (late, number), text.finish, waited)
+            found.taken[seat] = text.extend(drawn[:count])
+            found.ends[seat] = end = len(text.tokens) - text.prompt_length
+            late, finish, waited = text.late_text, text.finish, 0.0
+            late.ends.append(end)
+            late.final = finish is not None
+            if started and text in started:
+                waited = started.pop(text).seconds_until(launched.start)
+            step = steps[text] = BatchStep(found, seat, finish, waited)
             if text.params.stop:
                 _ = step.text  # later tokens may complete a stop string and shorten the text
         return steps
@@ -478,7 +492,7 @@ class GpuBatchRunner:
         self.costs.record_verify(now, sizes.rows, verify)
 
 
-def kind_of(texts: list[Sequence]) -> Kind:
-    """How these texts draw their tokens."""
-    drawn = [text for text in texts if not text.params.greedy]
-    return Kind(not drawn, any(text.dice for text in drawn), any(text.params.filters for text in drawn))
+def kind_of(text: Sequence) -> Kind:
+    """How a text draws its tokens."""
+    greedy = text.params.greedy
+    return Kind(greedy, not greedy and text.dice is not None, not greedy and text.params.filters)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,9 +39,10 @@ class BatchState:
         device = graphs.device
         self._graphs, self.device, self.seats, self.pages, self.pending = graphs, device, seats, pages, pending
         rows = self.rows = 2 * seats
+        self._pages = QueuedBuffer(device, tables=(torch.int32, (rows, pages)))
+        self._pages.host["tables"][:] = UNUSED_PAGE
         self.settings = QueuedBuffer(
             device,
-            tables=(torch.int32, (rows, pages)),
             seed=(long, (rows,)),
             temperature=(number, (rows,)),
             kappa=(number, (rows,)),
@@ -52,9 +54,9 @@ class BatchState:
             live=(long, (1,)),  # seats in use
             floor=(number, (1,)),  # the lowest key of a node that is verified
         )
-        self.settings.host["tables"][:] = UNUSED_PAGE
         self.settings.host["kappa"][:] = 1.0
-        self.changed = True  # since the last `send`
+        self._written: dict[str, float] = {}  # by `write`
+        self.changed = self._pages_changed = True  # since the last `send`
         names = ("source", "goal", "length", "token", "waits")
         self._seat_changes = QueuedBuffer(device, **dict.fromkeys(names, (long, (seats,))))  # of seats
         self.calibration = Calibration(  # forecasts are made on the host
@@ -76,26 +78,29 @@ class BatchState:
         """Settings on the device."""
         return self.settings.device[name]
 
-    def write(self, **values: Any) -> None:
-        """Change settings of the host; `send` sends them."""
-        host = self.settings.wait_writable()
+    def write(self, **values: float) -> None:
+        """Change settings of the host, for all requests; `send` sends them."""
         for name, value in values.items():
-            if (host[name] != value).any():
-                host[name][...] = value
+            if self._written.get(name) != value:
+                self._written[name] = value
+                self.settings.wait_writable()[name][...] = value
                 self.changed = True
 
     def send(self) -> None:
-        """Send the settings if they have changed."""
+        """Send the settings and the pages, if they have changed."""
         if self.changed:
             self.settings.send()
             self.changed = False
+        if self._pages_changed:
+            self._pages.send()
+            self._pages_changed = False
 
     def set_pages(self, seat: int, pages: Sequence[int]) -> None:
         """The pages of the text at this seat."""
-        table = self.settings.wait_writable()["tables"][seat]
+        table = self._pages.wait_writable()["tables"][seat]
         table[: len(pages)] = pages
         table[len(pages) :] = UNUSED_PAGE
-        self.changed = True
+        self._pages_changed = True
 
     def set_sampling(self, seat: int, params: SamplingParams) -> None:
         host = self.settings.wait_writable()
@@ -105,11 +110,14 @@ class BatchState:
             host[name][seat] = getattr(params, name)
         self.changed = True
 
-    def set_term(self, name: str, seat: int, value: Any) -> None:
-        """Change a setting of one request."""
-        if (self.settings.host[name][seat] != value).any():
-            self.settings.wait_writable()[name][seat] = value
-            self.changed = True
+    def set_terms(self, seats: list[int], kappas: list[float], weights: Any) -> None:
+        """Change what is known about the acceptance of the requests at these seats."""
+        host = self.settings.wait_writable()
+        for name, values in (("kappa", kappas), ("weights", weights)):
+            new = np.asarray(values, np.float32)
+            if (host[name][seats] != new).any():
+                host[name][seats] = new
+                self.changed = True
 
     def cutoffs(self, logits: Tensor, owners: Tensor) -> Tensor:
         """The lowest logit of each row [n, V] that its request's filters keep, [n]."""
@@ -185,14 +193,16 @@ class BatchState:
 
     def _move_settings(self, sources: list[int], goals: list[int]) -> None:
         host = self.settings.wait_writable()
-        for name in ("tables", "seed", "temperature", "kappa", "top_k", "top_p", "min_p", "limits", "weights"):
+        for name in ("seed", "temperature", "kappa", "top_k", "top_p", "min_p", "weights"):
             host[name][goals] = host[name][sources]
-        self.changed = True
+        tables = self._pages.wait_writable()["tables"]
+        tables[goals] = tables[sources]
+        self.changed = self._pages_changed = True
 
     @property
     def tables(self) -> Tensor:
         """The first `span` pages of each text."""
-        return self["tables"][:, : self.span]
+        return self._pages.device["tables"][:, : self.span]
 
     @property
     def longest(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -11,8 +12,7 @@ from torch import Tensor
 from windfall.engine.gpu.batch.chunks import Chunk, ChunkBuffers
 from windfall.engine.gpu.batch.state import BatchState
 from windfall.engine.gpu.forward import Pass, Paths
-from windfall.engine.gpu.fused import FusedForward
-from windfall.engine.gpu.target import GpuTarget, Scored
+from windfall.engine.gpu.target import GpuTarget, Scored, in_pages
 from windfall.kernels.batch_rows import BatchRows, Outcome
 from windfall.kernels.draw import draw
 from windfall.kernels.move import move
@@ -26,6 +26,12 @@ class Kind(NamedTuple):
     coupled: bool = False  # the drafter sees the noise of the draws
     filtered: bool = False  # some exclude unlikely tokens
 
+    @classmethod
+    def of_all(cls, kinds: Sequence[Kind]) -> Kind:
+        """The kind of requests of these kinds together."""
+        coupled, filtered = any(own.coupled for own in kinds), any(own.filtered for own in kinds)
+        return cls(all(own.greedy for own in kinds), coupled, filtered)
+
 
 class BatchTarget:
     """Scores the rows of several requests, draws their tokens, and commits the accepted ones to their pages.
@@ -36,8 +42,7 @@ class BatchTarget:
 
     def __init__(self, gpu_target: GpuTarget, state: BatchState, pages: int, staged: int, tile_rows: int):
         """`pages` of the KV cache, the unused one included, and `staged` rows after them."""
-        assert isinstance(gpu_target.forward, FusedForward)
-        self.gpu_target, self.state, self.forward = gpu_target, state, gpu_target.forward
+        self.gpu_target, self.state, self.forward = gpu_target, state, in_pages(gpu_target.forward)
         self.taps, self.device, self.tile_rows = gpu_target.taps, gpu_target.device, tile_rows
         layers, heads, width = self.forward.shape
         self.staging = pages * PAGE_TOKENS
