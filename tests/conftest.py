@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +39,26 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = tmp_path_factory.mktemp("cache")
     yield
     patch.undo()
+
+
+@pytest.fixture
+def only_llama_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of all other families run with windfall's attention."""
+    from windfall.engine.gpu import families
+
+    monkeypatch.setattr(families, "FAMILIES", {"LlamaForCausalLM": families.FAMILIES["LlamaForCausalLM"]})
+
+
+@pytest.fixture
+def no_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if models did not use transformers' attention interface."""
+
+    from windfall.engine.gpu.forward import Unsupported
+
+    def refuse(model: Any) -> Any:
+        raise Unsupported("its attention is its own")
+
+    monkeypatch.setattr("windfall.engine.gpu.target.InterfaceForward", refuse)
 
 
 def pytest_runtest_teardown() -> None:

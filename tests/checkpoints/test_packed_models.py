@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +128,12 @@ def test_a_file_of_another_kind_cannot_be_kept(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("WINDFALL_CACHE", str(tmp_path / "cache"))
     with pytest.raises(InputError, match="cannot stay packed"):
         load_model(file, device="cpu", weights="file")
+
+
+def test_a_model_can_be_copied_and_saved(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, tiny(), mixed)
+    made = load_model(file, device="cpu", weights="file").model
+    torch.save(made, tmp_path / "whole.pt")
+    for other in (copy.deepcopy(made), torch.load(tmp_path / "whole.pt", weights_only=False)):
+        assert torch.equal(logits(other), logits(made))

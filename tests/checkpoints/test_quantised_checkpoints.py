@@ -67,7 +67,7 @@ def test_quantised_checkpoints_are_checked_whenever_they_are_loaded(
     """Whether their layers work depends on further libraries."""
     checks = []
     monkeypatch.setattr("windfall.model.target.Target._tree_gap", lambda self: checks.append(self) or 0.0)
-    monkeypatch.setattr("windfall.engine.loading.is_quantised", lambda config: True)
+    monkeypatch.setattr("windfall.engine.check_records.is_quantised", lambda config: True)
     made = folder(tmp_path, FP8)
     assert [as_target(made) for _ in range(2)] == checks
 

@@ -158,7 +158,7 @@ def test_custom_generate_takes_the_arguments_of_load(words: dict[str, Any]) -> N
 
 def test_custom_generate_has_the_parameters_of_load() -> None:
     ours, theirs = (inspect.signature(each).parameters for each in (windfall.custom_generate, windfall.load))
-    many = {"max_requests", "kv_memory"}  # of `submit` and `generate_batch`
+    many = {"max_requests", "kv_memory", "weights"}  # of `submit`, `generate_batch` and loading
     assert {*theirs} - {*ours} == {"target", "device", "dtype", "trust_remote_code", "gpu_options", "launch", *many}
     assert all(ours[name].default == theirs[name].default for name in ours)
 

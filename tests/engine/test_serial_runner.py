@@ -78,6 +78,7 @@ def test_one_that_comes_back_begins_again_with_what_it_has() -> None:
     assert runner.round() == {"abc": "a"}
 
 
+@pytest.mark.usefixtures("no_interface")
 def test_models_without_exact_passes_are_decoded_together() -> None:
     made = engine("gpt2", "itself", "auto", graphs=True)
     assert made.gpu_runner is not None and not made.exact_passes

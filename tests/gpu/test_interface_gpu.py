@@ -21,6 +21,7 @@ from windfall.model.target import Target
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("only_llama_is_fused"),
     pytest.mark.skipif(not torch.cuda.is_available() or not triton_installed(), reason="no CUDA device or no Triton"),
 ]
 MODELS = ["cohere2", "gemma3n_text", "llama4_text", "mimo_v2_flash", "olmo3", "smollm3", "starcoder2"]

@@ -33,4 +33,5 @@ def test_under_the_interpreter(group: str) -> None:
 
 def test_every_file_with_kernels_is_in_a_group() -> None:
     named = {file.name for group in GROUPS.values() for file in group} | {Path(__file__).name, "test_few_rows.py"}
+    named |= {"test_layer_kernels.py", "test_module_product.py", "test_packed.py"}
     assert {file.name for file in HERE.glob("test_*.py")} <= named  # a kernel in C needs no interpreter

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import pytest
@@ -110,7 +109,3 @@ def test_the_number_of_threads_changes_nothing(kernels: LayerKernels) -> None:
     finally:
         torch.set_num_threads(before)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-
-
-def test_copies_use_the_same_functions(kernels: LayerKernels) -> None:
-    assert copy.deepcopy(kernels) is kernels

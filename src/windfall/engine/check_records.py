@@ -12,6 +12,7 @@ import transformers
 
 from windfall import __version__
 from windfall.checkpoints.find import cache_dir
+from windfall.checkpoints.model_dir import is_quantised
 from windfall.core.errors import InputError
 from windfall.core.files import make_folder, replace_text
 from windfall.kernels.packed import packed_formats
@@ -39,7 +40,12 @@ def record_result(model: Any, check: str, found: str) -> None:
 
 
 def has_own_code(model: Any) -> bool:
-    """Whether parts of the model's code are not of a library with a known version, so that checks run each time."""
+    """Whether parts of the model's code are not of a library with a known version, so that checks run each time.
+
+    The layers of quantised models depend on further libraries.
+    """
+    if is_quantised(model.config):
+        return True
     parts = list(model.modules())
     roots = {type(part).__module__.partition(".")[0] for part in parts}
     return not roots <= VERSIONED or any("forward" in vars(part) for part in parts)

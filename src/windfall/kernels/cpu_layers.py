@@ -29,9 +29,6 @@ class LayerKernels:
         self._attention.argtypes = [pointer] * 10 + [number, integer]
         self._norm.restype = self._gate_up.restype = self._attention.restype = None
 
-    def __deepcopy__(self, memo: object) -> LayerKernels:
-        return self  # a copy of a model uses the same functions
-
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The RMS norm of rows [.., K], times the weight."""
         found, width = torch.empty_like(x), x.shape[-1]

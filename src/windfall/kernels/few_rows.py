@@ -44,8 +44,8 @@ class Kernel:
         self._take_rows.argtypes = [pointer] * 3 + [long] * 2 + [ctypes.c_int]
         self._multiply.restype = self._take_rows.restype = None
 
-    def __deepcopy__(self, memo: object) -> Kernel:
-        return self  # a copy of a model uses the same functions
+    def __reduce__(self) -> tuple[Callable[[Path], Kernel | None], tuple[Path]]:
+        return cpu_kernel, (self.file.parent,)  # a copy of a model, or one from a file, uses this machine's
 
     def product(self, x: Tensor, weight: Tensor, format: int = FLOAT32) -> Tensor:
         """x [.., K] and a contiguous weight in this format, a row for each of N outputs → [.., N]"""

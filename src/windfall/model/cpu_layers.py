@@ -31,10 +31,23 @@ def use_cpu_layers(model: nn.Module, kernels: LayerKernels) -> None:
             vars(module)["cpu_kernels"] = kernels
 
 
-class CpuNorm(nn.Module):
-    """A norm of rows."""
+class WithKernels(nn.Module):
+    """A module that has another class than it was made with. Copies, and what is saved, have its own class again."""
 
     cpu_kernels: LayerKernels
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = {name: value for name, value in vars(self).items() if name != "cpu_kernels"}
+        return _without_state, (type(self).__bases__[1],), state
+
+
+def _without_state(own: type[nn.Module]) -> nn.Module:
+    return own.__new__(own)
+
+
+class CpuNorm(WithKernels):
+    """A norm of rows."""
+
     weight: nn.Parameter
     variance_epsilon: float
 
@@ -48,10 +61,9 @@ class CpuNorm(nn.Module):
         return self.cpu_kernels.norm(hidden_states, self.weight, self.variance_epsilon)
 
 
-class CpuMlp(nn.Module):
+class CpuMlp(WithKernels):
     """A gated MLP."""
 
-    cpu_kernels: LayerKernels
     gate_proj: nn.Module
     up_proj: nn.Module
     down_proj: nn.Module
@@ -66,10 +78,9 @@ class CpuMlp(nn.Module):
         return self.down_proj(self.cpu_kernels.gate_up(self.gate_proj(x), self.up_proj(x)))
 
 
-class CpuAttention(nn.Module):
+class CpuAttention(WithKernels):
     """Attention over windfall's KV cache."""
 
-    cpu_kernels: LayerKernels
     q_proj: nn.Module
     k_proj: nn.Module
     v_proj: nn.Module

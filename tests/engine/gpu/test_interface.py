@@ -28,6 +28,7 @@ from windfall.engine.gpu.modules import MaskedForward
 from windfall.engine.gpu.target import GpuTarget, in_pages, modules_forward
 from windfall.model.target import Target
 
+pytestmark = pytest.mark.usefixtures("only_llama_is_fused")
 WINDOWED = [  # and what is special about them besides windows
     "cohere2",
     "gemma3n_text",  # layers that read the keys of others

@@ -44,7 +44,7 @@ from windfall.engine.engine import Engine, Generation
 from windfall.engine.gpu.cycle import MAX_DRAFT_PASSES
 from windfall.engine.gpu.drafters import drafter_form
 from windfall.engine.gpu.events import DeviceEvent
-from windfall.engine.gpu.forward import Pass, Unsupported
+from windfall.engine.gpu.forward import Pass
 from windfall.engine.gpu.graphs import GraphCache, Key
 from windfall.engine.gpu.pipeline import Pipeline
 from windfall.engine.gpu.target import MAX_VERIFY_ROWS, VERIFY_SIZES
@@ -258,17 +258,7 @@ def test_a_batch_goes_over_the_host() -> None:
     assert [host.generate(text, max_new_tokens=12, eos=()).token_ids for text in texts] == alone
 
 
-@pytest.fixture
-def no_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if models did not use transformers' attention interface."""
-
-    def refuse(model: Any) -> Any:
-        raise Unsupported("its attention is its own")
-
-    monkeypatch.setattr("windfall.engine.gpu.target.InterfaceForward", refuse)
-
-
-@pytest.mark.usefixtures("no_interface")
+@pytest.mark.usefixtures("no_interface", "only_llama_is_fused")
 def test_what_does_not_fit_says_why_and_runs_all_the_same() -> None:
     host, device = (engine("starcoder2", "lm", "beam", graphs, sliding_window=12) for graphs in (False, True))
     wanted, found = (each.generate(prompt(), max_new_tokens=LENGTH, eos=()) for each in (host, device))
@@ -372,7 +362,7 @@ def test_angles_that_follow_the_length_do_not_fit() -> None:
     assert device.gpu_runner is None and "rotary" in device.gpu_unavailable
 
 
-@pytest.mark.usefixtures("no_interface")
+@pytest.mark.usefixtures("no_interface", "only_llama_is_fused")
 @pytest.mark.parametrize("policy", ["beam", "bandit"])
 def test_a_drafter_that_does_not_fit_drafts_on_the_host(policy: str) -> None:
     texts = []
