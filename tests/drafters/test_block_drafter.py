@@ -54,7 +54,7 @@ def test_nodes_of_any_depth_in_one_pass(name: str) -> None:
     check_children(head, MODEL, committed, tree)
 
 
-@pytest.mark.parametrize("name", ["block", "block-dflash", "block-rnn", "block-windows"])
+@pytest.mark.parametrize("name", ["block", "block-dflash", "block-rnn", "block-path", "block-windows"])
 def test_drafts_are_right_after_cycles_with_and_without_drafting(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_CHUNK", 4)
     head, prompts = random_block(name), [prompt(5), prompt(11, seed=1)]
@@ -75,7 +75,7 @@ def test_drafts_are_right_after_cycles_with_and_without_drafting(name: str, monk
             committed += [*tree.tokens[path[1:]].tolist(), cycle + 1 if committed is prompts[0] else cycle + 2]
 
 
-@pytest.mark.parametrize("name", ["block", "block-pruned", "block-plain", "block-rnn"])
+@pytest.mark.parametrize("name", ["block", "block-pruned", "block-plain", "block-rnn", "block-path"])
 def test_coupled_levels_and_entropies(name: str) -> None:
     head, committed = random_block(name), prompt(6)
     dice = Dice(SamplingParams(temperature=0.9, seed=5), committed)
@@ -218,7 +218,7 @@ def test_same_seed_gives_same_text(name: str) -> None:
             assert found.token_ids == plain_text(temperature), policy
 
 
-@pytest.mark.parametrize("name", ["block", "block-dflash", "block-rnn", "block-windows"])
+@pytest.mark.parametrize("name", ["block", "block-dflash", "block-rnn", "block-path", "block-windows"])
 def test_a_batch_drafts_what_each_sequence_drafts_alone(name: str) -> None:
     prompts = [prompt(5), prompt(40, seed=1), prompt(2, seed=2), prompt(1, seed=3)]
     plain = Engine(target(), registry.drafter("ngram"), registry.policy("none"))

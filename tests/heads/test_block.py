@@ -60,7 +60,7 @@ def test_a_new_convolution_and_a_new_pair_score_change_nothing() -> None:
     assert not (query * head.pair.keys(torch.arange(5))).any()
 
 
-@pytest.mark.parametrize("name", ["block", "block-pruned"])
+@pytest.mark.parametrize("name", ["block", "block-pruned", "block-path"])
 def test_tables_are_what_training_computes(name: str) -> None:
     head = fit(random_block(name), target())
     previous, states = torch.arange(6), torch.randn(6, WIDTH)
@@ -80,3 +80,12 @@ def test_a_recurrent_pair_score_reads_the_row_of_a_silent_anchor() -> None:
     assert head.config.first_row == 1 and head.config.depth == head.config.block - 1
     torch.testing.assert_close(head.first_carry(anchors, normed), head.pair.query(anchors, normed[:, 0])[1])
     assert fit(random_block("block-markov"), target()).first_carry(anchors, normed) is None
+
+
+@pytest.mark.parametrize("name", ["block-rnn", "block-path"])
+def test_a_recurrent_pair_score_depends_on_earlier_tokens_of_the_path(name: str) -> None:
+    head = fit(random_block(name), target())
+    states, tokens = torch.randn(2, 1, WIDTH), torch.tensor([[4], [5]])
+    carries = [head.pair.query(own, states[0])[1] for own in tokens]
+    one, other = (head.pair.query(torch.tensor([3]), states[1], carry)[0] for carry in carries)
+    assert carries[0].shape == (1, head.config.rank) and not torch.allclose(one, other)

@@ -43,6 +43,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "block-markov": {"flags": {**_ANCHOR, "bidirectional": True, "own_vocabulary": True}, "pair": "markov"},
     "block-gated": {"flags": _ANCHOR, "pair": "gated", "draft_vocab_size": 30},
     "block-rnn": {"pair": "rnn"},
+    "block-path": {"flags": _ANCHOR, "pair": "path", "draft_vocab_size": 30},
     "block-window": {"flags": _ANCHOR, "windows": (6, 9)},
     "block-windows": {"flags": {**_ANCHOR, "bidirectional": True}, "windows": (None, 3), "causal_layers": (1,)},
     "block-anchor-windows": {"flags": {"bidirectional": True, "anchor_windows": True}, "windows": (2, 3)},

@@ -74,7 +74,7 @@ def test_a_head_learns_and_then_drafts(tmp_path: Path, texts: Path, target: Targ
     assert "text's token first ." in line and "among candidates ." in line and "tau " in line
 
 
-@pytest.mark.parametrize("pair", ["projected", "markov"])
+@pytest.mark.parametrize("pair", ["projected", "path", "markov"])
 def test_a_resumed_training_has_the_same_weights(pair: str, tmp_path: Path, texts: Path, target: Target) -> None:
     given = {"shape": {**SHAPE, "pair": pair}, "loss": "coupled"}
     whole = list(train_head(job_of(texts, tmp_path / "whole", **given), Recipe(**RECIPE), target))

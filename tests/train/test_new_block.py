@@ -69,7 +69,7 @@ def test_spread_layers() -> None:
         ({"block": 1}, "--block must be between 2 and 64"),
         ({"rank": 0}, "--rank must be between 1 and 1024"),
         ({"conv": 1}, "--conv 1 would mix no rows"),
-        ({"pair": "gated"}, "--pair must be one of projected, selector, markov, none"),
+        ({"pair": "gated"}, "--pair must be one of projected, path, selector, markov, none"),
     ],
 )
 def test_impossible_shapes_are_refused(shape: dict[str, Any], message: str) -> None:

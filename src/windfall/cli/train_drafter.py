@@ -51,7 +51,9 @@ class HeadShape:
     taps: str | None = option(None, "Layers whose hidden states the head reads, e.g. 2,15,27.", metavar="A,B,C")
     block: int | None = option(None, "Tokens that a block head predicts in a pass. Default: 8.", metavar="N")
     pair: str | None = option(
-        None, "Pair scores of a block head: projected, selector, markov or none. Default: projected.", metavar="KIND"
+        None,
+        "Pair scores of a block head: projected (default), path, selector, markov or none.",
+        metavar="KIND",
     )
     rank: int | None = option(None, "Rank of the pair scores. Default: 64.", metavar="N")
     conv: int | None = option(None, "Rows that the convolutions of a block head mix. Default: 0, none.", metavar="N")

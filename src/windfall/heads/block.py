@@ -19,7 +19,7 @@ from windfall.heads.block_conv import BlockConv
 from windfall.heads.layers import ContextMemory, DecoderLayer, Memory, RMSNorm
 from windfall.heads.pair_scores import PairScore, Tables, new_pair_score
 
-PAIRS = ("none", "projected", "selector", "markov", "gated", "rnn")
+PAIRS = ("none", "projected", "path", "selector", "markov", "gated", "rnn")
 
 
 class Visibility(NamedTuple):

@@ -20,7 +20,7 @@ class PairScore(nn.Module):
         """Queries [.., R] for rows with states [.., H], and what the next row of the path takes as `carry`.
 
         previous [..]: the token at the position before the predicted one. carry: of the path's row before; None at
-        the first row of a block. Only "rnn" has one.
+        the first row of a block. Only "path" and "rnn" have one.
         """
         raise NotImplementedError
 
@@ -63,8 +63,7 @@ class Projected(PairScore):
         return None if self.training else self._tables
 
     def query(self, previous: Tensor, states: Tensor, carry: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        before = self.before(self._embedded(previous)) if self.tables is None else self.tables[0][previous]
-        return before * self.hidden(states), None
+        return self._before(previous) * self.hidden(states), None
 
     def keys(self, candidates: Tensor) -> Tensor:
         if self.tables is not None:
@@ -73,9 +72,28 @@ class Projected(PairScore):
         found: Tensor = self.after(self._embedded(tokens)) * self.scale
         return found
 
+    def _before(self, previous: Tensor) -> Tensor:
+        found: Tensor = self.before(self._embedded(previous)) if self.tables is None else self.tables[0][previous]
+        return found
+
     def _embedded(self, tokens: Tensor) -> Tensor:
         assert self._embedding is not None
         return nn.functional.embedding(tokens, self._embedding)
+
+
+class Path(Projected):
+    """As `Projected`, but a recurrent state carries all tokens of the path."""
+
+    def __init__(self, width: int, rank: int):
+        super().__init__(width, rank)
+        self.before = nn.Linear(width, 3 * rank, bias=False)
+        self.hidden = nn.Linear(width, 3 * rank)
+        self.carried = nn.Linear(rank, 3 * rank, bias=False)
+
+    def query(self, previous: Tensor, states: Tensor, carry: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        joint = self._before(previous) + self.hidden(states)
+        joint = joint if carry is None else joint + self.carried(carry)
+        return recur(joint, carry)
 
 
 class Tables(PairScore):
@@ -133,17 +151,22 @@ class Recurrent(Tables):
     def query(self, previous: Tensor, states: Tensor, carry: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         before = self._before(previous)
         carry = torch.zeros_like(before) if carry is None else carry
-        gate, fresh, out = self.joint(torch.cat([carry, before, states], -1)).chunk(3, -1)
-        gate = torch.sigmoid(gate)
-        return torch.tanh(out), gate * carry + (1 - gate) * torch.tanh(fresh)
+        return recur(self.joint(torch.cat([carry, before, states], -1)), carry)
+
+
+def recur(joint: Tensor, carry: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The query and the next state [.., R] of a gated recurrence; joint [.., 3R]: gate, new state and query."""
+    gate, fresh, query = joint.chunk(3, -1)
+    gate, fresh = torch.sigmoid(gate), torch.tanh(fresh)
+    return torch.tanh(query), (1 - gate) * fresh if carry is None else gate * carry + (1 - gate) * fresh
 
 
 def new_pair_score(kind: str, vocabulary: int, drafted: int, width: int, rank: int) -> PairScore | None:
     """None for "none"."""
     if kind == "none":
         return None
-    if kind == "projected":
-        return Projected(width, rank)
+    if kind in ("projected", "path"):
+        return {"projected": Projected, "path": Path}[kind](width, rank)
     if kind == "markov":
         return Markov(vocabulary, drafted, rank)
     kinds = {"selector": Selector, "gated": Gated, "rnn": Recurrent}

@@ -19,7 +19,7 @@ from windfall.train.target_layers import check_intermediate, cut_tensors, spread
 
 LAYERS, MIN_LAYERS, MAX_LAYERS = 3, 2, 5
 BLOCK, MAX_BLOCK = 8, 64
-PAIRS = ("projected", "selector", "markov", "none")  # of new heads
+PAIRS = ("projected", "path", "selector", "markov", "none")  # of new heads
 RANK = 64
 
 

@@ -72,7 +72,7 @@ def test_a_batch_drafts_the_trees_of_single_texts(kind: str) -> None:
         assert [step.tokens for step in one.steps][:-3] == [step.tokens for step in other.steps][: len(one.steps) - 3]
 
 
-@pytest.mark.parametrize("kind", ["block-rnn", "block-gated", "block-windows", "block-anchor-windows"])
+@pytest.mark.parametrize("kind", ["block-rnn", "block-path", "block-gated", "block-windows", "block-anchor-windows"])
 def test_what_has_no_kernels_runs_on_the_host(kind: str) -> None:
     made = engine("llama", kind, "beam", True)
     found = made.generate(prompt(), max_new_tokens=8, eos=())

@@ -174,7 +174,7 @@ def pair_tables(head: BlockHead) -> PairTables | None:
 def block_unsupported(head: BlockHead) -> str:
     """Why a block head cannot run in fixed buffers; empty if it can."""
     config = head.config
-    if config.pair in ("gated", "rnn"):
+    if config.pair in ("gated", "rnn", "path"):
         return f"its pair scores are {config.pair!r}, which run on the host"
     visible = [config.visibility(layer) for layer in range(config.layer.num_hidden_layers)]
     if len({each.bidirectional for each in visible}) > 1:
