@@ -1,7 +1,8 @@
 """Milliseconds of a cycle's draft passes: the bundled head against untrained block heads, and those of a verify pass.
 
 python benchmarks/draft_phase.py [--target MODEL] [--drafter HEAD] [--layers 2,3,5] [--block 8] [--passes 7]
-                                 [--length 512] [--widen llama-3.1-8b] [--json FILE]
+                                 [--pairs projected,path] [--rank 64] [--candidates 16] [--length 512]
+                                 [--widen llama-3.1-8b] [--json FILE]
 
 The passes are those of a beam, captured as one CUDA graph and replayed after a text of `--length` tokens. Every
 temperature has its own row: with sampling, the passes also read the noise of the coming draws. Medians.
@@ -10,6 +11,8 @@ temperature has its own row: with sampling, the passes also read the noise of th
 from __future__ import annotations
 
 import argparse
+import itertools
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -23,6 +26,7 @@ from windfall.bench.speed.passes import timed
 from windfall.bench.widen import widen_pair
 from windfall.core.types import GpuOptions, SamplingParams
 from windfall.drafters.base import Drafter
+from windfall.drafters.block import BlockDrafter
 from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.drafters.head_drafter import HeadDrafter
 from windfall.engine.gpu.cycle import Cycle
@@ -44,6 +48,9 @@ def main() -> None:
     for name in ("target", "drafter", "widen", "json"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--layers", default="2,3,5")
+    parser.add_argument("--pairs", default="projected", help="kinds of pair scores of the block heads")
+    parser.add_argument("--rank", type=int, default=64)
+    parser.add_argument("--candidates", type=int, help="children that a node of a block head can have")
     parser.add_argument("--block", type=int, default=8)
     parser.add_argument("--passes", type=int, default=7)
     parser.add_argument("--length", type=int, default=512)
@@ -53,9 +60,10 @@ def main() -> None:
     if not isinstance(engine.drafter, FeatureHeadDrafter):
         parser.error(f"the drafter of {options.target} is no EAGLE head; --drafter names one")
     target, heads = engine.target, {"bundled head": engine.drafter.head}
-    for layers in map(int, options.layers.split(",")):
+    for layers, kind in itertools.product(map(int, options.layers.split(",")), options.pairs.split(",")):
         shape = {"layers": layers, "block": options.block, "vocabulary": heads["bundled head"].draft_tokens}
-        heads[f"block head, {layers} layers"] = fit(new_block(target, shape).eval(), target)  # type: ignore[assignment]
+        head: Any = fit(new_block(target, {**shape, "pair": kind, "rank": options.rank}).eval(), target)
+        heads[f"block head, {layers} layers" + (f", {kind}" if kind != "projected" else "")] = head
     rows = []
     with console.progress("Timing…") as progress:
         for place, (name, head) in enumerate(heads.items()):
@@ -64,9 +72,12 @@ def main() -> None:
                 pair = widen_pair(target.model, head, options.widen)
                 own, drafter = Target(pair.model, target.tokenizer), as_drafter(pair.head)
             assert isinstance(drafter, HeadDrafter)
+            if options.candidates and isinstance(drafter, BlockDrafter):
+                drafter = replace(drafter, candidates=options.candidates)
             rows += measure(name, own, drafter, options)
             progress((place + 1) / len(heads))
     settings = {"passes": options.passes, "length": options.length, "block": options.block, "widened_to": options.widen}
+    settings |= {"rank": options.rank, "candidates": options.candidates}
     publish({"rows": rows, **settings, "dtype": options.dtype}, options.json)
 
 

@@ -137,7 +137,7 @@ def guess(target: Target, head: Any) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", ["eagle3-pruned", "block", "block-pruned"])
+@pytest.mark.parametrize("kind", ["eagle3-pruned", "block", "block-pruned", "block-path"])
 def test_a_widened_pair_drafts_the_same_trees(kind: str, temperature: float) -> None:
     model = small_model()
     head: Any = random_block(kind) if kind.startswith("block") else random_head(kind, seed=3)

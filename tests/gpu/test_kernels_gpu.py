@@ -91,14 +91,14 @@ def test_draw(n: int, vocabulary: int, temperature: float, dtype: torch.dtype) -
 
 
 @both
-@pytest.mark.parametrize(("w", "k"), [(1, 1), (10, 10), (64, 16), (7, 32)])
+@pytest.mark.parametrize(("w", "k"), [(1, 1), (10, 10), (64, 16), (7, 32), (8, 64), (4, 128)])
 @pytest.mark.parametrize("columns", [16_384, 49_152, 151_936])
 @pytest.mark.parametrize(("dice", "named"), [(False, False), (True, False), (True, True)])
 def test_top_children(w: int, k: int, columns: int, dice: bool, named: bool, dtype: torch.dtype) -> None:
     check_top(w, k, columns, dtype, dice, named, "cuda")
 
 
-@pytest.mark.parametrize(("w", "k"), [(1, 1), (10, 10), (16, 16)])
+@pytest.mark.parametrize(("w", "k"), [(1, 1), (10, 10), (16, 16), (8, 64)])
 @pytest.mark.parametrize(("columns", "width"), [(32_768, 576), (49_152, 576), (32_768, 4096), (131_072, 1024)])
 @pytest.mark.parametrize(("dice", "bias"), [(False, False), (True, True)])
 def test_lazy_logits(w: int, k: int, columns: int, width: int, dice: bool, bias: bool) -> None:
@@ -189,16 +189,19 @@ def test_a_graph_serves_other_lengths_masks_and_seeds() -> None:
 
 
 @pytest.mark.parametrize("candidates", [16, 32])
-@pytest.mark.parametrize(("rank", "hidden"), [(64, True), (256, True), (256, False)])
-def test_children_with_pair_scores(candidates: int, rank: int, hidden: bool) -> None:
-    check_pair_children(candidates, rank, True, hidden, True, "cuda")
+@pytest.mark.parametrize(
+    ("rank", "parts", "hidden"),
+    [(64, 1, True), (256, 1, True), (256, 1, False), (64, 2, True), (64, 3, True), (256, 3, True)],
+)
+def test_children_with_pair_scores(candidates: int, rank: int, parts: int, hidden: bool) -> None:
+    check_pair_children(candidates, rank, parts, hidden, True, "cuda")
 
 
 @pytest.mark.parametrize("batch", [0, 3])
 @pytest.mark.parametrize(("width", "candidates"), [(6, 8), (3, 64)])
 @pytest.mark.parametrize(
-    ("rule", "pairs", "noisy"),
-    [(Rule(), True, False), (Rule(calibrated=True), True, True), (Rule(whole=True), False, False)],
+    ("rule", "parts", "noisy"),
+    [(Rule(), 1, False), (Rule(calibrated=True), 2, True), (Rule(whole=True), 0, False), (Rule(), 3, True)],
 )
-def test_all_levels_at_once(rule: Rule, pairs: bool, noisy: bool, batch: int, width: int, candidates: int) -> None:
-    check_levels(rule, pairs, noisy, batch, width, candidates, "cuda")
+def test_all_levels_at_once(rule: Rule, parts: int, noisy: bool, batch: int, width: int, candidates: int) -> None:
+    check_levels(rule, parts, noisy, batch, width, candidates, "cuda")

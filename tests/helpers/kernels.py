@@ -39,7 +39,7 @@ from windfall.kernels import (
 from windfall.kernels.backend import on_triton
 from windfall.kernels.draw import update_noise
 from windfall.kernels.grow import grow
-from windfall.kernels.levels import Levels, PairTables
+from windfall.kernels.levels import Carries, Levels, PairTables
 from windfall.kernels.norm import add_norm_reference, gate_mul_reference, rotate_and_store_reference
 from windfall.kernels.norm_kinds import HeadNorms, NormKind, NormStyle
 from windfall.kernels.pair_children import PairCandidates, grow_levels, reference
@@ -587,16 +587,47 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return made
 
 
+def random_tables(vocabulary: int, rank: int, parts: int, device: str) -> PairTables | None:
+    """Pair scores of this kind, see `PairTables`; 0: none."""
+    if not parts:
+        return None
+    before = torch.randn(vocabulary, parts * rank, device=device).to(HALF)
+    after = torch.randn(vocabulary, rank, device=device).to(HALF)
+    carried = torch.randn(3 * rank, rank, device=device).to(HALF) / rank**0.5 if parts == 3 else None
+    return PairTables(before, after, carried)
+
+
+def pair_query(tables: PairTables, token: Tensor, state: Tensor | None, carry: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The query of a token, and what its path carries then; written out in fp64."""
+    before = tables.before[token].double()
+    if tables.parts == 1:
+        return before if state is None else before * state.double(), before
+    assert state is not None
+    if tables.parts == 2:
+        gate, value = before.chunk(2)
+        return (gate + state.double()).sigmoid() * value, before
+    assert tables.carried is not None
+    joint = before + state.double()
+    if carry is not None:
+        joint = joint + tables.carried.double() @ carry.double()
+    gate, fresh, query = joint.chunk(3)
+    kept = 0 if carry is None else gate.sigmoid() * carry.double()
+    return query.tanh(), kept + (1 - gate.sigmoid()) * fresh.tanh()
+
+
 def check_pair_children(
-    candidates: int, rank: int, pairs: bool, hidden: bool, owned: bool, device: str = "cpu"
+    candidates: int, rank: int, parts: int, hidden: bool, owned: bool, device: str = "cpu", path: bool = True
 ) -> None:
-    """Against the softmax over the whole vocabulary, to whose candidates the pair scores are added."""
+    """Against the softmax over the whole vocabulary, to whose candidates the pair scores are added.
+
+    path: whether something is carried, if there are three parts.
+    """
     torch.manual_seed(candidates + rank)
     vocabulary, requests, depth, nodes = 300, 3, 4, 11
     logits = 3 * torch.randn(requests * depth, vocabulary, device=device)
     logq, tokens = logits.log_softmax(-1).topk(candidates)
-    before, after = (torch.randn(vocabulary, rank, device=device).to(HALF) for _ in range(2))
-    states = torch.randn(requests * depth, rank, device=device).to(HALF) if hidden else None
+    tables, width = random_tables(vocabulary, rank, parts, device), 3 * rank if parts == 3 else rank
+    states = torch.randn(requests * depth, width, device=device).to(HALF) if hidden else None
     previous = torch.randint(vocabulary, (nodes,), device=device)
     owners = torch.randint(requests if owned else 1, (nodes,), device=device).int()
     lengths, columns = torch.tensor([5, 90, 33], device=device), torch.randint(-2, depth + 2, (nodes,), device=device)
@@ -605,25 +636,35 @@ def check_pair_children(
     outside = logits.log_softmax(-1).masked_fill(inside, 0.0)
     shares = logits.softmax(-1).masked_fill(inside, 0.0)
     levels = Levels(logq, tokens, states, (shares * outside).sum(-1) / shares.sum(-1), depth)
-    tables = PairTables(before, after) if pairs else None
     asked = PairCandidates(levels, previous, columns + lengths[owners.long()] - 2, lengths, -2, tables)
+    carried = torch.randn(2 * nodes, rank, device=device)
+    above = torch.randint(nodes, (nodes,), device=device) if path else None
+    if parts == 3:
+        asked = asked._replace(carries=Carries(carried.clone(), above, nodes + torch.arange(nodes, device=device)))
     asked = asked._replace(warmth=warmth, owners=owners) if owned else asked._replace(entropy_levels=levels)
     rows = torch.where((columns >= 0) & (columns < depth), owners * depth + columns, -1)
     assert asked.rows.tolist() == rows.tolist() and (rows < 0).any() and (rows >= 0).any()
     roots = asked._replace(columns=None).children(candidates)[0]
     torch.testing.assert_close(roots, asked._replace(columns=lengths[owners.long()] - 2).children(candidates)[0])
+    if asked.carries is not None:
+        asked.carries.states.copy_(carried)
     values, names = asked.children(candidates)
+    found = carried if asked.carries is None else asked.carries.states
+    assert torch.equal(found[:nodes], carried[:nodes])
     entropy = values.new_zeros(nodes) if owned else asked.entropy()
     for node, row in enumerate(rows.tolist()):
         if row < 0:
-            assert bool((values[node] == -math.inf).all())
+            assert bool((values[node] == -math.inf).all()) and torch.equal(found[nodes + node], carried[nodes + node])
             continue
         whole = logits[row].double()
-        query = before[previous[node]].double() * (1 if states is None else states[row].double())
         temperature, kappa = (float(each[int(owners[node])]) for each in warmth)
         factor = 1 / (temperature * kappa) if owned and temperature else 1.0
-        if pairs:
-            whole[tokens[row]] += factor * (after[tokens[row]].double() * query).sum(-1)
+        if tables is not None:
+            carry = None if above is None else carried[above[node]]
+            query, made = pair_query(tables, previous[node], None if states is None else states[row], carry)
+            whole[tokens[row]] += factor * (tables.after[tokens[row]].double() * query).sum(-1)
+            if parts == 3:
+                torch.testing.assert_close(found[nodes + node].double(), made, atol=1e-4, rtol=1e-4)
         wanted = whole.log_softmax(-1)
         torch.testing.assert_close(values[node].double(), wanted[names[node]], atol=2e-4, rtol=1e-4)
         assert sorted(names[node].tolist()) == sorted(tokens[row].tolist())
@@ -639,7 +680,7 @@ def check_pair_children(
 
 
 def check_levels(
-    rule: Rule, pairs: bool, noisy: bool, batch: int, width: int = 3, candidates: int = 8, device: str = "cpu"
+    rule: Rule, parts: int, noisy: bool, batch: int, width: int = 3, candidates: int = 8, device: str = "cpu"
 ) -> None:
     """All levels at once are those of one pass after another."""
     torch.manual_seed(7)
@@ -647,14 +688,18 @@ def check_levels(
     requests, rank = max(batch, 1), 12
     logits = 2 * torch.randn(requests * depth, vocabulary, device=device)
     logq, tokens = logits.log_softmax(-1).topk(candidates)
-    before, after = (torch.randn(vocabulary, rank, device=device).to(HALF) for _ in range(2))
-    states = torch.randn(requests * depth, rank, device=device).to(HALF)
+    tables = random_tables(vocabulary, rank, parts, device)
+    states = torch.randn(requests * depth, 3 * rank if parts == 3 else rank, device=device).to(HALF)
     lengths = torch.arange(requests, device=device) + 20
     warmth = (torch.rand(requests, device=device) + 0.5, torch.rand(requests, device=device) + 0.5) if noisy else None
-    levels, tables = Levels(logq, tokens, states, depth=depth), PairTables(before, after) if pairs else None
+    levels = Levels(logq, tokens, states, depth=depth)
     owners = torch.arange(requests, device=device).int() if batch else None
     roots = torch.randint(vocabulary, (requests,), device=device)
     asked = PairCandidates(levels, roots, None, lengths, -1, tables, warmth, owners)
+    slots = 2 + width * (passes + 1)  # of a request: root, staged rows, empty rows
+    if parts == 3:
+        carries = Carries(torch.zeros(requests * slots, rank, device=device), None, torch.arange(requests) * slots)
+        asked = asked._replace(carries=carries._replace(here=carries.here.to(device)))
     terms = random_terms(device) if rule.calibrated else None
     first = torch.zeros((requests, 1) if batch else (1,), dtype=torch.long, device=device)
     tree, rows = empty_trees(device, lengths, roots, passes, width, k, batch)
@@ -665,7 +710,7 @@ def check_levels(
         grow(tree, nodes, names.view(shape), values.view(shape), rows, rule, terms)
         names_of = None if owners is None else owners.repeat_interleave(width)
         nodes = rows.nodes.clone()
-        given = asked._replace(previous=rows.tokens.flatten(), columns=rows.positions.flatten(), owners=names_of)
+        given = asked.after(rows, names_of)
     other, other_rows = empty_trees(device, lengths, roots, passes, width, k, batch)
     grow_levels(other, first, other_rows, passes, k, rule, asked, terms)
     dead = tree.key == -math.inf

@@ -160,7 +160,15 @@ def test_draw_among_scores_that_are_almost_equal() -> None:
 @both
 @pytest.mark.parametrize(
     ("w", "k", "columns", "dice", "named"),
-    [(3, 4, 700, False, False), (2, 32, 2100, True, True), (1, 1, 5, True, False), (2, 5, 515, False, True)],
+    [
+        (3, 4, 700, False, False),
+        (2, 32, 2100, True, True),
+        (1, 1, 5, True, False),
+        (2, 5, 515, False, True),
+        (2, 70, 6100, False, True),
+        (1, 100, 5000, True, False),
+        (2, 40, 41, False, False),
+    ],
 )
 def test_top_children(w: int, k: int, columns: int, dice: bool, named: bool, dtype: torch.dtype) -> None:
     check_top(w, k, columns, dtype, dice, named)
@@ -168,7 +176,12 @@ def test_top_children(w: int, k: int, columns: int, dice: bool, named: bool, dty
 
 @pytest.mark.parametrize(
     ("w", "k", "columns", "width", "dice", "bias"),
-    [(3, 4, 512, 64, False, False), (16, 10, 256, 128, True, True), (1, 1, 128, 64, True, False)],
+    [
+        (3, 4, 512, 64, False, False),
+        (16, 10, 256, 128, True, True),
+        (1, 1, 128, 64, True, False),
+        (8, 64, 4096, 64, False, True),
+    ],
 )
 def test_lazy_logits(w: int, k: int, columns: int, width: int, dice: bool, bias: bool) -> None:
     check_lazy_logits(w, k, columns, width, dice, bias)
@@ -186,6 +199,13 @@ def test_ties_go_to_the_lower_column(dtype: torch.dtype) -> None:
     values, names = top_children(below, 9)
     assert torch.equal(names, order[:, :9])
     torch.testing.assert_close(values, wanted[:, :9])
+    few = torch.randint(-3, 4, (3, 1500)).to(dtype)
+    few[1, 100:], few[2] = -torch.inf, -2
+    wanted, order = few.float().log_softmax(-1).sort(descending=True, stable=True)
+    for k in (33, 128):
+        values, names = top_children(few, k)
+        assert torch.equal(names, order[:, :k])
+        torch.testing.assert_close(values, wanted[:, :k])
 
 
 @both
@@ -255,22 +275,35 @@ def test_segments_have_programs_of_their_own_if_there_are_few_tiles() -> None:
 
 
 @pytest.mark.parametrize(
-    ("candidates", "rank", "pairs", "hidden", "owned"),
-    [(16, 8, True, True, True), (5, 12, True, False, False), (20, 4, True, True, False), (7, 4, False, False, False)],
+    ("candidates", "rank", "parts", "hidden", "owned"),
+    [
+        (16, 8, 1, True, True),
+        (5, 12, 1, False, False),
+        (20, 4, 1, True, False),
+        (7, 4, 0, False, False),
+        (9, 12, 2, True, True),
+        (16, 20, 3, True, True),
+        (5, 80, 3, True, False),
+    ],
 )
-def test_children_with_pair_scores(candidates: int, rank: int, pairs: bool, hidden: bool, owned: bool) -> None:
-    check_pair_children(candidates, rank, pairs, hidden, owned)
+def test_children_with_pair_scores(candidates: int, rank: int, parts: int, hidden: bool, owned: bool) -> None:
+    check_pair_children(candidates, rank, parts, hidden, owned)
+
+
+def test_the_first_node_of_a_path_carries_nothing() -> None:
+    check_pair_children(6, 12, 3, True, True, path=False)
 
 
 @pytest.mark.parametrize(
-    ("rule", "pairs", "noisy", "batch", "width", "candidates"),
+    ("rule", "parts", "noisy", "batch", "width", "candidates"),
     [
-        (Rule(), True, False, 0, 6, 8),  # more rows than the root has children
-        (Rule(calibrated=True), True, True, 2, 3, 64),
-        (Rule(whole=True), False, False, 0, 3, 4),
-        (Rule(top=9), True, False, 2, 3, 5),
-        (Rule(budget=12, share=-2.0, first=2, levels=1), True, True, 0, 3, 8),
+        (Rule(), 1, False, 0, 6, 8),  # more rows than the root has children
+        (Rule(calibrated=True), 1, True, 2, 3, 64),
+        (Rule(whole=True), 0, False, 0, 3, 4),
+        (Rule(top=9), 2, False, 2, 3, 5),
+        (Rule(), 3, True, 2, 3, 8),
+        (Rule(budget=12, share=-2.0, first=2, levels=1), 1, True, 0, 3, 8),
     ],
 )
-def test_all_levels_at_once(rule: Rule, pairs: bool, noisy: bool, batch: int, width: int, candidates: int) -> None:
-    check_levels(rule, pairs, noisy, batch, width, candidates)
+def test_all_levels_at_once(rule: Rule, parts: int, noisy: bool, batch: int, width: int, candidates: int) -> None:
+    check_levels(rule, parts, noisy, batch, width, candidates)

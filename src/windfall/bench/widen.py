@@ -58,6 +58,7 @@ LAYOUT: dict[str, tuple[str, ...]] = {  # the meaning of the rows and columns of
     "before": ("rank", "hidden"),
     "after": ("rank", "hidden"),
     "hidden": ("rank", "hidden"),
+    "carried": ("rank", "rank"),
     "scale": ("rank",),
     "norm": ("hidden",),
     "input_layernorm": ("hidden",),
@@ -147,7 +148,7 @@ def widen_head(
     whose number is higher in the large target.
     """
     config = head.config
-    if not isinstance(head, Eagle3 | BlockHead) or getattr(config, "pair", "none") not in ("none", "projected"):
+    if not isinstance(head, Eagle3 | BlockHead) or getattr(config, "pair", "none") not in ("none", "projected", "path"):
         raise InputError(f"only eagle3 heads and block heads without tables can be widened, not {config.kind}")
     if getattr(config, "conv_taps", 0):
         raise InputError("block heads with convolutions cannot be widened")

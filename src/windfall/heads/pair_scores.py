@@ -6,8 +6,19 @@ inner product of a query, which depends on the token before and the row's state,
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
+
+from windfall.kernels.levels import PairTables, recur
+
+
+class PairLookup(NamedTuple):
+    """A pair score whose products with single tokens are done: what kernels need of it."""
+
+    tables: PairTables  # `after` is by draft id [Vd, R]
+    by_state: tuple[Tensor, Tensor | None] | None  # weight [R or 3R, H] and bias; None: the state does not matter
 
 
 class PairScore(nn.Module):
@@ -33,6 +44,10 @@ class PairScore(nn.Module):
 
     def prepare(self) -> None:
         """Compute what can be computed once; used when not training."""
+
+    def lookup(self) -> PairLookup:
+        """After `prepare`."""
+        raise NotImplementedError
 
 
 class Projected(PairScore):
@@ -72,6 +87,10 @@ class Projected(PairScore):
         found: Tensor = self.after(self._embedded(tokens)) * self.scale
         return found
 
+    def lookup(self) -> PairLookup:
+        assert self._tables is not None
+        return PairLookup(PairTables(*self._tables), _parameters(self.hidden))
+
     def _before(self, previous: Tensor) -> Tensor:
         found: Tensor = self.before(self._embedded(previous)) if self.tables is None else self.tables[0][previous]
         return found
@@ -95,6 +114,10 @@ class Path(Projected):
         joint = joint if carry is None else joint + self.carried(carry)
         return recur(joint, carry)
 
+    def lookup(self) -> PairLookup:
+        found = super().lookup()
+        return found._replace(tables=found.tables._replace(carried=self.carried.weight.detach()))
+
 
 class Tables(PairScore):
     """The base of the kinds with free tables: `before` [V, R] and `after` [Vd, R]."""
@@ -106,6 +129,9 @@ class Tables(PairScore):
 
     def keys(self, candidates: Tensor) -> Tensor:
         return nn.functional.embedding(candidates, self.after)
+
+    def lookup(self) -> PairLookup:
+        return PairLookup(PairTables(self.before.detach(), self.after.detach()), None)
 
     def _before(self, previous: Tensor) -> Tensor:
         return nn.functional.embedding(previous, self.before)
@@ -120,6 +146,9 @@ class Selector(Tables):
 
     def query(self, previous: Tensor, states: Tensor, carry: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         return self._before(previous) * self.hidden(states), None
+
+    def lookup(self) -> PairLookup:
+        return super().lookup()._replace(by_state=_parameters(self.hidden))
 
 
 class Markov(Tables):
@@ -140,6 +169,13 @@ class Gated(Tables):
         before = self._before(previous)
         return torch.sigmoid(self.gate(torch.cat([states, before], -1))) * before, None
 
+    @torch.no_grad()
+    def lookup(self) -> PairLookup:
+        rank = self.before.shape[1]
+        by_state, by_token = torch.split(self.gate.weight, [self.gate.in_features - rank, rank], 1)
+        before = torch.cat([self.before @ by_token.T, self.before], 1)
+        return PairLookup(PairTables(before, self.after.detach()), (by_state.contiguous(), self.gate.bias.detach()))
+
 
 class Recurrent(Tables):
     """DSpark: a recurrent state carries the tokens of the whole path."""
@@ -153,12 +189,17 @@ class Recurrent(Tables):
         carry = torch.zeros_like(before) if carry is None else carry
         return recur(self.joint(torch.cat([carry, before, states], -1)), carry)
 
+    @torch.no_grad()
+    def lookup(self) -> PairLookup:
+        rank = self.before.shape[1]
+        sizes = [rank, rank, self.joint.in_features - 2 * rank]
+        carried, by_token, by_state = (part.contiguous() for part in torch.split(self.joint.weight, sizes, 1))
+        tables = PairTables(self.before @ by_token.T, self.after.detach(), carried)
+        return PairLookup(tables, (by_state, self.joint.bias.detach()))
 
-def recur(joint: Tensor, carry: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The query and the next state [.., R] of a gated recurrence; joint [.., 3R]: gate, new state and query."""
-    gate, fresh, query = joint.chunk(3, -1)
-    gate, fresh = torch.sigmoid(gate), torch.tanh(fresh)
-    return torch.tanh(query), (1 - gate) * fresh if carry is None else gate * carry + (1 - gate) * fresh
+
+def _parameters(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    return layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
 
 
 def new_pair_score(kind: str, vocabulary: int, drafted: int, width: int, rank: int) -> PairScore | None:

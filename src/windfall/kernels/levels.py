@@ -11,10 +11,42 @@ MIN_REST = 1e-7  # probability of all tokens that are no candidates
 
 
 class PairTables(NamedTuple):
-    """The score of token b after token a is Σ before[a] * hidden * after[b], over the rank R."""
+    """The score of token b after token a is the inner product of a query, which depends on a, and after[b].
 
-    before: Tensor  # [V, R]
+    With m parts, the query of token a at a level, whose state is `hidden`, is
+
+    - m = 1: before[a] * hidden
+    - m = 2: sigmoid(gate + hidden) * value, where before[a] are gate and value
+    - m = 3: the result of `recur` for before[a] + hidden + carried @ carry, where the carry is that of a's parent
+    """
+
+    before: Tensor  # [V, m * R]
     after: Tensor  # [V, R]: zeros for tokens that are not drafted
+    carried: Tensor | None = None  # [3R, R]
+
+    @property
+    def rank(self) -> int:
+        return self.after.shape[1]
+
+    @property
+    def parts(self) -> int:
+        """m"""
+        return self.before.shape[1] // self.rank
+
+
+def recur(joint: Tensor, carry: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The query and the next state [.., R] of a gated recurrence; joint [.., 3R]: gate, new state and query."""
+    gate, fresh, query = joint.chunk(3, -1)
+    gate, fresh = torch.sigmoid(gate), torch.tanh(fresh)
+    return torch.tanh(query), (1 - gate) * fresh if carry is None else gate * carry + (1 - gate) * fresh
+
+
+class Carries(NamedTuple):
+    """What paths carry into their pair scores."""
+
+    states: Tensor  # [S, R] fp32, by slot
+    above: Tensor | None  # [n] long: the slot of each node's parent; None: nothing is carried
+    here: Tensor  # [n] long: the slot of each node, which is written
 
 
 class Levels(NamedTuple):
@@ -22,7 +54,7 @@ class Levels(NamedTuple):
 
     logq: Tensor  # [N * L, C] fp32: log-probabilities of the candidates, without pair scores
     tokens: Tensor  # [N * L, C] long
-    hidden: Tensor | None = None  # [N * L, R]; None: the same as ones
+    hidden: Tensor | None = None  # [N * L, R or 3R]; None: the state of a level does not matter
     rest: Tensor | None = None  # [N * L] fp32: mean log-probability of all other tokens
     depth: int = 1  # L
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from windfall.kernels.backend import on_triton
 from windfall.kernels.grow import grow
-from windfall.kernels.levels import MIN_REST, Levels, PairTables
+from windfall.kernels.levels import MIN_REST, Carries, Levels, PairTables, recur
 from windfall.kernels.rules import Rule
 from windfall.kernels.trees import Calibration, NextPass, TreeArrays
 
@@ -28,6 +28,7 @@ class PairCandidates(NamedTuple):
     tables: PairTables | None  # None: there are no pair scores
     warmth: tuple[Tensor, Tensor] | None = None  # temperature and kappa, [N] fp32 each, if the levels have noise
     owners: Tensor | None = None  # [n] integers: the request of each node; None: there is one
+    carries: Carries | None = None  # if the tables have `carried`
     entropy_levels: Levels | None = None  # without noise, and with `rest`; for entropies
 
     @property
@@ -37,6 +38,21 @@ class PairCandidates(NamedTuple):
         depth = torch.zeros_like(own) if self.columns is None else self.columns - self.lengths[own] - self.offset
         inside = (depth >= 0) & (depth < self.levels.depth)
         return torch.where(inside, own * self.levels.depth + depth, -1)
+
+    @property
+    def depends_on_path(self) -> bool:
+        """Whether a node's children depend on more than its token and its level."""
+        return self.carries is not None
+
+    def after(self, next_pass: NextPass, owners: Tensor | None) -> PairCandidates:
+        """The candidates of the nodes of the next pass, where these are those of the roots."""
+        tokens, carries = next_pass.tokens.flatten(), self.carries
+        if carries is not None:
+            above, here = (
+                (slots + carries.here[:, None]).flatten() for slots in (next_pass.parent_slots, next_pass.own_slots)
+            )
+            carries = carries._replace(above=above, here=here)
+        return self._replace(previous=tokens, columns=next_pass.positions.flatten(), owners=owners, carries=carries)
 
     def children(self, k: int) -> tuple[Tensor, Tensor]:
         """The k likeliest children's log-probabilities and tokens → [n, k]; -inf where there are fewer candidates."""
@@ -78,8 +94,7 @@ def reference(given: PairCandidates, k: int) -> tuple[Tensor, Tensor]:
     logq, tokens = levels.logq[own], levels.tokens[own]
     rest = (1 - logq.exp().sum(-1, keepdim=True)).clamp(min=MIN_REST).log()
     if tables is not None:
-        query = tables.before[given.previous].float()
-        query = query if levels.hidden is None else query * levels.hidden[own].float()
+        query = _queries(given, tables, rows, own)
         scores = (query[:, None] * tables.after[tokens].float()).sum(-1)
         if given.warmth is not None:
             temperature, kappa = given.warmth
@@ -90,6 +105,26 @@ def reference(given: PairCandidates, k: int) -> tuple[Tensor, Tensor]:
     logq = logq.masked_fill((rows < 0)[:, None], -torch.inf)
     values, order = logq.sort(dim=-1, descending=True, stable=True)
     return values[:, :k].contiguous(), tokens.gather(1, order)[:, :k].contiguous()
+
+
+def _queries(given: PairCandidates, tables: PairTables, rows: Tensor, own: Tensor) -> Tensor:
+    """The query of each node [n, R], see `PairTables`; what it carries is written."""
+    before = tables.before[given.previous].float()
+    state = None if given.levels.hidden is None else given.levels.hidden[own].float()
+    if tables.parts == 1:
+        return before if state is None else before * state
+    assert state is not None
+    if tables.parts == 2:
+        gate, value = before.chunk(2, -1)
+        return torch.sigmoid(gate + state) * value
+    carries = given.carries
+    assert carries is not None and tables.carried is not None
+    carry = None if carries.above is None else carries.states[carries.above]
+    joint = before + state if carry is None else before + state + carry @ tables.carried.float().T
+    query, made = recur(joint, carry)
+    known = rows >= 0
+    carries.states[carries.here[known]] = made[known]
+    return query
 
 
 def grow_levels(
@@ -111,7 +146,7 @@ def grow_levels(
     next_pass = next_pass._replace(mask=None, lineage=None)
     assert k <= levels.candidates and candidates.columns is None
     first, later = (*roots.shape, k), (*next_pass.nodes.shape, k)
-    if on_triton(levels.logq):
+    if on_triton(levels.logq) and not candidates.depends_on_path:
         from windfall.kernels.triton.pair_children import grow_levels as run
         from windfall.kernels.triton.pair_children import pair_children as score
 
@@ -124,11 +159,9 @@ def grow_levels(
         return
     values, names = candidates.children(k)
     grow(tree, roots, names.view(first), values.view(first), next_pass, rule, calibration)
+    owners = None
+    if next_pass.nodes.dim() == 2:
+        owners = torch.arange(requests, device=roots.device).repeat_interleave(next_pass.nodes.shape[1])
     for _ in range(1, passes):
-        tokens, columns = next_pass.tokens.flatten(), next_pass.positions.flatten()
-        owners = None
-        if next_pass.nodes.dim() == 2:
-            owners = torch.arange(requests, device=tokens.device).repeat_interleave(later[1])
-        own = candidates._replace(previous=tokens, columns=columns, owners=owners)
-        values, names = own.children(k)
+        values, names = candidates.after(next_pass, owners).children(k)
         grow(tree, next_pass.nodes.clone(), names.view(later), values.view(later), next_pass, rule, calibration)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from windfall.kernels.backend import on_triton, supports_pdl
 from windfall.kernels.draw import noise_at
 
-MAX_CHILDREN = 32  # per node, in the kernel
+MAX_CHILDREN = 128  # per node, in the kernel
 
 
 class LazyLogits(NamedTuple):

@@ -68,6 +68,11 @@ def pass_of(passes: NextPass, request: int) -> NextPass:
     return NextPass._make(None if array is None else _of_request(array, request) for array in passes)
 
 
+def first_rows(rows: NextPass, seats: int) -> NextPass:
+    """The rows of the first requests."""
+    return NextPass._make(None if array is None else array[:seats] for array in rows)
+
+
 def _of_request(array: Tensor, request: int) -> Tensor:
     """The part of one request; a number keeps a dimension."""
     return array[request] if array.dim() > 1 else array[request : request + 1]

@@ -13,14 +13,14 @@ from windfall.engine.gpu.drafters import drafter_form
 from windfall.engine.split_runner import SplitRunner
 
 ON_GPU = ["block", "block-pruned", "block-plain", "block-dflash", "block-window"]
-ON_GPU += ["block-conv", "block-markov", "block-scaled"]
+ON_GPU += ["block-path", "block-rnn", "block-gated", "block-conv", "block-markov", "block-scaled"]
 WARM: dict[str, Any] = {"temperature": 1.0, "seed": 3}
 LENGTH = 26
 PROMPTS = [prompt(length, seed=length) for length in (9, 70, 14)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "sampling"), [*((kind, {}) for kind in ON_GPU), *((kind, WARM) for kind in ON_GPU[:5])]
+    ("kind", "sampling"), [*((kind, {}) for kind in ON_GPU), *((kind, WARM) for kind in ON_GPU[:8])]
 )
 def test_the_device_drafts_the_same_trees(kind: str, sampling: dict[str, Any]) -> None:
     host, device = (engine("llama", kind, "beam", graphs) for graphs in (False, True))
@@ -42,9 +42,11 @@ def test_other_policies_write_the_same_text(policy: str) -> None:
         assert found.token_ids == plain_text("llama", LENGTH, **sampling)
 
 
-@pytest.mark.parametrize("policy", ["svip", "disco", "c2t"])
-def test_entropies_are_those_of_the_host(policy: str) -> None:
-    host, device = (engine("llama", "block", policy, graphs) for graphs in (False, True))
+@pytest.mark.parametrize(
+    ("kind", "policy"), [("block", "svip"), ("block", "disco"), ("block", "c2t"), ("block-path", "svip")]
+)
+def test_entropies_are_those_of_the_host(kind: str, policy: str) -> None:
+    host, device = (engine("llama", kind, policy, graphs) for graphs in (False, True))
     wanted, found = (each.generate(prompt(), max_new_tokens=LENGTH, eos=()) for each in (host, device))
     same_trees(wanted, found, 8)
     wanted, found = (each.generate(prompt(), max_new_tokens=8, eos=(), **WARM) for each in (host, device))
@@ -52,7 +54,15 @@ def test_entropies_are_those_of_the_host(policy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "policy"), [("block", "auto"), ("block-pruned", "beam"), ("block-dflash", "beam"), ("block-plain", "auto")]
+    ("kind", "policy"),
+    [
+        ("block", "auto"),
+        ("block-pruned", "beam"),
+        ("block-dflash", "beam"),
+        ("block-plain", "auto"),
+        ("block-rnn", "beam"),
+        ("block-path", "auto"),
+    ],
 )
 def test_batches_write_the_same_texts(kind: str, policy: str) -> None:
     device, alone = (engine("llama", kind, each, graphs) for each, graphs in ((policy, True), ("none", False)))
@@ -64,7 +74,7 @@ def test_batches_write_the_same_texts(kind: str, policy: str) -> None:
     assert isinstance(runner, SplitRunner) and not device.batch_fallback
 
 
-@pytest.mark.parametrize("kind", ["block", "block-window"])
+@pytest.mark.parametrize("kind", ["block", "block-window", "block-rnn", "block-path", "block-gated"])
 def test_a_batch_drafts_the_trees_of_single_texts(kind: str) -> None:
     host, device = (engine("llama", kind, "beam", graphs) for graphs in (False, True))
     wanted = [host.generate(each, max_new_tokens=LENGTH, eos=()) for each in PROMPTS]
@@ -72,7 +82,7 @@ def test_a_batch_drafts_the_trees_of_single_texts(kind: str) -> None:
         assert [step.tokens for step in one.steps][:-3] == [step.tokens for step in other.steps][: len(one.steps) - 3]
 
 
-@pytest.mark.parametrize("kind", ["block-rnn", "block-path", "block-gated", "block-windows", "block-anchor-windows"])
+@pytest.mark.parametrize("kind", ["block-windows", "block-anchor-windows"])
 def test_what_has_no_kernels_runs_on_the_host(kind: str) -> None:
     made = engine("llama", kind, "beam", True)
     found = made.generate(prompt(), max_new_tokens=8, eos=())

@@ -12,7 +12,8 @@ from windfall.engine.gpu.forward import Pass, Unsupported
 from windfall.engine.gpu.rope import RotaryTable, cos_and_sin, has_fixed_angles
 from windfall.engine.gpu.weights import merge
 from windfall.heads.block import BlockConfig, BlockHead
-from windfall.kernels.levels import Levels, PairTables
+from windfall.heads.pair_scores import PairLookup
+from windfall.kernels.levels import Levels, PairTables, recur
 from windfall.kernels.norm import add_norm, rotate_and_store
 from windfall.kernels.product import linear, norm_gate, norm_rotate
 from windfall.kernels.rows import embed
@@ -25,7 +26,9 @@ class BlockNetwork:
     def __init__(self, head: BlockHead, kv: Tensor, positions: int):
         """`kv` is its KV cache [2, layers, kv_heads, capacity, d], `positions` the longest text."""
         self.head, self.kv = head, kv
-        self.tables = pair_tables(head)
+        pair = pair_lookup(head)
+        self.tables = None if pair is None else pair.tables
+        self._by_state = None if pair is None else pair.by_state
         try:
             self.fused: FusedBlock | None = FusedBlock(head, positions)
         except Unsupported:
@@ -62,8 +65,8 @@ class BlockNetwork:
         """Buffers for the levels of requests with these numbers of candidates. They share the pair scores' states."""
         depth = self.head.config.depth
         rows = requests * depth
-        device, pair = self.kv.device, self._pair_projection
-        hidden = None if pair is None else pair.new_zeros(rows, len(pair))
+        device, known = self.kv.device, self._by_state
+        hidden = None if known is None else known[0].new_zeros(rows, len(known[0]))
 
         def levels(count: int) -> Levels:
             tokens = torch.zeros(rows, count, dtype=torch.long, device=device)
@@ -73,14 +76,20 @@ class BlockNetwork:
 
     def store_pair_states(self, normed: Tensor, levels: Levels) -> None:
         """Store what the pair scores need of the states [n, H]."""
-        if levels.hidden is not None and self._pair_projection is not None:
-            linear(normed, self._pair_projection, out=levels.hidden[: len(normed)])
+        if levels.hidden is not None and self._by_state is not None:
+            linear(normed, *self._by_state, out=levels.hidden[: len(normed)])
 
-    @property
-    def _pair_projection(self) -> Tensor | None:
-        """[R, H]; None if pair scores depend on the tokens alone."""
-        hidden: Any = getattr(self.head.pair, "hidden", None)
-        return None if hidden is None else hidden.weight.detach()
+    def carry_buffer(self, slots: int) -> Tensor | None:
+        """A buffer for what paths carry into their pair scores [slots, R]; None if they carry nothing."""
+        if self.tables is None or self.tables.carried is None:
+            return None
+        return torch.zeros(slots, self.tables.rank, device=self.kv.device)
+
+    def first_carry(self, anchors: Tensor, normed: Tensor) -> Tensor:
+        """What blocks carry after their anchors [N], which predict nothing and have these states [N, H]."""
+        assert self.tables is not None and self._by_state is not None
+        joint = self.tables.before[anchors].float() + linear(normed, *self._by_state).float()
+        return recur(joint, None)[1]
 
 
 class BlockBuffer:
@@ -158,24 +167,23 @@ class FusedBlock:
         return x, cos_and_sin(turns)
 
 
-def pair_tables(head: BlockHead) -> PairTables | None:
-    """The tables of a head's pair scores by the target's token ids; None if it has no pair scores."""
-    pair: Any = head.pair
-    if pair is None:
+def pair_lookup(head: BlockHead) -> PairLookup | None:
+    """A head's pair scores, with keys by the target's token ids; None if it has no pair scores."""
+    if head.pair is None:
         return None
     head.prepare()
-    before, after = pair.tables if head.config.pair == "projected" else (pair.before.detach(), pair.after.detach())
+    found = head.pair.lookup()
+    before, after, carried = found.tables
     if head.draft_tokens is not None:
         whole = after.new_zeros(head.config.vocab_size, after.shape[1])
         after = whole.index_copy_(0, head.draft_tokens, after)
-    return PairTables(before.contiguous(), after.contiguous())
+    tables = PairTables(before.contiguous(), after.contiguous(), None if carried is None else carried.contiguous())
+    return found._replace(tables=tables)
 
 
 def block_unsupported(head: BlockHead) -> str:
     """Why a block head cannot run in fixed buffers; empty if it can."""
     config = head.config
-    if config.pair in ("gated", "rnn", "path"):
-        return f"its pair scores are {config.pair!r}, which run on the host"
     visible = [config.visibility(layer) for layer in range(config.layer.num_hidden_layers)]
     if len({each.bidirectional for each in visible}) > 1:
         return "some layers of its head see later rows and others do not"

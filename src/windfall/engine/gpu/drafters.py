@@ -25,7 +25,7 @@ from windfall.engine.gpu.target import (
 from windfall.engine.gpu.transfer import place
 from windfall.heads.base import DraftHead, FeatureHead
 from windfall.heads.layers import head_dim
-from windfall.kernels.levels import Levels
+from windfall.kernels.levels import Carries, Levels
 from windfall.kernels.pair_children import PairCandidates
 from windfall.kernels.rows import append_block, append_rows
 from windfall.kernels.scatter import Scatter
@@ -235,7 +235,7 @@ class GpuHeadDrafter(StatesDrafter):
 class GpuBlockDrafter(StatesDrafter):
     """A block head: its first pass predicts all levels, and later ones only score pairs of tokens."""
 
-    def __init__(self, form: BlockForm, gpu_target: GpuTarget, pending: int, entropies: bool):
+    def __init__(self, form: BlockForm, gpu_target: GpuTarget, pending: int, staged: int, entropies: bool):
         """`entropies`: whether those of its distributions are asked for."""
         head = form.head
         super().__init__(head, gpu_target, pending)
@@ -245,6 +245,8 @@ class GpuBlockDrafter(StatesDrafter):
         seen = torch.ones(config.block, config.block, dtype=torch.bool, device=device)
         self._seen = seen if config.flag("bidirectional") else seen.tril()
         self._alone, self._coupled = self.network.level_buffers(1, *form[1:])
+        self._carries = self.network.carry_buffer(staged + 2)  # by staged row; the last is that of the anchor
+        self._root = torch.zeros(1, dtype=torch.long, device=device)
         self._entropy_levels = self._alone._replace(rest=torch.zeros(self.levels, device=device)) if entropies else None
 
     def _run_columns(self, rows: Pass, features: Tensor | None) -> None:
@@ -256,8 +258,8 @@ class GpuBlockDrafter(StatesDrafter):
         size = self.head.config.block
         slots, root, places = append_block(self.length, self.pending_count, self.tokens, rows, size)
         self.network.remember(self.features[:rows], slots, slots)
-        normed = self.network(Pass(root, places, places, self._seen, self.length))
-        normed = normed[self.head.config.first_row :]
+        whole = self.network(Pass(root, places, places, self._seen, self.length))
+        normed = whole[self.head.config.first_row :]
         logits = self.network.logits(normed)
         if self._entropy_levels is not None:
             logits = as_logits(logits)
@@ -268,17 +270,24 @@ class GpuBlockDrafter(StatesDrafter):
             given = (places[: self.levels], before, levels.candidates, self.vocabulary)
             sampler.children(logits, *given, out=levels[:2])
         self.network.store_pair_states(normed, self._alone)
-        return self._candidates(None, root, sampler)
+        above = None
+        if self._carries is not None and self.head.config.first_row:
+            self._carries[-1:] = self.network.first_carry(root, whole[:1])
+            above = self._root + len(self._carries) - 1
+        return self._candidates(None, root, above, self._root, sampler)
 
     def next_pass(self, rows: Pass, above: Tensor, here: Tensor, sampler: ChildSampler) -> Drafted:
-        return self._candidates(rows.positions, rows.tokens, sampler)
+        return self._candidates(rows.positions, rows.tokens, above, here, sampler)
 
     def _levels(self, sampler: ChildSampler) -> Levels:
         """The buffers for this sampling, which all passes of a cycle use, as these may be captured apart."""
         return self._coupled if sampler.coupled else self._alone
 
-    def _candidates(self, columns: Tensor | None, tokens: Tensor, sampler: ChildSampler) -> PairCandidates:
-        """The children of nodes in these columns; None: of the root."""
+    def _candidates(
+        self, columns: Tensor | None, tokens: Tensor, above: Tensor | None, here: Tensor, sampler: ChildSampler
+    ) -> PairCandidates:
+        """The children of nodes in these columns; None: of the root. `above` and `here` are their parents' slots and
+        their own."""
         sampling = sampler.sampling
         return PairCandidates(
             self._levels(sampler),
@@ -288,6 +297,7 @@ class GpuBlockDrafter(StatesDrafter):
             -1,
             self.network.tables,
             (sampling.temperature, sampling.kappa) if sampler.coupled else None,
+            carries=None if self._carries is None else Carries(self._carries, above, here),
             entropy_levels=self._entropy_levels,
         )
 
@@ -416,7 +426,7 @@ def drafter_form(drafter: Drafter, device: torch.device) -> GpuForm | str:
 def gpu_drafter(form: GpuForm, gpu_target: GpuTarget, pending: int, staged: int, entropies: bool = True) -> GpuDrafter:
     """A drafter of this form with buffers for `pending` columns and `staged` rows; `entropies`: if they are needed."""
     if isinstance(form, BlockForm):
-        return GpuBlockDrafter(form, gpu_target, pending, entropies)
+        return GpuBlockDrafter(form, gpu_target, pending, staged, entropies)
     if isinstance(form, HeadForm):
         return GpuHeadDrafter(form.head, gpu_target, pending, staged)
     return GpuModelDrafter(form, gpu_target, pending, staged)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from windfall.kernels.backend import pdl_launch, power_of_two
-from windfall.kernels.levels import MIN_REST, Levels, PairTables
+from windfall.kernels.levels import MIN_REST, Carries, Levels, PairTables
 from windfall.kernels.rules import Rule
 from windfall.kernels.trees import Calibration, NextPass, TreeArrays
 from windfall.kernels.triton.grow import _grow, arguments
@@ -23,27 +23,88 @@ MAX_CELLS = 256  # children of a level up to which one warp grows it: its many r
 
 
 @triton.jit
+def _tanh(x):
+    return 2 * tl.sigmoid(2 * x) - 1
+
+
+@triton.jit
+def _number(at, lane, real):
+    return tl.load(at + lane, mask=real, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _joint(
+    part: tl.constexpr, token, state, carried, carry, lane, real, rank_size, RANK: tl.constexpr, PATH: tl.constexpr
+):
+    """A part of the input of a recurrence, at these lanes."""
+    found = _number(token + part * rank_size, lane, real) + _number(state + part * rank_size, lane, real)
+    if PATH:
+        column = tl.arange(0, RANK)
+        known = column < rank_size
+        weight = carried + (part * rank_size + lane)[:, None] * rank_size + column[None, :]
+        weight = tl.load(weight, mask=real[:, None] & known[None, :], other=0.0).to(tl.float32)
+        found += tl.sum(weight * _number(carry, column, known)[None, :], 1)
+    return found
+
+
+@triton.jit
+def _query(
+    token,  # its part of `before`
+    state,  # of the level, if HIDDEN
+    path,  # carried, the carry of the parent, that of the node
+    lane,
+    real,
+    rank_size,
+    inside,
+    RANK: tl.constexpr,
+    PARTS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    PATH: tl.constexpr,
+):
+    """The query at these lanes, see `PairTables`."""
+    if PARTS == 1:
+        query = _number(token, lane, real)
+        if HIDDEN:
+            query *= _number(state, lane, real)
+    elif PARTS == 2:
+        gate = tl.sigmoid(_number(token, lane, real) + _number(state, lane, real))
+        query = gate * _number(token + rank_size, lane, real)
+    else:
+        carried, carry, made = path
+        gate = tl.sigmoid(_joint(0, token, state, carried, carry, lane, real, rank_size, RANK, PATH))
+        fresh = (1 - gate) * _tanh(_joint(1, token, state, carried, carry, lane, real, rank_size, RANK, PATH))
+        if PATH:
+            fresh += gate * _number(carry, lane, real)
+        tl.store(made + lane, fresh, mask=lane < tl.where(inside, rank_size, 0))
+        query = _tanh(_joint(2, token, state, carried, carry, lane, real, rank_size, RANK, PATH))
+    return query
+
+
+@triton.jit
 def _pair_scores(
     tables,  # before, after
     states,  # of the level, if HIDDEN
+    path,  # see `_query`
     token,
     names,
     made,
     rank_size,
+    inside,
     CANDIDATES: tl.constexpr,
     RANK: tl.constexpr,
     RANK_STEP: tl.constexpr,
+    PARTS: tl.constexpr,
     HIDDEN: tl.constexpr,
+    PATH: tl.constexpr,
 ):
     """The scores of these candidates after a token → [CANDIDATES]."""
     before, after = tables
+    token_at = before + token * rank_size * PARTS
     scores = tl.zeros([CANDIDATES], tl.float32)
     for start in tl.static_range(0, RANK, RANK_STEP):
         lane = start + tl.arange(0, RANK_STEP)
         real = lane < rank_size
-        query = tl.load(before + token * rank_size + lane, mask=real, other=0.0).to(tl.float32)
-        if HIDDEN:
-            query *= tl.load(states + lane, mask=real, other=0.0).to(tl.float32)
+        query = _query(token_at, states, path, lane, real, rank_size, inside, RANK, PARTS, HIDDEN, PATH)
         seen = made[:, None] & real[None, :]
         keys = tl.load(after + names[:, None] * rank_size + lane[None, :], mask=seen, other=0.0)
         scores += tl.sum(keys.to(tl.float32) * query[None, :], 1)
@@ -57,6 +118,10 @@ def _pair_children(
     hidden,
     before,
     after,
+    carried,
+    carries,
+    above,
+    here,
     temperature_at,
     kappa_at,
     rank_size,
@@ -76,13 +141,15 @@ def _pair_children(
     K: tl.constexpr,
     RANK: tl.constexpr,
     RANK_STEP: tl.constexpr,
-    PAIRS: tl.constexpr,
+    PARTS: tl.constexpr,
+    STATES: tl.constexpr,
     HIDDEN: tl.constexpr,
+    PATH: tl.constexpr,
     NOISY: tl.constexpr,
     MIN_REST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (node): write its K likeliest children."""
+    """Program (node): write its K likeliest children. PARTS 0: there are no pair scores."""
     pdl_wait(PDL)
     node = tl.program_id(0).to(tl.int64)
     if node < given:
@@ -105,9 +172,19 @@ def _pair_children(
     scores = tl.load(logq + row * COUNT + place, mask=made, other=float("-inf"))
     name = tl.load(tokens + row * COUNT + place, mask=made, other=0)
     rest = tl.maximum(1.0 - tl.sum(tl.exp(scores), 0), MIN_REST)
-    if PAIRS:
-        states = hidden + row * rank_size
-        pairs = _pair_scores((before, after), states, token, name, made, rank_size, CANDIDATES, RANK, RANK_STEP, HIDDEN)
+    if PARTS:
+        states = hidden + row * rank_size * STATES
+        carry, made_carry = carries, carries
+        if PARTS == 3:
+            made_carry += tl.load(here + node) * rank_size
+        if PATH:
+            carry += tl.load(above + node) * rank_size
+        path = (carried, carry, made_carry)
+        tables = (before, after)
+        pairs = _pair_scores(
+            tables, states, path, token, name, made, rank_size, inside,
+            CANDIDATES, RANK, RANK_STEP, PARTS, HIDDEN, PATH,
+        )  # fmt: skip
         if NOISY:
             temperature = tl.load(temperature_at + owner)
             kappa = tl.load(kappa_at + owner)
@@ -181,13 +258,18 @@ def pair_children(
     tables: PairTables | None,
     warmth: tuple[Tensor, Tensor] | None,
     owners: Tensor | None,
+    carries: Carries | None,
     *,
     k: int,
     further: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.pair_children.pair_children`. Further rows are the children of the levels' candidates, in order."""
-    logq, hidden, rank = levels.logq, levels.hidden, 1 if tables is None else tables.before.shape[1]
-    assert all(each is None or each.is_contiguous() for each in (*levels[:4], *(tables or ()), *(warmth or ())))
+    logq, hidden, rank = levels.logq, levels.hidden, 1 if tables is None else tables.rank
+    parts = 0 if tables is None else tables.parts
+    assert not further or carries is None
+    above, here = (None, None) if carries is None else carries[1:]
+    given = (*levels[:4], *(tables or ()), *(warmth or ()), *(carries or ()))
+    assert all(each is None or each.is_contiguous() for each in given)
     assert all(each is None or each.is_contiguous() for each in (previous, columns, lengths, owners))
     nodes, candidates, lanes = len(previous), power_of_two(levels.candidates), power_of_two(rank)
     values = torch.empty((nodes + further, k), device=logq.device)
@@ -196,7 +278,11 @@ def pair_children(
         logq,
         levels.tokens,
         logq if hidden is None else hidden,
-        *((logq, logq) if tables is None else tables),
+        *((logq, logq) if tables is None else tables[:2]),
+        logq if tables is None or tables.carried is None else tables.carried,
+        logq if carries is None else carries.states,
+        previous if above is None else above,
+        previous if here is None else here,
         *((logq, logq) if warmth is None else warmth),
         rank,
         levels.depth,
@@ -214,12 +300,14 @@ def pair_children(
         CANDIDATES=candidates,
         K=k,
         RANK=lanes,
-        RANK_STEP=min(lanes, MAX_RANK_STEP, max(TILE // candidates, 1)),
-        PAIRS=tables is not None,
+        RANK_STEP=min(lanes, MAX_RANK_STEP, max(TILE // max(candidates, lanes if parts == 3 else 1), 1)),
+        PARTS=parts,
+        STATES=3 if parts == 3 else 1,
         HIDDEN=hidden is not None,
+        PATH=above is not None,
         NOISY=warmth is not None,
         MIN_REST=MIN_REST,
-        num_warps=1 if candidates * lanes <= TILE // 4 else 4,
+        num_warps=1 if parts < 3 and candidates * lanes <= TILE // 4 else 4,
         **pdl_launch(logq),
     )
     return values, names

@@ -1,7 +1,8 @@
 """Top k in two kernels.
 
 The first computes the maximum of each block of columns and the block's part of the softmax normaliser. The second
-searches the k blocks with the highest maxima of each row, since no other block can hold one of the k best columns.
+searches the k blocks with the highest maxima of each row, since no other block can hold one of the k best columns. It
+takes them one by one, or, if k is large, finds the k-th best value bit by bit.
 
 The first kernel reads logits, or computes them and stores them for the second. When it computes them, it adds no noise
 or precomputed noise: computing noise needs more programs than the product has.
@@ -25,6 +26,7 @@ ROWS = 16  # of a product
 BLOCK_K = 64  # elements of a row per iteration of a product
 MIN_PRODUCT_COLUMNS = 128  # per program
 MAX_STAGES = 6  # of a product's software pipeline
+MAX_ONE_BY_ONE = 32  # children that are taken one by one
 
 Out = tuple[Tensor, Tensor]
 
@@ -242,6 +244,78 @@ def _pick_children(
     tl.store(names + row * K + rank, name, mask=rank < K)
 
 
+@triton.jit
+def _are_highest(order, COUNT: tl.constexpr, BITS: tl.constexpr):
+    """Which of these orders of so many bits are the COUNT highest, ties first come; the lowest number is none."""
+    lowest: tl.constexpr = -(1 << (BITS - 1))
+    bound = tl.where(tl.sum((order >= 0).to(tl.int32), 0) >= COUNT, 0, lowest)  # becomes the highest that enough reach
+    for i in range(1, BITS):
+        higher = bound + (1 << (BITS - 1 - i))
+        bound = tl.where(tl.sum((order >= higher).to(tl.int32), 0) >= COUNT, higher, bound)
+    above = order > bound
+    tied = (order == bound) & (order > lowest)
+    wanted = COUNT - tl.sum(above.to(tl.int32), 0)
+    return above | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= wanted))
+
+
+@triton.jit
+def _pick_many(
+    scored,
+    tops,
+    totals,
+    tokens,
+    values,
+    names,
+    kept,  # [rows, 3, RANKS]: the chosen blocks; the columns found, and their orders
+    width,
+    count,
+    scored_row,
+    MAPPED: tl.constexpr,
+    PACKED: tl.constexpr,
+    SIZE: tl.constexpr,
+    K: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (row): as `_pick_children`, for many children. PACKED: the upper half of an order suffices."""
+    BITS: tl.constexpr = 16 if PACKED else 32
+    pdl_wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    kept += row * 3 * RANKS
+    rank, block = tl.arange(0, RANKS), tl.arange(0, BLOCK)
+    made = block < count
+    top = tl.load(tops + row * count + block, mask=made, other=float("-inf"))
+    total = tl.load(totals + row * count + block, mask=made, other=0.0)
+    highest = tl.max(top, 0)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    normaliser = tl.log(tl.sum(total * tl.exp(top - base), 0))
+    chosen = _are_highest(tl.where(made, order_of(top), NONE) >> (32 - BITS), K, BITS).to(tl.int32)
+    tl.store(kept + tl.cumsum(chosen, 0) - 1, block, mask=chosen != 0)
+    tl.debug_barrier()  # all chosen blocks are written
+    known = rank < tl.sum(chosen, 0)
+    column = tl.load(kept + rank, mask=known, other=0)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    inside = known[:, None] & (column < width)
+    scores = tl.load(scored + row * scored_row + column, mask=inside, other=0.0).to(tl.float32)
+    order = tl.reshape(tl.where(inside, order_of(scores), NONE), (RANKS * SIZE,))
+    chosen = _are_highest(order >> (32 - BITS), K, BITS).to(tl.int32)
+    place = tl.cumsum(chosen, 0) - 1
+    tl.store(kept + RANKS + place, tl.reshape(column, (RANKS * SIZE,)), mask=chosen != 0)
+    tl.store(kept + 2 * RANKS + place, order, mask=chosen != 0)
+    tl.debug_barrier()
+    known = rank < K
+    column = tl.load(kept + RANKS + rank, mask=known, other=0)
+    order = tl.load(kept + 2 * RANKS + rank, mask=known, other=NONE)
+    one, other = order[:, None], order[None, :]
+    ahead = (other > one) | ((other == one) & (rank[None, :] < rank[:, None]))  # columns ascend
+    place = tl.sum(ahead.to(tl.int32), 1)
+    name = column.to(tl.int64)
+    if MAPPED:
+        name = tl.load(tokens + column, mask=known, other=0)
+    tl.store(values + row * K + place, value_of(order) - base - normaliser, mask=known)
+    tl.store(names + row * K + place, name, mask=known)
+
+
 def block_size(width: int) -> int:
     """Columns per block."""
     return max(MIN_COLUMNS, power_of_two(-(-width // MAX_BLOCKS)))
@@ -271,26 +345,18 @@ class TopBuffers:
 
     def pick(self, scored: Tensor) -> tuple[Tensor, Tensor]:
         """Run the second kernel → log-probabilities and tokens, both [rows, k]."""
-        block = power_of_two(self.count)
-        _pick_children[(self.rows,)](
-            scored,
-            self.tops,
-            self.totals,
-            self.mapped,
-            self.values,
-            self.names,
-            self.width,
-            self.count,
-            scored.stride(0),
-            MAPPED=self.tokens is not None,
-            PACKED=scored.dtype == torch.bfloat16 and self.width <= MAX_PACKED_COLUMNS,
-            SIZE=self.size,
-            K=self.k,
-            RANKS=power_of_two(self.k),
-            BLOCK=block,
-            num_warps=1 if self.size == MIN_COLUMNS else 4,
-            **pdl_launch(scored),
-        )
+        given = (scored, self.tops, self.totals, self.mapped, self.values, self.names)
+        sizes = (self.width, self.count, scored.stride(0))
+        ranks, half = power_of_two(self.k), scored.dtype == torch.bfloat16
+        shapes = {"SIZE": self.size, "K": self.k, "RANKS": ranks, "BLOCK": power_of_two(self.count)}
+        fixed = {"MAPPED": self.tokens is not None, **shapes, **pdl_launch(scored)}
+        if self.k > MAX_ONE_BY_ONE:
+            kept = torch.empty((self.rows, 3, ranks), dtype=torch.int32, device=scored.device)
+            _pick_many[(self.rows,)](*given, kept, *sizes, PACKED=half, num_warps=8, **fixed)
+        else:
+            packed = half and self.width <= MAX_PACKED_COLUMNS
+            warps = 1 if self.size == MIN_COLUMNS else 4
+            _pick_children[(self.rows,)](*given, *sizes, PACKED=packed, num_warps=warps, **fixed)
         return self.values, self.names
 
 

@@ -19,11 +19,11 @@ from windfall.engine.gpu.target import fastest_forward, in_pages
 from windfall.heads.base import DraftHead, FeatureHead
 from windfall.heads.layers import head_dim
 from windfall.kernels.batch import append_to_pages
-from windfall.kernels.levels import Levels
+from windfall.kernels.levels import Carries, Levels
 from windfall.kernels.pages import Pages, tile_rows, tiles_of
 from windfall.kernels.pair_children import PairCandidates
 from windfall.kernels.top import LazyLogits
-from windfall.kernels.trees import NextPass
+from windfall.kernels.trees import NextPass, first_rows
 
 
 class BatchDrafter:
@@ -218,6 +218,10 @@ class BatchBlockDrafter(BatchStatesDrafter):
         super().reserve(staged)
         self.network = BlockNetwork(self.head, self.kv, self.state.longest)
         self._alone, self._coupled = self.network.level_buffers(self.state.seats, *self.form[1:])
+        slots = staged + 2  # of a request: its staged rows and, in the last, its anchor
+        self._carries = self.network.carry_buffer(self.state.seats * slots)
+        self._roots = torch.arange(self.state.seats, device=self.device) * slots
+        self._anchors = self._roots + slots - 1
 
     def _run_chunk(self, size: int, alone: bool) -> None:
         given = self.chunk.given(size, alone, self.state.draft_lengths, self.state.tables, self.first)
@@ -232,18 +236,25 @@ class BatchBlockDrafter(BatchStatesDrafter):
         given, last = self._pending(seats, pending)
         self._run_columns(given, seats, pending)
         roots = given.tokens.index_select(0, last)
-        normed = self.network(self._block(roots, seats))
-        normed = normed.view(seats, -1, normed.shape[1])[:, self.head.config.first_row :].flatten(0, 1)
+        whole = self.network(self._block(roots, seats))
+        whole = whole.view(seats, -1, whole.shape[1])
+        normed = whole[:, self.head.config.first_row :].flatten(0, 1)
         levels, owners = self._levels(seats, sampler), self.rows_of(seats, self.levels)[0]
         columns = (self.state.draft_lengths[:seats, None] + self._places[: self.levels] + self._offset).flatten()
         names, offset = self.vocabulary, self.first + 1
         asked = (levels.candidates, owners, columns, names, offset)
         sampler.children(self.network.logits(normed), *asked, out=levels[:2])
         self.network.store_pair_states(normed, levels)
-        return self._candidates(None, roots, seats, sampler)
+        above = None
+        if self._carries is not None and self.head.config.first_row:
+            above = self._anchors[:seats]
+            self._carries[above] = self.network.first_carry(roots, whole[:, 0])
+        return self._candidates(roots, above, seats, sampler)
 
     def next_pass(self, rows: NextPass, seats: int, sampler: SeatSampler) -> Drafted:
-        return self._candidates(rows.positions[:seats].flatten(), rows.tokens[:seats].flatten(), seats, sampler)
+        return self._candidates(rows.tokens[:seats, 0], None, seats, sampler).after(
+            first_rows(rows, seats), self.rows_of(seats, rows.nodes.shape[1])[0]
+        )
 
     def _block(self, roots: Tensor, seats: int) -> Pass:
         """The rows of a block for each request."""
@@ -263,12 +274,12 @@ class BatchBlockDrafter(BatchStatesDrafter):
         hidden = None if levels.hidden is None else levels.hidden[:count]
         return levels._replace(logq=levels.logq[:count], tokens=levels.tokens[:count], hidden=hidden)
 
-    def _candidates(self, columns: Tensor | None, tokens: Tensor, seats: int, sampler: SeatSampler) -> PairCandidates:
-        """The children of nodes in these columns [seats * n]; None: of the roots."""
+    def _candidates(self, tokens: Tensor, above: Tensor | None, seats: int, sampler: SeatSampler) -> PairCandidates:
+        """The children of the roots, whose paths carry what the slots `above` hold."""
         levels, lengths = self._levels(seats, sampler), self.state.draft_lengths[:seats]
-        owners = self.rows_of(seats, len(tokens) // seats)[0]
+        carries = None if self._carries is None else Carries(self._carries, above, self._roots[:seats])
         given = (lengths, self._offset, self.network.tables, sampler.warmth)
-        return PairCandidates(levels, tokens, columns, *given, owners)
+        return PairCandidates(levels, tokens, None, *given, self.rows_of(seats, 1)[0], carries)
 
 
 class BatchModelDrafter(BatchDrafter):

@@ -21,7 +21,7 @@ from windfall.kernels.grow import grow
 from windfall.kernels.pages import max_tiles
 from windfall.kernels.pair_children import PairCandidates, grow_levels
 from windfall.kernels.rules import Rule
-from windfall.kernels.trees import NO_NODE, Calibration, NextPass, TreeArrays
+from windfall.kernels.trees import NO_NODE, Calibration, NextPass, TreeArrays, first_rows
 from windfall.policies.budget import Sizes
 
 ROUND_ROWS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # of verify passes: a graph for each
@@ -217,11 +217,6 @@ class Round:
 def first(trees: TreeArrays, seats: int) -> TreeArrays:
     """The trees of the first requests."""
     return TreeArrays._make(array[:seats] for array in trees)
-
-
-def first_rows(rows: NextPass, seats: int) -> NextPass:
-    """The rows of the first requests."""
-    return NextPass._make(None if array is None else array[:seats] for array in rows)
 
 
 def round_rows(count: int) -> int:
