@@ -9,6 +9,7 @@ DOCS := $(BIN)/.docs-installed
 # Tests compare heads with this package's own models. It asks for an older transformers, torchvision and more, which
 # those models do not need: it is installed without its dependencies, but for the one they import.
 PEERS ?= "speculators==0.9.0; python_version >= '3.11'" loguru
+SCHEMAS ?= jsonschema==4.26.0
 PROMPT ?= Write a Python class Stack with push, pop and peek, each with a docstring, then show how it is used.
 
 .PHONY: demo test lint docs sweep kernels bench bench-smoke clean
@@ -17,7 +18,7 @@ demo: $(RUN)
 
 test: lint docs unit
 
-.PHONY: install unit coverage wheel-smoke dockerfile ray clients
+.PHONY: install unit coverage wheel-smoke dockerfile ray clients schemas
 install: $(DEV)
 
 # Tests start many processes, which should share compiled bytecode.
@@ -42,6 +43,11 @@ ray: $(DEV)  # installs Ray, starts a small cluster on this machine, and kills r
 clients: $(DEV)  # installs other clients of the OpenAI API, and tests the server with them
 	$(BIN)/python -m pip install --quiet langchain-openai litellm
 	$(BIN)/python -m pytest tests/serve/test_other_clients.py
+
+schemas: $(DEV)  # downloads JSON-Schema-Test-Suite (MIT), which jsonschema's source has, and tests schemas with it
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary jsonschema --dest build/schemas $(SCHEMAS)
+	tar -xzf build/schemas/jsonschema-*.tar.gz -C build/schemas --strip-components=1
+	JSON_SCHEMA_TEST_SUITE=build/schemas/json $(BIN)/python -m pytest tests/grammar/test_schema_suite.py
 
 lint: $(DEV)
 	$(BIN)/lint-imports --no-logo

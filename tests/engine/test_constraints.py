@@ -25,6 +25,7 @@ from helpers.grammars import (
 )
 from helpers.grammars import engine as new_engine
 from helpers.random_parallel import some_drafter
+from helpers.schema_cases import CASES, taken
 from helpers.tiny import prompt
 from windfall import registry
 from windfall.core.constraint import BACKENDS
@@ -119,20 +120,36 @@ def test_filters_count_legal_tokens_only(filters: dict[str, Any]) -> None:
             assert given.token_ids == wanted.token_ids
 
 
-@pytest.mark.parametrize("place", range(12))
-def test_random_schemas_give_valid_json(place: int) -> None:
-    schema, name = random_schema(random.Random(place)), BACKENDS[place % 3 == 2]
-    sampling = {
-        "json_schema": schema,
-        "max_new_tokens": 80,
-        "grammar_backend": name,
-        "temperature": place % 2,
-        "seed": 1,
-    }
-    texts = [engine(policy, "ngram").generate(prompt(seed=place), **sampling) for policy in ("none", "beam")]
-    assert texts[0].token_ids == texts[1].token_ids
-    assert texts[0].finish_reason == "stop"
-    jsonschema.validate(json.loads(texts[0].text), schema)
+@pytest.mark.parametrize("first", range(0, 200, 20))
+def test_random_schemas_give_valid_json(first: int) -> None:
+    for place in range(first, first + 20):
+        schema, name = random_schema(random.Random(place)), BACKENDS[place % 3 == 2]
+        how = {"json_schema": schema, "grammar_backend": name, "temperature": place % 2, "seed": place}
+        plain, drafted = (
+            engine(policy, "ngram").generate(prompt(seed=place), **how, max_new_tokens=80)
+            for policy in ("none", "beam")
+        )
+        assert (plain.token_ids, plain.finish_reason) == (drafted.token_ids, "stop"), place
+        value = json.loads(plain.text)
+        jsonschema.validate(value, schema)
+        assert not jsonschema.Draft202012Validator(schema).is_valid({"wrong": value}), "the check can fail"
+
+
+@pytest.mark.parametrize("keyword", CASES)
+def test_texts_are_valid_for_each_keyword(keyword: str) -> None:
+    """A bias ends strings, lists and numbers. Schemas that no library takes are refused."""
+    bias = {TOKENS.index(text): 8.0 for text in ('"', "}", "]", '"}')} | {END: 8.0, TOKENS.index(","): 4.0}
+    for case in CASES[keyword]:
+        if "\\" in json.dumps(case.schema):  # which no token spells
+            continue
+        how = {"json_schema": case.schema, "temperature": 1.0, "seed": 4, "logit_bias": bias, "max_new_tokens": 60}
+        if all(isinstance(taken(name, case.schema), str) for name in BACKENDS):
+            with pytest.raises(InputError, match=r"^the JSON schema cannot be used: xgrammar.*; llguidance"):
+                engine().submit(prompt(), **how)
+            continue
+        plain, drafted = (engine(policy, "ngram").generate(prompt(), **how) for policy in ("none", "beam"))
+        assert (plain.token_ids, plain.finish_reason) == (drafted.token_ids, "stop"), case
+        jsonschema.validate(json.loads(plain.text), case.schema)
 
 
 def test_text_is_valid_for_patterns_grammars_and_objects() -> None:
@@ -187,9 +204,25 @@ def test_forced_text_saves_cycles() -> None:
     assert sum(step.accepted for step in fast.steps) >= 8
 
 
-def test_drafting_goes_on_after_a_wrong_guess() -> None:
+@pytest.mark.parametrize("name", BACKENDS)
+def test_forced_text_meets_drafted_nodes(name: str) -> None:
+    """Several sequences of tokens spell the text, and trees have forced nodes beside the drafter's."""
+    regex, crossed, rejected = "[ab]{3}(ab|cab)e{4}[cd]{3}true", 0, 0
+    for seed in range(6):
+        how = {"regex": regex, "grammar_backend": name, "temperature": 1.2, "seed": seed, "max_new_tokens": 30}
+        plain, drafted = (engine(policy, "small").generate(prompt(), **how) for policy in ("none", "beam"))
+        assert plain.token_ids == drafted.token_ids and re.fullmatch(regex, drafted.text)
+        for step in drafted.steps:
+            sure = step.tree.logq[1:] == 0
+            crossed += bool(sure.any() and not sure.all())
+            rejected += step.accepted < int(step.tree.depth.max())
+    assert crossed > 3 and rejected > 3
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_drafting_goes_on_after_a_wrong_guess(name: str) -> None:
     """Other engines are stuck, or draft nothing, after the first rejected token."""
-    done = engine("beam", "lm").generate(prompt(), **CONSTRAINTS["schema"], max_new_tokens=60)
+    done = engine("beam", "lm").generate(prompt(), **CONSTRAINTS["schema"], max_new_tokens=60, grammar_backend=name)
     accepted = [step.accepted for step in done.steps]
     wrong = next(i for i, step in enumerate(done.steps) if step.accepted < int(step.tree.depth.max()))
     assert sum(accepted[wrong + 1 :]) > 0 and done.finish_reason == "stop"
@@ -228,7 +261,13 @@ def test_a_constraint_does_not_change_what_is_learned_for_other_texts() -> None:
 
 def test_texts_of_a_batch_follow_their_own_constraints() -> None:
     made = engine("beam", "small")
-    how = [{**CONSTRAINTS[kind], **SAMPLING[s]} for kind in CONSTRAINTS for s in ("greedy", "filtered")] + [{}]
+    samplings = list(zip(("greedy", "filtered"), BACKENDS, strict=True))
+    how: list[dict[str, Any]] = [
+        {**CONSTRAINTS[kind], **SAMPLING[sampling], "grammar_backend": name}
+        for kind in CONSTRAINTS
+        for sampling, name in samplings
+    ]
+    how.append({})
     handles = [made.submit(prompt(seed=i), max_new_tokens=16, seed=i, **each) for i, each in enumerate(how)]
     together = [handle.result(60).token_ids for handle in handles]
     made.close()

@@ -17,7 +17,7 @@ from windfall.core.tree import DraftTree
 from windfall.grammar import compile as compiling
 from windfall.grammar import guide as following
 from windfall.grammar.compile import Grammars
-from windfall.grammar.limits import ignored_in_regex, ignored_in_schema, without_anchors
+from windfall.grammar.limits import ignored_by_xgrammar, ignored_in_regex, without_anchors
 
 both = pytest.mark.parametrize("name", BACKENDS)
 YES_OR_NO = Constraint.ebnf('root ::= "si" | "no" "pe"?')
@@ -77,6 +77,19 @@ def test_a_finished_text_still_has_a_mask(name: str) -> None:
     without_end = guide(Constraint.regex("ab"), name, eos=())
     without_end.follow(ids("ab"))
     assert without_end.over and not without_end.mask().any() and not without_end.legal(END)
+
+
+@both
+def test_a_finished_matcher_may_be_asked_again_and_undone(name: str) -> None:
+    matcher = backend(name).compile(Constraint.regex("ab|abc")).matcher()
+    for token in ids("abc"):
+        matcher.advance(token)
+    for _ in range(3):
+        assert matcher.may_end and not matcher.mask().any() and not any(map(matcher.legal, ids("abc")))
+    matcher.undo(1)
+    assert matcher.may_end and [TOKENS[token] for token in np.flatnonzero(matcher.mask())] == ["c"]
+    matcher.undo(2)
+    assert not matcher.may_end and matcher.mask()[TOKENS.index("ab")]
 
 
 @both
@@ -222,12 +235,12 @@ def test_compiled_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"type": "string", "pattern": "a", "maxLength": 3}, "'maxLength' beside 'pattern'"),
         ({"type": "string", "pattern": '"'}, "quotes and backslashes in a 'pattern'"),
         ({"type": "string", "pattern": "(?!a)"}, "lookahead and lookbehind"),
-        ({"type": "number", "multipleOf": 2}, "'multipleOf' of numbers or beside bounds"),
+        ({"type": "number", "multipleOf": 2}, "'multipleOf' of numbers, of a fraction or beside bounds"),
         ({"type": "object", "required": ["a"]}, "'required' names that are not among the 'properties'"),
     ],
 )
 def test_what_xgrammar_ignores_is_known(schema: object, ignored: str) -> None:
-    assert ignored_in_schema(schema) == ignored
+    assert ignored_by_xgrammar(schema) == ignored
 
 
 @pytest.mark.parametrize(

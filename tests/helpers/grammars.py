@@ -121,7 +121,10 @@ def random_schema(choose: random.Random, depth: int = 2) -> dict[str, Any]:
     return {
         "string": lambda: {"type": "string", "minLength": choose.randint(0, 2), "maxLength": choose.randint(2, 4)},
         "enum": lambda: {"enum": choose.sample(["a", "bad", 1, -3, None, True, "", "no"], choose.randint(1, 4))},
-        "pattern": lambda: {"type": "string", "pattern": choose.choice(["^[a-c]{1,3}$", "^(ab|cd)+e$", "^[0-9]{2}$"])},
+        "pattern": lambda: {
+            "type": "string",
+            "pattern": choose.choice(["^[a-c]{1,3}$", "^(ab|cd){1,3}e$", "^[0-9]{2}$"]),
+        },
         "integer": lambda: {"type": "integer", "minimum": low, "maximum": low + choose.randint(0, 200)},
         "number": lambda: {"type": "number", "minimum": 0, "maximum": 9},
         "boolean": lambda: {"type": "boolean"},

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
+import typing
 from collections import Counter
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -23,8 +26,11 @@ from helpers.deploy import DEPLOY
 from helpers.ray_local import ask
 from helpers.scheduling import held
 from helpers.serving import new_engine
+from windfall.cli import serve as serve_command
 from windfall.core.errors import InputError
+from windfall.engine.engine import Engine
 from windfall.engine.host_runner import HostRunner
+from windfall.engine.loading import load
 from windfall.engine.service import MAX_REQUESTS_CPU, MAX_REQUESTS_GPU
 from windfall.ray import metrics as ray_export
 from windfall.ray import replica, routing
@@ -48,6 +54,29 @@ def test_options_are_read_from_text() -> None:
     assert made.load["exact"] is False and made.load["policy_options"] == {"depth": "4", "k": "3"}
 
 
+def test_a_replica_has_the_options_of_the_command_line() -> None:
+    known = {each.name for each in fields(Options)}
+    server = {"api_key": "api_keys", "request_policy": "request_policies", "no_page": "page"}  # lists, and the opposite
+    model = {"drafter_settings": "drafter_options", "settings": "policy_options"}
+    ours = {"host", "port", "exact"}  # Ray's proxies listen; `exact` is the default
+    for name, hint in typing.get_type_hints(serve_command.serve).items():
+        names = [each.name for each in fields(hint)] if is_dataclass(hint) else [name]
+        for each in {*names} - ours - {"return"}:
+            assert {**server, **model}.get(each, each) in known, each
+    made = options(weights="int8", compile="yes", no_graphs="true", host_policies="1", uncoupled="on").load
+    assert (made["weights"], made["compile"], made["host_policies"]) == ("int8", True, True)
+    assert (made["graphs"], made["coupled"], made["exact"]) == (False, False, True)
+    assert options().load.keys() <= inspect.signature(load).parameters.keys()
+
+
+def test_a_replica_prepares_before_it_is_ready(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    prepared: list[Engine] = []
+    monkeypatch.setattr(Engine, "prepare", lambda self: prepared.append(self))
+    made = Replica(options(target=str(folder), policy="none"))
+    assert prepared == [made.engine]
+    made.__del__()
+
+
 def test_options_come_from_the_environment_too() -> None:
     environment = {"WINDFALL_RAY_TARGET": "a", "WINDFALL_RAY_POLICY": "none", "WINDFALL_API_KEY": "key", "HOME": "/"}
     made = Options.read({"target": "b"}, environment)
@@ -69,9 +98,11 @@ def test_the_defaults_fit_an_engine() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"polcy": "none"}, "there is no option 'polcy'; there are target, drafter"),
+        ({"polcy": "none"}, "there is no option 'polcy'; there are target, device"),
         ({"policy": "nothing"}, "there is no policy 'nothing'"),
         ({"request_policies": "nothing"}, "there is no policy 'nothing'"),
+        ({"max_requests": 0}, "max_requests must be a whole number of at least 1, not 0"),
+        ({"weights": "int3"}, "weights"),
         ({"max_requests": "many"}, "the option 'max_requests': input should be a valid integer"),
         ({"log_format": "xml"}, "the option 'log_format': input should be 'text', 'json' or 'none', not 'xml'"),
         ({"policy_options": "deep"}, "write settings as name=value, not 'deep'"),
@@ -87,7 +118,7 @@ def test_wrong_options_are_refused_in_one_line(given: dict[str, Any], words: str
 
 
 def test_the_documents_name_all_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [name for name in Options.model_fields if f"`{name}`" not in PAGE] == []
+    assert [each.name for each in fields(Options) if f"`{each.name}`" not in PAGE] == []
     assert f"{MAX_REQUESTS_CPU} without a GPU, {MAX_REQUESTS_GPU} with one" in PAGE
     (application,) = yaml.safe_load((DEPLOY / "ray.yaml").read_text("utf-8"))["applications"]
     module, _, name = application["import_path"].partition(":")

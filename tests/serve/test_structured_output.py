@@ -94,7 +94,7 @@ def test_other_fields_in_completions(api: openai.OpenAI, fields: dict[str, Any],
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "no"}}}},
             None,
-            'the JSON schema cannot be used: Unsupported type "no"',
+            'the JSON schema cannot be used: xgrammar: Unsupported type "no"',
         ),
         ({"regex": "["}, None, "the regular expression cannot be used"),
         ({"regex": ""}, None, "regex takes a text that is not empty"),

@@ -16,6 +16,8 @@ from windfall.core.errors import InputError
 
 OWN_METADATA = ("flags", "argument", "low", "high", "choices")  # keys of a field's metadata that typer does not take
 
+COMPLETED = {"drafter": "drafters", "policy": "policies", "preset": "presets"}  # options: lists of their names
+
 VALUES = (
     "cpu",
     "float32",
@@ -90,6 +92,8 @@ def _record_parameters(record: Any) -> tuple[inspect.Parameter, ...]:
 def _parameter(name: str, kind: Any, declared: Any, panel: str | None = None) -> inspect.Parameter:
     """The parameter that typer reads, from a field made by `option` here or in `windfall.core.options`."""
     about = {**declared.metadata, "help": _sentence(declared.metadata["help"])}
+    if name in COMPLETED:
+        about.setdefault("autocompletion", complete(COMPLETED[name]))
     details = {"rich_help_panel": panel, **{key: value for key, value in about.items() if key not in OWN_METADATA}}
     flags = about.get("flags") or (f"--{name.replace('_', '-')}",)
     made = typer.Argument(**details) if about.get("argument") else typer.Option(*flags, **details)

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windfall.cli.config_file import configurable
-from windfall.cli.declare import argument, complete, ignore_eos_option, option, system_option
+from windfall.cli.declare import argument, ignore_eos_option, option, system_option
 from windfall.core.errors import InputError, UserNote
 from windfall.core.options import split_settings
+from windfall.engine.load_options import BatchLimits, ModelChoice, PolicyChoice, TargetChoice
 from windfall.prompts import files
 from windfall.prompts.reading import read_prompt
 from windfall.render import console
@@ -67,20 +68,10 @@ def message(role: str, content: str) -> dict[str, str]:
 
 @configurable
 @dataclass
-class TargetOptions:
+class TargetOptions(TargetChoice):
     """The target model and where it runs."""
 
     PANEL = "Model"
-
-    target: str | None = option(None, "Target model: folder, GGUF file or hub id. Default: the embedded model.")
-    device: str | None = option(None, "cpu, cuda, cuda:1 or mps. Default: the best device available.")
-    dtype: str | None = option(None, "float32, bfloat16 or float16. Default: depends on the device.")
-    weights: str | None = option(
-        None,
-        "On a CPU, store the target's weights as bf16, int8 or file (as they are in a GGUF file). This is faster. The "
-        "text is that of the model with these weights. Default: as --dtype.",
-    )
-    trust_remote_code: bool = option(False, "Run Python code that comes with the model.")
 
     @staticmethod
     def prepare() -> None:
@@ -95,59 +86,26 @@ class TargetOptions:
         from windfall.engine import loading
 
         with loading_model():
-            return loading.as_target(self.target, **self._placement)
-
-    @property
-    def _placement(self) -> dict[str, Any]:
-        return {
-            "device": self.device,
-            "dtype": self.dtype,
-            "trust_remote_code": self.trust_remote_code,
-            "weights": self.weights,
-        }
+            return loading.as_target(self.target, **self.placement)
 
 
 @configurable
 @dataclass
-class BatchOptions:
+class BatchOptions(BatchLimits):
     """How many texts are generated together."""
 
     PANEL = "Batch"
 
-    max_requests: int | None = option(
-        None, "Largest number of texts that run together. Default: 8 on a CPU, 128 on other devices."
-    )
-    kv_memory: str | None = option(
-        None,
-        "Memory for the KV caches of texts that run together, such as 4GB. Default: half of the free memory.",
-        metavar="SIZE",
-    )
-
 
 @configurable
 @dataclass
-class ModelOptions(TargetOptions):
+class ModelOptions(TargetOptions, ModelChoice):
     """The target, the drafter, and how they run."""
 
-    drafter: str | None = option(
-        None,
-        "Drafter: a name (see `windfall policies`), FILE.py:CLASS, a draft head, or a smaller model. Default: the head "
-        "of the embedded model; ngram for any other model.",
-        autocompletion=complete("drafters"),
-    )
     drafter_settings: list[str] = option(
         [], "Set an option of the drafter. Repeatable.", "--drafter-set", metavar="NAME=VALUE"
     )
-    uncoupled: bool = option(False, "Draft without the sampling noise of the target, as in the papers.")
-    no_graphs: bool = option(False, "On a GPU, do not use CUDA graphs.")
-    compile: bool = option(False, "On a GPU, use torch.compile for models without fused kernels; slow to start.")
-    fast: bool = option(
-        False,
-        "On a GPU, use another order of additions where that is faster. In half precision a near-tie between two "
-        "tokens may then resolve differently, so the text may differ from plain decoding's.",
-    )
     exact: bool = option(False, "The default: without --fast, the text is plain decoding's.", hidden=True)
-    host_policies: bool = option(False, "On a GPU, run every policy on the host.")
 
     def __post_init__(self) -> None:
         if self.exact and self.fast:
@@ -161,9 +119,8 @@ class ModelOptions(TargetOptions):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserNote)
             with loading_model():
-                how = {"drafter_options": settings, "coupled": not self.uncoupled, **self._gpu_keywords}
-                how |= {} if batch is None else dataclasses.asdict(batch)
-                engine = loading.load(self.target, self.drafter, policy, **self._placement, **how)
+                limits = {} if batch is None else batch.limits
+                engine = loading.load(policy=policy, drafter_options=settings, **self.model_keywords, **limits)
         for each in caught:
             if issubclass(each.category, UserNote):
                 warnings.showwarning(each.message, each.category, each.filename, each.lineno)
@@ -172,16 +129,10 @@ class ModelOptions(TargetOptions):
         return engine
 
     @property
-    def _gpu_keywords(self) -> dict[str, Any]:
-        """How passes run on a GPU, as keywords of `windfall.load`."""
-        graphs = False if self.no_graphs else None
-        return {"graphs": graphs, "compile": self.compile, "exact": not self.fast, "host_policies": self.host_policies}
-
-    @property
     def gpu_options(self) -> GpuOptions:
         from windfall.engine.loading import as_gpu_options
 
-        return as_gpu_options(None, **self._gpu_keywords)
+        return as_gpu_options(None, **self.on_gpu)
 
     @property
     def drafter_name(self) -> str:
@@ -199,21 +150,11 @@ class ModelOptions(TargetOptions):
 
 @configurable
 @dataclass
-class PolicyOptions:
+class PolicyOptions(PolicyChoice):
     """The policy that shapes the draft trees."""
 
     PANEL = "Policy"
 
-    policy: str | None = option(
-        None,
-        "Tree policy: a name (see `windfall policies`), or FILE.py:CLASS. Default: auto.",
-        autocompletion=complete("policies"),
-    )
-    preset: str | None = option(
-        None,
-        "Policy and settings of a published method, or a file that `windfall tune` wrote.",
-        autocompletion=complete("presets"),
-    )
     settings: list[str] = option([], "Set an option of the policy. Repeatable.", "--set", metavar="NAME=VALUE")
 
     def make(self) -> TreePolicy:

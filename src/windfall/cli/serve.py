@@ -8,10 +8,10 @@ from importlib.util import find_spec
 from windfall.cli.declare import complete, option
 from windfall.cli.options import BatchOptions, ModelOptions, PolicyOptions
 from windfall.cli.session import freeze_objects, remember_costs
-from windfall.core.constraint import MAX_SOURCE_CHARACTERS
 from windfall.core.errors import InputError
 from windfall.render import console
-from windfall.serve.settings import DRAIN_SECONDS, GRAMMAR_SECONDS, MAX_BODY_BYTES, MAX_QUEUE, Settings
+from windfall.serve.options import ServerOptions
+from windfall.serve.settings import DRAIN_SECONDS
 
 KEY_VARIABLE = "WINDFALL_API_KEY"
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
@@ -27,27 +27,16 @@ def serve(
     api_key: list[str] = option(
         [], f"Key that clients must send. Repeatable. Default: {KEY_VARIABLE}, or no key.", metavar="KEY"
     ),
-    max_queue: int = option(MAX_QUEUE, "Largest number of texts that wait; further requests get status 429."),
-    served_model_name: str | None = option(
-        None, "Name of the model for clients. Default: the name of the target.", metavar="NAME"
-    ),
-    request_timeout: float | None = option(None, "Time after which a text ends. Default: no limit.", metavar="SECONDS"),
+    *,
+    limits: ServerOptions,
     drain_seconds: int = option(
         DRAIN_SECONDS, "Time that running requests have to finish after SIGTERM or Ctrl-C.", min=0, metavar="SECONDS"
     ),
-    max_body_mb: int = option(MAX_BODY_BYTES // 2**20, "Largest body of a request, in MiB.", min=1, metavar="MIB"),
-    log_format: str = option("text", "Log of requests on stdout: text, json or none.", metavar="FORMAT"),
     request_policy: list[str] = option(
         [],
         "Policy that a request may choose, in addition to none. Repeatable.",
         metavar="NAME",
         autocompletion=complete("policies"),
-    ),
-    grammar_timeout: float = option(
-        GRAMMAR_SECONDS, "Longest time to compile the schema or grammar of a request.", metavar="SECONDS"
-    ),
-    max_grammar_chars: int = option(
-        MAX_SOURCE_CHARACTERS, "Most characters of the schema or grammar of a request.", metavar="N"
     ),
     no_page: bool = option(False, "Do not offer the live page at / and its data."),
 ) -> None:
@@ -62,18 +51,8 @@ def serve(
 
     if not 0 <= port <= MAX_PORT:
         raise InputError(f"--port takes a number from 0 to {MAX_PORT}, not {port}")
-    log_formats.check(log_format)
-    settings = Settings(
-        served_model_name,
-        _keys(api_key),
-        max_queue,
-        request_timeout,
-        max_body_mb * 2**20,
-        request_policies=tuple(request_policy),
-        page=not no_page,
-        grammar_timeout=grammar_timeout,
-        max_grammar_chars=max_grammar_chars,
-    )
+    log_formats.check(limits.log_format)
+    settings = limits.settings_with(_keys(api_key), tuple(request_policy), page=not no_page)
     made_policy = policy.make()
     policies.offered(request_policy)  # before the weights are read: a wrong name costs no loading
     with server.bind(host, port) as bound:
@@ -90,7 +69,7 @@ def serve(
             freeze_objects()
             console.note(f"serving {settings.model_name or engine.target.name} on {url}/v1{page}")
             try:
-                with log_formats.logging_as(log_format):
+                with log_formats.logging_as(limits.log_format):
                     server.run(app, bound, drain_seconds)
             finally:
                 remember_costs(engine)

@@ -27,9 +27,10 @@ def option(
     low: float | None = None,
     high: float | None = None,
     choices: tuple[str, ...] = (),
+    **details: Any,
 ) -> Any:
-    """A dataclass field that users can set."""
-    metadata = {"help": help, "low": low, "high": high, "choices": choices}
+    """A dataclass field that users can set; `details` are for the command line alone, for example `metavar`."""
+    metadata = {"help": help, "low": low, "high": high, "choices": choices, **details}
     return dataclasses.field(default=default, metadata=metadata)
 
 

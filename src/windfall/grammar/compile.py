@@ -31,19 +31,20 @@ class Compiler:
 
     def compile(self, constraint: Constraint) -> Grammar:
         """By the first installed library that supports all of the constraint."""
-        names, reason = check_installed(constraint), ""
+        names, problems = check_installed(constraint), list[str]()
         for name in names:
             backend = self._backend(name)
-            ignored = backend.unsupported(constraint)
-            if not ignored:
-                try:
-                    return backend.compile(constraint)
-                except InputError as error:
-                    more = str(error).partition(": ")[2]
-                    raise InputError(f"{reason}; {name}: {more}" if reason else str(error)) from None
-            reason = f"the {constraint.name} cannot be used: {name} does not support {ignored}"
+            if ignored := backend.unsupported(constraint):
+                problems.append(f"{name} does not support {ignored}")
+                continue
+            try:
+                return backend.compile(constraint)
+            except InputError as error:
+                problems.append(f"{name}: {str(error).partition(': ')[2]}")
         others = [name for name in BACKENDS if name not in names]
-        raise InputError(f"{reason}; {others[0]} may: {INSTALL}" if others and not constraint.backend else reason)
+        if others and not constraint.backend:
+            problems.append(f"{others[0]} may: {INSTALL}")
+        raise InputError(f"the {constraint.name} cannot be used: {'; '.join(problems)}")
 
     def _backend(self, name: str) -> Backend:
         if name not in self._backends:

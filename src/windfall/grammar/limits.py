@@ -1,9 +1,9 @@
-"""What xgrammar would ignore in a schema or a pattern: the text could break the rule."""
+"""What a library would ignore in a schema or a pattern: the text could break the rule."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 IGNORED = (
@@ -29,13 +29,23 @@ ALONE = (
 MAPS = ("properties", "patternProperties", "$defs", "definitions")
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 SINGLE = ("items", "additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems")
+FORMATS = ("json-pointer", "relative-json-pointer", "ipv4")  # xgrammar allows bare quotes in them, or leading zeros
 LOOKAROUND = re.compile(r"\(\?<?[=!]")
 
 
-def ignored_in_schema(schema: Any) -> str:
+def ignored_by_xgrammar(schema: Any) -> str:
     """The first part of a schema that xgrammar would ignore; empty if there is none."""
+    return _first_ignored(schema, lambda each: _ignored(each, schema))
+
+
+def ignored_by_llguidance(schema: Any) -> str:
+    """The first part of a schema that llguidance would ignore; empty if there is none."""
+    return _first_ignored(schema, lambda each: _in_close_bounds(each) or _in_open_objects(each))
+
+
+def _first_ignored(schema: Any, ignored: Callable[[dict[str, Any]], str]) -> str:
     try:
-        return next(filter(None, (_ignored(each, schema) for each in subschemas(schema))), "")
+        return next(filter(None, map(ignored, subschemas(schema))), "")
     except RecursionError:
         return "its depth"
     except (AttributeError, KeyError, TypeError, ValueError):  # not a schema, which the library will say
@@ -111,6 +121,8 @@ def _in_strings(schema: dict[str, Any]) -> str:
     lengths = [key for key in ("minLength", "maxLength") if key in schema]
     if len(given) > 1 or (given and lengths):
         return f"'{[*given[1:], *lengths][0]}' beside '{given[0]}'"
+    if schema.get("format") in FORMATS:
+        return f"'format': '{schema['format']}'"
     pattern = str(schema.get("pattern", ""))
     if '"' in pattern or "\\\\" in pattern:
         return "quotes and backslashes in a 'pattern'"
@@ -121,18 +133,40 @@ def _in_numbers(schema: dict[str, Any]) -> str:
     if "multipleOf" not in schema:
         return ""
     bounded = any(key in schema for key in NUMERIC if key != "multipleOf")
-    return "'multipleOf' of numbers or beside bounds" if bounded or schema.get("type") != "integer" else ""
+    whole = schema.get("type") == "integer" and float(schema["multipleOf"]).is_integer()
+    return "" if whole and not bounded else "'multipleOf' of numbers, of a fraction or beside bounds"
 
 
 def _in_objects(schema: dict[str, Any]) -> str:
-    properties, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
-    if isinstance(properties, dict) and not patterns:
-        required = schema.get("required", [])
-        missing = [name for name in required if name not in properties] if isinstance(required, list) else []
-        if missing:
-            return "'required' names that are not among the 'properties'"
-    if properties and (patterns or "propertyNames" in schema):
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if any(name not in properties for name in required):
+        return "'required' names that are not among the 'properties'"
+    if properties and ("patternProperties" in schema or "propertyNames" in schema):
         return "'patternProperties' or 'propertyNames' beside 'properties'"
+    if len(schema.get("patternProperties", ())) > 1:
+        return "several 'patternProperties'"
+    others = ("patternProperties", "additionalProperties", "unevaluatedProperties")
+    if "propertyNames" in schema and (found := next((key for key in others if key in schema), None)):
+        return f"'{found}' beside 'propertyNames'"
+    return _in_open_objects(schema)
+
+
+def _in_open_objects(schema: dict[str, Any]) -> str:
+    """Neither library keeps a text from repeating a name that the schema does not list."""
+    is_open = schema.get("additionalProperties", True) is not False or schema.get("patternProperties")
+    counted = schema.get("minProperties", 0) - len(schema.get("required", ()))
+    return "'minProperties' of names that may repeat" if is_open and counted > 1 else ""
+
+
+def _in_close_bounds(schema: dict[str, Any]) -> str:
+    """llguidance allows an exclusive bound that is whole, if the other bound is less than 1 away."""
+    parts = [schema, *(each for each in schema.get("allOf", ()) if isinstance(each, dict))]
+    low, high = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+    found = {key: [part[key] for part in parts if key in part] for key in (*low, *high)}
+    for excluded, others in ((low[1], high), (high[1], low)):
+        near = [value for key in others for value in found[key]]
+        if any(float(one).is_integer() and abs(one - other) < 1 for one in found[excluded] for other in near):
+            return f"'{excluded}' so close to the other bound"
     return ""
 
 

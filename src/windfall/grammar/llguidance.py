@@ -13,7 +13,7 @@ from llguidance.numpy import fill_next_token_bitmask
 from windfall.core.constraint import Constraint
 from windfall.core.errors import InputError
 from windfall.core.tree import Flags
-from windfall.grammar.limits import without_anchors
+from windfall.grammar.limits import ignored_by_llguidance, without_anchors
 from windfall.grammar.tagged import lark
 from windfall.grammar.vocabulary import Vocabulary
 
@@ -82,8 +82,12 @@ class LLGuidanceBackend:
         self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Tokenizer(vocabulary)))
 
     def unsupported(self, constraint: Constraint) -> str:
-        """Nothing: the library refuses what it does not support."""
-        return ""
+        """Little: the library refuses most of what it does not support."""
+        if constraint.kind == "json_schema":
+            return ignored_by_llguidance(json.loads(constraint.source))
+        return (
+            ignored_by_llguidance(json.loads(constraint.source)["schema"]) if constraint.kind == "tagged_json" else ""
+        )
 
     def compile(self, constraint: Constraint) -> LLGrammar:
         try:

@@ -12,7 +12,7 @@ import xgrammar
 from windfall.core.constraint import Constraint
 from windfall.core.errors import InputError
 from windfall.core.tree import Flags
-from windfall.grammar.limits import ignored_in_regex, ignored_in_schema, without_anchors
+from windfall.grammar.limits import ignored_by_xgrammar, ignored_in_regex, without_anchors
 from windfall.grammar.tagged import lark
 from windfall.grammar.vocabulary import Vocabulary
 
@@ -74,8 +74,8 @@ class XGrammarBackend:
         if constraint.kind == "regex":
             return ignored_in_regex(constraint.source)
         if constraint.kind == "json_schema":
-            return ignored_in_schema(json.loads(constraint.source))
-        return ignored_in_schema(json.loads(constraint.source)["schema"]) if constraint.kind == "tagged_json" else ""
+            return ignored_by_xgrammar(json.loads(constraint.source))
+        return ignored_by_xgrammar(json.loads(constraint.source)["schema"]) if constraint.kind == "tagged_json" else ""
 
     def compile(self, constraint: Constraint) -> XGrammar:
         try:

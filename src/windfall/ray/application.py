@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -10,9 +11,10 @@ import torch
 from ray import serve
 from ray.serve.config import AutoscalingConfig, BackpressureConfig, RequestRouterConfig
 
+from windfall.checkpoints.packed import check_weights
 from windfall.core.errors import InputError
 from windfall.engine.loading import choose_policy
-from windfall.engine.service import MAX_REQUESTS_CPU, MAX_REQUESTS_GPU
+from windfall.engine.service import MAX_REQUESTS_CPU, MAX_REQUESTS_GPU, checked_requests
 from windfall.ray.options import BUSY_SHARE, Options
 from windfall.ray.replica import PROBE_SECONDS, Replica
 from windfall.ray.routing import SessionRouter
@@ -43,11 +45,12 @@ def completed(options: Options) -> Options:
     if gpus is None:
         gpus = float(torch.cuda.is_available() and options.device != "cpu")
     usual = MAX_REQUESTS_GPU if gpus else MAX_REQUESTS_CPU
-    return options.model_copy(update={"gpus": gpus, "max_requests": options.max_requests or usual})
+    return replace(options, gpus=gpus, max_requests=checked_requests(options.max_requests) or usual)
 
 
 def check(options: Options) -> None:
     """Refuse what no replica could use, before Ray starts one."""
+    check_weights(options.weights)
     choose_policy(options.policy, options.policy_options, options.preset)
     offered(options.request_policies)
     _ = options.settings

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from windfall.core.constraint import MAX_SOURCE_CHARACTERS
 from windfall.core.errors import InputError
 from windfall.core.options import split_settings
-from windfall.serve.settings import GRAMMAR_SECONDS, MAX_BODY_BYTES, Settings
+from windfall.engine.load_options import BatchLimits, ModelChoice, PolicyChoice
+from windfall.serve.options import ServerOptions
+from windfall.serve.settings import Settings
 
 PREFIX = "WINDFALL_RAY_"  # of environment variables: WINDFALL_RAY_TARGET and so on
 KEY_VARIABLE = "WINDFALL_API_KEY"
@@ -30,46 +32,36 @@ def _as_settings(given: Any) -> Any:
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
 Named = Annotated[dict[str, Any], BeforeValidator(_as_settings)]
+Count = Annotated[int, Field(ge=0)]
+Amount = Annotated[float, Field(ge=0)]
 
 
-class Options(BaseModel):
-    """What an application may be given: by `serve run`, in a YAML file, or by the environment."""
+@dataclass
+class Options(ServerOptions, BatchLimits, PolicyChoice, ModelChoice):
+    """What an application may be given: by `serve run`, in a YAML file, or by the environment.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    The options of the engine and of the server are those of `windfall serve`.
+    """
 
-    # the engine of a replica, as in `windfall.load`
-    target: str | None = None
-    drafter: str | None = None
-    policy: str | None = None
-    preset: str | None = None
-    device: str | None = None
-    dtype: str | None = None
-    trust_remote_code: bool = False
-    fast: bool = False
-    drafter_options: Named = {}
-    policy_options: Named = {}
-    max_requests: int | None = Field(None, ge=1)  # None: depends on whether there is a GPU
-    kv_memory: str | None = None
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
-    # its server, as in `windfall serve`
-    served_model_name: str | None = None
-    api_keys: Names = Field((), repr=False)
-    max_queue: int = Field(8, ge=0)  # the rest waits at the proxy, and goes to the first replica with room
-    request_timeout: float | None = Field(None, gt=0)
-    max_body_mb: int = Field(MAX_BODY_BYTES // 2**20, ge=1)
+    drafter_options: Named = field(default_factory=dict)
+    policy_options: Named = field(default_factory=dict)
+
+    # the server of a replica
+    api_keys: Names = field(default=(), repr=False)
+    max_queue: int = 8  # the rest waits at the proxy, and goes to the first replica with room
     request_policies: Names = ()
-    grammar_timeout: float = Field(GRAMMAR_SECONDS, gt=0)
-    max_grammar_chars: int = Field(MAX_SOURCE_CHARACTERS, ge=1, le=MAX_SOURCE_CHARACTERS)
     page: bool = False  # it shows one replica's load
     log_format: Literal["text", "json", "none"] = "none"  # Ray logs requests, too
 
-    # its replicas
-    min_replicas: int = Field(1, ge=0)
-    max_replicas: int | None = Field(None, ge=1)  # None: always `min_replicas`
-    cpus: float = Field(1.0, ge=0)  # of a replica; also its number of threads
-    gpus: float | None = Field(None, ge=0)  # None: 1 if the machine that builds the application has one
-    max_queued_requests: int = Field(256, ge=-1)  # at each proxy; further ones are refused. -1: no limit
-    drain_seconds: float = Field(600.0, ge=0)  # that running texts have before a replica ends
+    # the replicas
+    min_replicas: Count = 1
+    max_replicas: Annotated[int, Field(ge=1)] | None = None  # None: always `min_replicas`
+    cpus: Amount = 1.0  # of a replica; also its number of threads
+    gpus: Amount | None = None  # None: 1 if the machine that builds the application has one
+    max_queued_requests: Annotated[int, Field(ge=-1)] = 256  # at each proxy; further ones are refused. -1: no limit
+    drain_seconds: Amount = 600.0  # that running texts have before a replica ends
 
     @classmethod
     def read(cls, given: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Options:
@@ -78,36 +70,25 @@ class Options(BaseModel):
         named = {name.removeprefix(PREFIX).lower(): value for name, value in variables.items()}
         keys = {"api_keys": [environment[KEY_VARIABLE]]} if environment.get(KEY_VARIABLE) else {}
         try:
-            return cls.model_validate({**keys, **named, **given})
+            return TypeAdapter(cls).validate_python({**keys, **named, **given})
         except ValidationError as error:
             raise InputError(_first_problem(error)) from None
 
     @property
     def load(self) -> dict[str, Any]:
         """The keywords of `windfall.load`."""
-        same = "target drafter policy preset device dtype trust_remote_code drafter_options policy_options kv_memory"
-        keywords = {name: getattr(self, name) for name in same.split()}
-        return {**keywords, "max_requests": self.max_requests, "exact": not self.fast}
+        settings = {"drafter_options": self.drafter_options, "policy_options": self.policy_options}
+        return {**self.model_keywords, **self.limits, "policy": self.policy, "preset": self.preset, **settings}
 
     @property
     def settings(self) -> Settings:
         """The settings of the server."""
-        return Settings(
-            model_name=self.served_model_name,
-            api_keys=self.api_keys,
-            max_queue=self.max_queue,
-            request_timeout=self.request_timeout,
-            max_body_bytes=self.max_body_mb * 2**20,
-            request_policies=self.request_policies,
-            page=self.page,
-            grammar_timeout=self.grammar_timeout,
-            max_grammar_chars=self.max_grammar_chars,
-        )
+        return self.settings_with(self.api_keys, self.request_policies, self.page)
 
 
 def _first_problem(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_context=False)[0]
     name = ".".join(map(str, first["loc"]))
-    if first["type"] == "extra_forbidden":
-        return f"there is no option '{name}'; there are {', '.join(Options.model_fields)}"
+    if first["type"] == "unexpected_keyword_argument":
+        return f"there is no option '{name}'; there are {', '.join(each.name for each in fields(Options))}"
     return f"the option '{name}': {first['msg'][:1].lower()}{first['msg'][1:]}, not {first['input']!r}"

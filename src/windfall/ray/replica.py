@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI
@@ -49,9 +50,10 @@ class Replica:
         self._log.enter_context(log_format.logging_as(options.log_format))
         own_key = os.environ.get(KEY_VARIABLE)
         if own_key and not options.api_keys:  # of the machine that the replica runs on
-            options = options.model_copy(update={"api_keys": (own_key,)})
+            options = replace(options, api_keys=(own_key,))
         self._settings = options.settings
         self.engine = engine or load(**options.load)
+        self.engine.prepare()  # Ray sends requests to a replica that is ready, which it is after this
         if engine is None:
             gc.collect()
             gc.freeze()  # a collection over all objects of the model would interrupt texts
