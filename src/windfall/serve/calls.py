@@ -8,10 +8,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
+from starlette.requests import ClientDisconnect
 
 from windfall.engine.engine import Engine, Generation, Prompt
 from windfall.serve.admission import Admission, Job
-from windfall.serve.errors import ApiError
+from windfall.serve.errors import ApiError, Disconnected
 from windfall.serve.policies import chosen
 from windfall.serve.protocol import Choice, GenerationRequest, ModelRequest, Stamp
 from windfall.serve.speculation import Cycles
@@ -45,7 +46,11 @@ async def read(request: Request, admission: Admission, kind: type[R]) -> R:
     if content_type != "application/json":
         message = "send the body as JSON, with the header Content-Type: application/json"
         raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, code="unsupported_content_type")
-    asked = kind.model_validate_json(await request.body())
+    try:
+        body = await request.body()
+    except ClientDisconnect:
+        raise Disconnected from None
+    asked = kind.model_validate_json(body)
     check_model(admission, asked.model)
     return asked
 
