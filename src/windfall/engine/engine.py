@@ -368,8 +368,17 @@ class Engine:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """Whether `close` was called, or the device is lost."""
         return self._service.closed
+
+    @property
+    def lost(self) -> Exception | None:
+        """The error after which the device can no longer be used in this process; None: it is well."""
+        return self._service.lost
+
+    def when_lost(self, call: Callable[[], None]) -> None:
+        """Call this, in any thread, when the device is lost."""
+        self._service.when_lost(call)
 
     def close(self) -> None:
         """Cancel all submitted requests and end the engine's threads; `submit` then raises a RuntimeError."""
