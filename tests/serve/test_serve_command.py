@@ -25,7 +25,8 @@ from windfall.cli import serve
 from windfall.engine.host_runner import HostRunner
 from windfall.serve import server
 from windfall.serve.errors import NOT_YET
-from windfall.serve.protocol import IGNORED, MAX_N, MAX_STOPS, ChatRequest, CompletionRequest, Speculation
+from windfall.serve.neutral import CHAT, COMPLETIONS, IGNORED, STREAM
+from windfall.serve.protocol import MAX_N, MAX_STOPS, ChatRequest, CompletionRequest, Speculation
 from windfall.serve.settings import DRAIN_SECONDS, MAX_BODY_BYTES
 
 QUICK = ("--policy", "none", "--device", "cpu")
@@ -43,6 +44,7 @@ def test_the_help_names_the_options() -> None:
 def test_the_page_has_all_fields_options_and_limits() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "serve.md").read_text("utf-8")
     fields = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *Speculation.model_fields, *IGNORED, *NOT_YET}
+    fields |= {*CHAT, *COMPLETIONS, *STREAM}
     assert [name for name in sorted(fields) if f"`{name}`" not in page] == []
     shown = [name for name, option in serve_options().items() if name.startswith("--") and not option.hidden]
     assert "--target" in shown and [name for name in shown if f"`{name}`" not in page] == []

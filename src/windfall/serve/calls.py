@@ -24,6 +24,9 @@ R = TypeVar("R", bound=ModelRequest)
 SHARED = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")  # same names
 
 
+ONE_TOKEN = {"max_new_tokens": 1, "eos": (), "stop": ()}  # for the prompt alone: the token is left out of the answer
+
+
 def served_name(admission: Admission) -> str:
     """The name of the model that clients use."""
     return admission.settings.model_name or admission.engine.target.name
@@ -74,7 +77,7 @@ async def submit(
     seeds = [None if asked.seed is None else asked.seed + number for number in range(asked.n)]
     shortens = asked.limit is None
     jobs = [Job(prompt, raw, {**sampling, "seed": seed}, shortens, policy) for prompt in prompts for seed in seeds]
-    texts = Texts(await while_connected(request.receive, admission.submit(jobs)), asked.n)
+    texts = Texts(await while_connected(request.receive, admission.submit(jobs)), asked.n, asked.limit == 0)
     request.state.texts = texts  # for the log
     return texts
 
@@ -130,7 +133,8 @@ async def answer(
 def sampling_of(engine: Engine, asked: GenerationRequest, limit: int | None) -> dict[str, Any]:
     """The keywords of `Engine.submit`, without the seed."""
     own_eos = () if asked.ignore_eos else engine.target.eos
-    most = asked.limit or limit
+    most = limit if asked.limit is None else asked.limit
+    _check_ids(engine, asked.stop_token_ids)
     return {
         **{name: getattr(asked, name) for name in SHARED},
         **({} if most is None else {"max_new_tokens": most}),
@@ -143,4 +147,12 @@ def sampling_of(engine: Engine, asked: GenerationRequest, limit: int | None) -> 
         "logprobs_mode": asked.logprobs_mode,
         "prompt_logprobs": asked.prompt_logprobs,
         "resume_token_ids": asked.resume_token_ids,
+        **(ONE_TOKEN if most == 0 else {}),
     }
+
+
+def _check_ids(engine: Engine, stop_token_ids: list[int]) -> None:
+    last = engine.target.vocab_size - 1
+    if not all(0 <= token <= last for token in stop_token_ids):
+        message = f"stop_token_ids takes token ids between 0 and {last}"
+        raise ApiError(HTTPStatus.BAD_REQUEST, message, param="stop_token_ids")
