@@ -6,6 +6,16 @@ BIN := .venv/bin
 RUN := $(BIN)/.run-installed
 DEV := $(BIN)/.dev-installed
 DOCS := $(BIN)/.docs-installed
+# Packages that few tests need. Some of them want older versions of what .venv has, so they have an environment of their
+# own, which sees everything in .venv.
+OTHER := .venv/other/bin
+OTHERS := $(OTHER)/.installed
+OTHER_PACKAGES ?= "ray[serve]>=2.60" langchain-openai litellm torchao peft
+LIBRARIES := tests/checkpoints/test_quantised_checkpoints.py
+OTHER_TESTS := tests/serve/test_other_clients.py tests/scale_out/test_application.py \
+	tests/scale_out/test_cluster.py::test_a_stream_goes_on_when_its_replica_is_killed \
+	"$(LIBRARIES)::test_models_of_libraries_decode_on_the_fast_path[torchao-8]" \
+	$(LIBRARIES)::test_adapters_decode_on_the_fast_path
 # Tests compare heads with this package's own models. It asks for an older transformers, torchvision and more, which
 # those models do not need: it is installed without its dependencies, but for the one they import.
 PEERS ?= "speculators==0.9.0; python_version >= '3.11'" loguru
@@ -18,14 +28,21 @@ demo: $(RUN)
 
 test: lint docs unit
 
-.PHONY: install unit coverage wheel-smoke dockerfile ray clients schemas
+.PHONY: install install-other unit unit-complete coverage wheel-smoke dockerfile ray other schemas
 install: $(DEV)
+install-other: $(OTHERS)
 
 # Tests start many processes, which should share compiled bytecode.
-unit coverage: export PYTHONDONTWRITEBYTECODE :=
+unit unit-complete coverage: export PYTHONDONTWRITEBYTECODE :=
 
 unit: $(DEV)
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+unit-complete: $(DEV)  # fails if a test is skipped because a program is missing, except for those of `make other`
+	WINDFALL_NO_SKIPS=1 $(BIN)/python -m pytest -n auto --dist worksteal \
+		--ignore=tests/scale_out --ignore=tests/serve/test_other_clients.py \
+		--deselect=$(LIBRARIES)::test_models_of_libraries_decode_on_the_fast_path \
+		--deselect=$(LIBRARIES)::test_adapters_decode_on_the_fast_path
 
 coverage: $(DEV)  # runs the tests, prints which lines they miss, and writes coverage.xml
 	$(BIN)/python -m pytest -n auto --dist worksteal --cov --cov-report=term --cov-report=xml
@@ -36,13 +53,11 @@ wheel-smoke:  # builds sdist and wheel, installs the wheel into an empty environ
 dockerfile: $(DEV)  # runs every command of deploy/Dockerfile in a new folder; no image is built
 	RUN_DOCKERFILE=1 TORCH="$(TORCH)" $(BIN)/python -m pytest tests/deploy/test_dockerfile.py
 
-ray: $(DEV)  # installs Ray, starts a small cluster on this machine, and kills replicas while they generate
-	$(BIN)/python -m pip install --quiet --editable ".[ray]"
-	RUN_RAY=1 $(BIN)/python -m pytest tests/scale_out
+ray: $(OTHERS)  # starts a small Ray cluster on this machine, and kills replicas while they generate
+	WINDFALL_NO_SKIPS=1 RUN_RAY=1 $(OTHER)/python -m pytest tests/scale_out
 
-clients: $(DEV)  # installs other clients of the OpenAI API, and tests the server with them
-	$(BIN)/python -m pip install --quiet langchain-openai litellm
-	$(BIN)/python -m pytest tests/serve/test_other_clients.py
+other: $(OTHERS)  # other clients of the OpenAI API, other libraries, and one test of a Ray cluster
+	WINDFALL_NO_SKIPS=1 RUN_RAY=1 $(OTHER)/python -m pytest $(OTHER_TESTS)
 
 schemas: $(DEV)  # downloads JSON-Schema-Test-Suite (MIT), which jsonschema's source has, and tests schemas with it
 	$(BIN)/python -m pip download --quiet --no-deps --no-binary jsonschema --dest build/schemas $(SCHEMAS)
@@ -87,6 +102,13 @@ $(RUN): pyproject.toml
 $(DEV): $(RUN) Makefile
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	$(BIN)/python -m pip install --quiet --no-deps $(PEERS)
+	@touch $@
+
+$(OTHERS): $(DEV)
+	$(BIN)/python -m venv .venv/other
+	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+		> $$($(OTHER)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/all-of-venv.pth
+	$(OTHER)/python -m pip install --quiet $(OTHER_PACKAGES)
 	@touch $@
 
 $(DOCS): $(RUN)

@@ -225,7 +225,7 @@ def serve(options: argparse.Namespace) -> None:
         app = make_app(engine, Settings(grammar_timeout=GRAMMAR_SECONDS))
         engine.prepare()
         print(server.address(bound), flush=True)
-        server.run(app, bound, DRAIN_SECONDS)
+        server.run(app, bound, engine, DRAIN_SECONDS)
 
 
 if __name__ == "__main__":

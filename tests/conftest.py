@@ -12,6 +12,8 @@ import pytest
 import torch
 import typer.testing
 
+pytest_plugins = ["helpers.skips"]
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["WINDFALL_CONFIG"] = ""  # the user's own defaults are not for tests
 torch.set_num_threads(1)  # tiny models: threads only get in each other's way

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import socket
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,7 @@ from helpers.deploy import DEPLOY
 from helpers.scheduling import held
 from helpers.serving import http, new_engine, running, wait_for
 from windfall.engine.engine import Engine
+from windfall.engine.host_runner import HostRunner
 from windfall.serve.settings import MAX_BODY_BYTES, Settings
 
 CONFIGURATION = (DEPLOY / "nginx.conf").read_text("utf-8")
@@ -109,20 +112,27 @@ def test_a_session_stays_with_one_server(cluster: Cluster) -> None:
 
 
 @needs_nginx
-def test_streams_are_not_buffered(cluster: Cluster) -> None:
-    gates = [held(each)[0] for each in cluster.engines]
+def test_streams_are_not_buffered(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the header of the answer, one cycle runs. The next waits until the client has the text of the first."""
+    cycles, usual = threading.Semaphore(0), HostRunner.round
+
+    def when_allowed(self: HostRunner) -> Any:
+        assert cycles.acquire(timeout=30)
+        return usual(self)
+
+    monkeypatch.setattr(HostRunner, "round", when_allowed)
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "seed": 1, "stream": True}
     try:
-        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "stream": True}
-        # The engines have one place, which is taken; the queue of the servers does not know of it.
         with http().stream("POST", f"{cluster.url}/v1/chat/completions", json=body) as answer:
-            lines = answer.iter_lines()
-            assert '"role":"assistant"' in next(lines).replace(" ", "")  # before the first token
-            for gate in gates:
-                gate.open.set()
-            assert [line for line in lines if line][-1] == "data: [DONE]"
+            lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
+            cycles.release()
+            role, piece = (json.loads(next(lines))["choices"][0]["delta"] for _ in range(2))
+            assert role == {"role": "assistant", "content": ""} and piece["content"]
+            cycles.release(100)
+            *rest, end = lines
+            assert any("content" in json.loads(line)["choices"][0]["delta"] for line in rest) and end == "[DONE]"
     finally:
-        for gate in gates:
-            gate.open.set()
+        cycles.release(100)
 
 
 @contextmanager

@@ -26,10 +26,10 @@ OPTIONS = (
 @contextmanager
 def chromium(folder: Path) -> Iterator[Any]:
     """A browser context with its data in this empty folder; the test is skipped if there is no browser."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="the tests of the live page need playwright")
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     found = next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:
-        pytest.skip("the tests of the live page need Chromium: none is installed")
+        pytest.skip("Chromium is not installed")
     with playwright.sync_playwright() as made:
         context = made.chromium.launch_persistent_context(folder, executable_path=found, args=list(OPTIONS))
         context.set_default_timeout(20_000)

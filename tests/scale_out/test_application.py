@@ -38,6 +38,7 @@ from windfall.ray.application import completed, deployment
 from windfall.ray.options import Options
 from windfall.ray.replica import Replica
 from windfall.serve.app import make_app
+from windfall.serve.health import Unhealthy
 
 PAGE = (DEPLOY.parent / "docs" / "scale-out.md").read_text("utf-8")
 CPU = {"device": "cpu"}
@@ -205,21 +206,21 @@ def test_a_replica_closes_its_engine_and_is_then_unhealthy() -> None:
     asyncio.run(made.check_health())
     made.__del__()
     assert made.engine.closed
-    with pytest.raises(RuntimeError, match="the engine is closed"):
+    with pytest.raises(Unhealthy, match="the engine is closed"):
         asyncio.run(made.check_health())
 
 
-def test_an_engine_that_hangs_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "PROBE_SECONDS", 0.2)
+def test_an_engine_that_hangs_is_unhealthy() -> None:
     made = of_engine(new_engine(max_requests=1))
+    made.health.hang_seconds = 0.2
     gate, _ = held(made.engine)
     try:
         asyncio.run(made.check_health())
-        with pytest.raises(RuntimeError, match="has generated nothing"):
+        with pytest.raises(Unhealthy, match="has generated nothing"):
             asyncio.run(made.check_health())
     finally:
         gate.open.set()
-    monkeypatch.setattr(replica, "PROBE_SECONDS", 20.0)
+    made.health.hang_seconds = 20.0
     asyncio.run(made.check_health())
     made.__del__()
 
@@ -232,7 +233,7 @@ def test_an_engine_that_fails_in_every_pass_is_unhealthy(monkeypatch: pytest.Mon
         raise RuntimeError("the device is lost")
 
     monkeypatch.setattr(HostRunner, "round", fail)
-    with pytest.raises(RuntimeError, match="the device is lost"):
+    with pytest.raises(Unhealthy, match="the device is lost"):
         asyncio.run(made.check_health())
     made.__del__()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -58,6 +59,12 @@ def opened(browser: Any, url: str, failures_are_expected: bool = False) -> Itera
 def until(page: Any, script: str) -> None:
     """Wait until this is true. Playwright's own way needs `eval`, which the page forbids."""
     wait_for(lambda: page.evaluate(script))
+
+
+LINES_OF_LEVELS = """() => [...document.querySelectorAll("#tree .level")].map((level) =>
+    [...level.querySelectorAll("rect")].map((box) => Math.round((box.getAttribute("y") - 4) / 24))
+    .sort((a, b) => a - b))
+"""
 
 
 def ask(page: Any, text: str = MESSAGE, tokens: int = TOKENS) -> None:
@@ -287,6 +294,28 @@ def test_no_width_scrolls_sideways(page: Any, width: int, scheme: str) -> None:
     ground = page.locator("body").evaluate(BACKGROUND)
     brightness = sum(int(part) for part in ground[4:-1].split(",")) / 3
     assert brightness < 40 if scheme == "dark" else brightness > 215
+
+
+def test_on_a_phone_the_tree_is_seen_without_scrolling(page: Any) -> None:
+    page.set_viewport_size({"width": 360, "height": 740})
+    ask(page)
+    page.evaluate("scrollTo(0, 0)")
+    for selector in ("#message", ".answer .text", "#tree-summary", "#tree .node.root"):
+        top = page.locator(selector).first.evaluate("(part) => part.getBoundingClientRect().bottom")
+        assert 0 < top < 740 - 40, selector
+    assert page.evaluate(OVERFLOW) == 0
+
+
+def test_the_drawing_of_a_tree_has_no_gaps(page: Any) -> None:
+    """In each level, a node is just below the one before it, unless its parent is lower. The first line is the path."""
+    ask(page)
+    lines = page.evaluate(LINES_OF_LEVELS)
+    assert max(len(level) for level in lines) > 1
+    for above, level in itertools.pairwise(lines):
+        assert level == sorted(level) and len({*level}) == len(level)
+        assert all(line == before + 1 or line in above for before, line in itertools.pairwise([-1, *level]))
+    first = page.locator("#tree .node.accepted rect, #tree .node.own rect")
+    assert len({*first.evaluate_all("(all) => all.map((each) => each.getAttribute('y'))")}) == 1
 
 
 def test_the_keyboard_is_enough(page: Any) -> None:

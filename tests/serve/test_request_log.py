@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 from typing import Any
 
 import httpx
@@ -111,6 +112,20 @@ def test_a_client_that_leaves(capsys: pytest.CaptureFixture[str]) -> None:
     finally:
         gate.open.set()
         made.close()
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+def test_a_client_that_leaves_while_it_sends_its_request(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, route: str
+) -> None:
+    head = f"POST {route} HTTP/1.1\r\nHost: a\r\nX-Request-Id: own\r\nContent-Type: application/json\r\n"
+    with log_format.logging_as("json"), running(engine()) as url:
+        host, _, port = url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall(f'{head}Content-Length: 1000\r\n\r\n{{"prompt": "H'.encode())
+        line = own_line(capsys)
+        assert f'windfall:http_requests_total{{route="{route}",status="499"}} 1.0' in http().get(f"{url}/metrics").text
+    assert (line["route"], line["status"], line["level"]) == (route, 499, "info") and not caplog.records
 
 
 def test_none_logs_only_problems(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,20 +9,24 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from helpers.cli import folder as folder
 from helpers.cli import refused, windfall
 from helpers.deploy import serve_options
 from helpers.serving import http, wait_for
 from windfall.cli import serve
+from windfall.engine.host_runner import HostRunner
 from windfall.serve import server
 from windfall.serve.errors import NOT_YET
-from windfall.serve.protocol import IGNORED, MAX_N, MAX_STOPS, ChatRequest, CompletionRequest, Speculation
+from windfall.serve.neutral import CHAT, COMPLETIONS, IGNORED, STREAM
+from windfall.serve.protocol import MAX_N, MAX_STOPS, ChatRequest, CompletionRequest, Speculation
 from windfall.serve.settings import DRAIN_SECONDS, MAX_BODY_BYTES
 
 QUICK = ("--policy", "none", "--device", "cpu")
@@ -40,6 +44,7 @@ def test_the_help_names_the_options() -> None:
 def test_the_page_has_all_fields_options_and_limits() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "serve.md").read_text("utf-8")
     fields = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *Speculation.model_fields, *IGNORED, *NOT_YET}
+    fields |= {*CHAT, *COMPLETIONS, *STREAM}
     assert [name for name in sorted(fields) if f"`{name}`" not in page] == []
     shown = [name for name, option in serve_options().items() if name.startswith("--") and not option.hidden]
     assert "--target" in shown and [name for name in shown if f"`{name}`" not in page] == []
@@ -92,7 +97,7 @@ def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_open_server_without_a_key_is_warned_about(
     folder: Path, monkeypatch: pytest.MonkeyPatch, host: str, keys: tuple[str, ...], warned: bool
 ) -> None:
-    monkeypatch.setattr(server, "run", lambda app, bound, drain_seconds: None)
+    monkeypatch.setattr(server, "run", lambda *_: None)
     result = windfall("serve", "--target", folder, "--host", host, "--port", 0, *keys, *QUICK)
     assert result.exit_code == 0 and "secret" not in result.output
     assert ("without a key" in result.stderr) == warned
@@ -100,7 +105,7 @@ def test_an_open_server_without_a_key_is_warned_about(
 
 
 def test_no_page_is_announced_without_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "run", lambda app, bound, drain_seconds: None)
+    monkeypatch.setattr(server, "run", lambda *_: None)
     result = windfall("serve", "--target", folder, "--port", 0, "--no-page", *QUICK)
     assert result.exit_code == 0 and "live page" not in result.stderr
 
@@ -143,3 +148,31 @@ def test_sigterm_lets_the_running_request_finish(folder: Path) -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_lost_device_ends_the_server_with_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supervisor starts it again."""
+    sockets: list[socket.socket] = []
+    bind = server.bind
+
+    def remembered(host: str, port: int) -> socket.socket:
+        sockets.append(bind(host, port))
+        return sockets[0]
+
+    def lose(_: Any) -> None:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    def ask() -> int:
+        wait_for(lambda: sockets)
+        url = server.address(sockets[0])
+        wait_for(lambda: is_up(f"{url}/v1"))
+        return http().post(f"{url}/v1/completions", json={"prompt": "Hi"}).status_code
+
+    monkeypatch.setattr(server, "bind", remembered)
+    monkeypatch.setattr(HostRunner, "round", lose)
+    with ThreadPoolExecutor(1) as threads:
+        status = threads.submit(ask)
+        result = windfall("serve", "--target", folder, "--port", 0, *QUICK)
+        assert status.result() in (500, 503)
+    assert result.exit_code == server.DEVICE_LOST != 0
+    assert "the server ends, because its device is lost: CUDA error: device-side" in result.stderr

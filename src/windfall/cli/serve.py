@@ -70,9 +70,10 @@ def serve(
             console.note(f"serving {settings.model_name or engine.target.name} on {url}/v1{page}")
             try:
                 with log_formats.logging_as(limits.log_format):
-                    server.run(app, bound, drain_seconds)
+                    server.run(app, bound, engine, drain_seconds)
             finally:
-                remember_costs(engine)
+                if engine.lost is None:
+                    remember_costs(engine)
 
 
 def check_extra() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import aclosing
 from functools import cached_property, partial
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
     from windfall.engine.gpu.batch.runner import GpuBatchRunner
     from windfall.engine.gpu.runner import GpuRunner
 
+TEMPLATE_INPUTS = ("messages", "conversations", "self")  # of a chat template, besides the tokenizer's parameters
+TEMPLATE_INPUTS = ("messages", "conversations", "self")  # of a chat template, besides the parameters of the tokenizer
 WARM_UP_TOKENS = 24
 MADE_UP_TOKENS, MADE_UP_NEW_TOKENS = 33, 1024  # of the texts with which a GPU prepares: their prompts, and most others
 OnStep = Callable[[Step], None]
@@ -223,6 +226,7 @@ class Engine:
         *,
         raw: bool = False,
         tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         policy: TreePolicy | str | None = None,
         deadline: float | None = None,
         resume_token_ids: Many[int] = (),
@@ -230,18 +234,19 @@ class Engine:
     ) -> Handle:
         """Generate a text in the background, together with the other requests; returns at once.
 
-        `tools` are shown to the model by its chat template, in OpenAI's form. `policy` takes the place of the engine's
-        policy. After `deadline` seconds the text ends as it is. `resume_token_ids` are tokens that the text already
-        has, from this engine or another one: with the same prompt, seed and sampling, it goes on as it would have
-        there. A request that fails, for example in a logits processor, does so alone. Processors and criteria are
-        called in the thread that generates.
+        `tools` are shown to the model by its chat template, in OpenAI's form. `chat_template_kwargs` are variables of
+        the template, such as `enable_thinking`. `policy` takes the place of the engine's policy. After `deadline`
+        seconds the text ends as it is. `resume_token_ids` are tokens that the text already has, from this engine or
+        another one: with the same prompt, seed and sampling, it goes on as it would have there. A request that fails,
+        for example in a logits processor, does so alone. Processors and criteria are called in the thread that
+        generates.
         """
         if deadline is not None and not (is_number(deadline) and deadline > 0):
             raise InputError(f"deadline takes a number of seconds above 0, not {deadline!r}")
         if not isinstance(policy, TreePolicy | str | None):
             raise InputError(f"a policy is a name or a TreePolicy, not {policy!r}")
         chosen = registry.policy(policy) if isinstance(policy, str) else policy
-        ids, params = self.encode(prompt, raw, tools), self.params(**sampling)
+        ids, params = self.encode(prompt, raw, tools, chat_template_kwargs), self.params(**sampling)
         return self._submit(ids, params, chosen, deadline, self._checked_resume(resume_token_ids, params))
 
     def _checked_resume(self, tokens: Many[int], params: SamplingParams) -> list[int]:
@@ -368,8 +373,17 @@ class Engine:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """Whether `close` was called, or the device is lost."""
         return self._service.closed
+
+    @property
+    def lost(self) -> Exception | None:
+        """The error after which the device can no longer be used in this process; None: it is well."""
+        return self._service.lost
+
+    def when_lost(self, call: Callable[[], None]) -> None:
+        """Call this, in any thread, when the device is lost."""
+        self._service.when_lost(call)
 
     def close(self) -> None:
         """Cancel all submitted requests and end the engine's threads; `submit` then raises a RuntimeError."""
@@ -536,12 +550,19 @@ class Engine:
             done += len(steps[0].tokens)
             yield min(done / WARM_UP_TOKENS, 1.0)
 
-    def encode(self, prompt: Prompt, raw: bool = False, tools: list[dict[str, Any]] | None = None) -> list[int]:
+    def encode(
+        self,
+        prompt: Prompt,
+        raw: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Text, chat messages or token ids → token ids; text becomes a user's message unless `raw`.
 
-        `tools` are shown to the model by the chat template.
+        `tools` are shown to the model by the chat template; `chat_template_kwargs` are variables of the template.
         """
-        ids = self.tokenize(prompt, raw, tools) if _is_text(prompt) else _as_ids(prompt)
+        how: dict[str, Any] = {"chat_template_kwargs": chat_template_kwargs}
+        ids = self.tokenize(prompt, raw, tools, **how) if _is_text(prompt) else _as_ids(prompt)
         context, vocabulary = self.target.context, self.target.vocab_size
         if not ids:
             raise InputError("the prompt is empty")
@@ -560,15 +581,18 @@ class Engine:
         tools: list[dict[str, Any]] | None = None,
         special: bool | None = None,
         generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Text or chat messages → token ids, without the checks of `encode`.
 
         `special`: whether the tokenizer adds its special tokens; None: to text, as a chat template has its own.
         `generation_prompt`: whether the chat template adds the beginning of an answer.
+        `chat_template_kwargs`: variables of the chat template.
         """
         tokenizer = self.target.tokenizer
         if tokenizer is None:
             raise InputError("this target has no tokenizer; give the prompt as token ids")
+        own = _checked_variables(tokenizer, chat_template_kwargs or {})
         try:
             if isinstance(prompt, str) and (raw or not tokenizer.chat_template):
                 return list(tokenizer(prompt, add_special_tokens=special is not False).input_ids)
@@ -576,7 +600,7 @@ class Engine:
                 raise InputError(f"{self.target.name} has no chat template; give the prompt as text")
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
             how = {"add_generation_prompt": generation_prompt, **({"tools": tools} if tools else {})}
-            chat = partial(tokenizer.apply_chat_template, messages, **how)
+            chat = partial(tokenizer.apply_chat_template, messages, **how, **own)
             return list(tokenizer(chat(tokenize=False)).input_ids if special else chat(return_dict=False))
         except TypeError as error:
             reason = "the prompt is not valid Unicode text"
@@ -585,6 +609,13 @@ class Engine:
             raise InputError(reason) from None
         except TemplateError as error:
             raise InputError(f"the chat template of {self.target.name} refuses these messages: {error}") from None
+        except (ValueError, KeyError, AttributeError) as error:
+            if not chat_template_kwargs:
+                raise
+            reason = (
+                f"the chat template of {self.target.name} cannot use these chat_template_kwargs: {first_line(error)}"
+            )
+            raise InputError(reason) from None
 
     def params(self, **sampling: Any) -> SamplingParams:
         """SamplingParams from keywords, checked against this target."""
@@ -607,6 +638,14 @@ class Engine:
     def grammars(self) -> Grammars:
         """The compiled constraints."""
         return Grammars(self.target.tokenizer, self.target.vocab_size, self.target.eos)
+
+
+def _checked_variables(tokenizer: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Variables of a chat template, without the names of what the engine gives it, and of settings of the tokenizer."""
+    own = inspect.signature(tokenizer.apply_chat_template).parameters
+    if taken := [name for name in given if name in own or name in TEMPLATE_INPUTS]:
+        raise InputError(f"chat_template_kwargs cannot set '{taken[0]}'")
+    return given
 
 
 def _is_text(prompt: Prompt) -> bool:

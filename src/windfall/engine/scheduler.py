@@ -31,6 +31,7 @@ class Scheduler:
         self._queue: deque[Request] = deque()
         self._running: list[Request] = []  # the oldest first
         self._joining: list[Request] = []  # that left the queue and do not run yet
+        self.error: Exception | None = None  # of the request that failed last
         self._lock = threading.Lock()  # of the queue
 
     def submit(self, request: Request) -> None:
@@ -93,6 +94,7 @@ class Scheduler:
         request.end(reason)
 
     def _fail(self, request: Request, error: Exception) -> None:
+        self.error = error
         self.counters.add_end(request, FAILED)
         request.fail(error)
 

@@ -14,6 +14,7 @@ from windfall.core.options import is_number
 from windfall.core.types import InputError
 from windfall.engine.batch_runner import BatchRunner
 from windfall.engine.counters import Counters
+from windfall.engine.lost_device import is_lost
 from windfall.engine.request import Request
 from windfall.engine.scheduler import Scheduler
 from windfall.model.decoder import tree_attention
@@ -40,6 +41,8 @@ class Service:
         self._policy: TreePolicy | None = None  # that the scheduler's runner was made for
         self._thread: threading.Thread | None = None
         self.closed = False
+        self.lost: Exception | None = None  # the error with which the device was lost
+        self._when_lost: list[Callable[[], None]] = []
         self._text = -1  # the value of `target.texts` while the KV cache belongs to this scheduler
         self._lock = threading.Lock()  # of the thread's start and end
 
@@ -106,6 +109,14 @@ class Service:
             finally:
                 scheduler.close()
 
+    def when_lost(self, call: Callable[[], None]) -> None:
+        """Call this, in any thread, when the device is lost: the process can then use it no more."""
+        with self._lock:
+            self._when_lost.append(call)
+            lost = self.lost is not None
+        if lost:
+            call()
+
     def close(self) -> None:
         """Cancel all requests and end the thread; no more requests are taken."""
         with self._lock:
@@ -114,6 +125,17 @@ class Service:
             thread.join(CLOSE_SECONDS)
 
     def _work(self) -> None:
+        try:
+            self._work_until_idle()
+        except BaseException as error:  # for example SystemExit of a processor: the next request starts a new thread
+            with self._lock:
+                scheduler, self._thread, self._scheduler = self._scheduler, None, None
+            if scheduler is not None:
+                with self.target.turn, suppress(Exception):
+                    scheduler.close(RuntimeError(f"the engine's thread has ended: {type(error).__name__}"))
+            raise
+
+    def _work_until_idle(self) -> None:
         if self.target.device.type == "cuda":
             torch.cuda.set_device(self.target.device)
         while True:
@@ -125,10 +147,11 @@ class Service:
             with self.target.turn, tree_attention(self.target.model):
                 self._step(scheduler)
         if scheduler is not None and not scheduler.idle:
-            with self.target.turn:
+            with self.target.turn, suppress(*[Exception] if self.lost else []):
                 scheduler.close()
 
     def _step(self, scheduler: Scheduler) -> None:
+        scheduler.error = None
         try:
             if self._text != self.target.texts:
                 scheduler.suspend()
@@ -141,6 +164,16 @@ class Service:
                     self._scheduler = None
             with suppress(Exception):
                 scheduler.close(error)
+            scheduler.error = error
+        if scheduler.error is not None and is_lost(self.target.device, scheduler.error):
+            self._lose(scheduler.error)
+
+    def _lose(self, error: Exception) -> None:
+        """End the thread and take no more requests: all would fail."""
+        with self._lock:
+            self.closed, self.lost, calls = True, error, [*self._when_lost]
+        for call in calls:
+            call()
 
 
 def checked_requests(given: int | None) -> int | None:

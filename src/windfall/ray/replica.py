@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
 from fastapi import FastAPI
 from starlette.datastructures import MutableHeaders
@@ -20,10 +18,10 @@ from windfall.ray.metrics import RayExport
 from windfall.ray.options import KEY_VARIABLE, Options
 from windfall.serve import log_format
 from windfall.serve.app import make_app
+from windfall.serve.health import Health
 from windfall.serve.request_log import ID_HEADER
 
 PROBE_SECONDS = 50.0  # that a text of one token may take, less than Ray waits for a health check
-PROBE: dict[str, Any] = {"policy": "none", "max_new_tokens": 1, "temperature": 0, "eos": ()}
 
 
 class WithoutRequestId:
@@ -57,7 +55,7 @@ class Replica:
         if engine is None:
             gc.collect()
             gc.freeze()  # a collection over all objects of the model would interrupt texts
-        self._known_rounds = -1
+        self.health = Health(self.engine, PROBE_SECONDS, fresh_seconds=0)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The application that `windfall serve` runs, too."""
@@ -68,23 +66,8 @@ class Replica:
         return app
 
     async def check_health(self) -> None:
-        """Raise an error if the engine does not generate; Ray then starts another replica.
-
-        An engine that has finished a pass since the last check is well. Otherwise it must answer a text of one token:
-        it may be idle, or hang, or fail in every pass.
-        """
-        rounds = self.engine.counters.rounds
-        if self.engine.closed:
-            raise RuntimeError("the engine is closed")
-        if rounds == self._known_rounds:
-            try:
-                await asyncio.wait_for(self._probe(), PROBE_SECONDS)
-            except asyncio.TimeoutError:
-                raise RuntimeError(f"the engine has generated nothing for {PROBE_SECONDS:.0f} seconds") from None
-        self._known_rounds = self.engine.counters.rounds
-
-    async def _probe(self) -> None:
-        await self.engine.submit([0], **PROBE)
+        """Raise an error if the engine does not generate; Ray then starts another replica."""
+        await self.health.check(self.health.hang_seconds)
 
     def __del__(self) -> None:
         """Ray calls this when all requests have ended, or the time for them is over."""

@@ -13,8 +13,9 @@ from windfall.serve.admission import Admission
 from windfall.serve.calls import served_name
 from windfall.serve.chat import chat_routes
 from windfall.serve.completions import completion_routes
-from windfall.serve.errors import Failures, add_handlers, shutting_down
+from windfall.serve.errors import Failures, add_handlers
 from windfall.serve.guard import OPEN_PATHS, BodyLimit, KeyCheck
+from windfall.serve.health import health_routes
 from windfall.serve.live import live_routes
 from windfall.serve.live_page import PAGE_PATHS, page_routes
 from windfall.serve.metrics import Metrics, metric_routes
@@ -51,16 +52,7 @@ def make_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
         app.include_router(page_routes())
         app.include_router(live_routes(admission))
 
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
-
-    @app.get("/ready")
-    async def ready() -> dict[str, str | int]:
-        if engine.closed:
-            raise shutting_down()
-        return {"status": "ready", "running": admission.running, "waiting": admission.waiting}
-
+    app.include_router(health_routes(admission))
     add_handlers(app)
     describe(app, BODIES, keys=bool(settings.api_keys))
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)  # the last one added is the first that is called

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
+from starlette.requests import ClientDisconnect
 
 from windfall.engine.engine import Engine, Generation, Prompt
 from windfall.serve.admission import Admission, Job
-from windfall.serve.errors import ApiError
+from windfall.serve.errors import ApiError, Disconnected
 from windfall.serve.policies import chosen
 from windfall.serve.protocol import Choice, GenerationRequest, ModelRequest, Stamp
 from windfall.serve.speculation import Cycles
@@ -21,6 +22,9 @@ from windfall.serve.texts import Piece, Texts
 R = TypeVar("R", bound=ModelRequest)
 
 SHARED = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")  # same names
+
+
+ONE_TOKEN = {"max_new_tokens": 1, "eos": (), "stop": ()}  # for the prompt alone: the token is left out of the answer
 
 
 def served_name(admission: Admission) -> str:
@@ -45,7 +49,11 @@ async def read(request: Request, admission: Admission, kind: type[R]) -> R:
     if content_type != "application/json":
         message = "send the body as JSON, with the header Content-Type: application/json"
         raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, code="unsupported_content_type")
-    asked = kind.model_validate_json(await request.body())
+    try:
+        body = await request.body()
+    except ClientDisconnect:
+        raise Disconnected from None
+    asked = kind.model_validate_json(body)
     check_model(admission, asked.model)
     return asked
 
@@ -69,7 +77,7 @@ async def submit(
     seeds = [None if asked.seed is None else asked.seed + number for number in range(asked.n)]
     shortens = asked.limit is None
     jobs = [Job(prompt, raw, {**sampling, "seed": seed}, shortens, policy) for prompt in prompts for seed in seeds]
-    texts = Texts(await while_connected(request.receive, admission.submit(jobs)), asked.n)
+    texts = Texts(await while_connected(request.receive, admission.submit(jobs)), asked.n, asked.limit == 0)
     request.state.texts = texts  # for the log
     return texts
 
@@ -125,7 +133,8 @@ async def answer(
 def sampling_of(engine: Engine, asked: GenerationRequest, limit: int | None) -> dict[str, Any]:
     """The keywords of `Engine.submit`, without the seed."""
     own_eos = () if asked.ignore_eos else engine.target.eos
-    most = asked.limit or limit
+    most = limit if asked.limit is None else asked.limit
+    _check_ids(engine, asked.stop_token_ids)
     return {
         **{name: getattr(asked, name) for name in SHARED},
         **({} if most is None else {"max_new_tokens": most}),
@@ -138,4 +147,12 @@ def sampling_of(engine: Engine, asked: GenerationRequest, limit: int | None) -> 
         "logprobs_mode": asked.logprobs_mode,
         "prompt_logprobs": asked.prompt_logprobs,
         "resume_token_ids": asked.resume_token_ids,
+        **(ONE_TOKEN if most == 0 else {}),
     }
+
+
+def _check_ids(engine: Engine, stop_token_ids: list[int]) -> None:
+    last = engine.target.vocab_size - 1
+    if not all(0 <= token <= last for token in stop_token_ids):
+        message = f"stop_token_ids takes token ids between 0 and {last}"
+        raise ApiError(HTTPStatus.BAD_REQUEST, message, param="stop_token_ids")

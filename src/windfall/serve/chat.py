@@ -30,7 +30,7 @@ def chat_routes(admission: Admission) -> APIRouter:
         check_chat(admission.engine.target)
         reports = make_reports(names, asked.token_logprobs is not None, [0] * asked.n)
         messages = messages_for(admission.engine.target, asked.messages)
-        more = tool_keywords(admission, asked)
+        more = tool_keywords(admission, asked) | {"chat_template_kwargs": asked.chat_template_kwargs}
         texts = await submit(request, admission, asked, [messages], False, admission.engine.target.context, **more)
         first = [ChatChunkChoice(index=i, delta={"role": "assistant", "content": ""}) for i in range(len(texts))]
         answers = Answers({tool.function.name for tool in asked.offered}, len(texts), reports)

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 INVALID, FAILED = "invalid_request_error", "server_error"  # types
 CLIENT_CLOSED_REQUEST = 499  # the status that nginx logs in this case
-NOT_YET = ("suffix", "best_of")  # fields
+NOT_YET = ("suffix", "best_of", "min_tokens", "functions")  # fields
 
 
 class ApiError(Exception):

@@ -14,6 +14,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from windfall.engine.counters import Counters, Histogram
 from windfall.serve.admission import Admission
+from windfall.serve.guard import OPEN_PATHS
 
 OWN, VLLM = "windfall:", "vllm:"  # prefixes of names
 REFUSALS = {  # reasons by status
@@ -108,7 +109,7 @@ class Metrics:
         refused: Counter[str] = Counter(dict.fromkeys(REFUSALS.values(), 0))
         for (route, status), count in sorted(dict(self._answers).items()):
             answers.add_metric([route, str(status)], count)
-            if status in REFUSALS:
+            if status in REFUSALS and route not in OPEN_PATHS:
                 refused[REFUSALS[HTTPStatus(status)]] += count
         refusals = CounterMetricFamily(f"{OWN}requests_refused", "refused requests by reason", labels=["reason"])
         for reason, count in refused.items():

@@ -9,7 +9,8 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
-from windfall.serve.protocol import IGNORED, MAX_STOPS, MAX_TOKEN_ID, NEUTRAL, Answer
+from windfall.serve.neutral import CHAT, COMPLETIONS, IGNORED, STREAM, Values
+from windfall.serve.protocol import MAX_STOPS, MAX_TOKEN_ID, Answer, ChatRequest, CompletionRequest
 
 Schema = dict[str, Any]
 
@@ -121,10 +122,19 @@ def accepted(kind: type[BaseModel]) -> Schema:
     schema = kind.model_json_schema(ref_template=REFERENCE)
     for each in (schema, *schema.get("$defs", {}).values()):
         _extend(each)
-    known = schema["properties"]
-    extra = {name: {"anyOf": [{"const": value}, NULL]} for name, value in NEUTRAL.items() if name not in known}
-    schema["properties"] = {**known, **extra, **{name: {} for name in IGNORED}}
+    if neutral := {ChatRequest: CHAT, CompletionRequest: COMPLETIONS}.get(kind):
+        _add_neutral(schema, neutral)
+        _add_neutral(schema["$defs"]["StreamOptions"], STREAM)
+        schema["properties"].update({name: {} for name in IGNORED})
     return schema
+
+
+def _add_neutral(schema: Schema, neutral: Values) -> None:
+    """Add the values of these fields that ask for nothing."""
+    known = schema["properties"]
+    for name, values in neutral.items():
+        forms = [{"const": value} for value in values]
+        known[name] = {**known.get(name, {}), "anyOf": [*known.get(name, {}).get("anyOf", [NULL]), *forms]}
 
 
 def _extend(schema: Schema) -> None:

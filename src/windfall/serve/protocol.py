@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from windfall.serve.body import Body, wrong
+from windfall.serve.neutral import CHAT, COMPLETIONS, STREAM, drop_neutral
 from windfall.serve.structured import StructuredFields
 from windfall.serve.tools import MAX_TOOLS, AnswerCall, Tool, ToolFields, ToolMessageFields
 
 MAX_N = 128
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
+MAX_SHOWN = 40  # characters of a client's word in an error
 MAX_TOKENS = MAX_TOKEN_ID = 2**31 - 1
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - MAX_N  # each of n texts adds one
-IGNORED = ("user", "metadata", "safety_identifier", "service_tier", "prompt_cache_key")  # the text stays the same
-NEUTRAL: dict[str, Any] = {  # values that ask for nothing; most of these fields are not supported
-    "logprobs": False,
-    "best_of": 1,
-}
 PROMPT = "must be text, a list of texts, a list of token ids, or a list of such lists, and not be empty"
 
 
@@ -31,6 +35,11 @@ PROMPT = "must be text, a list of texts, a list of token ids, or a list of such 
 class StreamOptions(Body):
     include_usage: bool = False
     include_speculation: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, given: Any) -> Any:
+        return drop_neutral(given, STREAM)
 
 
 class ModelRequest(Body):
@@ -64,13 +73,6 @@ class GenerationRequest(ModelRequest, StructuredFields):
     return_token_ids: bool = False
     resume_token_ids: list[int] = Field([])  # that the client already has of the answer
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_neutral(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        return {key: value for key, value in given.items() if key not in IGNORED and not _is_neutral(key, value)}
-
     @field_validator("stop", mode="before")
     @classmethod
     def _as_list(cls, given: Any) -> Any:
@@ -88,11 +90,13 @@ class GenerationRequest(ModelRequest, StructuredFields):
     def _check_bias(cls, given: dict[str, float]) -> dict[str, float]:
         if not all(key.isascii() and key.isdecimal() and int(key) <= MAX_TOKEN_ID for key in given):
             raise wrong('the keys must be token ids, such as "42"')
+        if len({int(key) for key in given}) < len(given):
+            raise wrong("two keys are the same token id")
         return given
 
     @model_validator(mode="after")
     def _check_together(self) -> GenerationRequest:
-        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}  # 0 is a limit, too
         if len(limits) > 1:
             raise wrong("max_tokens and max_completion_tokens have the same meaning; give one of them")
         if "stream_options" in self.model_fields_set and not self.stream:
@@ -117,7 +121,7 @@ class GenerationRequest(ModelRequest, StructuredFields):
     @property
     def limit(self) -> int | None:
         """The largest number of new tokens."""
-        return self.max_completion_tokens or self.max_tokens
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def token_logprobs(self) -> int | None:
@@ -130,13 +134,9 @@ class GenerationRequest(ModelRequest, StructuredFields):
         return None
 
 
-def _is_neutral(name: str, value: Any) -> bool:
-    neutral = NEUTRAL.get(name)
-    return neutral is not None and type(value) is type(neutral) and value == neutral
-
-
 class CompletionRequest(GenerationRequest):
     prompt: list[str] | list[list[int]]
+    max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)  # 0: the prompt alone, with echo
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
@@ -152,8 +152,15 @@ class CompletionRequest(GenerationRequest):
     def texts(self) -> int:
         return len(self.prompt) * self.n
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, given: Any) -> Any:
+        return drop_neutral(given, COMPLETIONS)
+
     @model_validator(mode="after")
     def _check_echo(self) -> CompletionRequest:
+        if self.limit == 0 and not self.echo:
+            raise wrong("max_tokens 0 needs echo to be true: nothing would be returned")
         if self.echo and self.resume_token_ids:
             raise wrong("resume_token_ids and echo exclude each other: the client has the prompt already")
         return self
@@ -179,10 +186,25 @@ class TextPart(Body):
     type: Literal["text"]
     text: str
 
+    @field_validator("type", mode="before")
+    @classmethod
+    def _only_text(cls, given: Any) -> Any:
+        if isinstance(given, str) and given != "text":
+            shown = given if given.isidentifier() and len(given) <= MAX_SHOWN else "another"
+            raise wrong(f"content of type {shown} is not supported; this server takes text")
+        return given
+
+
+PARTS, WHOLE = "a list", "a text"  # not identifiers, so errors do not show them in the path of a field
+Content = Annotated[
+    Annotated[str, Tag(WHOLE)] | Annotated[list[TextPart], Tag(PARTS)],
+    Discriminator(lambda given: PARTS if isinstance(given, list) else WHOLE),
+]
+
 
 class ChatMessage(ToolMessageFields):
     role: str = Field(min_length=1)
-    content: str | list[TextPart]
+    content: Content
     name: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -195,8 +217,14 @@ class ChatMessage(ToolMessageFields):
 
 class ChatRequest(GenerationRequest, ToolFields):
     messages: list[ChatMessage] = Field(min_length=1)
+    chat_template_kwargs: dict[str, Any] = Field({})
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, given: Any) -> Any:
+        return drop_neutral(given, CHAT)
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatRequest:
@@ -221,13 +249,14 @@ class TokenizeRequest(ModelRequest):
     tools: list[Tool] = Field([], max_length=MAX_TOOLS)
     add_special_tokens: bool | None = None  # None: for a prompt; the chat template has them already
     add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = Field({})
     return_token_strs: bool = False
 
     @model_validator(mode="after")
     def _check_source(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise wrong("give 'prompt' or 'messages', and not both")
-        for name in ("add_generation_prompt", "tools"):
+        for name in ("add_generation_prompt", "tools", "chat_template_kwargs"):
             if self.messages is None and name in self.model_fields_set:
                 raise wrong(f"{name} needs messages")
         return self

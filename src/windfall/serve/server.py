@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 import signal
 import socket
 from collections.abc import Iterator
@@ -14,8 +15,12 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from windfall.core.errors import InputError
+from windfall.engine.engine import Engine
 from windfall.serve.settings import DRAIN_SECONDS
 
+log = logging.getLogger(__name__)
+
+DEVICE_LOST = 1  # exit code: a supervisor should start the server again
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -68,15 +73,19 @@ def make_server(app: FastAPI, drain_seconds: int = DRAIN_SECONDS) -> uvicorn.Ser
     return uvicorn.Server(config)
 
 
-def run(app: FastAPI, bound: socket.socket, drain_seconds: int = DRAIN_SECONDS) -> None:
+def run(app: FastAPI, bound: socket.socket, engine: Engine, drain_seconds: int = DRAIN_SECONDS) -> None:
     """Serve until SIGTERM or Ctrl-C; then accept nothing more, and let running requests finish within a limit.
 
-    A second Ctrl-C ends the server at once.
+    A second Ctrl-C ends the server at once. If the device of the engine is lost, the server ends with a SystemExit.
     """
     server = make_server(app, drain_seconds)
+    engine.when_lost(lambda: setattr(server, "should_exit", True))
     received: list[int] = []
     with _recorded_signals(received):
         server.run(sockets=[bound])
+    if engine.lost is not None:
+        log.error("the server ends, because its device is lost: %s", engine.lost)
+        raise SystemExit(DEVICE_LOST)
     if signal.SIGINT in received:
         raise KeyboardInterrupt
 

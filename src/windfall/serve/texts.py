@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from typing import NamedTuple
+
+import torch
 
 from windfall.core.logprobs import TokenLogprob
 from windfall.core.stats import Totals
+from windfall.core.tree import DraftTree
 from windfall.core.types import Step
 from windfall.engine.engine import Generation
 from windfall.engine.generation import text_of
@@ -44,8 +48,9 @@ Piece = Step | JoinedSteps  # of a text
 class Texts:
     """Submitted texts, `n` for each prompt."""
 
-    def __init__(self, handles: list[Handle], n: int = 1):
-        self._handles, self._n = handles, n
+    def __init__(self, handles: list[Handle], n: int = 1, prompts_only: bool = False):
+        """`prompts_only`: leave out the new tokens; each text must have one."""
+        self._handles, self._n, self._prompts_only = handles, n, prompts_only
 
     def __len__(self) -> int:
         return len(self._handles)
@@ -67,7 +72,7 @@ class Texts:
     async def results(self) -> list[Generation]:
         """The finished texts; if one fails, or the caller is cancelled, all are cancelled."""
         try:
-            return [_checked(await handle) for handle in self._handles]
+            return [self._answer(_checked(await handle)) for handle in self._handles]
         finally:
             self.cancel()
 
@@ -80,7 +85,7 @@ class Texts:
         if len(self._handles) == 1:
             try:
                 async for only in _pieces(self._handles[0], streams):
-                    yield 0, only
+                    yield 0, self._shown(only)
             finally:
                 self.cancel()
             return
@@ -93,11 +98,21 @@ class Texts:
                 if isinstance(piece, Exception):
                     raise piece
                 left -= isinstance(piece, Generation)
-                yield number, piece
+                yield number, self._shown(piece)
         finally:
             self.cancel()
             for task in tasks:
                 task.cancel()
+
+    def _shown(self, piece: Piece | Generation) -> Piece | Generation:
+        if isinstance(piece, Generation):
+            return self._answer(piece)
+        return _prompt_of(piece.steps[0] if isinstance(piece, JoinedSteps) else piece) if self._prompts_only else piece
+
+    def _answer(self, done: Generation) -> Generation:
+        if not (self._prompts_only and done.steps):
+            return done
+        return replace(done, text="", token_ids=[], finish_reason=LENGTH, steps=[_prompt_of(done.steps[0])])
 
     def seconds(self, number: int, cycle: int) -> float:
         """The time from the submission of a text to the end of this cycle."""
@@ -120,6 +135,13 @@ class Texts:
             total_tokens=prompt + totals.tokens,
             speculation=speculation,
         )
+
+
+def _prompt_of(step: Step) -> Step:
+    """The first Step of a text without its token; it has the log-probabilities of the prompt."""
+    root, node = DraftTree.root(0), torch.zeros(1, dtype=torch.long)
+    made = Step((), "", root, node, root, node, 0, step.seconds, LENGTH, prefill_seconds=step.prefill_seconds)
+    return replace(made, logprobs=None if step.logprobs is None else (), prompt_logprobs=step.prompt_logprobs)
 
 
 async def _follow(

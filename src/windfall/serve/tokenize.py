@@ -36,7 +36,8 @@ def _tokenize(engine: Engine, asked: TokenizeRequest) -> Tokenized:
         tokens = engine.tokenize(asked.prompt, raw=True, special=special)
     else:
         given, tools = messages_for(engine.target, messages), tools_for(engine.target, asked.tools)
-        tokens = engine.tokenize(given, False, tools, special, asked.add_generation_prompt)
+        how = (asked.add_generation_prompt, asked.chat_template_kwargs)
+        tokens = engine.tokenize(given, False, tools, special, *how)
     return Tokenized(
         count=len(tokens),
         max_model_len=engine.target.context,
