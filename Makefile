@@ -28,21 +28,15 @@ demo: $(RUN)
 
 test: lint docs unit
 
-.PHONY: install install-other unit unit-complete coverage wheel-smoke dockerfile ray other schemas
+.PHONY: install install-other unit coverage wheel-smoke dockerfile ray other schemas
 install: $(DEV)
 install-other: $(OTHERS)
 
 # Tests start many processes, which should share compiled bytecode.
-unit unit-complete coverage: export PYTHONDONTWRITEBYTECODE :=
+unit coverage: export PYTHONDONTWRITEBYTECODE :=
 
 unit: $(DEV)
 	$(BIN)/python -m pytest -n auto --dist worksteal
-
-unit-complete: $(DEV)  # fails if a test is skipped because a program is missing, except for those of `make other`
-	WINDFALL_NO_SKIPS=1 $(BIN)/python -m pytest -n auto --dist worksteal \
-		--ignore=tests/scale_out --ignore=tests/serve/test_other_clients.py \
-		--deselect=$(LIBRARIES)::test_models_of_libraries_decode_on_the_fast_path \
-		--deselect=$(LIBRARIES)::test_adapters_decode_on_the_fast_path
 
 coverage: $(DEV)  # runs the tests, prints which lines they miss, and writes coverage.xml
 	$(BIN)/python -m pytest -n auto --dist worksteal --cov --cov-report=term --cov-report=xml
@@ -54,10 +48,10 @@ dockerfile: $(DEV)  # runs every command of deploy/Dockerfile in a new folder; n
 	RUN_DOCKERFILE=1 TORCH="$(TORCH)" $(BIN)/python -m pytest tests/deploy/test_dockerfile.py
 
 ray: $(OTHERS)  # starts a small Ray cluster on this machine, and kills replicas while they generate
-	WINDFALL_NO_SKIPS=1 RUN_RAY=1 $(OTHER)/python -m pytest tests/scale_out
+	WINDFALL_NO_SKIPS=all RUN_RAY=1 $(OTHER)/python -m pytest tests/scale_out
 
 other: $(OTHERS)  # other clients of the OpenAI API, other libraries, and one test of a Ray cluster
-	WINDFALL_NO_SKIPS=1 RUN_RAY=1 $(OTHER)/python -m pytest $(OTHER_TESTS)
+	WINDFALL_NO_SKIPS=all RUN_RAY=1 $(OTHER)/python -m pytest $(OTHER_TESTS)
 
 schemas: $(DEV)  # downloads JSON-Schema-Test-Suite (MIT), which jsonschema's source has, and tests schemas with it
 	$(BIN)/python -m pip download --quiet --no-deps --no-binary jsonschema --dest build/schemas $(SCHEMAS)

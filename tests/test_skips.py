@@ -40,7 +40,11 @@ WHOLE_FILE = 'import pytest\npytest.importorskip("another_package", reason="Ray 
 
 @pytest.mark.parametrize(
     ("value", "counts"),
-    [("", "1 passed, 5 skipped, 1 xfailed"), ("1", "1 failed, 1 passed, 1 skipped, 1 xfailed, 3 errors")],
+    [
+        ("", "1 passed, 5 skipped, 1 xfailed"),
+        ("programs", "1 failed, 1 passed, 2 skipped, 1 xfailed, 2 errors"),
+        ("all", "1 failed, 1 passed, 1 skipped, 1 xfailed, 3 errors"),
+    ],
 )
 def test_a_skip_for_want_of_something_is_a_failure_on_request(value: str, counts: str, tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
