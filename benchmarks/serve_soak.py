@@ -215,10 +215,10 @@ def serve(options: argparse.Namespace) -> None:
     from windfall.serve.settings import Settings
 
     engine = windfall.load(options.target, options.drafter, registry.policy(options.policy), "cpu")
-    usual = engine.submit
+    usual, marked = engine.submit, engine.encode(MARK, raw=True)
 
     def submit(prompt: Any, **given: Any) -> Any:
-        return usual(prompt, **given, **({"processors": (Failing(),)} if prompt == MARK else {}))
+        return usual(prompt, **given, **({"processors": (Failing(),)} if prompt == marked else {}))
 
     engine.submit = submit  # type: ignore[method-assign]
     with engine, server.bind("127.0.0.1", 0) as bound:

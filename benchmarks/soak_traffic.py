@@ -65,6 +65,9 @@ BAD: list[Bad] = [
 HUGE: list[Bad] = [  # prompts
     _json(TEXT, {"prompt": "word " * 60_000}),
     _json(CHAT, {"messages": [{"role": "user", "content": "x" * 500_000}]}),
+    _json(TEXT, {"prompt": "word " * 800_000}),
+    _json(TEXT, {"prompt": "\x04" * 600_000}),  # the embedded model has no token for it
+    _json(TEXT, {"prompt": " \n!?" * 120_000}),
     _json(TEXT, {"prompt": "word " * 1_000_000}, 413),
 ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ from fastapi.responses import Response
 
 from windfall.core.errors import InputError
 from windfall.core.logprobs import TokenLogprob
-from windfall.engine.engine import Engine, Generation
+from windfall.engine.engine import Engine, Generation, size_of
 from windfall.serve.admission import Admission
 from windfall.serve.calls import Form, answer, read, submit
 from windfall.serve.logprobs import Placed, Reports, make_reports, token_texts
@@ -35,7 +34,9 @@ def completion_routes(admission: Admission) -> APIRouter:
     @routes.post("/v1/completions", response_model=None)
     async def complete(request: Request) -> Response:
         asked = await read(request, admission, CompletionRequest)
-        echoes = await asyncio.to_thread(_echoes, admission.engine, asked)
+        echoes = [Echo()] * asked.texts
+        if asked.echo:
+            echoes = await admission.prompts.run(size_of(asked.prompt), _echoes, admission.engine, asked)
         reports = make_reports(names, asked.logprobs is not None, [len(echo.text) for echo in echoes])
         texts = await submit(request, admission, asked, [*asked.prompt], True, DEFAULT_TOKENS)
         choices = Choices(echoes, reports)
@@ -50,10 +51,8 @@ def _empty(index: int) -> CompletionChoice:
 
 
 def _echoes(engine: Engine, asked: CompletionRequest) -> list[Echo]:
-    if not asked.echo:
-        return [Echo()] * (len(asked.prompt) * asked.n)
     with_ids = asked.prompt_logprobs is not None
-    return [_echo(engine, prompt, with_ids) for prompt in asked.prompt for _ in range(asked.n)]
+    return [echo for prompt in asked.prompt for echo in [_echo(engine, prompt, with_ids)] * asked.n]
 
 
 def _echo(engine: Engine, prompt: str | list[int], with_ids: bool) -> Echo:
