@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from windfall.core.logprobs import TokenLogprob
 from windfall.core.stats import Totals
@@ -14,6 +14,8 @@ from windfall.engine.generation import text_of
 from windfall.engine.request import CANCELLED, Handle
 from windfall.serve.errors import shutting_down
 from windfall.serve.protocol import Speculation, Usage
+
+Ended = TypeVar("Ended", "Generation", "End")
 
 STOP, LENGTH = "stop", "length"  # finish reasons of OpenAI's API
 EVENT_SECONDS = 6e-4  # between two events of all streams together: the engine's thread needs the rest of the time
@@ -41,6 +43,13 @@ class JoinedSteps(NamedTuple):
 Piece = Step | JoinedSteps  # of a text
 
 
+class End(NamedTuple):
+    """The end of a text in a stream. A Generation would take a look at each Step."""
+
+    finish_reason: str
+    empty: bool  # whether the text has no Steps
+
+
 class Texts:
     """Submitted texts, `n` for each prompt."""
 
@@ -59,6 +68,11 @@ class Texts:
         """Tokens of all prompts; each counts once."""
         return sum(handle.prompt_tokens for handle in self._handles[:: self._n])
 
+    @property
+    def totals(self) -> Totals:
+        """Sums over the Steps of all texts so far."""
+        return Totals(*map(sum, zip(*(handle.totals for handle in self._handles), strict=True)))
+
     def cancel(self) -> None:
         """End the texts that have not ended."""
         for handle in self._handles:
@@ -67,12 +81,12 @@ class Texts:
     async def results(self) -> list[Generation]:
         """The finished texts; if one fails, or the caller is cancelled, all are cancelled."""
         try:
-            return [_checked(await handle) for handle in self._handles]
+            return [checked(await handle) for handle in self._handles]
         finally:
             self.cancel()
 
-    async def pieces(self, streams: Callable[[], int] | None) -> AsyncGenerator[tuple[int, Piece | Generation], None]:
-        """The Steps of all texts with the text's number, as they happen; after the last Step, the Generation.
+    async def pieces(self, streams: Callable[[], int] | None) -> AsyncGenerator[tuple[int, Piece | End], None]:
+        """The Steps of all texts with the text's number, as they happen; after the last Step, the End.
 
         `streams`: the number of texts that run now; the more there are, the more Steps are joined. None: every Step is
         a piece.
@@ -84,7 +98,7 @@ class Texts:
             finally:
                 self.cancel()
             return
-        queue: asyncio.Queue[tuple[int, Piece | Generation | Exception]] = asyncio.Queue()
+        queue: asyncio.Queue[tuple[int, Piece | End | Exception]] = asyncio.Queue()
         tasks = [asyncio.create_task(_follow(n, handle, queue, streams)) for n, handle in enumerate(self._handles)]
         try:
             left = len(tasks)
@@ -92,7 +106,7 @@ class Texts:
                 number, piece = await queue.get()
                 if isinstance(piece, Exception):
                     raise piece
-                left -= isinstance(piece, Generation)
+                left -= isinstance(piece, End)
                 yield number, piece
         finally:
             self.cancel()
@@ -103,9 +117,9 @@ class Texts:
         """The time from the submission of a text to the end of this cycle."""
         return self._handles[number].times[cycle]
 
-    def usage(self, done: list[Generation]) -> Usage:
+    def usage(self) -> Usage:
         """Tokens and passes of all texts; each prompt counts once."""
-        totals, prompt = Totals.of([step for each in done for step in each.steps]), self.prompt_tokens
+        totals, prompt = self.totals, self.prompt_tokens
         speculation = Speculation(
             target_passes=totals.cycles,
             draft_passes=totals.draft_passes,
@@ -125,7 +139,7 @@ class Texts:
 async def _follow(
     number: int,
     handle: Handle,
-    queue: asyncio.Queue[tuple[int, Piece | Generation | Exception]],
+    queue: asyncio.Queue[tuple[int, Piece | End | Exception]],
     streams: Callable[[], int] | None,
 ) -> None:
     try:
@@ -135,25 +149,27 @@ async def _follow(
         queue.put_nowait((number, error))
 
 
-async def _pieces(handle: Handle, streams: Callable[[], int] | None) -> AsyncGenerator[Piece | Generation, None]:
-    """The pieces of one text, and then its Generation."""
+async def _pieces(handle: Handle, streams: Callable[[], int] | None) -> AsyncGenerator[Piece | End, None]:
+    """The pieces of one text, and then its End."""
 
     def pause() -> float:
         return 0.0 if streams is None else min(EVENT_SECONDS * (streams() - 1), MOST_EVENT_SECONDS)
 
+    empty = True
     async for steps in handle.arrivals(pause):
+        empty = False
         for piece in steps if streams is None or len(steps) == 1 else [JoinedSteps.of(steps)]:
             yield piece
-    yield _checked(await handle)
+    yield checked(End(handle.finish_reason or CANCELLED, empty))
 
 
-def _checked(done: Generation) -> Generation:
+def checked(done: Ended) -> Ended:
     """The text; an error if the engine has cancelled it, which it does only when it closes."""
     if done.finish_reason == CANCELLED:
         raise shutting_down()
     return done
 
 
-def finish_reason(done: Generation) -> str:
+def finish_reason(done: Generation | End) -> str:
     """A text that ends at its deadline is cut off, as at its maximum length."""
     return STOP if done.finish_reason == STOP else LENGTH
