@@ -206,6 +206,16 @@ class Failing:
         return logits
 
 
+def let_marked_fail(engine: Any) -> None:
+    """Give texts with the marked prompt a processor that fails."""
+    usual, marked = engine.submit, engine.encode(MARK, raw=True)
+
+    def submit(prompt: Any, **given: Any) -> Any:
+        return usual(prompt, **given, **({"processors": (Failing(),)} if prompt == marked else {}))
+
+    engine.submit = submit
+
+
 def serve(options: argparse.Namespace) -> None:
     """Serve the model as `windfall serve` does, and print the address. Marked prompts get a processor that fails."""
     import windfall
@@ -215,12 +225,7 @@ def serve(options: argparse.Namespace) -> None:
     from windfall.serve.settings import Settings
 
     engine = windfall.load(options.target, options.drafter, registry.policy(options.policy), "cpu")
-    usual, marked = engine.submit, engine.encode(MARK, raw=True)
-
-    def submit(prompt: Any, **given: Any) -> Any:
-        return usual(prompt, **given, **({"processors": (Failing(),)} if prompt == marked else {}))
-
-    engine.submit = submit  # type: ignore[method-assign]
+    let_marked_fail(engine)
     with engine, server.bind("127.0.0.1", 0) as bound:
         app = make_app(engine, Settings(grammar_timeout=GRAMMAR_SECONDS))
         engine.prepare()

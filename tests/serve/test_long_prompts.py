@@ -10,18 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
-import tokenizers
-from tokenizers import pre_tokenizers
 
-from helpers.random_parallel import some_drafter
 from helpers.scheduling import held
-from helpers.serving import MODEL, http, new_engine, running, wait_for
-from helpers.tiny import tiny
-from helpers.tokenizers import fast
-from windfall import registry
+from helpers.serving import bytes_engine, http, new_engine, running, wait_for
 from windfall.core.errors import InputError
-from windfall.engine.engine import LONG_TEXT, Engine
-from windfall.model.target import Target
+from windfall.engine.engine import LONG_TEXT
 from windfall.serve import prompt_threads
 from windfall.serve.admission import Admission, Job
 from windfall.serve.errors import ApiError
@@ -32,25 +25,13 @@ LONG = "a" * (LONG_TEXT + 1)
 CHAT = {"messages": [{"role": "user", "content": LONG}]}
 
 
-def of_bytes() -> Engine:
-    """An engine whose tokenizer has a token for each byte."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer = fast(backend)
-    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    target = Target(tiny(vocab_size=len(letters) + 1, max_position_embeddings=96), tokenizer, MODEL)
-    return Engine(target, some_drafter("ngram"), registry.policy("chain", depth=2), max_requests=2)
-
-
 def post(address: str, path: str = "completions", **body: Any) -> httpx.Response:
     with httpx.Client(timeout=60) as own:
         return own.post(f"{address}/v1/{path}", json={"max_tokens": 2, **body})
 
 
 def test_a_text_that_is_surely_too_long_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = of_bytes()
+    made = bytes_engine()
     tokenizer = made.target.tokenizer
     with pytest.raises(InputError, match=f"has {LONG_TEXT} tokens; tiny takes 95 at most"):
         made.encode("a" * LONG_TEXT, raw=True)
@@ -68,7 +49,7 @@ def test_a_text_that_is_surely_too_long_is_not_tokenized(monkeypatch: pytest.Mon
 
 
 def test_messages_that_the_template_leaves_out_do_not_count() -> None:
-    made = of_bytes()
+    made = bytes_engine()
     made.target.tokenizer.chat_template = "{{ messages[-1].content }}"
     assert made.encode([*CHAT["messages"], {"role": "user", "content": "abc"}]) == made.encode("abc", raw=True)
 
