@@ -13,7 +13,7 @@ import httpx
 MARK = "fail in a processor"  # the server gives texts with this prompt a processor that raises an error
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 TOPICS = ("rivers", "a Python function that adds numbers", "the moon", "bread", "trains", "why the sky is blue")
-TOKENS = (8, 40)  # of an answer, from and to
+TOKENS = (4, 24)  # of an answer, from and to
 TIMEOUT_SECONDS = 600.0  # after which a request counts as stuck; on a slow machine, the last of the queue waits long
 SLOW_SCHEMA = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(2500)}}  # to compile
 
