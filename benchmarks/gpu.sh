@@ -4,7 +4,7 @@
 #   benchmarks/gpu.sh OUT STAGE… -- TASK…        TASK: a JSONL file with prompts, or builtin
 #
 # Stages: draft-phase draft-phase-8b products first-token shapes price price-8b texts texts-fp16 batch-texts throughput throughput-8b peers
-# peers-model soak
+# peers-model serve soak
 # MODEL and DRAFTER (environment) are the target and its drafter; without them, the embedded pair. `peers` is always the
 # embedded pair; `peers-model` is MODEL, with ASSISTANT as transformers' assistant. A stage that fails or takes longer
 # than LIMIT seconds (600) does not stop the others; the exit code is the number of such stages.
@@ -74,6 +74,7 @@ for stage in "${STAGES[@]}"; do
 	throughput-8b) throughput $stage 24 --rounds 1 --widen llama-3.1-8b --no-hf ;;
 	peers) peers $stage "$@" ;;
 	peers-model) peers $stage "$@" $TARGET ${ASSISTANT:+--assistant $ASSISTANT} ;;
+	serve) run $stage "$PY" benchmarks/serve_overhead.py "$@" $TARGET --limit 40 --kv-memory 16GB --json "$json" ;;
 	soak) run $stage "$PY" benchmarks/soak.py $TARGET --pages --max-requests 64 --tokens 240 --kv-memory 50MB --json "$json" ;;
 	*) echo "no stage $stage" && failed=$((failed + 1)) ;;
 	esac

@@ -34,7 +34,7 @@ GRAMMAR_SECONDS = 2.0
 DRAIN_SECONDS = 600
 ENDING_REQUESTS = 24  # that run or wait when the server gets SIGTERM
 MEMORY_SLACK = 0.03  # share by which the memory may grow in the last quarter
-LONG_RUN = 120  # seconds from which the memory must be flat; before, caches still fill
+LONG_RUN = 300  # requests from which the memory must be flat; before, caches still fill
 SAMPLE_SECONDS = 3.0
 MAX_REPORTED = 20  # wrong answers
 
@@ -90,7 +90,7 @@ async def soak(url: str, process: subprocess.Popen[str], options: argparse.Names
     growth = max(memory[-quarter:]) / max(memory[-2 * quarter : -quarter] or memory) - 1
     idle = ready == {"status": "ready", "running": 0, "waiting": 0}
     wrong = [f"{each.kind}: {each.about}" for each in outcomes if each.end in ("wrong", "stuck")]
-    flat = growth <= MEMORY_SLACK or options.seconds < LONG_RUN
+    flat = growth <= MEMORY_SLACK or len(outcomes) < LONG_RUN
     by_kind: dict[str, Counter[str]] = {}
     for each in outcomes:
         by_kind.setdefault(each.kind, Counter())[each.end] += 1
@@ -206,6 +206,16 @@ class Failing:
         return logits
 
 
+def let_marked_fail(engine: Any) -> None:
+    """Give texts with the marked prompt a processor that fails."""
+    usual, marked = engine.submit, engine.encode(MARK, raw=True)
+
+    def submit(prompt: Any, **given: Any) -> Any:
+        return usual(prompt, **given, **({"processors": (Failing(),)} if prompt == marked else {}))
+
+    engine.submit = submit
+
+
 def serve(options: argparse.Namespace) -> None:
     """Serve the model as `windfall serve` does, and print the address. Marked prompts get a processor that fails."""
     import windfall
@@ -215,12 +225,7 @@ def serve(options: argparse.Namespace) -> None:
     from windfall.serve.settings import Settings
 
     engine = windfall.load(options.target, options.drafter, registry.policy(options.policy), "cpu")
-    usual = engine.submit
-
-    def submit(prompt: Any, **given: Any) -> Any:
-        return usual(prompt, **given, **({"processors": (Failing(),)} if prompt == MARK else {}))
-
-    engine.submit = submit  # type: ignore[method-assign]
+    let_marked_fail(engine)
     with engine, server.bind("127.0.0.1", 0) as bound:
         app = make_app(engine, Settings(grammar_timeout=GRAMMAR_SECONDS))
         engine.prepare()

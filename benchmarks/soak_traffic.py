@@ -13,6 +13,7 @@ import httpx
 MARK = "fail in a processor"  # the server gives texts with this prompt a processor that raises an error
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 TOPICS = ("rivers", "a Python function that adds numbers", "the moon", "bread", "trains", "why the sky is blue")
+TOKENS = (4, 24)  # of an answer, from and to
 TIMEOUT_SECONDS = 600.0  # after which a request counts as stuck; on a slow machine, the last of the queue waits long
 SLOW_SCHEMA = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(2500)}}  # to compile
 
@@ -33,6 +34,7 @@ class Outcome(NamedTuple):
     about: str = ""
 
 
+Kind = Callable[[], Coroutine[Any, Any, Outcome]]
 Bad = tuple[str, bytes, str, int]  # path, body, content type and status
 
 
@@ -65,6 +67,9 @@ BAD: list[Bad] = [
 HUGE: list[Bad] = [  # prompts
     _json(TEXT, {"prompt": "word " * 60_000}),
     _json(CHAT, {"messages": [{"role": "user", "content": "x" * 500_000}]}),
+    _json(TEXT, {"prompt": "word " * 800_000}),
+    _json(TEXT, {"prompt": "\x04" * 600_000}),  # the embedded model has no token for it
+    _json(TEXT, {"prompt": " \n!?" * 120_000}),
     _json(TEXT, {"prompt": "word " * 1_000_000}, 413),
 ]
 
@@ -73,7 +78,7 @@ def make_cases(count: int, chance: random.Random) -> list[tuple[str, dict[str, A
     """Different requests, some with long prompts."""
     made = []
     for number in range(count):
-        body: dict[str, Any] = {"seed": number, "max_tokens": chance.randint(2, 16), "ignore_eos": True}
+        body: dict[str, Any] = {"seed": number, "max_tokens": chance.randint(*TOKENS), "ignore_eos": True}
         body |= chance.choice([{"temperature": 0}, {"temperature": 1}, {"temperature": 0.8, "top_p": 0.9}])
         topic = chance.choice(TOPICS)
         if number % 8 == 7:
@@ -92,7 +97,7 @@ class Client:
 
     def __init__(self, http: httpx.AsyncClient, cases: list[Case], chance: random.Random):
         self._http, self._cases, self._chance = http, cases, chance
-        self._kinds: dict[Callable[[], Coroutine[Any, Any, Outcome]], float] = {
+        self.kinds: dict[Kind, float] = {  # with their weights
             self.whole: 30,
             self.stream: 30,
             self.leave_stream: 8,
@@ -103,9 +108,9 @@ class Client:
             self.slow_grammar: 0.3,
         }
 
-    async def ask(self) -> Outcome:
-        """The outcome of the next request."""
-        (kind,) = self._chance.choices([*self._kinds], [*self._kinds.values()])
+    async def ask(self, kind: Kind | None = None) -> Outcome:
+        """The outcome of the next request, of this kind or of a random one."""
+        kind = kind or self._chance.choices([*self.kinds], [*self.kinds.values()])[0]
         name = kind.__name__.replace("_", " ")
         try:
             return await asyncio.wait_for(kind(), TIMEOUT_SECONDS)
@@ -178,7 +183,7 @@ class Client:
         return Outcome(kind, "right") if right else Outcome(kind, "wrong", f"{body[:60]!r}: {answer.status_code}")
 
     async def failing_processor(self) -> Outcome:
-        answer = await self._http.post(TEXT, json={"prompt": MARK, "max_tokens": 20})
+        answer = await self._http.post(TEXT, json={"prompt": MARK, "max_tokens": 20, "ignore_eos": True})
         ends = {429: "refused", 500: "right"}
         return Outcome("failing processor", ends.get(answer.status_code, "wrong"), answer.text[:200])
 

@@ -377,42 +377,33 @@ def _peer_notes(result: Result) -> list[str]:
         where = f" with {listed([f'{count:,}' for count in counts])} requests" if counts else ""
         notes.append(f"{name} was left out{where}: {reason}.")
     if "vllm" in result:
-        notes.append(f"For vLLM: {origin(result['vllm'], '')}.".replace("Measured", "measured"))
+        notes.append(f"For vLLM: {origin(result['vllm'])}.".replace("Measured", "measured"))
     return notes
 
 
 def serve(found: Results) -> Body:
-    """A load test (windfall bench serve)."""
-    result = found["serve"]
-    rows, settings = result["rows"], result["settings"]
-    with_goodput, with_tau = (any(row[key] is not None for row in rows) for key in ("goodput", "accepted_length"))
-    head = ["load", "requests", "errors", "tokens/s", "requests/s"]
-    times = [("TTFT", "ttft", ".0f"), ("TPOT", "tpot", ".2f"), ("total", "latency", ".0f")]
-    head += [f"{name} p{share}, ms" for name, _, _ in times for share in (50, 99)]
-    head += ["goodput/s"] * with_goodput + ["tau"] * with_tau
-    lines = []
-    for row in rows:
-        cells = [_load(row), f"{row['requests']:,}", f"{sum(row['errors'].values()):,}", rate(row["tokens_per_second"])]
-        cells.append(number(row["requests_per_second"]))
-        cells += [number((row[key] or {}).get(f"p{share}"), form, 1000) for _, key, form in times for share in (50, 99)]
-        cells += [number(row["goodput"])] * with_goodput + [number(row["accepted_length"])] * with_tau
-        lines.append(cells)
-    limits = [
-        f"{name} of at most {settings[key]:g} ms"
-        for name, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"))
-        if settings[key]
-    ]
-    about = f"Setting: {regime(settings['temperature'])}, {_new_tokens(settings)}."
-    if not all(row["tokens_counted"] for row in rows):
-        about += " The server does not count tokens: each piece of a stream counts as one."
-    return table(head, lines), f"{about} Goodput counts answers with a {listed(limits)}." if limits else about
-
-
-def _load(row: dict[str, Any]) -> str:
-    """How requests arrive in a run of a load test."""
-    if row["concurrency"] is not None:
-        return counted(row["concurrency"], "client")
-    return "all at once" if row["rate"] == float("inf") else f"{row['rate']:g} requests/s"
+    """The server beside the bare engine (benchmarks/serve_overhead.py)."""
+    head = ["machine", "method", "clients", "engine, tokens/s", "server, tokens/s", "overhead"]
+    head += [f"{name} p{share}, ms" for name in ("TTFT", "TPOT") for share in (50, 90, 99)]
+    lines, notes = [], []
+    for result in found.values():
+        rows, settings = result["rows"], result["settings"]
+        where = hardware(result) if result["device"].startswith("cuda") else "CPU"
+        for row in rows:
+            server = row["server"]
+            cells = [where, code(row["method"]), f"{row['clients']:,}"]
+            cells += [rate(row[side]["tokens_per_second"]) for side in ("engine", "server")]
+            cells.append(f"{100 * row['overhead']:.1f}%")
+            for name, form in (("ttft", ".0f"), ("tpot", ".2f")):
+                cells += [number((server[name] or {}).get(f"p{share}"), form, 1000) for share in (50, 90, 99)]
+            lines.append(cells)
+        model = f"{result['target']} in {result['dtype']}"
+        notes.append(
+            f"{where}: {model}, greedy, {settings['tokens']:,} new tokens, medians of {settings['rounds']} rounds."
+        )
+        if failed := sum(row["errors"] for row in rows):
+            notes.append(f"{counted(failed, 'request')} of the server failed.")
+    return table(head, lines, left=2), " ".join(notes)
 
 
 def soak(found: Results) -> Body:
@@ -459,16 +450,13 @@ def hardware(result: dict[str, Any]) -> str:
     return f"{counted(machine['cores'], 'core')} of {name}" if machine.get("cores") else str(name)
 
 
-def origin(result: dict[str, Any], file: str) -> str:
+def origin(result: dict[str, Any]) -> str:
     """Hardware, versions and date of a result."""
     about = {**result, **result.get("provenance", {})}
     versions = {name: version for name, version in about.get("versions", {}).items() if name != "python"}
     libraries = listed([f"{name} {version}" for name, version in versions.items()])
     one = "one " if about.get("gpu") or about.get("machine", {}).get("gpu") else ""
     where = f"Measured on {one}{hardware(about)}"
-    if "server" in result:  # a client knows its own machine only; the name of the file says where the server ran
-        gpu = file.removesuffix(".json").rpartition("-")[2].upper()
-        where = f"The server ran on one {gpu}, the client on {hardware(about)}"
     return (
         where + (f" with {libraries}" if libraries else "") + (f", {about['date'][:10]}" if about.get("date") else "")
     )
@@ -480,7 +468,7 @@ def sources(files: dict[str, Result]) -> str:
     notes = []
     for file, result in files.items():
         for each in result if isinstance(result, list) else [result]:
-            own = by_origin.setdefault(origin(each, file), [])
+            own = by_origin.setdefault(origin(each), [])
             if file not in own:
                 own.append(file)
             notes += [each["note"]] if "note" in each else []

@@ -35,7 +35,6 @@ STAGES = {  # of gpu.sh, whose results have other names
     "texts": "exact-texts",
     "texts-fp16": "exact-texts-fp16",
 }
-WITHOUT_GPU = ("serve",)  # results that need not name the GPU: a client of a server does not know it
 
 
 @dataclass(frozen=True)
@@ -90,11 +89,13 @@ ends; transformers' `generate` takes batches.""",
     "serve": Section(
         OVERVIEW,
         renderers.serve,
-        ("serve",),
+        ("serve", "serve-cpu"),
         begin="""### A server under load
 
-`windfall serve`, measured by a [load test](operations.md#load-test). Times are percentiles in milliseconds: to the
-first text (TTFT), per token after it (TPOT), and of the whole answer.""",
+`windfall serve` with clients that send one request after another, beside the bare engine with the same number of
+requests in flight (`benchmarks/serve_overhead.py`). The overhead is the share of the engine's tokens/s that the server
+loses. Times are percentiles of the [load test](operations.md#load-test): to the first text (TTFT), and per token after
+it (TPOT).""",
     ),
     "soak": Section(OVERVIEW, renderers.soak, ("soak", "soak-cpu", "soak-pages-cpu")),
     "draft-phase": Section(
@@ -220,8 +221,8 @@ def take(out: Path, gpu: str, root: Path) -> list[str]:
     found = {name: file for name, file in found.items() if name in RESULTS}
     if not found:
         raise ValueError(f"'{out}' has no results of benchmarks/gpu.sh")
-    for name, file in found.items():
-        if name not in WITHOUT_GPU and not measured_on(gpu, parsed(file)):
+    for file in found.values():
+        if not measured_on(gpu, parsed(file)):
             raise ValueError(f"{file.name} was not measured on a GPU whose name has '{gpu}' in it")
     for name, file in found.items():
         (root / "benchmarks" / "results" / file_name(name, gpu)).write_bytes(file.read_bytes())

@@ -14,10 +14,13 @@ import pytest
 
 from helpers.cli import folder, windfall
 from helpers.serving import new_engine, running
+from windfall.bench.tasks import load_tasks
+from windfall.bench.throughput.serve import engine_server
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import serve_overhead  # noqa: E402
 import table_renderers as renderers  # noqa: E402
 import tables  # noqa: E402
 
@@ -358,25 +361,26 @@ def test_what_bench_throughput_writes_becomes_a_table_and_a_plot(
     assert "docs/throughput-h200.png" in tables.check(root)
 
 
-def test_what_bench_serve_writes_becomes_a_table(root: Path) -> None:
-    out = root / "benchmarks" / "results" / "serve-h200.json"
-    prompts = root / "prompts.jsonl"
-    prompts.write_text('{"prompt": "Hi"}\n')
-    options = "--requests 4 --max-new-tokens 4 --concurrency 1,2 --rate inf --ttft-ms 9999"
-    with running(new_engine()) as url:
-        done = windfall("bench", "serve", f"{url}/v1", "--tasks", prompts, *options.split(), "--out", out)
+def test_what_the_overhead_of_the_server_is_becomes_a_table(root: Path) -> None:
+    out, file = root / "load.json", root / "prompts.jsonl"
+    file.write_text('{"prompt": "Hi"}\n')
+    made = new_engine()
+    bare = serve_overhead.run(made, engine_server(made, 0.0), load_tasks([str(file)], 1), 2, 4, 5)
+    with running(made) as url:
+        options = "--requests 4 --max-new-tokens 5 --concurrency 2 --ignore-eos"
+        done = windfall("bench", "serve", f"{url}/v1", "--tasks", file, *options.split(), "--out", out)
+    made.close()
     assert done.exit_code == 0, done.stderr
+    (served,) = json.loads(out.read_text())["rows"]
+    assert served["tokens"] == 20
+    same, halved = ({**served, "tokens_per_second": bare["tokens_per_second"] / part} for part in (1, 2))
+    rows = [serve_overhead.row("auto", 2, [{"engine": bare, "server": served}])]
+    rows.append(serve_overhead.row("none", 2, [{"engine": bare, "server": each} for each in (same, halved, halved)]))
+    assert rows[0]["overhead"] == 1 - served["tokens_per_second"] / bare["tokens_per_second"]
+    about = {"target": "tiny", "device": "cuda", "dtype": "bfloat16", "settings": {"tokens": 5, "rounds": 3}}
+    put(root, "serve-h200", {**ABOUT, **about, "rows": rows})
     text = tables.body(tables.SECTIONS["serve"], "h200", root)
-    rows = [line for line in text.splitlines() if line.startswith("|")]
-    assert [row.split(" | ")[0] for row in rows] == [
-        "| load",
-        "|---|" + "---:|" * 12,
-        "| 1 client",
-        "| 2 clients",
-        "| all at once",
-    ]
-    assert {row.count(" | ") for row in rows if "---" not in row} == {12} and " | 4 | 0 | " in rows[2]
-    assert (
-        "Goodput counts answers with a TTFT of at most 9999 ms. The server ran on one H200, the client on"
-        in text.replace("\n", " ")
-    )
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert [line.count(" | ") for line in lines if "---" not in line] == [11] * 3
+    assert lines[2].startswith("| NVIDIA H200 | `auto` | 2 |") and " | 50.0% | " in lines[3]
+    assert "tiny in bfloat16, greedy, 5 new tokens, medians of 3 rounds." in text.replace("\n", " ")

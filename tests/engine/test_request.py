@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 
 from helpers.tiny import prompt
+from windfall.core.stats import Totals
 from windfall.core.types import Step
 from windfall.engine.loop_calls import call_in
 from windfall.engine.request import Handle, Request
@@ -23,7 +24,7 @@ STEPS = 300
 
 
 def step(number: int, finish: str | None = None) -> Step:
-    return cast(Step, SimpleNamespace(tokens=(number,), finish=finish))
+    return cast(Step, SimpleNamespace(tokens=(number,), finish=finish, counts=(1, 2, 0, 1, 1)))
 
 
 def request() -> Request:
@@ -118,3 +119,13 @@ def test_a_closed_loop_is_ignored() -> None:
     loop = asyncio.new_event_loop()
     loop.close()
     call_in(loop, lambda: None)
+
+
+def test_sums_over_the_steps_are_known_at_any_time() -> None:
+    one = request()
+    handle = Handle(one)
+    assert handle.totals == Totals(0, 0, 0, 0, 0, 0) and handle.ttft is None
+    one.put(step(0), one.created + 0.5)
+    one.put(step(1, "length"), one.created + 1.5, (3, 5, 2, 9, 1))
+    assert handle.totals == Totals(cycles=2, tokens=4, rows=7, accepted=2, drafted=10, draft_passes=2)
+    assert handle.ttft == pytest.approx(0.5)

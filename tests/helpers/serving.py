@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from helpers.cli import character_tokenizer
 from helpers.random_parallel import some_drafter
 from helpers.tiny import tiny
+from helpers.tokenizers import single_bytes
 from windfall import registry
 from windfall.drafters.lm import LMDrafter
 from windfall.engine.engine import Engine
@@ -31,6 +32,14 @@ def new_engine(max_requests: int = 4, kv_memory: int | None = None) -> Engine:
     target = Target(tiny(num_hidden_layers=2, max_position_embeddings=96), character_tokenizer(), MODEL)
     limits: dict[str, Any] = {"max_requests": max_requests, "kv_memory": kv_memory}
     return Engine(target, some_drafter("ngram"), registry.policy("chain", depth=2), **limits)
+
+
+def bytes_engine(context: int = 96, max_requests: int = 2) -> Engine:
+    """An engine whose tokenizer has a token for each byte, so that the size of a text tells its length."""
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer = single_bytes(template)
+    target = Target(tiny(vocab_size=len(tokenizer), max_position_embeddings=context), tokenizer, MODEL)
+    return Engine(target, some_drafter("ngram"), registry.policy("chain", depth=2), max_requests=max_requests)
 
 
 @cache

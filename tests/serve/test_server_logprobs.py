@@ -17,6 +17,7 @@ from windfall.core.tree import DraftTree
 from windfall.core.types import Split, Step
 from windfall.engine.engine import Generation
 from windfall.serve.logprobs import Placed, Reports, TextLogprobs
+from windfall.serve.texts import End
 
 CHAT: list[Any] = [{"role": "user", "content": "Name a river."}]
 HOW: dict[str, Any] = {"model": MODEL, "max_tokens": 12, "seed": 7}
@@ -212,7 +213,7 @@ def test_tokens_are_reported_when_their_text_is_certain(
     pieces: list[tuple[list[int], str]], reported: list[list[int]]
 ) -> None:
     steps, text = [step(*piece) for piece in pieces], TextLogprobs(byte_level(), 0)
-    found = [text.of(each) for each in (*steps, Generation.of(steps, [0.0]))]
+    found = [text.of(each) for each in (*steps, End("stop", empty=False))]
     assert [[placed.token for placed in own] for own in found] == reported
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from windfall.core.types import Split, Step
+from windfall.core.types import Counts, Split, Step
 
 
 def first_difference(one: Sequence[Any], other: Sequence[Any]) -> int | None:
@@ -36,10 +36,13 @@ class Totals(NamedTuple):
 
     @classmethod
     def of(cls, steps: Sequence[Step]) -> Totals:
-        """All sums from one pass over the steps: a text has hundreds of them."""
-        counts = [step.counts for step in steps] or [(0, 0, 0, 0, 0)]
-        tokens, rows, accepted, drafted, passes = zip(*counts, strict=True)
-        return cls(len(steps), sum(tokens), sum(rows), sum(map(min, tokens, accepted)), sum(drafted), sum(passes))
+        return cls.of_counts([step.counts for step in steps])
+
+    @classmethod
+    def of_counts(cls, counts: Sequence[Counts]) -> Totals:
+        """The sums over steps with these counts, without a loop: a text has hundreds of them."""
+        tokens, rows, accepted, drafted, passes = zip(*(counts or [(0, 0, 0, 0, 0)]), strict=True)
+        return cls(len(counts), sum(tokens), sum(rows), sum(map(min, tokens, accepted)), sum(drafted), sum(passes))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 
-from windfall.core.types import Step
+from windfall.core.types import Counts, Step
 from windfall.engine.batch_runner import Use
 from windfall.engine.request import CANCELLED, DEADLINE, Request
 
@@ -53,8 +53,8 @@ class Counters:
         self.lengths, self.rows = Histogram(LENGTHS), Histogram(ROWS)  # tokens per cycle, rows per pass
         self.use = Use()  # of the last round
 
-    def add_round(self, steps: Sequence[tuple[Request, Step]], use: Use, now: float) -> None:
-        """Count a round that has ended now. The requests do not have these Steps yet.
+    def add_round(self, steps: Sequence[tuple[Request, Step]], counts: Sequence[Counts], use: Use, now: float) -> None:
+        """Count a round that has ended now; `counts`: of each Step. The requests do not have these Steps yet.
 
         Requests whose Steps are alike are counted together: most had their last Step at the same time.
         """
@@ -62,7 +62,8 @@ class Counters:
         if not steps:
             return
         self.rounds += 1
-        alike = Counter([(each.moments[-1] if each.moments else None, step.counts) for each, step in steps])
+        last_moments = [request.moments[-1] if request.moments else None for request, _ in steps]
+        alike = Counter(zip(last_moments, counts, strict=True))
         rows = passes = 0
         for (last, (tokens, own_rows, accepted, _, own_passes)), times in alike.items():
             passes = max(passes, own_passes)

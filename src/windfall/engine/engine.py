@@ -19,6 +19,7 @@ from windfall import registry
 from windfall.checkpoints.find import cache_dir
 from windfall.checkpoints.quiet_libs import first_line
 from windfall.core.constraint import BACKEND_KEYWORD, KEYWORDS, with_constraint
+from windfall.core.fewest_tokens import FewestTokens, fewest_tokens
 from windfall.core.files import is_unicode
 from windfall.core.options import brief, is_number
 from windfall.core.types import GpuOptions, InputError, SamplingParams, Step
@@ -55,8 +56,8 @@ if TYPE_CHECKING:
     from windfall.engine.gpu.runner import GpuRunner
 
 TEMPLATE_INPUTS = ("messages", "conversations", "self")  # of a chat template, besides the tokenizer's parameters
-TEMPLATE_INPUTS = ("messages", "conversations", "self")  # of a chat template, besides the parameters of the tokenizer
 WARM_UP_TOKENS = 24
+LONG_TEXT = 65_536  # characters from which tokenizing a text takes long
 MADE_UP_TOKENS, MADE_UP_NEW_TOKENS = 33, 1024  # of the texts with which a GPU prepares: their prompts, and most others
 OnStep = Callable[[Step], None]
 Prompt = Any  # text, chat messages ({"role", "content"}), or token ids
@@ -561,15 +562,12 @@ class Engine:
 
         `tools` are shown to the model by the chat template; `chat_template_kwargs` are variables of the template.
         """
-        how: dict[str, Any] = {"chat_template_kwargs": chat_template_kwargs}
+        how: dict[str, Any] = {"chat_template_kwargs": chat_template_kwargs, "limited": True}
         ids = self.tokenize(prompt, raw, tools, **how) if _is_text(prompt) else _as_ids(prompt)
-        context, vocabulary = self.target.context, self.target.vocab_size
+        vocabulary = self.target.vocab_size
         if not ids:
             raise InputError("the prompt is empty")
-        if context is not None and len(ids) >= context:
-            raise InputError(
-                f"the prompt has {counted(len(ids), 'token')}; {self.target.name} takes {context - 1} at most"
-            )
+        self._check_length(len(ids))
         if not 0 <= min(ids) <= max(ids) < vocabulary:
             raise InputError(f"token ids must be between 0 and {vocabulary - 1}")
         return ids
@@ -582,12 +580,14 @@ class Engine:
         special: bool | None = None,
         generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        limited: bool = False,
     ) -> list[int]:
         """Text or chat messages → token ids, without the checks of `encode`.
 
         `special`: whether the tokenizer adds its special tokens; None: to text, as a chat template has its own.
         `generation_prompt`: whether the chat template adds the beginning of an answer.
-        `chat_template_kwargs`: variables of the chat template.
+        `chat_template_kwargs`: variables of the chat template. `limited`: refuse a text whose size alone shows that it
+        is longer than the context.
         """
         tokenizer = self.target.tokenizer
         if tokenizer is None:
@@ -595,12 +595,16 @@ class Engine:
         own = _checked_variables(tokenizer, chat_template_kwargs or {})
         try:
             if isinstance(prompt, str) and (raw or not tokenizer.chat_template):
+                if limited:
+                    self._check_size(prompt)
                 return list(tokenizer(prompt, add_special_tokens=special is not False).input_ids)
             if not tokenizer.chat_template:
                 raise InputError(f"{self.target.name} has no chat template; give the prompt as text")
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
             how = {"add_generation_prompt": generation_prompt, **({"tools": tools} if tools else {})}
             chat = partial(tokenizer.apply_chat_template, messages, **how, **own)
+            if limited and size_of([messages, tools]) > LONG_TEXT:
+                self._check_size(chat(tokenize=False))
             return list(tokenizer(chat(tokenize=False)).input_ids if special else chat(return_dict=False))
         except TypeError as error:
             reason = "the prompt is not valid Unicode text"
@@ -616,6 +620,22 @@ class Engine:
                 f"the chat template of {self.target.name} cannot use these chat_template_kwargs: {first_line(error)}"
             )
             raise InputError(reason) from None
+
+    def _check_size(self, text: str) -> None:
+        """Refuse a text that surely has too many tokens: to tokenize it would take seconds."""
+        if len(text) > LONG_TEXT and self._fewest_tokens is not None:
+            self._check_length(self._fewest_tokens.of(text), "at least ")
+
+    def _check_length(self, tokens: int, about: str = "") -> None:
+        """Refuse a prompt with this number of tokens if the target takes fewer."""
+        context = self.target.context
+        if context is not None and tokens >= context:
+            has = f"{about}{counted(tokens, 'token')}"
+            raise InputError(f"the prompt has {has}; {self.target.name} takes {context - 1} at most")
+
+    @cached_property
+    def _fewest_tokens(self) -> FewestTokens | None:
+        return fewest_tokens(self.target.tokenizer)
 
     def params(self, **sampling: Any) -> SamplingParams:
         """SamplingParams from keywords, checked against this target."""
@@ -646,6 +666,15 @@ def _checked_variables(tokenizer: Any, given: Mapping[str, Any]) -> Mapping[str,
     if taken := [name for name in given if name in own or name in TEMPLATE_INPUTS]:
         raise InputError(f"chat_template_kwargs cannot set '{taken[0]}'")
     return given
+
+
+def size_of(part: Any) -> int:
+    """The characters of a text, or of all texts in messages and tools; token ids have none."""
+    if isinstance(part, str):
+        return len(part)
+    if isinstance(part, dict):
+        return sum(map(size_of, part.values()))
+    return sum(map(size_of, part)) if isinstance(part, list | tuple) and not isinstance((*part[:1], "")[0], int) else 0
 
 
 def _is_text(prompt: Prompt) -> bool:

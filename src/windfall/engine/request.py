@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from dataclasses import replace
 from typing import Any
 
-from windfall.core.types import Step
+from windfall.core.stats import Totals
+from windfall.core.types import Counts, Step
 from windfall.engine.generation import Generation
 from windfall.engine.loop_calls import call_in
 from windfall.engine.sequence import Sequence
@@ -31,6 +32,7 @@ class Request:
         self.finish: str | None = None
         self.error: Exception | None = None
         self.steps: list[Step] = []
+        self.counts: list[Counts] = []  # of each Step
         self.moments: list[float] = []  # when each Step came, in seconds of `time.perf_counter`
         self.changed = threading.Condition()
         self._watchers = 0  # threads that wait for the next Step
@@ -46,12 +48,13 @@ class Request:
         """Seconds from `created` to each Step."""
         return [at - self.created for at in self.moments]
 
-    def put(self, step: Step, now: float) -> None:
-        """Add a Step that came now; the last one has a finish reason.
+    def put(self, step: Step, now: float, counts: Counts | None = None) -> None:
+        """Add a Step that came now; the last one has a finish reason. `counts`: its own, if they are known.
 
         This is called for every request in every round, and takes the lock only if somebody waits. That is safe because
         those who wait look for new Steps after they have said so.
         """
+        self.counts.append(counts or step.counts)
         self.moments.append(now)
         self.steps.append(step)
         if step.finish is not None:
@@ -168,6 +171,17 @@ class Handle:
     def times(self) -> list[float]:
         """Seconds from `created` to each Step so far."""
         return self._request.times
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from `created` to the first Step; None: there is none yet."""
+        moments = self._request.moments
+        return moments[0] - self._request.created if moments else None
+
+    @property
+    def totals(self) -> Totals:
+        """Sums over the Steps so far."""
+        return Totals.of_counts(self._request.counts)
 
     @property
     def steps(self) -> list[Step]:

@@ -184,11 +184,12 @@ class Scheduler:
                 failed.append((request, outcome))
         self._drop([request for request, _ in failed] + [request for request, step in steps if step.finish])
         now = time.perf_counter()
-        self.counters.add_round(steps, self.runner.use, now)
+        counts = [step.counts for _, step in steps]
+        self.counters.add_round(steps, counts, self.runner.use, now)
         for request, reason in failed:
             self._fail(request, reason)
-        for request, step in steps:
-            request.put(step, now)
+        for (request, step), own in zip(steps, counts, strict=True):
+            request.put(step, now, own)
 
 
 def over(requests: Iterable[Request], now: float) -> list[Request]:

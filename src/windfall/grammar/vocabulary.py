@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
+from windfall.core.byte_letters import as_bytes
 from windfall.core.errors import InputError
 
 REPLACEMENT = "\ufffd"  # what bytes that are no whole character decode to
@@ -72,8 +73,7 @@ def _by_name(tokenizer: Any, size: int) -> list[bytes] | None:
     names: Mapping[str, int] = tokenizer.get_vocab()
     kinds = _decoders(tokenizer)
     if "ByteLevel" in kinds:
-        table = _byte_letters()
-        made = {token: _as_bytes(name, table) for name, token in names.items()}
+        made = {token: as_bytes(name) for name, token in names.items()}
     elif {"ByteFallback", "Metaspace"} & kinds or "<0x0A>" in names:
         made = {
             token: BYTE_TOKENS.get(name) or name.replace(SPACE, " ").encode(errors="replace")
@@ -91,19 +91,6 @@ def _decoders(tokenizer: Any) -> set[str]:
         return set()
     about = json.loads(decoder.__getstate__())
     return {part["type"] for part in (about, *about.get("decoders", ()))}
-
-
-def _byte_letters() -> dict[str, int]:
-    """The letters for bytes in byte-level vocabularies, those of GPT-2."""
-    own = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [value for value in range(256) if value not in own]
-    return {chr(value): value for value in own} | {chr(256 + place): value for place, value in enumerate(others)}
-
-
-def _as_bytes(name: str, table: Mapping[str, int]) -> bytes:
-    if all(letter in table for letter in name):
-        return bytes(table[letter] for letter in name)
-    return name.encode(errors="replace")
 
 
 def _decodes_as(tokenizer: Any, tokens: list[bytes]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -12,13 +12,14 @@ from typing import Any
 
 from windfall.core.errors import RoomError
 from windfall.core.wording import counted
-from windfall.engine.engine import Engine, Prompt
+from windfall.engine.engine import Engine, Prompt, size_of
 from windfall.engine.request import Handle
 from windfall.grammar.base import Grammar
 from windfall.policies.base import TreePolicy
 from windfall.serve.errors import ApiError, shutting_down
 from windfall.serve.grammars import LimitedGrammars
 from windfall.serve.policies import offered
+from windfall.serve.prompt_threads import PromptThreads
 from windfall.serve.settings import Settings
 
 RETRY_AFTER_SECONDS = 1
@@ -35,13 +36,18 @@ class Job:
     policy: TreePolicy | None = None  # None: the engine's
 
     @property
+    def tools(self) -> list[dict[str, Any]] | None:
+        """What the chat template shows to the model besides the messages."""
+        return self.sampling.get("tools")
+
+    @property
     def constrained(self) -> bool:
         return self.sampling.get("constraint") is not None
 
 
 class Admission:
-    """Counts the texts that run or wait. Prompts are tokenized in a thread, one after another; before that, grammars
-    are compiled elsewhere."""
+    """Counts the texts that run or wait. Prompts are tokenized in other threads, and before that, grammars are
+    compiled."""
 
     def __init__(self, engine: Engine, settings: Settings):
         self.engine, self.settings = engine, settings
@@ -50,7 +56,7 @@ class Admission:
         self._expected = 0  # texts that are about to be submitted
         self._handles: list[Handle] = []
         self._lock = threading.Lock()
-        self._thread = ThreadPoolExecutor(1, "windfall-submit")
+        self.prompts = PromptThreads()
         self._grammars = LimitedGrammars(engine.grammars, settings)
 
     @property
@@ -81,10 +87,10 @@ class Admission:
         self._enter(len(jobs))
         try:
             ready = await self._grammars.compile({job.sampling["constraint"]: None for job in jobs if job.constrained})
+            submitted = self.prompts.submit(_size(jobs), self._submit, jobs, ready)
         except BaseException:
             self._add([], len(jobs))
             raise
-        submitted = self._thread.submit(self._submit, jobs, ready)
         try:
             return await asyncio.wrap_future(submitted)
         except asyncio.CancelledError:
@@ -97,9 +103,12 @@ class Admission:
     def _submit(self, jobs: list[Job], _: list[Grammar]) -> list[Handle]:
         """Submit texts whose grammars are compiled, and kept until the engine has them."""
         handles: list[Handle] = []
+        encoded: dict[int, list[int]] = {}  # by prompt: several texts may have the same one
         try:
             for job in jobs:
-                handles.append(self._submit_one(job))
+                if id(job.prompt) not in encoded:
+                    encoded[id(job.prompt)] = self.engine.encode(job.prompt, job.raw, job.tools)
+                handles.append(self._submit_one(job, encoded[id(job.prompt)]))
         except BaseException:
             for handle in handles:
                 handle.cancel()
@@ -108,15 +117,15 @@ class Admission:
             self._add(handles, len(jobs))
         return handles
 
-    def _submit_one(self, job: Job) -> Handle:
-        how: dict[str, Any] = {"raw": job.raw, "deadline": self.settings.request_timeout, "policy": job.policy}
+    def _submit_one(self, job: Job, prompt: list[int]) -> Handle:
+        how: dict[str, Any] = {"deadline": self.settings.request_timeout, "policy": job.policy}
         try:
-            return self.engine.submit(job.prompt, **how, **job.sampling)
+            return self.engine.submit(prompt, **how, **job.sampling)
         except RoomError as error:
             if not (job.shortens and error.room):
                 raise
             shorter = {**job.sampling, "max_new_tokens": error.room}
-        return self.engine.submit(job.prompt, **how, **shorter)
+        return self.engine.submit(prompt, **how, **shorter)
 
     def _enter(self, texts: int) -> None:
         if texts > self.capacity:
@@ -145,6 +154,11 @@ class Admission:
     def _count(self) -> int:
         self._handles = [handle for handle in self._handles if not handle.done]
         return self._expected + len(self._handles)
+
+
+def _size(jobs: list[Job]) -> int:
+    """The characters to be tokenized."""
+    return sum(size_of([job.prompt, job.tools]) for job in {id(job.prompt): job for job in jobs}.values())
 
 
 def _cancel(submitted: Future[list[Handle]]) -> None:

@@ -16,8 +16,8 @@ from windfall.serve.errors import ApiError, Disconnected
 from windfall.serve.policies import chosen
 from windfall.serve.protocol import Choice, GenerationRequest, ModelRequest, Stamp
 from windfall.serve.speculation import Cycles
-from windfall.serve.streaming import EventStream, MakeChoices, chunks, while_connected
-from windfall.serve.texts import Piece, Texts
+from windfall.serve.streaming import Events, EventStream, MakeChoices, chunks, while_connected
+from windfall.serve.texts import End, Piece, Texts
 
 R = TypeVar("R", bound=ModelRequest)
 
@@ -91,16 +91,17 @@ class Form(NamedTuple):
     beginning: Sequence[Choice]  # the first choices of a stream
     chunks_of: MakeChoices  # the choices for a piece of a stream, each for an event
     choices_of: Callable[[list[Generation]], Sequence[Choice]]  # the choices of a whole answer
-    empty: Callable[[int], Choice]  # a choice of a stream with this index and without text
+    with_text: Callable[[int, str], Choice]  # a choice of a stream with this index and text
+    only_text: bool  # whether all choices of a stream between the first ones and the last are such choices
 
 
 def with_token_ids(form: Form) -> Form:
     """The same form with the ids of tokens: of each cycle in a stream, also if it adds no text."""
 
-    def chunks_of(index: int, piece: Piece | Generation) -> Sequence[Choice]:
+    def chunks_of(index: int, piece: Piece | End) -> Sequence[Choice]:
         choices = form.chunks_of(index, piece)
-        if not isinstance(piece, Generation):
-            choices = choices or [form.empty(index)]
+        if not isinstance(piece, End):
+            choices = choices or [form.with_text(index, "")]
             choices[0].token_ids = [*piece.tokens]
         return choices
 
@@ -110,7 +111,7 @@ def with_token_ids(form: Form) -> Form:
             choice.token_ids = each.token_ids
         return choices
 
-    return form._replace(chunks_of=chunks_of, choices_of=choices_of)
+    return form._replace(chunks_of=chunks_of, choices_of=choices_of, only_text=False)
 
 
 async def answer(
@@ -122,11 +123,12 @@ async def answer(
     if asked.stream:
         wanted, tokenizer = asked.stream_options, admission.engine.target.tokenizer
         cycles = Cycles(texts, tokenizer, tuple(asked.stop)) if wanted.include_speculation else None
-        usage = wanted.include_usage
-        given = (form.chunk, form.beginning, form.chunks_of, usage, lambda: admission.engine.running, cycles)
-        return EventStream(texts, chunks(texts, stamp, *given))
+        with_text = form.with_text if form.only_text and cycles is None else None
+        events = Events(stamp, form.chunk, wanted.include_usage, with_text)
+        given = (form.beginning, form.chunks_of, lambda: admission.engine.running, cycles)
+        return EventStream(texts, chunks(texts, events, *given))
     done = await while_connected(request.receive, texts.results())
-    whole = stamp.answer(form.whole, [*form.choices_of(done)], texts.usage(done))
+    whole = stamp.answer(form.whole, [*form.choices_of(done)], texts.usage())
     return Response(whole.model_dump_json(), media_type="application/json")
 
 

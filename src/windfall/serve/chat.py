@@ -14,7 +14,7 @@ from windfall.serve.calls import Form, answer, read, submit
 from windfall.serve.logprobs import Reports, make_reports, token_texts
 from windfall.serve.messages import check_chat, messages_for, template_of, tools_for
 from windfall.serve.protocol import AssistantMessage, ChatChoice, ChatChunkChoice, ChatRequest
-from windfall.serve.texts import STOP, Piece, finish_reason
+from windfall.serve.texts import STOP, End, Piece, finish_reason
 from windfall.serve.tool_calls import call_constraint, form_of
 from windfall.serve.tool_stream import ToolStream, find_calls
 
@@ -35,14 +35,15 @@ def chat_routes(admission: Admission) -> APIRouter:
         first = [ChatChunkChoice(index=i, delta={"role": "assistant", "content": ""}) for i in range(len(texts))]
         answers = Answers({tool.function.name for tool in asked.offered}, len(texts), reports)
         write = answers.chunks, answers.choices
-        form = Form("chatcmpl", "chat.completion", "chat.completion.chunk", first, *write, _empty)
+        only_text = reports is None and not asked.offered
+        form = Form("chatcmpl", "chat.completion", "chat.completion.chunk", first, *write, _with_text, only_text)
         return await answer(request, admission, asked, texts, form)
 
     return routes
 
 
-def _empty(index: int) -> ChatChunkChoice:
-    return ChatChunkChoice(index=index, delta={})
+def _with_text(index: int, text: str) -> ChatChunkChoice:
+    return ChatChunkChoice(index=index, delta={"content": text} if text else {})
 
 
 def tool_keywords(admission: Admission, asked: ChatRequest) -> dict[str, Any]:
@@ -81,26 +82,26 @@ class Answers:
             message = AssistantMessage(content=content, tool_calls=found.calls or None)
         return ChatChoice(index=index, message=message, logprobs=logprobs, finish_reason=_finish(done, called))
 
-    def chunks(self, index: int, piece: Piece | Generation) -> list[ChatChunkChoice]:
+    def chunks(self, index: int, piece: Piece | End) -> list[ChatChunkChoice]:
         """The choices for a piece of a stream, each for an event: a delta has text, or a part of one call."""
         found = [] if self._reports is None else self._reports.of_piece(index, piece)
         logprobs = self._reports.as_chat(found) if self._reports is not None and found else None
         deltas = self._deltas(index, piece)
-        ends = isinstance(piece, Generation)
+        ends = isinstance(piece, End)
         made = [ChatChunkChoice(index=index, delta=delta) for delta in deltas or ([{}] if logprobs or ends else [])]
         if logprobs:
             made[0].logprobs = logprobs
-        if isinstance(piece, Generation):
+        if isinstance(piece, End):
             made[-1].finish_reason = _finish(piece, bool(self._streams) and self._streams[index].called)
         return made
 
-    def _deltas(self, index: int, piece: Piece | Generation) -> list[dict[str, Any]]:
+    def _deltas(self, index: int, piece: Piece | End) -> list[dict[str, Any]]:
         if self._streams:
             stream = self._streams[index]
-            return stream.end() if isinstance(piece, Generation) else stream.push(piece.text)
-        return [] if isinstance(piece, Generation) or not piece.text else [{"content": piece.text}]
+            return stream.end() if isinstance(piece, End) else stream.push(piece.text)
+        return [] if isinstance(piece, End) or not piece.text else [{"content": piece.text}]
 
 
-def _finish(done: Generation, called: bool) -> str:
+def _finish(done: Generation | End, called: bool) -> str:
     reason = finish_reason(done)
     return TOOL_CALLS if called and reason == STOP else reason

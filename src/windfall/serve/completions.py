@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -11,12 +10,12 @@ from fastapi.responses import Response
 
 from windfall.core.errors import InputError
 from windfall.core.logprobs import TokenLogprob
-from windfall.engine.engine import Engine, Generation
+from windfall.engine.engine import Engine, Generation, size_of
 from windfall.serve.admission import Admission
 from windfall.serve.calls import Form, answer, read, submit
 from windfall.serve.logprobs import Placed, Reports, make_reports, token_texts
 from windfall.serve.protocol import CompletionChoice, CompletionLogprobs, CompletionRequest
-from windfall.serve.texts import Piece, finish_reason
+from windfall.serve.texts import End, Piece, finish_reason
 
 OBJECT = "text_completion"
 DEFAULT_TOKENS = 16  # of OpenAI's API
@@ -35,25 +34,26 @@ def completion_routes(admission: Admission) -> APIRouter:
     @routes.post("/v1/completions", response_model=None)
     async def complete(request: Request) -> Response:
         asked = await read(request, admission, CompletionRequest)
-        echoes = await asyncio.to_thread(_echoes, admission.engine, asked)
+        echoes = [Echo()] * asked.texts
+        if asked.echo:
+            echoes = await admission.prompts.run(size_of(asked.prompt), _echoes, admission.engine, asked)
         reports = make_reports(names, asked.logprobs is not None, [len(echo.text) for echo in echoes])
         texts = await submit(request, admission, asked, [*asked.prompt], True, DEFAULT_TOKENS)
         choices = Choices(echoes, reports)
-        form = Form("cmpl", OBJECT, OBJECT, choices.beginning(), choices.chunks, choices.whole, _empty)
+        write = choices.beginning(), choices.chunks, choices.whole
+        form = Form("cmpl", OBJECT, OBJECT, *write, _with_text, only_text=reports is None)
         return await answer(request, admission, asked, texts, form)
 
     return routes
 
 
-def _empty(index: int) -> CompletionChoice:
-    return CompletionChoice(index=index, text="")
+def _with_text(index: int, text: str) -> CompletionChoice:
+    return CompletionChoice(index=index, text=text)
 
 
 def _echoes(engine: Engine, asked: CompletionRequest) -> list[Echo]:
-    if not asked.echo:
-        return [Echo()] * (len(asked.prompt) * asked.n)
     with_ids = asked.prompt_logprobs is not None
-    return [_echo(engine, prompt, with_ids) for prompt in asked.prompt for _ in range(asked.n)]
+    return [echo for prompt in asked.prompt for echo in [_echo(engine, prompt, with_ids)] * asked.n]
 
 
 def _echo(engine: Engine, prompt: str | list[int], with_ids: bool) -> Echo:
@@ -92,11 +92,11 @@ class Choices:
         prompt = self._of_prompt(reports, index, done.prompt_logprobs)
         return reports.as_completion([*prompt, *reports.of_text(index, done)])
 
-    def chunks(self, index: int, piece: Piece | Generation) -> list[CompletionChoice]:
+    def chunks(self, index: int, piece: Piece | End) -> list[CompletionChoice]:
         """The choices for a piece of a stream."""
         logprobs = None if self._reports is None else self._of_piece(self._reports, index, piece)
-        if isinstance(piece, Generation):
-            text = "" if piece.steps else self._late_echo(index)
+        if isinstance(piece, End):
+            text = self._late_echo(index) if piece.empty else ""
             return [CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=finish_reason(piece))]
         text = piece.text if piece.prompt_logprobs is None else self._late_echo(index) + piece.text
         return [CompletionChoice(index=index, text=text, logprobs=logprobs)] if text else []
@@ -106,8 +106,8 @@ class Choices:
         echo = self._echoes[index]
         return "" if echo.ids is None else echo.text
 
-    def _of_piece(self, reports: Reports, index: int, piece: Piece | Generation) -> CompletionLogprobs | None:
-        prompt = [] if isinstance(piece, Generation) else self._of_prompt(reports, index, piece.prompt_logprobs)
+    def _of_piece(self, reports: Reports, index: int, piece: Piece | End) -> CompletionLogprobs | None:
+        prompt = [] if isinstance(piece, End) else self._of_prompt(reports, index, piece.prompt_logprobs)
         found = [*prompt, *reports.of_piece(index, piece)]
         return reports.as_completion(found) if found else None
 

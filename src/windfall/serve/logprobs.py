@@ -12,7 +12,7 @@ from windfall.core.logprobs import LOWEST, TokenLogprob
 from windfall.core.token_text import TokenTexts
 from windfall.engine.engine import Engine, Generation
 from windfall.serve.protocol import ChatLogprobs, CompletionLogprobs, LogprobOfToken, LogprobWithTop
-from windfall.serve.texts import Piece
+from windfall.serve.texts import End, Piece
 
 
 class Placed(NamedTuple):
@@ -35,9 +35,9 @@ class TextLogprobs:
         self._length = self._certain = start  # characters of this text, and of the answer
         self._waiting: deque[Placed] = deque()
 
-    def of(self, piece: Piece | Generation) -> list[Placed]:
+    def of(self, piece: Piece | End) -> list[Placed]:
         """The tokens to report with this Step, or at the end of the text."""
-        if isinstance(piece, Generation):
+        if isinstance(piece, End):
             self._length += len(self._text.take(final=True))
             return [] if self._length > self._certain else [*self._waiting]
         for each in piece.logprobs or ():
@@ -60,13 +60,13 @@ class Reports:
         self._names = names
         self._texts = [TextLogprobs(names.tokenizer, start) for start in starts]
 
-    def of_piece(self, index: int, piece: Piece | Generation) -> list[Placed]:
+    def of_piece(self, index: int, piece: Piece | End) -> list[Placed]:
         """The tokens to report with this piece of a text."""
         return self._texts[index].of(piece)
 
     def of_text(self, index: int, done: Generation) -> list[Placed]:
         """The tokens to report of a whole text."""
-        pieces: list[Piece | Generation] = [*done.steps, done]
+        pieces: list[Piece | End] = [*done.steps, End(done.finish_reason, not done.steps)]
         return [placed for piece in pieces for placed in self.of_piece(index, piece)]
 
     def of_prompt(self, ids: list[int], found: Iterable[TokenLogprob | None]) -> list[Placed]:

@@ -16,7 +16,6 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from windfall.core.stats import Totals
 from windfall.engine.counters import FAILED
 from windfall.engine.request import CANCELLED
 from windfall.serve.errors import CLIENT_CLOSED_REQUEST
@@ -76,8 +75,7 @@ def numbers(texts: Texts | None) -> dict[str, Any]:
     """What is logged about the texts of a request, as far as they were generated."""
     if texts is None:
         return {}
-    totals = Totals.of([step for handle in texts.handles for step in handle.steps])
-    begun = [times[0] for times in (each.times for each in texts.handles) if times]
+    totals, begun = texts.totals, [each.ttft for each in texts.handles if each.ttft is not None]
     reasons = dict.fromkeys(each.finish_reason or (FAILED if each.done else CANCELLED) for each in texts.handles)
     return {
         "texts": len(texts),

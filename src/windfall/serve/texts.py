@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -18,6 +18,8 @@ from windfall.engine.generation import text_of
 from windfall.engine.request import CANCELLED, Handle
 from windfall.serve.errors import shutting_down
 from windfall.serve.protocol import Speculation, Usage
+
+Ended = TypeVar("Ended", "Generation", "End")
 
 STOP, LENGTH = "stop", "length"  # finish reasons of OpenAI's API
 EVENT_SECONDS = 6e-4  # between two events of all streams together: the engine's thread needs the rest of the time
@@ -45,6 +47,13 @@ class JoinedSteps(NamedTuple):
 Piece = Step | JoinedSteps  # of a text
 
 
+class End(NamedTuple):
+    """The end of a text in a stream. A Generation would take a look at each Step."""
+
+    finish_reason: str
+    empty: bool  # whether the text has no Steps
+
+
 class Texts:
     """Submitted texts, `n` for each prompt."""
 
@@ -64,6 +73,11 @@ class Texts:
         """Tokens of all prompts; each counts once."""
         return sum(handle.prompt_tokens for handle in self._handles[:: self._n])
 
+    @property
+    def totals(self) -> Totals:
+        """Sums over the Steps of all texts so far."""
+        return Totals(*map(sum, zip(*(handle.totals for handle in self._handles), strict=True)))
+
     def cancel(self) -> None:
         """End the texts that have not ended."""
         for handle in self._handles:
@@ -72,12 +86,12 @@ class Texts:
     async def results(self) -> list[Generation]:
         """The finished texts; if one fails, or the caller is cancelled, all are cancelled."""
         try:
-            return [self._answer(_checked(await handle)) for handle in self._handles]
+            return [self._answer(checked(await handle)) for handle in self._handles]
         finally:
             self.cancel()
 
-    async def pieces(self, streams: Callable[[], int] | None) -> AsyncGenerator[tuple[int, Piece | Generation], None]:
-        """The Steps of all texts with the text's number, as they happen; after the last Step, the Generation.
+    async def pieces(self, streams: Callable[[], int] | None) -> AsyncGenerator[tuple[int, Piece | End], None]:
+        """The Steps of all texts with the text's number, as they happen; after the last Step, the End.
 
         `streams`: the number of texts that run now; the more there are, the more Steps are joined. None: every Step is
         a piece.
@@ -89,7 +103,7 @@ class Texts:
             finally:
                 self.cancel()
             return
-        queue: asyncio.Queue[tuple[int, Piece | Generation | Exception]] = asyncio.Queue()
+        queue: asyncio.Queue[tuple[int, Piece | End | Exception]] = asyncio.Queue()
         tasks = [asyncio.create_task(_follow(n, handle, queue, streams)) for n, handle in enumerate(self._handles)]
         try:
             left = len(tasks)
@@ -97,17 +111,19 @@ class Texts:
                 number, piece = await queue.get()
                 if isinstance(piece, Exception):
                     raise piece
-                left -= isinstance(piece, Generation)
+                left -= isinstance(piece, End)
                 yield number, self._shown(piece)
         finally:
             self.cancel()
             for task in tasks:
                 task.cancel()
 
-    def _shown(self, piece: Piece | Generation) -> Piece | Generation:
-        if isinstance(piece, Generation):
-            return self._answer(piece)
-        return _prompt_of(piece.steps[0] if isinstance(piece, JoinedSteps) else piece) if self._prompts_only else piece
+    def _shown(self, piece: Piece | End) -> Piece | End:
+        if not self._prompts_only:
+            return piece
+        if isinstance(piece, End):
+            return piece if piece.empty else piece._replace(finish_reason=LENGTH)
+        return _prompt_of(piece.steps[0] if isinstance(piece, JoinedSteps) else piece)
 
     def _answer(self, done: Generation) -> Generation:
         if not (self._prompts_only and done.steps):
@@ -118,9 +134,11 @@ class Texts:
         """The time from the submission of a text to the end of this cycle."""
         return self._handles[number].times[cycle]
 
-    def usage(self, done: list[Generation]) -> Usage:
+    def usage(self) -> Usage:
         """Tokens and passes of all texts; each prompt counts once."""
-        totals, prompt = Totals.of([step for each in done for step in each.steps]), self.prompt_tokens
+        totals, prompt = self.totals, self.prompt_tokens
+        if self._prompts_only:
+            totals = totals._replace(tokens=0, accepted=0)
         speculation = Speculation(
             target_passes=totals.cycles,
             draft_passes=totals.draft_passes,
@@ -147,7 +165,7 @@ def _prompt_of(step: Step) -> Step:
 async def _follow(
     number: int,
     handle: Handle,
-    queue: asyncio.Queue[tuple[int, Piece | Generation | Exception]],
+    queue: asyncio.Queue[tuple[int, Piece | End | Exception]],
     streams: Callable[[], int] | None,
 ) -> None:
     try:
@@ -157,25 +175,27 @@ async def _follow(
         queue.put_nowait((number, error))
 
 
-async def _pieces(handle: Handle, streams: Callable[[], int] | None) -> AsyncGenerator[Piece | Generation, None]:
-    """The pieces of one text, and then its Generation."""
+async def _pieces(handle: Handle, streams: Callable[[], int] | None) -> AsyncGenerator[Piece | End, None]:
+    """The pieces of one text, and then its End."""
 
     def pause() -> float:
         return 0.0 if streams is None else min(EVENT_SECONDS * (streams() - 1), MOST_EVENT_SECONDS)
 
+    empty = True
     async for steps in handle.arrivals(pause):
+        empty = False
         for piece in steps if streams is None or len(steps) == 1 else [JoinedSteps.of(steps)]:
             yield piece
-    yield _checked(await handle)
+    yield checked(End(handle.finish_reason or CANCELLED, empty))
 
 
-def _checked(done: Generation) -> Generation:
+def checked(done: Ended) -> Ended:
     """The text; an error if the engine has cancelled it, which it does only when it closes."""
     if done.finish_reason == CANCELLED:
         raise shutting_down()
     return done
 
 
-def finish_reason(done: Generation) -> str:
+def finish_reason(done: Generation | End) -> str:
     """A text that ends at its deadline is cut off, as at its maximum length."""
     return STOP if done.finish_reason == STOP else LENGTH

@@ -7,7 +7,7 @@ import asyncio
 from fastapi import APIRouter, Request
 
 from windfall.core.errors import InputError
-from windfall.engine.engine import Engine
+from windfall.engine.engine import Engine, size_of
 from windfall.serve.admission import Admission
 from windfall.serve.calls import read
 from windfall.serve.messages import messages_for, tools_for
@@ -20,7 +20,8 @@ def tokenize_routes(admission: Admission) -> APIRouter:
     @routes.post("/tokenize")
     async def tokenize(request: Request) -> Tokenized:
         asked = await read(request, admission, TokenizeRequest)
-        return await asyncio.to_thread(_tokenize, engine, asked)
+        characters = size_of(asked.model_dump(include={"prompt", "messages", "tools"}))
+        return await admission.prompts.run(characters, _tokenize, engine, asked)
 
     @routes.post("/detokenize")
     async def detokenize(request: Request) -> Detokenized:
