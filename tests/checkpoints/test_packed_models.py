@@ -112,6 +112,15 @@ def test_texts_do_not_depend_on_drafts(weights: str, sampling: dict[str, Any], t
     assert "Q" in repr(engine) or "BF16" in repr(engine)
 
 
+def test_requests_do_not_decode_the_vocabulary_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, tiny(tie_word_embeddings=False), mixed)
+    engine = windfall.load(file, "ngram", "beam", device="cpu", weights="file")
+    monkeypatch.setattr(PackedLinear, "weight", property(lambda self: pytest.fail("weights were decoded")))
+    assert engine.target.vocab_size == SIZES["vocab_size"]
+    assert len(engine.generate(PROMPT, max_new_tokens=4, eos=(), logit_bias={3: 1.0}).token_ids) == 4
+
+
 def test_greedy_text_is_that_of_transformers(tmp_path: Path) -> None:
     file = tmp_path / "tiny.gguf"
     write_gguf(file, tiny(), mixed)

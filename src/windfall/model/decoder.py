@@ -280,11 +280,11 @@ def longrope_positions(config: Any) -> int | None:
 
 
 def vocabulary_size(model: Any) -> int:
-    """The number of logits; the weights of quantised layers may have another shape."""
+    """The number of logits. Weights of quantised layers may have another shape, and those of packed ones are decoded
+    when they are read."""
     output = model.get_output_embeddings()
-    weight: Any = getattr(output, "weight", None)
-    packed = weight is None or not weight.is_floating_point()
-    return int(output.out_features if packed else weight.shape[0])
+    size = getattr(output, "out_features", None)
+    return int(output.weight.shape[0] if size is None else size)
 
 
 def max_plain_rows(config: Any) -> int | None:

@@ -28,7 +28,7 @@ from windfall.engine.gpu.recorder import Recorder
 from windfall.kernels.attention import path_attention, tree_attention
 from windfall.kernels.rows import place_rows
 from windfall.model.batch import Rows
-from windfall.model.decoder import Decoder, attention_windows
+from windfall.model.decoder import Decoder, attention_windows, vocabulary_size
 from windfall.model.target import TEST_WINDOW, logit_tolerance, small_tree
 
 CHECK_ROWS = 32  # of the KV cache of a check
@@ -134,7 +134,7 @@ class InterfaceForward(ModulesForward):
 
     def _small_tree(self) -> Tensor:
         """The same by windfall's attention."""
-        prompt, tree = small_tree(self.model.get_output_embeddings().weight.shape[0])
+        prompt, tree = small_tree(vocabulary_size(self.model))
         weight, length = self.model.get_input_embeddings().weight, len(prompt)
         kv = torch.zeros(*(2, *self.shape[:2], CHECK_ROWS, self.shape[2]), dtype=weight.dtype, device=weight.device)
         chain = torch.ones(length, length, dtype=torch.bool).tril()
