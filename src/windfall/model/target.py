@@ -15,6 +15,7 @@ from windfall.core.tree import MAX_VERIFY_ROWS, DraftTree
 from windfall.core.types import FULL_PRECISION, InputError, Scores
 from windfall.model.batch import Rows
 from windfall.model.decoder import WINDOWS, Decoder, max_plain_rows, tree_attention
+from windfall.model.pass_lock import pass_lock
 
 TREE_LAYERS = {"full_attention", "attention", "global", *WINDOWS, "mlp", "moe"}  # kinds of layers that can score a tree
 MAX_PROMPT_LOGIT_ROWS = 256  # of a pass with the logits of a prompt, which take much memory
@@ -54,7 +55,7 @@ class Target:
             self.decoder = Decoder(model)
             if not (check or self.decoder.windows or self.decoder.max_length):
                 return
-            with tree_attention(model):
+            with pass_lock(model), tree_attention(model):
                 ahead, gap = looks_ahead(model), self._tree_gap()
                 agrees = self._agrees(gap)
                 self.rows_depend = agrees and self._rows_depend(gap)

@@ -28,7 +28,7 @@ from windfall.engine.gpu.recorder import Recorder
 from windfall.kernels.attention import path_attention, tree_attention
 from windfall.kernels.rows import place_rows
 from windfall.model.batch import Rows
-from windfall.model.decoder import Decoder, attention_windows, vocabulary_size
+from windfall.model.decoder import Decoder, attention_windows, configs_of, vocabulary_size
 from windfall.model.target import TEST_WINDOW, logit_tolerance, small_tree
 
 CHECK_ROWS = 32  # of the KV cache of a check
@@ -50,8 +50,7 @@ class InterfaceForward(ModulesForward):
     def __init__(self, model: Any):
         super().__init__(model)
         register()
-        parts = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
-        self._configs = list(parts.values())
+        self._configs = configs_of(model)
         self.kinds = kinds_of(model.config.get_text_config())
         found = self._recorded()
         self.layout = KvLayout(tuple(found.layers))
@@ -82,7 +81,7 @@ class InterfaceForward(ModulesForward):
         return self._run(partial(self._during, own, call), rows, taps, as_model_takes(masks), cache)
 
     def _during(self, own: CacheAttention, call: Any, **inputs: Any) -> Any:
-        with attending(own, self._configs):
+        with attending(own, self.model, self._configs):
             return call(**inputs)
 
     def _recorded(self) -> Recorder:
@@ -92,7 +91,7 @@ class InterfaceForward(ModulesForward):
         recorder = Recorder(self.model.config.get_text_config().num_hidden_layers, list(masks.values()))
         tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
         given = {"input_ids": tokens, "position_ids": torch.arange(2, device=device)[None], "use_cache": True}
-        with torch.inference_mode(), refusing(), attending(recorder, self._configs):
+        with torch.inference_mode(), refusing(), attending(recorder, self.model, self._configs):
             self.model(**given, attention_mask=as_model_takes(masks), past_key_values=recorder.cache)
         recorder.finish()
         return recorder
