@@ -255,6 +255,21 @@ def test_windows_that_are_not_those_of_the_masks_are_noticed() -> None:
         InterfaceForward(made)  # Starcoder 2 takes one mask, not one for each kind of layers
 
 
+def test_errors_during_a_check_are_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WINDFALL_CACHE", str(tmp_path))
+    own = InterfaceForward._small_tree
+
+    def fails(self: InterfaceForward) -> torch.Tensor:
+        raise RuntimeError("not enough memory")
+
+    for odd, reason in ((fails, "not enough memory"), (lambda self: own(self) / 0 * 0, "its logits are not finite")):
+        monkeypatch.setattr(InterfaceForward, "_small_tree", odd)
+        with pytest.raises(Unsupported, match=f"it does not run with windfall's attention: {reason}"):
+            InterfaceForward(tiny("olmo2"))
+    monkeypatch.setattr(InterfaceForward, "_small_tree", own)
+    InterfaceForward(tiny("olmo2"))
+
+
 def test_a_kind_of_model_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WINDFALL_CACHE", str(tmp_path))
     checks: list[Any] = []

@@ -10,6 +10,7 @@ mask for each kind of its layers, and hands it on to the attention function.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -98,13 +99,11 @@ class InterfaceForward(ModulesForward):
 
     def _known_reason(self) -> str:
         """Why the model cannot run with windfall's attention; empty if it can. The check runs once for each kind of
-        model."""
+        model, and again after an error, which may be one of this machine."""
         found = known_result(self.model, "attention")
         if found is None:
-            try:
+            with refusing():
                 found = self._check()
-            except Unsupported as unsupported:
-                found = str(unsupported)
             record_result(self.model, "attention", found)
         return found
 
@@ -113,11 +112,15 @@ class InterfaceForward(ModulesForward):
         usual = self.kinds
         self.kinds = {name: kind._replace(window=kind.window and TEST_WINDOW) for name, kind in usual.items()}
         try:
-            with torch.inference_mode(), refusing():
+            with torch.inference_mode():
                 wanted, found = self._small_tree_masked(), self._small_tree()
+        except Unsupported as unsupported:
+            return str(unsupported)
         finally:
             self.kinds = usual
         gap = float((found - wanted).abs().max()) / max(float(wanted.abs().max()), 1e-3)
+        if math.isnan(gap):
+            raise ValueError("its logits are not finite")
         if gap <= logit_tolerance(self.model.dtype):
             return ""
         return f"with windfall's attention its logits differ by {gap:.1%}"
