@@ -30,6 +30,7 @@ from windfall.engine.gpu.batch.state import MAX_BACKLOG, BatchState
 from windfall.engine.gpu.batch.target import BatchTarget, Kind
 from windfall.engine.gpu.cycle import kernel_rule
 from windfall.engine.gpu.events import DeviceEvent, Events
+from windfall.engine.gpu.forward import PagedForward
 from windfall.engine.gpu.target import GpuTarget, in_pages
 from windfall.engine.sequence import Sequence
 from windfall.kernels.pages import PAGE_TOKENS, pages_for, tile_rows
@@ -90,9 +91,16 @@ class GpuBatchRunner:
     """
 
     def __init__(
-        self, gpu_target: GpuTarget, form: GpuForm | None, policy: TreePolicy, online_costs: OnlineCosts, limits: Limits
+        self,
+        gpu_target: GpuTarget,
+        form: GpuForm | None,
+        drafting: PagedForward | None,
+        policy: TreePolicy,
+        online_costs: OnlineCosts,
+        limits: Limits,
     ):
-        """`policy` has a budget. Raises Unsupported if these models cannot run in batches."""
+        """`drafting` is the `drafter_forward` of `form`. `policy` has a budget. Raises Unsupported if the target cannot
+        run on pages."""
         budget = policy.budget()
         assert budget is not None
         forward = in_pages(gpu_target.forward)
@@ -104,13 +112,13 @@ class GpuBatchRunner:
         self.state = BatchState(
             gpu_target.graph_cache, limits.seats, pages, limits.passes + 1, limits.nodes, limits.passes + 1
         )
-        gpu_target.graph_cache.independent.add(self.state)
         rows = tile_rows(forward.group)
         self.target = BatchTarget(gpu_target, self.state, limits.pages, MAX_ROUND_ROWS, rows)
-        self.drafter = None if form is None or not limits.passes else batch_drafter(form, self.target)
+        self.drafter = None if form is None or not limits.passes else batch_drafter(form, drafting, self.target)
         if self.drafter is not None:
             self.drafter.reserve(limits.width * limits.passes)
         self.work = Round(self.state, self.target, self.drafter)
+        gpu_target.graph_cache.independent.add(self.state)  # at last: it keeps the state if anything else fails
         self.pool = PagePool(limits.pages)
         self.texts: list[Sequence] = []  # by seat
         self._pages: dict[Sequence, list[int]] = {}
