@@ -1,5 +1,4 @@
-// The draft tree of a cycle as SVG: depth grows to the right, and every leaf has a line of its own. The first line is
-// what the cycle added to the text.
+// The draft tree of a cycle as SVG: depth grows to the right. The first line is what the cycle added to the text.
 
 import { depthsOf } from "./answer.js";
 import { svg } from "./dom.js";
@@ -72,19 +71,21 @@ function shown(text) {
 
 const cells = (text) => [...text].reduce((sum, letter) => sum + (WIDE.test(letter) ? 2 : 1), 0);
 
-/** The line of each node, which is that of its first child: the one that became text, then the likeliest. */
+/** The line of each node: the highest that is free in its level and not above its parent. In a level, nodes are in the
+ * order of their parents; of siblings, the one that became text is first, then the likeliest. */
 function linesOf(nodes) {
-  const children = nodes.map(() => []);
-  nodes.forEach((node, place) => place && children[node.parent].push(place));
-  for (const own of children) own.sort((a, b) => rank(nodes[b]) - rank(nodes[a]));
-  const lines = nodes.map(() => 0);
-  let next = 0;
-  const put = (place) => {
-    lines[place] = next;
-    if (children[place].length) children[place].forEach(put);
-    else next += 1;
-  };
-  put(0);
+  const levels = [];
+  nodes.forEach((node, place) => (levels[node.depth] ??= []).push(place));
+  const lines = [0];
+  for (const level of levels.slice(1)) {
+    const above = (place) => lines[nodes[place].parent];
+    level.sort((a, b) => above(a) - above(b) || rank(nodes[b]) - rank(nodes[a]));
+    let next = 0;
+    for (const place of level) {
+      lines[place] = Math.max(next, above(place));
+      next = lines[place] + 1;
+    }
+  }
   return lines;
 }
 
