@@ -511,6 +511,12 @@ def test_damaged_conversion_is_made_anew(gguf_file: Path, cache: Path, damage: s
     assert list(cache.iterdir()) == [folder]
 
 
+def test_conversions_of_an_older_format_are_ignored(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    older = conversion.converted(gguf_file, "tiny", write_something)
+    monkeypatch.setattr(conversion, "CACHE_FORMAT", conversion.CACHE_FORMAT + 1)
+    assert conversion.converted(gguf_file, "tiny", write_something) != older
+
+
 def test_stale_temporary_folders_are_removed(gguf_file: Path, cache: Path) -> None:
     fresh, stale = cache / ".tiny-1.aa.tmp", cache / ".tiny-1.bb.tmp"
     for leftover, age in ((fresh, 3600), (stale, 2 * 24 * 3600)):

@@ -61,6 +61,25 @@ def test_the_blocks_of_a_file_are_kept(kind: str, tied: bool, tmp_path: Path) ->
     assert fingerprint(targets[0]) == fingerprint(targets[1])
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("wide", [("token_embd",), ("output",), ("token_embd", "output"), ("blk.0",)])
+def test_weights_that_are_stored_in_full_are_kept(wide: tuple[str, ...], tied: bool, tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, tiny(tie_word_embeddings=tied), lambda name: "F32" if name.startswith(wide) else mixed(name))
+    full, kept = load_model(file, device="cpu").model, load_model(file, device="cpu", weights="file").model
+    torch.testing.assert_close(logits(kept), logits(full), rtol=1e-4, atol=1e-5)
+    assert (type(kept.lm_head) is torch.nn.Linear) == ("token_embd" in wide if tied else "output" in wide)
+
+
+@pytest.mark.parametrize("first", ["file", None])
+def test_a_file_can_be_kept_and_converted(first: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WINDFALL_CACHE", str(tmp_path / "cache"))
+    write_gguf(tmp_path / "tiny.gguf", tiny(), mixed)
+    for weights in (first, None, "file"):
+        model = load_model(tmp_path / "tiny.gguf", device="cpu", weights=weights).model
+        assert bool(packed_formats(model)) == (weights == "file")
+
+
 @pytest.mark.parametrize("weights", ["bf16", "int8"])
 def test_weights_are_rounded(weights: str, tmp_path: Path) -> None:
     model = tiny(tie_word_embeddings=True)
@@ -91,6 +110,15 @@ def test_texts_do_not_depend_on_drafts(weights: str, sampling: dict[str, Any], t
         texts.append(together[0].token_ids)
     assert len(texts[0]) == 40 and all(text == texts[0] for text in texts)
     assert "Q" in repr(engine) or "BF16" in repr(engine)
+
+
+def test_requests_do_not_decode_the_vocabulary_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, tiny(tie_word_embeddings=False), mixed)
+    engine = windfall.load(file, "ngram", "beam", device="cpu", weights="file")
+    monkeypatch.setattr(PackedLinear, "weight", property(lambda self: pytest.fail("weights were decoded")))
+    assert engine.target.vocab_size == SIZES["vocab_size"]
+    assert len(engine.generate(PROMPT, max_new_tokens=4, eos=(), logit_bias={3: 1.0}).token_ids) == 4
 
 
 def test_greedy_text_is_that_of_transformers(tmp_path: Path) -> None:

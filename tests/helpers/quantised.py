@@ -68,6 +68,20 @@ class WideLinear(OwnLinear):
         return super().forward(x.float())
 
 
+class OneScaleSubclass(nn.Linear):
+    """An `nn.Linear` that quantises its input, with one scale for all rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = x.abs().max() / 127
+        return super().forward((x / scale).round() * scale)
+
+
+def subclassed(plain: nn.Linear) -> nn.Linear:
+    """This layer as a `OneScaleSubclass`."""
+    plain.__class__ = OneScaleSubclass
+    return plain
+
+
 def quantise(model: Any, kind: Callable[[nn.Linear], nn.Module] = OwnLinear, *names: str) -> Any:
     """Replace the linear layers with these names, or all in the model's layers, by layers of this kind."""
     for part in model.model.layers.modules():

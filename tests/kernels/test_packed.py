@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import gguf
 import numpy as np
 import pytest
@@ -54,6 +56,49 @@ def test_a_layer_has_a_bias_and_any_shape() -> None:
     layer = PackedLinear(compiled(), torch.from_numpy(blocks), 8, INPUTS, bias)
     x = torch.randn(2, INPUTS, 3).transpose(1, 2)
     torch.testing.assert_close(layer(x), x @ torch.from_numpy(weights).T + bias, rtol=1e-4, atol=1e-3)
+
+
+def packed_layer(bias: nn.Parameter | None = None) -> tuple[PackedLinear, nn.Linear]:
+    """A packed layer, and a plain one with the same weights."""
+    blocks, weights = random_blocks("Q8_0")
+    plain = nn.Linear(INPUTS, OUTPUTS, bias is not None).requires_grad_(False)
+    plain.weight.data, plain.bias = torch.from_numpy(weights), bias
+    return PackedLinear(compiled(), torch.from_numpy(blocks), 8, INPUTS, bias), plain
+
+
+@pytest.mark.parametrize("shape", [(3, INPUTS - 16), (3, INPUTS + 32), (2, 3, 1), (0, 5), ()])
+def test_inputs_of_another_width_are_refused(shape: tuple[int, ...]) -> None:
+    layer, _ = packed_layer()
+    with pytest.raises(RuntimeError, match=f"this layer takes rows of {INPUTS} numbers"):
+        layer(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_inputs_in_other_dtypes_are_multiplied_by_torch(dtype: torch.dtype) -> None:
+    layer, plain = packed_layer(nn.Parameter(torch.randn(OUTPUTS), requires_grad=False))
+    x = torch.randn(5, INPUTS).to(dtype)
+    for each in (layer, plain):
+        with pytest.raises(RuntimeError, match="dtype"):
+            each(x)
+        with pytest.raises(RuntimeError, match=r"dtype|not implemented"):
+            each(x.int())
+    assert torch.equal(layer.to(dtype)(x), plain.to(dtype)(x))
+
+
+def test_other_uses_are_left_to_torch() -> None:
+    layer, plain = packed_layer(nn.Parameter(torch.randn(OUTPUTS), requires_grad=False))
+    x = torch.randn(5, INPUTS)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer(x), plain(x)) and layer(x).dtype is torch.bfloat16
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    for each, own in zip((layer, plain), inputs, strict=True):
+        each(own).square().sum().backward()
+    assert torch.equal(inputs[0].grad, inputs[1].grad)
+    assert layer(x[:0]).shape == (0, OUTPUTS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that tracing is deprecated
+        traced = torch.jit.trace(layer, x)
+    torch.testing.assert_close(traced(2 * x), plain(2 * x))
 
 
 def test_all_weights_of_a_model_in_the_order_of_its_parameters() -> None:

@@ -87,6 +87,78 @@ def test_other_uses_of_the_model_are_unchanged() -> None:
         torch.testing.assert_close(half, plain.bfloat16()(tokens).logits)
 
 
+def scored(model: Any) -> torch.Tensor:
+    """The logits of a tree after a prompt, of a target that is not checked."""
+    target = Target(model, check=False)
+    target.prefill(PROMPTS[:1])
+    return target.score([tree_of(PROMPTS[0][-1])])[0].logits
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_autocast_computes_as_without_kernels(family: str) -> None:
+    plain = made(family)
+    swapped = with_kernels(copy.deepcopy(plain))
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(scored(swapped), scored(plain), rtol=0, atol=0)
+
+
+class Turned(torch.nn.Linear):
+    """Its results are not contiguous."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).mT.contiguous().mT
+
+
+class Double(torch.nn.Linear):
+    """Its results are in float64."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).double()
+
+
+class Outer(torch.nn.Module):
+    """Computes what the layer inside does, but has results in float32."""
+
+    def __init__(self, inner: torch.nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *given: Any, **named: Any) -> torch.Tensor:
+        return self.inner(*(each.float() for each in given), **named).float()
+
+
+@pytest.mark.parametrize("kind", [Turned, Double])
+@pytest.mark.parametrize("names", [("up_proj", "gate_proj"), ("q_proj", "k_proj", "v_proj")])
+def test_results_that_kernels_cannot_read_are_left_to_torch(kind: type, names: tuple[str, ...]) -> None:
+    plain = made("Qwen3")
+    for layer in plain.model.layers:
+        for part in (layer.mlp, layer.self_attn):
+            for name in set(names) & {*dict(part.named_children())}:
+                getattr(part, name).__class__ = kind
+        if kind is Double:
+            layer.mlp.down_proj, layer.self_attn.o_proj = Outer(layer.mlp.down_proj), Outer(layer.self_attn.o_proj)
+    torch.testing.assert_close(scored(with_kernels(copy.deepcopy(plain))), scored(plain), rtol=1e-4, atol=1e-5)
+
+
+def test_norms_in_other_dtypes_are_left_to_torch() -> None:
+    plain = made("Llama")
+    norm = with_kernels(copy.deepcopy(plain)).model.norm
+    x = torch.randn(3, SIZES["hidden_size"])
+    with torch.inference_mode():
+        assert torch.equal(norm.double()(x), plain.model.norm.double()(x))
+        with pytest.raises(RuntimeError, match="must match"):
+            norm.float()(x[:, :32])
+
+
+def test_outputs_that_hooks_keep_do_not_change() -> None:
+    model, kept = with_kernels(made("Llama")), []
+    for name, part in model.named_modules():
+        if name.endswith("_proj"):
+            part.register_forward_hook(lambda _, given, found: kept.append((found, found.clone())))
+    scored(model)
+    assert len(kept) == 2 * 2 * 7 and all(torch.equal(found, before) for found, before in kept)
+
+
 def test_layers_that_do_not_fit_are_left_alone() -> None:
     odd = with_kernels(made("Llama", head_dim=8, hidden_act="gelu", hidden_size=40))
     assert not any(isinstance(module, CpuNorm | CpuMlp | CpuAttention) for module in odd.modules())

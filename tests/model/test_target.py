@@ -10,7 +10,7 @@ import transformers
 from packaging.version import Version
 
 from helpers.architectures import build
-from helpers.quantised import OneScaleLinear, quantised
+from helpers.quantised import OneScaleLinear, quantised, subclassed
 from helpers.tiny import FAMILIES, SHAPE, prompt, tiny
 from windfall import registry
 from windfall.core.tree import DraftTree
@@ -18,9 +18,10 @@ from windfall.core.types import InputError
 from windfall.drafters.ngram import NGramDrafter
 from windfall.engine.engine import Engine
 from windfall.engine.loading import as_target
+from windfall.kernels.few_rows import FewRowsLinear
 from windfall.model.decoder import RESERVED_TREE_ROWS
 from windfall.model.kv_cache import GROWTH_ROWS
-from windfall.model.target import Target
+from windfall.model.target import Target, logit_tolerance
 
 
 def some_tree(root: int) -> DraftTree:
@@ -320,6 +321,55 @@ def test_models_whose_rows_depend_on_each_other_may_differ_by_more() -> None:
     )
     with pytest.raises(InputError, match="does not score a tree as it scores the tree's paths"):
         Target(model)
+
+
+def one_scale(module: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Rounds the input of a module, with one scale for all rows."""
+    scale = given[0].abs().max() / 31
+    return ((given[0] / scale).round() * scale, *given[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_depend_on_each_other_are_noticed(dtype: torch.dtype) -> None:
+    """In any layer, and in any precision if the logits differ by more than those of other models."""
+    model = tiny(dtype=dtype)
+    assert not Target(model).rows_depend
+    hooks = [layer.mlp.register_forward_pre_hook(one_scale) for layer in model.model.layers]
+    target = Target(model)
+    assert target._tree_gap() > logit_tolerance(dtype) and target.rows_depend and not target.has_own_products
+    for hook in hooks:
+        hook.remove()
+    assert not Target(model).rows_depend
+
+
+@pytest.mark.parametrize(("gaps", "depend"), [((0.001, 0.001), True), ((0.001, 0.0), False), ((0.0, 0.001), False)])
+def test_in_full_precision_small_differences_count(
+    gaps: tuple[float, float], depend: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, gap in zip(("_tree_gap", "_own_gap"), gaps, strict=True):
+        monkeypatch.setattr(Target, name, lambda self, gap=gap: gap)
+    assert Target(tiny()).rows_depend == depend and not Target(tiny(dtype=torch.bfloat16)).rows_depend
+
+
+def test_subclasses_of_linear_layers_have_their_own_products() -> None:
+    target = Target(quantised(subclassed, dtype=torch.float32))
+    assert target.has_own_products and target.rows_depend
+    assert not Target(build("falcon")).has_own_products
+    model = tiny()
+    for layer in model.modules():
+        if type(layer) is torch.nn.Linear:
+            layer.__class__ = FewRowsLinear
+    assert not Target(model).has_own_products
+
+
+def test_a_model_whose_rows_depend_on_each_other_is_checked_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WINDFALL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(Target, "_tree_gap", lambda self: 0.1)
+    monkeypatch.setattr(Target, "_own_gap", lambda self: 0.1)
+    tiny().save_pretrained(tmp_path / "tiny")
+    assert all(as_target(tmp_path / "tiny").rows_depend for _ in range(2))
 
 
 def test_a_kind_of_model_that_passed_the_check_is_not_checked_again(

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 CACHE_FORMAT = 1  # increase it when the conversion changes; older conversions are then ignored
 CACHE_MARKER = "windfall.json"  # written last: the files of a finished conversion and their sizes
+HASH_DIGITS = 12  # at the end of a conversion's name
 STALE_SECONDS = 24 * 3600.0
 MAX_HASHED_BYTES = 256 * 2**20  # larger GGUF files are identified by path, size and time
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")  # read by windfall; transformers' slow reader reads the others
@@ -99,14 +100,20 @@ def _fingerprint(file: Path) -> str:
     small = file.stat().st_size <= MAX_HASHED_BYTES
     digest = hashlib.sha256(f"format {CACHE_FORMAT}".encode())
     digest.update(file.read_bytes() if small else _version(file).encode())
-    return digest.hexdigest()[:12]
+    return digest.hexdigest()[:HASH_DIGITS]
+
+
+def markers(cache: Path, name: str) -> Iterator[Path]:
+    """The markers of the conversions with this name, of any version of a file."""
+    return cache.glob(f"{glob.escape(name)}-{'?' * HASH_DIGITS}/{CACHE_MARKER}")
 
 
 def _converted_before(cache: Path, name: str, source: str) -> Path | None:
     """The conversion of this version of a file, found without reading the file."""
-    for marker in cache.glob(f"{glob.escape(name)}-*/{CACHE_MARKER}"):
+    for marker in markers(cache, name):
         with suppress(OSError, ValueError, KeyError, TypeError):
-            if json.loads(marker.read_text("utf-8"))["source"] == source:
+            marks = json.loads(marker.read_text("utf-8"))
+            if (marks["format"], marks["source"]) == (CACHE_FORMAT, source):
                 return marker.parent
     return None
 

@@ -99,12 +99,10 @@ def read_gguf(file: Path, name: str, kernel: Kernel) -> tuple[PreTrainedModel, P
         config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
         stored = _read(folder)
         model = _with_placeholders(config, stored, kernel)
-        for weight, blocks in stored.items():
+        tied = {"lm_head.weight": stored["model.embed_tokens.weight"]}  # if the file has no other
+        for weight, blocks in {**tied, **stored}.items():
             if isinstance(blocks, Blocks) and _takes_blocks(model, _layer(weight)):
                 _replace(model, _layer(weight), blocks, kernel)
-        shared = stored["model.embed_tokens.weight"]
-        if isinstance(shared, Blocks) and _takes_blocks(model, "lm_head"):  # tied
-            _replace(model, "lm_head", shared, kernel)
     return model, folder
 
 

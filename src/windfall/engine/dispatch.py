@@ -68,21 +68,23 @@ class Dispatcher:
     def _warn_if_inexact(self, built: Route) -> None:
         """Warn once if exact passes are asked for, but text may differ all the same.
 
-        Text in full precision differs only where layers are quantised; on a CPU, where they quantise all rows together.
+        Text in full precision differs only where layers are quantised, and where rows depend on each other. The latter
+        also holds on a CPU, in any precision.
         """
         reason = built.fallback if built.runner is None else built.runner.gpu_target.inexact_reason
         dtype, on_gpu = self.target.decoder.dtype, self.wants_graphs or self.target.device.type == "cuda"
         inexact = reason and on_gpu and (dtype not in FULL_PRECISION or self.target.has_own_products)
         if self._warned or not self.options.exact or not (inexact or self.target.rows_depend):
             return
-        if self.target.rows_depend:
-            reason = "in its quantised layers a row depends on the other rows of a pass"
+        own = self.target.has_own_products
+        if not inexact:
+            reason = f"{'in its quantised layers ' if own else ''}a row depends on the other rows of a pass"
         self._warned = True
         name, precision = self.target.name, str(dtype).removeprefix("torch.")
         warnings.warn(
             f"the text of {name} in {precision} may differ from plain decoding's where two tokens are almost equally "
             f"likely, because this model does not run in exact passes ({reason}); `windfall audit` counts the "
-            f"differences{'' if self.target.has_own_products else ', and float32 avoids them'}",
+            f"differences{'' if own or self.target.rows_depend else ', and float32 avoids them'}",
             InexactWarning,
             stacklevel=2,
         )

@@ -158,10 +158,10 @@ def as_target(target: Any, **how: Any) -> Target:
 
 def _checked(loaded: Loaded) -> Target:
     """A target that scores a small tree correctly. The check runs once for each kind of model: that it passed is noted
-    in the cache folder."""
+    in the cache folder, unless a warning is due each time."""
     unknown = known_result(loaded.model, "checked") is None
     target = Target(loaded.model, loaded.tokenizer, loaded.name, check=unknown)
-    if unknown:
+    if unknown and not target.rows_depend:
         record_result(loaded.model, "checked", loaded.name)
     return target
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from windfall.core.errors import InputError
 from windfall.core.files import replace_text
 from windfall.kernels.cpu.compile import library
+from windfall.kernels.cpu.operands import readable, unobserved
 
 SOURCE = Path(__file__).parent / "cpu" / "few_rows.c"
 FLOAT32 = 0  # the number of this format in GGUF files, and in formats.h
@@ -48,7 +49,7 @@ class Kernel:
         return cpu_kernel, (self.file.parent,)  # a copy of a model, or one from a file, uses this machine's
 
     def product(self, x: Tensor, weight: Tensor, format: int = FLOAT32) -> Tensor:
-        """x [.., K] and a contiguous weight in this format, a row for each of N outputs → [.., N]"""
+        """x [.., K] in float32 and a contiguous weight in this format, a row for each of N outputs → [.., N]"""
         x = x.contiguous()
         outputs, inputs = len(weight), x.shape[-1]
         found = x.new_empty(*x.shape[:-1], outputs)
@@ -78,26 +79,16 @@ class FewRows(NamedTuple):
     most_rows: int
 
     def takes(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether it computes this product. It has no gradients, and reads memory, which other kinds of tensors (of
-        quantisation, of tracing) do not have."""
-        if recorded() or torch.is_grad_enabled():
+        """Whether it computes this product."""
+        if not unobserved() or not 1 < x.shape[:-1].numel() <= self.most_rows or x.numel() > MOST_INPUTS:
             return False
-        if not 1 < x.shape[:-1].numel() <= self.most_rows or x.numel() > MOST_INPUTS:
-            return False
-        plain = type(x) is Tensor and type(weight) in (Tensor, nn.Parameter) and x.is_cpu and weight.is_cpu
-        numbers = plain and x.dtype is weight.dtype is torch.float32 and weight.is_contiguous()
         sizes = x.shape[-1] == weight.shape[-1] and fits(*weight.shape)
-        return numbers and sizes and not torch.is_autocast_enabled("cpu")
+        return sizes and readable(x, weight) and weight.is_contiguous()
 
 
 def fits(outputs: int, inputs: int) -> bool:
     """Whether the kernel takes weights of this size."""
     return outputs >= LEAST_OUTPUTS and inputs % INPUT_STEP == 0
-
-
-def recorded() -> bool:
-    """Whether a compiler or a tracer records what is computed."""
-    return torch.compiler.is_compiling() or bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
 
 
 _used: list[FewRows] = []  # empty: torch computes all products in float32

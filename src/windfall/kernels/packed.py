@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from windfall.kernels.cpu.operands import readable, unobserved
 from windfall.kernels.few_rows import Kernel
 
 ROWS_PER_PART = 4096  # outputs that are decoded at a time
@@ -43,8 +45,20 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, format={self.format}"
 
     def forward(self, input: Tensor) -> Tensor:
+        if input.shape[-1:] != (self.in_features,):
+            shape = tuple(input.shape)
+            raise RuntimeError(f"this layer takes rows of {self.in_features} numbers, not a tensor of shape {shape}")
+        if not self._takes(input):
+            weight = self._decoded().to(self.blocks.device)
+            return F.linear(input, weight.to(input.dtype) if input.is_floating_point() else weight, self.bias)
         found = self.kernel.product(input, self.blocks, self.format)
         return found if self.bias is None else found.add_(self.bias)
+
+    def _takes(self, input: Tensor) -> bool:
+        """Whether the kernel computes the product with these rows; otherwise torch does, with decoded weights."""
+        operands = (input,) if self.bias is None else (input, self.bias)
+        gradients = torch.is_grad_enabled() and any(each.requires_grad for each in operands)
+        return readable(*operands) and self.blocks.is_cpu and unobserved(gradients)
 
     @property
     def shares(self) -> bool:
@@ -60,10 +74,11 @@ class PackedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """All weights in float32 [N, K]: decoded at each call, unless an embedding has them."""
-        if self._shared:
-            return self._shared[0].weight
-        parts = torch.split(torch.arange(self.out_features), ROWS_PER_PART)
-        return torch.cat([self.kernel.take_rows(self.blocks, rows, self.in_features, self.format) for rows in parts])
+        return self._shared[0].weight if self._shared else self._decoded()
+
+    def _decoded(self) -> Tensor:
+        blocks, parts = self.blocks.cpu(), torch.split(torch.arange(self.out_features), ROWS_PER_PART)
+        return torch.cat([self.kernel.take_rows(blocks, rows, self.in_features, self.format) for rows in parts])
 
 
 def packed_formats(model: nn.Module) -> list[str]:

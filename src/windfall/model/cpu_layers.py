@@ -6,14 +6,14 @@ computes what its own class computes: with gradients, in other dtypes, and in pa
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from windfall.kernels.cpu.operands import readable, unobserved
 from windfall.kernels.cpu_layers import WIDTH_STEP, LayerKernels
-from windfall.kernels.few_rows import recorded
 from windfall.model.kv_cache import KVCache
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")  # whose norms, gates and attention are Llama's
@@ -53,10 +53,11 @@ class CpuNorm(WithKernels):
 
     @staticmethod
     def fits(module: Any) -> bool:
-        return _is_plain(module.weight) and module.weight.shape[-1] % WIDTH_STEP == 0
+        return bool(module.weight.shape[-1] % WIDTH_STEP == 0)
 
     def forward(self, hidden_states: Tensor) -> Any:
-        if not _usable(hidden_states) or not hidden_states.is_contiguous():
+        same_width = hidden_states.shape[-1:] == self.weight.shape
+        if not (same_width and unobserved() and readable(hidden_states, self.weight)):
             return super().forward(hidden_states)
         return self.cpu_kernels.norm(hidden_states, self.weight, self.variance_epsilon)
 
@@ -67,15 +68,18 @@ class CpuMlp(WithKernels):
     gate_proj: nn.Module
     up_proj: nn.Module
     down_proj: nn.Module
+    act_fn: nn.Module
 
     @staticmethod
     def fits(module: Any) -> bool:
-        return isinstance(module.act_fn, nn.SiLU | type(_silu())) and module.intermediate_size % WIDTH_STEP == 0
+        return isinstance(module.act_fn, nn.SiLU | type(_silu()))
 
     def forward(self, x: Tensor) -> Any:
-        if not _usable(x) or x.shape[:-1].numel() > MOST_ROWS:
+        if x.shape[:-1].numel() > MOST_ROWS or not unobserved():
             return super().forward(x)
-        return self.down_proj(self.cpu_kernels.gate_up(self.gate_proj(x), self.up_proj(x)))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        fit = gate.shape == up.shape and gate.shape[-1] % WIDTH_STEP == 0 and readable(gate, up)
+        return self.down_proj(self.cpu_kernels.gate_up(gate, up) if fit else self.act_fn(gate) * up)
 
 
 class CpuAttention(WithKernels):
@@ -101,22 +105,22 @@ class CpuAttention(WithKernels):
         past_key_values: Any = None,
         **more: Any,
     ) -> Any:
+        own = partial(super().forward, hidden_states, position_embeddings, attention_mask, past_key_values, **more)
         batch, rows = hidden_states.shape[:2]
         known = attention_mask is None or attention_mask.dtype is torch.bool
         cached = isinstance(past_key_values, KVCache) and position_embeddings[0].shape[-1] == self.head_dim
-        if not (known and cached and _usable(hidden_states)) or batch * rows > MOST_ROWS:
-            own = super().forward
-            return own(hidden_states, position_embeddings, attention_mask, past_key_values, **more)
+        if not (known and cached and unobserved()) or batch * rows > MOST_ROWS:
+            return own()
         queries, keys, values = (project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj))
         if (query_norm := getattr(self, "q_norm", None)) is not None:  # of each head
             queries = query_norm(queries.view(batch, rows, -1, self.head_dim)).flatten(2)
             keys = self.get_submodule("k_norm")(keys.view(batch, rows, -1, self.head_dim)).flatten(2)
-        cos, sin = (angles.expand(batch, -1, -1).contiguous() for angles in position_embeddings)
+        cos, sin = (angles.expand(batch, -1, -1) for angles in position_embeddings)
         cache = past_key_values.layers[self.layer_idx].allocated(keys, self.head_dim)
-        mask = None if attention_mask is None else attention_mask.expand(batch, -1, -1, -1).contiguous()
-        rows_of = queries, keys, values, cos, sin
-        found = self.cpu_kernels.attention(*rows_of, cache, past_key_values.end, mask, self.scaling)
-        return self.o_proj(found), None
+        mask = None if attention_mask is None else attention_mask.expand(batch, -1, -1, -1)
+        given = queries, keys, values, cos, sin, cache, past_key_values.end, mask
+        found = self.cpu_kernels.attention(*given, self.scaling)
+        return own() if found is None else (self.o_proj(found), None)
 
 
 PARTS: dict[str, Any] = {"RMSNorm": CpuNorm, "MLP": CpuMlp, "Attention": CpuAttention}
@@ -132,12 +136,3 @@ def _silu() -> Any:
     from transformers.activations import ACT2FN
 
     return ACT2FN["silu"]
-
-
-def _is_plain(x: Tensor) -> bool:
-    return type(x) in (Tensor, nn.Parameter) and x.is_cpu and x.dtype is torch.float32
-
-
-def _usable(x: Tensor) -> bool:
-    """Whether the kernels compute with this tensor. They have no gradients."""
-    return _is_plain(x) and not torch.is_grad_enabled() and not recorded()

@@ -14,6 +14,7 @@ from windfall.model.batch import Packed, Rows, pack, unpack
 from windfall.model.grouped_attention import grouped_sdpa
 from windfall.model.hidden_states import with_states
 from windfall.model.kv_cache import KVCache
+from windfall.model.pass_lock import pass_lock
 
 MAX_PREFILL_ROWS = 1024  # of one pass
 MIN_SPLIT_ROWS = 128  # prompts shorter than this share one pass
@@ -109,7 +110,7 @@ class Decoder:
         packed = pack(rows, self.lengths, self.staged, self.device)
         self.cache.reserve(packed.tokens.shape[1])
         forward = self.model if logits else self.model.base_model
-        with tree_attention(self.model), grouped_sdpa(self.device):
+        with pass_lock(self.model), tree_attention(self.model), grouped_sdpa(self.device):
             outputs, states = with_states(
                 forward,
                 self.model,
@@ -234,17 +235,23 @@ def attention_of(model: Any) -> str:
 @contextmanager
 def tree_attention(model: Any) -> Iterator[None]:
     """In this block the model uses an attention implementation that takes a tree's mask."""
-    if model.config._attn_implementation in MASKED_ATTENTION:
-        yield
-        return
-    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}.values()
-    own = [config._attn_implementation for config in configs]
-    model.set_attn_implementation("sdpa")
+    with pass_lock(model):
+        suits = model.config._attn_implementation in MASKED_ATTENTION
+        configs = [] if suits else configs_of(model)
+        own = [config._attn_implementation for config in configs]
+        if not suits:
+            model.set_attn_implementation("sdpa")
     try:
         yield
     finally:
-        for config, implementation in zip(configs, own, strict=True):
-            config._attn_implementation = implementation
+        with pass_lock(model):
+            for config, implementation in zip(configs, own, strict=True):
+                config._attn_implementation = implementation
+
+
+def configs_of(model: Any) -> list[Any]:
+    """The configurations of a model and its parts."""
+    return [*{id(part.config): part.config for part in model.modules() if hasattr(part, "config")}.values()]
 
 
 def as_given(mask: Tensor, model: Any) -> Tensor:
@@ -280,11 +287,11 @@ def longrope_positions(config: Any) -> int | None:
 
 
 def vocabulary_size(model: Any) -> int:
-    """The number of logits; the weights of quantised layers may have another shape."""
+    """The number of logits. Weights of quantised layers may have another shape, and those of packed ones are decoded
+    when they are read."""
     output = model.get_output_embeddings()
-    weight: Any = getattr(output, "weight", None)
-    packed = weight is None or not weight.is_floating_point()
-    return int(output.out_features if packed else weight.shape[0])
+    size = getattr(output, "out_features", None)
+    return int(output.weight.shape[0] if size is None else size)
 
 
 def max_plain_rows(config: Any) -> int | None:

@@ -15,6 +15,7 @@ from windfall.core.tree import MAX_VERIFY_ROWS, DraftTree
 from windfall.core.types import FULL_PRECISION, InputError, Scores
 from windfall.model.batch import Rows
 from windfall.model.decoder import WINDOWS, Decoder, max_plain_rows, tree_attention
+from windfall.model.pass_lock import pass_lock
 
 TREE_LAYERS = {"full_attention", "attention", "global", *WINDOWS, "mlp", "moe"}  # kinds of layers that can score a tree
 MAX_PROMPT_LOGIT_ROWS = 256  # of a pass with the logits of a prompt, which take much memory
@@ -23,6 +24,7 @@ ROUNDING = 1e-4  # more than what rounding in float32 changes, relative to the l
 MAX_GAP = 0.2  # but by no more than this, relative to the largest logit
 TEST_WINDOW = 3  # tokens of a window while a model is checked
 ALIBI = "has ALiBi attention, whose biases go by places in the cache, where a tree's rows lie otherwise"
+PLAIN_LINEAR = ("torch.nn.", "transformers.models.", "windfall.")  # modules with the forward of such linear layers
 UNSUPPORTED = {  # architectures whose config does not show that they cannot score a tree
     "gpt_neo": "masks by places in the cache, where the rows of a tree lie otherwise than those of a text",
     "blt": "reads bytes in patches of varying length, so that its caches have no row for each token",
@@ -48,16 +50,15 @@ class Target:
         self.turn = threading.RLock()  # held while a text is generated
         self.texts = 0  # started so far; the only KV cache belongs to the last one
         self.has_own_products = has_own_products(model)
-        self.rows_depend = False  # whether logits in full precision depend on the other rows of a pass
+        self.rows_depend = False  # whether logits depend on the other rows of a pass, by more than rounding
         try:
             self.decoder = Decoder(model)
             if not (check or self.decoder.windows or self.decoder.max_length):
                 return
-            with tree_attention(model):
+            with pass_lock(model), tree_attention(model):
                 ahead, gap = looks_ahead(model), self._tree_gap()
                 agrees = self._agrees(gap)
-                if self.has_own_products and self.decoder.dtype in FULL_PRECISION:
-                    self.rows_depend = self._own_gap() > ROUNDING
+                self.rows_depend = agrees and self._rows_depend(gap)
                 if not self._follows_windows():  # shorter texts are exact: their windows hide nothing
                     self.decoder.limit_to_windows()
         except Exception as error:
@@ -172,6 +173,12 @@ class Target:
         """Whether two passes over the same rows may differ by this much, relative to the largest logit."""
         return gap <= logit_tolerance(self.decoder.dtype) or gap <= min(OWN_GAPS * self._own_gap(), MAX_GAP)
 
+    def _rows_depend(self, gap: float) -> bool:
+        """Whether a row depends on the other rows of a pass, if small trees differ by this much from their paths."""
+        if self.decoder.dtype not in FULL_PRECISION:
+            return gap > logit_tolerance(self.decoder.dtype)
+        return (self.has_own_products or gap > ROUNDING) and self._own_gap() > ROUNDING
+
     @torch.inference_mode()
     def _own_gap(self) -> float:
         """How much a text's logits change beside another text: layers may quantise all rows of a pass together."""
@@ -200,11 +207,12 @@ class Target:
 
 
 def has_own_products(model: Any) -> bool:
-    """Whether linear layers compute their products from other weights than plain ones, as quantised layers do."""
+    """Whether linear layers compute other products than `nn.Linear`, or from other weights, as quantised layers do."""
     for module in model.modules():
         if not hasattr(module, "in_features"):
             continue
-        weight: Any = module.weight if isinstance(module, nn.Linear) else None
+        plain = isinstance(module, nn.Linear) and type(module).forward.__module__.startswith(PLAIN_LINEAR)
+        weight: Any = module.weight if plain else None
         if type(weight) is not nn.Parameter or not weight.is_floating_point() or weight.itemsize == 1:
             return True
     return False

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from helpers.fused import logits_of
 from helpers.gpu import ON_DEVICE, PRECISE, paths
 from helpers.tiny import features_of, prompt, tiny
 from windfall import registry
+from windfall.core.tree import DraftTree
 from windfall.core.types import GpuOptions
 from windfall.drafters.lm import LMDrafter
 from windfall.engine.engine import Engine
@@ -142,6 +145,44 @@ def test_the_model_keeps_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.config._attn_implementation == "sdpa" and attention_function._running.attention is None
 
 
+@pytest.mark.parametrize("kind", [InterfaceForward, MaskedForward, Target])
+def test_passes_of_a_model_wait_for_each_other(kind: Any) -> None:
+    """Those of two engines in two threads: a pass sets the attention of the model for both."""
+    made, tokens = build("olmo2"), torch.arange(5)
+    forward, other = InterfaceForward(made), kind(made)
+    chain = rows_after(0, tokens, tokens, torch.ones(5, 5).tril() > 0, True, torch.device("cpu"))
+
+    def logits(own: Any) -> torch.Tensor:
+        with torch.inference_mode():
+            if isinstance(own, Target):
+                own.prefill([[0]])
+                return own.score([DraftTree.root(0)])[0].logits
+            kv = torch.zeros(2, *own.shape[:2], 32, own.shape[2])
+            found: torch.Tensor = own(chain, kv, (), 32)[0]
+            return found.clone()
+
+    wanted = [logits(own) for own in (forward, other)]
+    began, entered, ended = (threading.Event() for _ in range(3))
+
+    def between_layers(*_: Any) -> None:
+        """Lets the second pass begin during the first one, and end after it, unless it waits."""
+        if not began.is_set():
+            began.set()
+            entered.wait(0.2)
+        else:
+            entered.set()
+            ended.wait(10)
+
+    made.model.layers[1].register_forward_pre_hook(between_layers)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(logits, forward)
+        first.add_done_callback(lambda _: ended.set())
+        assert began.wait(10)
+        second = pool.submit(logits, other)
+        assert torch.equal(first.result(), wanted[0]) and torch.equal(second.result(), wanted[1])
+    assert made.config._attn_implementation == "sdpa"
+
+
 # ---- models that do not fit
 
 
@@ -212,6 +253,21 @@ def test_windows_that_are_not_those_of_the_masks_are_noticed() -> None:
     made.config.layer_types = ["sliding_attention", "full_attention", "full_attention"]
     with pytest.raises(Unsupported, match="its attention changes its mask"):
         InterfaceForward(made)  # Starcoder 2 takes one mask, not one for each kind of layers
+
+
+def test_errors_during_a_check_are_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WINDFALL_CACHE", str(tmp_path))
+    own = InterfaceForward._small_tree
+
+    def fails(self: InterfaceForward) -> torch.Tensor:
+        raise RuntimeError("not enough memory")
+
+    for odd, reason in ((fails, "not enough memory"), (lambda self: own(self) / 0 * 0, "its logits are not finite")):
+        monkeypatch.setattr(InterfaceForward, "_small_tree", odd)
+        with pytest.raises(Unsupported, match=f"it does not run with windfall's attention: {reason}"):
+            InterfaceForward(tiny("olmo2"))
+    monkeypatch.setattr(InterfaceForward, "_small_tree", own)
+    InterfaceForward(tiny("olmo2"))
 
 
 def test_a_kind_of_model_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

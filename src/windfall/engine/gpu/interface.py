@@ -10,6 +10,7 @@ mask for each kind of its layers, and hands it on to the attention function.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -28,7 +29,7 @@ from windfall.engine.gpu.recorder import Recorder
 from windfall.kernels.attention import path_attention, tree_attention
 from windfall.kernels.rows import place_rows
 from windfall.model.batch import Rows
-from windfall.model.decoder import Decoder, attention_windows
+from windfall.model.decoder import Decoder, attention_windows, configs_of, vocabulary_size
 from windfall.model.target import TEST_WINDOW, logit_tolerance, small_tree
 
 CHECK_ROWS = 32  # of the KV cache of a check
@@ -50,8 +51,7 @@ class InterfaceForward(ModulesForward):
     def __init__(self, model: Any):
         super().__init__(model)
         register()
-        parts = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
-        self._configs = list(parts.values())
+        self._configs = configs_of(model)
         self.kinds = kinds_of(model.config.get_text_config())
         found = self._recorded()
         self.layout = KvLayout(tuple(found.layers))
@@ -82,7 +82,7 @@ class InterfaceForward(ModulesForward):
         return self._run(partial(self._during, own, call), rows, taps, as_model_takes(masks), cache)
 
     def _during(self, own: CacheAttention, call: Any, **inputs: Any) -> Any:
-        with attending(own, self._configs):
+        with attending(own, self.model, self._configs):
             return call(**inputs)
 
     def _recorded(self) -> Recorder:
@@ -92,20 +92,18 @@ class InterfaceForward(ModulesForward):
         recorder = Recorder(self.model.config.get_text_config().num_hidden_layers, list(masks.values()))
         tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
         given = {"input_ids": tokens, "position_ids": torch.arange(2, device=device)[None], "use_cache": True}
-        with torch.inference_mode(), refusing(), attending(recorder, self._configs):
+        with torch.inference_mode(), refusing(), attending(recorder, self.model, self._configs):
             self.model(**given, attention_mask=as_model_takes(masks), past_key_values=recorder.cache)
         recorder.finish()
         return recorder
 
     def _known_reason(self) -> str:
         """Why the model cannot run with windfall's attention; empty if it can. The check runs once for each kind of
-        model."""
+        model, and again after an error, which may be one of this machine."""
         found = known_result(self.model, "attention")
         if found is None:
-            try:
+            with refusing():
                 found = self._check()
-            except Unsupported as unsupported:
-                found = str(unsupported)
             record_result(self.model, "attention", found)
         return found
 
@@ -114,11 +112,15 @@ class InterfaceForward(ModulesForward):
         usual = self.kinds
         self.kinds = {name: kind._replace(window=kind.window and TEST_WINDOW) for name, kind in usual.items()}
         try:
-            with torch.inference_mode(), refusing():
+            with torch.inference_mode():
                 wanted, found = self._small_tree_masked(), self._small_tree()
+        except Unsupported as unsupported:
+            return str(unsupported)
         finally:
             self.kinds = usual
         gap = float((found - wanted).abs().max()) / max(float(wanted.abs().max()), 1e-3)
+        if math.isnan(gap):
+            raise ValueError("its logits are not finite")
         if gap <= logit_tolerance(self.model.dtype):
             return ""
         return f"with windfall's attention its logits differ by {gap:.1%}"
@@ -134,7 +136,7 @@ class InterfaceForward(ModulesForward):
 
     def _small_tree(self) -> Tensor:
         """The same by windfall's attention."""
-        prompt, tree = small_tree(self.model.get_output_embeddings().weight.shape[0])
+        prompt, tree = small_tree(vocabulary_size(self.model))
         weight, length = self.model.get_input_embeddings().weight, len(prompt)
         kv = torch.zeros(*(2, *self.shape[:2], CHECK_ROWS, self.shape[2]), dtype=weight.dtype, device=weight.device)
         chain = torch.ones(length, length, dtype=torch.bool).tril()

@@ -13,6 +13,7 @@ from windfall.heads.layers import follows_length
 from windfall.kernels.attention import visible
 from windfall.model.decoder import Decoder, as_given, attention_windows, tree_attention
 from windfall.model.hidden_states import with_states
+from windfall.model.pass_lock import pass_lock
 
 
 class ModulesForward:
@@ -70,7 +71,7 @@ class MaskedForward(ModulesForward):
 
     def _run_masked(self, call: Any, rows: Pass, kv: Tensor, taps: tuple[int, ...], columns: int) -> tuple[Any, Any]:
         seen = visible(rows.length, rows.mask, columns)
-        with tree_attention(self.model):
+        with pass_lock(self.model), tree_attention(self.model):
             mask = as_given(seen[None, None], self.model)
             return self._run(call, rows, taps, mask, PassCache(self.layout, kv, rows.slots, columns))
 

@@ -44,11 +44,11 @@ void norm(const float *x, const float *weight, float *y, long rows, long width, 
     }
 }
 
-/* gate = silu(gate) * up */
-void gate_up(float *gate, const float *up, long count) {
+/* y = silu(gate) * up */
+void gate_up(const float *gate, const float *up, float *y, long count) {
     for (long i = 0; i < count; i += LANES) {
-        Vector x = *(Vector *)(gate + i);
-        *(Vector *)(gate + i) = x / (1.0f + exponential(-x)) * *(const Vector *)(up + i);
+        Vector x = *(const Vector *)(gate + i);
+        *(Vector *)(y + i) = x / (1.0f + exponential(-x)) * *(const Vector *)(up + i);
     }
 }
 
@@ -69,22 +69,23 @@ static void rotate(const float *x, const float *cosines, const float *sines, flo
 }
 
 typedef struct {
-    float *q, *out;           /* [batch, rows, heads, width] */
-    float *keys, *values;     /* [batch, kv_heads, capacity, width] */
+    float *out;                /* [batch, rows, heads, width]: first the rotated queries */
+    float *keys, *values;      /* [batch, kv_heads, capacity, width] */
     const unsigned char *mask; /* [batch, rows, start + rows]; 0: causal */
     long batch, rows, heads, kv_heads, width, capacity, start;
     float scale;
 } Attention;
 
-/* Writes rotated keys, and values, to the cache after `start`, and rotates the queries in place. */
-static void store(const Attention *all, const float *k, const float *v, const float *cosines, const float *sines) {
-    long rows = all->rows, width = all->width, kv = all->kv_heads * width, q = all->heads * width;
+/* Writes rotated keys, and values, to the cache after `start`, and rotated queries to `out`. */
+static void store(const Attention *all, const float *q, const float *k, const float *v, const float *cosines,
+                  const float *sines) {
+    long rows = all->rows, width = all->width, kv = all->kv_heads * width, step = all->heads * width;
     for (long b = 0; b < all->batch; b++) {
         long at = (b * all->kv_heads * all->capacity + all->start) * width, angles = b * rows * width;
-        float *own = all->q + b * rows * q;
         rotate(k + b * rows * kv, cosines + angles, sines + angles, all->keys + at, rows, all->kv_heads, width, width,
                all->capacity * width);
-        rotate(own, cosines + angles, sines + angles, own, rows, all->heads, width, q, width);
+        rotate(q + b * rows * step, cosines + angles, sines + angles, all->out + b * rows * step, rows, all->heads, width,
+               step, width);
         for (long row = 0; row < rows; row++)
             for (long head = 0; head < all->kv_heads; head++)
                 memcpy(all->values + at + (head * all->capacity + row) * width,
@@ -106,15 +107,15 @@ static long visible(const Attention *all, long row, int *columns) {
     return count;
 }
 
-/* One query head of one row: the softmax of its scores, and the values weighted by it. */
-static void attend_head(const float *q, const float *keys, const float *values, const int *columns, long count,
-                        long width, float scale, float *scores, float *out) {
+/* One query head of one row: the softmax of its scores, and the values weighted by it, which replace the query. */
+static void attend_head(float *head, const float *keys, const float *values, const int *columns, long count, long width,
+                        float scale, float *scores) {
     float highest = -INFINITY;
     for (long at = 0; at < count; at += 4) {
         Vector sums[4] = {{0}};
         UNROLL for (int k = 0; k < 4; k++) {
             const float *key = keys + columns[at + k < count ? at + k : at] * width;
-            for (long i = 0; i < width; i += LANES) sums[k] += *(const Vector *)(q + i) * *(const Vector *)(key + i);
+            for (long i = 0; i < width; i += LANES) sums[k] += *(const Vector *)(head + i) * *(const Vector *)(key + i);
         }
         *(Quad *)(scores + at) = totals(sums) * scale;
     }
@@ -123,12 +124,12 @@ static void attend_head(const float *q, const float *keys, const float *values, 
     Vector sums = {0};
     for (long at = 0; at < count; at += LANES) sums += *(Vector *)(scores + at) = exponential(*(Vector *)(scores + at) - highest);
     float by = 1 / total(&sums);
-    memset(out, 0, width * sizeof(float));
+    memset(head, 0, width * sizeof(float));
     for (long at = 0; at < count; at++) {
         const float *value = values + columns[at] * width;
-        for (long i = 0; i < width; i += LANES) *(Vector *)(out + i) += scores[at] * *(const Vector *)(value + i);
+        for (long i = 0; i < width; i += LANES) *(Vector *)(head + i) += scores[at] * *(const Vector *)(value + i);
     }
-    for (long i = 0; i < width; i++) out[i] *= by;
+    for (long i = 0; i < width; i++) head[i] *= by;
 }
 
 /* What one thread does: a range of the query heads of all rows. */
@@ -143,16 +144,16 @@ static void work(void *given) {
         if (row != last) count = visible(all, row, columns);
         last = row;
         long cache = (row / all->rows * all->kv_heads + head / group) * all->capacity * width;
-        attend_head(all->q + task * width, all->keys + cache, all->values + cache, columns, count, width, all->scale,
-                    scores, all->out + task * width);
+        attend_head(all->out + task * width, all->keys + cache, all->values + cache, columns, count, width, all->scale,
+                    scores);
     }
     free(scores);
 }
 
 /* Rotates queries and keys, stores keys and values in the cache, and attends. `sizes` are those of Attention. */
-void attention(float *q, const float *k, const float *v, const float *cosines, const float *sines, float *keys,
+void attention(const float *q, const float *k, const float *v, const float *cosines, const float *sines, float *keys,
                float *values, const unsigned char *mask, float *out, const long *sizes, float scale, int threads) {
-    Attention all = {q, out, keys, values, mask, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], scale};
-    store(&all, k, v, cosines, sines);
+    Attention all = {out, keys, values, mask, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], scale};
+    store(&all, q, k, v, cosines, sines);
     parallel(work, &all, (unsigned)threads, 0);
 }

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from windfall.model.batch import Packed
 from windfall.model.decoder import Decoder, tree_attention
+from windfall.model.pass_lock import pass_lock
 from windfall.train.losses import LogitTransform
 
 MAX_LOGITS = 2**26  # in memory at a time
@@ -137,7 +138,7 @@ class TreeGrower(Decoder):
         """One forward pass whose rows are staged after those in the cache: final states [B, n, Ht]."""
         width = packed.tokens.shape[1]
         self.cache.reserve(width)
-        with tree_attention(self.model):
+        with pass_lock(self.model), tree_attention(self.model):
             outputs = self.model.base_model(
                 input_ids=packed.tokens,
                 position_ids=packed.positions,

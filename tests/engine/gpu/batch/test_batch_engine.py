@@ -8,13 +8,16 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
 from helpers.gpu import engine
 from helpers.tiny import prompt
 from windfall import registry
 from windfall.engine.engine import Engine
 from windfall.engine.gpu.batch import runner as batch_runner
+from windfall.engine.gpu.batch.results import BatchStep
 from windfall.engine.gpu.batch.runner import GpuBatchRunner
+from windfall.engine.gpu.forward import Unsupported
 from windfall.engine.split_runner import SplitRunner
 
 PROMPTS = [prompt(length, seed=length) for length in (9, 70, 2, 14)]
@@ -90,6 +93,50 @@ def test_no_more_requests_run_than_the_largest_captured_round_has(monkeypatch: p
     assert found.max_requests > len(PROMPTS) > in_pages(found).limits.seats == 2
     wanted = [found.generate(each, **ASKED).token_ids for each in PROMPTS]
     assert [text.token_ids for text in found.generate_batch(PROMPTS, **ASKED)] == wanted
+
+
+def test_a_drafter_that_reads_no_pages_is_found_before_memory_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reads_none(forward: Any) -> Any:
+        raise Unsupported("its attention is odd")
+
+    found = made("beam", "lm")
+    monkeypatch.setattr("windfall.engine.gpu.batch.drafters.in_pages", reads_none)
+    monkeypatch.setattr(batch_runner, "BatchState", lambda *_: pytest.fail("memory was used"))
+    assert found._dispatcher.batch_runner(found.policy, found.online_costs, 2, None) is None
+    assert found.batch_fallback == "its attention is odd"
+
+
+def test_heads_that_are_too_wide_for_pages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = made("beam", "lm")
+    monkeypatch.setattr("windfall.engine.gpu.batch.build.fits_pages", lambda *_: False)
+    monkeypatch.setattr(batch_runner, "BatchState", lambda *_: pytest.fail("memory was used"))
+    assert found._dispatcher.batch_runner(found.policy, found.online_costs, 2, None) is None
+    assert found.batch_fallback == (
+        "attention over pages needs too much shared memory for heads of width 8 on this GPU"
+    )
+
+
+def test_nothing_keeps_what_a_runner_had_when_it_could_not_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    found = made("beam")
+    monkeypatch.setattr(batch_runner, "Round", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        found._dispatcher.batch_runner(found.policy, found.online_costs, 2, None)
+    assert found.gpu_runner is not None and not found.gpu_runner.gpu_target.graph_cache.independent
+
+
+def test_a_step_does_not_keep_the_texts_of_other_requests() -> None:
+    found = made("beam")
+    texts = found.generate_batch(PROMPTS, **ASKED)
+    kept, others = texts[0].steps, [weakref.ref(text.steps[0].late_text) for text in texts[1:]]
+    tree = kept[0].tree
+    assert isinstance(kept[0], BatchStep) and tree.arrays.tokens.base is None
+    found.close()
+    del texts, found
+    gc.collect()
+    assert kept[0].text == kept[0].late_text[0] and [other() for other in others] == [None] * 3
 
 
 def test_the_memory_of_a_runner_is_freed_when_the_policy_changes() -> None:

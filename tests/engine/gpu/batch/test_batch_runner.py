@@ -12,6 +12,7 @@ from helpers.gpu import LENGTH, LONG, PRECISE, engine
 from helpers.tiny import prompt
 from windfall.core.types import GpuOptions, SamplingParams
 from windfall.engine.engine import Engine
+from windfall.engine.gpu.batch.drafters import drafter_forward
 from windfall.engine.gpu.batch.runner import GpuBatchRunner, Limits
 from windfall.engine.gpu.batch.target import Kind
 from windfall.engine.gpu.drafters import drafter_form
@@ -56,7 +57,8 @@ class Batch:
         gpu_target = GpuTarget(made.target.model, made.drafter.taps, GraphCache(made.target.device), options)
         form = drafter_form(made.drafter, made.target.device)
         assert not isinstance(form, str)
-        self.runner = GpuBatchRunner(gpu_target, form, Given(Always(sizes)), made.online_costs, limits)
+        given = gpu_target, form, drafter_forward(form), Given(Always(sizes)), made.online_costs, limits
+        self.runner = GpuBatchRunner(*given)
 
     def text(self, tokens: list[int], **sampling: Any) -> Sequence:
         params = SamplingParams(**{"max_new_tokens": LENGTH, "eos": (), **sampling}).seeded()

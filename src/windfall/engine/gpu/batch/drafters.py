@@ -13,7 +13,7 @@ from windfall.engine.gpu.batch.sampler import SeatSampler
 from windfall.engine.gpu.batch.target import BatchTarget
 from windfall.engine.gpu.block import BlockNetwork
 from windfall.engine.gpu.drafters import Drafted, HeadNetwork
-from windfall.engine.gpu.forward import Pass, Paths
+from windfall.engine.gpu.forward import PagedForward, Pass, Paths
 from windfall.engine.gpu.fused import FusedForward
 from windfall.engine.gpu.target import fastest_forward, in_pages
 from windfall.heads.base import DraftHead, FeatureHead
@@ -287,8 +287,8 @@ class BatchModelDrafter(BatchDrafter):
 
     first = 0
 
-    def __init__(self, form: ModelForm, batch: BatchTarget):
-        self.forward, self.form = in_pages(fastest_forward(form.decoder.model)), form
+    def __init__(self, form: ModelForm, forward: PagedForward, batch: BatchTarget):
+        self.forward, self.form = forward, form
         if isinstance(self.forward, FusedForward):
             self.forward.require_capture(batch.gpu_target.graph_cache)
         layers, shared, width = self.forward.shape
@@ -317,10 +317,16 @@ def is_last(part: Part) -> bool:
     return part.end == len(part.prompt.tokens) - 1
 
 
-def batch_drafter(form: GpuForm, batch: BatchTarget) -> BatchDrafter:
-    """A drafter of this form; raises Unsupported if it cannot run on pages."""
+def drafter_forward(form: GpuForm | None) -> PagedForward | None:
+    """The forward of a drafter that is a model; None for others. Raises Unsupported if it cannot run on pages."""
+    return in_pages(fastest_forward(form.decoder.model)) if isinstance(form, ModelForm) else None
+
+
+def batch_drafter(form: GpuForm, forward: PagedForward | None, batch: BatchTarget) -> BatchDrafter:
+    """A drafter of this form, with its `drafter_forward`."""
     if isinstance(form, BlockForm):
         return BatchBlockDrafter(form, batch)
     if isinstance(form, HeadForm):
         return BatchHeadDrafter(form.head, batch)
-    return BatchModelDrafter(form, batch)
+    assert forward is not None
+    return BatchModelDrafter(form, forward, batch)
