@@ -41,6 +41,10 @@ class Job:
         return self.sampling.get("tools")
 
     @property
+    def template_variables(self) -> dict[str, Any] | None:
+        return self.sampling.get("chat_template_kwargs")
+
+    @property
     def constrained(self) -> bool:
         return self.sampling.get("constraint") is not None
 
@@ -107,7 +111,8 @@ class Admission:
         try:
             for job in jobs:
                 if id(job.prompt) not in encoded:
-                    encoded[id(job.prompt)] = self.engine.encode(job.prompt, job.raw, job.tools)
+                    how = (job.raw, job.tools, job.template_variables)
+                    encoded[id(job.prompt)] = self.engine.encode(job.prompt, *how)
                 handles.append(self._submit_one(job, encoded[id(job.prompt)]))
         except BaseException:
             for handle in handles:
