@@ -284,7 +284,7 @@ sliding-window or chunked attention. Any other model is refused with a one-line 
 - **refused** ({refused}): windfall refuses the model, for the reason in the table.
 - **not built** ({not_built}): no tiny model could be built.
 
-Every model is also checked when it is loaded for the first time, including models that bring their own code: the logits
+Every model is also checked when it is loaded for the first time, including those with their own code: the logits
 of a small tree must equal those that the model computes for each path of the tree without windfall. Models with windows
 are checked again with windows of {short} tokens. If a model does not respect them, windfall accepts only texts up to
 the length of its window.
@@ -340,7 +340,7 @@ Without a GPU, transformers dequantises fp8 checkpoints.
 - **The text** is that of the quantised model, which is not that of the original one. With drafts it equals the plain
   decoding of the quantised model.
 - **Exact passes.** The rounding of a row may depend on the number of rows. windfall therefore calls each layer with 32
-  rows, or with more where this gives the same bits. Before the first text, it tests every layer with random rows: alone,
+  rows, or with more where this gives the same bits. Before the first text, it tests every layer on random rows: alone,
   together with other rows, and at other positions in the batch. If the results differ, the model runs without exact
   passes, and a warning names the layers, in float32 too. The table says what to expect. This test decides.
 - **Time.** In exact passes, a single row takes as long as 32 rows in these layers. With `--fast`, the layers are called
