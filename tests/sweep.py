@@ -114,8 +114,8 @@ def compare(model: Any, target: Target | None = None) -> str:
 def _compare_in_fixed_buffers(target: Target, texts: list[list[int]], wanted: list[Any]) -> str:
     """The same for passes as a GPU runs them, but for the CUDA graphs."""
     policy, settings = TREES["self"]
-    launch = GpuOptions(True, exact=False, pages=True)  # exact passes take long on a CPU
-    engine = Engine(target, registry.drafter("lm"), registry.policy(policy, **settings), launch=launch)
+    gpu_options = GpuOptions(True, exact=False, pages=True)  # exact passes take long on a CPU
+    engine = Engine(target, registry.drafter("lm"), registry.policy(policy, **settings), gpu_options=gpu_options)
     if engine.gpu_runner is None:
         return f"host loop: {engine.gpu_unavailable}"
     _compare_greedy("fixed buffers, policy on the host", engine, texts[0], *wanted[0])

@@ -24,7 +24,6 @@ _PUBLIC = {
     "Step": "windfall.core.types",
     "InputError": "windfall.core.types",
 }
-_ALIASES = {"Launch": "GpuOptions"}  # names of version 0.1
 __all__ = ["__version__", *_PUBLIC]
 
 if TYPE_CHECKING:
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     """Import torch and transformers only when a name is used, so that `windfall --help` is fast."""
-    name = _ALIASES.get(name, name)
     if name not in _PUBLIC:
         raise AttributeError(f"module 'windfall' has no attribute '{name}'")
     return getattr(importlib.import_module(_PUBLIC[name]), name)

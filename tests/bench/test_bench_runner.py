@@ -388,7 +388,9 @@ def test_gpu_buffers_have_room_for_the_longest_conversation(target: Target, tmp_
     ]
     assert texts[0] == texts[1] and len(texts[0]) == 3 * 2 * 2
     settings = Settings(("none",), ("mine",), max_new_tokens=3000, graphs=True)
-    (plain,) = runner.assemble(parse_methods(["none"]), target, DrafterSpec("ngram"), True, launch=GpuOptions(True))
+    (plain,) = runner.assemble(
+        parse_methods(["none"]), target, DrafterSpec("ngram"), True, gpu_options=GpuOptions(True)
+    )
     before = plain.engine.gpu_runner.gpu_target.capacity if plain.engine.gpu_runner else 0
     roomy = Target(tiny(max_position_embeddings=16384), target.tokenizer, "long")
     runner.make_room([plain.engine], roomy, PROMPTS, settings)

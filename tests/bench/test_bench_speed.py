@@ -62,7 +62,7 @@ def measured(module_patch: pytest.MonkeyPatch) -> tuple[dict[str, Any], list[dic
         parse_methods(["beam:depth=3:k=3:nodes=8,auto"]),
         speed.Ready("head", {}, random_head()),
         PROMPTS,
-        Settings(launch=GpuOptions(graphs=True), hf_limit=1, hf_tokens=4, **SHORT),
+        Settings(gpu_options=GpuOptions(graphs=True), hf_limit=1, hf_tokens=4, **SHORT),
         attach,
         lambda found: kept.append(json.loads(json.dumps(found.as_dict()))),
     )
@@ -133,7 +133,7 @@ def test_texts_equal_plain_decoding(measured: Any) -> None:
 @pytest.mark.parametrize("timed", [True, False])
 def test_untimed_answers_learn_nothing_from_the_clock(timed: bool) -> None:
     (method,) = parse_methods(["auto"])[1:]
-    made = Engine(Target(tiny()), FeatureHeadDrafter(random_head()), method.make(), launch=GpuOptions(graphs=True))
+    made = Engine(Target(tiny()), FeatureHeadDrafter(random_head()), method.make(), gpu_options=GpuOptions(graphs=True))
     made.costs = FLAT
     entry = Entry("auto", Regime(0.0, True), Contender(method, made, None))
     race = Race(made.target, [entry], [], Settings())
@@ -148,7 +148,7 @@ def test_each_method_has_its_own_reason_to_leave_the_gpu() -> None:
     methods = parse_methods(["salf:nodes=8,salf:nodes=8:fill=False"])
     target = Target(tiny(), character_tokenizer(), "tiny")
     ready = speed.Ready("head", {}, random_head())
-    contenders = assemble(methods, target, ready, True, launch=GpuOptions(graphs=True))
+    contenders = assemble(methods, target, ready, True, gpu_options=GpuOptions(graphs=True))
     for each in contenders:
         each.engine.costs = COSTS
     settings = Settings(**{**SHORT, "rounds": 1, "hf": False, "temperatures": (0.0,)})

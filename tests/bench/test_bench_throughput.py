@@ -35,7 +35,11 @@ def measured() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """A whole measurement with a head on fixed buffers, and what was kept on the way."""
     target, kept = Target(tiny(num_hidden_layers=2), character_tokenizer(), "tiny"), list[dict[str, Any]]()
     settings = Settings(
-        concurrency=(1, 3), rounds=2, max_new_tokens=TOKENS, ignore_eos=True, launch=GpuOptions(graphs=True, pages=True)
+        concurrency=(1, 3),
+        rounds=2,
+        max_new_tokens=TOKENS,
+        ignore_eos=True,
+        gpu_options=GpuOptions(graphs=True, pages=True),
     )
     throughput.measure(
         Result(target.name, {}, {}),

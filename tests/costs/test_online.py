@@ -214,7 +214,7 @@ def test_timing_noise_costs_at_most_two_percent(curve: str) -> None:
 
 def tiny_engine(policy: str = "auto", graphs: bool = False) -> Engine:
     drafter = LMDrafter(tiny("llama", seed=1, num_hidden_layers=1))
-    return Engine(Target(tiny()), drafter, registry.policy(policy), launch=GpuOptions(graphs))
+    return Engine(Target(tiny()), drafter, registry.policy(policy), gpu_options=GpuOptions(graphs))
 
 
 @pytest.mark.parametrize("graphs", [False, True])

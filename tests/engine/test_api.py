@@ -57,12 +57,9 @@ def test_a_preset_is_a_policy_whose_options_can_be_overridden() -> None:
     assert made.policy == registry.policy("beam", depth=8, k=10, nodes=20)
 
 
-@pytest.mark.parametrize("name", ["gpu_options", "launch"])
-def test_gpu_options_as_one_record_under_both_names(name: str) -> None:
-    given = {name: windfall.GpuOptions(exact=False)}
-    made = windfall.load(tiny(), **given)
+def test_gpu_options_as_one_record() -> None:
+    made = windfall.load(tiny(), gpu_options=windfall.GpuOptions(exact=False))
     assert made.gpu_options == GpuOptions(exact=False)
-    assert Engine(made.target, made.drafter, made.policy, **given).gpu_options == GpuOptions(exact=False)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +85,7 @@ def test_gpu_options_as_one_record_under_both_names(name: str) -> None:
         ({"host_policies": None}, "host_policies must be True or False, not None"),
         ({"coupled": 0}, "coupled must be True or False, not 0"),
         ({"gpu_options": GpuOptions(), "exact": False}, "give gpu_options, or graphs, compile, exact and host_polic"),
-        ({"launch": True}, "gpu_options takes a windfall.GpuOptions, not True"),
+        ({"gpu_options": True}, "gpu_options takes a windfall.GpuOptions, not True"),
         ({"max_requests": 0}, "max_requests must be a whole number of at least 1, not 0"),
         ({"kv_memory": "much"}, "kv_memory takes a size such as 4GB or a number of bytes, not 'much'"),
     ],
@@ -101,7 +98,7 @@ def test_wrong_arguments_are_refused_with_one_line(words: dict[str, Any], messag
 
 def test_the_command_line_has_every_parameter_of_load() -> None:
     """Every parameter of `load` is an option of the command line, under its name or the opposite's."""
-    ours = {*inspect.signature(windfall.load).parameters} - {"launch", "gpu_options"}
+    ours = {*inspect.signature(windfall.load).parameters} - {"gpu_options"}
     renamed = {
         "drafter_settings": "drafter_options",
         "settings": "policy_options",
@@ -159,7 +156,7 @@ def test_custom_generate_takes_the_arguments_of_load(words: dict[str, Any]) -> N
 def test_custom_generate_has_the_parameters_of_load() -> None:
     ours, theirs = (inspect.signature(each).parameters for each in (windfall.custom_generate, windfall.load))
     many = {"max_requests", "kv_memory", "weights"}  # of `submit`, `generate_batch` and loading
-    assert {*theirs} - {*ours} == {"target", "device", "dtype", "trust_remote_code", "gpu_options", "launch", *many}
+    assert {*theirs} - {*ours} == {"target", "device", "dtype", "trust_remote_code", "gpu_options", *many}
     assert all(ours[name].default == theirs[name].default for name in ours)
 
 

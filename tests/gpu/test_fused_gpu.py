@@ -66,7 +66,7 @@ def test_exact_rows_and_texts_are_those_of_plain_decoding(name: str) -> None:
 def test_texts_run_in_graphs(name: str) -> None:
     made = wide(name, torch.float32)
     host, device = (
-        Engine(Target(made), LMDrafter(), registry.policy("beam"), launch=GpuOptions(on)) for on in (False, True)
+        Engine(Target(made), LMDrafter(), registry.policy("beam"), gpu_options=GpuOptions(on)) for on in (False, True)
     )
     wanted, found = (each.generate(prompt(60), max_new_tokens=32, eos=()) for each in (host, device))
     assert found.token_ids == wanted.token_ids and device.fallback == ""

@@ -74,7 +74,9 @@ def test_capture_works_after_growth_and_measuring(policy: str) -> None:
 def test_captured_drafts_see_the_whole_text(policy: str) -> None:
     """A drafter that is the target itself stays right while the bound on columns grows."""
     target = Target(tiny("gptj", max_position_embeddings=2048).cuda())
-    host, made = (Engine(target, LMDrafter(), registry.policy(policy), launch=GpuOptions(on)) for on in (False, True))
+    host, made = (
+        Engine(target, LMDrafter(), registry.policy(policy), gpu_options=GpuOptions(on)) for on in (False, True)
+    )
     texts = [each.generate(prompt(200), max_new_tokens=700, eos=()) for each in (host, made)]
     assert texts[1].stats.tau > 0.9 * texts[0].stats.tau
 
@@ -85,7 +87,10 @@ def test_the_memory_of_a_method_alone_is_measured_without_a_trace(target: Target
 
     def make(policy: str, graphs: bool) -> Engine:
         return Engine(
-            Target(target.model), LMDrafter(tiny(seed=1).cuda()), registry.policy(policy), launch=GpuOptions(graphs)
+            Target(target.model),
+            LMDrafter(tiny(seed=1).cuda()),
+            registry.policy(policy),
+            gpu_options=GpuOptions(graphs),
         )
 
     peaks, left = [], []

@@ -50,7 +50,7 @@ def test_logits_in_bf16_are_near_those_of_transformers(name: str) -> None:
 def test_texts_run_in_graphs_and_batches_in_pages(name: str) -> None:
     made = model(name)
     host, device = (
-        Engine(Target(made), LMDrafter(), registry.policy("beam"), launch=GpuOptions(on)) for on in (False, True)
+        Engine(Target(made), LMDrafter(), registry.policy("beam"), gpu_options=GpuOptions(on)) for on in (False, True)
     )
     texts, asked = [prompt(60), prompt(20, seed=1), prompt(9, seed=2)], {"max_new_tokens": 32, "eos": ()}
     wanted = [host.generate(text, **asked).token_ids for text in texts]

@@ -33,7 +33,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 def engine(target: Any, policy: str, drafter: Drafter | None = None, exact: bool = True) -> Engine:
     name = "beam" if policy == "large" else policy
     chosen = registry.policy(name, **POLICIES.get(policy, {}))
-    return Engine(Target(target), drafter or LMDrafter(), chosen, launch=GpuOptions(True, exact=exact))
+    return Engine(Target(target), drafter or LMDrafter(), chosen, gpu_options=GpuOptions(True, exact=exact))
 
 
 def graph_target(target: Any) -> GraphTarget:

@@ -65,7 +65,8 @@ def both(family: str, kind: str, own: TreePolicy, coupled: bool = True, **sampli
     """The same text on the host path and on fixed buffers."""
     target = target_of(family)
     made = [
-        Engine(target, drafter(kind), own, coupled, launch=GpuOptions(graphs, exact=False)) for graphs in (False, True)
+        Engine(target, drafter(kind), own, coupled, gpu_options=GpuOptions(graphs, exact=False))
+        for graphs in (False, True)
     ]
     length = LONG if kind == "itself" or sampling else LENGTH  # cycles take several tokens
     found = [each.generate(prompt(), max_new_tokens=length, eos=(), **sampling) for each in made]

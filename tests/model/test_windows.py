@@ -65,12 +65,12 @@ def test_a_head_with_enough_positions_gets_no_window() -> None:
     assert started(head, Target(tiny()), [prompt(5)]).head.config.windows == ()
 
 
-def generated(head: FeatureHead, launch: GpuOptions) -> Generation:
+def generated(head: FeatureHead, gpu_options: GpuOptions) -> Generation:
     target = Target(tiny(dtype=torch.float64, max_position_embeddings=1024))
     policy = registry.policy("beam", depth=4, k=3, nodes=12)
-    engine = Engine(target, FeatureHeadDrafter(model=head), policy, launch=launch)
+    engine = Engine(target, FeatureHeadDrafter(model=head), policy, gpu_options=gpu_options)
     found = engine.generate(prompt(60), max_new_tokens=12, eos=())
-    assert not launch.graphs or engine.gpu_runner is not None
+    assert not gpu_options.graphs or engine.gpu_runner is not None
     return found
 
 
@@ -112,7 +112,7 @@ def counting_pair() -> tuple[Any, FeatureHead]:
 def test_acceptance_does_not_fall_past_the_positions_of_a_head(graphs: bool, options: dict[str, int]) -> None:
     model, head = counting_pair()
     drafter = FeatureHeadDrafter(model=head, **options)
-    engine = Engine(Target(model), drafter, registry.policy("chain", depth=4), launch=GpuOptions(graphs))
+    engine = Engine(Target(model), drafter, registry.policy("chain", depth=4), gpu_options=GpuOptions(graphs))
     found = engine.generate([1, 2, 3], max_new_tokens=100, eos=())
     assert found.token_ids == [(4 + place) % 61 for place in range(100)]
     assert [len(step.tokens) for step in found.steps] == [5] * 20
@@ -128,7 +128,9 @@ def warned(record: Any) -> list[str]:
 @pytest.mark.parametrize("graphs", [False, True])
 def test_a_limited_head_warns_once(graphs: bool, recwarn: pytest.WarningsRecorder) -> None:
     model, head = counting_pair()
-    engine = Engine(Target(model), FeatureHeadDrafter(model=head), registry.policy("chain"), launch=GpuOptions(graphs))
+    engine = Engine(
+        Target(model), FeatureHeadDrafter(model=head), registry.policy("chain"), gpu_options=GpuOptions(graphs)
+    )
     engine.generate([1, 2, 3], max_new_tokens=20)
     assert warned(recwarn) == []
     for _ in range(2):
@@ -155,7 +157,7 @@ def test_with_dynamic_rope_drafting_ends_with_a_warning(graphs: bool) -> None:
     head.config.layer.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     target = Target(model)
     engine = Engine(
-        target, FeatureHeadDrafter(model=head), registry.policy("chain", depth=4), launch=GpuOptions(graphs)
+        target, FeatureHeadDrafter(model=head), registry.policy("chain", depth=4), gpu_options=GpuOptions(graphs)
     )
     with pytest.warns(HeadWarning, match="made for 24 positions: in longer texts it stops drafting there"):
         found = engine.generate([1, 2, 3], max_new_tokens=60, eos=())

@@ -200,15 +200,15 @@ def run(
     """Run what is not in the store yet, and close the store; returns its whole content."""
     try:
         own = drafter or DrafterSpec("ngram")
-        launch = GpuOptions(settings.graphs, settings.compiled, settings.exact, settings.plans)
-        contenders = assemble(methods, target, own, settings.coupled, trust_remote_code, launch)
+        gpu_options = GpuOptions(settings.graphs, settings.compiled, settings.exact, settings.plans)
+        contenders = assemble(methods, target, own, settings.coupled, trust_remote_code, gpu_options)
         engines = {_label(each.drafter): each.engine for each in contenders}
         about = provenance.describe(engines, target, prompts, command)
         known = store.profiles if store.about is not None else profiles
         make_room(engines.values(), target, prompts, settings)
         store.begin(asdict(settings), about, attach_costs(contenders, known))
         unmeasured = [each for each in contenders if each.method.label not in store.peaks]
-        for label, peak in measure_memory(unmeasured, prompts, target, own, settings, trust_remote_code, launch):
+        for label, peak in measure_memory(unmeasured, prompts, target, own, settings, trust_remote_code, gpu_options):
             store.keep_peak(label, peak)
         Bench(settings, contenders, store, progress).run(prompts)
         return load(store.folder)
@@ -222,7 +222,7 @@ def assemble(
     default: DrafterSpec,
     coupled: bool,
     trust_remote_code: bool = False,
-    launch: GpuOptions | None = None,
+    gpu_options: GpuOptions | None = None,
 ) -> list[Contender]:
     """Make one engine for each drafter; all share the target's weights, but not its cache."""
     engines: dict[str, Engine] = {}
@@ -236,7 +236,7 @@ def assemble(
         if label not in engines:
             own = Target(target.model, target.tokenizer, target.name)
             proposer = NoDrafter() if drafter is None else drafter.make(trust_remote_code)
-            engines[label] = Engine(own, proposer, NoSpeculation(), coupled, launch)
+            engines[label] = Engine(own, proposer, NoSpeculation(), coupled, gpu_options)
         contenders.append(Contender(method, engines[label], drafter))
     return contenders
 
@@ -267,7 +267,7 @@ def measure_memory(
     default: DrafterSpec,
     settings: Settings,
     trust_remote_code: bool,
-    launch: GpuOptions,
+    gpu_options: GpuOptions,
 ) -> Iterator[tuple[str, int]]:
     """The peak memory of methods on the longest prompt, each measured in a new engine; only on CUDA."""
     chosen = [each for each in contenders if settings.measures_memory(each.method.label)]
@@ -278,7 +278,7 @@ def measure_memory(
     params = SamplingParams(max_new_tokens=settings.max_new_tokens, temperature=0.0, eos=())
 
     def make(each: Contender) -> Engine:
-        (own,) = assemble([each.method], target, default, settings.coupled, trust_remote_code, launch)
+        (own,) = assemble([each.method], target, default, settings.coupled, trust_remote_code, gpu_options)
         own.engine.policy, own.engine.costs = each.method.make(), each.engine.costs
         return own.engine
 

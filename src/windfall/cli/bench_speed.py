@@ -64,7 +64,7 @@ class SpeedOptions:
             hf_tokens=self.hf_tokens,
             ignore_eos=self.ignore_eos,
             seed=self.seed,
-            launch=model.gpu_options,
+            gpu_options=model.gpu_options,
         )
 
 

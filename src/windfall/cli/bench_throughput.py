@@ -61,7 +61,7 @@ class ThroughputOptions:
             coupled=not model.uncoupled,
             hf=self.hf,
             seed=self.seed,
-            launch=model.gpu_options,
+            gpu_options=model.gpu_options,
         )
 
 

@@ -94,14 +94,13 @@ class Engine:
         coupled: bool = True,
         gpu_options: GpuOptions | None = None,
         *,
-        launch: GpuOptions | None = None,
         max_requests: int | None = None,
         kv_memory: str | int | None = None,
     ):
-        """`coupled`: the drafter sees the noise of the draws, where there is any. `launch` is an alias of
-        `gpu_options`. `max_requests` run together at most, if their KV caches fit into `kv_memory` (such as "4GB")."""
+        """`coupled`: the drafter sees the noise of the draws, where there is any. `max_requests` run together at most,
+        if their KV caches fit into `kv_memory` (such as "4GB")."""
         self.target, self.drafter, self.policy, self.coupled = target, drafter, policy, coupled
-        self.gpu_options = gpu_options or launch or GpuOptions()
+        self.gpu_options = gpu_options or GpuOptions()
         self.online_costs = OnlineCosts(ASSUMED, learns=False)
         self.calibrators: defaultdict[str, Calibrator] = defaultdict(Calibrator)  # by regime
         self._dispatcher = Dispatcher(target, drafter, self.gpu_options)

@@ -37,7 +37,6 @@ def load(
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
     coupled: bool = True,
-    gpu_options: GpuOptions | None = None,
     *,
     drafter_options: Mapping[str, Any] | None = None,
     policy_options: Mapping[str, Any] | None = None,
@@ -46,7 +45,7 @@ def load(
     compile: bool = False,
     exact: bool = True,
     host_policies: bool = False,
-    launch: GpuOptions | None = None,
+    gpu_options: GpuOptions | None = None,
     max_requests: int | None = None,
     kv_memory: str | int | None = None,
     weights: str | None = None,
@@ -72,7 +71,7 @@ def load(
         another order where that is faster; a near-tie between two tokens may then resolve differently, so the text
         may differ from plain decoding's.
     host_policies: on a GPU, let every policy decide on the host.
-    gpu_options: the last four as one record, instead of them; `launch` is its older name.
+    gpu_options: the last four as one record, instead of them.
     max_requests: the largest number of texts that run together. None: 8 on a CPU, 128 on other devices.
     kv_memory: memory for the KV caches of the texts that run together, such as "4GB" or a number of bytes; others
         wait. None: half of the memory that is free.
@@ -81,7 +80,7 @@ def load(
         these weights. None: in `dtype`.
     """
     words = {"graphs": graphs, "compile": compile, "exact": exact, "host_policies": host_policies}
-    on_gpu = as_gpu_options(launch if gpu_options is None else gpu_options, **words)
+    on_gpu = as_gpu_options(gpu_options, **words)
     for name, value in (("coupled", coupled), ("trust_remote_code", trust_remote_code)):
         require_flag(name, value)
     as_bytes(kv_memory)  # before the target: a wrong size costs no loading

@@ -95,7 +95,7 @@ def test_states_are_those_of_transformers(name: str) -> None:
 def texts(target: Any, drafter: Callable[[], Drafter], policy: str, length: int, new: int) -> list[Generation]:
     """The same text from the host loop and from the GPU runner."""
     chosen = registry.policy(policy, **{**ON_DEVICE, **ON_HOST}[policy])
-    made = [Engine(Target(target), drafter(), chosen, launch=GpuOptions(graphs)) for graphs in (False, True)]
+    made = [Engine(Target(target), drafter(), chosen, gpu_options=GpuOptions(graphs)) for graphs in (False, True)]
     found = [each.generate(prompt(length), max_new_tokens=new, eos=()) for each in made]
     assert made[1].gpu_runner is not None and isinstance(made[1].gpu_runner.gpu_target.forward, FusedForward)
     assert (made[1].fallback == "") == (policy in ON_DEVICE)

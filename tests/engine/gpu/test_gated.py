@@ -138,7 +138,7 @@ def test_texts_of_one_engine_share_a_history() -> None:
     """Where the policy says so: the second text begins with what the first one taught."""
     own = registry.policy("dynatree", history="release")
     assert isinstance(own, DynaTree)
-    made = Engine(Target(tiny(dtype=PRECISE)), drafter("lm"), own, launch=GpuOptions(True))
+    made = Engine(Target(tiny(dtype=PRECISE)), drafter("lm"), own, gpu_options=GpuOptions(True))
     for seed in range(6):
         made.generate(prompt(seed=seed), max_new_tokens=6, eos=())
     assert made.fallback == "" and own.steering.depth < own.base_depth and len(own.steering.recent) == 6

@@ -77,8 +77,8 @@ def test_a_batch_in_pages_writes_the_texts_of_single_requests(sampling: dict[str
     """Target and drafter have windows; some prompts share verify passes with trees."""
     target, draft = Target(tiny("starcoder2", dtype=PRECISE, sliding_window=12)), tiny("olmo2", seed=1, dtype=PRECISE)
     policy = registry.policy("beam", **ON_DEVICE["beam"])
-    made = Engine(target, LMDrafter(draft), policy, launch=GpuOptions(True))
-    plain = Engine(target, LMDrafter(draft), registry.policy("none"), launch=GpuOptions(False))
+    made = Engine(target, LMDrafter(draft), policy, gpu_options=GpuOptions(True))
+    plain = Engine(target, LMDrafter(draft), registry.policy("none"), gpu_options=GpuOptions(False))
     texts, asked = [prompt(length, seed=length) for length in (9, 70, 2)], {"max_new_tokens": 6, "eos": ()}
     found = made.generate_batch(texts, **asked, **sampling)
     assert made.batch_fallback == "" and not made.exact_passes
@@ -90,7 +90,7 @@ def test_a_drafter_with_windows_drafts_the_same_trees() -> None:
     target, draft = tiny(dtype=PRECISE), tiny("starcoder2", 1, PRECISE, sliding_window=12)
     policy, asked = registry.policy("beam", **ON_DEVICE["beam"]), {"max_new_tokens": 12, "eos": ()}
     launches = [GpuOptions(graphs, exact=False) for graphs in (False, True)]
-    made = [Engine(Target(target), LMDrafter(draft), policy, launch=launch) for launch in launches]
+    made = [Engine(Target(target), LMDrafter(draft), policy, gpu_options=own) for own in launches]
     wanted, found = (each.generate(prompt(30), **asked) for each in made)
     assert made[1].fallback == "" and found.token_ids == wanted.token_ids
     for one, other in zip(wanted.steps[:4], found.steps[:4], strict=True):

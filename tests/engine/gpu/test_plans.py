@@ -53,7 +53,9 @@ class LikelyBeam(TreePolicy):
 def both(policy: TreePolicy, kind: str, **sampling: Any) -> tuple[Generation, Generation]:
     """The same text on the host and on fixed buffers."""
     target = Target(tiny("llama", dtype=PRECISE, num_hidden_layers=4))
-    made = [Engine(target, drafter(kind), policy, launch=GpuOptions(graphs, exact=False)) for graphs in (False, True)]
+    made = [
+        Engine(target, drafter(kind), policy, gpu_options=GpuOptions(graphs, exact=False)) for graphs in (False, True)
+    ]
     length = LONG if kind == "itself" else LENGTH
     host, device = (each.generate(prompt(), max_new_tokens=length, eos=(), **sampling) for each in made)
     assert made[1].fallback == ""

@@ -199,8 +199,12 @@ def test_a_prompt_is_read_in_pieces(policy: str, length: int) -> None:
 @pytest.mark.parametrize("policy", ["none", "beam", "auto", "salf"])
 def test_exact_passes_follow_paths_and_are_not_padded(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    plain = Engine(Target(tiny()), FeatureHeadDrafter(random_head()), registry.policy("none"), launch=GpuOptions(False))
-    made = Engine(Target(tiny()), FeatureHeadDrafter(random_head()), registry.policy(policy), launch=GpuOptions(True))
+    plain = Engine(
+        Target(tiny()), FeatureHeadDrafter(random_head()), registry.policy("none"), gpu_options=GpuOptions(False)
+    )
+    made = Engine(
+        Target(tiny()), FeatureHeadDrafter(random_head()), registry.policy(policy), gpu_options=GpuOptions(True)
+    )
     assert made.gpu_runner is not None
     forward = made.gpu_runner.gpu_target.forward
     call = type(forward).__call__
@@ -244,7 +248,9 @@ def test_a_head_with_few_positions() -> None:
     texts = []
     for graphs in (False, True):
         head = FeatureHeadDrafter(random_head(positions=16))
-        made = Engine(Target(tiny()), head, registry.policy("beam", **ON_DEVICE["beam"]), launch=GpuOptions(graphs))
+        made = Engine(
+            Target(tiny()), head, registry.policy("beam", **ON_DEVICE["beam"]), gpu_options=GpuOptions(graphs)
+        )
         texts.append(made.generate(prompt(), max_new_tokens=LENGTH, eos=()).token_ids)
     assert texts[0] == texts[1]
 
@@ -333,10 +339,10 @@ def adapted(model: Any) -> None:
 @pytest.mark.parametrize("change", [hooked, adapted])
 def test_a_model_that_somebody_changed_runs_as_it_is(change: Callable[[Any], None]) -> None:
     model, beam = tiny(), registry.policy("beam", **ON_DEVICE["beam"])
-    wanted = Engine(Target(model), LMDrafter(), registry.policy("none"), launch=GpuOptions(False))
+    wanted = Engine(Target(model), LMDrafter(), registry.policy("none"), gpu_options=GpuOptions(False))
     before = wanted.generate(prompt(), max_new_tokens=LENGTH, eos=()).token_ids
     change(model)
-    found = Engine(Target(model), LMDrafter(), beam, launch=GpuOptions(True))
+    found = Engine(Target(model), LMDrafter(), beam, gpu_options=GpuOptions(True))
     after = wanted.generate(prompt(), max_new_tokens=LENGTH, eos=()).token_ids
     assert found.generate(prompt(), max_new_tokens=LENGTH, eos=()).token_ids == after != before
     assert found.fallback == "" and found.gpu_runner is not None
@@ -350,7 +356,7 @@ def test_a_cache_that_the_configuration_does_not_tell_of() -> None:
     texts = []
     for graphs in (False, True):
         own = registry.policy("beam", **ON_DEVICE["beam"])
-        made = Engine(target, LMDrafter(), own, launch=GpuOptions(graphs))
+        made = Engine(target, LMDrafter(), own, gpu_options=GpuOptions(graphs))
         texts.append(made.generate(prompt(), max_new_tokens=LENGTH, eos=()).token_ids)
         assert (made.fallback == "") == graphs
     assert texts[0] == texts[1]
@@ -371,7 +377,7 @@ def test_a_drafter_that_does_not_fit_drafts_on_the_host(policy: str) -> None:
             Target(tiny()),
             LMDrafter(tiny("starcoder2", seed=1, sliding_window=12)),
             registry.policy(policy, **{**ON_DEVICE, **ON_HOST}[policy]),
-            launch=GpuOptions(graphs),
+            gpu_options=GpuOptions(graphs),
         )
         texts.append(made.generate(prompt(30), max_new_tokens=LENGTH, eos=(), temperature=1.0, seed=6).token_ids)
     reason = "its attention is its own and its attention has sliding windows"
@@ -383,7 +389,8 @@ def test_a_drafter_that_does_not_fit_drafts_on_the_host(policy: str) -> None:
 def test_merged_weights_are_kept_once_and_can_be_trained() -> None:
     target, head = Target(tiny()), random_head("eagle3")
     made = [
-        Engine(target, FeatureHeadDrafter(head), registry.policy("beam"), launch=GpuOptions(True)) for _ in range(2)
+        Engine(target, FeatureHeadDrafter(head), registry.policy("beam"), gpu_options=GpuOptions(True))
+        for _ in range(2)
     ]
     for each in made:
         each.generate(prompt(), max_new_tokens=4, eos=())
@@ -437,7 +444,7 @@ def biased(seed: int) -> Any:
 def test_a_model_that_changes_between_texts(change: Callable[[Any], None]) -> None:
     model = biased(1)
     parameters = list(model.parameters())
-    made = Engine(Target(model), LMDrafter(), registry.policy("chain", depth=2), launch=GpuOptions(True))
+    made = Engine(Target(model), LMDrafter(), registry.policy("chain", depth=2), gpu_options=GpuOptions(True))
     text = {"max_new_tokens": LENGTH, "eos": ()}
     before = made.generate(prompt(), **text).token_ids
     first = made.gpu_runner
@@ -555,7 +562,7 @@ def test_all_chains_run_on_the_device_up_to_its_limit(settings: dict[str, Any]) 
 def test_the_speed_up_is_learnt_on_the_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
     own = registry.policy("gt", **{**ON_DEVICE["gt"], "threshold": "c*S"})
     monkeypatch.setattr(type(own), "fresh", lambda self: self)
-    made = Engine(Target(tiny()), LMDrafter(), own, launch=GpuOptions(True))
+    made = Engine(Target(tiny()), LMDrafter(), own, gpu_options=GpuOptions(True))
     made.generate(prompt(), max_new_tokens=LENGTH, eos=())
     assert made.fallback == "" and own._speedup > 1
 
@@ -564,7 +571,7 @@ def test_the_speed_up_is_learnt_on_the_device_too(monkeypatch: pytest.MonkeyPatc
 def test_gt_as_it_comes_is_followed_on_the_device(c: float | None, places: int) -> None:
     """As deep as it may go, too."""
     own, target = registry.policy("gt", c=c), Target(tiny(dtype=PRECISE))
-    made = [Engine(target, drafter("lm"), own, launch=GpuOptions(graphs)) for graphs in (False, True)]
+    made = [Engine(target, drafter("lm"), own, gpu_options=GpuOptions(graphs)) for graphs in (False, True)]
     wanted, found = (list(islice(each.stream(prompt(), max_new_tokens=99, eos=()), 3)) for each in made)
     assert made[1].fallback == "" and min(len(step.drafted) for step in found) >= places
     for one, other in zip(wanted, found, strict=True):
@@ -585,7 +592,8 @@ def test_the_largest_trees_run_in_the_graph_pair(name: str, settings: dict[str, 
     """256 drafted nodes and the root are more than 256 rows."""
     own, target = registry.policy(name, **settings), Target(tiny(dtype=PRECISE))
     made = [
-        Engine(target, drafter("itself"), own, launch=GpuOptions(graphs, exact=exact)) for graphs, exact in LAUNCHES
+        Engine(target, drafter("itself"), own, gpu_options=GpuOptions(graphs, exact=exact))
+        for graphs, exact in LAUNCHES
     ]
     texts = [each.generate(prompt(), max_new_tokens=16, eos=()) for each in made]
     assert texts[0].token_ids == texts[1].token_ids == texts[2].token_ids

@@ -29,7 +29,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
 
 def generate(policy: Any, kind: str, graphs: bool, **sampling: Any) -> tuple[Generation, Engine]:
     target = Target(tiny("llama", dtype=PRECISE), character_tokenizer())
-    engine = Engine(target, drafter(kind), policy, True, launch=GpuOptions(graphs, exact=False))
+    engine = Engine(target, drafter(kind), policy, True, gpu_options=GpuOptions(graphs, exact=False))
     return engine.generate(prompt(), max_new_tokens=LENGTH, eos=(), **sampling), engine
 
 

@@ -104,7 +104,9 @@ def test_no_cycle_waits_for_a_capture(name: str, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(GraphCache, "_capture", lambda self, key, work: self.graphs.update({key: Replayed(work)}))
     short = {"ddd": {"depth": 5, "k": 4, "nodes": 12, "checks": "4,5"}, "salf": {"k": 4, "width": 4, "cap": 3}}
     own = registry.policy(name, **short[name]) if name in short else policy(name, tmp_path)
-    made = Engine(Target(tiny("llama", dtype=PRECISE)), drafter("eagle3"), own, launch=GpuOptions(True, exact=False))
+    made = Engine(
+        Target(tiny("llama", dtype=PRECISE)), drafter("eagle3"), own, gpu_options=GpuOptions(True, exact=False)
+    )
     assert made.gpu_runner is not None
     made.gpu_runner.gpu_target.graph_cache.enabled = True
     found = made.generate(prompt(), max_new_tokens=LENGTH, eos=())
@@ -149,7 +151,7 @@ def test_ltd_sees_the_same(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
         assert isinstance(own, LTD)
         target, seen = Target(tiny(family, dtype=PRECISE)), []
         for graphs in (False, True):
-            made = Engine(target, drafter(kind), own, launch=GpuOptions(graphs, exact=False))
+            made = Engine(target, drafter(kind), own, gpu_options=GpuOptions(graphs, exact=False))
             made.generate(prompt(), max_new_tokens=LONG, eos=())
             rules = own.pair.rules
             seen.append([view for view in views if view.length < LONG and rules.asks(view.depth)])
@@ -185,7 +187,9 @@ def test_policies_can_be_made_to_decide_on_the_host(tmp_path: Path) -> None:
     for name in ("beam", "svip", "ltd"):
         own = registry.policy(name, **ON_DEVICE[name]) if name in ON_DEVICE else policy(name, tmp_path)
         target = Target(tiny(dtype=PRECISE))
-        made = [Engine(target, drafter("lm"), own, launch=GpuOptions(True, plans=plans)) for plans in (True, False)]
+        made = [
+            Engine(target, drafter("lm"), own, gpu_options=GpuOptions(True, plans=plans)) for plans in (True, False)
+        ]
         texts = [each.generate(prompt(), max_new_tokens=6, eos=()).token_ids for each in made]
         assert texts[0] == texts[1]
         assert [each.fallback for each in made] == ["", "its policy decides on the host"]

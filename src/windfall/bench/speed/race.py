@@ -45,7 +45,7 @@ class Settings:
     hf_tokens: int = 64  # longest answer of these loops
     ignore_eos: bool = False
     seed: int = 0
-    launch: GpuOptions = GpuOptions()
+    gpu_options: GpuOptions = GpuOptions()
 
     def __post_init__(self) -> None:
         check_temperatures(self.temperatures)

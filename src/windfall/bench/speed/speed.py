@@ -53,7 +53,7 @@ def peak_of(target: Target, method: Method, drafter: DrafterSpec, case: Case, se
     loaded = size_of(drafter.model) if isinstance(drafter, Ready) and not method.plain and not method.drafter else 0
 
     def make() -> Engine:
-        (contender,) = assemble([method], target, drafter, settings.couplings[0], launch=settings.launch)
+        (contender,) = assemble([method], target, drafter, settings.couplings[0], gpu_options=settings.gpu_options)
         contender.engine.policy = method.make()
         return contender.engine
 
@@ -110,7 +110,7 @@ def measure(
 
     `attach` gives the contenders their costs, and returns them.
     """
-    contenders = assemble(methods, target, drafter, settings.couplings[0], trust_remote_code, settings.launch)
+    contenders = assemble(methods, target, drafter, settings.couplings[0], trust_remote_code, settings.gpu_options)
     drafting = next((each.engine for each in contenders if not each.method.plain), contenders[0].engine)
     assistant = drafting.drafter.decoder.model if isinstance(drafting.drafter, LMDrafter) else LOOKUP_TOKENS
     eos = () if settings.ignore_eos else None
@@ -119,7 +119,7 @@ def measure(
     race = Race(target, entries(contenders, settings, assistant), cases, settings)
 
     speed = bandwidth(target.device)
-    passes, reason = GpuPasses.of(drafting, settings.launch)
+    passes, reason = GpuPasses.of(drafting, settings.gpu_options)
     result.memory = {
         "bandwidth": speed,
         "target_bytes": size_of(target.model),
@@ -145,7 +145,7 @@ def measure(
     for _ in race.run(lambda *done: progress("Methods", *done)):
         result.methods = race.rows
         keep(result)
-    if (again := GpuPasses.of(drafting, settings.launch)[0]) is not None:
+    if (again := GpuPasses.of(drafting, settings.gpu_options)[0]) is not None:
         result.passes["launches"] = count_launches(again, settings)
     result.finished = True
     keep(result)

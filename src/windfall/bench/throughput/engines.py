@@ -70,7 +70,7 @@ class Engines:
             memory = self._tokens * (own.decoder.row_bytes + drafter.row_bytes)
             while self._alive and (len(self._alive) + 1) * memory > KV_SHARE * self._bytes(memory):
                 self._drop_oldest()
-        options = self.settings.coupled, self.settings.launch
+        options = self.settings.coupled, self.settings.gpu_options
         made = Engine(own, drafter, policy, *options, max_requests=requests, kv_memory=memory)
         if policy.uses_costs:
             made.online_costs = OnlineCosts(self._costs(label, made))

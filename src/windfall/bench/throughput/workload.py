@@ -38,7 +38,7 @@ class Settings:
     coupled: bool = True
     hf: bool = True
     seed: int = 0
-    launch: GpuOptions = GpuOptions()
+    gpu_options: GpuOptions = GpuOptions()
 
     def __post_init__(self) -> None:
         check_temperatures(self.temperatures)
