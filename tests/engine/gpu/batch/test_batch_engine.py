@@ -15,6 +15,7 @@ from helpers.tiny import prompt
 from windfall import registry
 from windfall.engine.engine import Engine
 from windfall.engine.gpu.batch import runner as batch_runner
+from windfall.engine.gpu.batch.results import BatchStep
 from windfall.engine.gpu.batch.runner import GpuBatchRunner
 from windfall.engine.gpu.forward import Unsupported
 from windfall.engine.split_runner import SplitRunner
@@ -114,6 +115,18 @@ def test_nothing_keeps_what_a_runner_had_when_it_could_not_be_made(monkeypatch: 
     with pytest.raises(torch.OutOfMemoryError):
         found._dispatcher.batch_runner(found.policy, found.online_costs, 2, None)
     assert found.gpu_runner is not None and not found.gpu_runner.gpu_target.graph_cache.independent
+
+
+def test_a_step_does_not_keep_the_texts_of_other_requests() -> None:
+    found = made("beam")
+    texts = found.generate_batch(PROMPTS, **ASKED)
+    kept, others = texts[0].steps, [weakref.ref(text.steps[0].late_text) for text in texts[1:]]
+    tree = kept[0].tree
+    assert isinstance(kept[0], BatchStep) and tree.arrays.tokens.base is None
+    found.close()
+    del texts, found
+    gc.collect()
+    assert kept[0].text == kept[0].late_text[0] and [other() for other in others] == [None] * 3
 
 
 def test_the_memory_of_a_runner_is_freed_when_the_policy_changes() -> None:

@@ -23,7 +23,7 @@ from windfall.engine.gpu.batch.drafters import batch_drafter
 from windfall.engine.gpu.batch.learning import SpareTime, learn
 from windfall.engine.gpu.batch.page_pool import PagePool
 from windfall.engine.gpu.batch.prefill import SHARED_ROWS, Prefill
-from windfall.engine.gpu.batch.results import BatchStep, Results
+from windfall.engine.gpu.batch.results import BatchStep, Results, Sample
 from windfall.engine.gpu.batch.round import MAX_ROUND_ROWS, ROUND_ROWS, SAMPLED, Round, round_rows
 from windfall.engine.gpu.batch.round_graphs import RoundGraphs
 from windfall.engine.gpu.batch.state import MAX_BACKLOG, BatchState
@@ -431,7 +431,7 @@ class GpuBatchRunner:
         block = results.arrays[results.wait(launched.number, patient=True)]
         launched.end.wait()
         draft, verify = launched.start.seconds_until(launched.drafted), launched.drafted.seconds_until(launched.end)
-        found = Results(block, [text.late_text for text in launched.texts], launched.sizes, launched.turn)
+        found = Results(block, len(launched.texts), launched.sizes)
         if not (launched.recorded or launched.shared):
             self._learn_costs(launched, draft, verify)
         prompts = sum(began.seconds_until(ended) for began, ended in launched.prompts)
@@ -439,7 +439,8 @@ class GpuBatchRunner:
         steps = self._steps(launched, found)
         if found.drafted and self.learns and self._is_lesson():
             self._lessons += 1
-            self._spare_time.add(self._learn_acceptance(found, launched))
+            seconds = 0.0 if launched.recorded else found.seconds.total
+            self._spare_time.add(self._learn_acceptance(Sample(block, found, launched.turn), launched.texts, seconds))
         self._after_plain = not found.drafted
         self._events.give_back(launched.start, launched.drafted, *(ended for _, ended in launched.prompts))
         if self._last_end is not None:
@@ -471,18 +472,18 @@ class GpuBatchRunner:
             late.final = finish is not None
             if started and text in started:
                 waited = started.pop(text).seconds_until(launched.start)
-            step = steps[text] = BatchStep(found, seat, finish, waited)
+            step = steps[text] = BatchStep(found, seat, late, finish, waited)
             if text.params.stop:
                 _ = step.text  # later tokens may complete a stop string and shorten the text
         return steps
 
-    def _learn_acceptance(self, found: Results, launched: Launched) -> Iterator[None]:
+    def _learn_acceptance(self, sample: Sample, texts: list[Sequence], seconds: float) -> Iterator[None]:
         """Let the budget, the calibrators and the corrections learn from some requests of the round."""
-        outcome, texts = found.outcome(0.0 if launched.recorded else found.seconds.total), launched.texts
+        outcome = sample.outcome(seconds)
         yield
         self.budget.observe(outcome)
         yield
-        sampled = [texts[seat] for seat in found.sampled]
+        sampled = [texts[seat] for seat in sample.sampled]
         groups: dict[Calibrator, list[int]] = {}
         for place, text in enumerate(sampled):
             groups.setdefault(text.calibrator, []).append(place)
