@@ -20,7 +20,7 @@ WIDTH_STEP = 16  # widths of rows and heads are multiples of this
 
 
 class LayerKernels:
-    """The compiled kernels. All tensors are `readable`."""
+    """The compiled kernels. The tensors of `norm` and `gate_up` are `readable`."""
 
     def __init__(self, compiled: ctypes.CDLL):
         pointer, long, number, integer = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
@@ -55,30 +55,11 @@ class LayerKernels:
         start: int,
         mask: Tensor | None,  # [B, 1, n, start + n] bool; None: causal
         scale: float,
-    ) -> Tensor:
-        """Rotate queries and keys, store keys and values, and attend: [B, n, heads * d]."""
-        batch, kv_heads, capacity, width = cache[0].shape
-        given = [each.contiguous() for each in (queries, keys, values, cos, sin)]
-        found, rows, heads = torch.empty_like(given[0]), queries.shape[1], queries.shape[2] // width
-        sizes = (ctypes.c_long * 7)(batch, rows, heads, kv_heads, width, capacity, start)
-        mask = None if mask is None else mask.contiguous()
-        places = [each.data_ptr() for each in (*given, *cache)]
-        places += [0 if mask is None else mask.data_ptr(), found.data_ptr(), ctypes.addressof(sizes)]
-        self._attention(*places, scale, torch.get_num_threads())
-        return found
+    ) -> Tensor | None:
+        """Rotate queries and keys, store keys and values, and attend: [B, n, heads * d].
 
-    def can_attend(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        cache: tuple[Tensor, Tensor],
-        start: int,
-        mask: Tensor | None,
-    ) -> bool:
-        """Whether `attention` takes these tensors."""
+        None, and nothing is stored: the tensors are not as described here, or not `readable`.
+        """
         (batch, kv_heads, capacity, width), rows = cache[0].shape, queries.shape[1]
         shared, seen = kv_heads * width, (batch, 1, rows, start + rows)
         shapes = (
@@ -90,7 +71,15 @@ class LayerKernels:
         )
         masked = mask is None or (mask.shape == seen and mask.dtype is torch.bool and mask.is_cpu)
         stored = cache[0].is_contiguous() and cache[1].is_contiguous()
-        return shapes and masked and stored and readable(queries, keys, values, cos, sin, *cache)
+        if not (shapes and masked and stored and readable(queries, keys, values, cos, sin, *cache)):
+            return None
+        given = [each.contiguous() for each in (queries, keys, values, cos, sin)]
+        found, mask = torch.empty_like(given[0]), None if mask is None else mask.contiguous()
+        sizes = (ctypes.c_long * 7)(batch, rows, queries.shape[2] // width, kv_heads, width, capacity, start)
+        places = [each.data_ptr() for each in (*given, *cache)]
+        places += [0 if mask is None else mask.data_ptr(), found.data_ptr(), ctypes.addressof(sizes)]
+        self._attention(*places, scale, torch.get_num_threads())
+        return found
 
 
 @cache

@@ -119,9 +119,8 @@ class CpuAttention(WithKernels):
         cache = past_key_values.layers[self.layer_idx].allocated(keys, self.head_dim)
         mask = None if attention_mask is None else attention_mask.expand(batch, -1, -1, -1)
         given = queries, keys, values, cos, sin, cache, past_key_values.end, mask
-        if not self.cpu_kernels.can_attend(*given):
-            return own()
-        return self.o_proj(self.cpu_kernels.attention(*given, self.scaling)), None
+        found = self.cpu_kernels.attention(*given, self.scaling)
+        return own() if found is None else (self.o_proj(found), None)
 
 
 PARTS: dict[str, Any] = {"RMSNorm": CpuNorm, "MLP": CpuMlp, "Attention": CpuAttention}
