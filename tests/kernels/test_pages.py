@@ -9,6 +9,7 @@ import torch
 
 from helpers.interpreter import HALF
 from helpers.paged import check_pages
+from windfall.kernels import attention
 from windfall.kernels.pages import max_tiles, tiles_of
 
 
@@ -16,6 +17,19 @@ from windfall.kernels.pages import max_tiles, tiles_of
 def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr("windfall.kernels.triton.path_attention.BATCH_TILE_PROGRAMS", 6)  # each takes long here
+
+
+@pytest.mark.parametrize(
+    ("memory", "widest", "widest_in_fp32"),
+    [(232_448, 512, 512), (166_912, 256, 256), (101_376, 128, 256)],  # of H100 and H200, A100, and GeForce
+)
+def test_wide_heads_need_memory(memory: int, widest: int, widest_in_fp32: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "shared_memory", lambda device: memory)
+    for dtype, most in ((torch.bfloat16, widest), (torch.float32, widest_in_fp32)):
+        widths = [128, 256, 512, 576]
+        fits = [attention.fits_pages(width, 4, dtype, torch.device("cuda")) for width in widths]
+        assert fits == [width <= most for width in widths]
+        assert attention.fits_pages(576, 4, dtype, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])

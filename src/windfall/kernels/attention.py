@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from windfall.kernels.backend import on_triton
+from windfall.kernels.backend import on_triton, shared_memory, triton_installed
 from windfall.kernels.pages import Pages
 
 PART = 256  # keys per partial sum of `path_reference`
@@ -125,6 +125,16 @@ def path_attention(
         return out
     given = queries, keys, values, length, reach, lineage, scale, window, cap, sinks, pages, first, chunked
     return path_reference(*given)
+
+
+def fits_pages(width: int, group: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `path_attention` runs with the pages of several requests: for wide heads, a program needs more shared
+    memory than some GPUs have. `group`: query heads for each key head."""
+    if device.type != "cuda" or dtype == torch.float64 or not triton_installed():
+        return True
+    from windfall.kernels.triton.path_attention import batch_bytes
+
+    return batch_bytes(group, width, dtype) <= shared_memory(device)
 
 
 def path_reference(

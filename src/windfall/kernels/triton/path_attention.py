@@ -568,6 +568,13 @@ def choose_tile(rows: int, group: int, width: int, dtype: torch.dtype, chain: bo
     return Tile(height, keys, 8 if width > 128 or height * block_d > WIDE_TILE else 4, stages)
 
 
+def batch_bytes(group: int, width: int, dtype: torch.dtype) -> int:
+    """Bytes of shared memory that a program for several requests needs at most, as Triton compiles it."""
+    tile = choose_tile(1, group, width, dtype, chain=False, several=True)
+    rows = 4 * tile.keys + (2 if dtype == torch.float32 else 3) * tile.height  # of keys and values, and of queries
+    return rows * max(power_of_two(width), 16) * dtype.itemsize + 1024
+
+
 def parts_of(capacity: int) -> int:
     """The number of parts of this number of keys."""
     parts, start = 0, 0

@@ -106,6 +106,16 @@ def test_a_drafter_that_reads_no_pages_is_found_before_memory_is_used(monkeypatc
     assert found.batch_fallback == "its attention is odd"
 
 
+def test_heads_that_are_too_wide_for_pages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = made("beam", "lm")
+    monkeypatch.setattr("windfall.engine.gpu.batch.build.fits_pages", lambda *_: False)
+    monkeypatch.setattr(batch_runner, "BatchState", lambda *_: pytest.fail("memory was used"))
+    assert found._dispatcher.batch_runner(found.policy, found.online_costs, 2, None) is None
+    assert found.batch_fallback == (
+        "attention over pages needs too much shared memory for heads of width 8 on this GPU"
+    )
+
+
 def test_nothing_keeps_what_a_runner_had_when_it_could_not_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> Any:
         raise torch.OutOfMemoryError

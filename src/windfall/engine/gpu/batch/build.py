@@ -8,9 +8,10 @@ from windfall.engine.gpu.batch.drafters import drafter_forward
 from windfall.engine.gpu.batch.runner import GpuBatchRunner, Limits
 from windfall.engine.gpu.forward import PagedForward, Unsupported
 from windfall.engine.gpu.runner import GpuRunner
-from windfall.engine.gpu.target import GpuTarget
+from windfall.engine.gpu.target import GpuTarget, in_pages
 from windfall.engine.memory import default_bytes
 from windfall.heads.layers import head_dim
+from windfall.kernels.attention import fits_pages
 from windfall.kernels.pages import PAGE_TOKENS, pages_for
 from windfall.policies.base import TreePolicy
 from windfall.policies.budget import OwnSizes
@@ -40,7 +41,10 @@ def batch_runner(
     pages = seats * pages_for(longest) + 1
     form = form if passes else None
     try:
+        check_width(in_pages(gpu_target.forward), gpu_target)
         drafting = drafter_forward(form)
+        if drafting is not None:
+            check_width(drafting, gpu_target)
         memory = default_bytes(gpu_target.device) if memory is None else memory
         if memory is not None:
             pages = min(pages, memory // page_bytes(gpu_target, form, drafting))
@@ -57,6 +61,13 @@ def rule_unsupported(plan: Plan) -> str:
     """Why the trees of this plan cannot grow in batches; empty if they can."""
     names = ("shape", "bounds", "floor", "keep", "layer", "top", "suits", "expanded_only", "first_come")
     return next((f"its plan has {name!r}, which batches do not support" for name in names if getattr(plan, name)), "")
+
+
+def check_width(forward: PagedForward, gpu_target: GpuTarget) -> None:
+    """Raise Unsupported if the heads of a model are too wide for attention over pages on this device."""
+    width = forward.shape[2]
+    if not fits_pages(width, forward.group, gpu_target.dtype, gpu_target.device):
+        raise Unsupported(f"attention over pages needs too much shared memory for heads of width {width} on this GPU")
 
 
 def page_bytes(gpu_target: GpuTarget, form: GpuForm | None, drafting: PagedForward | None) -> int:
