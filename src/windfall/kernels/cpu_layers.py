@@ -51,7 +51,7 @@ class LayerKernels:
         values: Tensor,  # [B, n, kv_heads * d]
         cos: Tensor,  # [B, n, d]
         sin: Tensor,  # [B, n, d]
-        cache: tuple[Tensor, Tensor],  # keys and values [B, kv_heads, capacity, d], written after `start`
+        cache: tuple[Tensor, Tensor],  # keys and values, both [B, kv_heads, capacity, d], written after `start`
         start: int,
         mask: Tensor | None,  # [B, 1, n, start + n] bool; None: causal
         scale: float,
@@ -66,7 +66,6 @@ class LayerKernels:
             queries.shape[2] % shared == 0
             and keys.shape == values.shape == (batch, rows, shared)
             and cos.shape == sin.shape == (batch, rows, width)
-            and cache[1].shape == cache[0].shape
             and start + rows <= capacity
         )
         masked = mask is None or (mask.shape == seen and mask.dtype is torch.bool and mask.is_cpu)

@@ -15,6 +15,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -60,7 +61,7 @@ class Kernel:
     def take_rows(self, weight: Tensor, rows: Tensor, inputs: int, format: int) -> Tensor:
         """Rows [n] long of a weight in a format other than float32 → [n, inputs]"""
         rows = rows.contiguous()
-        found = torch.empty(len(rows), inputs)
+        found = torch.from_numpy(np.empty((len(rows), inputs), np.float32))  # a tracer would record torch.empty
         self._take_rows(weight.data_ptr(), rows.data_ptr(), found.data_ptr(), len(rows), inputs, format)
         return found
 

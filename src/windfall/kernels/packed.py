@@ -48,17 +48,14 @@ class PackedLinear(nn.Module):
         if input.shape[-1:] != (self.in_features,):
             shape = tuple(input.shape)
             raise RuntimeError(f"this layer takes rows of {self.in_features} numbers, not a tensor of shape {shape}")
-        if not self._takes(input):
-            weight = self._decoded().to(self.blocks.device)
-            return F.linear(input, weight.to(input.dtype) if input.is_floating_point() else weight, self.bias)
-        found = self.kernel.product(input, self.blocks, self.format)
-        return found if self.bias is None else found.add_(self.bias)
-
-    def _takes(self, input: Tensor) -> bool:
-        """Whether the kernel computes the product with these rows; otherwise torch does, with decoded weights."""
-        operands = (input,) if self.bias is None else (input, self.bias)
+        blocks, bias = self.blocks, self.bias
+        operands = (input,) if bias is None else (input, bias)
         gradients = torch.is_grad_enabled() and any(each.requires_grad for each in operands)
-        return readable(*operands) and self.blocks.is_cpu and unobserved(gradients)
+        if not (readable(*operands) and blocks.is_cpu and unobserved(gradients)):
+            weight = self._decoded().to(blocks.device)
+            return F.linear(input, weight.to(input.dtype) if input.is_floating_point() else weight, bias)
+        found = self.kernel.product(input, blocks, self.format)
+        return found if bias is None else found.add_(bias)
 
     @property
     def shares(self) -> bool:

@@ -56,10 +56,10 @@ class CpuNorm(WithKernels):
         return bool(module.weight.shape[-1] % WIDTH_STEP == 0)
 
     def forward(self, hidden_states: Tensor) -> Any:
-        same_width = hidden_states.shape[-1:] == self.weight.shape
-        if not (same_width and unobserved() and readable(hidden_states, self.weight)):
+        weight = self.weight
+        if not (hidden_states.shape[-1:] == weight.shape and unobserved() and readable(hidden_states, weight)):
             return super().forward(hidden_states)
-        return self.cpu_kernels.norm(hidden_states, self.weight, self.variance_epsilon)
+        return self.cpu_kernels.norm(hidden_states, weight, self.variance_epsilon)
 
 
 class CpuMlp(WithKernels):
