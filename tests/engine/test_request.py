@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+import traceback
+import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -12,7 +15,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
+from helpers.scheduling import engine
 from helpers.tiny import prompt
 from windfall.core.stats import Totals
 from windfall.core.types import Step
@@ -129,3 +134,22 @@ def test_sums_over_the_steps_are_known_at_any_time() -> None:
     one.put(step(1, "length"), one.created + 1.5, (3, 5, 2, 9, 1))
     assert handle.totals == Totals(cycles=2, tokens=4, rows=7, accepted=2, drafted=10, draft_passes=2)
     assert handle.ttft == pytest.approx(0.5)
+
+
+def test_a_request_that_fails_releases_the_logits_at_once() -> None:
+    made, logits = engine(), list[weakref.ref[torch.Tensor]]()
+
+    def fail(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        own = scores.clone()
+        logits.extend(map(weakref.ref, (own, scores)))
+        raise KeyError("no")
+
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(KeyError) as failed:
+            made.submit(prompt(), processors=(fail,), max_new_tokens=4).result(20)
+        assert [own() for own in logits] == [None, None]
+        assert "in fail" in "".join(traceback.format_exception(failed.value))
+    finally:
+        gc.enable()

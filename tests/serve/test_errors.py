@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,10 +12,11 @@ import openai
 import pytest
 
 from helpers.scheduling import held
-from helpers.serving import MODEL, client, drafting_engine, engine, http, new_engine, running
+from helpers.serving import MODEL, client, drafting_engine, engine, http, new_engine, running, wait_for
 from windfall.core.errors import InputError
 from windfall.engine.engine import Engine
 from windfall.engine.host_runner import HostRunner
+from windfall.engine.request import Handle
 from windfall.serve.settings import Settings
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -208,3 +211,29 @@ def test_wrong_settings(wrong: dict[str, Any]) -> None:
 
 def test_keys_are_not_shown() -> None:
     assert "secret" not in repr(Settings(api_keys=("secret",)))
+
+
+def test_a_request_that_failed_is_released_at_once(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the garbage collection, which would have to find a cycle of its error, traceback and texts."""
+    made: list[weakref.ref[Handle]] = []
+    usual = Engine.submit
+
+    def submit(self: Engine, *given: Any, **named: Any) -> Handle:
+        handle = usual(self, *given, **named, processors=(fail,))
+        made.append(weakref.ref(handle))
+        return handle
+
+    def fail(*_: Any) -> Any:
+        raise KeyError("no")
+
+    monkeypatch.setattr(Engine, "submit", submit)
+    gc.collect()
+    gc.disable()
+    try:
+        for stream in (False, True):
+            answer = http().post(address + COMPLETIONS, json={"prompt": "Hi", "stream": stream})
+            assert "server_error" in answer.text
+        http().get(f"{address}/ready")  # counts the texts again, and the connection has another request
+        wait_for(lambda: [handle() for handle in made] == [None, None])
+    finally:
+        gc.enable()

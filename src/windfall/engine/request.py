@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 from windfall.core.stats import Totals
@@ -73,6 +75,7 @@ class Request:
 
     def fail(self, error: Exception) -> None:
         """The text ends with this error, which the handle raises."""
+        clear_frames(error)
         with self.changed:
             self.error = error
             calls = self._wake()
@@ -126,6 +129,23 @@ class Request:
             raise self.error
         made = Generation.of(self.steps, self.times, self.prompt_tokens, self.seed)
         return replace(made, finish_reason=self.finish or made.finish_reason)
+
+
+def clear_frames(error: Exception) -> None:
+    """Clear the variables of the calls in which an error was raised, and of their callers, as far as they have ended.
+
+    They refer to logits and to the error itself, so without this they are kept until a garbage collection.
+    """
+    traceback = error.__traceback__
+    while traceback is not None:
+        frame: FrameType | None = traceback.tb_frame
+        while frame is not None and not frame.f_code.co_flags & inspect.CO_GENERATOR:  # a generator may go on
+            try:
+                frame.clear()
+            except RuntimeError:  # it has not ended
+                break
+            frame = frame.f_back
+        traceback = traceback.tb_next
 
 
 class Handle:

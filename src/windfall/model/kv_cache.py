@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -18,7 +19,13 @@ class Rows(CacheLayerMixin):  # type: ignore[misc]
 
     def __init__(self, owner: KVCache):
         super().__init__()
-        self.owner = owner
+        self._owner = weakref.ref(owner)  # so that a cache that is dropped is freed at once, not by garbage collection
+
+    @property
+    def owner(self) -> KVCache:
+        owner = self._owner()
+        assert owner is not None
+        return owner
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device

@@ -62,6 +62,7 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(CLIENT_CLOSED_REQUEST, "the client has closed the connection")
     log.error("a request failed: %s: %s", type(error).__name__, error)
     log.debug("the cause", exc_info=error)
+    error.__traceback__ = None  # it refers to the texts, and they to the error: all would wait for a garbage collection
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server failed to answer this request", FAILED)
 
 
