@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,7 +34,7 @@ CASES = 16
 GRAMMAR_SECONDS = 2.0
 DRAIN_SECONDS = 600
 ENDING_REQUESTS = 24  # that run or wait when the server gets SIGTERM
-MEMORY_SLACK = 0.03  # share by which the memory may grow in the last quarter
+MEMORY_SLACK = 0.03  # share by which the median of the memory may grow from the third quarter to the last
 LONG_RUN = 300  # requests from which the memory must be flat; before, caches still fill
 SAMPLE_SECONDS = 3.0
 MAX_REPORTED = 20  # wrong answers
@@ -87,7 +88,7 @@ async def soak(url: str, process: subprocess.Popen[str], options: argparse.Names
         generated = await generated_tokens(http)
         ending = await terminate(http, cases, process, chance)
     quarter = max(len(memory) // 4, 1)
-    growth = max(memory[-quarter:]) / max(memory[-2 * quarter : -quarter] or memory) - 1
+    growth = statistics.median(memory[-quarter:]) / statistics.median(memory[-2 * quarter : -quarter] or memory) - 1
     idle = ready == {"status": "ready", "running": 0, "waiting": 0}
     wrong = [f"{each.kind}: {each.about}" for each in outcomes if each.end in ("wrong", "stuck")]
     flat = growth <= MEMORY_SLACK or len(outcomes) < LONG_RUN
