@@ -16,13 +16,11 @@ from windfall.engine.engine import Engine, Prompt, size_of
 from windfall.engine.request import Handle
 from windfall.grammar.base import Grammar
 from windfall.policies.base import TreePolicy
-from windfall.serve.errors import ApiError, shutting_down
+from windfall.serve.errors import ApiError, shutting_down, too_busy
 from windfall.serve.grammars import LimitedGrammars
 from windfall.serve.policies import offered
 from windfall.serve.prompt_threads import PromptThreads
 from windfall.serve.settings import Settings
-
-RETRY_AFTER_SECONDS = 1
 
 
 @dataclass(frozen=True)
@@ -142,13 +140,7 @@ class Admission:
             if self._count() + texts <= self.capacity:
                 self._expected += texts
                 return
-        raise ApiError(
-            HTTPStatus.TOO_MANY_REQUESTS,
-            f"the queue is full: {counted(self.running, 'text')} in progress, {self.waiting} waiting; try again later",
-            "rate_limit_error",
-            code="queue_full",
-            headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
-        )
+        raise too_busy(f"the queue is full: {counted(self.running, 'text')} in progress, {self.waiting} waiting")
 
     def _add(self, handles: list[Handle], expected: int) -> None:
         """Count these handles in the place of the texts that were expected."""

@@ -18,6 +18,7 @@ from windfall.core.errors import InputError
 log = logging.getLogger(__name__)
 
 INVALID, FAILED = "invalid_request_error", "server_error"  # types
+RETRY_AFTER_SECONDS = 1  # when a busy server may be asked again
 CLIENT_CLOSED_REQUEST = 499  # the status that nginx logs in this case
 NOT_YET = ("suffix", "best_of", "min_tokens", "functions")  # fields
 
@@ -48,6 +49,18 @@ class Disconnected(Exception):
 
 def shutting_down() -> ApiError:
     return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is shutting down", FAILED, code="shutting_down")
+
+
+def too_busy(reason: str, retry_seconds: int = RETRY_AFTER_SECONDS) -> ApiError:
+    """The error of a request that would have to wait for too many others."""
+    headers = {"Retry-After": str(retry_seconds)}
+    return ApiError(
+        HTTPStatus.TOO_MANY_REQUESTS,
+        f"{reason}; try again later",
+        "rate_limit_error",
+        code="queue_full",
+        headers=headers,
+    )
 
 
 def as_api_error(error: Exception) -> ApiError:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from http import HTTPStatus
 from queue import Empty, LifoQueue
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from windfall.core.errors import InputError
 from windfall.grammar.base import Grammar
 from windfall.grammar.compile import Grammars, check_installed
 from windfall.grammar.trial import Trial, needs_trial
-from windfall.serve.errors import ApiError
+from windfall.serve.errors import too_busy
 from windfall.serve.settings import Settings
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 MAX_TRIALS = 2  # processes
 MAX_WAITING = 32  # threads that wait for them
-RETRY_AFTER_SECONDS = 1
 
 
 class LimitedGrammars:
@@ -62,13 +60,7 @@ class LimitedGrammars:
         try:
             trial = self._idle.get(timeout=self._seconds)
         except Empty:
-            raise ApiError(
-                HTTPStatus.TOO_MANY_REQUESTS,
-                "too many other grammars are being compiled; try again later",
-                "rate_limit_error",
-                code="queue_full",
-                headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
-            ) from None
+            raise too_busy("too many other grammars are being compiled") from None
         try:
             trial = trial or Trial(self._grammars.vocabulary)
             yield trial

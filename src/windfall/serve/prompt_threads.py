@@ -6,11 +6,10 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from http import HTTPStatus
 from typing import Any, TypeVar
 
 from windfall.engine.engine import LONG_TEXT
-from windfall.serve.errors import ApiError
+from windfall.serve.errors import too_busy
 
 T = TypeVar("T")
 
@@ -35,13 +34,7 @@ class PromptThreads:
             return self._short.submit(work, *given)
         with self._lock:
             if self._waiting and self._waiting + characters > MAX_WAITING:
-                raise ApiError(
-                    HTTPStatus.TOO_MANY_REQUESTS,
-                    "too many other long prompts are being tokenized; try again later",
-                    "rate_limit_error",
-                    code="queue_full",
-                    headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
-                )
+                raise too_busy("too many other long prompts are being tokenized", RETRY_AFTER_SECONDS)
             self._waiting += characters
         submitted = self._long.submit(work, *given)
         submitted.add_done_callback(lambda _: self._leave(characters))

@@ -202,6 +202,14 @@ def _highest(order, name, COUNT: tl.constexpr, RANKS: tl.constexpr, PACKED: tl.c
 
 
 @triton.jit
+def _normaliser(top, total):
+    """The highest score of a row, and the logarithm of its softmax normaliser after this is subtracted."""
+    highest = tl.max(top, 0)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    return base, tl.log(tl.sum(total * tl.exp(top - base), 0))
+
+
+@triton.jit
 def _pick_children(
     scored,
     tops,
@@ -231,9 +239,7 @@ def _pick_children(
     column = where[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     inside = (reached > NONE)[:, None] & (column < width)
     scores = tl.load(scored + row * scored_row + column, mask=inside, other=0.0).to(tl.float32)
-    highest = tl.max(top, 0)
-    base = tl.where(highest == float("-inf"), 0.0, highest)
-    normaliser = tl.log(tl.sum(total * tl.exp(top - base), 0))
+    base, normaliser = _normaliser(top, total)
     order = tl.reshape(tl.where(inside, order_of(scores), NONE), (RANKS * SIZE,))
     found, orders = _highest(order, tl.reshape(column, (RANKS * SIZE,)), K, RANKS, PACKED)
     rank = tl.arange(0, RANKS)
@@ -246,9 +252,10 @@ def _pick_children(
 
 @triton.jit
 def _are_highest(order, COUNT: tl.constexpr, BITS: tl.constexpr):
-    """Which of these orders of so many bits are the COUNT highest, ties first come; the lowest number is none."""
+    """Which of these orders are the COUNT highest. Orders have BITS bits; the lowest one stands for no order. Of equal
+    orders, the earlier ones are taken."""
     lowest: tl.constexpr = -(1 << (BITS - 1))
-    bound = tl.where(tl.sum((order >= 0).to(tl.int32), 0) >= COUNT, 0, lowest)  # becomes the highest that enough reach
+    bound = tl.where(tl.sum((order >= 0).to(tl.int32), 0) >= COUNT, 0, lowest)  # becomes the COUNT-th highest order
     for i in range(1, BITS):
         higher = bound + (1 << (BITS - 1 - i))
         bound = tl.where(tl.sum((order >= higher).to(tl.int32), 0) >= COUNT, higher, bound)
@@ -287,9 +294,7 @@ def _pick_many(
     made = block < count
     top = tl.load(tops + row * count + block, mask=made, other=float("-inf"))
     total = tl.load(totals + row * count + block, mask=made, other=0.0)
-    highest = tl.max(top, 0)
-    base = tl.where(highest == float("-inf"), 0.0, highest)
-    normaliser = tl.log(tl.sum(total * tl.exp(top - base), 0))
+    base, normaliser = _normaliser(top, total)
     chosen = _are_highest(tl.where(made, order_of(top), NONE) >> (32 - BITS), K, BITS).to(tl.int32)
     tl.store(kept + tl.cumsum(chosen, 0) - 1, block, mask=chosen != 0)
     tl.debug_barrier()  # all chosen blocks are written
