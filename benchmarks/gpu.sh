@@ -3,10 +3,11 @@
 #
 #   benchmarks/gpu.sh OUT STAGE… -- TASK…        TASK: a JSONL file with prompts, or builtin
 #
-# Stages: draft-phase draft-phase-8b products first-token shapes price price-8b texts texts-fp16 batch-texts throughput throughput-8b peers
-# peers-model serve soak
+# Stages: draft-phase draft-phase-8b products first-token shapes price price-8b texts texts-fp16 batch-texts throughput throughput-8b
+# one-request peers peers-model serve soak
 # MODEL and DRAFTER (environment) are the target and its drafter; without them, the embedded pair. `peers` is always the
-# embedded pair; `peers-model` is MODEL, with ASSISTANT as transformers' assistant. A stage that fails or takes longer
+# embedded pair; `peers-model` is MODEL, with ASSISTANT as transformers' assistant. `one-request` compares with the version
+# of windfall whose `src` folder is BEFORE. A stage that fails or takes longer
 # than LIMIT seconds (600) does not stop the others; the exit code is the number of such stages.
 # `python benchmarks/tables.py --take OUT` puts the results into the documentation.
 set -u
@@ -70,11 +71,12 @@ for stage in "${STAGES[@]}"; do
 	texts) run $stage "$PY" benchmarks/exact.py "$@" $TARGET --limit 40 --texts --modes exact --json "$json" ;;
 	texts-fp16) run $stage "$PY" benchmarks/exact.py "$@" $TARGET --limit 7 --dtype float16 --texts --modes exact --json "$json" ;;
 	batch-texts) run $stage "$PY" benchmarks/batch_texts.py "$@" $TARGET --limit 40 --json "$json" ;;
-	throughput) throughput $stage 40 --rounds 2 ;;
-	throughput-8b) throughput $stage 24 --rounds 1 --widen llama-3.1-8b --no-hf ;;
+	throughput) throughput $stage 24 --rounds 2 --no-hf ;;
+	throughput-8b) throughput $stage 16 --rounds 1 --widen llama-3.1-8b --no-hf ;;
+	one-request) run $stage "$PY" benchmarks/one_request.py "$BEFORE" "$@" $TARGET --json "$json" ;;
 	peers) peers $stage "$@" ;;
 	peers-model) peers $stage "$@" $TARGET ${ASSISTANT:+--assistant $ASSISTANT} ;;
-	serve) run $stage "$PY" benchmarks/serve_overhead.py "$@" $TARGET --limit 40 --kv-memory 16GB --json "$json" ;;
+	serve) run $stage "$PY" benchmarks/serve_overhead.py "$@" $TARGET --limit 16 --kv-memory 16GB --json "$json" ;;
 	soak) run $stage "$PY" benchmarks/soak.py $TARGET --pages --max-requests 64 --tokens 240 --kv-memory 50MB --json "$json" ;;
 	*) echo "no stage $stage" && failed=$((failed + 1)) ;;
 	esac

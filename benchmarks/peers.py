@@ -71,6 +71,7 @@ def parsed() -> argparse.Namespace:
         parser.add_argument(f"--{name}")
     parser.add_argument("--assistant", help="model for assisted generation; default: the bundled one of the target")
     parser.add_argument("--methods", default="none,beam,auto", help="policies of windfall")
+    parser.add_argument("--theirs", default=",".join(THEIR_WAYS), help="ways of transformers")
     parser.add_argument("--requests", default="1,8,64", help="numbers of requests at once")
     parser.add_argument("--limit", type=int, default=40, help="prompts of each task")
     parser.add_argument("--alone", type=int, default=12, help="smallest number of prompts")
@@ -92,7 +93,8 @@ def parsed() -> argparse.Namespace:
 def everything(options: argparse.Namespace) -> dict[str, Any]:
     """What all ways measured, with their texts compared."""
     result: dict[str, Any] = {"rows": [], "skipped": []}
-    ways = [(THEIRS, way) for way in THEIR_WAYS] + [(OURS, method) for method in options.methods.split(",")]
+    ways = [(OURS, method) for method in options.methods.split(",")]
+    ways += [(THEIRS, way) for way in filter(None, options.theirs.split(","))]
     for engine, way in ways:
         found = in_own_process(f"{engine}/{way}", options)
         result["rows"] += found.pop("rows", [])

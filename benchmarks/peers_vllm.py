@@ -3,13 +3,15 @@
 python benchmarks/peers_vllm.py PROMPTS.json [--model FOLDER] [--head FOLDER] [--settings plain,ngram-3] --json FILE
 
 PROMPTS.json is written by `peers.py --write-prompts`, and --head is a draft head that `windfall export` wrote. A
-setting is plain, ngram-N or eagle3-N, which draft N tokens. Each runs in a process of its own. The next request begins
-when one ends. peers.py takes the result with --vllm, also several, for example of different settings.
+setting is plain, ngram-N or eagle3-N, which draft N tokens. Each runs in a process of its own. The processes load at
+the same time, because that takes vLLM a minute, and measure one after the other. The next request begins when one ends.
+peers.py takes the result with --vllm, also several, for example of different settings.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import importlib.metadata
 import itertools
@@ -22,7 +24,9 @@ import sys
 import tempfile
 import time
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
@@ -32,6 +36,7 @@ NGRAM = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 ENGINE = "vLLM"
 HASH_DIGITS = 12
 SPARE_TOKENS = 64  # of the longest text, for drafts
+START_MEMORY = 0.1  # share of the GPU's memory that must be free at the start
 OFFLINE = {  # vLLM looks for a network otherwise
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -49,7 +54,8 @@ def main() -> None:
     parser.add_argument("--head", help="folder of an EAGLE-3 head, from `windfall export`")
     parser.add_argument("--settings", default="plain,ngram-3,ngram-5,eagle3-3,eagle3-5")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--memory", type=float, default=0.8, help="share of the GPU's memory")
+    parser.add_argument("--kv-memory", type=float, default=8, metavar="GB", help="of the KV cache of each process")
+    parser.add_argument("--lock", metavar="FILE", help="measure only while no other process has locked this file")
     parser.add_argument("--seconds", type=float, default=600, help="limit of each process")
     parser.add_argument("--json", required=True)
     parser.add_argument("--setting", help=argparse.SUPPRESS)  # what this process measures
@@ -85,33 +91,33 @@ def measured(runs: list[tuple[float, list[list[int]]]]) -> dict[str, Any]:
 
 def everything(options: argparse.Namespace, asked: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {"rows": [], "skipped": [], "prompts": asked["prompts"]}
-    for setting in options.settings.split(","):
-        if setting.startswith("eagle3") and not options.head:
-            found = failed(setting, "no head was given")
-        else:
-            found = in_own_process(setting, options)
-        result["rows"] += found.pop("rows", [])
-        result["skipped"] += found.pop("skipped", [])
-        result |= found
-        print(f"{setting}: done", file=sys.stderr, flush=True)
+    settings = options.settings.split(",")
+    with ThreadPoolExecutor(len(settings)) as threads, tempfile.NamedTemporaryFile() as own_lock:
+        lock = options.lock or own_lock.name
+        for found in threads.map(lambda setting: in_own_process(setting, lock, options), settings):
+            result["rows"] += found.pop("rows", [])
+            result["skipped"] += found.pop("skipped", [])
+            result |= found
     return {**result, "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
 
 
-def in_own_process(setting: str, options: argparse.Namespace) -> dict[str, Any]:
+def in_own_process(setting: str, lock: str, options: argparse.Namespace) -> dict[str, Any]:
     """What `measure` returns in a process of its own; if that fails or takes too long, the reason."""
+    if setting.startswith("eagle3") and not options.head:
+        return failed(setting, "no head was given")
     with tempfile.TemporaryDirectory() as folder:
         part, log = Path(folder) / "part.json", Path(folder) / "log"
-        command = [sys.executable, __file__, *sys.argv[1:], "--setting", setting, "--json", str(part)]
+        command = [sys.executable, __file__, *sys.argv[1:], "--setting", setting, "--lock", lock, "--json", str(part)]
+        environment = {**OFFLINE, "VLLM_CACHE_ROOT": folder, **os.environ}
         with log.open("w") as output:
-            process = subprocess.Popen(
-                command, stdout=output, stderr=output, env={**OFFLINE, **os.environ}, start_new_session=True
-            )
+            process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
         try:
             process.wait(options.seconds)
         except subprocess.TimeoutExpired:
             return failed(setting, f"it took more than {options.seconds:g} s")
         finally:
             end_group(process)
+        print(f"{setting}: done", file=sys.stderr, flush=True)
         if part.exists():
             found: dict[str, Any] = json.loads(part.read_text("utf-8"))
             return found
@@ -145,7 +151,8 @@ def measure(options: argparse.Namespace, asked: dict[str, Any]) -> dict[str, Any
         dtype=options.dtype,
         max_model_len=max(map(len, asked["ids"])) + asked["tokens"] + SPARE_TOKENS,
         max_num_seqs=max(asked["requests"]),
-        gpu_memory_utilization=options.memory,
+        gpu_memory_utilization=START_MEMORY,
+        kv_cache_memory_bytes=int(options.kv_memory * 1e9),
         enable_prefix_caching=False,
         seed=0,
         **speculation(options.setting, options.head),
@@ -159,14 +166,23 @@ def measure(options: argparse.Namespace, asked: dict[str, Any]) -> dict[str, Any
     )
     version, names = importlib.metadata.version("vllm"), itertools.count()
     rows = []
-    for count in asked["requests"]:
-        chosen = asked["ids"][: size(count, asked["alone"])]
-        runs = [run(engine, chosen, params, count, names) for _ in range(asked["rounds"] + 1)][1:]
-        row = {"engine": ENGINE, "version": version, "way": options.setting, "requests": count}
-        rows.append({**row, **measured(runs), "tau": None})
+    with locked(options.lock):
+        for count in asked["requests"]:
+            chosen = asked["ids"][: size(count, asked["alone"])]
+            runs = [run(engine, chosen, params, count, names) for _ in range(asked["rounds"] + 1)][1:]
+            row = {"engine": ENGINE, "version": version, "way": options.setting, "requests": count}
+            rows.append({**row, **measured(runs), "tau": None})
     versions = {name: importlib.metadata.version(name) for name in ("vllm", "torch", "transformers")}
     machine = {"architecture": platform.machine(), "cpu": processor(), "cores": os.cpu_count()}
     return {"rows": rows, "versions": versions, "machine": machine, "gpu": current_platform.get_device_name()}
+
+
+@contextmanager
+def locked(file: str) -> Iterator[None]:
+    """Wait until no other process holds this lock, and hold it."""
+    with open(file, "a") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
 
 
 def speculation(setting: str, head: str | None) -> dict[str, Any]:

@@ -42,8 +42,7 @@ def main() -> None:
         parser.add_argument(f"--{name}")
     parser.add_argument("--methods", default="none,auto", help="policies")
     parser.add_argument("--clients", default="1,4,16,64", help="requests in flight")
-    parser.add_argument("--per-client", type=int, default=3, help="requests of each client in a run")
-    parser.add_argument("--least", type=int, default=8, help="smallest number of requests in a run")
+    parser.add_argument("--requests", type=int, help="of each run; default: as `windfall bench serve`")
     parser.add_argument("--limit", type=int, default=12, help="prompts of each task")
     parser.add_argument("--tokens", type=int, default=128, help="length of an answer")
     parser.add_argument("--rounds", type=int, default=3)
@@ -58,7 +57,7 @@ def main() -> None:
         measured = measure(method, options)
         about |= measured.pop("about")
         rows += measured.pop("rows")
-    names = ("tasks", "clients", "per_client", "least", "limit", "tokens", "rounds", "kv_memory")
+    names = ("tasks", "clients", "requests", "limit", "tokens", "rounds", "kv_memory")
     settings = {
         **{name: getattr(options, name) for name in names},
         "tasks": [Path(task).name for task in options.tasks],
@@ -67,32 +66,27 @@ def main() -> None:
     publish({"what": "overhead of the server", **about, "settings": settings, "rows": rows, **noted}, options.json)
 
 
-def counts(options: argparse.Namespace) -> dict[int, int]:
-    """The requests of a run, by the number of clients."""
-    clients = sorted(map(int, options.clients.split(",")))
-    return {each: max(options.per_client * each, options.least) for each in clients}
+def clients(options: argparse.Namespace) -> tuple[int, ...]:
+    return tuple(sorted(map(int, options.clients.split(","))))
 
 
 def measure(method: str, options: argparse.Namespace) -> dict[str, Any]:
     """All rounds with this policy."""
     runs: list[dict[str, dict[int, dict[str, Any]]]] = []
-    with bare_engine(method, options) as engine, server(method, options) as url:
+    with bare_engine(method, options) as engine, server(method, options) as url:  # they load at the same time
+        about = engine.about()
         for _ in range(options.rounds):
-            found = engine.ask(counts(options))
-            runs.append({"engine": {row["concurrency"]: row for row in found}})
-            runs[-1]["server"] = load_test(url, options)
+            found = {"engine": engine.ask(clients(options)), "server": load_test(url, options)}
+            runs.append({side: {row["concurrency"]: row for row in rows} for side, rows in found.items()})
             print(f"{method}: round {len(runs)} of {options.rounds} done", file=sys.stderr, flush=True)
-    rows = [
-        row(method, clients, [{side: run[side][clients] for side in run} for run in runs])
-        for clients in counts(options)
-    ]
-    return {"about": engine.about, "rows": rows}
+    rows = [row(method, each, [{side: run[side][each] for side in run} for run in runs]) for each in clients(options)]
+    return {"about": about, "rows": rows}
 
 
-def row(method: str, clients: int, runs: Sequence[dict[str, dict[str, Any]]]) -> dict[str, Any]:
+def row(method: str, count: int, runs: Sequence[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     """The medians of several runs."""
     rates = {side: [run[side]["tokens_per_second"] for run in runs] for side in ("engine", "server")}
-    made: dict[str, Any] = {"method": method, "clients": clients, "requests": runs[0]["server"]["requests"]}
+    made: dict[str, Any] = {"method": method, "clients": count, "requests": runs[0]["server"]["requests"]}
     made["errors"] = sum(sum(run["server"]["errors"].values()) for run in runs)
     for side, found in rates.items():
         times = {name: medians([run[side][name] for run in runs]) for name in TIMES}
@@ -118,7 +112,7 @@ def server(method: str, options: argparse.Namespace) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     command = [sys.executable, "-m", "windfall", "serve", "--port", port, "--policy", method]
-    command += ["--max-requests", str(max(counts(options))), *given(options)]
+    command += ["--max-requests", str(max(clients(options))), *given(options)]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
         try:
@@ -150,18 +144,17 @@ def given(options: argparse.Namespace) -> list[str]:
     return [word for name, value in found.items() if value for word in (f"--{name.replace('_', '-')}", value)]
 
 
-def load_test(url: str, options: argparse.Namespace) -> dict[int, dict[str, Any]]:
-    """What clients measure, by their number."""
-    rows = {}
+def load_test(url: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """What clients measure, a row for each number of them."""
     with tempfile.TemporaryDirectory() as folder:
-        for clients, requests in counts(options).items():
-            out = Path(folder) / f"{clients}.json"
-            command = [sys.executable, "-m", "windfall", "bench", "serve", url, "--concurrency", str(clients)]
-            command += ["--requests", str(requests), "--max-new-tokens", str(options.tokens), "--ignore-eos"]
-            command += ["--tasks", ",".join(options.tasks), "--limit", str(options.limit), "--out", str(out)]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-            (rows[clients],) = json.loads(out.read_text("utf-8"))["rows"]
-    return rows
+        out = Path(folder) / "load.json"
+        command = [sys.executable, "-m", "windfall", "bench", "serve", url, "--concurrency", options.clients]
+        command += ["--max-new-tokens", str(options.tokens), "--ignore-eos", "--out", str(out)]
+        command += ["--tasks", ",".join(options.tasks), "--limit", str(options.limit)]
+        command += ["--requests", str(options.requests)] if options.requests else []
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        rows: list[dict[str, Any]] = json.loads(out.read_text("utf-8"))["rows"]
+        return rows
 
 
 # ---- the bare engine
@@ -172,12 +165,16 @@ class BareEngine:
 
     def __init__(self, process: subprocess.Popen[str]):
         self._process = process
-        self.about: dict[str, Any] = self._answer()
 
-    def ask(self, requests: dict[int, int]) -> list[dict[str, Any]]:
+    def about(self) -> dict[str, Any]:
+        """What it loaded; to be asked once, and first."""
+        found: dict[str, Any] = self._answer()
+        return found
+
+    def ask(self, counts: Sequence[int]) -> list[dict[str, Any]]:
         """A run for each of these numbers of requests in flight."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(requests) + "\n")
+        self._process.stdin.write(json.dumps(counts) + "\n")
         self._process.stdin.flush()
         found: list[dict[str, Any]] = self._answer()
         return found
@@ -205,13 +202,14 @@ def hold_engine(options: argparse.Namespace) -> None:
     """Load the engine as `windfall serve` does; then a run for each number of a line on standard input."""
     import windfall
     from windfall import registry
+    from windfall.bench.serving.workload import Level, Settings
     from windfall.bench.tasks import in_turns, load_tasks
     from windfall.bench.throughput.serve import engine_server
     from windfall.cli.session import freeze_objects
 
     answers, sys.stdout = sys.stdout, sys.stderr
     model = {name: getattr(options, name) for name in MODEL_OPTIONS}
-    engine = windfall.load(policy=registry.policy(options.engine), max_requests=max(counts(options)), **model)
+    engine = windfall.load(policy=registry.policy(options.engine), max_requests=max(clients(options)), **model)
     engine.prepare()
     freeze_objects()
     dtype, device = str(engine.target.decoder.dtype).removeprefix("torch."), engine.target.device.type
@@ -220,13 +218,14 @@ def hold_engine(options: argparse.Namespace) -> None:
     prompts = in_turns(load_tasks(options.tasks, options.limit))
     serve = engine_server(engine, 0.0)
     run(engine, serve, prompts, 1, 1, options.tokens)
+    settings = Settings(requests=options.requests)
     for line in sys.stdin:
-        asked = {int(clients): requests for clients, requests in json.loads(line).items()}
-        found = [run(engine, serve, prompts, clients, requests, options.tokens) for clients, requests in asked.items()]
+        asked = {count: settings.count(Level(count), len(prompts)) for count in json.loads(line)}
+        found = [run(engine, serve, prompts, count, requests, options.tokens) for count, requests in asked.items()]
         print(json.dumps(found), file=answers, flush=True)
 
 
-def run(engine: Any, serve: Any, prompts: Any, clients: int, requests: int, tokens: int) -> dict[str, Any]:
+def run(engine: Any, serve: Any, prompts: Any, count: int, requests: int, tokens: int) -> dict[str, Any]:
     """The figures of a run, as a load test has them."""
     from windfall.bench.runner import Case
     from windfall.bench.serving.figures import percentiles
@@ -235,10 +234,10 @@ def run(engine: Any, serve: Any, prompts: Any, clients: int, requests: int, toke
     params = engine.params(max_new_tokens=tokens, eos=())
     asked = repeated(prompts, requests)
     cases = [Case(each, engine.encode([{"role": "user", "content": each.turns[0]}]), params) for each in asked]
-    answers = serve(cases, clients)
+    answers = serve(cases, count)
     seconds = max(answer.ended for answer in answers) - min(answer.submitted for answer in answers)
     return {
-        "concurrency": clients,
+        "concurrency": count,
         "tokens_per_second": sum(len(answer.tokens) for answer in answers) / seconds,
         **{name: percentiles([getattr(answer, name) for answer in answers]) for name in TIMES},
         "load_average": os.getloadavg()[0],

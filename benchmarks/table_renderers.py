@@ -313,6 +313,21 @@ def _speed_table(speeds: dict[str, dict[int, float | None]], counts: list[int]) 
     return table(("tokens/s by requests", *(f"{count:,}" for count in counts)), rows)
 
 
+def one_request(found: Results) -> Body:
+    """One request with an earlier version and with this one (benchmarks/one_request.py)."""
+    (result,) = found.values()
+    head = ("method", "temperature", "before, tokens/s", "now, tokens/s", "now / before")
+    lines = []
+    for row in result["rows"]:
+        speeds = rate(row["before"]), rate(row["after"]), number(row["after"] / row["before"])
+        lines.append([code(row["method"]), f"{row['temperature']:g}", *speeds])
+    settings = result["settings"]
+    prompts = f"{counted(settings['limit'], 'prompt')} of each of {counted(len(settings['tasks']), 'task')}"
+    return table(
+        head, lines
+    ), f"{prompts}, up to {settings['tokens']:,} new tokens, medians of {settings['rounds']} rounds."
+
+
 # ---- other engines
 
 

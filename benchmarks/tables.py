@@ -77,6 +77,15 @@ throughput](benchmark.md#bench-throughput)). Speed-ups are over `none` with the 
 The same with the model zero-padded to the layer dimensions of Llama-3.1-8B, a timing proxy.""",
         plot="throughput-8b",
     ),
+    "one-request": Section(
+        OVERVIEW,
+        renderers.one_request,
+        ("one-request",),
+        begin="""### One request, before and after batches
+
+Tokens/s of one request at a time, prefill included, before the engine had batches and now
+(`benchmarks/one_request.py`).""",
+    ),
     "peers": Section(
         OVERVIEW,
         renderers.peers,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import threading
 from collections import deque
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -90,17 +91,39 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return made
 
 
-def test_prompts_of_vllm_are_answered_in_their_order(vllm: dict[str, Any]) -> None:
+def settings(folder: Path, **given: Any) -> argparse.Namespace:
+    """The options of a process that measures vLLM."""
+    defaults = {"model": None, "dtype": "float32", "kv_memory": 2, "setting": "plain", "head": None}
+    return argparse.Namespace(**{**defaults, "lock": str(folder / "lock"), **given})
+
+
+def test_prompts_of_vllm_are_answered_in_their_order(vllm: dict[str, Any], tmp_path: Path) -> None:
     ids = [[1, n] for n in range(7)]
     asked = {"ids": ids, "alone": 2, "tokens": 9, "temperature": 0.0, "eos": [5], "requests": [1, 2], "rounds": 2}
-    options = argparse.Namespace(model="folder", dtype="bfloat16", memory=0.5, setting="eagle3-3", head="head")
-    result = peers_vllm.measure(options, asked)
+    result = peers_vllm.measure(settings(tmp_path, model="folder", setting="eagle3-3", head="head"), asked)
     assert [(row["requests"], len(row["texts"])) for row in result["rows"]] == [(1, 3), (2, 6)]
     assert result["rows"][1]["texts"] == [peers_vllm.hash_of([last]) for _, last in ids[:6]]
     assert vllm["engine"].most == 2 and vllm["max_num_seqs"] == 2 and vllm["model"] == "folder"
     assert vllm["speculative_config"] == {"method": "eagle3", "model": "head", "num_speculative_tokens": 3}
     assert vllm["params"]["stop_token_ids"] == [5] and vllm["params"]["output_kind"] == "final"
     assert (result["gpu"], result["versions"]["vllm"]) == ("NVIDIA H200", "vllm 1.0")
+    assert vllm["kv_cache_memory_bytes"] == 2_000_000_000
+
+
+def test_settings_of_vllm_measure_one_after_the_other(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    def measure() -> None:
+        with peers_vllm.locked(str(tmp_path / "lock")):
+            order.append("second")
+
+    with peers_vllm.locked(str(tmp_path / "lock")):
+        other = threading.Thread(target=measure)
+        other.start()
+        other.join(0.1)
+        order.append("first")
+    other.join()
+    assert order == ["first", "second"]
 
 
 def test_settings_of_vllm() -> None:
@@ -129,8 +152,12 @@ def test_all_ways_answer_the_same_prompts(
     prompts, theirs = tmp_path / "prompts.json", tmp_path / "vllm.json"
     run(monkeypatch, [*arguments, "--write-prompts", str(prompts)])
     asked = json.loads(prompts.read_text())
-    options = argparse.Namespace(model=None, dtype="float32", memory=0.5, setting="plain", head=None)
-    measured = {**peers_vllm.measure(options, asked), "skipped": [], "prompts": asked["prompts"], "date": "2026-11-18"}
+    measured = {
+        **peers_vllm.measure(settings(tmp_path), asked),
+        "skipped": [],
+        "prompts": asked["prompts"],
+        "date": "2026-11-18",
+    }
     theirs.write_text(json.dumps(measured))
     monkeypatch.setattr(peers, "in_own_process", measured_here)
     run(monkeypatch, [*arguments, "--vllm", str(theirs)])

@@ -18,6 +18,7 @@ from windfall.core.clock import now
 from windfall.core.types import FULL_PRECISION
 from windfall.engine.engine import Engine
 
+WARM_UP_REQUESTS = 8  # at least
 GPU, HOST, TRANSFORMERS = "gpu", "host", "transformers"  # what ran the requests
 
 Progress = Callable[[int, int], None]  # finished runs, and all runs
@@ -118,7 +119,7 @@ class Contest:
         serve = engine_server(engine, entry.cell.temperature)
         if entry.engine_number != number:
             forget_prefixes(engine)
-            run_cell(serve, self.cases_of(entry.cell), entry.cell)
+            serve(self.cases_of(entry.cell)[: warm_up_requests(entry.cell)], entry.cell.concurrency)
             entry.engine_number = number
         forget_prefixes(engine)
         now(engine.target.device)
@@ -194,6 +195,11 @@ class Contest:
         pairs: list[tuple[int, Answer]] = [pair for run in entry.runs for pair in enumerate(run.answers)]
         known = [(self.wanted.get((temperature, place)), answer.tokens) for place, answer in pairs]
         return [wanted == tokens for wanted, tokens in known if wanted is not None]
+
+
+def warm_up_requests(cell: Cell) -> int:
+    """The number of requests before those that count: each seat of the batch has one that leaves and one that joins."""
+    return max(WARM_UP_REQUESTS, 2 * cell.concurrency)
 
 
 def is_exact(engine: Engine) -> bool:
