@@ -1,4 +1,10 @@
-"""The sequences of the host loop: they join its KV caches and leave them between cycles."""
+"""The sequences of the host loop: they join its KV caches and leave them between cycles.
+
+New sequences are prefilled in a cache of their own, grouped by length, so that those that run are not padded to a long
+prompt. With a drafter that cannot join, all sequences are started again. An error of a processor, a criterion or a stop
+condition ends its sequence only. If a cycle fails earlier, for example in a policy, each sequence repeats it alone to
+find the one that fails.
+"""
 
 from __future__ import annotations
 

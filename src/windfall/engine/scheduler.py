@@ -1,4 +1,8 @@
-"""The scheduler: decides between two rounds which requests run."""
+"""The scheduler: decides between two rounds which requests run.
+
+The queue is first in, first out, and no request overtakes another. A preempted request goes back to the head of the
+queue, so those that run are always the oldest. The last one that runs is never preempted.
+"""
 
 from __future__ import annotations
 

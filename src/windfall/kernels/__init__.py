@@ -1,8 +1,8 @@
 """The small kernels between the matrix products of a forward pass.
 
 Each function has one signature and two implementations: Triton on CUDA, plain torch elsewhere. No function synchronizes
-with the device or reads a device value on the host, so all of them can be captured in a CUDA graph. An exception is
-`few_rows`: matrix products on a CPU, in C.
+with the device or reads a device value on the host, so all of them can be captured in a CUDA graph. The exceptions are
+in C, for CPUs: `few_rows` and `packed` compute matrix products, and `cpu_layers` norms, gates and attention.
 """
 
 from windfall.kernels.attention import path_attention, tree_attention
