@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from windfall.core.errors import InputError
 from windfall.core.files import replace_file
 from windfall.train.losses import Report
+from windfall.train.muon import Muon
 from windfall.train.objectives.base import Objective
 from windfall.train.recipe import Recipe
 from windfall.train.shards import Batch, TokenData
@@ -290,11 +291,9 @@ class Optimizers:
         self.parameters, self.clip = list(named.values()), recipe.clip
         self.parts: list[Any] = []
         if matrices:
-            muon = torch.optim.Muon
-            self.parts.append(muon(matrices, weight_decay=recipe.decay, adjust_lr_fn="match_rms_adamw"))
+            self.parts.append(Muon(matrices, recipe.decay))
         if others:
-            fused = {"fused": True} if others[0].is_cuda else {}
-            self.parts.append(torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=recipe.decay, **fused))
+            self.parts.append(torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=recipe.decay, fused=True))
 
     def step(self, rate: float) -> None:
         if self.clip:
