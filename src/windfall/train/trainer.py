@@ -17,16 +17,16 @@ from torch import Tensor, nn
 
 from windfall.core.errors import InputError
 from windfall.core.files import replace_file
+from windfall.train.batch import Batch
 from windfall.train.losses import Report
 from windfall.train.muon import Muon
 from windfall.train.objectives.base import Objective
 from windfall.train.recipe import Recipe
-from windfall.train.shards import Batch, TokenData
+from windfall.train.shards import TokenData
 from windfall.train.teacher import Teacher
 
 CHECKPOINT = "checkpoint.pt"
 LOG_STEPS = 10  # optimizer steps between events
-PADDING_MULTIPLE = 64  # on a GPU texts are padded to a multiple of this, plus one
 PER_TOKEN = (
     "embed_tokens.weight",
     "lm_head.weight",
@@ -143,7 +143,7 @@ class Trainer:
         half = self.teacher.dtype != torch.float32
         precision = torch.autocast(self.device.type, self.teacher.dtype) if half else contextlib.nullcontext()
         with precision:
-            return self.objective.report(self.head, self.teacher.run(batch), self.teacher, progress)
+            return self.objective.report(self.head, self.teacher.run(batch.to(self.device)), self.teacher, progress)
 
     @torch.no_grad()
     def _validate(self, held_out: TokenData) -> dict[str, Any]:
@@ -153,7 +153,7 @@ class Trainer:
         batches = held_out.batches(recipe.batch_tokens, recipe.max_length)
         with cudnn_attention_disabled(self.device):
             for batch in itertools.islice(batches, recipe.validation_batches):
-                means.add(self._report(self._moved(batch), 1.0))
+                means.add(self._report(batch, 1.0))
         figures = means.figures()
         loss, steps, hits = means.take()
         found: dict[str, Any] = {"loss": loss, "steps": steps, "hits": hits, **figures}
@@ -176,17 +176,9 @@ class Trainer:
         while True:
             for batch in data.batches(*size, epoch, start):
                 if index % self.workers.count == self.workers.rank:
-                    yield self._moved(batch)
+                    yield batch
                 index += 1
             start, epoch = 0, epoch + 1
-
-    def _moved(self, batch: Batch) -> Batch:
-        """The batch on the device. On a GPU it is padded, so that fewer shapes occur and rows are aligned."""
-        wider = -(batch.tokens.shape[1] - 1) % PADDING_MULTIPLE if self.device.type == "cuda" else 0
-        tokens, answer = (torch.nn.functional.pad(x, (0, wider)) for x in (batch.tokens, batch.answer))
-        tokens, answer = (x.to(self.device, non_blocking=True) for x in (tokens, answer))
-        of_texts = (None if x is None else x.to(self.device) for x in (batch.lengths, batch.temperatures))
-        return Batch(tokens, answer, *of_texts)
 
     def save(self) -> None:
         """Write a checkpoint with everything that `resume` needs."""
