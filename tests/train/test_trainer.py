@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import re
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,29 @@ def test_a_killed_training_resumes_to_the_same_losses(tmp_path: Path, texts: Pat
     assert figures(before + after) == whole
     with pytest.raises(InputError, match="rate was "):
         train(tmp_path / "cut", texts, target, resume=True, rate=1e-3)
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_a_background_thread_prepares_batches_until_the_training_ends(
+    error: type[BaseException] | None, tmp_path: Path, texts: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    makers, padded = [], TokenData._padded
+
+    def recorded(self: TokenData, *given: Any) -> Any:
+        makers.append(threading.current_thread())
+        return padded(self, *given)
+
+    monkeypatch.setattr(TokenData, "_padded", recorded)
+    events = train_head(HeadJob(texts, tmp_path, settings=["steps=1"]), Recipe(**RECIPE), target)
+    next(events)
+    if error is None:
+        events.close()
+    else:
+        monkeypatch.setattr(Optimizers, "step", lambda *_: (_ for _ in ()).throw(error))
+        with pytest.raises(error):
+            next(events)
+    others = {maker for maker in makers if maker is not threading.current_thread()}
+    assert len(others) == 1 and not others.pop().is_alive()
 
 
 def test_a_paused_training_goes_on(tmp_path: Path, texts: Path, target: Target) -> None:

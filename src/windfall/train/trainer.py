@@ -21,6 +21,7 @@ from windfall.train.batch import Batch
 from windfall.train.losses import Report
 from windfall.train.muon import Muon
 from windfall.train.objectives.base import Objective
+from windfall.train.prefetch import prefetch
 from windfall.train.recipe import Recipe
 from windfall.train.shards import TokenData
 from windfall.train.teacher import Teacher
@@ -97,7 +98,17 @@ class Trainer:
         """
         if not held_out.plan(self.recipe.batch_tokens, self.recipe.max_length):
             raise InputError(f"no held-out text has an answer within its first {self.recipe.max_length} tokens")
-        batches, since, saved = self._batches(train), Means(), time.perf_counter()
+        with contextlib.closing(prefetch(self._batches(train))) as batches:
+            yield from self._steps(batches, held_out, keep, pause_after)
+
+    def _steps(
+        self,
+        batches: Iterator[Batch],
+        held_out: TokenData,
+        keep: Callable[[nn.Module], None],
+        pause_after: float | None,
+    ) -> Iterator[Event]:
+        since, saved = Means(), time.perf_counter()
         begun, over = saved, self.progress >= 1
         while not over:
             started, rate = time.perf_counter(), self.recipe.rate_at(self.progress)
