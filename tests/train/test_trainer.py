@@ -34,7 +34,7 @@ from windfall.train.objectives import objective
 from windfall.train.recipe import Recipe
 from windfall.train.shards import FinishedPrompt, Text, TokenData, token_counts, write_metadata, write_shard
 from windfall.train.teacher import Teacher
-from windfall.train.trainer import Event, Optimizers, Trainer, cudnn_attention_disabled
+from windfall.train.trainer import Event, Optimizers, Trainer, Workers, cudnn_attention_disabled
 
 RECIPE: dict[str, Any] = {"steps": 30, "batch_tokens": 240, "rate": 1e-2, "validate_every": 10, "save_minutes": 0}
 
@@ -203,6 +203,17 @@ def test_accumulating_passes_is_one_step(tmp_path: Path, texts: Path, target: Ta
 def test_training_with_muon(tmp_path: Path, texts: Path, target: Target) -> None:
     events = train(tmp_path, texts, target, optimizer="muon")
     assert events[-1].loss < 0.9 * events[0].loss
+
+
+@pytest.mark.parametrize(("recipe", "agreed"), [({"steps": 3}, False), ({"steps": None, "minutes": 0.02}, True)])
+def test_workers_agree_on_the_time_only_if_it_decides(
+    recipe: dict[str, Any], agreed: bool, tmp_path: Path, texts: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for each other and for their devices."""
+    times: list[float] = []
+    monkeypatch.setattr(Workers, "agree", lambda _, number: times.append(number) or number)
+    train(tmp_path, texts, target, **recipe)
+    assert bool(times) == agreed
 
 
 def test_a_training_by_minutes_ends(tmp_path: Path, texts: Path, target: Target) -> None:

@@ -117,7 +117,9 @@ class Trainer:
             figures = since.take() if logs or validates else None  # waits for the device
             if figures is not None and not math.isfinite(figures[0]):
                 raise InputError(f"the loss is not finite at step {self.step}; use a lower --rate")
-            self.seconds = self.workers.agree(self.seconds + time.perf_counter() - started)
+            self.seconds += time.perf_counter() - started
+            if self.recipe.minutes:  # then the time decides what the next step does
+                self.seconds = self.workers.agree(self.seconds)
             over = self.progress >= 1 or self._pauses(begun, pause_after)
             found = self._validate(held_out) if validates or over else None
             best = found is not None and found["loss"] < self.lowest
