@@ -14,11 +14,10 @@ from helpers.texts import write_texts
 from helpers.tiny import tiny
 from windfall.heads.block import BlockHead
 from windfall.model.target import Target
-from windfall.train.block_memory import DenseBlocks, PackedBlocks, PaddedSizes, new_memory
+from windfall.train.block_memory import Blocks, DenseBlocks, PackedBlocks, PaddedSizes, new_memory
 from windfall.train.heads import HeadJob, train_head
 from windfall.train.objectives import block, objective
 from windfall.train.recipe import Recipe
-from windfall.train.shards import Batch
 from windfall.train.teacher import Teacher
 
 DEVICE = "cuda"
@@ -30,11 +29,6 @@ def wide(dtype: torch.dtype) -> Target:
     return Target(tiny(dtype=dtype, **WIDE).to(DEVICE))
 
 
-def moved(given: Batch) -> Batch:
-    tokens, answer, lengths = (x.to(DEVICE) for x in given[:3])
-    return Batch(tokens, answer, lengths)
-
-
 @pytest.mark.parametrize("shape", [{}, {"bidirectional": True, "block": 5}, {"conv": 2, "pair": "selector"}])
 def test_flex_attention_is_the_dense_mask(shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """In several batches of different shapes, loss and gradients."""
@@ -44,14 +38,14 @@ def test_flex_attention_is_the_dense_mask(shape: dict[str, Any], monkeypatch: py
     teacher = Teacher(target.model, head.config.taps)
     config, sizes = head.config, PaddedSizes()
     for count, length in ((3, 40), (2, 70), (9, 150)):
-        outputs, found = teacher.run(moved(batch(count, length))), []
+        outputs, found = teacher.run(batch(count, length).to(torch.device(DEVICE))), []
         for memory in (DenseBlocks, partial(PackedBlocks, sizes=sizes)):
             monkeypatch.setattr(block, "new_memory", lambda config, blocks, _, memory=memory: memory(config, blocks))
             report = method.report(head, outputs, teacher, 0.0)
             found.append((report.loss, *torch.autograd.grad(report.loss, _trained(head))))
         for own, right in zip(*found, strict=True):
             torch.testing.assert_close(own, right, rtol=1e-2, atol=1e-2 * float(right.abs().max()) + 1e-6)
-    blocks = block.choose_blocks(outputs, 1.0, 512, random=False)
+    blocks = Blocks.where(outputs.batch.answered, torch.device(DEVICE))
     assert isinstance(new_memory(config, blocks, sizes), PackedBlocks)
 
 

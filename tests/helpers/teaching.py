@@ -12,7 +12,7 @@ from helpers.tiny import prompt, tiny
 from windfall.heads.base import FeatureHead, Guess
 from windfall.heads.fitting import fit
 from windfall.model.target import Target
-from windfall.train.shards import Batch
+from windfall.train.batch import Batch
 from windfall.train.teacher import Teacher, TeacherOutput
 
 LENGTH = 20

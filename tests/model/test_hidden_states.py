@@ -19,7 +19,7 @@ from windfall.heads import formats
 from windfall.heads.fitting import fit
 from windfall.model.hidden_states import with_states
 from windfall.model.target import Target
-from windfall.train.shards import Batch
+from windfall.train.batch import Batch
 from windfall.train.teacher import Teacher
 
 TAPS = (3, 1, -1, 0)  # of three layers

@@ -26,7 +26,13 @@ from windfall.train.block_memory import (
 )
 
 LENGTH = 70
-BATCH = Blocks(torch.tensor([0] * 40 + [2] * 3), torch.tensor([*range(2, 42), 1, 33, 69]))  # no block of text 1
+
+
+def blocks_of(texts: Tensor, starts: Tensor) -> Blocks:
+    return Blocks(texts, starts, torch.bincount(texts).tolist())
+
+
+BATCH = blocks_of(torch.tensor([0] * 40 + [2] * 3), torch.tensor([*range(2, 42), 1, 33, 69]))  # no block of text 1
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +66,7 @@ def test_packed_and_dense_blocks_are_those_of_decoding(name: str, target: Target
         if not head.config.flag("bidirectional"):
             seen = torch.ones(head.config.block, start + head.config.block, dtype=torch.bool)
             memory.mask = seen.tril(start)[None]
-        one = Blocks(BATCH.texts[place : place + 1], BATCH.starts[place : place + 1])
+        one = blocks_of(BATCH.texts[place : place + 1], BATCH.starts[place : place + 1])
         alone = run(head, features[text : text + 1, :start], anchors[place : place + 1], one, memory)
         torch.testing.assert_close(dense[place], alone[0], **close)
 
@@ -73,7 +79,7 @@ def test_the_tiles_of_a_mask_hold_all_that_rows_see(visible: Visibility, rows: i
     """Against torch's own way, which looks at every row and column."""
     texts = torch.tensor([0] * 60 + [1] * 30 + [3] * 2)
     starts = torch.tensor([*range(300, 360), *range(1, 31), 5, 399])
-    blocks, sizes = Blocks(texts, starts), (round_up(4 * 400), round_up(len(texts) * rows))
+    blocks, sizes = blocks_of(texts, starts), (round_up(4 * 400), round_up(len(texts) * rows))
     ours = packed_mask(blocks, 400, rows, sizes, visible)
     slow = create_block_mask(ours.mask_mod, None, None, sizes[1], sum(sizes), device="cpu")
     wanted = slow.to_dense()[0, 0].bool()
@@ -108,7 +114,7 @@ def test_batches_of_the_same_padded_size_share_a_compiled_kernel() -> None:
     counter, sizes = CompileCounterWithBackend("eager"), PaddedSizes(0.5)
     attention = torch.compile(flex_attention, backend=counter, fullgraph=True, dynamic=False)
     for texts, length, blocks in ((4, 60, 20), (3, 70, 20), (2, 100, 30), (7, 60, 20)):
-        given = Blocks(torch.arange(texts).repeat_interleave(blocks), torch.arange(2, 2 + blocks).repeat(texts))
+        given = blocks_of(torch.arange(texts).repeat_interleave(blocks), torch.arange(2, 2 + blocks).repeat(texts))
         columns, rows = sizes.grow(texts * length, len(given.texts), 8)
         mask = packed_mask(given, length, 8, (columns, rows), Visibility())
         queries, keys, values = torch.randn(1, 4, rows, 16), *torch.randn(2, 1, 2, columns + rows, 16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,13 +17,13 @@ from windfall.heads.block import BlockHead
 from windfall.heads.fitting import fit
 from windfall.model.target import Target
 from windfall.train import losses
+from windfall.train.batch import Batch
 from windfall.train.block_losses import block_figures, label_chances
 from windfall.train.block_memory import Blocks, PaddedSizes
 from windfall.train.coupling import TextRows
 from windfall.train.new_block import PAIRS
 from windfall.train.objectives import objective
-from windfall.train.objectives.block import block_states, choose_blocks
-from windfall.train.shards import Batch
+from windfall.train.objectives.block import block_states, choose_anchors
 from windfall.train.teacher import Teacher, TeacherOutput
 
 
@@ -34,7 +35,7 @@ def given(name: str = "block", **changes: Any) -> tuple[BlockHead, Teacher, Teac
 
 
 def every_block(outputs: TeacherOutput) -> Blocks:
-    return choose_blocks(outputs, 1.0, 512, random=False)
+    return Blocks.where(outputs.batch.answered, torch.device("cpu"))
 
 
 def test_rows_see_the_text_before_the_anchor_only() -> None:
@@ -47,14 +48,14 @@ def test_rows_see_the_text_before_the_anchor_only() -> None:
             tokens, features = outputs.batch.tokens.clone(), outputs.features.clone()
             tokens[text, start + 1 :] = 3
             features[text, start:] = 5.0
-            other = outputs._replace(batch=outputs.batch._replace(tokens=tokens), features=features)
+            other = outputs._replace(batch=replace(outputs.batch, tokens=tokens), features=features)
             after = block_states(head, other, blocks, PaddedSizes())
             same = (blocks.texts != text) | (blocks.starts <= start)
             torch.testing.assert_close(after[same], before[same])
             assert not torch.isclose(after[~same], before[~same]).all(-1).all(-1).any()
         tokens = outputs.batch.tokens.clone()
         tokens[0, 9] = (tokens[0, 9] + 1) % VOCABULARY
-        after = block_states(head, outputs._replace(batch=outputs.batch._replace(tokens=tokens)), blocks, PaddedSizes())
+        after = block_states(head, outputs._replace(batch=replace(outputs.batch, tokens=tokens)), blocks, PaddedSizes())
         moved = (blocks.texts == 0) & (blocks.starts == 9)
         assert not torch.isclose(after[moved], before[moved]).all()
         torch.testing.assert_close(after[~moved], before[~moved])
@@ -134,22 +135,22 @@ def test_anchors_are_a_share_of_the_answers() -> None:
     _, _, outputs = given()
     answer = outputs.batch.answer
     possible = {(b, t) for b in range(3) for t in range(1, answer.shape[1] - 1) if answer[b, t + 1]}
-    assert {*zip(*(x.tolist() for x in every_block(outputs)), strict=True)} == possible
+    answered = outputs.batch.answered
     for random in (False, True):
-        blocks = choose_blocks(outputs, 0.5, 512, random)
-        found = [*zip(*(x.tolist() for x in blocks), strict=True)]
+        assert {*map(tuple, choose_anchors(answered, 1.0, 512, random).nonzero().tolist())} == possible
+        blocks = Blocks.where(choose_anchors(answered, 0.5, 512, random), torch.device("cpu"))
+        found = [*zip(blocks.texts.tolist(), blocks.starts.tolist(), strict=True)]
         assert found == sorted(found) and {*found} <= possible
-        assert torch.bincount(blocks.texts).tolist() == [7, 5, 5]
-        assert torch.bincount(choose_blocks(outputs, 1.0, 4, random).texts).tolist() == [4, 4, 4]
-    draws = {tuple(choose_blocks(outputs, 0.5, 512, True).starts.tolist()) for _ in range(4)}
+        assert torch.bincount(blocks.texts).tolist() == blocks.counts == [7, 5, 5]
+        assert choose_anchors(answered, 1.0, 4, random).sum(1).tolist() == [4, 4, 4]
+        assert not choose_anchors(answered & False, 0.5, 512, random).any()
+    draws = {tuple(choose_anchors(answered, 0.5, 512, True).flatten().tolist()) for _ in range(4)}
     assert len(draws) > 1
-    none = outputs._replace(batch=outputs.batch._replace(answer=answer & False))
-    assert len(choose_blocks(none, 0.5, 512, True).texts) == 0
 
 
 def test_a_batch_without_answers_has_no_loss() -> None:
     head, teacher, outputs = given()
-    outputs = outputs._replace(batch=outputs.batch._replace(answer=outputs.batch.answer & False))
+    outputs = outputs._replace(batch=replace(outputs.batch, answer=outputs.batch.answer & False))
     report = objective("block").report(head, outputs, teacher, 1.0)
     assert float(report.loss) == 0
     report.loss.backward()
@@ -160,7 +161,7 @@ def test_figures_of_a_validation() -> None:
     method, blocks = objective("block", share=1.0), every_block(outputs)
     figures = method.report(head.eval(), outputs, teacher, 1.0).figures
     assert figures is not None and {*figures} == {"top1", "recall", "tv", "greedy_top1", "greedy_recall"}
-    rows = method.rows(head, outputs, blocks)
+    rows = method.rows(head, outputs, outputs.batch.answered)
     vocabularies, text = teacher.vocabularies(head), outputs.batch
     tokens = text.tokens[:, 1:][text.answer[:, 1:]]
     final = outputs.final[:, :-1][text.answer[:, 1:]]

@@ -28,10 +28,10 @@ from windfall.engine.engine import Engine
 from windfall.heads.loading import find_head
 from windfall.model.target import Target
 from windfall.train import shards
+from windfall.train.batch import Batch
 from windfall.train.lm import BEST, Shape, Student, StudentJob, choose_layers, new_student, train_student, write_student
 from windfall.train.objectives.distillation import Distillation
 from windfall.train.recipe import Recipe
-from windfall.train.shards import Batch
 from windfall.train.teacher import Teacher
 
 LENGTH, PROMPT = 32, 4

@@ -16,11 +16,11 @@ from windfall.core.errors import InputError
 from windfall.core.types import Grow
 from windfall.heads.fitting import fit
 from windfall.model.target import Target
+from windfall.train.batch import Batch
 from windfall.train.objectives import OBJECTIVES, objective
 from windfall.train.objectives.eagle import add_noise, feature_loss
 from windfall.train.objectives.griffin import aligned_columns
 from windfall.train.recipe import Recipe
-from windfall.train.shards import Batch
 from windfall.train.teacher import Teacher
 from windfall.train.unroll import unroll
 

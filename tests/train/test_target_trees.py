@@ -9,11 +9,11 @@ from torch import Tensor
 from helpers.teaching import LENGTH, batch, drafted, greedy, same, teach
 from helpers.tiny import VOCABULARY, prompt, tiny
 from windfall.model.target import Target
+from windfall.train.batch import Batch
 from windfall.train.losses import distill
 from windfall.train.objectives import objective, target_trees
 from windfall.train.objectives.talf import follow
 from windfall.train.objectives.target_trees import TreeGrower, Trees, TreeShape, choose_roots
-from windfall.train.shards import Batch
 from windfall.train.teacher import Teacher, TeacherOutput
 from windfall.train.unroll import unroll
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import re
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from windfall.train.objectives import objective
 from windfall.train.recipe import Recipe
 from windfall.train.shards import FinishedPrompt, Text, TokenData, token_counts, write_metadata, write_shard
 from windfall.train.teacher import Teacher
-from windfall.train.trainer import Event, Optimizers, Trainer, cudnn_attention_disabled
+from windfall.train.trainer import Event, Optimizers, Trainer, Workers, cudnn_attention_disabled
 
 RECIPE: dict[str, Any] = {"steps": 30, "batch_tokens": 240, "rate": 1e-2, "validate_every": 10, "save_minutes": 0}
 
@@ -150,6 +151,29 @@ def test_a_killed_training_resumes_to_the_same_losses(tmp_path: Path, texts: Pat
         train(tmp_path / "cut", texts, target, resume=True, rate=1e-3)
 
 
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_a_background_thread_prepares_batches_until_the_training_ends(
+    error: type[BaseException] | None, tmp_path: Path, texts: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    makers, padded = [], TokenData._padded
+
+    def recorded(self: TokenData, *given: Any) -> Any:
+        makers.append(threading.current_thread())
+        return padded(self, *given)
+
+    monkeypatch.setattr(TokenData, "_padded", recorded)
+    events = train_head(HeadJob(texts, tmp_path, settings=["steps=1"]), Recipe(**RECIPE), target)
+    next(events)
+    if error is None:
+        events.close()
+    else:
+        monkeypatch.setattr(Optimizers, "step", lambda *_: (_ for _ in ()).throw(error))
+        with pytest.raises(error):
+            next(events)
+    others = {maker for maker in makers if maker is not threading.current_thread()}
+    assert len(others) == 1 and not others.pop().is_alive()
+
+
 def test_a_paused_training_goes_on(tmp_path: Path, texts: Path, target: Target) -> None:
     [*_, whole] = train(tmp_path / "whole", texts, target)
     job = HeadJob(texts, tmp_path / "cut", settings=["steps=3"], shape={"vocabulary": 50}, pause_after=0)
@@ -179,6 +203,17 @@ def test_accumulating_passes_is_one_step(tmp_path: Path, texts: Path, target: Ta
 def test_training_with_muon(tmp_path: Path, texts: Path, target: Target) -> None:
     events = train(tmp_path, texts, target, optimizer="muon")
     assert events[-1].loss < 0.9 * events[0].loss
+
+
+@pytest.mark.parametrize(("recipe", "agreed"), [({"steps": 3}, False), ({"steps": None, "minutes": 0.02}, True)])
+def test_workers_agree_on_the_time_only_if_it_decides(
+    recipe: dict[str, Any], agreed: bool, tmp_path: Path, texts: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for each other and for their devices."""
+    times: list[float] = []
+    monkeypatch.setattr(Workers, "agree", lambda _, number: times.append(number) or number)
+    train(tmp_path, texts, target, **recipe)
+    assert bool(times) == agreed
 
 
 def test_a_training_by_minutes_ends(tmp_path: Path, texts: Path, target: Target) -> None:

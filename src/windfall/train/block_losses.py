@@ -27,8 +27,9 @@ class BlockRows(NamedTuple):
     queries: Tensor | None  # [D, N, R], of the pair scores; None: the head has none
     keys: Tensor | None  # [Vd, R]
     softcap: float | None  # limit of U, see `BlockConfig`
-    first: Tensor  # [N] long, ascending: row 0 predicts the target's answer row `first`, row d the one d further
-    valid: Tensor  # [D, N] bool: whether there is such an answer row in the same answer
+    first: Tensor  # [N] long, ascending, on the host: the target's answer row that each block's row 0 predicts
+    places: Tensor  # [D, N] long: the answer row that each row predicts, for row d the one d after `first`
+    valid: Tensor  # [D, N] bool: whether there is such an answer row in the same answer; else `places` is any row
 
 
 class Settings(NamedTuple):
@@ -45,11 +46,11 @@ def distill_blocks(
 
     teacher [M, Ht] are the target's states at all answer rows. The figures of the report are those of U + e.
     """
-    loss, means, hits = _DistillBlocks.apply(  # type: ignore[no-untyped-call]
+    loss, sums, right = _DistillBlocks.apply(  # type: ignore[no-untyped-call]
         rows.states, rows.queries, rows.keys, vocabularies.draft, rows, teacher, vocabularies, weights, settings
     )
     used = (weights > 0).sum(-1).clamp(min=1)
-    return Report(loss, means / used, hits / used)
+    return Report(loss, sums / used, right / used)
 
 
 class _DistillBlocks(torch.autograd.Function):
@@ -72,8 +73,7 @@ class _DistillBlocks(torch.autograd.Function):
         by_key = None if by_key is None else by_key.float()
         by_vocabulary = torch.zeros_like(vocabulary, dtype=torch.float32) if vocabulary.requires_grad else None
         assert by_state is not None
-        means, hits = (states.new_zeros(len(states), dtype=torch.float32) for _ in range(2))
-        loss = means.new_zeros(())
+        losses, plain_losses, hits = (torch.zeros_like(weights) for _ in range(3))  # [D, N]
         judge = Judge(vocabularies, Labels(), settings.goal, states.device)
         same = settings.goal.mixture == KL
         plain = judge if same else Judge(vocabularies, Labels(), Goal(), states.device)
@@ -84,29 +84,29 @@ class _DistillBlocks(torch.autograd.Function):
                 each.take(logits, known)
             del logits
             for part in _parts(rows, blocks, judge.rows):
-                weight, place = weights[part].flatten(), _places(rows, part, known)
+                weight, place = weights[part].flatten(), (rows.places[part] - known.start).flatten()
                 unary, both, own, query = scorer.logits(part)
-                losses, slope, hit = judge.losses(both, weight, place)
-                loss += (weight * losses).sum()
-                means[part[0]] += (losses * (weight > 0)).view_as(weights[part]).sum(1)
-                hits[part[0]] += (hit & (weight > 0)).view_as(weights[part]).sum(1)
+                found, slope, hit = judge.losses(both, weight, place)
+                losses[part], hits[part] = found.view_as(losses[part]), hit.view_as(hits[part])
                 if query is not None:
                     assert scorer.keys is not None and by_query is not None and by_key is not None
-                    by_query[part] = (slope @ scorer.keys).to(by_query.dtype).view_as(by_query[part])
-                    by_key += (slope.T @ query).float()
+                    by_query[part] = (slope @ scorer.keys).view_as(by_query[part])
+                    by_key += slope.T @ query
                     if settings.unary:
-                        losses, more, _ = plain.losses(unary, settings.unary * weight, place)
-                        loss += settings.unary * (weight * losses).sum()
+                        found, more, _ = plain.losses(unary, settings.unary * weight, place)
+                        plain_losses[part] = found.view_as(losses[part])
                         slope = slope + more
                 if rows.softcap is not None:
                     slope = slope * (1 - (unary / rows.softcap) ** 2)
-                by_state[part] = (slope @ scorer.draft).to(by_state.dtype).view_as(by_state[part])
+                by_state[part] = (slope @ scorer.draft).view_as(by_state[part])
                 if by_vocabulary is not None:
-                    by_vocabulary += (slope.T @ own).float()
+                    by_vocabulary += slope.T @ own
         by_key = None if by_key is None or keys is None else by_key.to(keys.dtype)
         ctx.save_for_backward(by_state, by_query, by_key, by_vocabulary)
-        ctx.mark_non_differentiable(means, hits)
-        return loss, means, hits
+        loss, counted = (weights * (losses + settings.unary * plain_losses)).sum(), weights > 0
+        sums, right = (losses * counted).sum(1), (hits * counted).sum(1)
+        ctx.mark_non_differentiable(sums, right)
+        return loss, sums, right
 
     @staticmethod
     def backward(ctx: Any, given: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
@@ -128,12 +128,12 @@ class _Scorer:
 
     def logits(self, part: Part) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """U and U + e [n, Vd], and what they are made of: states [n, H] and queries [n, R]."""
-        own = self._rows.states[part].detach().flatten(0, 1).to(self.draft.dtype)
+        own = self._rows.states[part].detach().to(self.draft.dtype).flatten(0, 1)
         unary, cap = F.linear(own, self.draft, self._bias), self._rows.softcap
         unary = unary if cap is None else torch.tanh(unary / cap) * cap
         if self._rows.queries is None or self.keys is None:
             return unary, unary, own, None
-        query = self._rows.queries[part].detach().flatten(0, 1).to(self.draft.dtype)
+        query = self._rows.queries[part].detach().to(self.draft.dtype).flatten(0, 1)
         return unary, torch.addmm(unary, query, self.keys.T), own, query
 
 
@@ -141,7 +141,7 @@ def _stretches(rows: BlockRows, count: int, most: int) -> Iterator[tuple[slice, 
     """Blocks, and the answer rows out of `count` that they predict: about `most` rows at a time."""
     depth, blocks = rows.valid.shape
     size = max(depth, most - depth + 1)
-    starts = torch.arange(0, count, size, device=rows.first.device)
+    starts = torch.arange(0, count, size)
     cuts = [*torch.searchsorted(rows.first, starts).tolist(), blocks]
     for i, start in enumerate(range(0, count, size)):
         if cuts[i] < cuts[i + 1]:
@@ -153,14 +153,6 @@ def _parts(rows: BlockRows, blocks: slice, most: int) -> Iterator[Part]:
     depths, together = len(rows.valid), max(1, most // (blocks.stop - blocks.start))
     for start in range(0, depths, together):
         yield slice(start, min(start + together, depths)), blocks
-
-
-def _places(rows: BlockRows, part: Part, known: slice) -> Tensor:
-    """Where the answer rows of these rows are among those that are `known`; any place where there is none."""
-    depths, blocks = part
-    further = torch.arange(depths.start, depths.stop, device=rows.first.device)[:, None]
-    places: Tensor = rows.first[blocks] + further - known.start
-    return places.clamp(max=known.stop - known.start - 1).flatten()
 
 
 # ---- what to watch
@@ -200,10 +192,10 @@ def block_figures(
             unary, both, *_ = scorer.logits(part)
             best = unary.topk(min(candidates, unary.shape[-1]), -1).indices
             own = {"top1": both.argmax(-1) == token, "recall": (best == token[:, None]).any(-1)}
-            own["tv"] = judge.losses(both, token.float(), _places(rows, part, known))[0]
+            own["tv"] = judge.losses(both, token.float(), (rows.places[part] - known.start).flatten())[0]
             for name, values in own.items():
                 found[name][part] = values.float().view_as(wanted[part])
-    greedy = rows.valid & (text.temperatures[rows.first] == 0)
+    greedy = rows.valid & (text.temperatures[rows.places[0]] == 0)
     figures = {name: _totals(own, rows.valid) for name, own in found.items()}
     return {**figures, **{f"greedy_{name}": _totals(found[name], greedy) for name in ("top1", "recall")}}
 
@@ -215,6 +207,5 @@ def _totals(values: Tensor, counted: Tensor) -> Tensor:
 
 def _wanted(rows: BlockRows, vocabularies: Vocabularies, tokens: Tensor) -> Tensor:
     """The text's tokens that the rows predict [D, N], as indices of the head's vocabulary; -1: it lacks them."""
-    depths = torch.arange(len(rows.valid), device=tokens.device)[:, None]
-    found = tokens[(rows.first + depths).clamp(max=len(tokens) - 1)]
+    found = tokens[rows.places]
     return found if vocabularies.tokens is None else draft_indices(vocabularies.tokens, len(vocabularies.target))[found]

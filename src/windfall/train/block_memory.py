@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from windfall.heads.block import BlockConfig, Visibility, block_mask
 from windfall.heads.layers import ContextMemory, masked_attention
+from windfall.train.batch import Rows
 
 TILE = 128  # rows and columns of a tile of FlexAttention
 MAX_SIZES = 64  # that FlexAttention may be compiled for
@@ -29,6 +30,12 @@ class Blocks(NamedTuple):
 
     texts: Tensor  # [N] rows of the batch, ascending
     starts: Tensor  # [N] positions of the anchors, ascending within a text
+    counts: list[int]  # of each text
+
+    @classmethod
+    def where(cls, anchors: Tensor, device: torch.device) -> Blocks:
+        """Those that begin where a mask [b, n] on the host is true, on the device."""
+        return cls(*Rows.where(anchors, device), anchors.sum(1).tolist())
 
     def positions(self, size: int) -> Tensor:
         """[N, size], of the rows."""
@@ -59,10 +66,9 @@ class DenseBlocks(_TextKeys):
 
     def __init__(self, config: BlockConfig, blocks: Blocks):
         super().__init__(config, blocks)
-        counts = torch.bincount(blocks.texts).tolist() if len(blocks.texts) else []
         self._parts: list[tuple[int, slice]] = []  # text, blocks
         start = 0
-        for text, count in enumerate(counts):
+        for text, count in enumerate(blocks.counts):
             for first in range(start, start + count, MAX_BLOCKS):
                 self._parts.append((text, slice(first, min(first + MAX_BLOCKS, start + count))))
             start += count

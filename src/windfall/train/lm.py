@@ -18,6 +18,7 @@ from windfall.checkpoints.bundled import BORROWS, TARGET, fingerprint
 from windfall.core import options
 from windfall.core.errors import InputError
 from windfall.heads.files import BEST, write_folder
+from windfall.model.single_sequences import single_sequences
 from windfall.model.target import Target
 from windfall.train.jobs import Job, run_job
 from windfall.train.objectives.distillation import Distillation
@@ -87,7 +88,9 @@ class Student(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """[B, n] → [B, n, H], the input of the vocabulary head."""
         table = self._borrowed["embedding"] if self.own_embedding is None else self.own_embedding
-        states: Tensor = self.body(inputs_embeds=F.embedding(tokens, table).float(), use_cache=False).last_hidden_state
+        with single_sequences():
+            outputs = self.body(inputs_embeds=F.embedding(tokens, table).float(), use_cache=False)
+        states: Tensor = outputs.last_hidden_state
         return states
 
 

@@ -89,11 +89,11 @@ def distill(
     `labels.share` is the weight of the losses, and `labels.top` is always a cross-entropy. All steps of a row have the
     same noise, as in decoding.
     """
-    loss, means, hits = _Distill.apply(  # type: ignore[no-untyped-call]
+    loss, sums, right = _Distill.apply(  # type: ignore[no-untyped-call]
         states, vocabularies.draft, teacher, vocabularies, weights, labels, goal
     )
     used = (weights > 0).sum(-1).clamp(min=1)
-    return Report(loss, means / used, hits / used)
+    return Report(loss, sums / used, right / used)
 
 
 @torch.no_grad()
@@ -152,7 +152,7 @@ class _Distill(torch.autograd.Function):
         steps, rows = states.shape[:2]
         gradient = torch.zeros_like(states)
         matrix = torch.zeros_like(vocabulary, dtype=torch.float32) if vocabulary.requires_grad else None
-        loss, means, hits = (states.new_zeros(steps, dtype=torch.float32) for _ in range(3))
+        losses, hits = torch.zeros_like(weights), torch.zeros_like(weights)  # [S, N]
         judge = Judge(vocabularies, labels, goal, states.device)
         draft, bias = vocabulary.to(teacher.dtype), vocabularies.draft_bias
         bias = None if bias is None else bias.to(draft.dtype)
@@ -161,16 +161,15 @@ class _Distill(torch.autograd.Function):
             judge.take(target_logits(teacher[part], vocabularies), part)
             for step in range(steps):
                 own, weight = states[step, part].to(draft.dtype), weights[step, part]
-                losses, slope, hit = judge.losses(F.linear(own, draft, bias), weight)
-                loss[step] += (weight * losses).sum()
-                means[step] += (losses * (weight > 0)).sum()
-                hits[step] += (hit & (weight > 0)).sum()
-                gradient[step, part] = (slope @ draft).to(gradient.dtype)
+                losses[step, part], slope, hits[step, part] = judge.losses(F.linear(own, draft, bias), weight)
+                gradient[step, part] = slope @ draft
                 if matrix is not None:
-                    matrix += (slope.T @ own).float()
+                    matrix += slope.T @ own
         ctx.save_for_backward(gradient, matrix)
-        ctx.mark_non_differentiable(means, hits)
-        return loss.sum(), means, hits
+        loss, counted = (weights * losses).sum(), weights > 0
+        sums, right = (losses * counted).sum(1), (hits * counted).sum(1)
+        ctx.mark_non_differentiable(sums, right)
+        return loss, sums, right
 
     @staticmethod
     def backward(ctx: Any, given: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
@@ -185,7 +184,9 @@ class Judge:
     def __init__(self, vocabularies: Vocabularies, labels: Labels, goal: Goal, device: torch.device):
         weight, self._others = without_kl(goal.mixture, labels.share)
         self._labels = labels._replace(share=weight)  # of the cross-entropy
-        self._vocabularies, self._text = vocabularies, goal.text
+        self._has_labels = not self._others or bool(weight or labels.top)
+        self._tokens, self._text = vocabularies.tokens, goal.text
+        self._indices = None if self._tokens is None else draft_indices(self._tokens, len(vocabularies.target))
         self.rows = max(1, MAX_LOGITS // (MIXTURE_TENSORS if self._others else 1) // vocabularies.target.shape[0])
         noisy = any(name == "coupled" for name, _ in self._others)
         self._generator = new_generator(device, goal.seed) if noisy else None
@@ -196,26 +197,26 @@ class Judge:
 
     def take(self, logits: Tensor, part: slice) -> None:
         """Take the target's logits [n, V] of these rows."""
-        self._wanted, self._best = _label(logits, self._vocabularies.tokens, self._labels)
+        if self._has_labels:
+            self._wanted, self._best = _label(logits, self._tokens, self._indices, self._labels)
+        else:
+            self._best = _best(logits, self._indices)
         if self._others:
             text = None if self._text is None else self._text.part(part)
-            self._targets = row_targets(logits, self._vocabularies.tokens, self._others, text, self._generator)
+            self._targets = row_targets(logits, self._tokens, self._others, text, self._generator)
 
     def losses(self, logits: Tensor, weight: Tensor, places: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Of each row: the loss, its weighted gradient by the head's logits, and whether the top token is right.
 
         The logits [m, Vd] are those of the target's rows `places` [m]; None: of all of them.
         """
-        best = self._best if places is None else self._best[places]
         found: tuple[Tensor, Tensor, Tensor] | None = None
-        if not self._others or self._labels.share or self._labels.top:
-            wanted = self._wanted if places is None else self._wanted[places]
-            found = self._cross_entropies(logits, wanted, best, weight)
+        if self._has_labels:
+            found = self._cross_entropies(logits, self._wanted, self._best, places, weight)
         if not self._others:
             assert found is not None
             return found
-        targets = self._targets if places is None else self._targets.at(places)
-        losses, slope, hit = self._mixed(logits, targets, best, weight, self._others)
+        losses, slope, hit = self._mixed(logits, self._targets, self._best, places, weight, self._others)
         return (losses, slope, hit) if found is None else (losses + found[0], slope + found[1], hit)
 
 
@@ -227,9 +228,8 @@ def target_logits(teacher: Tensor, vocabularies: Vocabularies) -> Tensor:
     return vocabularies.transform(logits)
 
 
-def _label(logits: Tensor, tokens: Tensor | None, labels: Labels) -> tuple[Tensor, Tensor]:
+def _label(logits: Tensor, tokens: Tensor | None, indices: Tensor | None, labels: Labels) -> tuple[Tensor, Tensor]:
     """The target's probabilities of the draft tokens [n, Vd], and the index of its likeliest token (-1: absent)."""
-    indices = None if tokens is None else draft_indices(tokens, logits.shape[-1])
     probabilities, best = (_compiled(_among) if logits.is_cuda else _among)(logits, tokens, indices)
     if labels.top:
         top = probabilities.float().topk(min(labels.k, probabilities.shape[-1]), -1)
@@ -241,14 +241,26 @@ def _label(logits: Tensor, tokens: Tensor | None, labels: Labels) -> tuple[Tenso
 
 def _among(logits: Tensor, tokens: Tensor | None, indices: Tensor | None) -> tuple[Tensor, Tensor]:
     """Probabilities of `tokens` (normalised over the whole vocabulary), and the index of the likeliest token."""
-    total, best = torch.logsumexp(logits.float(), -1, keepdim=True), logits.argmax(-1)
-    if tokens is not None and indices is not None:
-        logits, best = logits[:, tokens], indices[best]
+    total, best = torch.logsumexp(logits.float(), -1, keepdim=True), _best(logits, indices)
+    logits = logits if tokens is None else logits[:, tokens]
     return torch.exp(logits.float() - total).to(logits.dtype), best
 
 
-def _cross_entropies(logits: Tensor, labels: Tensor, best: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row: the cross-entropy, its weighted gradient by the logits, and whether the top token is right."""
+def _best(logits: Tensor, indices: Tensor | None) -> Tensor:
+    best = logits.argmax(-1)
+    return best if indices is None else indices[best]
+
+
+def _cross_entropies(
+    logits: Tensor, labels: Tensor, best: Tensor, places: Tensor | None, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row: the cross-entropy, its weighted gradient by the logits, and whether the top token is right.
+
+    Row i of the logits belongs to row `places[i]` of the labels; None: to row i. Rows are taken here because a compiled
+    kernel reads them in place.
+    """
+    if places is not None:
+        labels, best = labels[places], best[places]
     wide, wanted = logits.float(), labels.float()
     total, mass = torch.logsumexp(wide, -1), wanted.sum(-1)
     losses = mass * total - (wanted * wide).sum(-1)
@@ -257,9 +269,11 @@ def _cross_entropies(logits: Tensor, labels: Tensor, best: Tensor, weight: Tenso
 
 
 def _mixed(
-    logits: Tensor, targets: RowTargets, best: Tensor, weight: Tensor, mixture: Mixture
+    logits: Tensor, targets: RowTargets, best: Tensor, places: Tensor | None, weight: Tensor, mixture: Mixture
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same for other losses."""
+    if places is not None:
+        targets, best = targets.at(places), best[places]
     losses, slopes = mixed(logits, targets, mixture)
     return losses, (slopes * weight[:, None]).to(logits.dtype), logits.argmax(-1) == best
 

@@ -58,9 +58,10 @@ def row_targets(
     `text` and `generator` are used by `coupled` only; see `draw_coupling`. Without a generator, it is seeded from
     torch's global one.
     """
-    coupling, indices = None, None if tokens is None else draft_indices(tokens, logits.shape[-1])
+    coupling = None
     if any(name == "coupled" for name, _ in mixture):
         generator = new_generator(logits.device) if generator is None else generator
+        indices = None if tokens is None else draft_indices(tokens, logits.shape[-1])
         coupling = draw_coupling(logits, indices, tokens, text, generator)
     wide = logits if logits.dtype == torch.float64 else logits.float()
     total = torch.logsumexp(wide, -1, keepdim=True)

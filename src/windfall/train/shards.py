@@ -15,10 +15,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from windfall.checkpoints.quiet_libs import first_line
 from windfall.core.files import replace_file, replace_text
 from windfall.core.types import InputError
+from windfall.train.batch import Batch
 
 METADATA_FILE = "data.json"
 UNFINISHED_FILE = "unfinished.safetensors"
@@ -166,21 +168,12 @@ class Shard:
         return len(self.offsets) - 1
 
     def text(self, index: int) -> tuple[Tensor, Tensor]:
-        start, end = self.offsets[index], self.offsets[index + 1]
+        start, end = self.offsets[index : index + 2].tolist()
         return self.tokens[start:end], self.answer[start:end].bool()
 
     def sampling(self, index: int) -> Sampling:
         temperature, seed = float(self.temperatures[index]), int(self.seeds[index])
         return Sampling(None if math.isnan(temperature) else temperature, None if seed < 0 else seed)
-
-
-class Batch(NamedTuple):
-    """Texts padded on the right with token 0."""
-
-    tokens: Tensor  # [b, n] long
-    answer: Tensor  # [b, n] bool: tokens that the target generated
-    lengths: Tensor | None = None  # [b] long, without padding
-    temperatures: Tensor | None = None  # [b] float: 0 for greedy texts, nan where it is not recorded
 
 
 @dataclass(frozen=True)
@@ -247,13 +240,12 @@ class TokenData:
             yield self._padded(indices, max_length)
 
     def _padded(self, indices: list[int], max_length: int) -> Batch:
-        texts = [tuple(part[:max_length] for part in self[index]) for index in indices]
-        pad = torch.nn.utils.rnn.pad_sequence
-        tokens = pad([tokens.long() for tokens, _ in texts], batch_first=True)
-        answer = pad([answer for _, answer in texts], batch_first=True)
-        temperatures = [self.sampling(index).temperature for index in indices]
-        known = [math.nan if temperature is None else temperature for temperature in temperatures]
-        return Batch(tokens, answer, torch.tensor([len(tokens) for tokens, _ in texts]), torch.tensor(known))
+        found = [self._find(index) for index in indices]
+        texts = [tuple(part[:max_length] for part in shard.text(place)) for shard, place in found]
+        tokens, answer = (pad_sequence(list(parts), batch_first=True) for parts in zip(*texts, strict=True))
+        temperatures = torch.stack([shard.temperatures[place] for shard, place in found])
+        lengths = torch.tensor([len(tokens) for tokens, _ in texts])
+        return Batch(tokens.long(), answer, lengths, temperatures.float())
 
     def _lengths(self) -> Any:
         return np.concatenate([np.zeros(0, np.int64), *(shard.offsets.diff().numpy() for shard in self.shards)])

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from windfall.heads.base import DraftHead
 from windfall.model.hidden_states import with_states
+from windfall.model.single_sequences import single_sequences
+from windfall.train.batch import Batch
 from windfall.train.losses import LogitTransform, Vocabularies
-from windfall.train.shards import Batch
 
 
 class TeacherOutput(NamedTuple):
@@ -45,7 +46,8 @@ class Teacher:
     def run(self, batch: Batch) -> TeacherOutput:
         """One causal forward pass. Padding is on the right, so no real token attends to it."""
         given = {"input_ids": batch.tokens, "use_cache": False}
-        outputs, features = with_states(self.model.base_model, self.model, self.taps, **given)
+        with single_sequences():
+            outputs, features = with_states(self.model.base_model, self.model, self.taps, **given)
         final = outputs.last_hidden_state
         return TeacherOutput(batch, final[..., :0] if features is None else features, final)
 

@@ -17,15 +17,17 @@ from torch import Tensor, nn
 
 from windfall.core.errors import InputError
 from windfall.core.files import replace_file
+from windfall.train.batch import Batch
 from windfall.train.losses import Report
+from windfall.train.muon import Muon
 from windfall.train.objectives.base import Objective
+from windfall.train.prefetch import prefetch
 from windfall.train.recipe import Recipe
-from windfall.train.shards import Batch, TokenData
+from windfall.train.shards import TokenData
 from windfall.train.teacher import Teacher
 
 CHECKPOINT = "checkpoint.pt"
 LOG_STEPS = 10  # optimizer steps between events
-PADDING_MULTIPLE = 64  # on a GPU texts are padded to a multiple of this, plus one
 PER_TOKEN = (
     "embed_tokens.weight",
     "lm_head.weight",
@@ -96,7 +98,17 @@ class Trainer:
         """
         if not held_out.plan(self.recipe.batch_tokens, self.recipe.max_length):
             raise InputError(f"no held-out text has an answer within its first {self.recipe.max_length} tokens")
-        batches, since, saved = self._batches(train), Means(), time.perf_counter()
+        with contextlib.closing(prefetch(self._batches(train))) as batches:
+            yield from self._steps(batches, held_out, keep, pause_after)
+
+    def _steps(
+        self,
+        batches: Iterator[Batch],
+        held_out: TokenData,
+        keep: Callable[[nn.Module], None],
+        pause_after: float | None,
+    ) -> Iterator[Event]:
+        since, saved = Means(), time.perf_counter()
         begun, over = saved, self.progress >= 1
         while not over:
             started, rate = time.perf_counter(), self.recipe.rate_at(self.progress)
@@ -105,7 +117,9 @@ class Trainer:
             figures = since.take() if logs or validates else None  # waits for the device
             if figures is not None and not math.isfinite(figures[0]):
                 raise InputError(f"the loss is not finite at step {self.step}; use a lower --rate")
-            self.seconds = self.workers.agree(self.seconds + time.perf_counter() - started)
+            self.seconds += time.perf_counter() - started
+            if self.recipe.minutes:  # then the time decides what the next step does
+                self.seconds = self.workers.agree(self.seconds)
             over = self.progress >= 1 or self._pauses(begun, pause_after)
             found = self._validate(held_out) if validates or over else None
             best = found is not None and found["loss"] < self.lowest
@@ -142,7 +156,7 @@ class Trainer:
         half = self.teacher.dtype != torch.float32
         precision = torch.autocast(self.device.type, self.teacher.dtype) if half else contextlib.nullcontext()
         with precision:
-            return self.objective.report(self.head, self.teacher.run(batch), self.teacher, progress)
+            return self.objective.report(self.head, self.teacher.run(batch.to(self.device)), self.teacher, progress)
 
     @torch.no_grad()
     def _validate(self, held_out: TokenData) -> dict[str, Any]:
@@ -152,7 +166,7 @@ class Trainer:
         batches = held_out.batches(recipe.batch_tokens, recipe.max_length)
         with cudnn_attention_disabled(self.device):
             for batch in itertools.islice(batches, recipe.validation_batches):
-                means.add(self._report(self._moved(batch), 1.0))
+                means.add(self._report(batch, 1.0))
         figures = means.figures()
         loss, steps, hits = means.take()
         found: dict[str, Any] = {"loss": loss, "steps": steps, "hits": hits, **figures}
@@ -175,17 +189,9 @@ class Trainer:
         while True:
             for batch in data.batches(*size, epoch, start):
                 if index % self.workers.count == self.workers.rank:
-                    yield self._moved(batch)
+                    yield batch
                 index += 1
             start, epoch = 0, epoch + 1
-
-    def _moved(self, batch: Batch) -> Batch:
-        """The batch on the device. On a GPU it is padded, so that fewer shapes occur and rows are aligned."""
-        wider = -(batch.tokens.shape[1] - 1) % PADDING_MULTIPLE if self.device.type == "cuda" else 0
-        tokens, answer = (torch.nn.functional.pad(x, (0, wider)) for x in (batch.tokens, batch.answer))
-        tokens, answer = (x.to(self.device, non_blocking=True) for x in (tokens, answer))
-        of_texts = (None if x is None else x.to(self.device) for x in (batch.lengths, batch.temperatures))
-        return Batch(tokens, answer, *of_texts)
 
     def save(self) -> None:
         """Write a checkpoint with everything that `resume` needs."""
@@ -290,11 +296,9 @@ class Optimizers:
         self.parameters, self.clip = list(named.values()), recipe.clip
         self.parts: list[Any] = []
         if matrices:
-            muon = torch.optim.Muon
-            self.parts.append(muon(matrices, weight_decay=recipe.decay, adjust_lr_fn="match_rms_adamw"))
+            self.parts.append(Muon(matrices, recipe.decay))
         if others:
-            fused = {"fused": True} if others[0].is_cuda else {}
-            self.parts.append(torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=recipe.decay, **fused))
+            self.parts.append(torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=recipe.decay, fused=True))
 
     def step(self, rate: float) -> None:
         if self.clip:

@@ -27,7 +27,8 @@ from windfall.model.target import Target
 from windfall.policies.base import TreePolicy
 from windfall.policies.beam import Beam
 from windfall.policies.context import Context
-from windfall.train.shards import Batch, Sampling, TokenData
+from windfall.train.batch import Batch
+from windfall.train.shards import Sampling, TokenData
 from windfall.train.teacher import Teacher
 
 BEAM = {"depth": 7, "k": 10, "nodes": 60}
@@ -102,7 +103,7 @@ class TreeTau:
         teacher, found = Teacher(self.target.model, drafter.taps), []
         for excerpt in excerpts:
             tokens = torch.tensor([excerpt.tokens], device=self.target.device)
-            found.append(teacher.run(Batch(tokens, torch.ones_like(tokens, dtype=torch.bool))).features[0])
+            found.append(teacher.run(Batch(tokens, torch.ones(tokens.shape, dtype=torch.bool))).features[0])
         return found
 
 

@@ -38,43 +38,35 @@ def unroll(
     return guesses
 
 
-def answer_rows(outputs: TeacherOutput) -> Tensor:
-    """[B, L-1] bool, by row r: whether the target generated x[r+1] and there is a column before r."""
-    rows = outputs.batch.answer[:, 1:].clone()
-    rows[:, 0] = False
-    return rows
-
-
 def by_row(steps: list[Tensor], outputs: TeacherOutput) -> Tensor:
     """Steps by column [B, columns, ..] → [S, N, ..] by answer row: step s predicted x[r+1] in column r-1-s."""
-    rows = answer_rows(outputs)
-    return torch.stack([own.roll(1 + step, 1)[rows] for step, own in enumerate(steps)])
+    return torch.stack([own.roll(1 + step, 1)[outputs.batch.rows] for step, own in enumerate(steps)])
 
 
 def by_column(values: Tensor, outputs: TeacherOutput) -> Tensor:
     """The inverse of `by_row`: [S, N] by answer row → [S, B, columns]; 0 where there is no answer row."""
-    rows = answer_rows(outputs)
-    found = values.new_zeros(len(values), *rows.shape)
+    batch = outputs.batch
+    found = values.new_zeros(len(values), *batch.answered.shape)
     for step, own in enumerate(values):
-        found[step][rows] = own
+        found[step][batch.rows] = own
         found[step] = found[step].roll(-1 - step, 1)
     return found
 
 
 def text_rows(outputs: TeacherOutput) -> TextRows:
     """By answer row: the token that follows, and the temperature at which it was drawn."""
-    rows, batch = answer_rows(outputs), outputs.batch
+    batch = outputs.batch
+    tokens = batch.tokens[:, 1:][batch.rows]
     if batch.temperatures is None:
-        return TextRows(batch.tokens[:, 1:][rows], rows.new_zeros(int(rows.sum()), dtype=torch.float32))
-    return TextRows(batch.tokens[:, 1:][rows], batch.temperatures[:, None].expand_as(rows)[rows])
+        return TextRows(tokens, torch.zeros_like(tokens, dtype=torch.float32))
+    return TextRows(tokens, batch.temperatures[batch.rows.texts])
 
 
 def aligned(head: FeatureHead, guesses: list[Guess], outputs: TeacherOutput) -> tuple[Tensor, Tensor, Tensor]:
     """By answer row: the inputs of the head's vocabulary [S, N, H], the target's states [N, Ht], validity [S, N]."""
-    rows = answer_rows(outputs)
-    places = torch.arange(rows.shape[1], device=rows.device).expand_as(rows)[rows]
-    valid = torch.stack([places > step for step in range(len(guesses))])
-    return head.normed(by_row([guess.state for guess in guesses], outputs)), outputs.final[:, :-1][rows], valid
+    rows = outputs.batch.rows
+    valid = rows.places > torch.arange(len(guesses), device=rows.places.device)[:, None]
+    return head.normed(by_row([guess.state for guess in guesses], outputs)), outputs.final[rows], valid
 
 
 # ---- attention

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from windfall.core.options import option
 from windfall.heads.block import BlockHead
+from windfall.train.batch import send
 from windfall.train.block_losses import BlockRows, Settings, block_figures, distill_blocks, label_chances
 from windfall.train.block_memory import Blocks, PaddedSizes, new_memory
 from windfall.train.losses import Report
@@ -22,7 +23,7 @@ from windfall.train.new_block import check_shape, new_block
 from windfall.train.objectives.base import Distilling
 from windfall.train.step_weights import HELP, decaying, dpace
 from windfall.train.teacher import Teacher, TeacherOutput
-from windfall.train.unroll import answer_rows, text_rows
+from windfall.train.unroll import text_rows
 
 
 @dataclass
@@ -50,30 +51,32 @@ class BlockLoss(Distilling):
     def report(self, head: Any, outputs: TeacherOutput, teacher: Teacher, progress: float) -> Report:
         if not head.training:
             head.prepare()  # its tables may be those of earlier weights
-        blocks = choose_blocks(outputs, self.share, self.anchors, head.training)
-        rows, text, vocabularies = self.rows(head, outputs, blocks), text_rows(outputs), teacher.vocabularies(head)
-        final = outputs.final[:, :-1][answer_rows(outputs)]
+        anchors = choose_anchors(outputs.batch.answered, self.share, self.anchors, head.training)
+        rows, text, vocabularies = self.rows(head, outputs, anchors), text_rows(outputs), teacher.vocabularies(head)
+        final = outputs.final[outputs.batch.rows]
         if self.step_weights == "dpace" and head.training:
             weights = dpace(label_chances(rows, vocabularies, text.tokens), rows.valid)
         else:
             weights = decaying(rows.valid)
         goal = self.goal(head, text)
         settings = Settings(goal._replace(mixture=KL) if progress < self.first else goal, self.unary)
-        report = distill_blocks(rows, final, vocabularies, weights / max(1, len(blocks.texts)), settings)
+        report = distill_blocks(rows, final, vocabularies, weights / max(1, rows.valid.shape[1]), settings)
         if head.training:
             return report
         figures = block_figures(rows, final, vocabularies, text, head.config.candidates)
         return report._replace(figures=figures)
 
-    def rows(self, head: BlockHead, outputs: TeacherOutput, blocks: Blocks) -> BlockRows:
-        """The rows of these blocks that predict tokens."""
+    def rows(self, head: BlockHead, outputs: TeacherOutput, anchors: Tensor) -> BlockRows:
+        """The rows of the blocks at these anchors that predict tokens."""
         tokens, skipped = outputs.batch.tokens, head.config.first_row
+        blocks, answered = Blocks.where(anchors, tokens.device), send(outputs.batch.answered, tokens.device)
         normed = head.normed(block_states(head, outputs, blocks, self._sizes))
-        answered = answer_rows(outputs)
         states, places = normed[:, skipped:].transpose(0, 1), blocks.positions(head.config.depth)  # [D, N, H], [N, D]
         inside = places.clamp(max=answered.shape[1] - 1)
         valid = (answered[blocks.texts[:, None], inside] & (places == inside)).cumprod(1).bool().T
-        first = (answered.flatten().cumsum(0) - 1)[blocks.texts * answered.shape[1] + blocks.starts]
+        first = (outputs.batch.answered.flatten().cumsum(0) - 1)[anchors.flatten()]
+        predicted = send(first, tokens.device) + torch.arange(head.config.depth, device=tokens.device)[:, None]
+        predicted = predicted.clamp(max=len(outputs.batch.rows.texts) - 1)
         queries = keys = None
         if head.pair is not None:
             before = tokens[blocks.texts[:, None], inside]
@@ -81,8 +84,8 @@ class BlockLoss(Distilling):
             for own, previous in zip(states, before.T, strict=True):
                 query, carry = head.pair.query(previous, own, carry)
                 found.append(query)
-            queries, keys = torch.stack(found), head.pair.keys(torch.arange(len(head.vocabulary), device=first.device))
-        return BlockRows(states, queries, keys, head.config.softcap, first, valid)
+            queries, keys = torch.stack(found), head.pair.keys(torch.arange(len(head.vocabulary), device=tokens.device))
+        return BlockRows(states, queries, keys, head.config.softcap, first, predicted, valid)
 
 
 def block_states(head: BlockHead, outputs: TeacherOutput, blocks: Blocks, sizes: PaddedSizes) -> Tensor:
@@ -95,18 +98,15 @@ def block_states(head: BlockHead, outputs: TeacherOutput, blocks: Blocks, sizes:
     return states
 
 
-def choose_blocks(outputs: TeacherOutput, share: float, most: int, random: bool) -> Blocks:
-    """Anchors whose next token the target generated: of each text a `share`, but at most `most`.
+def choose_anchors(answered: Tensor, share: float, most: int, random: bool) -> Tensor:
+    """The rows [B, L - 1] bool at which a block begins: of each text a `share` of its answer rows, but at most `most`.
 
-    They are chosen at random or evenly spaced.
+    They are chosen at random or evenly spaced. Both masks are on the host.
     """
-    wanted = answer_rows(outputs)
-    places, count = wanted.cumsum(1), wanted.sum(1, keepdim=True)
+    places, count = answered.cumsum(1), answered.sum(1, keepdim=True)
     kept = (count * share).ceil().clamp(max=most)
     if random:
-        order = torch.rand(wanted.shape).to(wanted.device).masked_fill(~wanted, 2).argsort(1).argsort(1)
-        chosen = wanted & (order < kept)
-    else:
-        chosen = wanted & ((places * kept / count).floor() > ((places - 1) * kept / count).floor())
-    texts, starts = chosen.nonzero(as_tuple=True)
-    return Blocks(texts, starts)
+        order = torch.rand(answered.shape).masked_fill(~answered, 2).argsort(1)
+        chosen = torch.arange(answered.shape[1]).expand_as(order) < kept
+        return torch.zeros_like(answered).scatter(1, order, chosen)
+    return answered & ((places * kept / count).floor() > ((places - 1) * kept / count).floor())

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from windfall.core.options import option
+from windfall.train.batch import Batch, Rows, send
 from windfall.train.coupling import TextRows
 from windfall.train.losses import Report, Vocabularies, distill
 from windfall.train.objectives.base import Distilling
-from windfall.train.shards import Batch
 from windfall.train.teacher import Teacher, TeacherOutput
 
 
@@ -23,24 +23,24 @@ class Distillation(Distilling):
     everywhere: bool = option(False, "train on the prompts too, not only on what the target generated")
 
     def report(self, head: Any, outputs: TeacherOutput, teacher: Teacher, progress: float) -> Report:
-        rows = self.rows(outputs.batch)
+        rows = Rows.where(self.counted(outputs.batch), outputs.batch.tokens.device)
         states = head(outputs.batch.tokens[:, :-1])[rows][None]  # [1, N, H]
         weights = states.new_full(states.shape[:2], 1 / max(1, states.shape[1]), dtype=torch.float32)
         vocabularies = Vocabularies(head.vocabulary, teacher.output.weight, None, teacher.output.bias)
         return distill(
-            states, outputs.final[:, :-1][rows], vocabularies, weights, goal=self.goal(head, self.text(outputs.batch))
+            states, outputs.final[rows], vocabularies, weights, goal=self.goal(head, self.text(outputs.batch, rows))
         )
 
-    def text(self, batch: Batch) -> TextRows:
+    def text(self, batch: Batch, rows: Rows) -> TextRows:
         """The text of the rows; tokens of prompts were not drawn from the target."""
-        rows, tokens = self.rows(batch), batch.tokens[:, 1:]
+        tokens = batch.tokens[:, 1:][rows]
         if batch.temperatures is None:
-            return TextRows(tokens[rows], torch.zeros_like(tokens[rows], dtype=torch.float32))
-        return TextRows(tokens[rows], (batch.temperatures[:, None] * batch.answer[:, 1:])[rows])
+            return TextRows(tokens, torch.zeros_like(tokens, dtype=torch.float32))
+        drawn = send(batch.answer[:, 1:], tokens.device)[rows]
+        return TextRows(tokens, batch.temperatures[rows.texts] * drawn)
 
-    def rows(self, batch: Batch) -> Tensor:
-        """[B, L - 1] bool, by r: whether the prediction of x[r+1] counts."""
+    def counted(self, batch: Batch) -> Tensor:
+        """[B, L - 1] bool, on the host, by r: whether the prediction of x[r+1] counts."""
         if not self.everywhere or batch.lengths is None:
             return batch.answer[:, 1:]
-        places = torch.arange(1, batch.tokens.shape[1], device=batch.tokens.device)
-        return places < batch.lengths[:, None]
+        return torch.arange(1, batch.tokens.shape[1]) < batch.lengths[:, None]

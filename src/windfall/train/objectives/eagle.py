@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from windfall.core.errors import InputError
 from windfall.core.options import option
 from windfall.heads.base import FeatureHead, Guess
+from windfall.train.batch import send
 from windfall.train.losses import Labels, Report, distill, label_chances
 from windfall.train.new_heads import new_eagle
 from windfall.train.objectives.base import Distilling
@@ -97,10 +98,8 @@ def feature_loss(own: Tensor, final: Tensor, weights: Tensor) -> Tensor:
 def add_noise(outputs: TeacherOutput, noise: float) -> TeacherOutput:
     """Add uniform noise to the head's input, stronger for short texts. The target's final states stay unchanged."""
     batch, features = outputs.batch, outputs.features
-    lengths = batch.lengths
-    if lengths is None:
-        lengths = torch.full((len(features),), features.shape[1], device=features.device)
+    lengths = torch.full((len(features),), features.shape[1]) if batch.lengths is None else batch.lengths
     generator = torch.Generator(features.device).manual_seed(int(torch.randint(2**62, ())))
     draws = torch.rand(features.shape, device=features.device, generator=generator)
-    scale = 2 * noise * 512 / lengths[:, None, None]
+    scale = 2 * noise * 512 / send(lengths, features.device)[:, None, None]
     return outputs._replace(features=features + ((draws - 0.5) * scale).to(features.dtype))

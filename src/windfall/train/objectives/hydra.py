@@ -15,7 +15,6 @@ from windfall.heads.layers import Unrolled
 from windfall.train.new_heads import new_parallel
 from windfall.train.objectives.medusa import HeadsLoss
 from windfall.train.teacher import TeacherOutput
-from windfall.train.unroll import answer_rows
 
 
 @dataclass
@@ -35,7 +34,7 @@ class HydraLoss(HeadsLoss):
 
     def states(self, head: Any, outputs: TeacherOutput) -> Tensor:
         head.dropout.p = (0.2 if self.plus else 0.0) if self.dropout is None else self.dropout
-        tokens, features, rows = outputs.batch.tokens[:, 1:], outputs.features[:, :-1], answer_rows(outputs)
+        tokens, features, rows = outputs.batch.tokens[:, 1:], outputs.features[:, :-1], outputs.batch.rows
         memory, columns = Unrolled(), features.shape[1]
         memory.mask = torch.ones(1, columns, columns, dtype=torch.bool, device=features.device).tril()
         contexts = head.contexts(features, torch.arange(columns, device=features.device)[None], memory)

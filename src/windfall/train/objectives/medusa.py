@@ -19,7 +19,7 @@ from windfall.train.objectives.base import Distilling
 from windfall.train.row_losses import draft_indices
 from windfall.train.step_weights import HELP, weigh_steps
 from windfall.train.teacher import Teacher, TeacherOutput
-from windfall.train.unroll import answer_rows, by_row, text_rows
+from windfall.train.unroll import by_row, text_rows
 
 
 @dataclass
@@ -43,9 +43,8 @@ class HeadsLoss(Distilling):
         raise NotImplementedError
 
     def report(self, head: Any, outputs: TeacherOutput, teacher: Teacher, progress: float) -> Report:
-        rows, states = answer_rows(outputs), self.states(head, outputs)
-        places = torch.arange(rows.shape[1], device=rows.device).expand_as(rows)[rows]
-        valid = torch.stack([places > i for i in range(len(states))])
+        places, states = outputs.batch.rows.places, self.states(head, outputs)
+        valid = places > torch.arange(len(states), device=places.device)[:, None]
         chances = partial(_chances, head, states, text_rows(outputs), teacher)
         weights = weigh_steps(self.step_weights, valid, outputs, chances, self.decay, head.training)
         weights = weights / max(1, len(places))
@@ -57,10 +56,10 @@ class HeadsLoss(Distilling):
         self, head: Any, i: int, states: Tensor, outputs: TeacherOutput, teacher: Teacher, weights: Tensor
     ) -> Report:
         """The loss of one head. The other figures are those of the soft labels, if they have a weight."""
-        rows, reports = answer_rows(outputs), []
+        rows, reports = outputs.batch.rows, list[Report]()
         if self.soft:
             own, vocabularies = _with_vocabulary(head, i, states, teacher)
-            final, goal = outputs.final[:, :-1][rows], self.goal(head, text_rows(outputs))
+            final, goal = outputs.final[rows], self.goal(head, text_rows(outputs))
             reports.append(distill(own[None], final, vocabularies, (weights * self.soft)[None], goal=goal))
         if self.hard:
             tokens = outputs.batch.tokens[:, 1:][rows]

@@ -12,6 +12,7 @@ from torch import Tensor
 from windfall.core.options import option
 from windfall.heads.base import FeatureHead, Guess
 from windfall.heads.layers import masked_attention, within
+from windfall.train.batch import Rows
 from windfall.train.losses import Report, distill
 from windfall.train.new_heads import new_eagle, new_eagle3
 from windfall.train.objectives.base import Distilling
@@ -136,9 +137,9 @@ def _ages(trees: Trees, depth: int, columns: int, k: int) -> list[Tensor]:
 
 def labelled(guesses: list[Guess], outputs: TeacherOutput, trees: Trees) -> list[tuple[Tensor, Tensor]]:
     """For each level, without padding: the head's states [N, H] and the target's [N, Ht]."""
-    valid, k = trees.valid, trees.levels[0].tokens.shape[-1]
+    valid, k = Rows.where(trees.valid, trees.columns.device), trees.levels[0].tokens.shape[-1]
     found = [(guesses[0].state[valid], take_rows(outputs.final, trees.columns + 1)[valid])]
     for guess, level in zip(guesses[1:], trees.levels, strict=True):
-        states = guess.state.reshape(*valid.shape, k, -1)[valid].flatten(0, 1)
+        states = guess.state.reshape(*trees.valid.shape, k, -1)[valid].flatten(0, 1)
         found.append((states, level.labels[valid].flatten(0, 1)))
     return found

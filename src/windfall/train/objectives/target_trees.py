@@ -11,6 +11,7 @@ from torch import Tensor
 from windfall.model.batch import Packed
 from windfall.model.decoder import Decoder, tree_attention
 from windfall.model.pass_lock import pass_lock
+from windfall.train.batch import send
 from windfall.train.losses import LogitTransform
 
 MAX_LOGITS = 2**26  # in memory at a time
@@ -29,7 +30,7 @@ class Trees(NamedTuple):
     """A tree for each chosen column: its root has read the token of that column and predicts the next one."""
 
     columns: Tensor  # [B, R]
-    valid: Tensor  # [B, R] bool: the others are padding
+    valid: Tensor  # [B, R] bool, on the host: the others are padding
     levels: list[Level]  # from depth 1 on
 
 
@@ -43,13 +44,13 @@ class TreeShape:
 
 
 def choose_roots(answer: Tensor, share: float = 1.0, random: bool = True) -> tuple[Tensor, Tensor]:
-    """Columns [B, R] whose next token the target generated, and which of them are not padding.
+    """Columns [B, R] whose next token the target generated, and which of them are not padding, all on the host.
 
     `share` of them are chosen, at random or evenly spaced.
     """
     wanted = answer[:, 2:].clone()  # by column
     if share < 1 and random:
-        wanted &= (torch.rand(wanted.shape) < share).to(wanted.device)
+        wanted &= torch.rand(wanted.shape) < share
     elif share < 1:
         wanted &= wanted.cumsum(1) % max(1, round(1 / share)) == 0
     if not wanted.shape[1]:
@@ -98,10 +99,9 @@ class TreeGrower(Decoder):
     def grow(self, tokens: Tensor, final: Tensor, roots: tuple[Tensor, Tensor], shape: TreeShape) -> Trees:
         """Grow the target's beam trees: the k likeliest next tokens, then the k likeliest paths of one more token.
 
-        tokens [B, L], and the target's final states over them, final [B, L, Ht].
+        tokens [B, L], the target's final states over them, final [B, L, Ht], and what `choose_roots` returned.
         """
-        columns, valid = roots
-        valid = valid & (columns + 1 + shape.depth < self._positions)
+        columns, valid = send(roots[0], tokens.device), roots[1] & (roots[0] + 1 + shape.depth < self._positions)
         self._prefill(tokens)
         size = max(1, min(MAX_ROOTS, MAX_LOGITS // (len(tokens) * shape.k * self.vocab_size)))
         parts = [self._grow(tokens, final, part, shape) for part in torch.split(columns, size, 1)]
