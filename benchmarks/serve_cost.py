@@ -88,7 +88,6 @@ class MadeUpRunner:
             time.sleep(SWITCH_SECONDS)
         texts = self.texts
         results = cast(Any, SimpleNamespace(
-            late_texts=[text.late_text for text in texts],
             tokens=[],
             rows=[TOKENS] * len(texts),
             accepted=[TOKENS] * len(texts),
@@ -106,7 +105,7 @@ class MadeUpRunner:
             results.ends[seat] = end = len(text.tokens) - text.prompt_length
             text.late_text.ends.append(end)
             text.late_text.final = text.finish is not None
-            steps[text] = self._step(results, seat, text.finish)
+            steps[text] = self._step(results, seat, text.late_text, text.finish)
         return steps
 
 

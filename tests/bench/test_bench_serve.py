@@ -227,7 +227,7 @@ def test_bad_input_is_refused_in_one_line(options: str, message: str) -> None:
 
 def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_serve, "find_spec", lambda name: None)
-    assert refused("bench", "serve", "http://host") == "the load test needs httpx; run: pip install windfall[serve]"
+    assert refused("bench", "serve", "http://host") == "the load test needs aiohttp; run: pip install windfall[serve]"
 
 
 def test_no_answer_at_all_is_a_failure(other: tuple[FastAPI, str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,10 +86,10 @@ def serve(
 ) -> None:
     """Run a load test of a server with the OpenAI API (windfall, vLLM, SGLang, …).
 
-    It needs httpx, which the extra `serve` installs.
+    It needs aiohttp, which the extra `serve` installs.
     """
-    if find_spec("httpx") is None:
-        raise InputError("the load test needs httpx; run: pip install windfall[serve]")
+    if find_spec("aiohttp") is None:
+        raise InputError("the load test needs aiohttp; run: pip install windfall[serve]")
     from windfall.bench import provenance
     from windfall.bench.serving.client import Client
     from windfall.bench.serving.load import Result, measure
