@@ -71,8 +71,8 @@ for stage in "${STAGES[@]}"; do
 	texts) run $stage "$PY" benchmarks/exact.py "$@" $TARGET --limit 40 --texts --modes exact --json "$json" ;;
 	texts-fp16) run $stage "$PY" benchmarks/exact.py "$@" $TARGET --limit 7 --dtype float16 --texts --modes exact --json "$json" ;;
 	batch-texts) run $stage "$PY" benchmarks/batch_texts.py "$@" $TARGET --limit 40 --json "$json" ;;
-	throughput) throughput $stage 24 --rounds 2 --no-hf ;;
-	throughput-8b) throughput $stage 16 --rounds 1 --widen llama-3.1-8b --no-hf ;;
+	throughput) throughput $stage 24 --rounds 2 --stream-factor 12 --no-hf ;;
+	throughput-8b) throughput $stage 16 --rounds 1 --stream-factor 6 --widen llama-3.1-8b --no-hf ;;
 	one-request) run $stage "$PY" benchmarks/one_request.py "$BEFORE" "$@" $TARGET --json "$json" ;;
 	peers) peers $stage "$@" ;;
 	peers-model) peers $stage "$@" $TARGET ${ASSISTANT:+--assistant $ASSISTANT} ;;

@@ -20,6 +20,7 @@ from windfall.drafters.base import Drafter
 from windfall.drafters.block import BlockDrafter
 from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.drafters.lm import LMDrafter
+from windfall.drafters.ngram import NGramDrafter
 from windfall.engine.engine import Engine, Generation
 from windfall.engine.gpu.cycle import plan_unsupported
 from windfall.model.target import Target
@@ -76,6 +77,8 @@ def plan_of(policy: TreePolicy) -> Plan | None:
 def drafter(kind: str) -> Drafter:
     if kind == "lm":
         return LMDrafter(tiny("llama", seed=1, dtype=PRECISE, num_hidden_layers=2))
+    if kind == "ngram":
+        return NGramDrafter()
     if kind in BLOCKS:
         return BlockDrafter(random_block(kind))
     return LMDrafter() if kind == "itself" else FeatureHeadDrafter(random_head(kind))

@@ -43,6 +43,9 @@ class ThroughputOptions:
         "How requests arrive. batch: all together; stream: a new one whenever one ends.",
         metavar="A,B",
     )
+    stream_factor: int = option(
+        3, "Requests of a stream, as a multiple of those at once; more give steadier figures.", min=2
+    )
     rounds: int = option(3, "Runs of every method; medians are reported.", min=1)
     widen: str | None = option(None, "Zero-pad the model to a larger one's size, e.g. llama-3.1-8b; for timing only.")
     hf: bool = option(True, "Also time transformers' own loops.", "--hf/--no-hf")
@@ -55,6 +58,7 @@ class ThroughputOptions:
             concurrency=numbers(self.concurrency, "--concurrency", int, "1,8,32"),
             temperatures=numbers(self.temperature, "--temperature"),
             arrivals=tuple(words(self.arrivals, "--arrivals")),
+            stream_factor=self.stream_factor,
             rounds=self.rounds,
             max_new_tokens=self.max_new_tokens,
             ignore_eos=self.ignore_eos,
@@ -142,6 +146,8 @@ def show(report: dict[str, Any]) -> None:
     reasons = dict.fromkeys((row["method"], row["fallback"]) for row in rows if row["fallback"])
     for method, reason in reasons:
         out.print(Wrapped(Text(f"{method} ran on the host loop: {reason}", style="dim")))
+    for method, reason in dict.fromkeys((row["method"], row.get("undrafted")) for row in rows if row.get("undrafted")):
+        out.print(Wrapped(Text(f"{method} decoded requests that ran together without drafts: {reason}", style="dim")))
     for method, reason in dict.fromkeys((each["method"], each["reason"]) for each in report["skipped"]):
         out.print(Wrapped(Text(f"{method} was left out: {reason}", style="yellow")))
     ours = [row for row in rows if row["runner"] != "transformers"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from windfall.cli.declare import complete, option
 from windfall.cli.options import BatchOptions, ModelOptions, PolicyOptions
@@ -12,6 +13,9 @@ from windfall.core.errors import InputError
 from windfall.render import console
 from windfall.serve.options import ServerOptions
 from windfall.serve.settings import DRAIN_SECONDS
+
+if TYPE_CHECKING:
+    from windfall.engine.engine import Engine
 
 KEY_VARIABLE = "WINDFALL_API_KEY"
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
@@ -64,6 +68,8 @@ def serve(
             app = make_app(engine, settings)
             with console.progress("Preparing for batches…") as progress:
                 engine.prepare(progress=progress)
+            if engine.target.device.type == "cuda":
+                note_slow_batches(engine)
             url = server.address(bound)
             page = f" (live page: {url}/)" if settings.page else ""
             freeze_objects()
@@ -74,6 +80,14 @@ def serve(
             finally:
                 if engine.lost is None:
                     remember_costs(engine)
+
+
+def note_slow_batches(engine: Engine) -> None:
+    """Say if requests that run together will not be drafted, or will not share passes."""
+    if engine.undrafted:
+        console.note(f"requests that run at the same time are decoded without drafts: {engine.undrafted}")
+    elif engine.batch_fallback:
+        console.note(f"requests do not share passes on the GPU, which is slower: {engine.batch_fallback}")
 
 
 def check_extra() -> None:

@@ -35,6 +35,7 @@ from windfall.engine.dispatch import SEVERAL_TEXTS, Dispatcher, Route
 from windfall.engine.generation import Generation as Generation
 from windfall.engine.host_runner import HostRunner
 from windfall.engine.lockstep import Lockstep
+from windfall.engine.lone_runner import LoneRunner
 from windfall.engine.memory import as_bytes, default_bytes
 from windfall.engine.request import Handle, Request
 from windfall.engine.sequence import Sequence
@@ -308,7 +309,10 @@ class Engine:
 
     def _batch_runner(self) -> BatchRunner:
         in_pages, others = self._paged_runner(), self._unpaged_runner()
-        return others if in_pages is None else SplitRunner(in_pages, others, in_pages.suits)
+        if in_pages is None:
+            return others
+        together = SplitRunner(in_pages, others, in_pages.suits)
+        return LoneRunner(self._unpaged_runner(), together) if in_pages.undrafted else together
 
     def _unpaged_runner(self) -> BatchRunner:
         """Decodes requests that do not use the paged KV cache."""
@@ -538,6 +542,15 @@ class Engine:
     def batch_fallback(self) -> str:
         """Why the GPU runner did not decode the last requests that ran together; empty if it did, or none ran yet."""
         return self._dispatcher.batch_fallback
+
+    @property
+    def undrafted(self) -> str:
+        """Why requests that run together on a GPU are decoded without drafts; empty if they are drafted.
+
+        A request that runs alone is drafted.
+        """
+        runner = self._paged_runner()
+        return "" if runner is None else runner.undrafted
 
     def warm_up(self, **sampling: Any) -> Iterator[float]:
         """Load kernels and record graphs for this sampling, on a dummy prompt; yields progress from 0 to 1.

@@ -9,7 +9,16 @@ import numpy as np
 
 from windfall.core.tree import Integers
 from windfall.costs.acceptance import FORECAST_CHILDREN, Calibrator
-from windfall.policies.budget import CONTEXT_STEP, NO_PREPARATION, Budget, Load, Outcome, Sizes, usual_sizes
+from windfall.policies.budget import (
+    CONTEXT_STEP,
+    NO_PREPARATION,
+    Budget,
+    Load,
+    Outcome,
+    PlainRounds,
+    Sizes,
+    usual_sizes,
+)
 from windfall.policies.outlook import MAX_WIDTH, Outlook, Reals
 
 WIDTHS = (1, 4, MAX_WIDTH)  # nodes of a request in one draft pass
@@ -55,6 +64,9 @@ class AutoBudget(Budget):
     @property
     def largest(self) -> Sizes:
         return Sizes(MAX_PASSES, MAX_WIDTH, FORECAST_CHILDREN, 0, calibrated=True)
+
+    def undrafted(self) -> PlainRounds:
+        return PlainRounds()
 
     def usual_sizes(self, requests: int, rows: Sequence[int]) -> list[Sizes]:
         return usual_sizes(self.largest, WIDTHS, requests, rows)

@@ -152,6 +152,13 @@ class Budget:
     def observe(self, outcome: Outcome) -> None:
         """Learn from a round. On a GPU this may come one round late."""
 
+    def undrafted(self) -> PlainRounds | None:
+        """The budget of batches whose drafter works on the host, so that rounds on a GPU cannot draft.
+
+        None: there is no such budget, and requests run one after the other.
+        """
+        return None
+
     def usual_sizes(self, requests: int, rows: Sequence[int]) -> list[Sizes]:
         """Sizes of rounds that a GPU should prepare for this number of requests.
 
@@ -180,6 +187,15 @@ def _beam(passes: int, width: int, k: int, calibrated: bool) -> Plan:
     rows = 1 + passes * width * k
     prices = (lambda ctx: (0.0, 0.0)) if calibrated else None
     return Plan(passes=passes, width=width, k=k, rows=rows, calibrated=calibrated, prices=prices)
+
+
+class PlainRounds(Budget):
+    """Plain decoding in every round."""
+
+    largest = Sizes(0, 1, 1, 1)
+
+    def sizes(self, load: Load) -> Sizes:
+        return Sizes(0, 1, 1, load.requests)
 
 
 class OwnSizes(Budget):

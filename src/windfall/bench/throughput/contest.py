@@ -33,6 +33,7 @@ class Entry:
     method: Method | None = None
     runner: str = TRANSFORMERS
     fallback: str = ""  # why requests did not run on the GPU runner
+    undrafted: str = ""  # why requests that ran together were not drafted
     exact: bool = False  # whether its texts must be those of plain decoding
     engine_number: int = 0  # of the engine that was warmed up for this cell
     skipped: bool = False  # whether it cannot run here
@@ -124,6 +125,7 @@ class Contest:
         forget_prefixes(engine)
         now(engine.target.device)
         entry.fallback = engine.batch_fallback
+        entry.undrafted = engine.undrafted if entry.cell.concurrency > 1 else ""
         entry.runner = HOST if entry.fallback else GPU
         entry.exact = is_exact(engine)
         return serve
@@ -181,6 +183,7 @@ class Contest:
             "over_none": speed / base if speed and base else None,
             "runner": entry.runner,
             "fallback": entry.fallback or None,
+            "undrafted": entry.undrafted or None,
             "rounds": len(entry.runs),
             "texts": None if same is None else len(same),
             "same_texts": None if same is None else sum(same),

@@ -13,7 +13,6 @@ from windfall.core.errors import InputError
 from windfall.core.types import GpuOptions
 
 BATCH, STREAM = "batch", "stream"  # how requests arrive
-STREAM_FACTOR = 3  # requests of a stream, relative to those at once
 
 
 class Cell(NamedTuple):
@@ -31,6 +30,7 @@ class Settings:
     concurrency: tuple[int, ...] = (1, 2, 4, 8)
     temperatures: tuple[float, ...] = (0.0, 1.0)
     arrivals: tuple[str, ...] = (BATCH, STREAM)
+    stream_factor: int = 3  # requests of a stream, relative to those at once
     rounds: int = 3
     max_new_tokens: int = 128
     prompt_tokens: int = PROMPT_TOKENS
@@ -60,7 +60,7 @@ class Settings:
     def requests(self, cell: Cell, prompts: int) -> int:
         """The number of requests of one run, with this number of different prompts."""
         if cell.arrivals == STREAM:
-            return max(STREAM_FACTOR * cell.concurrency, prompts)
+            return max(self.stream_factor * cell.concurrency, prompts)
         return max(prompts // cell.concurrency, 1) * cell.concurrency
 
 

@@ -57,7 +57,8 @@ class Batch:
         gpu_target = GpuTarget(made.target.model, made.drafter.taps, GraphCache(made.target.device), options)
         form = drafter_form(made.drafter, made.target.device)
         assert not isinstance(form, str)
-        given = gpu_target, form, drafter_forward(form), Given(Always(sizes)), made.online_costs, limits
+        policy = Given(Always(sizes))
+        given = gpu_target, form, drafter_forward(form), policy, policy.budget(), made.online_costs, limits
         self.runner = GpuBatchRunner(*given)
 
     def text(self, tokens: list[int], **sampling: Any) -> Sequence:

@@ -32,11 +32,16 @@ def batch_runner(
         return "its policy decides during a cycle, on the host"
     if isinstance(budget, OwnSizes) and plan is not None and (reason := rule_unsupported(plan)):
         return reason
-    if budget.largest is None:
+    largest = budget.largest
+    if largest is None:
         return "its budget does not say how large its rounds can be"
-    passes, width, k = budget.largest[:3]
-    if passes and form is None:
-        return runner.drafter_unsupported
+    undrafted = runner.drafter_unsupported if largest.passes and form is None else ""
+    if undrafted:
+        plain = budget.undrafted()
+        if plain is None:
+            return undrafted
+        budget, largest = plain, plain.largest
+    passes, width, k = largest[:3]
     longest = runner.target.context or MAX_CONTEXT
     pages = seats * pages_for(longest) + 1
     form = form if passes else None
@@ -52,7 +57,7 @@ def batch_runner(
             return "its memory has no room for a page"
         limits = Limits(seats, pages, min(longest, (pages - 1) * PAGE_TOKENS), passes, width, k)
         costs = OnlineCosts(online_costs.costs, online_costs.learns)
-        return GpuBatchRunner(gpu_target, form, drafting, policy, costs, limits)
+        return GpuBatchRunner(gpu_target, form, drafting, policy, budget, costs, limits, undrafted)
     except Unsupported as unsupported:
         return str(unsupported)
 

@@ -36,7 +36,7 @@ from windfall.engine.sequence import Sequence
 from windfall.kernels.pages import PAGE_TOKENS, pages_for, tile_rows
 from windfall.kernels.rules import Rule
 from windfall.policies.base import TreePolicy
-from windfall.policies.budget import Load, Sizes
+from windfall.policies.budget import Budget, Load, Sizes
 
 MAX_FLIGHT = 2  # rounds that are launched before the host reads the results of the first
 MIN_SPAN_PAGES = 32  # of a text that passes read at the least
@@ -96,15 +96,15 @@ class GpuBatchRunner:
         form: GpuForm | None,
         drafting: PagedForward | None,
         policy: TreePolicy,
+        budget: Budget,
         online_costs: OnlineCosts,
         limits: Limits,
+        undrafted: str = "",
     ):
-        """`drafting` is the `drafter_forward` of `form`. `policy` has a budget. Raises Unsupported if the target cannot
-        run on pages."""
-        budget = policy.budget()
-        assert budget is not None
+        """`drafting` is the `drafter_forward` of `form`, and `budget` that of `policy`. `undrafted`: why requests are
+        decoded without drafts although the policy would draft. Raises Unsupported if the target cannot run on pages."""
         forward = in_pages(gpu_target.forward)
-        self.gpu_target, self.policy, self.budget = gpu_target, policy, budget
+        self.gpu_target, self.policy, self.budget, self.undrafted = gpu_target, policy, budget, undrafted
         limits = limits._replace(seats=min(limits.seats, SEATS[-1]))  # more requests wait
         self.costs = RoundCosts(online_costs.costs, ROUND_ROWS, online_costs.learns)
         self.limits = limits

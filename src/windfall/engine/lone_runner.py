@@ -1,0 +1,67 @@
+"""A text that runs alone, and texts that run together, in different runners."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from windfall.engine.batch_runner import BatchRunner, Outcome, Use
+from windfall.engine.sequence import Sequence
+
+
+class LoneRunner:
+    """A `BatchRunner` of two. A text that joins when no other runs is decoded by the first, until others join.
+
+    It then moves to the second, which prefills it again. On a GPU this is for drafters that work on the host: they
+    speed up a single text, but texts that run together are faster in plain passes that they share.
+    """
+
+    def __init__(self, alone: BatchRunner, together: BatchRunner):
+        self._alone, self._together = alone, together
+        self._lone: list[Sequence] = []  # the text that runs alone, if there is one
+        self._others: set[Sequence] = set()  # that run together
+
+    def join(self, sequences: list[Sequence]) -> None:
+        if len(sequences) == 1 and not self._lone and not self._others:
+            self._alone.join(sequences)
+            self._lone = list(sequences)
+            return
+        self._alone.leave(self._lone)
+        try:
+            self._together.join([*self._lone, *sequences])
+        except Exception:
+            self._alone.join(self._lone)
+            raise
+        self._others.update(self._lone, sequences)
+        self._lone = []
+
+    def leave(self, sequences: Iterable[Sequence]) -> None:
+        leaving = list(sequences)
+        self._alone.leave(leaving)
+        self._together.leave(leaving)
+        self._lone = [sequence for sequence in self._lone if sequence not in leaving]
+        self._others.difference_update(leaving)
+
+    def round(self) -> dict[Sequence, Outcome]:
+        return self._active.round()
+
+    def fits(self, lengths: Mapping[Sequence, int]) -> bool:
+        """A sequence that has not joined yet runs alone if no other runs."""
+        runner = self._alone if len(lengths) == 1 and not self._others else self._together
+        return runner.fits(lengths)
+
+    @property
+    def has_room(self) -> bool:
+        return self._active.has_room
+
+    @property
+    def max_length(self) -> int | None:
+        limits = [limit for limit in (self._alone.max_length, self._together.max_length) if limit is not None]
+        return min(limits, default=None)
+
+    @property
+    def use(self) -> Use:
+        return self._active.use
+
+    @property
+    def _active(self) -> BatchRunner:
+        return self._alone if self._lone else self._together
