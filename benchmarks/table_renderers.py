@@ -269,6 +269,7 @@ def throughput(found: Results) -> Body:
     prompts = f"{counted(settings['limit'], 'prompt')} of each of {counted(len(settings['tasks']), 'task')}"
     about = (
         f"Setting: {how}{prompts}, {_new_tokens(settings)}, medians of {counted(settings['rounds'], 'round')}. "
+        f"The shortest run took {min(row['seconds'] / row['rounds'] for row in ours):.2f} s. "
         f"{same:,} of {texts:,} texts are those of plain decoding."
     )
     return lines[:-1], " ".join([about, *notes])
@@ -323,9 +324,8 @@ def one_request(found: Results) -> Body:
         lines.append([code(row["method"]), f"{row['temperature']:g}", *speeds])
     settings = result["settings"]
     prompts = f"{counted(settings['limit'], 'prompt')} of each of {counted(len(settings['tasks']), 'task')}"
-    return table(
-        head, lines
-    ), f"{prompts}, up to {settings['tokens']:,} new tokens, medians of {settings['rounds']} rounds."
+    rounds = counted(settings["rounds"], "round")
+    return table(head, lines), f"{prompts}, up to {settings['tokens']:,} new tokens, medians of {rounds}."
 
 
 # ---- other engines

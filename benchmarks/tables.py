@@ -74,7 +74,9 @@ throughput](benchmark.md#bench-throughput)). Speed-ups are over `none` with the 
         ("throughput-8b",),
         begin="""### Many requests at 8B cost
 
-The same with the model zero-padded to the layer dimensions of Llama-3.1-8B, a timing proxy.""",
+Tokens/s of all requests together by the number of requests at once, prefill included ([windfall bench
+throughput](benchmark.md#bench-throughput)). The model is zero-padded to the layer dimensions of Llama-3.1-8B, a timing
+proxy. Speed-ups are over `none` with the same number of requests.""",
         plot="throughput-8b",
     ),
     "one-request": Section(

@@ -66,7 +66,7 @@ class Fake:
 
     def join(self, texts: list[str]) -> None:
         if "bad" in texts:
-            raise ValueError
+            raise ValueError("bad")
         self.texts += texts
 
     def leave(self, texts: list[str]) -> None:
@@ -86,7 +86,7 @@ def test_who_runs_where() -> None:
     assert runner.fits({texts[0]: 20}) and runner.round() == {}
     runner.join(texts[:1])
     assert runner.round() == {"a": "alone"} and not runner.fits({texts[0]: 5, texts[1]: 5})
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="bad"):
         runner.join(texts[1:3])
     assert runner.round() == {"a": "alone"} and alone.texts == ["a"] and together.texts == []
     runner.join(texts[1:2])
