@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,6 +114,21 @@ def test_passes_over_prompts_are_no_rest() -> None:
     assert split.total == pytest.approx(0.5) and split.passes == pytest.approx(0.6)
     answer = Answer((1,), 0.0, 1.0, (Part(1.0, 1, 1, 1, split),))
     assert figures([Run([answer], [(0.0, 1.0)])])["rest_share"] == pytest.approx(0.4)
+
+
+def test_rounds_that_capture_graphs_are_counted() -> None:
+    parts = [part(1.0, 1), part(2.0, 1)._replace(recorded=True)]
+    assert figures([Run([Answer((1, 2), 0.0, 2.0, tuple(parts))], [(0.0, 2.0)])])["captures"] == 1
+    assert figures([Run([Answer((1,), 0.0, 1.0, tuple(parts[:1]))], [(0.0, 2.0)])])["captures"] == 0
+
+
+def test_no_garbage_is_collected_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[bool] = []
+    monkeypatch.setattr(contest, "run_cell", lambda *_: found.append(gc.isenabled()) or Run([], []))
+    made = contest.Contest(SimpleNamespace(settings=Settings()), [], [], 0)  # type: ignore[arg-type]
+    monkeypatch.setattr(made, "_server", lambda entry: None)
+    made._measure(contest.Entry("none", Cell(0.0, STREAM, 1), *parse_methods(["none"])))
+    assert found == [False] and gc.isenabled()
 
 
 def test_steps_with_the_same_times_are_one_round() -> None:

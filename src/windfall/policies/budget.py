@@ -18,7 +18,7 @@ from windfall.costs.acceptance import Calibrator
 from windfall.costs.curves import Costs, Reals
 from windfall.policies.plan import Plan
 
-USUAL_PASSES = (3, 7, 12)  # draft passes of rounds that are prepared
+USUAL_PASSES = (1, 3, 7, 12)  # draft passes of rounds that are prepared
 MOST_ROWS = 96  # of a request, in rounds that are prepared
 CONTEXT_STEP = 256  # tokens; smaller differences in the batch's context do not change its costs
 

@@ -21,6 +21,7 @@ class Part(NamedTuple):
     rows: int = 1  # verified
     passes: int = 0  # draft passes
     seconds: Split | None = None  # of the round
+    recorded: bool = False  # whether the round captured a graph
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Answer:
         """Of a request that has ended; raises its error if it failed."""
         steps = list(handle)
         parts = tuple(
-            Part(handle.created + at, len(step.tokens), step.rows, step.draft_passes, step.seconds)
+            Part(handle.created + at, len(step.tokens), step.rows, step.draft_passes, step.seconds, step.recorded)
             for step, at in zip(steps, handle.times, strict=True)
         )
         return cls(tuple(token for step in steps for token in step.tokens), submitted, parts[-1].time, parts)
@@ -122,6 +123,7 @@ def figures(runs: Sequence[Run]) -> dict[str, Any]:
         "rows_per_pass": sum(part.rows for part in steps) / len(rounds) if rounds else None,
         "requests_per_pass": len(steps) / len(rounds) if rounds else None,
         "draft_passes": sum(max(part.passes for part in each) for each in rounds) / len(rounds) if rounds else None,
+        "captures": sum(any(part.recorded for part in each) for each in rounds),
         "rest_share": max(1 - passes / wall, 0.0) if rounds and wall else None,
     }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,8 +112,11 @@ class Contest:
     def _measure(self, entry: Entry) -> None:
         if entry.method is None:
             self._run_padded(entry)
-        else:
-            self._keep(entry, run_cell(self._server(entry), self.cases_of(entry.cell), entry.cell))
+            return
+        serve, cases = self._server(entry), self.cases_of(entry.cell)
+        with no_collections():
+            made = run_cell(serve, cases, entry.cell)
+        self._keep(entry, made)
 
     def _server(self, entry: Entry) -> Serve:
         """The server of an entry's engine, which has been warmed up in this cell."""
@@ -198,6 +203,16 @@ class Contest:
         pairs: list[tuple[int, Answer]] = [pair for run in entry.runs for pair in enumerate(run.answers)]
         known = [(self.wanted.get((temperature, place)), answer.tokens) for place, answer in pairs]
         return [wanted == tokens for wanted, tokens in known if wanted is not None]
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Without garbage collections, which the answers of earlier runs make long. A run may take a tenth of a second."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def warm_up_requests(cell: Cell) -> int:

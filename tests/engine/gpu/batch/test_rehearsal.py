@@ -9,7 +9,9 @@ from helpers.tiny import prompt
 from windfall import registry
 from windfall.engine.gpu.batch.prefill import SHARED_ROWS
 from windfall.engine.gpu.batch.round import ROUND_ROWS
+from windfall.engine.gpu.batch.runner import PENDING
 from windfall.engine.gpu.graphs import GraphCache, Key
+from windfall.policies.auto_budget import WIDTHS
 
 
 @pytest.mark.parametrize("policy", ["none", "chain", "auto"])
@@ -28,6 +30,16 @@ def test_later_passes_find_their_graphs(policy: str, monkeypatch: pytest.MonkeyP
     device.policy = registry.policy("none")
     wanted = device.generate_batch([prompt(9), prompt(12)], max_new_tokens=12, eos=())
     assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
+
+
+def test_a_first_draft_pass_may_follow_a_round_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes in the tokens that the last round may have accepted; a graph takes in 1, 2, 4, 8 or 16."""
+    prepared: set[tuple[object, ...]] = set()
+    run = GraphCache.run
+    monkeypatch.setattr(GraphCache, "run", lambda self, key, work: (prepared.add(key[:3]), run(self, key, work)))
+    device = engine("llama", "itself", "auto", graphs=True, max_position_embeddings=2048, max_requests=1)
+    device.prepare((0.0,))
+    assert {("first draft pass", pending, width) for pending in PENDING[1:] for width in WIDTHS} <= prepared
 
 
 def test_little_memory_prepares_all_passes(monkeypatch: pytest.MonkeyPatch) -> None:
