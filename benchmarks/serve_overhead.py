@@ -2,12 +2,11 @@
 
 python benchmarks/serve_overhead.py [TASK…] [--target TARGET] [--methods none,auto] [--clients 1,4,16,64] [--json FILE]
 
-For each method, one process serves the model (`windfall serve`), and another one holds the bare engine, with the same
-number of requests in flight (`Engine.submit`). They take turns: a run of the engine with each number of requests, then
-a run of the server with the same numbers of clients (`windfall bench serve`, in a process of its own), and so on. While
-one works, the other is idle. Both have the same requests: greedy chats, all answers equally long. Tokens per second are
-those from the first request to the end of the last. The overhead is 1 - server / engine. All figures are medians of the
-rounds, of percentiles, too.
+For each method, one process holds an engine, and serves it as `windfall serve` does. They take turns: a run of the bare
+engine with each number of requests in flight (`Engine.submit`), then a run with the same numbers of clients (`windfall
+bench serve`, in a process of its own), and so on. Both have the same requests: greedy chats, all answers equally long.
+Tokens per second are those from the first request to the end of the last. The overhead is 1 - server / engine. All
+figures are medians of the rounds, of percentiles, too.
 """
 
 from __future__ import annotations
@@ -15,24 +14,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 from provenance import publish
 
-MODEL_OPTIONS = ("target", "drafter", "device", "dtype", "kv_memory")
 TIMES = ("ttft", "tpot")
-START_SECONDS = 600.0  # that a server has to load its model
-STOP_SECONDS = 60.0
 
 
 def main() -> None:
@@ -41,6 +35,7 @@ def main() -> None:
     for name in ("target", "drafter", "device", "dtype", "kv-memory", "json"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--methods", default="none,auto", help="policies")
+    parser.add_argument("--widen", help="zero-pad the model to a larger one's size, such as llama-3.1-8b")
     parser.add_argument("--clients", default="1,4,16,64", help="requests in flight")
     parser.add_argument("--requests", type=int, help="of each run; default: as `windfall bench serve`")
     parser.add_argument("--limit", type=int, default=12, help="prompts of each task")
@@ -50,14 +45,14 @@ def main() -> None:
     parser.add_argument("--engine", metavar="METHOD", help=argparse.SUPPRESS)  # this process holds the engine
     options = parser.parse_args()
     if options.engine:
-        hold_engine(options)
+        serve_engine(options)
         return
     rows, about = [], dict[str, Any]()
     for method in options.methods.split(","):
         measured = measure(method, options)
         about |= measured.pop("about")
         rows += measured.pop("rows")
-    names = ("tasks", "clients", "requests", "limit", "tokens", "rounds", "kv_memory")
+    names = ("tasks", "clients", "requests", "limit", "tokens", "rounds", "kv_memory", "widen")
     settings = {
         **{name: getattr(options, name) for name in names},
         "tasks": [Path(task).name for task in options.tasks],
@@ -73,14 +68,13 @@ def clients(options: argparse.Namespace) -> tuple[int, ...]:
 def measure(method: str, options: argparse.Namespace) -> dict[str, Any]:
     """All rounds with this policy."""
     runs: list[dict[str, dict[int, dict[str, Any]]]] = []
-    with bare_engine(method, options) as engine, server(method, options) as url:  # they load at the same time
-        about = engine.about()
+    with served_engine(method) as engine:
         for _ in range(options.rounds):
-            found = {"engine": engine.ask(clients(options)), "server": load_test(url, options)}
+            found = {"engine": engine.ask(clients(options)), "server": load_test(engine.url, options)}
             runs.append({side: {row["concurrency"]: row for row in rows} for side, rows in found.items()})
             print(f"{method}: round {len(runs)} of {options.rounds} done", file=sys.stderr, flush=True)
     rows = [row(method, each, [{side: run[side][each] for side in run} for run in runs]) for each in clients(options)]
-    return {"about": about, "rows": rows}
+    return {"about": engine.about, "rows": rows}
 
 
 def row(method: str, count: int, runs: Sequence[dict[str, dict[str, Any]]]) -> dict[str, Any]:
@@ -102,46 +96,7 @@ def medians(found: Sequence[dict[str, float] | None]) -> dict[str, float] | None
     return {name: statistics.median(each[name] for each in known) for name in known[0]} if known else None
 
 
-# ---- the server
-
-
-@contextmanager
-def server(method: str, options: argparse.Namespace) -> Iterator[str]:
-    """The address of a server that runs in this block."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "windfall", "serve", "--port", port, "--policy", method]
-    command += ["--max-requests", str(max(clients(options))), *given(options)]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
-        try:
-            url, end = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
-            while not ready(url):
-                if process.poll() is not None or time.monotonic() > end:
-                    log.seek(0)
-                    sys.exit(f"the server does not start:\n{log.read().decode(errors='replace')}")
-                time.sleep(0.2)
-            yield url
-        finally:
-            process.terminate()
-            try:
-                process.wait(STOP_SECONDS)
-            finally:
-                process.kill()
-
-
-def ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/ready").status_code == httpx.codes.OK
-    except httpx.TransportError:
-        return False
-
-
-def given(options: argparse.Namespace) -> list[str]:
-    """The options of the model, as the command line takes them."""
-    found = {name: getattr(options, name) for name in MODEL_OPTIONS}
-    return [word for name, value in found.items() if value for word in (f"--{name.replace('_', '-')}", value)]
+# ---- the clients
 
 
 def load_test(url: str, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -157,22 +112,19 @@ def load_test(url: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         return rows
 
 
-# ---- the bare engine
+# ---- the process that serves
 
 
-class BareEngine:
-    """A process that holds an engine, and measures it when it is asked."""
+class ServedEngine:
+    """A process that serves an engine at `url`, and measures the engine when it is asked."""
 
     def __init__(self, process: subprocess.Popen[str]):
         self._process = process
-
-    def about(self) -> dict[str, Any]:
-        """What it loaded; to be asked once, and first."""
-        found: dict[str, Any] = self._answer()
-        return found
+        self.about: dict[str, Any] = self._answer()
+        self.url: str = self.about.pop("url")
 
     def ask(self, counts: Sequence[int]) -> list[dict[str, Any]]:
-        """A run for each of these numbers of requests in flight."""
+        """A run of the bare engine for each of these numbers of requests in flight."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(counts) + "\n")
         self._process.stdin.flush()
@@ -188,41 +140,57 @@ class BareEngine:
 
 
 @contextmanager
-def bare_engine(method: str, options: argparse.Namespace) -> Iterator[BareEngine]:
+def served_engine(method: str) -> Iterator[ServedEngine]:
     command = [sys.executable, __file__, *sys.argv[1:], "--engine", method]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
-        yield BareEngine(process)
+        yield ServedEngine(process)
     finally:
         process.kill()
         process.wait()
 
 
-def hold_engine(options: argparse.Namespace) -> None:
-    """Load the engine as `windfall serve` does; then a run for each number of a line on standard input."""
-    import windfall
-    from windfall import registry
+def serve_engine(options: argparse.Namespace) -> None:
+    """Load and serve an engine as `windfall serve` does; then measure it for each line of standard input."""
     from windfall.bench.serving.workload import Level, Settings
     from windfall.bench.tasks import in_turns, load_tasks
     from windfall.bench.throughput.serve import engine_server
     from windfall.cli.session import freeze_objects
+    from windfall.serve import server
+    from windfall.serve.app import make_app
 
     answers, sys.stdout = sys.stdout, sys.stderr
-    model = {name: getattr(options, name) for name in MODEL_OPTIONS}
-    engine = windfall.load(policy=registry.policy(options.engine), max_requests=max(clients(options)), **model)
-    engine.prepare()
-    freeze_objects()
-    dtype, device = str(engine.target.decoder.dtype).removeprefix("torch."), engine.target.device.type
-    about = {"target": Path(engine.target.name).name, "device": device, "dtype": dtype}
-    print(json.dumps(about), file=answers, flush=True)
-    prompts = in_turns(load_tasks(options.tasks, options.limit))
-    serve = engine_server(engine, 0.0)
-    run(engine, serve, prompts, 1, 1, options.tokens)
-    settings = Settings(requests=options.requests)
-    for line in sys.stdin:
-        asked = {count: settings.count(Level(count), len(prompts)) for count in json.loads(line)}
-        found = [run(engine, serve, prompts, count, requests, options.tokens) for count, requests in asked.items()]
-        print(json.dumps(found), file=answers, flush=True)
+    engine = load_engine(options)
+    with server.bind("127.0.0.1", 0) as bound:
+        uvicorn = server.make_server(make_app(engine))
+        engine.prepare()
+        freeze_objects()
+        threading.Thread(target=uvicorn.run, kwargs={"sockets": [bound]}, daemon=True).start()
+        dtype, device = str(engine.target.decoder.dtype).removeprefix("torch."), engine.target.device.type
+        about = {"target": Path(engine.target.name).name, "device": device, "dtype": dtype}
+        print(json.dumps({**about, "url": server.address(bound)}), file=answers, flush=True)
+        prompts, settings = in_turns(load_tasks(options.tasks, options.limit)), Settings(requests=options.requests)
+        submit = engine_server(engine, 0.0)
+        run(engine, submit, prompts, 1, 1, options.tokens)
+        for line in sys.stdin:
+            asked = {count: settings.count(Level(count), len(prompts)) for count in json.loads(line)}
+            found = [run(engine, submit, prompts, count, asked[count], options.tokens) for count in asked]
+            print(json.dumps(found), file=answers, flush=True)
+
+
+def load_engine(options: argparse.Namespace) -> Any:
+    import windfall
+    from windfall import registry
+    from windfall.bench.methods import DrafterSpec
+    from windfall.bench.speed.speed import widened
+    from windfall.engine.loading import as_target
+
+    policy, how = registry.policy(options.engine), {"device": options.device, "dtype": options.dtype}
+    batch = {"max_requests": max(clients(options)), "kv_memory": options.kv_memory}
+    if not options.widen:
+        return windfall.load(options.target, options.drafter, policy, **how, **batch)
+    target, drafter = widened(as_target(options.target, **how), DrafterSpec(options.drafter or "head"), options.widen)
+    return windfall.load(target, drafter.make(), policy, **batch)
 
 
 def run(engine: Any, serve: Any, prompts: Any, count: int, requests: int, tokens: int) -> dict[str, Any]:
