@@ -4,7 +4,7 @@
 #   benchmarks/gpu.sh OUT STAGE… -- TASK…        TASK: a JSONL file with prompts, or builtin
 #
 # Stages: draft-phase draft-phase-8b products first-token shapes price price-8b texts texts-fp16 batch-texts throughput throughput-8b
-# one-request peers peers-model serve soak
+# one-request peers peers-model serve serve-8b soak
 # MODEL and DRAFTER (environment) are the target and its drafter; without them, the embedded pair. `peers` is always the
 # embedded pair; `peers-model` is MODEL, with ASSISTANT as transformers' assistant. `one-request` compares with the version
 # of windfall whose `src` folder is BEFORE. A stage that fails or takes longer
@@ -48,6 +48,10 @@ throughput() {
 		--tasks "$TASKS" --limit "$limit" --arrivals stream --temperature 0 --out "$OUT/$name.json" "$@"
 }
 
+serve() {
+	run "$stage" "$PY" benchmarks/serve_overhead.py "$@" --limit 16 --kv-memory 16GB --json "$json"
+}
+
 # peers NAME TASKS AND OPTIONS…: transformers and windfall, and what peers_vllm.py wrote to OUT/NAME-vllm*.json
 peers() {
 	local name=$1 files=() file
@@ -76,7 +80,8 @@ for stage in "${STAGES[@]}"; do
 	one-request) run $stage "$PY" benchmarks/one_request.py "$BEFORE" "$@" $TARGET --json "$json" ;;
 	peers) peers $stage "$@" ;;
 	peers-model) peers $stage "$@" $TARGET ${ASSISTANT:+--assistant $ASSISTANT} ;;
-	serve) run $stage "$PY" benchmarks/serve_overhead.py "$@" $TARGET --limit 16 --kv-memory 16GB --json "$json" ;;
+	serve) serve "$@" $TARGET ;;
+	serve-8b) serve "$@" $TARGET --widen llama-3.1-8b ;;
 	soak) run $stage "$PY" benchmarks/soak.py $TARGET --pages --max-requests 64 --tokens 240 --kv-memory 50MB --json "$json" ;;
 	*) echo "no stage $stage" && failed=$((failed + 1)) ;;
 	esac

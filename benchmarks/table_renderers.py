@@ -404,6 +404,7 @@ def serve(found: Results) -> Body:
     for result in found.values():
         rows, settings = result["rows"], result["settings"]
         where = hardware(result) if result["device"].startswith("cuda") else "CPU"
+        where += f", at the cost of {settings['widen']}" if settings.get("widen") else ""
         for row in rows:
             server = row["server"]
             cells = [where, code(row["method"]), f"{row['clients']:,}"]

@@ -100,7 +100,7 @@ ends; transformers' `generate` takes batches.""",
     "serve": Section(
         OVERVIEW,
         renderers.serve,
-        ("serve", "serve-cpu"),
+        ("serve", "serve-8b", "serve-cpu"),
         begin="""### A server under load
 
 `windfall serve` with clients that send one request after another, beside the bare engine with the same number of
