@@ -131,6 +131,26 @@ def test_losses_change_after_the_first_part_of_the_training() -> None:
         assert bool(torch.isfinite(report.loss)) and report.steps.shape == (head.config.depth,)
 
 
+@pytest.mark.parametrize(
+    ("name", "unary", "loss", "judges"),
+    [("block", 0.3, "lk", 2), ("block", 0.0, "lk", 1), ("block", 0.3, "kl", 1), ("block-dflash", 0.3, "lk", 1)],
+)
+def test_the_target_is_compared_in_two_ways_only_if_both_count(
+    name: str, unary: float, loss: str, judges: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the loss of U + e, and with the cross-entropy of U alone if there are pair scores."""
+    made, take = set(), losses.Judge.take
+
+    def counted(judge: losses.Judge, *given: Any) -> None:
+        made.add(judge)
+        take(judge, *given)
+
+    monkeypatch.setattr(losses.Judge, "take", counted)
+    head, teacher, outputs = given(name)
+    report = objective("block", share=1.0, loss=loss, unary=unary).report(head, outputs, teacher, 1.0)
+    assert len(made) == judges and report.loss.isfinite()
+
+
 def test_anchors_are_a_share_of_the_answers() -> None:
     _, _, outputs = given()
     answer = outputs.batch.answer

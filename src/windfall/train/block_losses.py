@@ -75,8 +75,8 @@ class _DistillBlocks(torch.autograd.Function):
         assert by_state is not None
         losses, plain_losses, hits = (torch.zeros_like(weights) for _ in range(3))  # [D, N]
         judge = Judge(vocabularies, Labels(), settings.goal, states.device)
-        same = settings.goal.mixture == KL
-        plain = judge if same else Judge(vocabularies, Labels(), Goal(), states.device)
+        same = queries is None or not settings.unary or settings.goal.mixture == KL
+        plain = judge if same else Judge(vocabularies, Labels(), Goal(), states.device)  # of U alone
         scorer = _Scorer(rows, vocabularies, teacher.dtype)
         for blocks, known in _stretches(rows, len(teacher), judge.rows):
             logits = target_logits(teacher[known], vocabularies)
