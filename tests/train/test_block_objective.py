@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from helpers.random_heads import BLOCKS, random_block
 from helpers.teaching import batch, greedy
@@ -149,6 +151,21 @@ def test_the_target_is_compared_in_two_ways_only_if_both_count(
     head, teacher, outputs = given(name)
     report = objective("block", share=1.0, loss=loss, unary=unary).report(head, outputs, teacher, 1.0)
     assert len(made) == judges and report.loss.isfinite()
+
+
+def test_losses_are_compiled_once_for_all_parts_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = CompileCounter()
+    compiled = cache(partial(torch.compile, dynamic=True, backend=counter))
+    monkeypatch.setattr(losses, "_fused", lambda function, _: compiled(function))
+    head, teacher, outputs = given("block-plain")
+    plain, other = objective("block", share=1.0), objective("block", share=1.0, loss="tv")
+    for rows in (5, 7, 12, 20, 50, 10**6):  # at a time
+        monkeypatch.setattr(losses, "MAX_LOGITS", rows * VOCABULARY)
+        plain.report(head, outputs, teacher, 1.0)
+        monkeypatch.setattr(losses, "MAX_LOGITS", rows * VOCABULARY * losses.MIXTURE_TENSORS)
+        other.report(head, outputs, teacher, 1.0)
+    torch._dynamo.reset()
+    assert counter.frame_count == 3, "the labels, the cross-entropies, and the other losses"
 
 
 def test_anchors_are_a_share_of_the_answers() -> None:
