@@ -86,6 +86,8 @@ class _Functions(TorchFunctionMode):
         if func is Tensor.to and not there and _names_device(args[1:], given):
             if not given.get("non_blocking"):
                 raise HostWaitsError("Tensor.to copies to the device without non_blocking=True")
+            if not args[0].is_contiguous():
+                raise HostWaitsError("Tensor.to copies what is not contiguous through memory that is not pinned")
             found = found.clone()
             device.hold([found])
         elif given.get("device") is not None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from helpers.random_heads import BLOCKS, random_block
 from helpers.teaching import batch, greedy
@@ -129,6 +131,41 @@ def test_losses_change_after_the_first_part_of_the_training() -> None:
     for loss in ("lk", "match", "coupled:0.5,lk:0.5"):
         report = objective("block", loss=loss).report(head, outputs, teacher, 1.0)
         assert bool(torch.isfinite(report.loss)) and report.steps.shape == (head.config.depth,)
+
+
+@pytest.mark.parametrize(
+    ("name", "unary", "loss", "judges"),
+    [("block", 0.3, "lk", 2), ("block", 0.0, "lk", 1), ("block", 0.3, "kl", 1), ("block-dflash", 0.3, "lk", 1)],
+)
+def test_the_target_is_compared_in_two_ways_only_if_both_count(
+    name: str, unary: float, loss: str, judges: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the loss of U + e, and with the cross-entropy of U alone if there are pair scores."""
+    made, take = set(), losses.Judge.take
+
+    def counted(judge: losses.Judge, *given: Any) -> None:
+        made.add(judge)
+        take(judge, *given)
+
+    monkeypatch.setattr(losses.Judge, "take", counted)
+    head, teacher, outputs = given(name)
+    report = objective("block", share=1.0, loss=loss, unary=unary).report(head, outputs, teacher, 1.0)
+    assert len(made) == judges and report.loss.isfinite()
+
+
+def test_losses_are_compiled_once_for_all_parts_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = CompileCounter()
+    compiled = cache(partial(torch.compile, dynamic=True, backend=counter))
+    monkeypatch.setattr(losses, "_fused", lambda function, _: compiled(function))
+    head, teacher, outputs = given("block-plain")
+    plain, other = objective("block", share=1.0), objective("block", share=1.0, loss="tv")
+    for rows in (5, 7, 12, 20, 50, 10**6):  # at a time
+        monkeypatch.setattr(losses, "MAX_LOGITS", rows * VOCABULARY)
+        plain.report(head, outputs, teacher, 1.0)
+        monkeypatch.setattr(losses, "MAX_LOGITS", rows * VOCABULARY * losses.MIXTURE_TENSORS)
+        other.report(head, outputs, teacher, 1.0)
+    torch._dynamo.reset()
+    assert counter.frame_count == 3, "the labels, the cross-entropies, and the other losses"
 
 
 def test_anchors_are_a_share_of_the_answers() -> None:

@@ -92,6 +92,7 @@ def check(training: Stepper) -> None:
         lambda x: torch.equal(x, x),
         lambda x: torch.tensor([1.0], device=x.device),
         lambda x: torch.ones(3).to(x.device),
+        lambda x: torch.ones(3, 4).T.to(x.device, non_blocking=True),
         lambda x: x + torch.ones(3),
         lambda x: x[torch.tensor([1])],
     ],

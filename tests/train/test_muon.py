@@ -1,13 +1,17 @@
-"""Muon for all matrices of a shape together: the updates of `torch.optim.Muon`, in fewer operators."""
+"""Muon for matrices of a shape together: the updates of `torch.optim.Muon`, in fewer operators."""
 
 from __future__ import annotations
 
 import io
+from collections import Counter
+from collections.abc import Callable
 
+import pytest
 import torch
 from torch import nn
 
 from helpers.pretend_device import PretendDevice
+from windfall.train import muon
 from windfall.train.muon import Muon
 
 SHAPES = ((6, 6), (6, 6), (9, 4), (4, 9), (9, 4), (1, 5))
@@ -35,6 +39,26 @@ def test_the_updates_are_those_of_torch() -> None:
     for own, right, start in zip(ours, theirs, matrices(), strict=True):
         torch.testing.assert_close(own, right, rtol=1e-2, atol=1e-3)
         assert (own - start).abs().max() > 0.05
+
+
+def test_large_matrices_are_updated_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same result, and memory for only these few."""
+    together: Counter[int] = Counter()
+    orthogonal: Callable[[torch.Tensor], torch.Tensor] = muon.orthogonal
+
+    def counted(given: torch.Tensor) -> torch.Tensor:
+        together[len(given)] += 1
+        return orthogonal(given)
+
+    monkeypatch.setattr(muon, "orthogonal", counted)
+    found = []
+    for most in (muon.MAX_NUMBERS, 2 * 36):
+        monkeypatch.setattr(muon, "MAX_NUMBERS", most)
+        given = [nn.Parameter(torch.ones(6, 6)) for _ in range(5)]
+        train(given, Muon(given, weight_decay=0.1), 2)
+        found.append(torch.stack(given))
+    assert together == {5: 2, 2: 4, 1: 2}
+    torch.testing.assert_close(*found)
 
 
 def test_matrices_without_a_gradient_stay() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import re
@@ -16,6 +17,7 @@ import torch
 
 from helpers.cli import refused, windfall
 from helpers.random_heads import random_head
+from helpers.stepping import head_training
 from helpers.texts import write_drawn_texts, write_texts
 from helpers.tiny import prompt, tiny
 from windfall.checkpoints.bundled import TARGET, made_for
@@ -155,13 +157,13 @@ def test_a_killed_training_resumes_to_the_same_losses(tmp_path: Path, texts: Pat
 def test_a_background_thread_prepares_batches_until_the_training_ends(
     error: type[BaseException] | None, tmp_path: Path, texts: Path, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    makers, padded = [], TokenData._padded
+    makers, padded = [], TokenData.padded
 
     def recorded(self: TokenData, *given: Any) -> Any:
         makers.append(threading.current_thread())
         return padded(self, *given)
 
-    monkeypatch.setattr(TokenData, "_padded", recorded)
+    monkeypatch.setattr(TokenData, "padded", recorded)
     events = train_head(HeadJob(texts, tmp_path, settings=["steps=1"]), Recipe(**RECIPE), target)
     next(events)
     if error is None:
@@ -203,6 +205,28 @@ def test_accumulating_passes_is_one_step(tmp_path: Path, texts: Path, target: Ta
 def test_training_with_muon(tmp_path: Path, texts: Path, target: Target) -> None:
     events = train(tmp_path, texts, target, optimizer="muon")
     assert events[-1].loss < 0.9 * events[0].loss
+
+
+def test_each_worker_prepares_its_share_of_the_batches(
+    tmp_path: Path, texts: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over several epochs, and from the step at which a training is resumed."""
+    trainer = head_training(texts, tmp_path, target, "eagle", {"batch_tokens": 100}).trainer
+    prepared: list[list[int]] = []
+
+    def recorded(_: TokenData, indices: list[int], most: int) -> Any:
+        prepared.append(indices)
+        return indices
+
+    monkeypatch.setattr(TokenData, "padded", recorded)
+    data, trainer.step = TokenData.open(texts), 2
+    plans = [data.plan(100, trainer.recipe.max_length, 0, epoch) for epoch in range(20)]
+    wanted = list(itertools.chain(*plans))
+    for rank in range(3):
+        trainer.workers.rank, trainer.workers.count = rank, 3
+        own = list(itertools.islice(trainer._batches(data), 7))
+        assert own == prepared == wanted[6 + rank :: 3][:7] and len(plans[0]) < 7
+        prepared.clear()
 
 
 @pytest.mark.parametrize(("recipe", "agreed"), [({"steps": 3}, False), ({"steps": None, "minutes": 0.02}, True)])

@@ -26,7 +26,7 @@ class Rows(NamedTuple):
     @classmethod
     def where(cls, mask: Tensor, device: torch.device) -> Rows:
         """The rows at which a mask [b, n] on the host is true, on the device."""
-        texts, places = send(mask.nonzero().T.contiguous(), device)
+        texts, places = send(mask.nonzero().T, device)
         return cls(texts, places)
 
 
@@ -61,5 +61,6 @@ class Batch:
 
 def send(given: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on the device. A GPU copies it from pinned memory later, and the host goes on."""
+    given = given.contiguous()  # else torch makes a copy first, in memory that is not pinned
     given = given.pin_memory() if device.type == "cuda" else given
     return given.to(device, non_blocking=True)

@@ -75,8 +75,8 @@ class _DistillBlocks(torch.autograd.Function):
         assert by_state is not None
         losses, plain_losses, hits = (torch.zeros_like(weights) for _ in range(3))  # [D, N]
         judge = Judge(vocabularies, Labels(), settings.goal, states.device)
-        same = settings.goal.mixture == KL
-        plain = judge if same else Judge(vocabularies, Labels(), Goal(), states.device)
+        same = queries is None or not settings.unary or settings.goal.mixture == KL
+        plain = judge if same else Judge(vocabularies, Labels(), Goal(), states.device)  # of U alone
         scorer = _Scorer(rows, vocabularies, teacher.dtype)
         for blocks, known in _stretches(rows, len(teacher), judge.rows):
             logits = target_logits(teacher[known], vocabularies)
@@ -84,7 +84,7 @@ class _DistillBlocks(torch.autograd.Function):
                 each.take(logits, known)
             del logits
             for part in _parts(rows, blocks, judge.rows):
-                weight, place = weights[part].flatten(), (rows.places[part] - known.start).flatten()
+                weight, place = weights[part].flatten().clone(), rows.places[part].flatten() - known.start
                 unary, both, own, query = scorer.logits(part)
                 found, slope, hit = judge.losses(both, weight, place)
                 losses[part], hits[part] = found.view_as(losses[part]), hit.view_as(hits[part])
@@ -192,7 +192,7 @@ def block_figures(
             unary, both, *_ = scorer.logits(part)
             best = unary.topk(min(candidates, unary.shape[-1]), -1).indices
             own = {"top1": both.argmax(-1) == token, "recall": (best == token[:, None]).any(-1)}
-            own["tv"] = judge.losses(both, token.float(), (rows.places[part] - known.start).flatten())[0]
+            own["tv"] = judge.losses(both, token.float(), rows.places[part].flatten() - known.start)[0]
             for name, values in own.items():
                 found[name][part] = values.float().view_as(wanted[part])
     greedy = rows.valid & (text.temperatures[rows.places[0]] == 0)

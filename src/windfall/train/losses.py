@@ -190,10 +190,9 @@ class Judge:
         self.rows = max(1, MAX_LOGITS // (MIXTURE_TENSORS if self._others else 1) // vocabularies.target.shape[0])
         noisy = any(name == "coupled" for name, _ in self._others)
         self._generator = new_generator(device, goal.seed) if noisy else None
-        compiles = device.type == "cuda"
-        self._cross_entropies = _compiled(_cross_entropies) if compiles else _cross_entropies
+        self._cross_entropies = _fused(_cross_entropies, device)
         sorts = any(name == "match" for name, _ in self._others)  # which a compiler cannot fuse
-        self._mixed = _compiled(_mixed) if compiles and not sorts else _mixed
+        self._mixed = _mixed if sorts else _fused(_mixed, device)
 
     def take(self, logits: Tensor, part: slice) -> None:
         """Take the target's logits [n, V] of these rows."""
@@ -208,7 +207,8 @@ class Judge:
     def losses(self, logits: Tensor, weight: Tensor, places: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Of each row: the loss, its weighted gradient by the head's logits, and whether the top token is right.
 
-        The logits [m, Vd] are those of the target's rows `places` [m]; None: of all of them.
+        The logits [m, Vd] are those of the target's rows `places` [m]; None: of all of them. `weight` and `places` are
+        best no views, because a compiled kernel is also one for the shape of the tensor that a view is of.
         """
         found: tuple[Tensor, Tensor, Tensor] | None = None
         if self._has_labels:
@@ -230,7 +230,7 @@ def target_logits(teacher: Tensor, vocabularies: Vocabularies) -> Tensor:
 
 def _label(logits: Tensor, tokens: Tensor | None, indices: Tensor | None, labels: Labels) -> tuple[Tensor, Tensor]:
     """The target's probabilities of the draft tokens [n, Vd], and the index of its likeliest token (-1: absent)."""
-    probabilities, best = (_compiled(_among) if logits.is_cuda else _among)(logits, tokens, indices)
+    probabilities, best = _fused(_among, logits.device)(logits, tokens, indices)
     if labels.top:
         top = probabilities.float().topk(min(labels.k, probabilities.shape[-1]), -1)
         probabilities = (labels.share * probabilities.float()).scatter_add(1, top.indices, labels.top * top.values)
@@ -276,6 +276,11 @@ def _mixed(
         targets, best = targets.at(places), best[places]
     losses, slopes = mixed(logits, targets, mixture)
     return losses, (slopes * weight[:, None]).to(logits.dtype), logits.argmax(-1) == best
+
+
+def _fused(function: Any, device: torch.device) -> Any:
+    """The function as few kernels, where compiling it is worth the time."""
+    return _compiled(function) if device.type == "cuda" else function
 
 
 @cache

@@ -1,6 +1,6 @@
 """Muon, an optimizer for the matrices inside layers (Keller Jordan, 2024), with the step size of Moonshot AI's version.
 
-It computes what `torch.optim.Muon` computes one matrix at a time, but for all matrices of a shape together.
+It computes what `torch.optim.Muon` computes one matrix at a time, but for matrices of a shape together.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ RMS = 0.2  # of an update, about that of AdamW
 ROUNDS = 5  # of the Newton-Schulz iteration
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of its polynomial a x + b x^3 + c x^5
 SMALLEST_NORM = 1e-7
+MAX_NUMBERS = 2**26  # of matrices that are updated together: more would take memory and save no time
 
 
 class Muon(torch.optim.Optimizer):
@@ -32,9 +33,11 @@ class Muon(torch.optim.Optimizer):
             for matrix in group["params"]:
                 if matrix.grad is not None:
                     by_shape.setdefault(matrix.shape, []).append((matrix, matrix.grad))
-            for pairs in by_shape.values():
-                matrices, gradients = ([*own] for own in zip(*pairs, strict=True))
-                self._update(matrices, gradients, group["lr"], group["weight_decay"])
+            for shape, pairs in by_shape.items():
+                size = max(1, MAX_NUMBERS // shape.numel())
+                for start in range(0, len(pairs), size):
+                    matrices, gradients = ([*own] for own in zip(*pairs[start : start + size], strict=True))
+                    self._update(matrices, gradients, group["lr"], group["weight_decay"])
 
     def _update(self, matrices: list[Tensor], gradients: list[Tensor], rate: float, decay: float) -> None:
         """Update matrices of one shape."""

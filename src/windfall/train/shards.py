@@ -232,14 +232,13 @@ class TokenData:
             batches += _cut(pool[np.argsort(lengths[pool], kind="stable")].tolist(), lengths, max_tokens)
         return [batches[index] for index in random.permutation(len(batches))]
 
-    def batches(
-        self, max_tokens: int, max_length: int, seed: int = 0, epoch: int = 0, start: int = 0
-    ) -> Iterator[Batch]:
-        """The batches of an epoch from number `start` on; texts are cut at `max_length`."""
-        for indices in self.plan(max_tokens, max_length, seed, epoch)[start:]:
-            yield self._padded(indices, max_length)
+    def batches(self, max_tokens: int, max_length: int, seed: int = 0, epoch: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch; texts are cut at `max_length`."""
+        for indices in self.plan(max_tokens, max_length, seed, epoch):
+            yield self.padded(indices, max_length)
 
-    def _padded(self, indices: list[int], max_length: int) -> Batch:
+    def padded(self, indices: list[int], max_length: int) -> Batch:
+        """The batch of these texts."""
         found = [self._find(index) for index in indices]
         texts = [tuple(part[:max_length] for part in shard.text(place)) for shard, place in found]
         tokens, answer = (pad_sequence(list(parts), batch_first=True) for parts in zip(*texts, strict=True))

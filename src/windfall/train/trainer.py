@@ -178,20 +178,16 @@ class Trainer:
 
     def _batches(self, data: TokenData) -> Iterator[Batch]:
         """Endless batches of this worker, from where the last run stopped."""
-        recipe, epoch = self.recipe, 0
-        size = recipe.batch_tokens, recipe.max_length, recipe.seed
-        index = self.step * recipe.accumulate * self.workers.count  # of the next batch, over all epochs and workers
-        start = index
-        while (count := len(data.plan(*size, epoch))) and start >= count:
-            start, epoch = start - count, epoch + 1
-        if not count:
-            raise InputError("there are no texts to train on")
+        recipe, workers, epoch = self.recipe, self.workers, 0
+        place = self.step * recipe.accumulate * workers.count + workers.rank  # in the epoch, of the next batch
         while True:
-            for batch in data.batches(*size, epoch, start):
-                if index % self.workers.count == self.workers.rank:
-                    yield batch
-                index += 1
-            start, epoch = 0, epoch + 1
+            plan = data.plan(recipe.batch_tokens, recipe.max_length, recipe.seed, epoch)
+            if not plan:
+                raise InputError("there are no texts to train on")
+            while place < len(plan):
+                yield data.padded(plan[place], recipe.max_length)
+                place += workers.count
+            place, epoch = place - len(plan), epoch + 1
 
     def save(self) -> None:
         """Write a checkpoint with everything that `resume` needs."""
