@@ -68,8 +68,8 @@ compare() {
 	local name=$1
 	shift
 	$WINDFALL bench speed $TARGET --tasks "${TASKS:-builtin}" --limit "${LIMIT:-10}" --temperature 0,1 --coupled \
-		--rounds 1 --no-hf --methods "none,auto,beam,$OUT/new-head/auto,$OUT/new-head/beam" --out "$OUT/$name.json" "$@" \
-		${BENCH_OPTIONS:-}
+		--rounds 1 --no-hf --lengths 512 --methods "none,auto,beam,$OUT/new-head/auto,$OUT/new-head/beam" \
+		--out "$OUT/$name.json" "$@" ${BENCH_OPTIONS:-}
 }
 
 step answers all_answers
