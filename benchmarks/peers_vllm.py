@@ -40,6 +40,7 @@ START_MEMORY = 0.1  # share of the GPU's memory that must be free at the start
 OFFLINE = {  # vLLM looks for a network otherwise
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # an optional package; greedy texts do not need it
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
