@@ -61,6 +61,11 @@ def test_products_round_a_row_alike_for_any_number_of_rows(inner: int, outer: in
     check_matmul(ROWS, outer, inner, bias, "cuda")
 
 
+@pytest.mark.parametrize(("inner", "outer"), [(576, 49_152), (4096, 6144), (14_336, 4096)])
+def test_products_with_weights_in_eight_bits(inner: int, outer: int) -> None:
+    check_matmul((1, 8, 33, 64), outer, inner, True, "cuda", eight_bits=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_fused_products_round_a_row_alike_for_any_number_of_rows(dtype: torch.dtype) -> None:
     """The products of a layer of the embedded model, with the norms before them."""

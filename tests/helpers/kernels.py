@@ -38,6 +38,7 @@ from windfall.kernels import (
 )
 from windfall.kernels.backend import on_triton
 from windfall.kernels.draw import update_noise
+from windfall.kernels.eight_bits import rounded
 from windfall.kernels.grow import grow
 from windfall.kernels.levels import Carries, Levels, PairTables
 from windfall.kernels.norm import add_norm_reference, gate_mul_reference, rotate_and_store_reference
@@ -195,7 +196,9 @@ def check_places(n: int, size: int, device: str = "cpu") -> None:
     assert chain.reach.tolist() == [*range(41, 41 + n), *[0] * (size - n)]
 
 
-def check_matmul(rows: tuple[int, ...], outputs: int, k: int, bias: bool, device: str = "cpu") -> None:
+def check_matmul(
+    rows: tuple[int, ...], outputs: int, k: int, bias: bool, device: str = "cpu", eight_bits: bool = False
+) -> None:
     """For every number of rows the product is right; on a GPU a row has the same bits in all of them."""
     from windfall.kernels.triton.matmul import matmul
 
@@ -203,11 +206,13 @@ def check_matmul(rows: tuple[int, ...], outputs: int, k: int, bias: bool, device
     x = torch.randn(max(rows), k, device=device).to(HALF)
     weight = (torch.randn(outputs, k, device=device) / k**0.5).to(HALF)
     added = torch.randn(outputs, device=device).to(HALF) if bias else None
-    wanted = F.linear(x.double(), weight.double(), None if added is None else added.double())
+    values, scales = rounded(weight) if eight_bits else (weight, None)
+    exact = weight.double() if scales is None else values.double() * scales.double()[:, None]
+    wanted = F.linear(x.double(), exact, None if added is None else added.double())
     first: Tensor | None = None
     for count in rows:
         start = max(rows) - count
-        made = matmul(x[start:], weight, added)
+        made = matmul(x[start:], values, added, scales=scales)
         torch.testing.assert_close(made.double(), wanted[start:], atol=2e-2, rtol=2e-2)
         if device == "cuda":
             first = made if first is None else first

@@ -34,6 +34,7 @@ from helpers.kernels import (
     make_cache,
 )
 from windfall.kernels import path_attention, top_children, tree_attention
+from windfall.kernels.eight_bits import EightBitWeight
 from windfall.kernels.product import by_pieces
 from windfall.kernels.rules import Rule
 
@@ -92,11 +93,30 @@ def test_products_by_pieces(rows: int) -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="the kernel has no torch form")
 @pytest.mark.parametrize(
-    ("rows", "outputs", "k", "bias"),
-    [((1, 17, 40), 150, 64, True), ((3, 33), 200, 768, False), ((70,), 130, 512, True)],
+    ("rows", "outputs", "k", "bias", "eight_bits"),
+    [
+        ((1, 17, 40), 150, 64, True, False),
+        ((3, 33), 200, 768, False, False),
+        ((70,), 130, 512, True, False),
+        ((2, 33), 150, 4096, True, True),
+    ],
 )
-def test_matmul(rows: tuple[int, ...], outputs: int, k: int, bias: bool) -> None:
-    check_matmul(rows, outputs, k, bias)
+def test_matmul(rows: tuple[int, ...], outputs: int, k: int, bias: bool, eight_bits: bool) -> None:
+    check_matmul(rows, outputs, k, bias, eight_bits=eight_bits)
+
+
+@both
+def test_weights_in_eight_bits_are_close(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(3, 64, dtype=dtype), torch.randn(20, 64, dtype=dtype), torch.randn(20, dtype=dtype)
+    weight[0] *= 1000
+    weight[1] = 0
+    small = EightBitWeight(weight, bias)
+    assert small.values.dtype == torch.int8 and (len(small), small.shape) == (20, (20, 64))
+    made, wanted = small(x), torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    assert made.dtype == dtype
+    error = (made.double() - wanted).norm(dim=0) / wanted.norm(dim=0)
+    assert float(error.max()) < 0.02 and torch.equal(made[:, 1], bias[1].expand(3))
 
 
 def test_a_row_that_sees_nothing_gives_zeros() -> None:
@@ -187,7 +207,7 @@ def test_lazy_logits(w: int, k: int, columns: int, width: int, dice: bool, bias:
     check_lazy_logits(w, k, columns, width, dice, bias)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@both
 def test_ties_go_to_the_lower_column(dtype: torch.dtype) -> None:
     logits = torch.tensor([1.0, 0.0, -0.0, 2.0, -1.0, -torch.inf, 2.0, 0.0], dtype=dtype).repeat(100)[None]
     values, names = top_children(logits, 16)

@@ -33,6 +33,10 @@ class FeatureHeadDrafter(HeadDrafter[FeatureHead]):
         None, "folder or hub id of a head, or a loaded one; none: the bundled head of the embedded model"
     )
 
+    weights: str = option(
+        "full", "precision of the head's large weights on a GPU; int8 is read in half the time", choices=("full", "int8")
+    )
+
     kind: ClassVar[str] = "head"
 
     def start(self, prompts: list[list[int]], hidden: list[Tensor] | None, dice: Sequence[Dice | None]) -> None:
@@ -92,7 +96,7 @@ class FeatureHeadDrafter(HeadDrafter[FeatureHead]):
         self._dice = [self._dice[b] for b in keep]
 
     def gpu_form(self) -> GpuForm | str:
-        return HeadForm(self.head) if self.longest is None else FOLLOWS_LENGTH
+        return HeadForm(self.head, self.weights == "int8") if self.longest is None else FOLLOWS_LENGTH
 
     def _fitting(self, b: int, tree: DraftTree, grow: Grow | None) -> Grow | None:
         """None if there is no feature to start from, or if the head has too few positions for all of these nodes."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from windfall.kernels.backend import on_triton, shared_memory, supports_pdl
+from windfall.kernels.eight_bits import EightBitWeight
 from windfall.kernels.module_product import ModuleProduct
 from windfall.kernels.norm import add_norm, gate_mul, rotate_and_store
 from windfall.kernels.norm_kinds import LLAMA_NORM, LLAMA_ROTATION, HeadNorms, NormStyle, Rotation
@@ -28,7 +29,7 @@ from windfall.kernels.norm_kinds import LLAMA_NORM, LLAMA_ROTATION, HeadNorms, N
 if TYPE_CHECKING:
     from windfall.kernels.triton.product import Tiling
 
-Weight = Tensor | ModuleProduct  # [N, K], or the layers that compute the product with it
+Weight = Tensor | ModuleProduct | EightBitWeight  # [N, K], or what computes the product with it, and its bias
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 MAX_FUSED_ROWS = 64  # with more rows, exact passes compute a product with larger tiles, and the rest apart
 MAX_LINEAR_ROWS = 16  # the same for products that are fused with nothing

@@ -20,6 +20,7 @@ from windfall.drafters.base import GpuForm, HeadForm, ModelForm
 from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.drafters.lm import LMDrafter
 from windfall.engine.engine import Engine, Generation
+from windfall.kernels.eight_bits import EightBitWeight
 from windfall.model.target import Target
 
 
@@ -112,3 +113,20 @@ def test_a_drafter_without_a_form_drafts_on_the_host() -> None:
     wanted, _ = generate(small_model(), "beam", False)
     found, engine = generate(Wrapper(small_model(), "none"), "beam", True)
     assert engine.fallback == "its drafter works on the host" and found.token_ids == wanted.token_ids
+
+
+def test_a_head_may_read_its_weights_in_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text stays the same; only what is drafted may change."""
+    monkeypatch.setattr("windfall.kernels.eight_bits.MIN_NUMBERS", 1)
+    read: set[int] = set()
+    product = EightBitWeight.__call__
+    monkeypatch.setattr(EightBitWeight, "__call__", lambda own, *given: (read.add(id(own)), product(own, *given))[1])
+    settings = {"depth": 4, "k": 4, "nodes": 12}
+    wanted, _ = generate(FeatureHeadDrafter(random_head("eagle3")), "beam", True, **settings)
+    assert not read
+    found, engine = generate(FeatureHeadDrafter(random_head("eagle3"), weights="int8"), "beam", True, **settings)
+    assert engine.fallback == "" and found.token_ids == wanted.token_ids
+    assert len(read) == 6  # projections of features, attention (2), MLP (2) and the vocabulary
+    texts = engine.generate_batch([prompt(), prompt(5)], max_new_tokens=LENGTH, eos=())
+    assert engine.batch_fallback == "" and texts[0].token_ids == wanted.token_ids
+    assert len(read) == 12

@@ -214,9 +214,9 @@ class StatesDrafter(GpuDrafter):
 class GpuHeadDrafter(StatesDrafter):
     """A draft head whose passes extend the tree level by level."""
 
-    def __init__(self, head: FeatureHead, gpu_target: GpuTarget, pending: int, staged: int):
-        super().__init__(head, gpu_target, pending)
-        self.network = HeadNetwork(head, self.kv, gpu_target.capacity, staged + 1)
+    def __init__(self, form: HeadForm, gpu_target: GpuTarget, pending: int, staged: int):
+        super().__init__(form.head, gpu_target, pending)
+        self.network = HeadNetwork(form, self.kv, gpu_target.capacity, staged + 1)
         self._first = torch.zeros(1, dtype=torch.long, device=gpu_target.device)
 
     def _run_columns(self, rows: Pass, features: Tensor | None) -> None:
@@ -305,13 +305,14 @@ class GpuBlockDrafter(StatesDrafter):
 class HeadNetwork:
     """A draft head over rows in fixed buffers, with fused kernels where it has them."""
 
-    def __init__(self, head: FeatureHead, kv: Tensor, positions: int, slots: int):
+    def __init__(self, form: HeadForm, kv: Tensor, positions: int, slots: int):
         """`kv` is its KV cache, `positions` the longest text, `slots` the number of its own features that are kept."""
+        head = form.head
         self.head, self.kv = head, kv
         # the head's own features, by slot: the input of the next level
         self.recycled = torch.zeros(slots, head.config.layer.hidden_size, dtype=head.dtype, device=kv.device)
         try:
-            self.fused: FusedEagle3 | None = FusedEagle3(head, positions)
+            self.fused: FusedEagle3 | None = FusedEagle3(head, positions, form.eight_bits)
         except Unsupported:
             self.fused = None
 
@@ -428,7 +429,7 @@ def gpu_drafter(form: GpuForm, gpu_target: GpuTarget, pending: int, staged: int,
     if isinstance(form, BlockForm):
         return GpuBlockDrafter(form, gpu_target, pending, staged, entropies)
     if isinstance(form, HeadForm):
-        return GpuHeadDrafter(form.head, gpu_target, pending, staged)
+        return GpuHeadDrafter(form, gpu_target, pending, staged)
     return GpuModelDrafter(form, gpu_target, pending, staged)
 
 

@@ -7,6 +7,9 @@ ascending order. Neither the number of rows nor the tile plays a part in this, s
 
 The outputs are the first operand and the rows the second: a tile of 64 or 128 outputs needs only 16 rows beside it. Few
 rows leave segments to different programs, and the last of them to finish adds their sums.
+
+A weight may be in int8, with a scale for each output. It is multiplied in the precision of the rows, which can hold all
+int8 numbers.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
 
@@ -53,19 +56,23 @@ def _tile_sum(
     sums = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
     if TMA:
         for k in tl.range(start, end, STEP, num_stages=STAGES):
-            sums = tl.dot(weight.load([out_at, k]), x.load([row_at, k]).T, sums)
+            own = x.load([row_at, k])
+            sums = tl.dot(weight.load([out_at, k]).to(own.dtype), own.T, sums)
     else:
         lane = tl.arange(0, STEP)
         x_at = x + rows[None, :].to(tl.int64) * x_row + lane[:, None]
         weight_at = weight + tl.minimum(outs, outputs - 1)[:, None].to(tl.int64) * k_size + lane[None, :]
         live = (rows < n)[None, :]
         for k in tl.range(start, end, STEP, num_stages=STAGES):
-            sums = tl.dot(tl.load(weight_at + k), tl.load(x_at + k, mask=live, other=0.0), sums)
+            own = tl.load(x_at + k, mask=live, other=0.0)
+            sums = tl.dot(tl.load(weight_at + k).to(own.dtype), own, sums)
     return sums
 
 
 @triton.jit
-def _store(out, bias, sums, outs, place, shown, outputs, BIAS: tl.constexpr):
+def _store(out, bias, scales, sums, outs, place, shown, outputs, BIAS: tl.constexpr, SCALED: tl.constexpr):
+    if SCALED:
+        sums *= tl.load(scales + outs, mask=outs < outputs, other=0.0)[:, None]
     if BIAS:
         sums += tl.load(bias + outs, mask=outs < outputs, other=0.0).to(tl.float32)[:, None]
     tl.store(out + place, sums.to(out.dtype.element_ty), mask=shown)
@@ -73,9 +80,10 @@ def _store(out, bias, sums, outs, place, shown, outputs, BIAS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n"])
 def _matmul(
-    x, weight, weight_at, bias, out, partials, counters, n, outputs, k_size, segment, x_row,
-    SEGMENTS: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr,
-    STEP: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, PREFETCHED: tl.constexpr, PDL: tl.constexpr,
+    x, weight, weight_at, bias, scales, out, partials, counters, n, outputs, k_size, segment, x_row,
+    SEGMENTS: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, BLOCK_O: tl.constexpr,
+    BLOCK_N: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, PREFETCHED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of rows, tile of outputs, segment if SPLIT): the rows' tiles share a weight in the L2 cache."""
     row_at = tl.program_id(0) * BLOCK_N
@@ -111,7 +119,7 @@ def _matmul(
             total = parts[0]
             for each in tl.static_range(1, SEGMENTS):
                 total += parts[each]
-            _store(out, bias, total, outs, place, shown, outputs, BIAS)
+            _store(out, bias, scales, total, outs, place, shown, outputs, BIAS, SCALED)
             tl.store(counter, 0)  # for the next launch
     else:
         total = _tile_sum(
@@ -123,7 +131,7 @@ def _matmul(
                 x, weight, rows, outs, n, outputs, k_size, x_row, each * segment,
                 tl.minimum((each + 1) * segment, k_size), row_at, out_at, BLOCK_O, BLOCK_N, STEP, STAGES, TMA,
             )  # fmt: skip
-        _store(out, bias, total, outs, place, shown, outputs, BIAS)
+        _store(out, bias, scales, total, outs, place, shown, outputs, BIAS, SCALED)
 
 
 def segments_of(outputs: int, k: int) -> tuple[int, int]:
@@ -208,8 +216,10 @@ def supported(x: Tensor, weight: Tensor) -> bool:
     return x.shape[1] % STEP == 0 and weight.is_contiguous() and x.stride(1) == 1
 
 
-def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """x [n, K] times weight [O, K] transposed, plus bias [O] → [n, O]."""
+def matmul(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None, scales: Tensor | None = None
+) -> Tensor:
+    """x [n, K] times weight [O, K] transposed, plus bias [O] → [n, O]. With `scales` [O], the weight is int8."""
     (rows, k), outputs = x.shape, len(weight)
     segments, size = segments_of(outputs, k)
     aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
@@ -232,6 +242,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = 
         *given,
         weight,
         weight if bias is None else bias,
+        weight if scales is None else scales,
         out,
         partials,
         counts if split else out,
@@ -243,6 +254,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = 
         SEGMENTS=segments,
         SPLIT=split,
         BIAS=bias is not None,
+        SCALED=scales is not None,
         BLOCK_O=tile.outputs,
         BLOCK_N=tile.rows,
         STEP=tile.step,

@@ -173,13 +173,13 @@ class BatchStatesDrafter(BatchDrafter):
 class BatchHeadDrafter(BatchStatesDrafter):
     """A draft head whose passes extend the trees level by level."""
 
-    def __init__(self, head: FeatureHead, batch: BatchTarget):
-        super().__init__(head, batch)
-        self.head = head
+    def __init__(self, form: HeadForm, batch: BatchTarget):
+        super().__init__(form.head, batch)
+        self.form, self.head = form, form.head
 
     def reserve(self, staged: int) -> None:
         super().reserve(staged)
-        self.network = HeadNetwork(self.head, self.kv, self.state.longest, self.state.seats * (staged + 1))
+        self.network = HeadNetwork(self.form, self.kv, self.state.longest, self.state.seats * (staged + 1))
         self._roots = torch.arange(self.state.seats, device=self.device) * (staged + 1)
 
     def _run_chunk(self, size: int, alone: bool) -> None:
@@ -327,6 +327,6 @@ def batch_drafter(form: GpuForm, forward: PagedForward | None, batch: BatchTarge
     if isinstance(form, BlockForm):
         return BatchBlockDrafter(form, batch)
     if isinstance(form, HeadForm):
-        return BatchHeadDrafter(form.head, batch)
+        return BatchHeadDrafter(form, batch)
     assert forward is not None
     return BatchModelDrafter(form, forward, batch)
