@@ -34,7 +34,9 @@ class FeatureHeadDrafter(HeadDrafter[FeatureHead]):
     )
 
     weights: str = option(
-        "full", "precision of the head's large weights on a GPU; int8 is read in half the time", choices=("full", "int8")
+        "full",
+        "precision of the head's large weights on a GPU; int8 halves the bytes of a pass",
+        choices=("full", "int8"),
     )
 
     kind: ClassVar[str] = "head"

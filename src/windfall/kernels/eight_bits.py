@@ -1,4 +1,5 @@
-"""Weights in int8, with a scale for each output: a pass over few rows reads half as many bytes.
+"""Weights in int8, with a scale for each output. They have half as many bytes as in half precision, and reading them
+takes most of the time of a pass over few rows.
 
 Only drafters use them. Their precision changes which tokens are drafted, but never the text.
 """
