@@ -23,7 +23,7 @@ from windfall.engine.gpu.target import (
     sampling_key,
 )
 from windfall.engine.gpu.transfer import place
-from windfall.heads.base import DraftHead, FeatureHead
+from windfall.heads.base import DraftHead
 from windfall.heads.layers import head_dim
 from windfall.kernels.levels import Carries, Levels
 from windfall.kernels.pair_children import PairCandidates

@@ -16,7 +16,7 @@ from windfall.engine.gpu.drafters import Drafted, HeadNetwork
 from windfall.engine.gpu.forward import PagedForward, Pass, Paths
 from windfall.engine.gpu.fused import FusedForward
 from windfall.engine.gpu.target import fastest_forward, in_pages
-from windfall.heads.base import DraftHead, FeatureHead
+from windfall.heads.base import DraftHead
 from windfall.heads.layers import head_dim
 from windfall.kernels.batch import append_to_pages
 from windfall.kernels.levels import Carries, Levels
