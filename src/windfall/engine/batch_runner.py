@@ -62,3 +62,8 @@ class BatchRunner(Protocol):
     @property
     def use(self) -> Use:
         """What the last round took; asked after each round, so it must be cheap."""
+
+
+def shorter(one: int | None, other: int | None) -> int | None:
+    """The smaller of two limits; None: there is no limit."""
+    return min((limit for limit in (one, other) if limit is not None), default=None)

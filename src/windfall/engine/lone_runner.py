@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from windfall.engine.batch_runner import BatchRunner, Outcome, Use
+from windfall.engine.batch_runner import BatchRunner, Outcome, Use, shorter
 from windfall.engine.sequence import Sequence
 
 
@@ -55,8 +55,7 @@ class LoneRunner:
 
     @property
     def max_length(self) -> int | None:
-        limits = [limit for limit in (self._alone.max_length, self._together.max_length) if limit is not None]
-        return min(limits, default=None)
+        return shorter(self._alone.max_length, self._together.max_length)
 
     @property
     def use(self) -> Use:

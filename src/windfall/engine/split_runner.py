@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from windfall.engine.batch_runner import BatchRunner, Outcome, Use
+from windfall.engine.batch_runner import BatchRunner, Outcome, Use, shorter
 from windfall.engine.sequence import Sequence
 
 
@@ -61,8 +61,7 @@ class SplitRunner:
 
     @property
     def max_length(self) -> int | None:
-        limits = [limit for limit in (self.first.max_length, self.second.max_length) if limit is not None]
-        return min(limits, default=None)
+        return shorter(self.first.max_length, self.second.max_length)
 
     @property
     def use(self) -> Use:

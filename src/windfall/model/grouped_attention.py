@@ -6,7 +6,6 @@ Here the query heads of a key head become more rows of it instead.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_lock = threading.Lock()
-_blocks: list[None] = []  # one for each block that is entered, in all threads
+from windfall.model.while_used import WhileUsed
+
 SPECIAL = ("softcap", "position_bias", "cache")  # arguments that transformers' function handles
 
 
@@ -35,22 +34,11 @@ def grouped_attention(
 @contextmanager
 def grouped_sdpa(device: torch.device) -> Iterator[None]:
     """In this block, models on a CPU compute masked sdpa attention this way."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
     if device.type != "cpu":
         yield
         return
-    with _lock:
-        if not _blocks and ALL_ATTENTION_FUNCTIONS["sdpa"] is _theirs():
-            ALL_ATTENTION_FUNCTIONS["sdpa"] = _sdpa
-        _blocks.append(None)
-    try:
+    with _replaced.block():
         yield
-    finally:
-        with _lock:
-            _blocks.pop()
-            if not _blocks and ALL_ATTENTION_FUNCTIONS["sdpa"] is _sdpa:
-                del ALL_ATTENTION_FUNCTIONS["sdpa"]  # what remains is transformers' function
 
 
 def _sdpa(
@@ -78,3 +66,20 @@ def _theirs() -> Any:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return sdpa_attention_forward
+
+
+def _replace() -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if ALL_ATTENTION_FUNCTIONS["sdpa"] is _theirs():
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = _sdpa
+
+
+def _restore() -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if ALL_ATTENTION_FUNCTIONS["sdpa"] is _sdpa:
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]  # what remains is transformers' function
+
+
+_replaced = WhileUsed(_replace, _restore)

@@ -46,7 +46,8 @@ class FusedEagle3:
         self.down, _ = weight(layer.mlp.down_proj.weight, None)
         if not head.config.flag("final_state"):
             self.fc, self.fc_bias = weight(head.fc.weight, head.fc.bias)
-        self.vocabulary, _ = weight(head.vocabulary, head.vocabulary_bias)
+        if head.int8_vocabulary is None:
+            self.vocabulary, _ = weight(head.vocabulary, head.vocabulary_bias)
         self.eps = config.rms_norm_eps
         self.rotary = RotaryTable(
             head.rotary.angles, torch.empty(1, 1, dtype=head.dtype, device=head.device), positions

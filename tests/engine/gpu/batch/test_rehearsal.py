@@ -32,16 +32,6 @@ def test_later_passes_find_their_graphs(policy: str, monkeypatch: pytest.MonkeyP
     assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
 
 
-def test_a_first_draft_pass_may_follow_a_round_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes in the tokens that the last round may have accepted; a graph takes in 1, 2, 4, 8 or 16."""
-    prepared: set[tuple[object, ...]] = set()
-    run = GraphCache.run
-    monkeypatch.setattr(GraphCache, "run", lambda self, key, work: (prepared.add(key[:3]), run(self, key, work)))
-    device = engine("llama", "itself", "auto", graphs=True, max_position_embeddings=2048, max_requests=1)
-    device.prepare((0.0,))
-    assert {("first draft pass", pending, width) for pending in PENDING[1:] for width in WIDTHS} <= prepared
-
-
 def test_little_memory_prepares_all_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared: set[tuple[object, ...]] = set()
     run = GraphCache.run
@@ -52,6 +42,8 @@ def test_little_memory_prepares_all_passes(monkeypatch: pytest.MonkeyPatch) -> N
     assert runner is not None and runner.max_length_of(1) < 100  # too short for the sizes below
     usual = {sizes.rows for sizes in runner.budget.usual_sizes(1, ROUND_ROWS) if sizes.passes}
     assert {("verify", rows, shared) for rows in usual for shared in (0, SHARED_ROWS)} <= prepared
+    # a first draft pass takes in the tokens that the last round may have accepted, 2, 4, 8 or 16
+    assert {("first draft pass", pending, width) for pending in PENDING[1:] for width in WIDTHS} <= prepared
 
 
 def test_pages_are_free_again_and_nothing_is_learned() -> None:
