@@ -85,10 +85,9 @@ def measure(options: argparse.Namespace, prompts: list[str]) -> list[tuple[str, 
     """Method, temperature and tokens per second. Uses only what all versions have."""
     import windfall
 
-    target, found = options.target, []
+    found = []
     for method in options.methods.split(","):
-        engine = windfall.load(target, options.drafter, method, device=options.device, dtype=options.dtype)
-        target = engine.target
+        engine = windfall.load(options.target, options.drafter, method, device=options.device, dtype=options.dtype)
         for temperature in TEMPERATURES:
             for chosen in (prompts[: len(prompts) // 2], prompts):  # the first run warms up
                 started, tokens = time.perf_counter(), 0

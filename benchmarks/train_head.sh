@@ -6,9 +6,9 @@
 #
 # Two processes write the answers, one greedy and one at temperature 1, because one does not keep a GPU busy. Every step
 # writes OUT/STEP.log and OUT/STEP.done, and finished steps are skipped, so the same command continues.
-# Environment: MODEL (default: the embedded model), DATA_MINUTES (4), HELD_OUT (0.01), DATA_OPTIONS (of `windfall train data`), TASKS (the
-# prompts of the comparison, comma-separated; builtin), LIMIT (prompts for each task; 10), WIDEN (also compare at the cost
-# of this shape, such as llama-3.1-8b), BENCH_OPTIONS (of `windfall bench speed`).
+# Environment: MODEL (default: the embedded model), DATA_MINUTES (4), HELD_OUT (0.01), DATA_OPTIONS (of `windfall train
+# data`), TASKS (the prompts of the comparison, comma-separated; builtin), LIMIT (prompts for each task; 10), WIDEN (also
+# compare at the cost of this shape, such as llama-3.1-8b), BENCH_OPTIONS (of `windfall bench speed`).
 set -eu
 cd "$(dirname "$0")/.."
 OUT=$1 MINUTES=$2

@@ -38,7 +38,7 @@ from windfall.kernels import (
 )
 from windfall.kernels.backend import on_triton
 from windfall.kernels.draw import update_noise
-from windfall.kernels.eight_bits import rounded
+from windfall.kernels.eight_bits import EightBitWeight
 from windfall.kernels.grow import grow
 from windfall.kernels.levels import Carries, Levels, PairTables
 from windfall.kernels.norm import add_norm_reference, gate_mul_reference, rotate_and_store_reference
@@ -206,7 +206,8 @@ def check_matmul(
     x = torch.randn(max(rows), k, device=device).to(HALF)
     weight = (torch.randn(outputs, k, device=device) / k**0.5).to(HALF)
     added = torch.randn(outputs, device=device).to(HALF) if bias else None
-    values, scales = rounded(weight) if eight_bits else (weight, None)
+    small = EightBitWeight(weight) if eight_bits else None
+    values, scales = (weight, None) if small is None else (small.values, small.scales)
     exact = weight.double() if scales is None else values.double() * scales.double()[:, None]
     wanted = F.linear(x.double(), exact, None if added is None else added.double())
     first: Tensor | None = None

@@ -14,16 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from windfall.kernels.eight_bits import LARGEST_INT8, round_rows, row_scales
 from windfall.kernels.few_rows import linear
 
-LARGEST_INT8 = 127
 ZERO_POINT = 128  # of hidden states, which are unsigned
 FINE_FACTOR = 2 * LARGEST_INT8  # the remainder after rounding is half a unit at most
 MIN_ELEMENTS = 2**20  # smaller matrices are not worth quantising
 MAX_ERROR = 0.02  # of the logits' standard deviation
 ROW_STEP = 8  # product sizes are multiples of this, because oneDNN compiles each new size
 WARM_UP_ROWS = 32  # sizes up to this are compiled in advance
-ROWS_PER_PART = 4096  # vocabulary rows that are rounded at a time
 TRIAL_VOCABULARY = 1024  # vocabulary rows of the first, small trial
 MAX_TRIAL_SECONDS = 0.02  # of the small trial: fast code takes 0.0001, oneDNN's reference code 0.15
 TRIAL_STATES = 4  # hidden states of a trial
@@ -39,9 +38,7 @@ class Int8Vocabulary:
     """
 
     def __init__(self, vocabulary: Tensor, bias: Tensor | None = None):
-        starts = range(0, len(vocabulary), ROWS_PER_PART)
-        parts = [round_rows(vocabulary[at : at + ROWS_PER_PART].detach().float()) for at in starts]
-        whole, scales = (torch.cat(each) for each in zip(*parts, strict=True))  # [Vd, H] int8, [Vd, 1]
+        whole, scales = round_rows(vocabulary.detach())  # [Vd, H] int8, [Vd, 1]
         self._packed = torch.ops.onednn.qlinear_prepack(whole, None)
         self._scales, self._zeros = scales[:, 0], torch.zeros(len(whole), dtype=torch.long)
         self._bias = None if bias is None else bias.detach().float()
@@ -68,17 +65,6 @@ class Int8Vocabulary:
             rows, 1.0, ZERO_POINT, self._packed, self._scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )
         return found
-
-
-def row_scales(rows: Tensor) -> Tensor:
-    """[n, H] → [n, 1], the value of one int8 unit in each row."""
-    return rows.abs().amax(1, keepdim=True).clamp_(min=1e-20).div_(LARGEST_INT8)
-
-
-def round_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """[n, H] → int8 [n, H] and the scale of each row [n, 1]."""
-    scales = row_scales(rows)
-    return (rows / scales).round_().to(torch.int8), scales
 
 
 def quantise_vocabulary(

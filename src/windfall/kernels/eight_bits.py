@@ -1,7 +1,7 @@
-"""Weights in int8, with a scale for each output. They have half as many bytes as in half precision, and reading them
-takes most of the time of a pass over few rows.
+"""Weights in int8, with a scale for each output.
 
-Only drafters use them. Their precision changes which tokens are drafted, but never the text.
+They have half as many bytes as in half precision, and reading them takes most of the time of a pass over few rows. Only
+drafters use them: their precision changes which tokens are drafted, but never the text.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from torch.nn import functional as F
 
 from windfall.kernels.backend import on_triton
 
-LARGEST = 127
+LARGEST_INT8 = 127
 ROWS_PER_PART = 4096  # that are rounded at a time
-MIN_NUMBERS = 2**22  # smaller weights are read in less time than a launch takes
+MIN_NUMBERS = 2**22  # of a weight: 8 MB in half precision, which a fast GPU reads in 2 microseconds
 
 
 class EightBitWeight:
     """The rounded form of a weight [N, K], and the product with it."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
-        parts = [rounded(part) for part in torch.split(weight.detach(), ROWS_PER_PART)]
-        self.values, self.scales = (torch.cat(each) for each in zip(*parts, strict=True))  # [N, K] int8, [N] fp32
+        self.values, scales = round_rows(weight.detach())  # int8
+        self.scales = scales[:, 0]
         self.bias = None if bias is None else bias.detach()
         self.shape = weight.shape
 
@@ -30,7 +30,7 @@ class EightBitWeight:
         return len(self.values)
 
     def __call__(self, x: Tensor, exact: bool = False) -> Tensor:
-        """[n, K] → [n, N], with the bias."""
+        """[n, K] → [n, N], with the bias. `exact` changes nothing."""
         if on_triton(x):
             from windfall.kernels.triton.matmul import matmul, supported
 
@@ -40,11 +40,20 @@ class EightBitWeight:
         return (made if self.bias is None else made + self.bias).to(x.dtype)
 
 
-def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[n, K] → int8 [n, K] and the scale of each row [n]."""
-    wide = weight.float()
-    scales = wide.abs().amax(1).clamp_(min=1e-20).div_(LARGEST)
-    return (wide / scales[:, None]).round_().to(torch.int8), scales
+def round_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """[n, K] → int8 [n, K] and the scale of each row, fp32 [n, 1]. A part of the rows is rounded at a time."""
+    parts = []
+    for part in torch.split(rows, ROWS_PER_PART):
+        wide = part.float()
+        scales = row_scales(wide)
+        parts.append(((wide / scales).round_().to(torch.int8), scales))
+    whole, all_scales = (torch.cat(each) for each in zip(*parts, strict=True))
+    return whole, all_scales
+
+
+def row_scales(rows: Tensor) -> Tensor:
+    """[n, K] → [n, 1], the value of one int8 unit in each row."""
+    return rows.abs().amax(1, keepdim=True).clamp_(min=1e-20).div_(LARGEST_INT8)
 
 
 def pays(weight: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """Passes of transformers models without their check for packed sequences.
 
-Without a cache and a mask, transformers looks whether a row of the batch holds several sequences after each other. It
-reads the answer from the device, so the host would wait for all that runs there.
+Without a cache and a mask, transformers checks whether a row of the batch holds several sequences. It reads the answer
+from the device, so the host would wait for all work that is queued there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Something that holds as long as any thread needs it."""
+"""A change that lasts while any thread uses it, such as a replaced function of another library."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class AutoBudget(Budget):
     def largest(self) -> Sizes:
         return Sizes(MAX_PASSES, MAX_WIDTH, FORECAST_CHILDREN, 0, calibrated=True)
 
-    def undrafted(self) -> PlainRounds:
+    def without_drafter(self) -> PlainRounds:
         return PlainRounds()
 
     def usual_sizes(self, requests: int, rows: Sequence[int]) -> list[Sizes]:

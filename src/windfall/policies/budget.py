@@ -152,7 +152,7 @@ class Budget:
     def observe(self, outcome: Outcome) -> None:
         """Learn from a round. On a GPU this may come one round late."""
 
-    def undrafted(self) -> PlainRounds | None:
+    def without_drafter(self) -> PlainRounds | None:
         """The budget of batches whose drafter works on the host, so that rounds on a GPU cannot draft.
 
         None: there is no such budget, and requests run one after the other.

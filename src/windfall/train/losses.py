@@ -207,8 +207,8 @@ class Judge:
     def losses(self, logits: Tensor, weight: Tensor, places: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Of each row: the loss, its weighted gradient by the head's logits, and whether the top token is right.
 
-        The logits [m, Vd] are those of the target's rows `places` [m]; None: of all of them. `weight` and `places` are
-        best no views, because a compiled kernel is also one for the shape of the tensor that a view is of.
+        The logits [m, Vd] are those of the target's rows `places` [m]; None: of all of them. `weight` and `places`
+        should not be views: torch.compile compiles again if the tensors that they are views of have other shapes.
         """
         found: tuple[Tensor, Tensor, Tensor] | None = None
         if self._has_labels:
@@ -279,7 +279,7 @@ def _mixed(
 
 
 def _fused(function: Any, device: torch.device) -> Any:
-    """The function as few kernels, where compiling it is worth the time."""
+    """The function, compiled on a GPU."""
     return _compiled(function) if device.type == "cuda" else function
 
 

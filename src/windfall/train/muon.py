@@ -17,7 +17,7 @@ RMS = 0.2  # of an update, about that of AdamW
 ROUNDS = 5  # of the Newton-Schulz iteration
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of its polynomial a x + b x^3 + c x^5
 SMALLEST_NORM = 1e-7
-MAX_NUMBERS = 2**26  # of matrices that are updated together: more would take memory and save no time
+MAX_NUMBERS = 2**26  # of matrices that are updated together: more would take much memory
 
 
 class Muon(torch.optim.Optimizer):

@@ -37,7 +37,7 @@ def batch_runner(
         return "its budget does not say how large its rounds can be"
     undrafted = runner.drafter_unsupported if largest.passes and form is None else ""
     if undrafted:
-        plain = budget.undrafted()
+        plain = budget.without_drafter()
         if plain is None:
             return undrafted
         budget, largest = plain, plain.largest
