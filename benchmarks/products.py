@@ -105,7 +105,7 @@ def fastest_tiles(x: Tensor, weights: list[Tensor]) -> list[tuple[float, tuple[A
     found, chosen, splits = [], kernel.choose_tile, kernel.splits
     segments, _ = kernel.segments_of(len(weights[0]), x.shape[1])
     for tile, split in product(candidates(*x.shape), (False, True) if segments > 1 else (False,)):
-        if 2 * tile.stages * tile.step * (tile.outputs + tile.rows) > shared_memory(x.device):
+        if 2 * tile.stages * tile.step * (tile.outputs + tile.height) > shared_memory(x.device):
             continue
         kernel.choose_tile = lambda *given, tile=tile: tile
         kernel.splits = lambda *given, split=split: split
@@ -119,7 +119,23 @@ def candidates(rows: int, k: int) -> list[kernel.Tile]:
     """Tiles for this number of rows."""
     shapes = ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 8), (128, 256, 8), (256, 64, 8), (256, 128, 8))
     few = ((32, 16, 2), (32, 16, 4), (64, 16, 4), (128, 16, 4))
-    return [
+    tall = [
+        kernel.Tile(outputs, height, 64, stages, warps, True, more)
+        for outputs, height, more, warps in (
+            (64, 64, 32, 4),
+            (128, 64, 32, 4),
+            (64, 128, 32, 4),
+            (64, 128, 64, 4),
+            (128, 128, 32, 8),
+            (128, 128, 64, 8),
+            (256, 128, 32, 8),
+            (256, 128, 64, 8),
+            (128, 256, 64, 8),
+        )
+        for stages in (4, 5)
+        if rows > 64
+    ]
+    return tall + [
         kernel.Tile(outputs, height, step, stages, warps, descriptors)
         for outputs, height, warps in (few if rows <= 16 else shapes)
         for step in (64, 128)

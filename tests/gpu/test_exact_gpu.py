@@ -12,7 +12,8 @@ from helpers.exact import POLICIES, check_one_hash, check_rows, check_texts, eng
 from helpers.kernels import check_matmul
 from helpers.tiny import prompt, tiny
 from windfall.kernels.backend import triton_installed
-from windfall.kernels.product import linear, norm_gate, norm_rotate
+from windfall.kernels.norm import gate_mul
+from windfall.kernels.product import linear, norm_gate, norm_rotate, product
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,6 +60,20 @@ ROWS = (1, 2, 7, 16, 17, 32, 33, 64, 65, 96, 128, 160, 200, 256, 320, 384, 512, 
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_round_a_row_alike_for_any_number_of_rows(inner: int, outer: int, bias: bool) -> None:
     check_matmul(ROWS, outer, inner, bias, "cuda")
+
+
+@pytest.mark.parametrize(("inner", "outer"), [(576, 3072), (1536, 17_920), (4096, 28_672)])
+def test_products_with_a_gate_round_like_two_kernels(inner: int, outer: int) -> None:
+    from windfall.kernels.triton.gate_product import gate_product, supported
+
+    torch.manual_seed(0)
+    x = torch.randn(max(ROWS), inner, device="cuda").bfloat16()
+    weight = (torch.randn(outer, inner, device="cuda") / inner**0.5).bfloat16()
+    wanted = gate_mul(product(x, weight, None, True))
+    for count in ROWS:
+        own = x[len(x) - count :]
+        made = gate_product(own, weight) if supported(own, weight) else gate_mul(product(own, weight, None, True))
+        assert torch.equal(made, wanted[len(x) - count :]), count
 
 
 @pytest.mark.parametrize(("inner", "outer"), [(576, 49_152), (4096, 6144), (14_336, 4096)])

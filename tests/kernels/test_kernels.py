@@ -35,6 +35,7 @@ from helpers.kernels import (
 )
 from windfall.kernels import path_attention, top_children, tree_attention
 from windfall.kernels.eight_bits import EightBitWeight
+from windfall.kernels.norm import gate_mul
 from windfall.kernels.product import by_pieces
 from windfall.kernels.rules import Rule
 
@@ -103,6 +104,30 @@ def test_products_by_pieces(rows: int) -> None:
 )
 def test_matmul(rows: tuple[int, ...], outputs: int, k: int, bias: bool, eight_bits: bool) -> None:
     check_matmul(rows, outputs, k, bias, eight_bits=eight_bits)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the kernel has no torch form")
+@pytest.mark.parametrize(("rows", "k"), [(70, 192), (40, 4096)])
+@pytest.mark.parametrize("split", [False, True])
+def test_matmul_of_tiles_with_further_rows(monkeypatch: pytest.MonkeyPatch, rows: int, k: int, split: bool) -> None:
+    from windfall.kernels.triton import matmul
+
+    monkeypatch.setattr(matmul, "choose_tile", lambda *given: matmul.Tile(64, 32, 64, 2, 4, True, 16))
+    monkeypatch.setattr(matmul, "splits", lambda tiles, segments: split and segments > 1)
+    check_matmul((rows,), 150, k, True)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the kernel has no torch form")
+@pytest.mark.parametrize("further", [0, 16])
+@pytest.mark.parametrize("gelu", [False, True])
+def test_gate_product(monkeypatch: pytest.MonkeyPatch, further: int, gelu: bool) -> None:
+    from windfall.kernels.triton import matmul
+    from windfall.kernels.triton.gate_product import gate_product
+
+    torch.manual_seed(0)
+    x, weight = torch.randn(70, 192).to(HALF), (torch.randn(2 * 150, 192) / 14).to(HALF)
+    monkeypatch.setattr(matmul, "choose_tile", lambda *given: matmul.Tile(128, 32, 64, 2, 4, True, further))
+    assert torch.equal(gate_product(x, weight, gelu), gate_mul(matmul.matmul(x, weight, None), gelu))
 
 
 @both

@@ -58,7 +58,7 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None, exact: bool, out: Te
     if not isinstance(weight, Tensor):
         made = weight(x, exact)  # with its biases
         return made if out is None else out.copy_(made)
-    if is_half(x, weight) and (exact or (supports_pdl(x.device) and len(x) <= MAX_FAST_ROWS)):
+    if multiplies(x, weight, exact):
         from windfall.kernels.triton.matmul import matmul, supported
 
         if supported(x, weight):
@@ -67,6 +67,11 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None, exact: bool, out: Te
         return torch.mm(x, weight.T, out=out)
     made = by_pieces(x, weight, bias) if exact and x.is_cuda else F.linear(x, weight, bias)
     return made if out is None else out.copy_(made)
+
+
+def multiplies(x: Tensor, weight: Tensor, exact: bool) -> bool:
+    """Whether a product that is fused with nothing uses our kernel."""
+    return is_half(x, weight) and (exact or (supports_pdl(x.device) and len(x) <= MAX_FAST_ROWS))
 
 
 def by_pieces(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -93,10 +98,21 @@ def norm_gate(
     tiling = tiling_for(x, weight, exact, normed=True) if plain else None
     if norm is None or tiling is None or not isinstance(weight, Tensor) or wide(x, weight):
         normed, total = normed_rows(x, residual, norm, eps, tiling, style)
-        return gate_mul(product(normed, weight, None, exact), gelu), total
+        return gate_product(normed, weight, exact, gelu), total
     from windfall.kernels.triton.product import norm_gate as run
 
     return run(x, residual, norm, eps, weight, tiling)
+
+
+def gate_product(x: Tensor, weight: Weight, exact: bool, gelu: bool = False) -> Tensor:
+    """`gate_mul` of `product`, in one kernel where that can start before its predecessor has ended."""
+    if isinstance(weight, Tensor) and multiplies(x, weight, exact) and supports_pdl(x.device):
+        from windfall.kernels.triton.gate_product import gate_product as run
+        from windfall.kernels.triton.gate_product import supported
+
+        if supported(x, weight):
+            return run(x, weight, gelu)
+    return gate_mul(product(x, weight, None, exact), gelu)
 
 
 def norm_rotate(

@@ -24,7 +24,8 @@ from windfall.kernels.norm_kinds import (
 from windfall.kernels.scatter import Scatter
 from windfall.kernels.triton.pdl import pdl_wait
 
-GATE_BLOCK = 512  # columns per program of gate_mul
+GATE_BLOCK = 1024  # columns per program of gate_mul
+HEADS_AT_ONCE = 8  # per program of rotate_and_store
 BLOCK = 1024  # elements per program of soft_cap and activate
 
 
@@ -195,90 +196,95 @@ def _activate(x, count, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constex
 
 
 @triton.jit
-def _heads_norm(
-    heads, start, head, width, eps,
-    JOINT: tl.constexpr, CENTRED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Mean and factor of the norm of a head of queries or keys; JOINT: of all heads of its kind. `heads`: the row."""
-    first, count = start, width
-    if JOINT:
-        first = heads + tl.where(head < HEADS, 0, HEADS * D)
-        count = tl.where(head < HEADS, HEADS * D, KV_HEADS * D)
-    span = tl.arange(0, BLOCK)
+def _heads_norm(first, count, eps, CENTRED: tl.constexpr, BLOCK: tl.constexpr):
+    """Means and factors of the norms of `count` elements from `first` on; all are [heads, 1]."""
+    span = tl.arange(0, BLOCK)[None, :]
     inside = span < count
     wide = tl.load(first + span, mask=inside, other=0.0).to(tl.float32)
-    mean = _mean(wide, count, CENTRED)
-    return mean, _shrink(wide, mean, inside, count, eps, CENTRED)
+    mean = count * 0.0
+    if CENTRED:
+        mean = tl.sum(wide, 1, keep_dims=True) / count
+        wide = tl.where(inside, wide - mean, 0.0)
+    return mean, tl.rsqrt(tl.sum(wide * wide, 1, keep_dims=True) / count + eps)
 
 
 @triton.jit
 def _rotate_and_store(
-    qkv, cos, sin, keys, values, slots, out, positions, query_norm, key_norm, width, eps, qkv_row, angle_row, angles,
+    qkv, cos, sin, keys, values, slots, out, positions, query_norm, key_norm, eps, qkv_row, angle_row, angles,
     key_head, key_row, value_head, value_row,
     INDEXED: tl.constexpr, NORMED: tl.constexpr, JOINT: tl.constexpr, OWN: tl.constexpr, WIDE: tl.constexpr,
     ONE: tl.constexpr, CENTRED: tl.constexpr, ADJACENT: tl.constexpr, WIDE_TURN: tl.constexpr, HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, ROTATED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_NORM: tl.constexpr, PDL: tl.constexpr,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, ROTATED: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, head of queries, keys or values). The first ROTATED of a head's D dimensions are rotated.
+    """Program (row, AT_ONCE heads of queries, keys or values). The first ROTATED of a head's D dimensions are rotated.
 
-    A norm sums the squares of a head in one vector, as `_add_norm` does, for the same rounding. JOINT: those of all
-    heads. OWN: each head has its own weights.
+    A norm sums the squares of a head. JOINT: those of all heads of its kind. OWN: each head has its own weights.
     """
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = (tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE))[:, None]
+    asks, turns = head < HEADS, head < HEADS + KV_HEADS  # queries; queries and keys
+    exists = head < HEADS + 2 * KV_HEADS
     half = ROTATED // 2
-    place = tl.arange(0, BLOCK)
-    inside = place < half
+    place = tl.arange(0, BLOCK)[None, :]
+    inside = exists & (place < half)
     dim, other = place, place + half
     if ADJACENT:
         dim, other = 2 * place, 2 * place + 1
     start = qkv + row * qkv_row + head * D
     left = tl.load(start + dim, mask=inside, other=0.0)
     right = tl.load(start + other, mask=inside, other=0.0)
-    whole = tl.arange(0, BLOCK_D)
-    rest = (whole >= ROTATED) & (whole < D)
+    whole = tl.arange(0, BLOCK_D)[None, :]
+    rest = exists & (whole >= ROTATED) & (whole < D)
+    still = left
     if ROTATED < D:
         still = tl.load(start + whole, mask=rest, other=0.0)
     kind = out.dtype.element_ty
-    if head < HEADS + KV_HEADS:
-        if NORMED:
-            factors = query_norm
-            if head >= HEADS:
-                factors = key_norm
-            if OWN:
-                factors += tl.where(head < HEADS, head, head - HEADS) * D
-            mean, shrink = _heads_norm(
-                qkv + row * qkv_row, start, head, width, eps, JOINT, CENTRED, HEADS, KV_HEADS, D, BLOCK_NORM
-            )
-            one = tl.load(factors + dim, mask=inside, other=0.0)
-            two = tl.load(factors + other, mask=inside, other=0.0)
-            left = _scaled(left.to(tl.float32), mean, shrink, one, 0.0, kind, WIDE, ONE, CENTRED, False)
-            right = _scaled(right.to(tl.float32), mean, shrink, two, 0.0, kind, WIDE, ONE, CENTRED, False)
-            if ROTATED < D:
-                three = tl.load(factors + whole, mask=rest, other=0.0)
-                still = _scaled(still.to(tl.float32), mean, shrink, three, 0.0, kind, WIDE, ONE, CENTRED, False)
-        if ROTATED > 0:
-            angle = row * angle_row + place
-            if INDEXED:
-                angle = tl.maximum(tl.minimum(tl.load(positions + row), angles - 1), 0) * angle_row + place
-            turn: tl.constexpr = tl.float32 if WIDE_TURN else kind
-            one, two = rotated(left.to(tl.float32), right.to(tl.float32), cos, sin, angle, inside, ROTATED // 2, turn)
-            left, right = one.to(kind), two.to(kind)
-    if head < HEADS:
-        target = out + (row * HEADS + head) * D
-    else:
-        slot = tl.load(slots + row).to(tl.int64)
-        if head < HEADS + KV_HEADS:
-            target = keys + (head - HEADS).to(tl.int64) * key_head + slot * key_row
-        else:
-            target = values + (head - HEADS - KV_HEADS).to(tl.int64) * value_head + slot * value_row
-    tl.store(target + dim, left, mask=inside)
-    tl.store(target + other, right, mask=inside)
-    if ROTATED < D:
-        tl.store(target + whole, still, mask=rest)
+    if NORMED:
+        factors = tl.where(asks, query_norm, key_norm)
+        if OWN:
+            factors += tl.where(asks, head, head - HEADS) * D
+        first, count = start, head * 0 + D
+        if JOINT:
+            first = qkv + row * qkv_row + tl.where(asks, 0, HEADS * D)
+            count = tl.where(asks, HEADS * D, KV_HEADS * D)
+        mean, shrink = _heads_norm(first, count, eps, CENTRED, BLOCK_NORM)
+        one = tl.load(factors + dim, mask=inside & turns, other=0.0)
+        two = tl.load(factors + other, mask=inside & turns, other=0.0)
+        one = _scaled(left.to(tl.float32), mean, shrink, one, 0.0, kind, WIDE, ONE, CENTRED, False)
+        two = _scaled(right.to(tl.float32), mean, shrink, two, 0.0, kind, WIDE, ONE, CENTRED, False)
+        left, right = tl.where(turns, one, left), tl.where(turns, two, right)
+        if ROTATED < D:
+            three = tl.load(factors + whole, mask=rest & turns, other=0.0)
+            three = _scaled(still.to(tl.float32), mean, shrink, three, 0.0, kind, WIDE, ONE, CENTRED, False)
+            still = tl.where(turns, three, still)
+    if ROTATED > 0:
+        angle = row * angle_row + place
+        if INDEXED:
+            angle = tl.maximum(tl.minimum(tl.load(positions + row), angles - 1), 0) * angle_row + place
+        turn: tl.constexpr = tl.float32 if WIDE_TURN else kind
+        one, two = rotated(left.to(tl.float32), right.to(tl.float32), cos, sin, angle, place < half, ROTATED // 2, turn)
+        left, right = tl.where(turns, one.to(kind), left), tl.where(turns, two.to(kind), right)
+    slot = tl.load(slots + row).to(tl.int64)
+    wide_head = head.to(tl.int64)
+    goal = out + (row * HEADS + wide_head) * D
+    _store_heads(goal, left, right, still, dim, other, whole, inside & asks, rest & asks, ROTATED < D)
+    goal = keys + (wide_head - HEADS) * key_head + slot * key_row
+    is_key = turns & (asks == 0)
+    _store_heads(goal, left, right, still, dim, other, whole, inside & is_key, rest & is_key, ROTATED < D)
+    goal = values + (wide_head - HEADS - KV_HEADS) * value_head + slot * value_row
+    is_value = turns == 0
+    _store_heads(goal, left, right, still, dim, other, whole, inside & is_value, rest & is_value, ROTATED < D)
+
+
+@triton.jit
+def _store_heads(goal, left, right, still, dim, other, whole, inside, rest, PARTIAL: tl.constexpr):
+    """Store both rotated halves of heads and, if PARTIAL, the dimensions that are not rotated."""
+    tl.store(goal + dim, left, mask=inside)
+    tl.store(goal + other, right, mask=inside)
+    if PARTIAL:
+        tl.store(goal + whole, still, mask=rest)
 
 
 def add_norm(
@@ -391,8 +397,9 @@ def rotate_and_store(
     assert qkv.stride(1) == cos.stride(1) == sin.stride(1) == keys.stride(2) == values.stride(2) == 1
     assert cos.stride(0) == sin.stride(0) and rotated % 2 == 0
     out = torch.empty((rows, heads, width), dtype=qkv.dtype, device=qkv.device)
-    block = power_of_two(heads * width) if norms is not None and norms.joint else power_of_two(width)
-    _rotate_and_store[(rows, heads + 2 * shared)](
+    joint = norms is not None and norms.joint
+    block, at_once = power_of_two(heads * width if joint else width), 1 if joint else HEADS_AT_ONCE
+    _rotate_and_store[(rows, -(-(heads + 2 * shared) // at_once))](
         qkv,
         cos,
         sin,
@@ -403,7 +410,6 @@ def rotate_and_store(
         slots if positions is None else positions,
         qkv if norms is None else norms.queries,
         qkv if norms is None else norms.keys,
-        width,
         0.0 if norms is None else norms.eps,
         qkv.stride(0),
         cos.stride(0),
@@ -412,7 +418,7 @@ def rotate_and_store(
         *values.stride()[:2],
         INDEXED=positions is not None,
         NORMED=norms is not None,
-        JOINT=norms is not None and norms.joint,
+        JOINT=joint,
         OWN=norms is not None and norms.queries.numel() > width,
         **_kind(NormKind.ROUNDED if norms is None else norms.kind),
         ADJACENT=rotation.adjacent,
@@ -421,10 +427,11 @@ def rotate_and_store(
         KV_HEADS=shared,
         D=width,
         ROTATED=rotated,
+        AT_ONCE=at_once,
         BLOCK=power_of_two(rotated // 2),
         BLOCK_D=power_of_two(width),
         BLOCK_NORM=block,
-        num_warps=max(1, block // 1024),
+        num_warps=max(1, at_once * block // (1024 if joint else 256)),
         enable_fp_fusion=False,
         **pdl_launch(qkv),
     )

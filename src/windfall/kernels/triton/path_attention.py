@@ -50,6 +50,7 @@ FUSED_ROWS = True  # with many requests, a tile's program also computes the part
 # Stages of the loop over blocks of keys, for several requests, long chains and others. With pages, page numbers come
 # first, then keys and values two blocks ahead. More stages leave less memory for a kernel that starts early.
 BATCH_STAGES, CHAIN_STAGES, STAGES = 5, 3, 2
+LINE = tl.constexpr(64)  # elements of a cache line, in half precision
 MAX_PARTS = tl.constexpr(65_536)  # of a row; see `_count_and_merge`
 
 
@@ -344,19 +345,20 @@ def _attend_rows(
 @triton.jit
 def _end_block(
     all_top, all_weight, all_sums, top, total, sums, tops, totals, partials, reached, final, part, mine, merged, goal,
-    dims, D: tl.constexpr,
+    dims, SHARED: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """After a block that reaches the end of its part: merge the part for `merged` rows, and store it for the others.
 
-    A part ends where the next one begins, or at the last key (`final`).
+    A part ends where the next one begins, or at the last key (`final`). Unless SHARED, all rows are `merged`.
     """
     ended = mine & (tl.minimum(final, _part_start(part + 1)) + mine.to(tl.int32) * 0 <= reached)
     weight = tl.max(total, 1)  # the columns are equal
     new_top, new_weight, new_sums = _merge(all_top, all_weight, all_sums, top, weight, sums)
     joined = ended & merged
-    apart = ended & (merged == 0)
-    shown = apart[:, None] & (dims < D)[None, :]
-    _store_partial(tops, totals, partials, goal, dims, top, weight, sums, apart, shown, D)
+    if SHARED:
+        apart = ended & (merged == 0)
+        shown = apart[:, None] & (dims < D)[None, :]
+        _store_partial(tops, totals, partials, goal, dims, top, weight, sums, apart, shown, D)
     return (
         tl.where(joined, new_top, all_top),
         tl.where(joined, new_weight, all_weight),
@@ -369,16 +371,16 @@ def _attend_tile(
     queries, keys, values, table, lineage, out, tops, totals, partials, counters, sinks, scale, inner,
     length, node, query, own, reach, oldest, first_part, last_part, stop_part, begin_part, end_part, share, first_row,
     last, places, turns, nodes, query_row, query_head, key_row, value_row, lineage_row, out_row, out_head,
-    FUSED: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    SHARED: tl.constexpr, FUSED: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Parts begin_part to end_part - 1 of a tile, whose rows are of one request.
 
     One loop over all blocks, so that the loads of later parts are under way while one is computed. The softmax starts
     anew with each part. At the end of a part it is merged with those before it, if this is the first share of the
-    tile's parts. Otherwise it is stored. FUSED: all parts are in one share, and the blocks in which paths differ follow
-    in one turn for each path.
+    tile's parts. Otherwise it is stored. SHARED: other programs have parts of the same rows. FUSED: the blocks in which paths differ
+    follow in one turn for each path.
     """
     dims = tl.arange(0, BLOCK_D)
     within = dims < D
@@ -410,7 +412,7 @@ def _attend_tile(
         )  # fmt: skip
         all_top, all_weight, all_sums = _end_block(
             all_top, all_weight, all_sums, top, total, sums, tops, totals, partials, at + BLOCK_N, final, part, mine,
-            merged, part * step + place, dims, D,
+            merged, part * step + place, dims, SHARED, D,
         )  # fmt: skip
     if FUSED:
         for at in tl.range(end, final, BLOCK_N, num_stages=1):
@@ -428,14 +430,14 @@ def _attend_tile(
                 )  # fmt: skip
             all_top, all_weight, all_sums = _end_block(
                 all_top, all_weight, all_sums, top, total, sums, tops, totals, partials, at + BLOCK_N, final, part,
-                mine, merged, part * step + place, dims, D,
+                mine, merged, part * step + place, dims, SHARED, D,
             )  # fmt: skip
     newest = tl.minimum(stop_part, end_part - 1)  # part of each row here
     made = tl.where(own, newest - tl.maximum(first_part, begin_part) + 1, 0)
     whole = own & merged & (newest == last_part)
     weight_and_sink, mixed = _add_sink(sinks, query, own, all_top, all_weight, all_sums, SINKS)
     _store_result(target, mixed, weight_and_sink, whole[:, None] & within[None, :])
-    if not FUSED:
+    if SHARED:
         counted = own & (whole == 0) & (made > 0)
         if tl.max(counted.to(tl.int32)) > 0:
             kept = counted & merged
@@ -455,8 +457,8 @@ def _attend_paths(
     table_row, query_row, query_head, key_head, key_row, value_head, value_row, lineage_row, out_row, out_head,
     SINGLE_ROWS: tl.constexpr, PAGED: tl.constexpr, TILED: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,
-    PRECISION: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, CHUNKED: tl.constexpr, FUSED: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, CHUNKED: tl.constexpr, SHARED: tl.constexpr,
+    FUSED: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (key head, tile of rows), for the GROUP queries of the head.
 
@@ -520,8 +522,9 @@ def _attend_paths(
                 column = _committed_slots(at, far, table, PAGED, PAGE, BLOCK_N).to(tl.int64)
                 if not PAGED:
                     column = tl.minimum(column, length - 1)
-                prefetch(keys + column * key_row)
-                prefetch(values + column * value_row)
+                for line in tl.static_range(0, D, LINE):
+                    prefetch(keys + column * key_row + line)
+                    prefetch(values + column * value_row + line)
         last = node
         places, turns = length.to(tl.int64) * 0, length * 0
         if not CHAIN or FUSED:
@@ -538,8 +541,8 @@ def _attend_paths(
                 queries, keys, values, table, lineage, out, tops, totals, partials, counters, sinks, scale, inner,
                 length, node, query, own, reach, oldest, first_part, last_part, stop_part, part, end, share, first_row,
                 last, places, turns, nodes,
-                query_row, query_head, key_row, value_row, lineage_row, out_row, out_head, FUSED, PAGED, PAGE, GROUP, D,
-                BLOCK_M, BLOCK_N, BLOCK_D, UNROLL, STAGES, PRECISION, CAPPED, SINKS,
+                query_row, query_head, key_row, value_row, lineage_row, out_row, out_head, SHARED, FUSED, PAGED, PAGE, GROUP,
+                D, BLOCK_M, BLOCK_N, BLOCK_D, UNROLL, STAGES, PRECISION, CAPPED, SINKS,
             )  # fmt: skip
         if not CHAIN:
             for now in tl.range(part, tl.where(single, end, part), num_stages=1):
@@ -675,6 +678,7 @@ def attend(
         CAPPED=cap is not None,
         SINKS=sinks is not None,
         CHUNKED=chunked and window is not None,
+        SHARED=stride > 1 or singles > 0,
         FUSED=fused,
         STAGES=tile.stages,
         num_warps=tile.warps,
