@@ -32,10 +32,12 @@ class EightBitWeight:
     def __call__(self, x: Tensor, exact: bool = False) -> Tensor:
         """[n, K] → [n, N], with the bias. `exact` changes nothing."""
         if on_triton(x):
-            from windfall.kernels.triton.matmul import matmul, supported
+            from windfall.kernels.triton import int8_product, matmul
 
-            if supported(x, self.values):
-                return matmul(x, self.values, self.bias, scales=self.scales)
+            if int8_product.supported(x, self.values):
+                return int8_product.int8_product(x, self.values, self.scales, self.bias)
+            if matmul.supported(x, self.values):
+                return matmul.matmul(x, self.values, self.bias, scales=self.scales)
         made = F.linear(x, self.values.to(x.dtype)).float() * self.scales
         return (made if self.bias is None else made + self.bias).to(x.dtype)
 

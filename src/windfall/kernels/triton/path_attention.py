@@ -38,7 +38,8 @@ MIDDLE_SHIFT = tl.constexpr(NEAR_END.value // NEAR.value - NEAR_END.value // MID
 FAR_SHIFT = tl.constexpr(MIDDLE_SHIFT.value + MIDDLE_END.value // MIDDLE.value - MIDDLE_END.value // FAR.value)
 # Programs for rows alone and for tiles, each: half of those that a GPU of 132 multiprocessors runs at the same time.
 MAX_PROGRAMS_SMALL, MAX_PROGRAMS = 198, 132
-SMALL_TILE = 1024  # sums up to which three programs run on a multiprocessor
+SMALL_TILE, REGISTERS = 1024, 168  # sums up to which three programs run on a multiprocessor, and their registers
+BATCH_SMALL_TILE, BATCH_REGISTERS = 2048, 128  # the same for four programs, for several requests
 # Partial sums that a program loads before it merges the first, for one request and for several.
 MERGED, BATCH_MERGED = 8192, 2048
 ONES = tl.constexpr(16)  # columns of the matrix that sums weights: the fewest of a matrix product
@@ -49,7 +50,7 @@ BATCH_TILE_PROGRAMS, BATCH_ROW_PROGRAMS = 528, 528  # for tiles and for single r
 FUSED_ROWS = True  # with many requests, a tile's program also computes the parts in which its rows' paths differ
 # Stages of the loop over blocks of keys, for several requests, long chains and others. With pages, page numbers come
 # first, then keys and values two blocks ahead. More stages leave less memory for a kernel that starts early.
-BATCH_STAGES, CHAIN_STAGES, STAGES = 5, 3, 2
+BATCH_STAGES, CHAIN_STAGES, STAGES = 3, 3, 2
 LINE = tl.constexpr(64)  # elements of a cache line, in half precision
 MAX_PARTS = tl.constexpr(65_536)  # of a row; see `_count_and_merge`
 
@@ -379,8 +380,8 @@ def _attend_tile(
 
     One loop over all blocks, so that the loads of later parts are under way while one is computed. The softmax starts
     anew with each part. At the end of a part it is merged with those before it, if this is the first share of the
-    tile's parts. Otherwise it is stored. SHARED: other programs have parts of the same rows. FUSED: the blocks in which paths differ
-    follow in one turn for each path.
+    tile's parts. Otherwise it is stored. SHARED: other programs have parts of the same rows. FUSED: the blocks in which
+    paths differ follow in one turn for each path.
     """
     dims = tl.arange(0, BLOCK_D)
     within = dims < D
@@ -541,8 +542,8 @@ def _attend_paths(
                 queries, keys, values, table, lineage, out, tops, totals, partials, counters, sinks, scale, inner,
                 length, node, query, own, reach, oldest, first_part, last_part, stop_part, part, end, share, first_row,
                 last, places, turns, nodes,
-                query_row, query_head, key_row, value_row, lineage_row, out_row, out_head, SHARED, FUSED, PAGED, PAGE, GROUP,
-                D, BLOCK_M, BLOCK_N, BLOCK_D, UNROLL, STAGES, PRECISION, CAPPED, SINKS,
+                query_row, query_head, key_row, value_row, lineage_row, out_row, out_head, SHARED, FUSED, PAGED, PAGE,
+                GROUP, D, BLOCK_M, BLOCK_N, BLOCK_D, UNROLL, STAGES, PRECISION, CAPPED, SINKS,
             )  # fmt: skip
         if not CHAIN:
             for now in tl.range(part, tl.where(single, end, part), num_stages=1):
@@ -587,9 +588,13 @@ def parts_of(capacity: int) -> int:
     return parts
 
 
-def _register_limit(x: Tensor, sums: int) -> dict[str, int]:
-    """Limit the registers of small tiles, so that a multiprocessor runs three programs at a time."""
-    return {"maxnreg": 168} if x.is_cuda and torch.version.hip is None and sums <= SMALL_TILE else {}
+def _register_limit(x: Tensor, sums: int, several: bool) -> dict[str, int]:
+    """Limit the registers of small tiles, so that a multiprocessor runs several programs at a time."""
+    if not x.is_cuda or torch.version.hip is not None:
+        return {}
+    if several and sums <= BATCH_SMALL_TILE:
+        return {"maxnreg": BATCH_REGISTERS}
+    return {"maxnreg": REGISTERS} if sums <= SMALL_TILE else {}
 
 
 def attend(
@@ -684,6 +689,6 @@ def attend(
         num_warps=tile.warps,
         num_stages=2,
         enable_fp_fusion=False,
-        **_register_limit(out, tile.height * block_d),
+        **_register_limit(out, tile.height * block_d, several),
         **pdl_launch(out),
     )

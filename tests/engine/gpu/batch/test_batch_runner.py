@@ -13,6 +13,7 @@ from helpers.tiny import prompt
 from windfall.core.types import GpuOptions, SamplingParams
 from windfall.engine.engine import Engine
 from windfall.engine.gpu.batch.drafters import drafter_forward
+from windfall.engine.gpu.batch.prefill import MAX_WAITS, SHARED_ROWS
 from windfall.engine.gpu.batch.runner import GpuBatchRunner, Limits
 from windfall.engine.gpu.batch.target import Kind
 from windfall.engine.gpu.drafters import drafter_form
@@ -297,11 +298,31 @@ def test_a_round_reports_the_passes_over_prompts_before_it() -> None:
     batch.runner.join(texts[:1])
     found = [batch.runner.round()]
     batch.runner.join(texts[1:])
-    found += [batch.runner.round() for _ in range(4)]
+    found += [batch.runner.round() for _ in range(4 + MAX_WAITS)]
     seconds = [next(iter(each.values())).seconds for each in found if each]  # type: ignore[union-attr]
     later = next(place for place, each in enumerate(found) if texts[1] in each)
-    assert [each.prompts > 0 for each in seconds] == [place in (0, later) for place in range(5)]
+    assert [each.prompts > 0 for each in seconds] == [place in (0, later) for place in range(len(found))]
     assert all(each.passes == each.draft + each.verify + each.prompts for each in seconds)
+
+
+def test_few_rows_of_prompts_wait_for_others_if_that_saves_time() -> None:
+    batch = Batch(engine("llama", "eagle3", "beam", graphs=False), TREES)
+    prefill = batch.runner.prefill
+    batch.runner.join([batch.text(prompt(9))])
+    dear, cheap = (lambda rows: float(rows)), (lambda rows: 1.0 + rows / 1000)
+    assert not prefill._waits_for_more(TREES, 1, cheap)
+    waits = [prefill._waits_for_more(TREES, 64, dear) for _ in range(MAX_WAITS + 1)]
+    assert waits == [True] * MAX_WAITS + [False]
+    assert prefill._waits_for_more(TREES, 64, dear) and not prefill._waits_for_more(TREES, 2, cheap)
+    batch.runner.join([batch.text(prompt(SHARED_ROWS + 9))])
+    assert not prefill._waits_for_more(TREES, 64, dear)  # they fill the shared rows
+
+
+def test_a_prompt_without_rows_does_not_wait() -> None:
+    batch = Batch(engine("llama", "eagle3", "beam", graphs=False), TREES)
+    batch.runner.join([batch.text(prompt(1))])
+    assert not batch.runner.prefill.prompts.left
+    assert not batch.runner.prefill._waits_for_more(TREES, 64, float)
 
 
 def test_sizes_are_not_prepared_for_texts_that_have_left() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from windfall.policies.budget import Sizes
 
 SHARED_ROWS = 128  # rows of a verify pass that waiting prompts may take
 SHARING_TOKENS = 256  # if more tokens of prompts wait, they get a pass of their own
+MAX_WAITS = 2  # rounds for which few rows of prompts wait for others
 CAPTURE_SHARE = 0.25  # a shared pass is captured once its absence has cost this share of the capture's time
 
 
@@ -43,6 +45,7 @@ class Prefill:
         self._spans: list[tuple[DeviceEvent, DeviceEvent]] = []  # of passes since `take_spans`
         self._own_pass = False  # whether the next prompts get a pass of their own
         self._lost = 0.0  # seconds, because a shared pass was not captured
+        self._waits = 0  # rounds for which the prompts have waited for others
 
     def __len__(self) -> int:
         """The number of prompts that wait."""
@@ -89,21 +92,35 @@ class Prefill:
             if self._drafter is not None:
                 self._drafter.capture_prefill(size)
 
-    def share(self, sizes: Sizes, graphs: RoundGraphs, pass_seconds: Callable[[], float]) -> Taken | None:
+    def share(self, sizes: Sizes, graphs: RoundGraphs, running: int, seconds: Callable[[int], float]) -> Taken | None:
         """Take the prompts that share the next verify pass, and send their rows to the device; None: there are none.
 
-        A few rows cost less there than in a pass of their own, which takes `pass_seconds`. If the shared pass is not
-        captured, they get their own pass until the time lost this way justifies a capture.
+        A few rows cost less there than in a pass of their own. If the shared pass is not captured, they get their own
+        pass until the time lost this way justifies a capture. `running`: the requests of the verify pass, and `seconds`
+        of a pass over this number of rows.
         """
         if self.rehearses_sharing:
             found = Taken(Chunk([], 0, SHARED_ROWS), [], self._events.mark())
-        elif self.prompts and self.prompts.left <= SHARING_TOKENS and self._captured(sizes, graphs, pass_seconds):
+        elif not self.prompts or self.prompts.left > SHARING_TOKENS or self._waits_for_more(sizes, running, seconds):
+            return None
+        elif self._captured(sizes, graphs, partial(seconds, running)):
             found = Taken(*self.prompts.take(SHARED_ROWS), self._events.mark())
         else:
             return None
         if found.chunk is not None:
             self._target.chunk.fill(found.chunk._replace(size=SHARED_ROWS))
         return found
+
+    def _waits_for_more(self, sizes: Sizes, running: int, seconds: Callable[[int], float]) -> bool:
+        """Whether other prompts should come first: unused rows of a shared pass take time, and so does waiting."""
+        unused = 1 - min(self.prompts.left / SHARED_ROWS, 1)
+        if not self.prompts.left or not unused or self._waits >= MAX_WAITS:
+            self._waits = 0
+            return False
+        own = seconds(sizes.rows)
+        wasted, lost = unused * (seconds(sizes.rows + SHARED_ROWS) - own), own * len(self._texts) / running
+        self._waits = self._waits + 1 if wasted > lost else 0
+        return wasted > lost
 
     def _captured(self, sizes: Sizes, graphs: RoundGraphs, pass_seconds: Callable[[], float]) -> bool:
         """Whether the verify pass with prompts is captured, or its capture pays."""

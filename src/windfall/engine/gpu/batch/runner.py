@@ -334,7 +334,7 @@ class GpuBatchRunner:
             graphs.take_in()
             self._pending = 0
         drafted = self._events.mark()
-        taken = self.prefill.share(sizes, graphs, lambda: self.costs.recent(now).verify(now.seats, 0))
+        taken = self.prefill.share(sizes, graphs, now.requests, lambda rows: self.costs.recent(now).verify(rows, 0))
         number, shared = self.work.results.expect(), taken is not None and taken.chunk is not None
         graphs.run_verify(sizes, SHARED_ROWS if shared else 0)
         texts, times = list(self.texts), (start, drafted, self._events.mark())
