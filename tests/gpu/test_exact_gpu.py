@@ -12,6 +12,7 @@ from helpers.exact import POLICIES, check_one_hash, check_rows, check_texts, eng
 from helpers.kernels import check_matmul
 from helpers.tiny import prompt, tiny
 from windfall.kernels.backend import triton_installed
+from windfall.kernels.eight_bits import EightBitWeight
 from windfall.kernels.norm import gate_mul
 from windfall.kernels.product import linear, norm_gate, norm_rotate, product
 
@@ -79,6 +80,17 @@ def test_products_with_a_gate_round_like_two_kernels(inner: int, outer: int) -> 
 @pytest.mark.parametrize(("inner", "outer"), [(576, 49_152), (4096, 6144), (14_336, 4096)])
 def test_products_with_weights_in_eight_bits(inner: int, outer: int) -> None:
     check_matmul((1, 8, 33, 64), outer, inner, True, "cuda", eight_bits=True)
+    torch.manual_seed(0)
+    x, weight = torch.randn(140, inner, device="cuda"), torch.randn(outer, inner, device="cuda") / inner**0.5
+    x[:, 5] *= 100  # outliers
+    x, bias = x.bfloat16(), torch.randn(outer, device="cuda").bfloat16()
+    small = EightBitWeight(weight.bfloat16(), bias)
+    exact = small.values.double() * small.scales.double()[:, None]
+    wanted = torch.nn.functional.linear(x.double(), exact, bias.double())
+    for count in (1, 8, 17, 33, 64, 128, 140):  # int8 rows up to 128, if K is a multiple of 128
+        made = small(x[:count])
+        torch.testing.assert_close(made.double(), wanted[:count], atol=2e-2, rtol=2e-2)
+        assert torch.equal(small(x[:count]), made), count
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -34,7 +34,7 @@ from helpers.kernels import (
     make_cache,
 )
 from windfall.kernels import path_attention, top_children, tree_attention
-from windfall.kernels.eight_bits import EightBitWeight
+from windfall.kernels.eight_bits import EightBitWeight, row_scales
 from windfall.kernels.norm import gate_mul
 from windfall.kernels.product import by_pieces
 from windfall.kernels.rules import Rule
@@ -128,6 +128,32 @@ def test_gate_product(monkeypatch: pytest.MonkeyPatch, further: int, gelu: bool)
     x, weight = torch.randn(70, 192).to(HALF), (torch.randn(2 * 150, 192) / 14).to(HALF)
     monkeypatch.setattr(matmul, "choose_tile", lambda *given: matmul.Tile(128, 32, 64, 2, 4, True, further))
     assert torch.equal(gate_product(x, weight, gelu), gate_mul(matmul.matmul(x, weight, None), gelu))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the kernel has no torch form")
+@pytest.mark.parametrize("rows", [1, 17, 40, 70])
+@pytest.mark.parametrize(("k", "segments"), [(512, 1), (512, 2), (4096, 1), (4096, 3)])
+@pytest.mark.parametrize(("outlier", "bias"), [(False, True), (True, False)])
+def test_products_in_eight_bits(
+    monkeypatch: pytest.MonkeyPatch, rows: int, k: int, segments: int, outlier: bool, bias: bool
+) -> None:
+    """They are close to the exact ones; without the rows' fine parts, they would not be."""
+    from windfall.kernels.triton import int8_product
+
+    torch.manual_seed(rows + k)
+    choose = int8_product.choose_tile
+    monkeypatch.setattr(int8_product, "choose_tile", lambda *given: choose(*given)._replace(segments=segments))
+    x, values = torch.randn(rows, k).to(HALF), torch.randint(-127, 128, (150, k), dtype=torch.int8)
+    scales, added = torch.rand(150) / 127 / k**0.5, torch.randn(150).to(HALF) if bias else None
+    if outlier:
+        x[:, 5] = 100 * x.abs().amax(1)
+    made = int8_product.int8_product(x.float(), values, scales, added)
+    assert torch.equal(int8_product.int8_product(x, values, scales, added), made.to(HALF))
+    wide, exact = x.double(), values.double() * scales.double()[:, None]
+    coarse = (wide / row_scales(wide)).round() * row_scales(wide)
+    wanted = torch.nn.functional.linear(wide, exact, None if added is None else added.double())
+    error, coarse_error = (made.double() - wanted).norm(), ((wide - coarse) @ exact.T).norm()
+    assert error < 1e-3 * wanted.norm() and error < coarse_error / 100
 
 
 @both

@@ -14,17 +14,25 @@ import triton.language as tl
 from torch import Tensor
 
 from windfall.kernels.backend import pdl_launch, power_of_two, shared_memory, supports_pdl
-from windfall.kernels.eight_bits import LARGEST_INT8
 from windfall.kernels.triton.counters import COUNTERS, counters
-from windfall.kernels.triton.matmul import FEW_TILES, MIN_SEGMENT, _store, _store_part, _total, prefetched_elements
+from windfall.kernels.triton.matmul import (
+    ENOUGH_TILES,
+    FEW_TILES,
+    MANY_OUTPUTS,
+    _store,
+    _store_part,
+    _total,
+    prefetched_elements,
+)
 from windfall.kernels.triton.pdl import pdl_wait, prefetch
 
 STEP = 128  # elements of K; K must be a multiple
 MAX_K = 2**17  # more elements could overflow a sum
 MAX_ROWS = 128  # with more, the time of `matmul` is that of its arithmetic
-MANY_OUTPUTS = 16_384  # from here on, tiles of 128 outputs occupy all multiprocessors
-LARGEST = tl.constexpr(LARGEST_INT8)
-FINE_FACTOR = tl.constexpr(2 * LARGEST_INT8)  # finer units in one of the row: what is left is half a unit at most
+MIN_SEGMENT = 1024  # elements of K
+MAX_HELD = 128  # sums of segments that a thread holds while it adds them
+LARGEST = tl.constexpr(127)  # in int8
+FINE_FACTOR = tl.constexpr(254)  # finer units in one of the row: what is left is half a unit at most
 
 
 class Tile(NamedTuple):
@@ -89,7 +97,7 @@ def _int8_product(
     for k in tl.range(own * segment, tl.minimum((own + 1) * segment, k_size), STEP, num_stages=STAGES):
         both = tl.dot(weight.load([out_at, k]), parts.load([2 * row_at, k]).T, both, out_dtype=tl.int32)
     high, low = tl.split(tl.reshape(both, [BLOCK_O, BLOCK_N, 2]))
-    sums = high.to(tl.float32) + low.to(tl.float32) / FINE_FACTOR
+    sums = high.to(tl.float32) + low.to(tl.float32) * (1 / FINE_FACTOR)
     if SEGMENTS > 1:
         stride = n.to(tl.int64) * outputs
         _store_part(partials + own * stride, sums, rows, outs, n, outputs)
@@ -106,16 +114,18 @@ def _int8_product(
 
 
 def choose_tile(rows: int, outputs: int, k: int, memory: int) -> Tile:
-    """The tile for this number of rows. `memory` is that of one program."""
-    step = 2 * STEP if k % (2 * STEP) == 0 and rows <= 16 else STEP
-    tile = Tile(64, min(max(power_of_two(rows), 8), 64), step, 5, 4, 1)
-    if outputs >= MANY_OUTPUTS:
-        tile = tile._replace(outputs=128, step=STEP, stages=6 if rows <= 16 else 4, warps=4 if rows <= 32 else 8)
-    programs = -(-outputs // tile.outputs) * -(-rows // tile.rows)
-    fitting = memory // (tile.step * (tile.outputs + 2 * tile.rows))
-    return tile._replace(
-        segments=max(1, min(FEW_TILES // programs, k // MIN_SEGMENT)), stages=max(2, min(tile.stages, fitting))
-    )
+    """The tile for this number of rows. `memory` is that of one program.
+
+    The parts of rows are read for each tile of outputs, so many rows need large tiles. With few rows, two programs fit
+    a multiprocessor.
+    """
+    height = min(max(power_of_two(rows), 8), 64)
+    tall = height == 64
+    tile = Tile(256 if tall and outputs >= MANY_OUTPUTS else 128, height, STEP, 6, 4 if height <= 16 else 8, 1)
+    fitting = (memory if tall else memory // 2) // (tile.step * (tile.outputs + 2 * height))
+    wanted = (ENOUGH_TILES if tall else FEW_TILES) // (-(-outputs // tile.outputs) * -(-rows // height))
+    most = MAX_HELD * 32 * tile.warps // (tile.outputs * height)
+    return tile._replace(segments=max(1, min(wanted, k // MIN_SEGMENT, most)), stages=max(2, min(tile.stages, fitting)))
 
 
 def supported(x: Tensor, values: Tensor) -> bool:
