@@ -41,7 +41,7 @@ from windfall.train.new_block import new_block
 REPLAYS, WARM_UP = 41, 3
 TEMPERATURES = (0.0, 1.0)
 ROWS = 60  # of the verify pass
-IN_INT8 = "bundled head, large weights in int8"
+IN_FULL = "bundled head, all weights in full precision"
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def main() -> None:
     engine = windfall.load(options.target, options.drafter, device="cuda", dtype=options.dtype)
     if not isinstance(engine.drafter, FeatureHeadDrafter):
         parser.error(f"the drafter of {options.target} is no EAGLE head; --drafter names one")
-    target, heads = engine.target, {"bundled head": engine.drafter.head, IN_INT8: engine.drafter.head}
+    target, heads = engine.target, {"bundled head": engine.drafter.head, IN_FULL: engine.drafter.head}
     for layers, kind in itertools.product(map(int, options.layers.split(",")), options.pairs.split(",")):
         shape = {"layers": layers, "block": options.block, "vocabulary": heads["bundled head"].draft_tokens}
         head: Any = fit(new_block(target, {**shape, "pair": kind, "rank": options.rank}).eval(), target)
@@ -73,8 +73,8 @@ def main() -> None:
                 pair = widen_pair(target.model, head, options.widen)
                 own, drafter = Target(pair.model, target.tokenizer), as_drafter(pair.head)
             assert isinstance(drafter, HeadDrafter)
-            if name == IN_INT8:
-                drafter = replace(drafter, weights="int8")
+            if name == IN_FULL:
+                drafter = replace(drafter, weights="full")
             if options.candidates and isinstance(drafter, BlockDrafter):
                 drafter = replace(drafter, candidates=options.candidates)
             rows += measure(name, own, drafter, options)

@@ -27,7 +27,7 @@ class HeadForm(NamedTuple):
     """A drafter that runs one draft head on the target's hidden states at `Drafter.taps`."""
 
     head: FeatureHead
-    eight_bits: bool = False  # whether fused kernels read its large weights in int8
+    eight_bits: bool | None = False  # whether fused kernels read its large weights in int8; None: where that is faster
 
 
 class BlockForm(NamedTuple):

@@ -22,6 +22,7 @@ from windfall.drafters.head_drafter import FOLLOWS_LENGTH, MAX_CHUNK, HeadDrafte
 from windfall.heads.base import FeatureHead, Guess
 from windfall.model.batch import Rows, pack
 
+PRECISIONS = {"auto": None, "full": False, "int8": True}  # whether large weights are read in int8
 MAX_PENDING = 32  # pending columns that run with the first draft pass; more run before it
 
 
@@ -34,9 +35,9 @@ class FeatureHeadDrafter(HeadDrafter[FeatureHead]):
     )
 
     weights: str = option(
-        "full",
-        "precision of the head's large weights on a GPU; int8 halves the bytes of a pass",
-        choices=("full", "int8"),
+        "auto",
+        "precision of the head's large weights on a GPU; auto: int8 where that is faster, which halves the bytes of a pass",
+        choices=tuple(PRECISIONS),
     )
 
     kind: ClassVar[str] = "head"
@@ -98,7 +99,7 @@ class FeatureHeadDrafter(HeadDrafter[FeatureHead]):
         self._dice = [self._dice[b] for b in keep]
 
     def gpu_form(self) -> GpuForm | str:
-        return HeadForm(self.head, self.weights == "int8") if self.longest is None else FOLLOWS_LENGTH
+        return HeadForm(self.head, PRECISIONS[self.weights]) if self.longest is None else FOLLOWS_LENGTH
 
     def _fitting(self, b: int, tree: DraftTree, grow: Grow | None) -> Grow | None:
         """None if there is no feature to start from, or if the head has too few positions for all of these nodes."""

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from windfall.kernels.backend import on_triton
+from windfall.kernels.backend import on_triton, supports_pdl
 
 LARGEST_INT8 = 127
+INT8_UNIT = 128  # elements of K; see kernels/triton/int8_product.py
 ROWS_PER_PART = 4096  # that are rounded at a time
+MAX_ROWS = 128  # with more, arithmetic takes most of the time
 MIN_NUMBERS = 2**22  # of a weight: 8 MB in half precision, which a fast GPU reads in 2 microseconds
 
 
@@ -21,7 +23,8 @@ class EightBitWeight:
     """The rounded form of a weight [N, K], and the product with it."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
-        self.values, scales = round_rows(weight.detach())  # int8
+        self.full = weight.detach()  # for passes over many rows
+        self.values, scales = round_rows(self.full)  # int8
         self.scales = scales[:, 0]
         self.bias = None if bias is None else bias.detach()
         self.shape = weight.shape
@@ -34,6 +37,8 @@ class EightBitWeight:
         if on_triton(x):
             from windfall.kernels.triton import int8_product, matmul
 
+            if len(x) > MAX_ROWS:
+                return F.linear(x, self.full, self.bias)
             if int8_product.supported(x, self.values):
                 return int8_product.int8_product(x, self.values, self.scales, self.bias)
             if matmul.supported(x, self.values):
@@ -58,6 +63,9 @@ def row_scales(rows: Tensor) -> Tensor:
     return rows.abs().amax(1, keepdim=True).clamp_(min=1e-20).div_(LARGEST_INT8)
 
 
-def pays(weight: Tensor) -> bool:
-    """Whether this weight is large enough to be read faster in int8."""
-    return weight.numel() >= MIN_NUMBERS
+def pays(weight: Tensor, wanted: bool | None) -> bool:
+    """Whether this weight should be read in int8: it must be large. `wanted` None: only where windfall has a product of
+    int8 with int8."""
+    if wanted is None:
+        wanted = supports_pdl(weight.device) and weight.shape[1] % INT8_UNIT == 0
+    return wanted and weight.numel() >= MIN_NUMBERS

@@ -27,8 +27,8 @@ from windfall.kernels.top import LazyLogits
 class FusedEagle3:
     """Computes the same as the head, in about a dozen kernel launches."""
 
-    def __init__(self, head: FeatureHead, positions: int, eight_bits: bool = False):
-        """`eight_bits`: its large weights are read in int8."""
+    def __init__(self, head: FeatureHead, positions: int, eight_bits: bool | None = False):
+        """`eight_bits`: its large weights are read in int8; None: where that is faster."""
         if not isinstance(head, Eagle3) or len(head.layers) != 1:
             raise Unsupported("only EAGLE-3 heads of one layer are fused")
         layer: Any = head.layers[0]
@@ -111,6 +111,6 @@ class FusedEagle3:
         return both, residual
 
 
-def weight_of(eight_bits: bool, weight: Tensor, bias: Tensor | None) -> tuple[Weight, Tensor | None]:
+def weight_of(eight_bits: bool | None, weight: Tensor, bias: Tensor | None) -> tuple[Weight, Tensor | None]:
     """A weight and its bias, or both as one object in int8 if that is wanted and pays."""
-    return (EightBitWeight(weight, bias), None) if eight_bits and pays(weight) else (weight, bias)
+    return (EightBitWeight(weight, bias), None) if pays(weight, eight_bits) else (weight, bias)

@@ -28,7 +28,6 @@ from windfall.kernels.triton.pdl import pdl_wait, prefetch
 
 STEP = 128  # elements of K; K must be a multiple
 MAX_K = 2**17  # more elements could overflow a sum
-MAX_ROWS = 128  # with more, the time of `matmul` is that of its arithmetic
 MIN_SEGMENT = 1024  # elements of K
 MAX_HELD = 128  # sums of segments that a thread holds while it adds them
 LARGEST = tl.constexpr(127)  # in int8
@@ -120,10 +119,13 @@ def choose_tile(rows: int, outputs: int, k: int, memory: int) -> Tile:
     a multiprocessor.
     """
     height = min(max(power_of_two(rows), 8), 64)
-    tall = height == 64
-    tile = Tile(256 if tall and outputs >= MANY_OUTPUTS else 128, height, STEP, 6, 4 if height <= 16 else 8, 1)
-    fitting = (memory if tall else memory // 2) // (tile.step * (tile.outputs + 2 * height))
-    wanted = (ENOUGH_TILES if tall else FEW_TILES) // (-(-outputs // tile.outputs) * -(-rows // height))
+    if height == 64 and outputs >= MANY_OUTPUTS:
+        tile = Tile(256, height, STEP, 4, 8, 1)
+    else:
+        step = 2 * STEP if k % (2 * STEP) == 0 else STEP
+        tile = Tile(64, height, step, 5 if height <= 16 else 4, 4, 1)
+    fitting = (memory // 2 if height <= 16 else memory) // (tile.step * (tile.outputs + 2 * height))
+    wanted = (FEW_TILES if height <= 16 else ENOUGH_TILES) // (-(-outputs // tile.outputs) * -(-rows // height))
     most = MAX_HELD * 32 * tile.warps // (tile.outputs * height)
     return tile._replace(segments=max(1, min(wanted, k // MIN_SEGMENT, most)), stages=max(2, min(tile.stages, fitting)))
 
@@ -133,7 +135,7 @@ def supported(x: Tensor, values: Tensor) -> bool:
     rows, k = x.shape
     return (
         supports_pdl(x.device)
-        and 0 < rows <= MAX_ROWS
+        and rows > 0
         and k % STEP == 0
         and k <= MAX_K
         and x.stride(1) == 1

@@ -39,13 +39,13 @@ FAR_SHIFT = tl.constexpr(MIDDLE_SHIFT.value + MIDDLE_END.value // MIDDLE.value -
 # Programs for rows alone and for tiles, each: half of those that a GPU of 132 multiprocessors runs at the same time.
 MAX_PROGRAMS_SMALL, MAX_PROGRAMS = 198, 132
 SMALL_TILE, REGISTERS = 1024, 168  # sums up to which three programs run on a multiprocessor, and their registers
-BATCH_SMALL_TILE, BATCH_REGISTERS = 2048, 128  # the same for four programs, for several requests
+BATCH_SMALL_TILE = 2048  # the same for several requests
+MANY_PROGRAMS, FEWER_REGISTERS = 396, 128  # of several requests: with more programs, four run at a time
 # Partial sums that a program loads before it merges the first, for one request and for several.
 MERGED, BATCH_MERGED = 8192, 2048
 ONES = tl.constexpr(16)  # columns of the matrix that sums weights: the fewest of a matrix product
 MAX_TILE = 8192  # sums that a program holds, of a part and of the parts before it each
 MAX_WIDTH = 256  # of a head up to which a program's shared memory has room for blocks of 64 keys, with all stages
-WIDE_TILE = 4096  # sums above which a tile has eight warps
 BATCH_TILE_PROGRAMS, BATCH_ROW_PROGRAMS = 528, 528  # for tiles and for single rows of several requests
 FUSED_ROWS = True  # with many requests, a tile's program also computes the parts in which its rows' paths differ
 # Stages of the loop over blocks of keys, for several requests, long chains and others. With pages, page numbers come
@@ -569,7 +569,7 @@ def choose_tile(rows: int, group: int, width: int, dtype: torch.dtype, chain: bo
     if chain and not several and rows * group >= 4 * tall:
         height, stages = max(tall, height), CHAIN_STAGES
     keys = 64 if block_d <= MAX_WIDTH else 32
-    return Tile(height, keys, 8 if width > 128 or height * block_d > WIDE_TILE else 4, stages)
+    return Tile(height, keys, 8 if width > 128 else 4, stages)
 
 
 def batch_bytes(group: int, width: int, dtype: torch.dtype) -> int:
@@ -588,12 +588,15 @@ def parts_of(capacity: int) -> int:
     return parts
 
 
-def _register_limit(x: Tensor, sums: int, several: bool) -> dict[str, int]:
-    """Limit the registers of small tiles, so that a multiprocessor runs several programs at a time."""
+def _register_limit(x: Tensor, sums: int, programs: int) -> dict[str, int]:
+    """Limit the registers of small tiles, so that a multiprocessor runs several programs at a time.
+
+    `programs` of several requests, about; 0: there is one request.
+    """
     if not x.is_cuda or torch.version.hip is not None:
         return {}
-    if several and sums <= BATCH_SMALL_TILE:
-        return {"maxnreg": BATCH_REGISTERS}
+    if programs and sums <= BATCH_SMALL_TILE:
+        return {"maxnreg": FEWER_REGISTERS if programs > MANY_PROGRAMS else REGISTERS}
     return {"maxnreg": REGISTERS} if sums <= SMALL_TILE else {}
 
 
@@ -622,6 +625,7 @@ def attend(
     tile = choose_tile(count, group, width, queries.dtype, lineage is None, several)
     positions = keys.shape[1] if pages is None else pages.positions
     limit = MAX_PROGRAMS_SMALL if tile.height * block_d <= SMALL_TILE else MAX_PROGRAMS
+    requests = 1 if pages is None else len(pages.lengths)
     parts, tiles = parts_of(positions), -(-count // (tile.height // group))
     if pages is not None and pages.tiles is not None:
         assert tile.height // group == tile_rows(group)
@@ -689,6 +693,6 @@ def attend(
         num_warps=tile.warps,
         num_stages=2,
         enable_fp_fusion=False,
-        **_register_limit(out, tile.height * block_d, several),
+        **_register_limit(out, tile.height * block_d, 0 if pages is None or not several else requests * shared),
         **pdl_launch(out),
     )
