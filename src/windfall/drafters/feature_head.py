@@ -36,7 +36,7 @@ class FeatureHeadDrafter(HeadDrafter[FeatureHead]):
 
     weights: str = option(
         "auto",
-        "precision of the head's large weights on a GPU; auto: int8 where that is faster, which halves the bytes of a pass",
+        "precision of the head's large weights on a GPU; auto: int8 where that is faster",
         choices=tuple(PRECISIONS),
     )
 
