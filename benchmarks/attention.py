@@ -31,7 +31,11 @@ WAYS: dict[str, dict[str, int]] = {  # what differs from the defaults of the ker
     "1056 programs for tiles": {"BATCH_TILE_PROGRAMS": 1056},
     "264 programs for rows": {"BATCH_ROW_PROGRAMS": 264},
     "1056 programs for rows": {"BATCH_ROW_PROGRAMS": 1056},
-    "3 stages": {"BATCH_STAGES": 3},
+    "2 stages": {"BATCH_STAGES": 2},
+    "5 stages": {"BATCH_STAGES": 5},
+    "three programs at a time": {"MANY_PROGRAMS": 10**6},
+    "4 parts for a program": {"PARTS_PER_SHARE": 4},
+    "16 parts for a program": {"PARTS_PER_SHARE": 16},
     "rows apart": {"FUSED_ROWS": False},
 }
 LONE_WAYS: dict[str, dict[str, int]] = {  # of one request, whose keys are not in pages
@@ -40,6 +44,9 @@ LONE_WAYS: dict[str, dict[str, int]] = {  # of one request, whose keys are not i
     "3 stages": {"STAGES": 3},
     "198 programs": {"MAX_PROGRAMS": 198},
     "264 programs": {"MAX_PROGRAMS": 264},
+    "rows together": {"FUSED_ALONE": True},
+    "rows together, 264 programs": {"FUSED_ALONE": True, "MAX_PROGRAMS": 264},
+    "rows together, 528 programs": {"FUSED_ALONE": True, "MAX_PROGRAMS": 528},
 }
 LEVELS = 7  # of a request's tree
 LAYERS = 8

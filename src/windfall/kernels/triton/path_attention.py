@@ -47,7 +47,9 @@ ONES = tl.constexpr(16)  # columns of the matrix that sums weights: the fewest o
 MAX_TILE = 8192  # sums that a program holds, of a part and of the parts before it each
 MAX_WIDTH = 256  # of a head up to which a program's shared memory has room for blocks of 64 keys, with all stages
 BATCH_TILE_PROGRAMS, BATCH_ROW_PROGRAMS = 528, 528  # for tiles and for single rows of several requests
-FUSED_ROWS = True  # with many requests, a tile's program also computes the parts in which its rows' paths differ
+# Whether a tile's programs also compute the parts in which its rows' paths differ, for several requests and for one.
+FUSED_ROWS, FUSED_ALONE = True, False
+PARTS_PER_SHARE = 1  # of a tile's parts, the fewest that a program takes
 # Stages of the loop over blocks of keys, for several requests, long chains and others. With pages, page numbers come
 # first, then keys and values two blocks ahead. More stages leave less memory for a kernel that starts early.
 BATCH_STAGES, CHAIN_STAGES, STAGES = 3, 3, 2
@@ -393,9 +395,10 @@ def _attend_tile(
     step = nodes * heads
     begin = tl.maximum(_part_start(begin_part), tl.min(tl.where(own, oldest, 1 << 30)) // BLOCK_N * BLOCK_N)
     final = tl.max(tl.where(own, reach, 0))
-    end = tl.minimum(_part_start(end_part), final)
+    stop = tl.minimum(_part_start(end_part), final)
+    end = stop
     if FUSED:
-        end = tl.minimum(final, tl.maximum(length // BLOCK_N * BLOCK_N, begin))
+        end = tl.minimum(stop, tl.maximum(length // BLOCK_N * BLOCK_N, begin))
     merged = own & (first_part < tl.where(share == 0, end_part, -1))  # rows whose first part is here
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M, ONES], tl.float32)
@@ -416,7 +419,7 @@ def _attend_tile(
             merged, part * step + place, dims, SHARED, D,
         )  # fmt: skip
     if FUSED:
-        for at in tl.range(end, final, BLOCK_N, num_stages=1):
+        for at in tl.range(end, stop, BLOCK_N, num_stages=1):
             part, top, total, sums = _begin_block(at, top, total, sums)
             mine = own & (first_part <= part) & (part <= last_part)
             for turn in tl.range(0, turns, num_stages=STAGES):
@@ -465,7 +468,8 @@ def _attend_paths(
 
     The first `singles` programs compute the parts in which paths differ, each for SINGLE_ROWS rows, one path after the
     other (0: the rows are a chain, or FUSED). In the other parts all rows of a request find their keys in the same
-    slots: a program computes one of `stride` shares of adjacent parts for a tile. FUSED: it computes all parts of it.
+    slots: a program computes one of `stride` shares of adjacent parts for a tile. FUSED: these include the parts in
+    which paths differ.
     """
     CHAIN: tl.constexpr = SINGLE_ROWS == 0
     head = tl.program_id(0)
@@ -630,8 +634,8 @@ def attend(
     if pages is not None and pages.tiles is not None:
         assert tile.height // group == tile_rows(group)
         tiles, limit = len(pages.tiles) - 1, BATCH_TILE_PROGRAMS
-    stride = max(1, min(parts, limit // (tiles * shared)))
-    fused = FUSED_ROWS and several and stride == 1 and lineage is not None
+    stride = max(1, min(parts // PARTS_PER_SHARE, limit // (tiles * shared)))
+    fused = lineage is not None and (FUSED_ROWS if several else FUSED_ALONE)
     single_rows = 0
     if lineage is not None and not fused:
         single_rows = power_of_two(-(-count * shared // (BATCH_ROW_PROGRAMS if several else limit)))
