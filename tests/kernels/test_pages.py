@@ -47,10 +47,20 @@ def test_a_row_has_the_same_bits_in_a_batch(
     check_pages(lengths, rows, trees, dtype)
 
 
-@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
-def test_programs_that_share_the_parts_of_a_tile(trees: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("trees", "fused"), [(False, False), (True, False), (True, True)], ids=["chains", "rows apart", "fused"]
+)
+def test_programs_that_share_the_parts_of_a_tile(trees: bool, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windfall.kernels.triton.path_attention.BATCH_TILE_PROGRAMS", 24)
+    monkeypatch.setattr("windfall.kernels.triton.path_attention.FUSED_SHARES", fused)
     check_pages([130, 200, 5], [4, 2, 1], trees, HALF)
+
+
+@pytest.mark.parametrize(("queries", "heads", "fused"), [(32, 6, True), (64, 8, False), (64, 2, True)])
+def test_higher_tiles(queries: int, heads: int, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windfall.kernels.pages.MOST_TILE_QUERIES", queries)
+    monkeypatch.setattr("windfall.kernels.triton.path_attention.FUSED_SHARES", fused)
+    check_pages([130, 5], [24, 3], True, HALF, heads=heads)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["rows apart", "fused"])
