@@ -12,7 +12,7 @@ from helpers.exact import POLICIES, check_one_hash, check_rows, check_texts, eng
 from helpers.kernels import check_matmul
 from helpers.tiny import prompt, tiny
 from windfall.kernels.backend import triton_installed
-from windfall.kernels.eight_bits import EightBitWeight
+from windfall.kernels.eight_bits import MAX_ROWS, EightBitWeight
 from windfall.kernels.norm import gate_mul
 from windfall.kernels.product import linear, norm_gate, norm_rotate, product
 
@@ -85,11 +85,12 @@ def test_products_with_weights_in_eight_bits(inner: int, outer: int) -> None:
     x[:, 5] *= 100  # outliers
     x, bias = x.bfloat16(), torch.randn(outer, device="cuda").bfloat16()
     small = EightBitWeight(weight.bfloat16(), bias)
-    exact = small.values.double() * small.scales.double()[:, None]
-    wanted = torch.nn.functional.linear(x.double(), exact, bias.double())
-    for count in (1, 8, 17, 33, 64, 128, 140):  # int8 rows up to 128, if K is a multiple of 128
+    rounded = small.values.double() * small.scales.double()[:, None]
+    for count in (1, 8, 17, 33, 64, MAX_ROWS, 140):  # more than MAX_ROWS rows are multiplied with the full weight
+        used = rounded if count <= MAX_ROWS else small.full.double()
+        wanted = torch.nn.functional.linear(x[:count].double(), used, bias.double())
         made = small(x[:count])
-        torch.testing.assert_close(made.double(), wanted[:count], atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(made.double(), wanted, atol=2e-2, rtol=2e-2)
         assert torch.equal(small(x[:count]), made), count
 
 
