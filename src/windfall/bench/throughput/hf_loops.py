@@ -62,7 +62,8 @@ def continuous_server(target: Target, temperature: float, concurrency: int) -> I
     attention = target.model.config._attn_implementation
     manage = target.model.continuous_batching_context_manager
     try:
-        with torch.inference_mode(), manage(config, continuous_batching_config=limits) as manager:
+        # Its own thread writes to buffers made here, and a tensor made in inference mode cannot be written outside it.
+        with torch.inference_mode(False), manage(config, continuous_batching_config=limits) as manager:
             yield lambda cases, at_once: _serve(manager, target, cases, at_once)
     except (RuntimeError, ValueError, TypeError, AttributeError, ImportError) as error:
         raise Unavailable(f"continuous batching fails here: {str(error).partition(chr(10))[0]}") from error
