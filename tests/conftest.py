@@ -32,7 +32,9 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             patch.setattr("windfall.engine.gpu.target.CAPACITY_STEP_ROWS", 64)
         for module in ("engine", "profiling", "check_records"):
             patch.setattr(f"windfall.engine.{module}.cache_dir", lambda: Path(os.environ.get("WINDFALL_CACHE", folder)))
-        patch.setattr("windfall.kernels.few_rows._most_rows", lambda kernel: 64)  # not what a busy machine measures
+        patch.setattr(
+            "windfall.kernels.few_rows._faster_rows", lambda kernel: range(2, 65)
+        )  # not what a busy machine measures
     if interpreted:  # programs run one after the other, those without work too
         for name in ("MAX_PROGRAMS", "MAX_PROGRAMS_SMALL"):
             patch.setattr(f"windfall.kernels.triton.path_attention.{name}", 12)

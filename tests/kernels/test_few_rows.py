@@ -19,7 +19,7 @@ from windfall.kernels.few_rows import (
     FewRows,
     FewRowsLinear,
     Kernel,
-    _most_rows,
+    _faster_rows,
     linear,
     prepare_few_rows,
     use_few_rows,
@@ -37,7 +37,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
 @pytest.fixture
 def used(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     """The kernel in use, for all numbers of rows."""
-    monkeypatch.setattr(few_rows, "_used", [FewRows(kernel, 64)])
+    monkeypatch.setattr(few_rows, "_used", [FewRows(kernel, range(2, 65))])
     return kernel
 
 
@@ -143,24 +143,25 @@ def test_without_a_compiler_torch_is_used(compiler: str, tmp_path: Path, monkeyp
 
 def test_a_choice_is_kept(kernel: Kernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few_rows, "_used", [])
-    monkeypatch.setattr(few_rows, "_most_rows", lambda kernel: 4)
+    monkeypatch.setattr(few_rows, "_faster_rows", lambda kernel: range(2, 5))
     prepare_few_rows(tmp_path / "a")
-    assert few_rows._used[0].most_rows == 4 and len([*tmp_path.rglob("*.so")]) == 1
+    assert few_rows._used[0].rows == range(2, 5) and len([*tmp_path.rglob("*.so")]) == 1
     few_rows._used.clear()
-    monkeypatch.setattr(few_rows, "_most_rows", lambda kernel: pytest.fail("this is known"))
+    monkeypatch.setattr(few_rows, "_faster_rows", lambda kernel: pytest.fail("this is known"))
     prepare_few_rows.cache_clear()
     prepare_few_rows(tmp_path / "a")
-    assert few_rows._used[0].most_rows == 4
+    assert few_rows._used[0].rows == range(2, 5)
 
 
 def test_a_kernel_that_is_slower_or_wrong_is_not_used(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few_rows, "TRIAL_WEIGHT", (64, 32))
-    outcomes = iter([True, True, False])
-    monkeypatch.setattr(few_rows, "_is_faster", lambda work, other: next(outcomes))
-    assert _most_rows(kernel) == 4
+    for faster, rows in (("11000", range(2, 5)), ("01101", range(4, 9)), ("000000", range(0))):
+        outcomes = iter(faster)
+        monkeypatch.setattr(few_rows, "_is_faster", lambda work, other, outcomes=outcomes: next(outcomes) == "1")
+        assert _faster_rows(kernel) == rows
     monkeypatch.setattr(few_rows, "_is_faster", lambda work, other: True)
     monkeypatch.setattr(Kernel, "product", lambda self, x, weight: 1.01 * F.linear(x, weight))
-    assert _most_rows(kernel) == 0
+    assert _faster_rows(kernel) == range(0)
 
 
 def test_the_faster_of_two_is_found() -> None:

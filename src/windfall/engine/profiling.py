@@ -38,7 +38,7 @@ from windfall.costs.curves import Costs, Curve, monotone, quickest_quarter
 from windfall.costs.online import OnlineCosts
 from windfall.drafters.base import Drafter
 from windfall.engine.engine import Engine
-from windfall.kernels.few_rows import FewRowsLinear, most_rows
+from windfall.kernels.few_rows import FewRowsLinear, rows_of_kernel
 from windfall.kernels.module_product import kind_of
 from windfall.kernels.packed import packed_formats
 from windfall.model.decoder import attention_of
@@ -174,7 +174,7 @@ def describe(engine: Engine) -> dict[str, Any]:
             "attention": attention_of(target.model),
             "graphs": engine.gpu_runner is not None,
             "exact": engine.exact_passes,
-            "few_rows": most_rows() if target.device.type == "cpu" else 0,
+            "few_rows": str(rows_of_kernel()) if target.device.type == "cpu" else "",
             "packed": packed_formats(target.model),
         },
         "drafter": _drafter(engine.drafter),

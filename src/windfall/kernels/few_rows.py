@@ -1,7 +1,7 @@
 """Products of a few rows on a CPU, in float32.
 
-torch's products of 2 rows can take three times as long as those of 1. The C kernel reads the weights once. It is
-compiled for this machine when it is first needed. Where that fails, or where torch is faster, torch is used.
+torch's products of 2 or 4 rows can take two to three times as long as those of 1. The C kernel reads the weights once.
+It is compiled for this machine when it is first needed. Where that fails, or where torch is faster, torch is used.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ def cpu_kernel(folder: Path) -> Kernel | None:
 
 
 class FewRows(NamedTuple):
-    """The kernel for weights in float32, which computes products of 2 to `most_rows` rows."""
+    """The kernel for weights in float32, and the numbers of rows for which it is used."""
 
     kernel: Kernel
-    most_rows: int
+    rows: range
 
     def takes(self, x: Tensor, weight: Tensor) -> bool:
         """Whether it computes this product."""
-        if not unobserved() or not 1 < x.shape[:-1].numel() <= self.most_rows or x.numel() > MOST_INPUTS:
+        if not unobserved() or x.shape[:-1].numel() not in self.rows or x.numel() > MOST_INPUTS:
             return False
         sizes = x.shape[-1] == weight.shape[-1] and fits(*weight.shape)
         return sizes and readable(x, weight) and weight.is_contiguous()
@@ -118,9 +118,9 @@ def use_few_rows(model: nn.Module) -> None:
             layer.__class__ = FewRowsLinear
 
 
-def most_rows() -> int:
-    """The number of rows up to which the kernel is used; 0: there is none."""
-    return _used[0].most_rows if _used else 0
+def rows_of_kernel() -> range:
+    """The numbers of rows for which the kernel is used."""
+    return _used[0].rows if _used else range(0)
 
 
 @cache
@@ -129,42 +129,46 @@ def prepare_few_rows(folder: Path) -> None:
     kernel = None if _used else cpu_kernel(folder)
     if kernel is not None:
         known = kernel.file.with_suffix(f".{torch.__version__}.{torch.get_num_threads()}.json")
-        if most := _known_most_rows(kernel, known):
-            _used.append(FewRows(kernel, most))
+        if rows := _known_rows(kernel, known):
+            _used.append(FewRows(kernel, rows))
 
 
-def _known_most_rows(kernel: Kernel, file: Path) -> int:
-    """`_most_rows`, kept in a file: later runs must choose the same kernels, or their texts could differ."""
+def _known_rows(kernel: Kernel, file: Path) -> range:
+    """`_faster_rows`, kept in a file: later runs must choose the same kernels, or their texts could differ."""
     if (known := _read(file)) is not None:
         return known
-    most = _most_rows(kernel)
+    rows = _faster_rows(kernel)
     if (known := _read(file)) is not None:  # another process was faster
         return known
     with suppress(InputError):  # a cache that cannot be written to only costs time
-        replace_text(file, json.dumps({"most_rows": most}))
-    return most
+        replace_text(file, json.dumps({"rows": [rows.start, rows.stop]}))
+    return rows
 
 
-def _read(file: Path) -> int | None:
+def _read(file: Path) -> range | None:
     with suppress(OSError, ValueError, KeyError, TypeError):
-        return int(json.loads(file.read_text("utf-8"))["most_rows"])
+        return range(*map(int, json.loads(file.read_text("utf-8"))["rows"]))
     return None
 
 
 @torch.inference_mode()
-def _most_rows(kernel: Kernel) -> int:
-    """The number of rows up to which the kernel is faster than torch; 0: there is none, or it is wrong."""
-    chance, most = torch.Generator().manual_seed(0), 0
+def _faster_rows(kernel: Kernel) -> range:
+    """The numbers of rows for which the kernel is faster than torch; none if it is wrong.
+
+    torch may have a fast product for 2 or 3 rows.
+    """
+    chance, faster = torch.Generator().manual_seed(0), []
     weight = torch.randn(TRIAL_WEIGHT, generator=chance)
     for rows in TRIAL_ROWS:
         x = torch.randn(rows, TRIAL_WEIGHT[1], generator=chance)
         exact = F.linear(x.double(), weight.double())
         if (kernel.product(x, weight) - exact).abs().max() > MOST_ERROR * exact.abs().max():
-            return 0
-        if not _is_faster(partial(kernel.product, x, weight), partial(F.linear, x, weight)):
+            return range(0)
+        if _is_faster(partial(kernel.product, x, weight), partial(F.linear, x, weight)):
+            faster.append(rows)
+        elif faster:
             break
-        most = rows
-    return most
+    return range(faster[0], faster[-1] + 1) if faster else range(0)
 
 
 def _is_faster(work: Callable[[], Tensor], other: Callable[[], Tensor]) -> bool:

@@ -19,17 +19,18 @@
 #define STEP (CHUNK + 16) /* of decoded weights: at a power of two, caches would hold fewer of them */
 #define MOST_ROWS 64      /* whose sums are kept at a time */
 #define AHEAD 8           /* outputs whose weights are fetched in advance */
+#define LEVEL 2           /* of the cache into which they are fetched, as __builtin_prefetch counts */
 #define LINE 16           /* floats of a cache line */
 
-/* Adds the products of R rows and `count` inputs of a strip to their sums. `ahead` is fetched in the same time. */
-#define TILE(R)                                                                                                        \
-    static void tile_##R(const float *x, long x_step, const float *w, long w_step, long count, const float *ahead,     \
-                         Vector (*sums)[STRIP]) {                                                                      \
+/* Adds the products of R rows and `count` inputs of a strip to their sums. For each vector of inputs, LINES cache lines
+ * are fetched, and the next ones lie `step` floats further. */
+#define TILE(R, LINES)                                                                                                 \
+    static void tile_##R##_##LINES(const float *x, long x_step, const float *w, long w_step, long count,               \
+                                   const float *ahead, long step, Vector (*sums)[STRIP]) {                             \
         Vector own[R][STRIP];                                                                                          \
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int o = 0; o < STRIP; o++) own[r][o] = sums[r][o];              \
-        for (long i = 0; i < count; i += LANES) {                                                                      \
-            UNROLL for (int line = 0; line < (STRIP * LANES + LINE - 1) / LINE; line++)                                \
-                __builtin_prefetch(ahead + STRIP * i + LINE * line);                                                   \
+        for (long i = 0; i < count; i += LANES, ahead += step) {                                                       \
+            UNROLL for (int line = 0; line < LINES; line++) __builtin_prefetch(ahead + LINE * line, 0, LEVEL);         \
             Vector weights[STRIP];                                                                                     \
             UNROLL for (int o = 0; o < STRIP; o++) weights[o] = *(const Vector *)(w + o * w_step + i);                 \
             UNROLL for (int r = 0; r < R; r++) {                                                                       \
@@ -39,9 +40,11 @@
         }                                                                                                              \
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int o = 0; o < STRIP; o++) sums[r][o] = own[r][o];              \
     }
-TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
-typedef void Tile(const float *, long, const float *, long, long, const float *, Vector (*)[STRIP]);
-static Tile *const tiles[] = {0, tile_1, tile_2, tile_3, tile_4, tile_5, tile_6};
+#define TILES(LINES) TILE(1, LINES) TILE(2, LINES) TILE(3, LINES) TILE(4, LINES) TILE(5, LINES) TILE(6, LINES)
+TILES(0) TILES(1) TILES(2) TILES(4)
+typedef void Tile(const float *, long, const float *, long, long, const float *, long, Vector (*)[STRIP]);
+#define ROW(L) {0, tile_1_##L, tile_2_##L, tile_3_##L, tile_4_##L, tile_5_##L, tile_6_##L}
+static Tile *const tiles[][7] = {[0] = ROW(0), [1] = ROW(1), [2] = ROW(2), [4] = ROW(4)};
 
 typedef struct {
     const float *x;
@@ -61,14 +64,17 @@ static void add_chunk(const Product *all, long output, long start, long count, V
     long groups = (rows + TILE_ROWS - 1) / TILE_ROWS, step = inputs;
     const Byte *place = all->w + output * row_bytes + start / format.weights * format.bytes;
     const float *w = (const float *)place, *ahead = w + AHEAD * inputs + (STRIP - 1) * start;
+    long each = STRIP * LANES / groups, lines = each > 2 * LINE ? 4 : each > LINE ? 2 : 1;
     if (format.decode) {
         for (int o = 0; o < STRIP; o++) format.decode(place + o * row_bytes, decoded[o], count, AHEAD * row_bytes);
         w = ahead = decoded[0];
         step = STEP;
+        each = lines = 0;
     }
     for (long group = 0; group < groups; group++) {
         long first = rows * group / groups, size = rows * (group + 1) / groups - first;
-        tiles[size](all->x + first * inputs + start, inputs, w, step, count, ahead, sums + first);
+        const float *fetched = ahead + STRIP * count * group / groups;
+        tiles[lines][size](all->x + first * inputs + start, inputs, w, step, count, fetched, each, sums + first);
     }
 }
 
