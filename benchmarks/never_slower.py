@@ -70,7 +70,7 @@ def main() -> None:
     result = {
         "what": f"{options.policy} against plain decoding, paired runs taking turns",
         "target": engine.target.name,
-        "drafter": options.drafter or loading.default_drafter(options.target),
+        "drafter": options.drafter or loading.default_drafter(engine.target),
         "dtype": str(engine.target.decoder.dtype),
         "device": str(engine.target.device),
         "exact_passes": engine.exact_passes,

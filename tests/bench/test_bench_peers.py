@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from helpers.cli import folder
+from helpers.bundled_heads import bundle_a_head
+from helpers.cli import character_tokenizer, folder
+from windfall.drafters.feature_head import FeatureHeadDrafter
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -177,6 +179,25 @@ def test_all_ways_answer_the_same_prompts(
     assert "| windfall, `chain` | " in "\n".join(lines) and "For vLLM: measured on one NVIDIA H200" in about
     with pytest.raises(SystemExit, match="was measured on other prompts or with other settings"):
         run(monkeypatch, [*arguments, "--tokens", "5", "--vllm", str(theirs)])
+
+
+def test_without_a_drafter_the_bundled_head_of_the_target_drafts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, load, engines = bundle_a_head(tmp_path / "bundled", monkeypatch), peers.windfall.load, list[Any]()
+
+    def kept(*given: Any, **named: Any) -> Any:
+        engines.append(load(*given, **named))
+        return engines[-1]
+
+    monkeypatch.setattr(peers.windfall, "load", kept)
+    model.save_pretrained(tmp_path / "model")
+    character_tokenizer().save_pretrained(tmp_path / "model")
+    asked = ["--target", str(tmp_path / "model"), "--way", "windfall/chain", "--device", "cpu"]
+    asked += ["--requests", "1", "--limit", "1", "--tokens", str(TOKENS), "--ignore-eos"]
+    monkeypatch.setattr(sys, "argv", ["peers.py", "builtin", *asked])
+    assert [row["way"] for row in peers.measure(peers.parsed())["rows"]] == ["chain"]
+    assert isinstance(engines[0].drafter, FeatureHeadDrafter)
 
 
 def test_a_way_that_fails_has_a_reason_and_a_finished_one_is_kept(

@@ -363,16 +363,14 @@ def test_folders_with_something_else_are_refused(target: Target, whole: Path, tm
 
 
 def test_costs_come_from_a_file(target: Target, whole: Path, tmp_path: Path) -> None:
-    assert runner.read_profiles(whole / "run.json", ["x"]) == PROFILES
+    assert runner.read_profiles(whole / "run.json") == PROFILES
     single = tmp_path / "profile.json"
     single.write_text(json.dumps({**PROFILES["ngram"], "about": {"target": {"name": "/home/me/models/small"}}}))
-    bench(target, tmp_path / "given", "auto", PROMPTS[1:2], profiles=runner.read_profiles(single, ["ngram"]))
+    bench(target, tmp_path / "given", "auto", PROMPTS[1:2], profiles=runner.read_profiles(single))
     assert "/home/me" not in (tmp_path / "given" / "run.json").read_text()
-    single.write_text(json.dumps(PROFILES["ngram"]))
-    assert runner.read_profiles(single, ["ngram", "self"]) == {"ngram": PROFILES["ngram"], "self": PROFILES["ngram"]}
     single.write_text('{"costs": {}}')
     with pytest.raises(InputError, match="is no profile"):
-        runner.read_profiles(single, ["ngram"])
+        runner.read_profiles(single)
     with pytest.raises(InputError, match="no costs for the drafter self; it has: ngram"):
         bench(target, tmp_path / "run", "self/auto")
 
@@ -602,7 +600,7 @@ def test_methods_are_added_to_suites(model: Path, prompts: Path, tmp_path: Path)
 def test_every_policy_is_added_to_suites() -> None:
     bench = BenchOptions(suite="salf-t3,ltd-t9", methods=["+all"])
     labels = [method.label for method in parse_methods(bench.method_names)]
-    parts = bench.parts(bench.settings(labels, ModelOptions(), "self"), PROMPTS)
+    parts = bench.parts(bench.settings(labels, ModelOptions()), PROMPTS)
     assert [set(part.methods) for part in parts] == [set(labels)] * 2 and "talon" in labels
 
 

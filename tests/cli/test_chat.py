@@ -366,7 +366,7 @@ from windfall.cli import app
 from windfall.cli.options import ModelOptions, PolicyOptions
 ModelOptions.prepare = staticmethod(lambda: None)  # importing transformers takes seconds
 ModelOptions.load = lambda self, policy: FakeEngine()
-ModelOptions.drafter_name = "ngram"
+ModelOptions.drafter_name = lambda self, target: "ngram"
 PolicyOptions.make = lambda self: None
 PolicyOptions.name = "none"
 app()

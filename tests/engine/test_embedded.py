@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 import windfall
 from windfall import registry
 from windfall.checkpoints import bundled
+from windfall.checkpoints.find import DEFAULT
 from windfall.cli import app
+from windfall.drafters.feature_head import FeatureHeadDrafter
 from windfall.engine.engine import Engine
 from windfall.heads.formats.eagle3 import AUX
 from windfall.heads.loading import find_head
@@ -51,6 +53,13 @@ def test_sampled_text_does_not_depend_on_the_draft(target: Target) -> None:
         texts.add(tuple(generation.token_ids))
     assert len(texts) == 1
     assert generation.stats.tau > 1.2  # of the small model that comes with the package
+
+
+@pytest.mark.parametrize("form", ["name", "file in blocks", "object"])
+def test_the_head_is_the_default_in_every_form(target: Target, form: str) -> None:
+    given = target.model if form == "object" else DEFAULT
+    engine = windfall.load(given, policy="none", weights="file" if form == "file in blocks" else None)
+    assert isinstance(engine.drafter, FeatureHeadDrafter)
 
 
 def test_a_head_that_names_the_wrong_layers_gets_the_right_ones(target: Target, tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from windfall.costs.curves import Costs
 from windfall.drafters.base import Drafter
 from windfall.engine import profiling
 from windfall.engine.engine import Engine, Generation
+from windfall.engine.loading import default_drafter
 from windfall.model.target import Target
 from windfall.policies.base import TreePolicy
 from windfall.policies.none import NoSpeculation
@@ -48,6 +49,7 @@ PREFILL_STEP = 32  # tokens: prompts whose lengths differ by less need the same 
 MAX_TOKEN_CHARACTERS = 16  # on average; the rest of a long text need not be tokenized
 MAX_TEMPLATE_TOKENS = 32  # that a chat template puts around a turn
 PROFILE_KEYS = ("costs", "c", "rounds", "steady")  # kept of a profile, which also names models and folders
+ANY_DRAFTER = "*"  # stands for its label, where a profile does not name it
 
 Progress = Callable[[int, int], None]  # conversations done, and all of them
 
@@ -199,7 +201,7 @@ def run(
 ) -> Run:
     """Run what is not in the store yet, and close the store; returns its whole content."""
     try:
-        own = drafter or DrafterSpec("ngram")
+        own = drafter or DrafterSpec(default_drafter(target))
         gpu_options = GpuOptions(settings.graphs, settings.compiled, settings.exact, settings.plans)
         contenders = assemble(methods, target, own, settings.coupled, trust_remote_code, gpu_options)
         engines = {_label(each.drafter): each.engine for each in contenders}
@@ -297,19 +299,20 @@ def attach_costs(contenders: Sequence[Contender], known: Mapping[str, Any] | Non
         label = _label(each.drafter)
         if label in used or not each.method.make().uses_costs:
             continue
-        if known is not None and label not in known:
+        if known is None:
+            profile = profiling.load_or_measure(each.engine).as_dict()
+        elif (profile := known.get(label, known.get(ANY_DRAFTER))) is None:
             raise InputError(f"the profile has no costs for the drafter {label}; it has: {', '.join(known) or 'none'}")
-        profile = profiling.load_or_measure(each.engine).as_dict() if known is None else known[label]
         used[label] = {name: profile[name] for name in PROFILE_KEYS if name in profile}
         each.engine.costs = Costs.of_dict(used[label]["costs"])
     return used
 
 
-def read_profiles(file: Path, labels: Sequence[str]) -> dict[str, Any]:
-    """The costs in a run.json, or those of `windfall profile --json` for each of these drafters."""
+def read_profiles(file: Path) -> dict[str, Any]:
+    """The costs in a run.json by drafter, or those of `windfall profile --json` for any drafter."""
     try:
         given = parse_json(file.read_text("utf-8"))
-        found: dict[str, Any] = given["profiles"] if "profiles" in given else dict.fromkeys(labels, given)
+        found: dict[str, Any] = given.get("profiles", {ANY_DRAFTER: given})
         for profile in found.values():
             Costs.of_dict(profile["costs"])
     except OSError as error:

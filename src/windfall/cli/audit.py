@@ -74,10 +74,10 @@ def audit(
         console.note(f"stopped; {len(work.speculative.outcomes)} of {len(cases)} conversations are finished")
         if not work.speculative.outcomes:
             raise typer.Exit(ON_INTERRUPT) from None
-    used = [case.prompt for case in cases]
+    used, drafter = [case.prompt for case in cases], model.drafter_name(engine.target)
     report = {
-        "provenance": describe({model.drafter_name: engine}, engine.target, used, command_line()),
-        "settings": _settings(options, model, policy),
+        "provenance": describe({drafter: engine}, engine.target, used, command_line()),
+        "settings": _settings(options, model, policy, drafter),
         "finished": not interrupted,
         "exact": work.exact,
         "exact_passes": work.exact_passes,
@@ -93,13 +93,13 @@ def audit(
         raise typer.Exit(ON_INTERRUPT if interrupted else DIFFERENT)
 
 
-def _settings(options: AuditOptions, model: ModelOptions, policy: PolicyOptions) -> dict[str, Any]:
+def _settings(options: AuditOptions, model: ModelOptions, policy: PolicyOptions, drafter: str) -> dict[str, Any]:
     return {
         **vars(options),
         "tasks": list(map(shorten, options.names)),
         "policy": shorten(policy.name),
         "policy_settings": policy.settings,
-        "drafter": shorten(model.drafter_name),
+        "drafter": shorten(drafter),
         "drafter_settings": list(map(shorten, model.drafter_settings)),
         "coupled": not model.uncoupled,
     }

@@ -65,7 +65,7 @@ class BenchOptions:
         None, "Costs of passes: run.json of another run, or the output of `windfall profile --json`."
     )
 
-    def settings(self, methods: list[str], model: ModelOptions, drafter: str) -> Settings:
+    def settings(self, methods: list[str], model: ModelOptions) -> Settings:
         from windfall.bench.runner import Settings
 
         base = self._suite
@@ -79,7 +79,6 @@ class BenchOptions:
             "batch": self.batch,
             "timing": not self.no_timing,
             "coupled": not model.uncoupled,
-            "drafter": drafter,
             "suite": self.suite,
         }
         known = {field.name for field in dataclasses.fields(Settings)}
@@ -158,18 +157,19 @@ def run(
     from windfall.bench import runner, tasks
     from windfall.bench.store import Store
 
-    methods, drafter = parse_methods(bench.method_names), model.drafter_spec
-    drafter.check()
+    methods = parse_methods(bench.method_names)
+    model.check_drafter()
     if bench.repeats is None and bench.rounds == 1 < bench._suite.repeats:
         console.note("one round over the prompts, because nothing is timed; --repeats N samples with other seeds")
-    settings = bench.settings([method.label for method in methods], model, drafter.label)
-    labels = [(method.drafter or drafter).label for method in methods]
-    profiles = None if bench.profile is None else runner.read_profiles(bench.profile, labels)
+    settings = bench.settings([method.label for method in methods], model)
+    profiles = None if bench.profile is None else runner.read_profiles(bench.profile)
     prompts = tasks.in_turns(tasks.load_tasks(bench.task_names, settings.limit))
     store = Store(out, resume)
     settings = dataclasses.replace(settings, parts=bench.parts(settings, prompts))
     prompts = [prompt for prompt in prompts if settings.asks(prompt.task)]
     target = model.load_target()
+    drafter = model.drafter_spec(target)
+    settings = dataclasses.replace(settings, drafter=drafter.label)
     prompts = _fitting(prompts, target, settings)
     if target.device.type != "cuda" and any(settings.measures_memory(method.label) for method in methods):
         console.note(f"peak memory is measured on CUDA devices only, not on {target.device.type}")

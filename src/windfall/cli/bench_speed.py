@@ -82,15 +82,14 @@ def speed(
     from windfall.render import plots
 
     settings, methods = options.settings(model), parse_methods(options.methods or list(METHODS))
-    drafter = model.drafter_spec
-    drafter.check()
+    model.check_drafter()
     plots.check(plot)
     check_out_file(out)
-    labels = [(method.drafter or drafter).label for method in methods]
-    profiles = None if options.profile is None else runner.read_profiles(options.profile, labels)
+    profiles = None if options.profile is None else runner.read_profiles(options.profile)
     tasks = words(options.tasks, "--tasks")
     prompts = load_tasks(tasks, options.limit)
     target = model.load_target()
+    drafter = model.drafter_spec(target)
     if options.widen is not None:
         target, drafter = widened(target, drafter, options.widen)
     about = provenance.describe({}, target, prompts, command_line())

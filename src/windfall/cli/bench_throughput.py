@@ -93,13 +93,13 @@ def throughput(
         measuring.present(read_results(out), draw_plot, show, json)
         return
     settings, methods = options.settings(model), parse_methods(options.methods or list(METHODS))
-    drafter = model.drafter_spec
-    drafter.check()
+    model.check_drafter()
     plots.check(plot)
     check_out_file(out)
     tasks = words(options.tasks, "--tasks")
     prompts = in_turns(load_tasks(tasks, options.limit))
     target = model.load_target()
+    drafter = model.drafter_spec(target)
     if options.widen is not None:
         target, drafter = widened(target, drafter, options.widen)
     about = provenance.describe({}, target, prompts, command_line())

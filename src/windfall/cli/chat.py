@@ -80,7 +80,7 @@ def chat(
     engine.params(**keywords)
     capture_graphs(engine, keywords)
     history, autosave = _storage(no_save)
-    names = {"drafter": model.drafter_name, "policy": policy.name}
+    names = {"drafter": model.drafter_name(engine.target), "policy": policy.name}
     talk = Chat(Session(engine, names, keywords, coloured=show_drafts), sampling, system, _reference(model), autosave)
     if at_terminal():
         talk.greet()

@@ -46,15 +46,16 @@ def diagnose(
     if policy.policy is None and policy.preset is None:
         policy = replace(policy, policy=DEFAULT_POLICY)
     engine = model.load(policy.make())
+    drafter = model.drafter_name(engine.target)
     encoded = [engine.encode(text, plain) for text, plain in texts]
     with console.progress("Decoding") as progress:
         found = diagnosis.diagnose(engine, encoded, engine.params(**keywords), children, progress)
     if plot is not None:
         from windfall.bench.inspect.diagnosis_plot import plot_diagnosis
 
-        plot_diagnosis(found, f"{model.drafter_name} for {engine.target.name}, policy {policy.name}", plot)
+        plot_diagnosis(found, f"{drafter} for {engine.target.name}, policy {policy.name}", plot)
     if json:
-        about = {"target": engine.target.name, "drafter": model.drafter_name, "policy": policy.name}
+        about = {"target": engine.target.name, "drafter": drafter, "policy": policy.name}
         about |= {"prompts": len(encoded), "seed": keywords["seed"]}
         console.print_json({**about, **found.as_dict()}, indent=2)
     else:

@@ -65,7 +65,7 @@ def generate(
     if source.system is not None or any(line.system for line in lines):
         check_chat(engine)
     keywords = with_seed(keywords)
-    names = {"drafter": model.drafter_name, "policy": policy.name}
+    names = {"drafter": model.drafter_name(engine.target), "policy": policy.name}
     session = Session(engine, names, keywords, source.raw, json, show_drafts)
     template = bool(getattr(engine.target.tokenizer, "chat_template", None))
     conversations = [Conversation(line, source.system, source.raw, template) for line in lines]

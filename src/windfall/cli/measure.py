@@ -142,6 +142,6 @@ def _report(
         }
         for name, run in runs.items()
     }
-    names = {"target": engine.target.name, "drafter": model.drafter_name}
+    names = {"target": engine.target.name, "drafter": model.drafter_name(engine.target)}
     text = {"seed": plain.seed, "token_ids": runs["none"].token_ids}
     return {**names, "rounds": rounds, "equal": not wrong, **text, "policies": rows}

@@ -134,18 +134,32 @@ class ModelOptions(TargetOptions, ModelChoice):
 
         return as_gpu_options(None, **self.on_gpu)
 
-    @property
-    def drafter_name(self) -> str:
+    def drafter_name(self, target: Target) -> str:
+        """The drafter that was named, or else the default for the loaded target."""
         from windfall.engine.loading import default_drafter
 
-        return self.drafter or default_drafter(self.target)
+        return self._early_drafter or default_drafter(target)
 
-    @property
-    def drafter_spec(self) -> DrafterSpec:
+    def drafter_spec(self, target: Target) -> DrafterSpec:
         """The drafter and its settings, as benchmarks name them."""
         from windfall.bench.methods import DrafterSpec
 
-        return DrafterSpec(self.drafter_name, split_settings(self.drafter_settings))
+        return DrafterSpec(self.drafter_name(target), split_settings(self.drafter_settings))
+
+    def check_drafter(self) -> None:
+        """Check the drafter and its settings, as far as that needs no target."""
+        from windfall.bench.methods import DrafterSpec
+
+        settings = split_settings(self.drafter_settings)
+        if self._early_drafter is not None:
+            DrafterSpec(self._early_drafter, settings).check()
+
+    @property
+    def _early_drafter(self) -> str | None:
+        """The drafter, if it is known before the target is loaded."""
+        from windfall.engine.loading import default_drafter
+
+        return default_drafter(None) if self.drafter is None and self.target is None else self.drafter
 
 
 @configurable

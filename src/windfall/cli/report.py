@@ -56,6 +56,6 @@ def _draw_trees(folder: Path, model: ModelOptions, prompt: str) -> None:
 
     run = load(folder)
     engine = model.load("none")
-    drafter = DrafterSpec(model.drafter_name).short_name
+    drafter = DrafterSpec(model.drafter_name(engine.target)).short_name
     with console.progress("Drawing trees") as progress:
         page.draw_trees(engine, drafter, run, folder, prompt, {"max_new_tokens": EXAMPLE_TOKENS}, progress)

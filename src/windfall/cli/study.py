@@ -72,15 +72,15 @@ def _run(chosen: Any, out: Path, model: TargetOptions, options: StudyOptions) ->
     from windfall.render import plots
 
     drafters = options.drafter
-    if not drafters and not chosen.drafters:
-        drafters = [default_drafter(model.target)]
-    chosen.contenders(chosen.legs[0], drafters)  # refuses wrong names before a model is loaded
+    chosen.contenders(chosen.legs[0], drafters)  # refuses a wrong number of them before a model is loaded
     make_folder(out)
     plots.check(out / f"{chosen.name}.svg")
     prompts = tasks.load_tasks(options.task_names, None if chosen.texts else options.limit)
     if chosen.texts:  # long texts, each made of all prompts
         prompts = tasks.limited(studies.long_texts(prompts), options.limit)
     target = model.load_target()
+    if not drafters:
+        drafters = [default_drafter(target)]
     more: dict[str, Any] = {"command": command_line(), "trust_remote_code": model.trust_remote_code}
     with (
         stop_on_interrupt("stopped; finished runs are kept, and the same command continues"),

@@ -67,7 +67,7 @@ def _record(
     make_folder(file.parent)
     engine = model.load("none")
     prompts = [case.ids for case in first_questions(loaded, engine, **recording.sampling(seed))]
-    about = tune.describe(engine, model.drafter_spec, prompts, recording.sampling(seed))
+    about = tune.describe(engine, model.drafter_spec(engine.target), prompts, recording.sampling(seed))
     del about["machine"]  # it changes the speed only
     about |= {"beam": {"depth": recording.depth, "k": recording.k, "nodes": recording.nodes}}
     about |= {"tasks": sorted({prompt.task for prompt in loaded}), "count": len(prompts)}

@@ -59,7 +59,8 @@ def record(
 
     Ctrl-C keeps the finished texts; the same command adds the missing ones.
     """
-    write_recording(model.load("none"), model.drafter_spec.label, texts, out, depth, k)
+    engine = model.load("none")
+    write_recording(engine, model.drafter_spec(engine.target).label, texts, out, depth, k)
 
 
 def write_recording(engine: Engine, drafter: str, texts: TextOptions, out: Path, depth: int, k: int) -> None:
@@ -147,7 +148,8 @@ def _replay_source(
     given: Costs | None = None if costs == "measured" else read_costs(Path(costs))
     file = out / "recording.npz" if recorded is None else recorded
     if given is None or recorded is None:
-        engine, drafter = model.load("none"), model.drafter_spec.label
+        engine = model.load("none")
+        drafter = model.drafter_spec(engine.target).label
         if recorded is None:
             write_recording(engine, drafter, texts, file, config.max_depth, config.k)
         else:

@@ -61,7 +61,7 @@ def tune(
     attach_costs(engine, registry.policy(policy, **fixed))
     prompts = [case.ids for case in first_questions(loaded, engine, **sampling)]
     about = {"policy": policy, "search": search, "fixed": fixed}
-    about |= tuning.describe(engine, model.drafter_spec, prompts, sampling)
+    about |= tuning.describe(engine, model.drafter_spec(engine.target), prompts, sampling)
     kept = tuning.Search.open(out.with_name(out.name + ".search"), about)
     measure = tuning.timed(engine, policy, fixed, prompts, sampling)
     how = tuning.sweep if search == "grid" else tuning.halving

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from windfall import registry
+from windfall.checkpoints.bundled import bundled_head
 from windfall.checkpoints.find import Loaded, load_model, pick_device, pick_dtype
 from windfall.checkpoints.hub import cached
 from windfall.checkpoints.quiet_libs import first_line
@@ -55,7 +56,8 @@ def load(
     target: a folder, a GGUF file or a hub id, a transformers model, or a pair (model, tokenizer). None: the embedded
         model.
     drafter: a name from `windfall policies`, a Drafter, a draft head (folder, hub id or loaded), or a smaller model of
-        the same tokenizer, given as `target` is. None: the embedded model's own head, n-grams for any other target.
+        the same tokenizer, given as `target` is. None: the bundled head for a target with the embedded model's
+        weights, n-grams for any other target.
     policy: a name from `windfall policies` or a TreePolicy. None: `auto`. A drafter or policy of your own is
         `FILE.py:CLASS` or `MODULE:CLASS`.
     device, dtype: None: the best device there is, and the dtype that suits it; a loaded model stays as it is.
@@ -85,13 +87,17 @@ def load(
         require_flag(name, value)
     as_bytes(kv_memory)  # before the target: a wrong size costs no loading
     checked_requests(max_requests)
-    chosen = default_drafter(target) if drafter is None else drafter
-    made_drafter = as_drafter(chosen, **checked(drafter_options, "drafter_options"))
+    settings = checked(drafter_options, "drafter_options")
+    if drafter is None and target is None:
+        drafter = default_drafter(None)
+    made_drafter = None if drafter is None else as_drafter(drafter, **settings)
     made_policy = choose_policy(policy, policy_options, preset)  # before the target: a wrong name costs no loading
     if trust_remote_code and isinstance(made_drafter, LMDrafter):
         made_drafter.trust_remote_code = True
     how = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code, "weights": weights}
     made_target = as_target(target, **how)
+    if made_drafter is None:
+        made_drafter = as_drafter(default_drafter(made_target), **settings)
     engine = Engine(
         made_target, made_drafter, made_policy, coupled, on_gpu, max_requests=max_requests, kv_memory=kv_memory
     )
@@ -136,9 +142,9 @@ def attach_costs(engine: Engine, *policies: TreePolicy) -> None:
         attach(engine)
 
 
-def default_drafter(target: Any) -> str:
-    """The embedded model has its own draft head; for any other target, n-grams of the text need no training."""
-    return "head" if target is None else "ngram"
+def default_drafter(target: Target | None) -> str:
+    """The bundled head for the embedded model (None, or a target with its weights); else n-grams of the text."""
+    return "head" if target is None or bundled_head(target) else "ngram"
 
 
 def as_target(target: Any, **how: Any) -> Target:
