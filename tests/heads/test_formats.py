@@ -694,7 +694,7 @@ def test_the_bundled_head_is_for_one_model_only(tmp_path: Path, monkeypatch: pyt
             FeatureHeadDrafter().attach(Target(different, check=False))
 
 
-def test_a_few_changed_weights_are_another_model() -> None:
+def test_a_few_changed_weights_change_the_fingerprint() -> None:
     model = tiny(num_hidden_layers=LAYERS)
     before = bundled.fingerprint(Target(model, check=False))
     with torch.no_grad():

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from windfall.checkpoints.bundled import HASH_BEFORE_PACKING, hash_of
+from windfall.checkpoints.bundled import SIGNS_BEFORE_PACKING, signs_of
 from windfall.checkpoints.gguf import (
     ARCHITECTURES,
     cache_dir,
@@ -73,7 +73,7 @@ def pack(model: PreTrainedModel, weights: str, kernel: Kernel) -> PreTrainedMode
 
     kind = gguf.GGMLQuantizationType[PACKED[weights]]
     size, _ = gguf.GGML_QUANT_SIZES[kind]
-    setattr(model, HASH_BEFORE_PACKING, hash_of(model.parameters()))
+    setattr(model, SIGNS_BEFORE_PACKING, signs_of(model.parameters()))
     for name, layer in [*model.named_modules()]:
         if not _takes_blocks(model, name) or layer.in_features % max(size, 32):
             continue

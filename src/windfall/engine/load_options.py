@@ -40,7 +40,8 @@ class ModelChoice(TargetChoice):
     drafter: str | None = option(
         None,
         "Drafter: a name (see `windfall policies`), FILE.py:CLASS, a draft head, or a smaller model. Default: head "
-        "for the embedded model, also as a file or folder; ngram for any other model.",
+        "for SmolLM2-135M-Instruct (in any precision, as GGUF, or lightly fine-tuned); ngram for any "
+        "other model.",
     )
     uncoupled: bool = option(False, "Draft without the sampling noise of the target, as in the papers.")
     no_graphs: bool = option(False, "On a GPU, do not use CUDA graphs.")

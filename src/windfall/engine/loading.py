@@ -56,8 +56,8 @@ def load(
     target: a folder, a GGUF file or a hub id, a transformers model, or a pair (model, tokenizer). None: the embedded
         model.
     drafter: a name from `windfall policies`, a Drafter, a draft head (folder, hub id or loaded), or a smaller model of
-        the same tokenizer, given as `target` is. None: the bundled head for a target with the embedded model's
-        weights, n-grams for any other target.
+        the same tokenizer, given as `target` is. None: the bundled head for SmolLM2-135M-Instruct (the embedded model)
+        in any precision, its GGUF files, and light fine-tunes of it; n-grams for any other target.
     policy: a name from `windfall policies` or a TreePolicy. None: `auto`. A drafter or policy of your own is
         `FILE.py:CLASS` or `MODULE:CLASS`.
     device, dtype: None: the best device there is, and the dtype that suits it; a loaded model stays as it is.
@@ -143,7 +143,7 @@ def attach_costs(engine: Engine, *policies: TreePolicy) -> None:
 
 
 def default_drafter(target: Target | None) -> str:
-    """The bundled head for the embedded model (None, or a target with its weights); else n-grams of the text."""
+    """The bundled head for the embedded model (None) and targets that it was made for; else n-grams of the text."""
     return "head" if target is None or bundled_head(target) else "ngram"
 
 

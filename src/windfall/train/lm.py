@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from windfall.checkpoints import borrowed_embeddings
-from windfall.checkpoints.bundled import BORROWS, TARGET, fingerprint
+from windfall.checkpoints.bundled import BORROWS, TARGET, description
 from windfall.core import options
 from windfall.core.errors import InputError
 from windfall.heads.files import BEST, write_folder
@@ -142,7 +142,7 @@ def write_student(student: Student, folder: Path, target: Target) -> None:
         tensors[f"{prefix}.{EMBEDDING}"] = student.own_embedding
     if student.own_vocabulary is not None:
         tensors[VOCABULARY] = student.own_vocabulary
-    borrowing = {BORROWS: borrowed_embeddings.EMBEDDINGS, TARGET: {"name": target.name, **fingerprint(target)}}
+    borrowing = {BORROWS: borrowed_embeddings.EMBEDDINGS, TARGET: description(target)}
     config = {
         **json.loads(student.config.to_json_string()),
         "architectures": [type(target.model).__name__],

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from windfall.checkpoints.bundled import TARGET, fingerprint
+from windfall.checkpoints.bundled import TARGET, description
 from windfall.checkpoints.model_dir import readable
 from windfall.checkpoints.tensors import read_tensors
 from windfall.core.types import InputError
@@ -95,7 +95,7 @@ def write(
 ) -> None:
     """Write a head as other engines read it; `format` is its kind, speculators (eagle3) or vllm (eagle3, medusa).
 
-    What it borrows from its target is written too, unless `light`; `target` adds its name and fingerprint.
+    What it borrows from its target is written too, unless `light`; `target` adds its description.
     """
     kind = head.config.kind
     if KINDS[kind].drafter != "head" and (format in (None, kind) or (kind, format) == ("medusa", "vllm")):
@@ -113,7 +113,7 @@ def write(
     if "lm_head.weight" not in tensors and head.config.logit_scale != 1:
         config["logit_scale"] = head.config.logit_scale
     if target is not None and format != "vllm":
-        config[TARGET] = {"name": target.name, **fingerprint(target)}
+        config[TARGET] = description(target)
         if format == "speculators":
             named = {"name_or_path": _source(target), "architectures": [type(target.model).__name__]}
             config["speculators_config"]["verifier"] = named

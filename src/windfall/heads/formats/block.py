@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from windfall.checkpoints.bundled import TARGET, fingerprint
+from windfall.checkpoints.bundled import TARGET, description
 from windfall.checkpoints.tensors import read_tensors
 from windfall.heads.block import PAIRS, BlockConfig, BlockHead
 from windfall.heads.files import read_config, write_folder
@@ -45,7 +45,7 @@ def write_block(
     dtype: torch.dtype = torch.bfloat16,
     target: Target | None = None,
 ) -> None:
-    """Write a head in windfall's own layout; `target` adds its name and fingerprint."""
+    """Write a head in windfall's own layout; `target` adds its description."""
     given, vocabulary = head.config, head.config.vocab_size
     config = {
         "architectures": ["WindfallBlockHead"],
@@ -68,7 +68,7 @@ def write_block(
     if head.lm_head is None and given.logit_scale != 1:
         config["logit_scale"] = given.logit_scale
     if target is not None:
-        config[TARGET] = {"name": target.name, **fingerprint(target)}
+        config[TARGET] = description(target)
     saved = {name: tensor.detach().to("cpu", dtype).clone().contiguous() for name, tensor in head.state_dict().items()}
     write_folder(Path(folder), config, {**saved, **draft_mapping(head, vocabulary, light=True)})
 
