@@ -11,8 +11,11 @@ import transformers
 
 from windfall.checkpoints.find import cache_dir
 from windfall.core.tree import DraftTree
-from windfall.kernels.cpu_layers import layer_kernels
-from windfall.model.cpu_layers import CpuAttention, CpuMlp, CpuNorm, use_cpu_layers
+from windfall.kernels.cpu_layers import LayerKernels, layer_kernels
+from windfall.kernels.few_rows import cpu_kernel, prepare_few_rows
+from windfall.kernels.packed import PackedLinear
+from windfall.model import cpu_layers
+from windfall.model.cpu_layers import CpuAttention, CpuDecoderLayer, CpuMlp, CpuNorm, use_cpu_layers
 from windfall.model.target import Target
 
 SIZES = {
@@ -39,8 +42,23 @@ def with_kernels(model: Any) -> Any:
     kernels = layer_kernels(cache_dir() / "kernels")
     if kernels is None:
         pytest.skip("there is no C compiler, or torch's OpenMP library is not known")
+    prepare_few_rows(cache_dir() / "kernels")
     use_cpu_layers(model, kernels)
     return model
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each call of the kernel for whole layers."""
+    seen: list[int] = []
+    own = LayerKernels.decoder_layer
+
+    def decoder_layer(self: LayerKernels, layer: Any, x: torch.Tensor, *more: Any) -> Any:
+        seen.append(x.shape[:-1].numel())
+        return own(self, layer, x, *more)
+
+    monkeypatch.setattr(LayerKernels, "decoder_layer", decoder_layer)
+    return seen
 
 
 def tree_of(root: int) -> DraftTree:
@@ -50,13 +68,19 @@ def tree_of(root: int) -> DraftTree:
     return tree
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["whole layers", "parts"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS])
-def test_trees_are_scored_as_by_transformers(family: str, prompts: list[list[int]]) -> None:
+def test_trees_are_scored_as_by_transformers(
+    family: str, prompts: list[list[int]], whole: bool, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = made(family)
+    if not whole:
+        monkeypatch.delitem(cpu_layers.PARTS, "DecoderLayer")
     targets = [Target(plain), Target(with_kernels(copy.deepcopy(plain)))]
     kinds = {type(module).__mro__[1] for module in targets[1].model.modules()}
-    assert kinds >= {CpuNorm, CpuMlp, CpuAttention}
+    assert kinds >= {CpuNorm, CpuMlp, CpuAttention} and (CpuDecoderLayer in kinds) == whole
+    calls.clear()
     found = []
     for target in targets:
         target.prefill(prompts, taps=(1, -1))
@@ -67,6 +91,66 @@ def test_trees_are_scored_as_by_transformers(family: str, prompts: list[list[int
             target.commit([torch.tensor([0, 1, 3])] * len(prompts))
         found.append(torch.cat(passes))
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    trees, layers = 2 * [6 * len(prompts)], SIZES["num_hidden_layers"]
+    assert [*reversed(calls)][: 2 * layers : layers] == (trees if whole else [])
+
+
+def test_a_row_of_a_layer_has_the_same_bits_in_every_pass(calls: list[int]) -> None:
+    target = Target(with_kernels(made("Qwen3")), check=False)
+    target.prefill([PROMPTS[0]], taps=(-1,))
+    tree = target.score([tree_of(PROMPTS[0][-1])])[0].hidden[[0, 1, 3, 5]]
+    target.prefill([PROMPTS[0]], taps=(-1,))
+    alone = []
+    for token in (PROMPTS[0][-1], 4, 21, 8):
+        alone.append(target.score([DraftTree.root(token)])[0].hidden[0])
+        target.commit([torch.tensor([0])])
+    assert torch.equal(tree, torch.stack(alone)) and 1 in calls and 6 in calls
+
+
+def test_packed_layers(calls: list[int]) -> None:
+    plain = made("Llama")
+    swapped, kernel = with_kernels(copy.deepcopy(plain)), cpu_kernel(cache_dir() / "kernels")
+    assert kernel is not None
+    for name, layer in [*swapped.model.named_modules()]:
+        if name.endswith("_proj"):
+            halves = layer.weight.detach().bfloat16()
+            plain.model.get_submodule(name).weight.data = halves.float()
+            packed = PackedLinear(kernel, halves.view(torch.uint8), 30, layer.in_features)
+            swapped.model.set_submodule(name, packed)
+    wanted = scored(plain)
+    calls.clear()
+    torch.testing.assert_close(scored(swapped), wanted, rtol=1e-4, atol=1e-5)
+    assert calls
+
+
+def test_changes_of_a_layer_are_seen(calls: list[int]) -> None:
+    plain = made("Llama")
+    swapped = with_kernels(copy.deepcopy(plain))
+    scored(swapped)
+    for model in (plain, swapped):
+        layer = model.model.layers[1]
+        layer.mlp.up_proj.weight.data = 2 * layer.mlp.up_proj.weight.data
+        layer.self_attn.o_proj.weight.data.mul_(3)
+        layer.input_layernorm.weight = torch.nn.Parameter(layer.input_layernorm.weight + 1)
+    torch.testing.assert_close(scored(swapped), scored(plain), rtol=1e-4, atol=1e-5)
+    for model in (plain, swapped):
+        model.model.layers[0].mlp.register_forward_hook(lambda module, given, found: 2 * found)
+    calls.clear()
+    torch.testing.assert_close(scored(swapped), scored(plain), rtol=1e-4, atol=1e-5)
+    assert len(calls) == 2  # of the other layer, in a prefill and in a tree
+
+
+def test_large_layers_use_torch_where_it_is_faster(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_layers, "SMALL_LAYER", 100)
+    monkeypatch.setattr(cpu_layers, "rows_of_kernel", lambda: range(4, 9))
+    target = Target(with_kernels(made("Llama")), check=False)
+    target.prefill(PROMPTS[:1])
+    calls.clear()
+    target.score([DraftTree.root(8)])
+    target.commit([torch.tensor([0])])
+    assert not calls
+    target.score([tree_of(8)])
+    assert calls == [6, 6]
 
 
 def test_other_uses_of_the_model_are_unchanged() -> None:

@@ -1,4 +1,4 @@
-"""Norms, gates and attention of a few rows on a CPU, in float32, each in one call of a C kernel.
+"""Norms, gates and attention of a few rows on a CPU, in float32, and whole layers, each in one call of a C kernel.
 
 With a small model, a pass of a few rows spends more time on starting torch's operations than on computing them.
 """
@@ -19,6 +19,32 @@ SOURCE = Path(__file__).parent / "cpu" / "layers.c"
 WIDTH_STEP = 16  # widths of rows and heads are multiples of this
 
 
+class Linear(ctypes.Structure):
+    """A linear layer; the weight is in the format of this number (kernels/cpu/formats.h)."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("outputs", ctypes.c_long),
+        ("inputs", ctypes.c_long),
+        ("format", ctypes.c_long),
+    )
+
+
+class Layer(ctypes.Structure):
+    """A decoder layer of the Llama family. All tensors must stay where they are while this is used."""
+
+    _fields_ = (
+        *((name, Linear) for name in ("q", "k", "v", "o", "gate", "up", "down")),
+        *((name, ctypes.c_void_p) for name in ("before_attention", "before_mlp", "query_norm", "key_norm")),
+        *((name, ctypes.c_long) for name in ("heads", "kv_heads", "width")),
+        *(
+            (name, ctypes.c_float)
+            for name in ("before_attention_eps", "before_mlp_eps", "query_eps", "key_eps", "scale")
+        ),
+    )
+
+
 class LayerKernels:
     """The compiled kernels. The tensors of `norm` and `gate_up` are `readable`."""
 
@@ -29,6 +55,7 @@ class LayerKernels:
         self._gate_up.argtypes = [pointer] * 3 + [long]
         self._attention.argtypes = [pointer] * 10 + [number, integer]
         self._norm.restype = self._gate_up.restype = self._attention.restype = None
+        self._layer, self._layer.argtypes = compiled.decoder_layer, [pointer] * 9 + [integer]
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The RMS norm of rows [.., K], times the weight."""
@@ -61,16 +88,9 @@ class LayerKernels:
         None, and nothing is stored: the tensors are not as described here, or not `readable`.
         """
         (batch, kv_heads, capacity, width), rows = cache[0].shape, queries.shape[1]
-        shared, seen = kv_heads * width, (batch, 1, rows, start + rows)
-        shapes = (
-            queries.shape[2] % shared == 0
-            and keys.shape == values.shape == (batch, rows, shared)
-            and cos.shape == sin.shape == (batch, rows, width)
-            and start + rows <= capacity
-        )
-        masked = mask is None or (mask.shape == seen and mask.dtype is torch.bool and mask.is_cpu)
-        stored = cache[0].is_contiguous() and cache[1].is_contiguous()
-        if not (shapes and masked and stored and readable(queries, keys, values, cos, sin, *cache)):
+        shared = kv_heads * width
+        shapes = queries.shape[2] % shared == 0 and keys.shape == values.shape == (batch, rows, shared)
+        if not (shapes and readable(queries, keys, values) and _attends(rows, cos, sin, cache, start, mask)):
             return None
         given = [each.contiguous() for each in (queries, keys, values, cos, sin)]
         found, mask = torch.empty_like(given[0]), None if mask is None else mask.contiguous()
@@ -79,6 +99,40 @@ class LayerKernels:
         places += [0 if mask is None else mask.data_ptr(), found.data_ptr(), ctypes.addressof(sizes)]
         self._attention(*places, scale, torch.get_num_threads())
         return found
+
+    def decoder_layer(
+        self,
+        layer: Layer,
+        x: Tensor,  # [B, n, H]
+        cos: Tensor,
+        sin: Tensor,
+        cache: tuple[Tensor, Tensor],
+        start: int,
+        mask: Tensor | None,
+    ) -> Tensor | None:
+        """What this layer returns [B, n, H]; the other tensors, and None, are as in `attention`."""
+        (batch, kv_heads, capacity, width), (_, rows, hidden) = cache[0].shape, x.shape
+        shapes = (kv_heads, width, hidden) == (layer.kv_heads, layer.width, layer.q.inputs) and len(x) == batch
+        if not (shapes and readable(x) and _attends(rows, cos, sin, cache, start, mask)):
+            return None
+        x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
+        found, mask = torch.empty_like(x), None if mask is None else mask.contiguous()
+        sizes = (ctypes.c_long * 4)(batch, rows, capacity, start)
+        places = [each.data_ptr() for each in (x, found, cos, sin, *cache)]
+        places += [0 if mask is None else mask.data_ptr(), ctypes.addressof(sizes)]
+        done = self._layer(ctypes.addressof(layer), *places, torch.get_num_threads())
+        return found if done else None
+
+
+def _attends(
+    rows: int, cos: Tensor, sin: Tensor, cache: tuple[Tensor, Tensor], start: int, mask: Tensor | None
+) -> bool:
+    """Whether the kernels can attend with these angles, cache and mask."""
+    batch, _, capacity, width = cache[0].shape
+    masked = mask is None or (mask.shape == (batch, 1, rows, start + rows) and mask.dtype is torch.bool and mask.is_cpu)
+    stored = cache[0].is_contiguous() and cache[1].is_contiguous() and start + rows <= capacity
+    turned = cos.shape == sin.shape == (batch, rows, width)
+    return masked and stored and turned and readable(cos, sin, *cache)
 
 
 @cache

@@ -1,23 +1,29 @@
 """Layers of known models that compute passes of a few rows on a CPU with the kernels of `kernels/cpu_layers.py`.
 
 A module keeps its parameters and its name; its class becomes a subclass that uses a kernel where it can, and otherwise
-computes what its own class computes: with gradients, in other dtypes, and in passes of many rows.
+computes what its own class computes: with gradients, in other dtypes, and in passes of many rows. A decoder layer is
+one call of a kernel, if nothing watches or replaces the modules in it.
 """
 
 from __future__ import annotations
 
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from windfall.kernels.cpu.operands import readable, unobserved
-from windfall.kernels.cpu_layers import WIDTH_STEP, LayerKernels
+from windfall.kernels.cpu_layers import WIDTH_STEP, Layer, LayerKernels, Linear
+from windfall.kernels.few_rows import FLOAT32, FewRowsLinear, fits, rows_of_kernel
+from windfall.kernels.packed import PackedLinear
 from windfall.model.kv_cache import KVCache
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")  # whose norms, gates and attention are Llama's
 MOST_ROWS = 64  # of all texts of a pass; torch's attention is faster with more
+SMALL_LAYER = 20_000_000  # weights of a layer up to which one call is faster than torch's products of one row
+STATE = ("cpu_kernels", "cpu_layer")  # attributes that copies do not get
+CAPTURING = "transformers.utils.output_capturing"
 
 
 def use_cpu_layers(model: nn.Module, kernels: LayerKernels) -> None:
@@ -37,7 +43,7 @@ class WithKernels(nn.Module):
     cpu_kernels: LayerKernels
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state = {name: value for name, value in vars(self).items() if name != "cpu_kernels"}
+        state = {name: value for name, value in vars(self).items() if name not in STATE}
         return _without_state, (type(self).__bases__[1],), state
 
 
@@ -123,7 +129,161 @@ class CpuAttention(WithKernels):
         return own() if found is None else (self.o_proj(found), None)
 
 
-PARTS: dict[str, Any] = {"RMSNorm": CpuNorm, "MLP": CpuMlp, "Attention": CpuAttention}
+class CpuDecoderLayer(WithKernels):
+    """A decoder layer."""
+
+    cpu_layer: KnownLayer | None = None
+
+    @staticmethod
+    def fits(module: Any) -> bool:
+        return True
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **more: Any,
+    ) -> Any:
+        found = None
+        if position_embeddings is not None and isinstance(past_key_values, KVCache) and unobserved():
+            found = self._by_kernel(hidden_states, attention_mask, past_key_values, position_embeddings)
+        if found is not None:
+            return found
+        given = hidden_states, attention_mask, position_ids, past_key_values, use_cache, position_embeddings
+        return super().forward(*given, **more)
+
+    def _by_kernel(self, x: Tensor, mask: Tensor | None, past: KVCache, angles: tuple[Tensor, Tensor]) -> Tensor | None:
+        rows = x.shape[:-1].numel()
+        if rows > MOST_ROWS or not rows_of_kernel():
+            return None
+        known = self.cpu_layer
+        if known is None or not known.is_current():
+            known = vars(self)["cpu_layer"] = known_layer(self)
+        if known.layer is None or not (rows in rows_of_kernel() or known.weights <= SMALL_LAYER):
+            return None
+        batch, width = len(x), known.layer.width
+        cos, sin = (each.expand(batch, -1, -1) for each in angles)
+        keys = x.new_empty(batch, 1, known.layer.kv_heads * width)
+        cache = past.layers[known.number].allocated(keys, width)
+        mask = None if mask is None else mask.expand(batch, -1, -1, -1)
+        return self.cpu_kernels.decoder_layer(known.layer, x, cos, sin, cache, past.end, mask)
+
+
+class Place(NamedTuple):
+    """A tensor of a module, and where its numbers are."""
+
+    holder: dict[str, Any]  # its module's parameters or buffers
+    name: str
+    tensor: Tensor | None
+    address: int
+
+    def is_current(self) -> bool:
+        found = self.holder.get(self.name)
+        return found is self.tensor and (found is None or found.data_ptr() == self.address)
+
+
+class KnownLayer(NamedTuple):
+    """What a kernel needs to know of a decoder layer, and on which modules and tensors this depends."""
+
+    layer: Layer | None  # None: the kernel cannot compute it
+    weights: int
+    number: int  # of the layer in the cache
+    places: list[Place]
+    modules: list[nn.Module]
+    watched: bool  # by hooks
+
+    def is_current(self) -> bool:
+        return any(map(_watched, self.modules)) == self.watched and all(place.is_current() for place in self.places)
+
+
+def known_layer(module: Any) -> KnownLayer:
+    """What the kernel needs to know of this decoder layer, as it is now."""
+    attention, mlp = module.self_attn, module.mlp
+    linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    norms = [module.input_layernorm, module.post_attention_layernorm]
+    norms += [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    modules = [attention, mlp, *linears, *(norm for norm in norms if norm is not None)]
+    places: list[Place] = []
+    own = [_linear(linear, places) for linear in linears]
+    weights = [_norm(norm, places) for norm in norms]
+    layer, watched = None, any(map(_watched, modules))
+    kinds = isinstance(attention, CpuAttention) and isinstance(mlp, CpuMlp)
+    if kinds and None not in own and None not in weights and not watched:
+        width, eps = attention.head_dim, [0.0 if norm is None else norm.variance_epsilon for norm in norms]
+        heads = (own[0].outputs // width, own[1].outputs // width, width)  # type: ignore[union-attr]
+        layer = Layer(*own, *weights, *heads, *eps, attention.scaling)
+        if not _agree(layer):
+            layer = None
+    count = sum(place.tensor.numel() for place in places if place.tensor is not None)
+    return KnownLayer(layer, count, attention.layer_idx, places, modules, watched)
+
+
+def _agree(layer: Layer) -> bool:
+    """Whether the sizes of its linear layers belong together."""
+    hidden, heads, shared = layer.q.inputs, layer.heads * layer.width, layer.kv_heads * layer.width
+    outputs = [each.outputs for each in (layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down)]
+    inputs = [each.inputs for each in (layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down)]
+    inner = layer.gate.outputs
+    return (
+        outputs == [heads, shared, shared, hidden, inner, inner, hidden]
+        and inputs == [hidden, hidden, hidden, heads, hidden, hidden, inner]
+        and layer.heads % layer.kv_heads == 0
+    )
+
+
+def _linear(module: Any, places: list[Place]) -> Linear | None:
+    """This linear layer for the kernel; None: it cannot read it. The tensors are added to `places`."""
+    if type(module) is PackedLinear:
+        holder, name, inputs, format = module._buffers, "blocks", module.in_features, module.format
+    elif type(module) in (nn.Linear, FewRowsLinear):
+        holder, name, inputs, format = module._parameters, "weight", module.in_features, FLOAT32
+    else:
+        return None
+    weight: Any = holder[name]
+    bias = module._parameters.get("bias")
+    places += [_place(holder, name), _place(module._parameters, "bias")]
+    numbers = [tensor for tensor in (weight if format == FLOAT32 else None, bias) if tensor is not None]
+    plain = readable(*numbers) and all(each.is_contiguous() for each in (weight, *numbers)) and weight.is_cpu
+    if not plain or not fits(len(weight), inputs):
+        return None
+    return Linear(weight.data_ptr(), None if bias is None else bias.data_ptr(), len(weight), inputs, format)
+
+
+def _norm(module: Any, places: list[Place]) -> int | None:
+    """Where the weights of this norm are; 0: there is no norm. None: the kernel cannot compute it."""
+    if module is None:
+        return 0
+    if not isinstance(module, CpuNorm):
+        return None
+    places.append(_place(module._parameters, "weight"))
+    return module.weight.data_ptr() if readable(module.weight) and module.weight.is_contiguous() else None
+
+
+def _place(holder: dict[str, Any], name: str) -> Place:
+    tensor = holder.get(name)
+    return Place(holder, name, tensor, 0 if tensor is None else tensor.data_ptr())
+
+
+def _watched(module: nn.Module) -> bool:
+    """Whether hooks see what this module computes, or another function computes it.
+
+    transformers' own hooks collect attention weights, which are not computed in passes over windfall's KV cache.
+    """
+    hooks = [hook for hook in module._forward_hooks.values() if getattr(hook, "__module__", "") != CAPTURING]
+    return bool(hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+PARTS: dict[str, Any] = {
+    "RMSNorm": CpuNorm,
+    "MLP": CpuMlp,
+    "Attention": CpuAttention,
+    "DecoderLayer": CpuDecoderLayer,
+}
 
 
 @cache

@@ -38,7 +38,11 @@ class Teacher:
     def compile(self) -> None:
         """Compile each layer, or the whole model if transformers does not name its layer class."""
         layer_classes = set(self.model._no_split_modules or ())
-        layers = [module for module in self.model.modules() if type(module).__name__ in layer_classes]
+        layers = [  # an engine on a CPU gives them a class derived from their own
+            module
+            for module in self.model.modules()
+            if not layer_classes.isdisjoint(own.__name__ for own in type(module).__mro__)
+        ]
         for part in layers or [self.model.base_model]:
             part.compile(dynamic=True)
 

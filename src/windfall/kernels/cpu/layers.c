@@ -1,4 +1,4 @@
-/* What a decoder layer computes between its matrix products, for a few rows in float32.
+/* What a decoder layer computes between its matrix products, and a whole layer, for a few rows in float32.
  *
  * A row's result does not depend on the other rows. In attention, a row sees its keys in the order of their places in
  * the cache, so a row of a tree has the same bits as in a chain.
@@ -7,7 +7,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "vectors.h"
+#include "products.h"
 
 typedef int Whole __attribute__((vector_size(4 * LANES)));
 
@@ -77,7 +77,7 @@ typedef struct {
 } Attention;
 
 /* Writes rotated keys, and values, to the cache after `start`, and rotated queries to `out`. */
-static void store(const Attention *all, const float *q, const float *k, const float *v, const float *cosines,
+static void write_cache(const Attention *all, const float *q, const float *k, const float *v, const float *cosines,
                   const float *sines) {
     long rows = all->rows, width = all->width, kv = all->kv_heads * width, step = all->heads * width;
     for (long b = 0; b < all->batch; b++) {
@@ -154,6 +154,64 @@ static void work(void *given) {
 void attention(const float *q, const float *k, const float *v, const float *cosines, const float *sines, float *keys,
                float *values, const unsigned char *mask, float *out, const long *sizes, float scale, int threads) {
     Attention all = {out, keys, values, mask, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], scale};
-    store(&all, q, k, v, cosines, sines);
+    write_cache(&all, q, k, v, cosines, sines);
     parallel(work, &all, (unsigned)threads, 0);
+}
+
+typedef struct {
+    const Byte *weight;
+    const float *bias; /* or 0 */
+    long outputs, inputs, format;
+} Linear;
+
+typedef struct {
+    Linear q, k, v, o, gate, up, down;
+    const float *before_attention, *before_mlp, *query_norm, *key_norm; /* weights of norms; the last two may be 0 */
+    long heads, kv_heads, width;
+    float before_attention_eps, before_mlp_eps, query_eps, key_eps, scale;
+} Layer;
+
+/* Up to three linear layers on the same rows. The results lie one after the other, from `y` on. */
+static void project(const Linear *linear, long count, const float *x, float *y, long rows, int threads) {
+    Product products[3];
+    float *place = y;
+    for (long i = 0; i < count; place += rows * linear[i++].outputs)
+        products[i] = (Product){x, linear[i].weight, place, rows, linear[i].outputs, linear[i].inputs, formats[linear[i].format]};
+    multiply(products, count, threads);
+    for (long i = 0; i < count; y += rows * linear[i++].outputs)
+        for (long row = 0; linear[i].bias && row < rows; row++)
+            for (long o = 0; o < linear[i].outputs; o++) y[row * linear[i].outputs + o] += linear[i].bias[o];
+}
+
+static void add(const float *x, float *y, long count) {
+    for (long i = 0; i < count; i++) y[i] = x[i] + y[i];
+}
+
+static long at_least(long a, long b) { return a > b ? a : b; }
+
+/* A whole layer: x [batch, rows, hidden] → y. `sizes` are batch, rows, capacity and start. 0: there is no memory. */
+int decoder_layer(const Layer *layer, const float *x, float *y, const float *cosines, const float *sines, float *keys,
+                  float *values, const unsigned char *mask, const long *sizes, int threads) {
+    long n = sizes[0] * sizes[1], hidden = layer->q.inputs, width = layer->width, inner = layer->gate.outputs;
+    long queries = layer->heads * width, kv = layer->kv_heads * width;
+    float *normed = malloc(n * (hidden + at_least(2 * queries + 2 * kv, 2 * inner)) * sizeof(float));
+    if (!normed) return 0;
+    float *q = normed + n * hidden, *k = q + n * queries, *v = k + n * kv, *attended = v + n * kv, *gate = q;
+    Attention all = {attended,  keys,  values,   mask,     sizes[0],    sizes[1], layer->heads, layer->kv_heads,
+                     width,     sizes[2], sizes[3], layer->scale};
+    norm(x, layer->before_attention, normed, n, hidden, layer->before_attention_eps);
+    project(&layer->q, 3, normed, q, n, threads);
+    if (layer->query_norm) norm(q, layer->query_norm, q, n * layer->heads, width, layer->query_eps);
+    if (layer->key_norm) norm(k, layer->key_norm, k, n * layer->kv_heads, width, layer->key_eps);
+    write_cache(&all, q, k, v, cosines, sines);
+    parallel(work, &all, (unsigned)threads, 0);
+    project(&layer->o, 1, attended, y, n, threads);
+    add(x, y, n * hidden);
+    norm(y, layer->before_mlp, normed, n, hidden, layer->before_mlp_eps);
+    project(&layer->gate, 2, normed, gate, n, threads);
+    gate_up(gate, gate + n * inner, gate, n * inner);
+    project(&layer->down, 1, gate, normed, n, threads);
+    add(normed, y, n * hidden);
+    free(normed);
+    return 1;
 }

@@ -1,0 +1,121 @@
+/* Products of a few rows and a large weight: y[rows, outputs] = x[rows, inputs] * w[outputs, inputs]^T.
+ *
+ * Weights are read once, as they are stored (formats.h). A strip is a few outputs. Its weights are decoded in chunks
+ * that stay in the first cache, and each chunk is multiplied with all rows before the next one is decoded. Sums are in
+ * float32. Their order is the same for any number of rows and threads.
+ */
+
+#pragma once
+
+#include "formats.h"
+#include "vectors.h"
+
+#if defined(__x86_64__) && !defined(__AVX512F__) /* 16 vector registers, otherwise 32 */
+#define TILE_ROWS 2
+#else
+#define TILE_ROWS 6
+#endif
+
+#define STRIP 4           /* outputs */
+#define CHUNK 1024        /* inputs; a multiple of the weights of every block */
+#define STEP (CHUNK + 16) /* of decoded weights: at a power of two, caches would hold fewer of them */
+#define MOST_ROWS 64      /* whose sums are kept at a time */
+#define AHEAD 8           /* outputs whose weights are fetched in advance */
+#define LEVEL 2           /* of the cache into which they are fetched, as __builtin_prefetch counts */
+#define LINE 16           /* floats of a cache line */
+
+/* Adds the products of R rows and `count` inputs of a strip to their sums. For each vector of inputs, LINES cache lines
+ * are fetched, and the next ones lie `step` floats further. */
+#define TILE(R, LINES)                                                                                                 \
+    static void tile_##R##_##LINES(const float *x, long x_step, const float *w, long w_step, long count,               \
+                                   const float *ahead, long step, Vector (*sums)[STRIP]) {                             \
+        Vector own[R][STRIP];                                                                                          \
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int o = 0; o < STRIP; o++) own[r][o] = sums[r][o];              \
+        for (long i = 0; i < count; i += LANES, ahead += step) {                                                       \
+            UNROLL for (int line = 0; line < LINES; line++) __builtin_prefetch(ahead + LINE * line, 0, LEVEL);         \
+            Vector weights[STRIP];                                                                                     \
+            UNROLL for (int o = 0; o < STRIP; o++) weights[o] = *(const Vector *)(w + o * w_step + i);                 \
+            UNROLL for (int r = 0; r < R; r++) {                                                                       \
+                Vector values = *(const Vector *)(x + r * x_step + i);                                                 \
+                UNROLL for (int o = 0; o < STRIP; o++) own[r][o] += values * weights[o];                               \
+            }                                                                                                          \
+        }                                                                                                              \
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int o = 0; o < STRIP; o++) sums[r][o] = own[r][o];              \
+    }
+#define TILES(LINES) TILE(1, LINES) TILE(2, LINES) TILE(3, LINES) TILE(4, LINES) TILE(5, LINES) TILE(6, LINES)
+TILES(0) TILES(1) TILES(2) TILES(4)
+typedef void Tile(const float *, long, const float *, long, long, const float *, long, Vector (*)[STRIP]);
+#define ROW(L) {0, tile_1_##L, tile_2_##L, tile_3_##L, tile_4_##L, tile_5_##L, tile_6_##L}
+static Tile *const tiles[][7] = {[0] = ROW(0), [1] = ROW(1), [2] = ROW(2), [4] = ROW(4)};
+
+typedef struct {
+    const float *x;
+    const Byte *w;
+    float *y;
+    long rows, outputs, inputs;
+    Format format;
+} Product;
+
+static long at_most(long size, long limit) { return size < limit ? size : limit; }
+
+/* `count` inputs of a strip, from `start` on, times all rows. */
+static void add_chunk(const Product *all, long output, long start, long count, Vector (*sums)[STRIP]) {
+    float decoded[STRIP][STEP] __attribute__((aligned(64)));
+    Format format = all->format;
+    long rows = all->rows, inputs = all->inputs, row_bytes = inputs / format.weights * format.bytes;
+    long groups = (rows + TILE_ROWS - 1) / TILE_ROWS, step = inputs;
+    const Byte *place = all->w + output * row_bytes + start / format.weights * format.bytes;
+    const float *w = (const float *)place, *ahead = w + AHEAD * inputs + (STRIP - 1) * start;
+    long each = STRIP * LANES / groups, lines = each > 2 * LINE ? 4 : each > LINE ? 2 : 1;
+    if (format.decode) {
+        for (int o = 0; o < STRIP; o++) format.decode(place + o * row_bytes, decoded[o], count, AHEAD * row_bytes);
+        w = ahead = decoded[0];
+        step = STEP;
+        each = lines = 0;
+    }
+    for (long group = 0; group < groups; group++) {
+        long first = rows * group / groups, size = rows * (group + 1) / groups - first;
+        const float *fetched = ahead + STRIP * count * group / groups;
+        tiles[lines][size](all->x + first * inputs + start, inputs, w, step, count, fetched, each, sums + first);
+    }
+}
+
+/* One thread's range of the strips of a product. The last strip overlaps the one before it, if it must. */
+static void multiply_strips(const Product *all, long thread, long threads) {
+    Vector sums[MOST_ROWS][STRIP];
+    long strips = (all->outputs + STRIP - 1) / STRIP;
+    for (long strip = strips * thread / threads; strip < strips * (thread + 1) / threads; strip++) {
+        long output = at_most(strip * STRIP, all->outputs - STRIP);
+        memset(sums, 0, all->rows * sizeof *sums);
+        for (long start = 0; start < all->inputs; start += CHUNK)
+            add_chunk(all, output, start, at_most(CHUNK, all->inputs - start), sums);
+        for (long row = 0; row < all->rows; row++) *(Quad *)(all->y + row * all->outputs + output) = totals(sums[row]);
+    }
+}
+
+typedef struct {
+    const Product *each;
+    long count;
+} Products;
+
+/* What one thread does. */
+static void multiply_part(void *given) {
+    const Products *all = given;
+    for (long i = 0; i < all->count; i++) multiply_strips(all->each + i, thread_number(), thread_count());
+}
+
+/* Products with the same number of rows. */
+static void multiply(const Product *each, long count, int threads) {
+    long rows = each->rows;
+    Product some[3];
+    for (long first = 0; first < rows; first += MOST_ROWS) {
+        for (long i = 0; i < count; i++) {
+            some[i] = each[i];
+            some[i].rows = at_most(MOST_ROWS, rows - first);
+            some[i].x += first * some[i].inputs;
+            some[i].y += first * some[i].outputs;
+        }
+        Products all = {some, count};
+        parallel(multiply_part, &all, (unsigned)threads, 0);
+    }
+}
