@@ -107,6 +107,18 @@ static long visible(const Attention *all, long row, int *columns) {
     return count;
 }
 
+/* N vectors of the sum of `count` values, weighted by scores and then multiplied by `by`. */
+INLINE void mix(float *out, const float *values, const int *columns, const float *scores, long count, long width,
+                float by, const int N) {
+    Vector sums[N];
+    UNROLL for (int n = 0; n < N; n++) sums[n] = (Vector){0};
+    for (long at = 0; at < count; at++) {
+        const Vector *value = (const Vector *)(values + columns[at] * width);
+        UNROLL for (int n = 0; n < N; n++) sums[n] += scores[at] * value[n];
+    }
+    UNROLL for (int n = 0; n < N; n++) ((Vector *)out)[n] = sums[n] * by;
+}
+
 /* One query head of one row: the softmax of its scores, and the values weighted by it, which replace the query. */
 static void attend_head(float *head, const float *keys, const float *values, const int *columns, long count, long width,
                         float scale, float *scores) {
@@ -124,12 +136,9 @@ static void attend_head(float *head, const float *keys, const float *values, con
     Vector sums = {0};
     for (long at = 0; at < count; at += LANES) sums += *(Vector *)(scores + at) = exponential(*(Vector *)(scores + at) - highest);
     float by = 1 / total(&sums);
-    memset(head, 0, width * sizeof(float));
-    for (long at = 0; at < count; at++) {
-        const float *value = values + columns[at] * width;
-        for (long i = 0; i < width; i += LANES) *(Vector *)(head + i) += scores[at] * *(const Vector *)(value + i);
-    }
-    for (long i = 0; i < width; i++) head[i] *= by;
+    long i = 0;
+    for (; i + 4 * LANES <= width; i += 4 * LANES) mix(head + i, values + i, columns, scores, count, width, by, 4);
+    for (; i < width; i += LANES) mix(head + i, values + i, columns, scores, count, width, by, 1);
 }
 
 /* What one thread does: a range of the query heads of all rows. */
