@@ -181,10 +181,6 @@ class Place(NamedTuple):
     tensor: Tensor | None
     address: int
 
-    def is_current(self) -> bool:
-        found = self.holder.get(self.name)
-        return found is self.tensor and (found is None or found.data_ptr() == self.address)
-
 
 class KnownLayer(NamedTuple):
     """What a kernel needs to know of a decoder layer, and on which modules and tensors this depends."""
@@ -197,7 +193,10 @@ class KnownLayer(NamedTuple):
     watched: bool  # by hooks
 
     def is_current(self) -> bool:
-        return any(map(_watched, self.modules)) == self.watched and all(place.is_current() for place in self.places)
+        for holder, name, tensor, address in self.places:  # this runs for each layer of each pass
+            if holder.get(name) is not tensor or (tensor is not None and tensor.data_ptr() != address):
+                return False
+        return any(map(_watched, self.modules)) == self.watched
 
 
 def known_layer(module: Any) -> KnownLayer:
@@ -274,8 +273,11 @@ def _watched(module: nn.Module) -> bool:
 
     transformers' own hooks collect attention weights, which are not computed in passes over windfall's KV cache.
     """
-    hooks = [hook for hook in module._forward_hooks.values() if getattr(hook, "__module__", "") != CAPTURING]
-    return bool(hooks or module._forward_pre_hooks or "forward" in vars(module))
+    own = vars(module)
+    if own["_forward_pre_hooks"] or "forward" in own:
+        return True
+    hooks = own["_forward_hooks"]
+    return bool(hooks) and any(getattr(hook, "__module__", "") != CAPTURING for hook in hooks.values())
 
 
 PARTS: dict[str, Any] = {
