@@ -11,7 +11,7 @@ import transformers
 
 from windfall.checkpoints.find import cache_dir
 from windfall.core.tree import DraftTree
-from windfall.kernels.cpu_layers import LayerKernels, layer_kernels
+from windfall.kernels.cpu_layers import LayerKernels, prepare_layer_kernels, prepared_kernels
 from windfall.kernels.few_rows import cpu_kernel, prepare_few_rows
 from windfall.kernels.packed import PackedLinear
 from windfall.model import cpu_layers
@@ -39,11 +39,11 @@ def made(family: str, **more: Any) -> Any:
 
 
 def with_kernels(model: Any) -> Any:
-    kernels = layer_kernels(cache_dir() / "kernels")
-    if kernels is None:
+    prepare_layer_kernels(cache_dir() / "kernels")
+    if prepared_kernels() is None:
         pytest.skip("there is no C compiler, or torch's OpenMP library is not known")
     prepare_few_rows(cache_dir() / "kernels")
-    use_cpu_layers(model, kernels)
+    use_cpu_layers(model)
     return model
 
 

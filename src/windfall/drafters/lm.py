@@ -20,6 +20,7 @@ from windfall.core.types import Grow
 from windfall.drafters.base import Drafter, GpuForm, ModelForm, add_children
 from windfall.kernels.few_rows import use_few_rows
 from windfall.model.batch import Rows
+from windfall.model.cpu_layers import use_cpu_layers
 from windfall.model.decoder import Decoder, vocabulary_size
 from windfall.model.target import Target, refuse_unsupported, uncompiled
 
@@ -65,6 +66,8 @@ class LMDrafter(Drafter):
         model = uncompiled(model)
         refuse_unsupported(model, "drafter")
         use_few_rows(model)
+        if model.device.type == "cpu" and model.dtype == torch.float32:
+            use_cpu_layers(model)
         self.decoder = Decoder(model)
         self.vocabulary = target.vocab_size  # the drafter's logits may be padded further
         self._last_token = ModelForm(self.decoder, self.vocabulary).last_token

@@ -44,7 +44,7 @@ from windfall.engine.service import Service
 from windfall.engine.split_runner import SplitRunner
 from windfall.grammar.base import Grammar
 from windfall.grammar.compile import Grammars
-from windfall.kernels.cpu_layers import layer_kernels
+from windfall.kernels.cpu_layers import prepare_layer_kernels
 from windfall.kernels.few_rows import prepare_few_rows, use_few_rows
 from windfall.kernels.packed import packed_formats
 from windfall.model.cpu_layers import use_cpu_layers
@@ -111,9 +111,9 @@ class Engine:
         self._service = Service(target, max_requests)
         if target.device.type == "cpu" and target.decoder.dtype == torch.float32:
             prepare_few_rows(cache_dir() / "kernels")
+            prepare_layer_kernels(cache_dir() / "kernels")
             use_few_rows(target.model)
-            if (kernels := layer_kernels(cache_dir() / "kernels")) is not None:
-                use_cpu_layers(target.model, kernels)
+            use_cpu_layers(target.model)
         drafter.attach(target)
 
     def __repr__(self) -> str:

@@ -140,3 +140,18 @@ def layer_kernels(folder: Path) -> LayerKernels | None:
     """The kernels, compiled into this folder. None: they cannot be compiled here."""
     found = library(SOURCE, folder)
     return None if found is None else LayerKernels(found[0])
+
+
+_prepared: list[LayerKernels] = []
+
+
+@cache
+def prepare_layer_kernels(folder: Path) -> None:
+    """Compile and load the kernels, if that works here. They are kept in this folder."""
+    found = None if _prepared else layer_kernels(folder)
+    if found is not None:
+        _prepared.append(found)
+
+
+def prepared_kernels() -> LayerKernels | None:
+    return _prepared[0] if _prepared else None

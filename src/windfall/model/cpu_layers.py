@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from windfall.kernels.cpu.operands import readable, unobserved
-from windfall.kernels.cpu_layers import WIDTH_STEP, Layer, LayerKernels, Linear
+from windfall.kernels.cpu_layers import WIDTH_STEP, Layer, LayerKernels, Linear, prepared_kernels
 from windfall.kernels.few_rows import FLOAT32, FewRowsLinear, fits, rows_of_kernel
 from windfall.kernels.packed import PackedLinear
 from windfall.model.kv_cache import KVCache
@@ -26,10 +26,10 @@ STATE = ("cpu_kernels", "cpu_layer")  # attributes that copies do not get
 CAPTURING = "transformers.utils.output_capturing"
 
 
-def use_cpu_layers(model: nn.Module, kernels: LayerKernels) -> None:
-    """Let the layers of this model use the kernels."""
-    names = {family + part: PARTS[part] for family in FAMILIES for part in PARTS}
-    for module in model.modules():
+def use_cpu_layers(model: nn.Module) -> None:
+    """Let the layers of this model use the kernels, if they are prepared."""
+    names, kernels = {family + part: PARTS[part] for family in FAMILIES for part in PARTS}, prepared_kernels()
+    for module in model.modules() if kernels is not None else ():
         own: Any = type(module)
         part = names.get(own.__name__)
         if part is not None and own.__module__.startswith("transformers.models.") and part.fits(module):
@@ -186,7 +186,7 @@ class KnownLayer(NamedTuple):
     """What a kernel needs to know of a decoder layer, and on which modules and tensors this depends."""
 
     layer: Layer | None  # None: the kernel cannot compute it
-    weights: int
+    weights: int  # in float32
     number: int  # of the layer in the cache
     places: list[Place]
     modules: list[nn.Module]
@@ -218,8 +218,8 @@ def known_layer(module: Any) -> KnownLayer:
         layer = Layer(*own, *weights, *heads, *eps, attention.scaling)
         if not _agree(layer):
             layer = None
-    count = sum(place.tensor.numel() for place in places if place.tensor is not None)
-    return KnownLayer(layer, count, attention.layer_idx, places, modules, watched)
+    whole = [place.tensor for place in places if place.tensor is not None and place.tensor.is_floating_point()]
+    return KnownLayer(layer, sum(tensor.numel() for tensor in whole), attention.layer_idx, places, modules, watched)
 
 
 def _agree(layer: Layer) -> bool:
