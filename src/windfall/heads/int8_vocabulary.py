@@ -2,6 +2,7 @@
 
 CPUs multiply unsigned with signed bytes (AVX-512 VNNI does only that; AMX does it too), so hidden states go in as
 unsigned bytes around a zero point. With signed states oneDNN falls back to its reference code on a CPU with VNNI alone.
+Without VNNI and AMX, sums of two products saturate, and the logits are wrong.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from windfall.kernels.few_rows import linear
 ZERO_POINT = 128  # of hidden states, which are unsigned
 FINE_FACTOR = 2 * LARGEST_INT8  # the remainder after rounding is half a unit at most
 MIN_ELEMENTS = 2**20  # smaller matrices are not worth quantising
-MAX_ERROR = 0.02  # of the logits' standard deviation
+MAX_ERROR = 0.15  # of a logit, as a share of the logits' standard deviation
 ROW_STEP = 8  # product sizes are multiples of this, because oneDNN compiles each new size
 WARM_UP_ROWS = 32  # sizes up to this are compiled in advance
 TRIAL_VOCABULARY = 1024  # vocabulary rows of the first, small trial
@@ -97,7 +98,7 @@ def _tried(vocabulary: Tensor, bias: Tensor | None = None) -> Int8Vocabulary | N
     try:
         made, hidden = Int8Vocabulary(vocabulary, bias), some_states(vocabulary)
         exact = F.linear(hidden, vocabulary, bias).float()
-        error = float((made(hidden) - exact).abs().mean())
+        error = float((made(hidden) - exact).abs().max())
     except (AttributeError, RuntimeError, TypeError):  # no such operator, other arguments, or not on this CPU
         return None
     return made if error < MAX_ERROR * float(exact.std()) else None
