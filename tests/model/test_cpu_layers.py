@@ -14,6 +14,7 @@ from windfall.core.tree import DraftTree
 from windfall.kernels.cpu_layers import LayerKernels, prepare_layer_kernels, prepared_kernels
 from windfall.kernels.few_rows import cpu_kernel, prepare_few_rows
 from windfall.kernels.packed import PackedLinear
+from windfall.kernels.panels import of_halves
 from windfall.model import cpu_layers
 from windfall.model.cpu_layers import CpuAttention, CpuDecoderLayer, CpuMlp, CpuNorm, use_cpu_layers
 from windfall.model.target import Target
@@ -115,7 +116,7 @@ def test_packed_layers(calls: list[int]) -> None:
         if name.endswith("_proj"):
             halves = layer.weight.detach().bfloat16()
             plain.model.get_submodule(name).weight.data = halves.float()
-            packed = PackedLinear(kernel, halves.view(torch.uint8), 30, layer.in_features)
+            packed = PackedLinear(kernel, of_halves(halves), "bf16")
             swapped.model.set_submodule(name, packed)
     wanted = scored(plain)
     calls.clear()

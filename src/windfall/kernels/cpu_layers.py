@@ -20,7 +20,7 @@ WIDTH_STEP = 16  # widths of rows and heads are multiples of this
 
 
 class Linear(ctypes.Structure):
-    """A linear layer; the weight is in the format of this number (kernels/cpu/formats.h)."""
+    """A linear layer; the weight is in the format of this number (kernels/cpu/panels.h)."""
 
     _fields_ = (
         ("weight", ctypes.c_void_p),

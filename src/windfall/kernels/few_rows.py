@@ -24,9 +24,10 @@ from windfall.core.errors import InputError
 from windfall.core.files import replace_text
 from windfall.kernels.cpu.compile import library
 from windfall.kernels.cpu.operands import readable, unobserved
+from windfall.kernels.panels import Panels
 
 SOURCE = Path(__file__).parent / "cpu" / "few_rows.c"
-FLOAT32 = 0  # the number of this format in GGUF files, and in formats.h
+FLOAT32 = 0  # the number of this format in panels.h
 LEAST_OUTPUTS, INPUT_STEP = 4, 16  # the kernel takes more outputs than this, and inputs in multiples of this
 TRIAL_ROWS = (2, 4, 8, 16, 32, 64)  # for which the kernel is compared with torch
 TRIAL_WEIGHT = (4096, 1024)
@@ -41,28 +42,34 @@ class Kernel:
     def __init__(self, compiled: ctypes.CDLL, file: Path):
         self.file = file
         pointer, long = ctypes.c_void_p, ctypes.c_long
-        self._multiply, self._take_rows = compiled.few_rows, compiled.take_rows
+        self._multiply, self._unpack = compiled.few_rows, compiled.unpack
         self._multiply.argtypes = [pointer] * 3 + [long] * 3 + [ctypes.c_int] * 2
-        self._take_rows.argtypes = [pointer] * 3 + [long] * 2 + [ctypes.c_int]
-        self._multiply.restype = self._take_rows.restype = None
+        self._unpack.argtypes = [pointer] * 2 + [long] * 2 + [ctypes.c_int]
+        self._multiply.restype = self._unpack.restype = None
 
     def __reduce__(self) -> tuple[Callable[[Path], Kernel | None], tuple[Path]]:
         return cpu_kernel, (self.file.parent,)  # a copy of a model, or one from a file, uses this machine's
 
-    def product(self, x: Tensor, weight: Tensor, format: int = FLOAT32) -> Tensor:
-        """x [.., K] in float32 and a contiguous weight in this format, a row for each of N outputs → [.., N]"""
-        x = x.contiguous()
-        outputs, inputs = len(weight), x.shape[-1]
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [.., K] and a contiguous weight [N, K], both in float32 → [.., N]"""
+        return self._product(x, weight, len(weight), FLOAT32)
+
+    def product_of_panels(self, x: Tensor, weight: Panels) -> Tensor:
+        """x [.., inputs] in float32 → [.., outputs]"""
+        return self._product(x, weight.bytes, weight.outputs, weight.format)
+
+    def _product(self, x: Tensor, weight: Tensor, outputs: int, format: int) -> Tensor:
+        x, inputs = x.contiguous(), x.shape[-1]
         found = x.new_empty(*x.shape[:-1], outputs)
         places = x.data_ptr(), weight.data_ptr(), found.data_ptr()
         self._multiply(*places, x.shape[:-1].numel(), outputs, inputs, format, torch.get_num_threads())
         return found
 
-    def take_rows(self, weight: Tensor, rows: Tensor, inputs: int, format: int) -> Tensor:
-        """Rows [n] long of a weight in a format other than float32 → [n, inputs]"""
-        rows = rows.contiguous()
-        found = torch.from_numpy(np.empty((len(rows), inputs), np.float32))  # a tracer would record torch.empty
-        self._take_rows(weight.data_ptr(), rows.data_ptr(), found.data_ptr(), len(rows), inputs, format)
+    def unpack(self, weight: Panels) -> Tensor:
+        """The weight [outputs, inputs] in float32."""
+        sizes = weight.outputs, weight.inputs
+        found = torch.from_numpy(np.empty(sizes, np.float32))  # a tracer would record torch.empty
+        self._unpack(weight.bytes.data_ptr(), found.data_ptr(), *sizes, weight.format)
         return found
 
 

@@ -238,19 +238,20 @@ def _agree(layer: Layer) -> bool:
 def _linear(module: Any, places: list[Place]) -> Linear | None:
     """This linear layer for the kernel; None: it cannot read it. The tensors are added to `places`."""
     if type(module) is PackedLinear:
-        holder, name, inputs, format = module._buffers, "blocks", module.in_features, module.format
+        holder, name, format = module._buffers, "panels", module.format
     elif type(module) in (nn.Linear, FewRowsLinear):
-        holder, name, inputs, format = module._parameters, "weight", module.in_features, FLOAT32
+        holder, name, format = module._parameters, "weight", FLOAT32
     else:
         return None
     weight: Any = holder[name]
     bias = module._parameters.get("bias")
+    sizes = weight.shape if format == FLOAT32 else (module.out_features, module.in_features)
     places += [_place(holder, name), _place(module._parameters, "bias")]
     numbers = [tensor for tensor in (weight if format == FLOAT32 else None, bias) if tensor is not None]
     plain = readable(*numbers) and all(each.is_contiguous() for each in (weight, *numbers)) and weight.is_cpu
-    if not plain or not fits(len(weight), inputs):
+    if not plain or not (format != FLOAT32 or fits(*sizes)):
         return None
-    return Linear(weight.data_ptr(), None if bias is None else bias.data_ptr(), len(weight), inputs, format)
+    return Linear(weight.data_ptr(), None if bias is None else bias.data_ptr(), *sizes, format)
 
 
 def _norm(module: Any, places: list[Place]) -> int | None:

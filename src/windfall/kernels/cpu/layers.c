@@ -196,8 +196,6 @@ static void add(const float *x, float *y, long count) {
     for (long i = 0; i < count; i++) y[i] = x[i] + y[i];
 }
 
-static long at_least(long a, long b) { return a > b ? a : b; }
-
 /* A whole layer: x [batch, rows, hidden] → y. `sizes` are batch, rows, capacity and start. 0: there is no memory. */
 int decoder_layer(const Layer *layer, const float *x, float *y, const float *cosines, const float *sines, float *keys,
                   float *values, const unsigned char *mask, const long *sizes, int threads) {

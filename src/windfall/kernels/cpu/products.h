@@ -1,13 +1,13 @@
 /* Products of a few rows and a large weight: y[rows, outputs] = x[rows, inputs] * w[outputs, inputs]^T.
  *
- * Weights are read once, as they are stored (formats.h). A strip is a few outputs. Its weights are decoded in chunks
- * that stay in the first cache, and each chunk is multiplied with all rows before the next one is decoded. Sums are in
+ * Weights are in panels (panels.h), or as torch has them: [outputs][inputs] in float32. These are read once, in strips
+ * of a few outputs, and each chunk of a strip is multiplied with all rows before the next one is read. Sums are in
  * float32. Their order is the same for any number of rows and threads.
  */
 
 #pragma once
 
-#include "formats.h"
+#include "panels.h"
 #include "vectors.h"
 
 #if defined(__x86_64__) && !defined(__AVX512F__) /* 16 vector registers, otherwise 32 */
@@ -16,13 +16,11 @@
 #define TILE_ROWS 6
 #endif
 
-#define STRIP 4           /* outputs */
-#define CHUNK 1024        /* inputs; a multiple of the weights of every block */
-#define STEP (CHUNK + 16) /* of decoded weights: at a power of two, caches would hold fewer of them */
-#define MOST_ROWS 64      /* whose sums are kept at a time */
-#define AHEAD 8           /* outputs whose weights are fetched in advance */
-#define LEVEL 2           /* of the cache into which they are fetched, as __builtin_prefetch counts */
-#define LINE 16           /* floats of a cache line */
+#define STRIP 4    /* outputs */
+#define CHUNK 1024 /* inputs */
+#define AHEAD 8    /* outputs whose weights are fetched in advance */
+#define LEVEL 2    /* of the cache into which they are fetched, as __builtin_prefetch counts */
+#define LINE 16    /* floats of a cache line */
 
 /* Adds the products of R rows and `count` inputs of a strip to their sums. For each vector of inputs, LINES cache lines
  * are fetched, and the next ones lie `step` floats further. */
@@ -56,27 +54,15 @@ typedef struct {
     Format format;
 } Product;
 
-static long at_most(long size, long limit) { return size < limit ? size : limit; }
-
 /* `count` inputs of a strip, from `start` on, times all rows. */
 static void add_chunk(const Product *all, long output, long start, long count, Vector (*sums)[STRIP]) {
-    float decoded[STRIP][STEP] __attribute__((aligned(64)));
-    Format format = all->format;
-    long rows = all->rows, inputs = all->inputs, row_bytes = inputs / format.weights * format.bytes;
-    long groups = (rows + TILE_ROWS - 1) / TILE_ROWS, step = inputs;
-    const Byte *place = all->w + output * row_bytes + start / format.weights * format.bytes;
-    const float *w = (const float *)place, *ahead = w + AHEAD * inputs + (STRIP - 1) * start;
+    long rows = all->rows, inputs = all->inputs, groups = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    const float *w = (const float *)all->w + output * inputs + start, *ahead = w + AHEAD * inputs + (STRIP - 1) * start;
     long each = STRIP * LANES / groups, lines = each > 2 * LINE ? 4 : each > LINE ? 2 : 1;
-    if (format.decode) {
-        for (int o = 0; o < STRIP; o++) format.decode(place + o * row_bytes, decoded[o], count, AHEAD * row_bytes);
-        w = ahead = decoded[0];
-        step = STEP;
-        each = lines = 0;
-    }
     for (long group = 0; group < groups; group++) {
         long first = rows * group / groups, size = rows * (group + 1) / groups - first;
         const float *fetched = ahead + STRIP * count * group / groups;
-        tiles[lines][size](all->x + first * inputs + start, inputs, w, step, count, fetched, each, sums + first);
+        tiles[lines][size](all->x + first * inputs + start, inputs, w, inputs, count, fetched, each, sums + first);
     }
 }
 
@@ -98,10 +84,22 @@ typedef struct {
     long count;
 } Products;
 
-/* What one thread does. */
+static long panels(const Product *product) {
+    return product->format.bytes ? (product->outputs + PANEL - 1) / PANEL : 0;
+}
+
+/* What one thread does: its range of the strips of each product, and of the panels of all of them. */
 static void multiply_part(void *given) {
     const Products *all = given;
-    for (long i = 0; i < all->count; i++) multiply_strips(all->each + i, thread_number(), thread_count());
+    long thread = thread_number(), threads = thread_count(), total = 0, before = 0;
+    for (long i = 0; i < all->count; i++) total += panels(all->each + i);
+    for (const Product *own = all->each; own < all->each + all->count; before += panels(own++)) {
+        if (!own->format.bytes) multiply_strips(own, thread, threads);
+        long bytes = own->inputs / BLOCK * own->format.bytes, last = total * (thread + 1) / threads - before;
+        for (long panel = at_least(total * thread / threads - before, 0); panel < at_most(last, panels(own)); panel++)
+            multiply_panel(own->w + panel * bytes, own->format, own->x, own->inputs, own->y + panel * PANEL, own->outputs,
+                           at_most(PANEL, own->outputs - panel * PANEL), own->rows);
+    }
 }
 
 /* Products with the same number of rows. */

@@ -17,6 +17,12 @@
 
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef float Quad __attribute__((vector_size(16), aligned(4), may_alias));
+typedef unsigned char Byte;
+
+#define MOST_ROWS 64 /* whose sums are kept at a time */
+
+static inline long at_most(long a, long b) { return a < b ? a : b; }
+static inline long at_least(long a, long b) { return a > b ? a : b; }
 
 /* Bound when the library is loaded, so that torch and it share their threads. */
 static void (*parallel)(void (*work)(void *), void *data, unsigned threads, unsigned flags);

@@ -1,0 +1,142 @@
+/* Products of a few rows and a weight in panels: y[rows, outputs] = x[rows, inputs] * w[outputs, inputs]^T.
+ *
+ * A panel has the weights of 32 outputs side by side, so that a vector of weights belongs to one input. It is a row of
+ * blocks of 32 inputs, so a thread reads its panels from the first byte to the last. A block of half precision is
+ * [inputs][outputs]. A block of integers has groups of 16 or 32 inputs. It starts with the scale, and perhaps the
+ * addend, of each group and output: [groups][1 or 2][outputs] in float32. Then come words [words][outputs] of 32 bits,
+ * each with 4 integers of 8 bits or 8 of 4 bits, which belong to successive inputs; the lowest bits are the first.
+ * Integers are signed, but those of 4 bits with an addend are not.
+ *
+ * Weights are decoded in chunks that stay in the first cache, and each chunk is multiplied with all rows before the next
+ * one is decoded. Sums are in float32. Their order is the same for any number of rows and threads.
+ */
+
+#pragma once
+
+#include "vectors.h"
+
+#define PANEL 32        /* outputs */
+#define BLOCK 32        /* inputs */
+#define CHUNK_BLOCKS 4  /* that are decoded at a time */
+#define FETCHED 4096    /* bytes that a thread fetches in advance */
+#define PARTS 2         /* sums of each output: of inputs with even and with odd numbers */
+#define GROUP_BYTES (4 * PANEL) /* of the scales of a group */
+
+#if LANES == 16 /* 32 vector registers, and 32 outputs in two of them */
+#define PANEL_ROWS 6
+#define TILE_VECTORS 2
+#elif defined(__x86_64__) /* 16 vector registers */
+#define PANEL_ROWS 3
+#define TILE_VECTORS 2
+#else
+#define PANEL_ROWS 3
+#define TILE_VECTORS 4
+#endif
+
+typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int Integers __attribute__((vector_size(64), aligned(4), may_alias));
+typedef unsigned Words __attribute__((vector_size(64)));
+typedef unsigned short Halves __attribute__((vector_size(32), aligned(1), may_alias));
+
+INLINE Floats numbers(Integers integers) { return __builtin_convertvector(integers, Floats); }
+INLINE Words words_at(const Byte *p) { return __builtin_convertvector(*(const Halves *)p, Words); }
+
+/* A block in half precision → out [inputs][outputs]. */
+static void bf16(const Byte *p, float *out) {
+    for (int i = 0; i < BLOCK * PANEL; i += 16) *(Floats *)(out + i) = (Floats)(words_at(p + 2 * i) << 16);
+}
+
+static void f16(const Byte *p, float *out) {
+    for (int i = 0; i < BLOCK * PANEL; i += 16) {
+        Words bits = words_at(p + 2 * i);
+        Floats size = (Floats)((bits & 0x7fff) << 13) * 0x1p112f;
+        *(Floats *)(out + i) = (Floats)((Words)size | (bits & 0x8000) << 16);
+    }
+}
+
+/* A block of integers. The scale and the addend of 16 outputs stay in registers for a group of inputs. */
+INLINE void integers(const Byte *p, float *out, const int BITS, const int GROUP, const int ADDEND) {
+    const Integers *words = (const Integers *)(p + BLOCK / GROUP * (1 + ADDEND) * GROUP_BYTES);
+    for (int group = 0; group < BLOCK / GROUP; group++, p += (1 + ADDEND) * GROUP_BYTES)
+        for (int word = 0; word < GROUP * BITS / 32; word++)
+            UNROLL for (int half = 0; half < 2; half++, words++) {
+                Floats scale = ((const Floats *)p)[half], addend = ((const Floats *)p)[ADDEND * 2 + half];
+                UNROLL for (int i = 0; i < 32 / BITS; i++, out += PANEL) {
+                    Integers low = *words << (32 - BITS - BITS * i);
+                    Floats number = numbers(BITS == 4 && ADDEND ? (Integers)((Words)low >> 28) : low >> (32 - BITS));
+                    ((Floats *)out)[half] = ADDEND ? number * scale + addend : number * scale;
+                }
+                if (!half) out -= 32 / BITS * PANEL;
+            }
+}
+
+#define INTEGERS(BITS, GROUP, ADDEND)                                                                                  \
+    static void integers_##BITS##_##GROUP##_##ADDEND(const Byte *p, float *out) {                                      \
+        integers(p, out, BITS, GROUP, ADDEND);                                                                         \
+    }
+INTEGERS(8, 32, 0) INTEGERS(8, 32, 1) INTEGERS(8, 16, 0) INTEGERS(8, 16, 1)
+INTEGERS(4, 32, 0) INTEGERS(4, 32, 1) INTEGERS(4, 16, 0) INTEGERS(4, 16, 1)
+
+typedef struct {
+    long bytes; /* of a block; 0: weights are no panels, but [outputs][inputs] in float32 */
+    void (*decode)(const Byte *block, float *out);
+} Format;
+
+#define FORMAT(BITS, GROUP, ADDEND)                                                                                    \
+    { BLOCK / GROUP * (1 + ADDEND) * GROUP_BYTES + BLOCK * PANEL * BITS / 8, integers_##BITS##_##GROUP##_##ADDEND }
+static const Format formats[] = { /* in the order of kernels/panels.py */
+    {0, 0}, {2 * BLOCK * PANEL, bf16}, {2 * BLOCK * PANEL, f16},
+    FORMAT(8, 32, 0), FORMAT(8, 32, 1), FORMAT(8, 16, 0), FORMAT(8, 16, 1),
+    FORMAT(4, 32, 0), FORMAT(4, 32, 1), FORMAT(4, 16, 0), FORMAT(4, 16, 1),
+};
+
+/* Adds the products of R rows and `count` inputs of a panel to their sums [rows][PARTS][PANEL]. */
+#define PANEL_TILE(R)                                                                                                  \
+    static void panel_tile_##R(const float *x, long x_step, const float *w, long count, float *sums) {                 \
+        Vector own[R][PARTS][TILE_VECTORS];                                                                            \
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int part = 0; part < PARTS; part++)                             \
+            UNROLL for (int v = 0; v < TILE_VECTORS; v++)                                                              \
+                own[r][part][v] = *(Vector *)(sums + (r * PARTS + part) * PANEL + v * LANES);                          \
+        for (long i = 0; i < count; i += PARTS)                                                                        \
+            UNROLL for (int part = 0; part < PARTS; part++) {                                                          \
+                Vector weights[TILE_VECTORS];                                                                          \
+                UNROLL for (int v = 0; v < TILE_VECTORS; v++)                                                          \
+                    weights[v] = *(const Vector *)(w + (i + part) * PANEL + v * LANES);                                \
+                UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < TILE_VECTORS; v++)                       \
+                    own[r][part][v] += x[r * x_step + i + part] * weights[v];                                          \
+            }                                                                                                          \
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int part = 0; part < PARTS; part++)                             \
+            UNROLL for (int v = 0; v < TILE_VECTORS; v++)                                                              \
+                *(Vector *)(sums + (r * PARTS + part) * PANEL + v * LANES) = own[r][part][v];                          \
+    }
+PANEL_TILE(1) PANEL_TILE(2) PANEL_TILE(3)
+typedef void PanelTile(const float *, long, const float *, long, float *);
+#if PANEL_ROWS == 6
+PANEL_TILE(4) PANEL_TILE(5) PANEL_TILE(6)
+static PanelTile *const panel_tiles[] = {0, panel_tile_1, panel_tile_2, panel_tile_3, panel_tile_4, panel_tile_5, panel_tile_6};
+#else
+static PanelTile *const panel_tiles[] = {0, panel_tile_1, panel_tile_2, panel_tile_3};
+#endif
+
+/* One panel times all rows: y [rows][outputs], of which `count` belong to the panel. */
+static void multiply_panel(const Byte *panel, Format format, const float *x, long inputs, float *y, long outputs,
+                           long count, long rows) {
+    float decoded[CHUNK_BLOCKS * BLOCK * PANEL] __attribute__((aligned(64)));
+    float sums[MOST_ROWS][PARTS][PANEL] __attribute__((aligned(64)));
+    long groups = (rows + PANEL_ROWS - 1) / PANEL_ROWS;
+    memset(sums, 0, rows * sizeof *sums);
+    for (long start = 0; start < inputs; start += CHUNK_BLOCKS * BLOCK) {
+        long some = at_most(CHUNK_BLOCKS * BLOCK, inputs - start);
+        for (long i = 0; i < some; i += BLOCK, panel += format.bytes) {
+            for (long line = 0; line < format.bytes; line += 64) __builtin_prefetch(panel + FETCHED + line);
+            format.decode(panel, decoded + i * PANEL);
+        }
+        for (long group = 0; group < groups; group++) {
+            long first = rows * group / groups, size = rows * (group + 1) / groups - first;
+            for (long o = 0; o < PANEL; o += TILE_VECTORS * LANES)
+                panel_tiles[size](x + first * inputs + start, inputs, decoded + o, some, &sums[first][0][o]);
+        }
+    }
+    for (long row = 0; row < rows; row++)
+        for (long o = 0; o < count; o++) y[row * outputs + o] = sums[row][0][o] + sums[row][1][o];
+}
