@@ -11,6 +11,7 @@ import transformers
 
 from windfall.checkpoints.find import cache_dir
 from windfall.core.tree import DraftTree
+from windfall.drafters.self_skip import without_layers
 from windfall.kernels.cpu_layers import LayerKernels, prepare_layer_kernels, prepared_kernels
 from windfall.kernels.few_rows import cpu_kernel, prepare_few_rows
 from windfall.kernels.packed import PackedLinear
@@ -50,15 +51,29 @@ def with_kernels(model: Any) -> Any:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of each call of the kernel for whole layers."""
+    """The rows of each layer that the kernel computes."""
     seen: list[int] = []
-    own = LayerKernels.decoder_layer
+    own = LayerKernels.decoder_layers
 
-    def decoder_layer(self: LayerKernels, layer: Any, x: torch.Tensor, *more: Any) -> Any:
-        seen.append(x.shape[:-1].numel())
-        return own(self, layer, x, *more)
+    def decoder_layers(self: LayerKernels, layers: Any, x: torch.Tensor, *more: Any) -> Any:
+        seen.extend([x.shape[:-1].numel()] * len(layers))
+        return own(self, layers, x, *more)
 
-    monkeypatch.setattr(LayerKernels, "decoder_layer", decoder_layer)
+    monkeypatch.setattr(LayerKernels, "decoder_layers", decoder_layers)
+    return seen
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of layers in each call of the kernel."""
+    seen: list[int] = []
+    own = LayerKernels.decoder_layers
+
+    def decoder_layers(self: LayerKernels, layers: Any, *more: Any) -> Any:
+        seen.append(len(layers))
+        return own(self, layers, *more)
+
+    monkeypatch.setattr(LayerKernels, "decoder_layers", decoder_layers)
     return seen
 
 
@@ -139,6 +154,65 @@ def test_changes_of_a_layer_are_seen(calls: list[int]) -> None:
     calls.clear()
     torch.testing.assert_close(scored(swapped), scored(plain), rtol=1e-4, atol=1e-5)
     assert len(calls) == 2  # of the other layer, in a prefill and in a tree
+
+
+def deep_pair(family: str = "Llama") -> tuple[Any, Any]:
+    """A model of six layers, and one with kernels."""
+    plain = made(family, num_hidden_layers=6)
+    return plain, with_kernels(copy.deepcopy(plain))
+
+
+def passes(model: Any, count: int = 3, taps: tuple[int, ...] = ()) -> torch.Tensor:
+    """What a target returns in some passes over trees."""
+    target, found = Target(model, check=False), []
+    target.prefill(PROMPTS[:1], taps)
+    for _ in range(count):
+        scores = target.score([tree_of(PROMPTS[0][-1])])[0]
+        found.append(scores.logits if scores.hidden is None else torch.cat([scores.logits, scores.hidden], 1))
+        target.commit([torch.tensor([0, 1, 3])])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("taps", [(), (0, 2, 5, -1)])
+def test_one_call_computes_all_layers(family: str, taps: tuple[int, ...], runs: list[int]) -> None:
+    plain, swapped = deep_pair(family)
+    torch.testing.assert_close(passes(swapped, taps=taps), passes(plain, taps=taps), rtol=1e-4, atol=1e-5)
+    assert runs == [1] * 6 + [6] * 3
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_hooks_between_layers_see_and_change_states(before: bool, runs: list[int]) -> None:
+    pair = deep_pair()
+    for model in pair:
+        layer = model.model.layers[2]
+        if before:
+            layer.register_forward_pre_hook(lambda module, given: (given[0] * 2, *given[1:]))
+        else:
+            layer.register_forward_hook(lambda module, given, found: found * 2)
+    torch.testing.assert_close(passes(pair[1]), passes(pair[0]), rtol=1e-4, atol=1e-5)
+    assert runs[6:] == ([2, 4] if before else [3, 3]) * 3
+
+
+def test_layers_that_are_left_out_or_swapped_are_seen(runs: list[int]) -> None:
+    """The self drafter shares layers with its target, and leaves out some."""
+    plain, swapped = deep_pair()
+    for keep in ([0, 1, 4, 5], [0, 2, 3, 5], [0, 1, 2, 3, 4, 5]):
+        found = []
+        for model in (plain, swapped):
+            fewer = without_layers(model, sorted({*range(6)} - {*keep})) if len(keep) < 6 else model
+            found.append(passes(fewer))
+        torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    assert len(runs) < 3 * 6 + 3 * 3 * 3
+    target, found = [Target(model, check=False) for model in (plain, swapped)], [[], []]
+    for each, own in zip(target, found, strict=True):
+        each.prefill(PROMPTS[:1])
+        for order in ([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5], [0, 1, 3, 2, 4, 5]):
+            layers = each.model.model.layers
+            each.model.model.layers = torch.nn.ModuleList([layers[place] for place in order])
+            own.append(each.score([tree_of(8)])[0].logits)
+            each.commit([torch.tensor([0, 1])])
+    torch.testing.assert_close(torch.cat(found[1]), torch.cat(found[0]), rtol=1e-4, atol=1e-5)
 
 
 def test_large_layers_use_torch_where_it_is_faster(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

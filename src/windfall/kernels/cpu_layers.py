@@ -1,4 +1,4 @@
-"""Norms, gates and attention of a few rows on a CPU, in float32, and whole layers, each in one call of a C kernel.
+"""Norms, gates and attention of a few rows on a CPU, in float32, and whole layers, in one call of a C kernel.
 
 With a small model, a pass of a few rows spends more time on starting torch's operations than on computing them.
 """
@@ -55,7 +55,7 @@ class LayerKernels:
         self._gate_up.argtypes = [pointer] * 3 + [long]
         self._attention.argtypes = [pointer] * 10 + [number, integer]
         self._norm.restype = self._gate_up.restype = self._attention.restype = None
-        self._layer, self._layer.argtypes = compiled.decoder_layer, [pointer] * 9 + [integer]
+        self._layers, self._layers.argtypes = compiled.decoder_layers, [pointer, long, *[pointer] * 7, integer]
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The RMS norm of rows [.., K], times the weight."""
@@ -100,27 +100,33 @@ class LayerKernels:
         self._attention(*places, scale, torch.get_num_threads())
         return found
 
-    def decoder_layer(
+    def decoder_layers(
         self,
-        layer: Layer,
+        layers: list[Layer],
         x: Tensor,  # [B, n, H]
         cos: Tensor,
         sin: Tensor,
-        cache: tuple[Tensor, Tensor],
+        caches: list[tuple[Tensor, Tensor]],
         start: int,
         mask: Tensor | None,
     ) -> Tensor | None:
-        """What this layer returns [B, n, H]; the other tensors, and None, are as in `attention`."""
-        (batch, kv_heads, capacity, width), (_, rows, hidden) = cache[0].shape, x.shape
-        shapes = (kv_heads, width, hidden) == (layer.kv_heads, layer.width, layer.q.inputs) and len(x) == batch
-        if not (shapes and readable(x) and _attends(rows, cos, sin, cache, start, mask)):
+        """What each layer returns [layers, B, n, H]. All have the same sizes.
+
+        The other tensors, and None, are as in `attention`.
+        """
+        first, (batch, kv_heads, capacity, width), (_, rows, hidden) = layers[0], caches[0][0].shape, x.shape
+        shapes = (kv_heads, width, hidden) == (first.kv_heads, first.width, first.q.inputs) and len(x) == batch
+        same = all(keys.shape == caches[0][0].shape for keys, _ in caches)
+        if not (shapes and same and readable(x) and all(_attends(rows, cos, sin, own, start, mask) for own in caches)):
             return None
-        x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
-        found, mask = torch.empty_like(x), None if mask is None else mask.contiguous()
+        count, (x, cos, sin) = len(layers), (each.contiguous() for each in (x, cos, sin))
+        found, mask = x.new_empty(count, *x.shape), None if mask is None else mask.contiguous()
         sizes = (ctypes.c_long * 4)(batch, rows, capacity, start)
-        places = [each.data_ptr() for each in (x, found, cos, sin, *cache)]
-        places += [0 if mask is None else mask.data_ptr(), ctypes.addressof(sizes)]
-        done = self._layer(ctypes.addressof(layer), *places, torch.get_num_threads())
+        stored = (ctypes.c_void_p * (2 * count))(*(each.data_ptr() for own in caches for each in own))
+        given = (ctypes.c_void_p * count)(*map(ctypes.addressof, layers))
+        places = [each.data_ptr() for each in (x, found, cos, sin)]
+        places += [ctypes.addressof(stored), 0 if mask is None else mask.data_ptr(), ctypes.addressof(sizes)]
+        done = self._layers(ctypes.addressof(given), count, *places, torch.get_num_threads())
         return found if done else None
 
 

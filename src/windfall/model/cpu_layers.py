@@ -1,8 +1,8 @@
 """Layers of known models that compute passes of a few rows on a CPU with the kernels of `kernels/cpu_layers.py`.
 
 A module keeps its parameters and its name; its class becomes a subclass that uses a kernel where it can, and otherwise
-computes what its own class computes: with gradients, in other dtypes, and in passes of many rows. A decoder layer is
-one call of a kernel, if nothing watches or replaces the modules in it.
+computes what its own class computes: with gradients, in other dtypes, and in passes of many rows. One call of a kernel
+computes successive decoder layers, if nothing watches or replaces the modules in them.
 """
 
 from __future__ import annotations
@@ -132,6 +132,7 @@ class CpuAttention(WithKernels):
 class CpuDecoderLayer(WithKernels):
     """A decoder layer."""
 
+    self_attn: Any
     cpu_layer: KnownLayer | None = None
 
     @staticmethod
@@ -148,29 +149,82 @@ class CpuDecoderLayer(WithKernels):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **more: Any,
     ) -> Any:
-        found = None
-        if position_embeddings is not None and isinstance(past_key_values, KVCache) and unobserved():
-            found = self._by_kernel(hidden_states, attention_mask, past_key_values, position_embeddings)
-        if found is not None:
-            return found
-        given = hidden_states, attention_mask, position_ids, past_key_values, use_cache, position_embeddings
-        return super().forward(*given, **more)
+        if position_embeddings is not None and isinstance(past_key_values, KVCache):
+            given = hidden_states, attention_mask, past_key_values, position_embeddings
+            found = self._computed(*given) if past_key_values.pass_order.computed else None
+            found = self._by_kernel(*given) if found is None and unobserved() else found
+            if found is not None:
+                return found
+        all_given = hidden_states, attention_mask, position_ids, past_key_values, use_cache, position_embeddings
+        return super().forward(*all_given, **more)
+
+    def _computed(self, x: Tensor, mask: Tensor | None, past: KVCache, angles: tuple[Tensor, Tensor]) -> Tensor | None:
+        """What this layer returns, if the call that computed x has computed it, too."""
+        order = past.pass_order
+        found: Tensor | None = order.computed.after(self, x, mask, angles)
+        if found is None:
+            order.computed = None
+        else:
+            order.latest = self, vars(self)["cpu_layer"].number
+        return found
 
     def _by_kernel(self, x: Tensor, mask: Tensor | None, past: KVCache, angles: tuple[Tensor, Tensor]) -> Tensor | None:
-        rows = x.shape[:-1].numel()
+        order, rows = past.pass_order, x.shape[:-1].numel()
+        order.enter(self, self.self_attn.layer_idx)
         if rows > MOST_ROWS or not rows_of_kernel():
             return None
-        known = self.cpu_layer
-        if known is None or not known.is_current():
-            known = vars(self)["cpu_layer"] = known_layer(self)
-        if known.layer is None or not (rows in rows_of_kernel() or known.weights <= SMALL_LAYER):
+        layers = _successive(self, past, rows)
+        if not layers:
             return None
-        batch, width = len(x), known.layer.width
+        known, batch = [vars(layer)["cpu_layer"] for layer in layers], len(x)
+        width = known[0].layer.width
         cos, sin = (each.expand(batch, -1, -1) for each in angles)
-        keys = x.new_empty(batch, 1, known.layer.kv_heads * width)
-        cache = past.layers[known.number].allocated(keys, width)
-        mask = None if mask is None else mask.expand(batch, -1, -1, -1)
-        return self.cpu_kernels.decoder_layer(known.layer, x, cos, sin, cache, past.end, mask)
+        keys = x.new_empty(batch, 1, known[0].layer.kv_heads * width)
+        caches = [past.layers[each.number].allocated(keys, width) for each in known]
+        wide = None if mask is None else mask.expand(batch, -1, -1, -1)
+        each_layer = [each.layer for each in known]
+        found = self.cpu_kernels.decoder_layers(each_layer, x, cos, sin, caches, past.end, wide)
+        if found is None:
+            return None
+        outputs = found.unbind()
+        if len(layers) > 1:
+            places = {layer: place for place, layer in enumerate(layers)}
+            order.computed = Computed(places, outputs, mask, angles)
+        return outputs[0]
+
+
+class Computed(NamedTuple):
+    """What successive layers return for the same rows."""
+
+    places: dict[CpuDecoderLayer, int]  # of the layers, in order
+    outputs: tuple[Tensor, ...]
+    mask: Tensor | None
+    angles: tuple[Tensor, Tensor]
+
+    def after(self, layer: CpuDecoderLayer, x: Tensor, mask: Tensor | None, angles: Any) -> Tensor | None:
+        """What this layer returns for x; None: it was not computed for this x."""
+        place = self.places.get(layer, 0)
+        same = place > 0 and self.outputs[place - 1] is x and mask is self.mask and angles is self.angles
+        return self.outputs[place] if same else None
+
+
+def _successive(first: CpuDecoderLayer, past: KVCache, rows: int) -> list[CpuDecoderLayer]:
+    """This layer and those that one call can compute with it; empty: not even this one."""
+    found: list[CpuDecoderLayer] = []
+    layer: Any = first
+    while type(layer) is type(first) and (not found or _starts_unseen(layer)):
+        known = layer.cpu_layer
+        if known is None or not known.is_current():
+            known = vars(layer)["cpu_layer"] = known_layer(layer)
+        if known.layer is None or not (rows in rows_of_kernel() or known.weights <= SMALL_LAYER):
+            break
+        if found and known.sizes != found[0].cpu_layer.sizes:  # type: ignore[union-attr]
+            break
+        found.append(layer)
+        if _ends_seen(layer):
+            break
+        layer = past.pass_order.next.get(layer)
+    return found
 
 
 class Place(NamedTuple):
@@ -190,13 +244,23 @@ class KnownLayer(NamedTuple):
     number: int  # of the layer in the cache
     places: list[Place]
     modules: list[nn.Module]
+    attributes: list[Any]  # their `vars`
     watched: bool  # by hooks
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Those in which successive layers must agree."""
+        assert self.layer is not None
+        return self.layer.q.inputs, self.layer.kv_heads, self.layer.width
 
     def is_current(self) -> bool:
         for holder, name, tensor, address in self.places:  # this runs for each layer of each pass
             if holder.get(name) is not tensor or (tensor is not None and tensor.data_ptr() != address):
                 return False
-        return any(map(_watched, self.modules)) == self.watched
+        for own in self.attributes:
+            if (own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own) and not self.watched:
+                return not any(map(_watched, self.modules))
+        return not self.watched or any(map(_watched, self.modules))
 
 
 def known_layer(module: Any) -> KnownLayer:
@@ -219,7 +283,8 @@ def known_layer(module: Any) -> KnownLayer:
         if not _agree(layer):
             layer = None
     whole = [place.tensor for place in places if place.tensor is not None and place.tensor.is_floating_point()]
-    return KnownLayer(layer, sum(tensor.numel() for tensor in whole), attention.layer_idx, places, modules, watched)
+    numbers, attributes = sum(tensor.numel() for tensor in whole), [*map(vars, modules)]
+    return KnownLayer(layer, numbers, attention.layer_idx, places, modules, attributes, watched)
 
 
 def _agree(layer: Layer) -> bool:
@@ -270,14 +335,22 @@ def _place(holder: dict[str, Any], name: str) -> Place:
 
 
 def _watched(module: nn.Module) -> bool:
-    """Whether hooks see what this module computes, or another function computes it.
+    """Whether hooks see what this module computes, or another function computes it."""
+    return not _starts_unseen(module) or _ends_seen(module)
 
-    transformers' own hooks collect attention weights, which are not computed in passes over windfall's KV cache.
-    """
+
+def _starts_unseen(module: nn.Module) -> bool:
     own = vars(module)
-    if own["_forward_pre_hooks"] or "forward" in own:
-        return True
-    hooks = own["_forward_hooks"]
+    return not own["_forward_pre_hooks"] and "forward" not in own
+
+
+def _ends_seen(module: nn.Module) -> bool:
+    """Whether hooks see what it returns.
+
+    transformers' own hooks only collect states, and attention weights, which are not computed in passes over windfall's
+    KV cache.
+    """
+    hooks = vars(module)["_forward_hooks"]
     return bool(hooks) and any(getattr(hook, "__module__", "") != CAPTURING for hook in hooks.values())
 
 

@@ -11,6 +11,7 @@
 
 typedef int Whole __attribute__((vector_size(4 * LANES)));
 
+#define QUERIES 24 /* of a key head, whose scores are computed together */
 #define ROUNDER 12582912.0f /* 1.5 * 2^23: adding it rounds to a whole number, which is then in the lowest bits */
 
 INLINE Vector larger(Vector a, Vector b) {
@@ -52,6 +53,20 @@ void gate_up(const float *gate, const float *up, float *y, long count) {
     }
 }
 
+typedef struct {
+    const float *gate, *up;
+    float *y;
+    long count;
+} Gate;
+
+/* What one thread does. */
+static void gate_part(void *given) {
+    const Gate *all = given;
+    long vectors = all->count / LANES, first = vectors * thread_number() / thread_count() * LANES;
+    long last = vectors * (thread_number() + 1) / thread_count() * LANES;
+    gate_up(all->gate + first, all->up + first, all->y + first, last - first);
+}
+
 /* Rotates the heads of x [rows, heads, width] by their positions, into `out`, with these steps between rows and heads. */
 static void rotate(const float *x, const float *cosines, const float *sines, float *out, long rows, long heads,
                    long width, long row_step, long head_step) {
@@ -60,7 +75,14 @@ static void rotate(const float *x, const float *cosines, const float *sines, flo
         for (long head = 0; head < heads; head++, x += width) {
             const float *c = cosines + row * width, *s = sines + row * width;
             float *place = out + row * row_step + head * head_step;
-            for (long i = 0; i < half; i++) {
+            long i = 0;
+            for (; i + LANES <= half; i += LANES) {
+                Vector first = *(const Vector *)(x + i), second = *(const Vector *)(x + half + i);
+                *(Vector *)(place + i) = first * *(const Vector *)(c + i) - second * *(const Vector *)(s + i);
+                *(Vector *)(place + half + i) =
+                    second * *(const Vector *)(c + half + i) + first * *(const Vector *)(s + half + i);
+            }
+            for (; i < half; i++) {
                 float first = x[i], second = x[half + i];
                 place[i] = first * c[i] - second * s[i];
                 place[half + i] = second * c[half + i] + first * s[half + i];
@@ -107,54 +129,114 @@ static long visible(const Attention *all, long row, int *columns) {
     return count;
 }
 
-/* N vectors of the sum of `count` values, weighted by scores and then multiplied by `by`. */
-INLINE void mix(float *out, const float *values, const int *columns, const float *scores, long count, long width,
-                float by, const int N) {
-    Vector sums[N];
-    UNROLL for (int n = 0; n < N; n++) sums[n] = (Vector){0};
+/* Keys [count][width] as a panel [width][PANEL]. */
+static void transpose(const float *keys, long count, long width, float *panel) {
+    for (long key = 0; key < count; key += 4)
+        for (long i = 0; i < width; i += 4) {
+            Quad rows[4], *place = (Quad *)(panel + i * PANEL + key);
+            UNROLL for (int r = 0; r < 4; r++) rows[r] = *(const Quad *)(keys + at_most(key + r, count - 1) * width + i);
+            Quad a = SHUFFLE(rows[0], rows[1], 0, 4, 1, 5), b = SHUFFLE(rows[0], rows[1], 2, 6, 3, 7);
+            Quad c = SHUFFLE(rows[2], rows[3], 0, 4, 1, 5), d = SHUFFLE(rows[2], rows[3], 2, 6, 3, 7);
+            place[0] = SHUFFLE(a, c, 0, 1, 4, 5);
+            place[PANEL / 4] = SHUFFLE(a, c, 2, 3, 6, 7);
+            place[2 * PANEL / 4] = SHUFFLE(b, d, 0, 1, 4, 5);
+            place[3 * PANEL / 4] = SHUFFLE(b, d, 2, 3, 6, 7);
+        }
+}
+
+/* The products of queries [count][width] and keys [end][width]: scores [count][step]. */
+static void score(const float *queries, long count, const float *keys, long end, long width, float *panel,
+                  float *scores, long step) {
+    float sums[QUERIES][PARTS][PANEL] __attribute__((aligned(64)));
+    for (long first = 0; first < end; first += PANEL, scores += PANEL) {
+        transpose(keys + first * width, at_most(PANEL, end - first), width, panel);
+        memset(sums, 0, count * sizeof *sums);
+        add_panel(queries, width, count, panel, width, sums);
+        for (long q = 0; q < count; q++)
+            for (long key = 0; key < PANEL; key++) scores[q * step + key] = sums[q][0][key] + sums[q][1][key];
+    }
+}
+
+/* Replaces scores by e^(scale * score - highest), in order of the columns; returns the sum. */
+static float softmax(float *scores, const int *columns, long count, float scale) {
+    Vector most = {0}, sums = {0};
+    long prefix = count && columns[count - 1] == count - 1 ? count : 0;
+    for (long at = prefix; at < count; at++) scores[at] = scores[columns[at]];
+    for (long at = count; at < count + LANES; at++) scores[at] = -INFINITY;
+    most -= INFINITY;
+    for (long at = 0; at < count; at += LANES) most = larger(most, *(const Vector *)(scores + at));
+    float highest = most[0];
+    for (int lane = 1; lane < LANES; lane++) highest = most[lane] > highest ? most[lane] : highest;
+    for (long at = 0; at < count; at += LANES)
+        sums += *(Vector *)(scores + at) = exponential((*(Vector *)(scores + at) - highest) * scale);
+    return total(&sums);
+}
+
+/* N vectors of the sums of `count` values, weighted by the scores of H queries and then multiplied by `by`. */
+INLINE void mix(float *out, long width, const float *values, const int *columns, const float *scores, long step,
+                long count, const float *by, const int H, const int N) {
+    Vector sums[H][N];
+    UNROLL for (int h = 0; h < H; h++) UNROLL for (int n = 0; n < N; n++) sums[h][n] = (Vector){0};
     for (long at = 0; at < count; at++) {
         const Vector *value = (const Vector *)(values + columns[at] * width);
-        UNROLL for (int n = 0; n < N; n++) sums[n] += scores[at] * value[n];
+        UNROLL for (int h = 0; h < H; h++) UNROLL for (int n = 0; n < N; n++)
+            sums[h][n] += scores[h * step + at] * value[n];
     }
-    UNROLL for (int n = 0; n < N; n++) ((Vector *)out)[n] = sums[n] * by;
+    UNROLL for (int h = 0; h < H; h++) UNROLL for (int n = 0; n < N; n++)
+        *(Vector *)(out + h * width + n * LANES) = sums[h][n] * by[h];
 }
 
-/* One query head of one row: the softmax of its scores, and the values weighted by it, which replace the query. */
-static void attend_head(float *head, const float *keys, const float *values, const int *columns, long count, long width,
-                        float scale, float *scores) {
-    float highest = -INFINITY;
-    for (long at = 0; at < count; at += 4) {
-        Vector sums[4] = {{0}};
-        UNROLL for (int k = 0; k < 4; k++) {
-            const float *key = keys + columns[at + k < count ? at + k : at] * width;
-            for (long i = 0; i < width; i += LANES) sums[k] += *(const Vector *)(head + i) * *(const Vector *)(key + i);
-        }
-        *(Quad *)(scores + at) = totals(sums) * scale;
+#define MIX(H)                                                                                                         \
+    static void mix_##H(float *out, long width, const float *values, const int *columns, const float *scores,          \
+                        long step, long count, const float *by) {                                                      \
+        long i = 0;                                                                                                    \
+        for (; i + 4 * LANES <= width; i += 4 * LANES)                                                                 \
+            mix(out + i, width, values + i, columns, scores, step, count, by, H, 4);                                   \
+        for (; i < width; i += LANES) mix(out + i, width, values + i, columns, scores, step, count, by, H, 1);         \
     }
-    for (long at = 0; at < count; at++) highest = scores[at] > highest ? scores[at] : highest;
-    for (long at = count; at < count + LANES; at++) scores[at] = -INFINITY;
-    Vector sums = {0};
-    for (long at = 0; at < count; at += LANES) sums += *(Vector *)(scores + at) = exponential(*(Vector *)(scores + at) - highest);
-    float by = 1 / total(&sums);
-    long i = 0;
-    for (; i + 4 * LANES <= width; i += 4 * LANES) mix(head + i, values + i, columns, scores, count, width, by, 4);
-    for (; i < width; i += LANES) mix(head + i, values + i, columns, scores, count, width, by, 1);
+MIX(1) MIX(2)
+typedef void Mix(float *, long, const float *, const int *, const float *, long, long, const float *);
+#if PANEL_ROWS > 3 || !defined(__x86_64__) /* enough registers */
+#define MIXED 4
+MIX(3) MIX(4)
+static Mix *const mixes[] = {0, mix_1, mix_2, mix_3, mix_4};
+#else
+#define MIXED 2
+static Mix *const mixes[] = {0, mix_1, mix_2};
+#endif
+
+/* `count` queries of one key head, from `first` on: the heads of the first row, then those of the next one. */
+static void attend(const Attention *all, long head, long first, long count, float *scores, long step, int *columns) {
+    long group = all->heads / all->kv_heads, width = all->width, last = -1, seen = 0;
+    long end = all->start + all->rows, batch = head / all->kv_heads, cache = head * all->capacity * width;
+    float *queries = scores + QUERIES * step, *panel = queries + QUERIES * width;
+    float *out = all->out + (batch * all->rows * all->heads + head % all->kv_heads * group) * width;
+    for (long q = first; q < first + count; q++)
+        memcpy(queries + (q - first) * width, out + (q / group * all->heads + q % group) * width, width * sizeof(float));
+    score(queries, count, all->keys + cache, end, width, panel, scores, step);
+    for (long q = first, some; q < first + count; q += some, scores += some * step) {
+        long row = q / group;
+        float by[MIXED];
+        some = at_most(MIXED, at_most(first + count - q, group - q % group));
+        if (row != last) seen = visible(all, batch * all->rows + row, columns);
+        last = row;
+        for (long i = 0; i < some; i++) by[i] = 1 / softmax(scores + i * step, columns, seen, all->scale);
+        mixes[some](out + (row * all->heads + q % group) * width, width, all->values + cache, columns, scores, step, seen,
+                    by);
+    }
 }
 
-/* What one thread does: a range of the query heads of all rows. */
+/* What one thread does: a range of the queries of all key heads. */
 static void work(void *given) {
     const Attention *all = given;
-    long end = all->start + all->rows, group = all->heads / all->kv_heads, last = -1, count = 0, width = all->width;
-    long tasks = all->batch * all->rows * all->heads, thread = thread_number(), threads = thread_count();
-    float *scores = malloc((end + LANES + 4) * (sizeof(float) + sizeof(int)));
-    int *columns = (int *)(scores + end + LANES + 4);
-    for (long task = tasks * thread / threads; scores && task < tasks * (thread + 1) / threads; task++) {
-        long row = task / all->heads, head = task % all->heads;
-        if (row != last) count = visible(all, row, columns);
-        last = row;
-        long cache = (row / all->rows * all->kv_heads + head / group) * all->capacity * width;
-        attend_head(all->out + task * width, all->keys + cache, all->values + cache, columns, count, width, all->scale,
-                    scores);
+    long each = all->rows * all->heads / all->kv_heads, total = all->batch * all->kv_heads * each;
+    long thread = thread_number(), threads = thread_count(), end = total * (thread + 1) / threads, count;
+    long step = (all->start + all->rows + PANEL - 1) / PANEL * PANEL + LANES;
+    long floats = QUERIES * (step + all->width) + PANEL * all->width;
+    float *scores = malloc(floats * sizeof(float) + step * sizeof(int));
+    for (long at = total * thread / threads; scores && at < end; at += count) {
+        count = at_most(at_most(QUERIES, end - at), each - at % each);
+        attend(all, at / each, at % each, count, scores, step, (int *)(scores + floats));
     }
     free(scores);
 }
@@ -196,29 +278,46 @@ static void add(const float *x, float *y, long count) {
     for (long i = 0; i < count; i++) y[i] = x[i] + y[i];
 }
 
-/* A whole layer: x [batch, rows, hidden] → y. `sizes` are batch, rows, capacity and start. 0: there is no memory. */
-int decoder_layer(const Layer *layer, const float *x, float *y, const float *cosines, const float *sines, float *keys,
-                  float *values, const unsigned char *mask, const long *sizes, int threads) {
-    long n = sizes[0] * sizes[1], hidden = layer->q.inputs, width = layer->width, inner = layer->gate.outputs;
+/* A whole layer: x [rows, hidden] → y. `place` has room for what is computed between. */
+static void run_layer(const Layer *layer, const float *x, float *y, const float *cosines, const float *sines,
+                      Attention all, float *place, int threads) {
+    long n = all.batch * all.rows, hidden = layer->q.inputs, width = layer->width, inner = layer->gate.outputs;
     long queries = layer->heads * width, kv = layer->kv_heads * width;
-    float *normed = malloc(n * (hidden + at_least(2 * queries + 2 * kv, 2 * inner)) * sizeof(float));
-    if (!normed) return 0;
-    float *q = normed + n * hidden, *k = q + n * queries, *v = k + n * kv, *attended = v + n * kv, *gate = q;
-    Attention all = {attended,  keys,  values,   mask,     sizes[0],    sizes[1], layer->heads, layer->kv_heads,
-                     width,     sizes[2], sizes[3], layer->scale};
+    float *normed = place, *q = normed + n * hidden, *k = q + n * queries, *v = k + n * kv, *gate = q;
+    all.out = v + n * kv;
     norm(x, layer->before_attention, normed, n, hidden, layer->before_attention_eps);
     project(&layer->q, 3, normed, q, n, threads);
     if (layer->query_norm) norm(q, layer->query_norm, q, n * layer->heads, width, layer->query_eps);
     if (layer->key_norm) norm(k, layer->key_norm, k, n * layer->kv_heads, width, layer->key_eps);
     write_cache(&all, q, k, v, cosines, sines);
     parallel(work, &all, (unsigned)threads, 0);
-    project(&layer->o, 1, attended, y, n, threads);
+    project(&layer->o, 1, all.out, y, n, threads);
     add(x, y, n * hidden);
     norm(y, layer->before_mlp, normed, n, hidden, layer->before_mlp_eps);
     project(&layer->gate, 2, normed, gate, n, threads);
-    gate_up(gate, gate + n * inner, gate, n * inner);
+    Gate gates = {gate, gate + n * inner, gate, n * inner};
+    parallel(gate_part, &gates, (unsigned)threads, 0);
     project(&layer->down, 1, gate, normed, n, threads);
     add(normed, y, n * hidden);
-    free(normed);
-    return 1;
+}
+
+/* `count` layers, one after the other: x [batch, rows, hidden] → y [count, batch, rows, hidden]. `caches` are the keys
+ * and the values of each layer. `sizes` are batch, rows, capacity and start. Returns 0 if there is no memory. */
+int decoder_layers(const Layer *const *layers, long count, const float *x, float *y, const float *cosines,
+                   const float *sines, float *const *caches, const unsigned char *mask, const long *sizes, int threads) {
+    long n = sizes[0] * sizes[1], most = 0;
+    for (long i = 0; i < count; i++) {
+        const Layer *own = layers[i];
+        long heads = 2 * own->width * (own->heads + own->kv_heads);
+        most = at_least(most, own->q.inputs + at_least(heads, 2 * own->gate.outputs));
+    }
+    float *place = malloc(n * most * sizeof(float));
+    for (long i = 0; place && i < count; i++, x = y, y += n * layers[i - 1]->q.inputs) {
+        const Layer *own = layers[i];
+        Attention all = {0, caches[2 * i], caches[2 * i + 1], mask, sizes[0], sizes[1], own->heads, own->kv_heads,
+                         own->width, sizes[2], sizes[3], own->scale};
+        run_layer(own, x, y, cosines, sines, all, place, threads);
+    }
+    free(place);
+    return place != 0;
 }

@@ -118,12 +118,21 @@ static PanelTile *const panel_tiles[] = {0, panel_tile_1, panel_tile_2, panel_ti
 static PanelTile *const panel_tiles[] = {0, panel_tile_1, panel_tile_2, panel_tile_3};
 #endif
 
+/* Adds the products of rows and `count` inputs of a decoded panel to their sums. */
+static void add_panel(const float *x, long x_step, long rows, const float *w, long count, float (*sums)[PARTS][PANEL]) {
+    long groups = (rows + PANEL_ROWS - 1) / PANEL_ROWS;
+    for (long group = 0; group < groups; group++) {
+        long first = rows * group / groups, size = rows * (group + 1) / groups - first;
+        for (long o = 0; o < PANEL; o += TILE_VECTORS * LANES)
+            panel_tiles[size](x + first * x_step, x_step, w + o, count, &sums[first][0][o]);
+    }
+}
+
 /* One panel times all rows: y [rows][outputs], of which `count` belong to the panel. */
 static void multiply_panel(const Byte *panel, Format format, const float *x, long inputs, float *y, long outputs,
                            long count, long rows) {
     float decoded[CHUNK_BLOCKS * BLOCK * PANEL] __attribute__((aligned(64)));
     float sums[MOST_ROWS][PARTS][PANEL] __attribute__((aligned(64)));
-    long groups = (rows + PANEL_ROWS - 1) / PANEL_ROWS;
     memset(sums, 0, rows * sizeof *sums);
     for (long start = 0; start < inputs; start += CHUNK_BLOCKS * BLOCK) {
         long some = at_most(CHUNK_BLOCKS * BLOCK, inputs - start);
@@ -131,11 +140,7 @@ static void multiply_panel(const Byte *panel, Format format, const float *x, lon
             for (long line = 0; line < format.bytes; line += 64) __builtin_prefetch(panel + FETCHED + line);
             format.decode(panel, decoded + i * PANEL);
         }
-        for (long group = 0; group < groups; group++) {
-            long first = rows * group / groups, size = rows * (group + 1) / groups - first;
-            for (long o = 0; o < PANEL; o += TILE_VECTORS * LANES)
-                panel_tiles[size](x + first * inputs + start, inputs, decoded + o, some, &sums[first][0][o]);
-        }
+        add_panel(x + start, inputs, rows, decoded, some, sums);
     }
     for (long row = 0; row < rows; row++)
         for (long o = 0; o < count; o++) y[row * outputs + o] = sums[row][0][o] + sums[row][1][o];
