@@ -106,7 +106,7 @@ def test_settings_of_another_target_or_policy_are_ignored(
     write("""
 target = "nowhere/at-all"
 drafter = "nowhere/head"
-drafter_options = { vocabulary_precision = "full" }
+drafter_options = { weights = "full" }
 preset = "eagle-2"
 policy_options = { nodes = 9 }
 """)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from helpers.blocks import check_children, wanted
+from helpers.cpu_kernel import use_compiled
 from helpers.random_heads import BLOCKS, random_block, random_head
 from helpers.tiny import VOCABULARY, prompt, tiny
 from windfall import registry
@@ -20,8 +21,9 @@ from windfall.drafters import block as module
 from windfall.drafters.block import COUPLED_FACTOR, BlockDrafter
 from windfall.engine import profiling
 from windfall.engine.engine import Engine
+from windfall.heads import packed
 from windfall.heads.block import BlockHead
-from windfall.heads.int8_vocabulary import quantise_vocabulary
+from windfall.kernels.packed import PackedLinear
 from windfall.model.target import Target
 
 MODEL = tiny()
@@ -178,11 +180,13 @@ def test_a_reduced_head_may_draft_from_the_whole_vocabulary() -> None:
             BlockDrafter(random_block(name), whole=True).attach(target())
 
 
-@pytest.mark.skipif(quantise_vocabulary(torch.randn(256, 64)) is None, reason="no int8 product here")
-def test_int8_vocabularies_change_little() -> None:
+def test_int8_weights_change_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_compiled()
+    monkeypatch.setattr(packed, "MIN_NUMBERS", 0)
     committed, trees = prompt(6), []
-    for precision in ("full", "int8"):
-        drafter = started(random_block(), [committed], vocabulary_precision=precision)
+    for weights in ("full", "int8"):
+        drafter = started(random_block(), [committed], weights=weights)
+        assert any(isinstance(module, PackedLinear) for module in drafter.head.modules()) == (weights == "int8")
         trees += drafter.expand(drafter.begin([committed[-1]]), [ROOT])
     assert trees[1].logq.tolist() == pytest.approx(trees[0].logq.tolist(), abs=0.3)
 

@@ -163,8 +163,8 @@ def test_the_packages_drafters_know_their_target() -> None:
 
 def test_a_named_drafter_stays(model: Any) -> None:
     assert isinstance(windfall.load(model, "ngram").drafter, NGramDrafter)
-    made = windfall.load(model, drafter_options={"vocabulary_precision": "full"})
-    assert isinstance(made.drafter, FeatureHeadDrafter) and made.drafter.vocabulary_precision == "full"
+    made = windfall.load(model, drafter_options={"weights": "full"})
+    assert isinstance(made.drafter, FeatureHeadDrafter) and made.drafter.weights == "full"
 
 
 def test_the_embedded_model_is_not_looked_up(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,5 +194,5 @@ def test_what_needs_no_target_is_checked_before_it_is_loaded(
 def test_options_of_a_default_drafter_are_checked_afterwards(model: Any) -> None:
     with pytest.raises(InputError, match="drafter head has no option 'min_match'"):
         windfall.load(model, drafter_options={"min_match": 3})
-    with pytest.raises(InputError, match="drafter ngram has no option 'vocabulary_precision'"):
-        windfall.load(trained_anew(model), drafter_options={"vocabulary_precision": "full"})
+    with pytest.raises(InputError, match="drafter ngram has no option 'weights'"):
+        windfall.load(trained_anew(model), drafter_options={"weights": "full"})

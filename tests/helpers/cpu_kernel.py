@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from windfall.checkpoints.find import cache_dir
-from windfall.kernels.few_rows import Kernel, cpu_kernel
+from windfall.kernels.few_rows import Kernel, cpu_kernel, prepare_few_rows, prepared_kernel
 
 
 def compiled() -> Kernel:
@@ -13,4 +13,13 @@ def compiled() -> Kernel:
     kernel = cpu_kernel(cache_dir() / "kernels")
     if kernel is None:
         pytest.skip("there is no C compiler, or torch's OpenMP library is not known")
+    return kernel
+
+
+def use_compiled() -> Kernel:
+    """The kernel in use, as engines use it."""
+    compiled()
+    prepare_few_rows(cache_dir() / "kernels")
+    kernel = prepared_kernel()
+    assert kernel is not None
     return kernel

@@ -153,18 +153,23 @@ def test_a_choice_is_kept(kernel: Kernel, tmp_path: Path, monkeypatch: pytest.Mo
     assert few_rows._used[0].rows == range(2, 5)
 
 
-def test_a_kernel_that_is_slower_or_wrong_is_not_used(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few_rows, "TRIAL_WEIGHT", (64, 32))
+def test_a_slower_kernel_is_not_used(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_rows, "MANY_OUTPUTS", 64)
     for faster, rows in (("11000", range(2, 5)), ("01101", range(4, 9)), ("000000", range(0))):
         outcomes = iter(faster)
-        monkeypatch.setattr(few_rows, "_is_faster", lambda work, other, outcomes=outcomes: next(outcomes) == "1")
+        monkeypatch.setattr(few_rows, "is_faster", lambda work, other, outcomes=outcomes: next(outcomes) == "1")
         assert _faster_rows(kernel) == rows
-    monkeypatch.setattr(few_rows, "_is_faster", lambda work, other: True)
-    monkeypatch.setattr(Kernel, "product", lambda self, x, weight: 1.01 * F.linear(x, weight))
-    assert _faster_rows(kernel) == range(0)
+
+
+@pytest.mark.parametrize("method", ["product", "product_of_panels"])
+def test_a_wrong_kernel_is_not_used(kernel: Kernel, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert few_rows._is_right(kernel)
+    own = getattr(Kernel, method)
+    monkeypatch.setattr(Kernel, method, lambda self, x, weight: 1.01 * own(self, x, weight))
+    assert not few_rows._is_right(kernel)
 
 
 def test_the_faster_of_two_is_found() -> None:
     small, large = some(4, 4), some(400, 400)
-    assert few_rows._is_faster(lambda: small @ small, lambda: large @ large)
-    assert not few_rows._is_faster(lambda: large @ large, lambda: small @ small)
+    assert few_rows.is_faster(lambda: small @ small, lambda: large @ large)
+    assert not few_rows.is_faster(lambda: large @ large, lambda: small @ small)

@@ -18,11 +18,10 @@ from windfall.core.sampling import Dice
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow
 from windfall.drafters.base import GpuForm, HeadForm, add_children
-from windfall.drafters.head_drafter import FOLLOWS_LENGTH, MAX_CHUNK, HeadDrafter, HeadMemory
+from windfall.drafters.head_drafter import FOLLOWS_LENGTH, MAX_CHUNK, PRECISIONS, HeadDrafter, HeadMemory
 from windfall.heads.base import FeatureHead, Guess
 from windfall.model.batch import Rows, pack
 
-PRECISIONS = {"auto": None, "full": False, "int8": True}  # whether large weights are read in int8
 MAX_PENDING = 32  # pending columns that run with the first draft pass; more run before it
 
 
@@ -32,12 +31,6 @@ class FeatureHeadDrafter(HeadDrafter[FeatureHead]):
 
     model: Any = option(
         None, "folder or hub id of a head, or a loaded one; none: the bundled head of the embedded model"
-    )
-
-    weights: str = option(
-        "auto",
-        "precision of the head's large weights on a GPU; auto: int8 where that is faster",
-        choices=tuple(PRECISIONS),
     )
 
     kind: ClassVar[str] = "head"

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from windfall.model.target import Target
 
 H = TypeVar("H", bound=DraftHead)
+PRECISIONS = {"auto": None, "full": False, "int8": True}  # whether large weights are read in int8
 MAX_CHUNK = 1024  # columns of one catch-up pass
 WINDOW_HINT = " (drafter option window=N: the last N, in every text)"
 FOLLOWS_LENGTH = "its head's rotary angles depend on the length of the text"
@@ -41,10 +42,8 @@ class HeadDrafter(Drafter, Generic[H]):
         False, "draft from the target's whole vocabulary if the head borrows it: slower passes, longer accepted paths"
     )
 
-    vocabulary_precision: str = option(
-        "auto",
-        "precision of the vocabulary head; auto: int8 on a CPU if that is faster, else full",
-        choices=("auto", "int8", "full"),
+    weights: str = option(
+        "auto", "precision of the head's large weights; auto: int8 where that is faster", choices=tuple(PRECISIONS)
     )
 
     window: int | None = option(None, "the last positions that the head sees; none: as many as it was made for", low=1)
@@ -52,11 +51,12 @@ class HeadDrafter(Drafter, Generic[H]):
     kind: ClassVar[str]  # registry name
 
     def attach(self, target: Target) -> None:
-        from windfall.heads.fitting import in_precision, with_vocabulary
+        from windfall.heads.fitting import with_vocabulary
+        from windfall.heads.packed import in_precision
 
         self._reach = Reach(self.find_head(target), self.window, target.context, WINDOW_HINT)
         head = with_vocabulary(self._reach.head, target, None) if self.whole else self._reach.head
-        self.head: H = in_precision(head, self.vocabulary_precision)
+        self.head: H = in_precision(head, self.weights)
         use_few_rows(self.head)
 
     def find_head(self, target: Target) -> H:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from windfall.heads.int8_vocabulary import Int8Vocabulary
 from windfall.heads.layers import Memory, Rotary
 from windfall.kernels.few_rows import linear
+from windfall.kernels.packed import PackedLinear
 
 H = TypeVar("H", bound="DraftHead")
 
@@ -52,7 +52,7 @@ class DraftHead(nn.Module):
         self.draft_tokens: Tensor | None = None  # [Vd] target id of each draft id; None: the target's vocabulary
         self.agreement: float | None = None  # share of first predictions that equal the target's, if measured
         self._shared: dict[str, Any] = {}
-        self.int8_vocabulary: Int8Vocabulary | None = None  # used instead of `vocabulary`
+        self.packed_vocabulary: PackedLinear | None = None  # used instead of `vocabulary`
         width = config.layer.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.flag("own_embedding") else None
         drafted = config.draft_vocab_size or config.vocab_size
@@ -101,8 +101,9 @@ class DraftHead(nn.Module):
 
     def vocabulary_logits(self, normed: Tensor) -> Tensor:
         """`logits` of what `normed` returned."""
-        if self.int8_vocabulary is not None:
-            return self.int8_vocabulary(normed.reshape(-1, normed.shape[-1])).view(*normed.shape[:-1], -1)
+        if self.packed_vocabulary is not None:
+            found: Tensor = self.packed_vocabulary(normed)
+            return found
         return linear(normed, self.vocabulary, self.vocabulary_bias)
 
     def normed(self, state: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from windfall.core.errors import InputError
 from windfall.heads.base import DraftHead
-from windfall.heads.int8_vocabulary import pays, quantise_vocabulary
 from windfall.heads.layers import follows_length, rope_kinds
 from windfall.model.hidden_states import last_residual
 
@@ -78,28 +77,6 @@ def max_positions(head: DraftHead, context: int | None) -> int | None:
     first = layer.rope_parameters.get("original_max_position_embeddings") if rope_kinds(layer) == {"longrope"} else None
     longest = min(filter(None, (layer.max_position_embeddings, first)))
     return None if context is not None and context <= longest else longest
-
-
-def with_int8_vocabulary(head: Head, force: bool) -> Head | None:
-    """The same head with its vocabulary in int8. None if this machine has no such product or (unless `force`) if it
-    saves no time."""
-    full = head.vocabulary
-    product = quantise_vocabulary(full, head.vocabulary_bias, not force) if force or pays(full) else None
-    if product is None:
-        return None
-    twin = head.twin()
-    twin._modules.pop("lm_head", None)  # its memory can be freed, as that of a borrowed one
-    twin._shared = {name: tensor for name, tensor in head._shared.items() if name == "embedding"}
-    twin.lm_head, twin.int8_vocabulary = None, product
-    return twin
-
-
-def in_precision(head: Head, wanted: str) -> Head:
-    """The head with its vocabulary in this precision (auto, int8 or full), which changes drafts but never the text."""
-    fast = None if wanted == "full" else with_int8_vocabulary(head, force=wanted == "int8")
-    if fast is None and wanted == "int8":
-        raise InputError("int8 needs a CPU and a torch with oneDNN; leave vocabulary_precision out or set it full")
-    return fast or head
 
 
 def check_fit(head: DraftHead, target: Target) -> None:

@@ -24,13 +24,13 @@ from windfall.core.errors import InputError
 from windfall.core.files import replace_text
 from windfall.kernels.cpu.compile import library
 from windfall.kernels.cpu.operands import readable, unobserved
-from windfall.kernels.panels import Panels
+from windfall.kernels.panels import Panels, rounded
 
 SOURCE = Path(__file__).parent / "cpu" / "few_rows.c"
 FLOAT32 = 0  # the number of this format in panels.h
 LEAST_OUTPUTS, INPUT_STEP = 4, 16  # the kernel takes more outputs than this, and inputs in multiples of this
 TRIAL_ROWS = (2, 4, 8, 16, 32, 64)  # for which the kernel is compared with torch
-TRIAL_WEIGHT = (4096, 1024)
+TRIAL_INPUTS, TRIAL_OUTPUTS, MANY_OUTPUTS = 1024, 64, 4096
 TRIALS = 9
 MOST_INPUTS = 64 * 1024  # numbers of all rows together; more do not stay in the cache of a core
 MOST_ERROR = 1e-5  # of a sum, as a share of the largest
@@ -125,6 +125,11 @@ def use_few_rows(model: nn.Module) -> None:
             layer.__class__ = FewRowsLinear
 
 
+def prepared_kernel() -> Kernel | None:
+    """The kernel, if it is right here."""
+    return _used[0].kernel if _used else None
+
+
 def rows_of_kernel() -> range:
     """The numbers of rows for which the kernel is used."""
     return _used[0].rows if _used else range(0)
@@ -132,12 +137,11 @@ def rows_of_kernel() -> range:
 
 @cache
 def prepare_few_rows(folder: Path) -> None:
-    """Compile and load the kernel, if it works here and is faster than torch. It is kept in this folder."""
+    """Compile and load the kernel, if it is right here. It is kept in this folder."""
     kernel = None if _used else cpu_kernel(folder)
-    if kernel is not None:
+    if kernel is not None and _is_right(kernel):
         known = kernel.file.with_suffix(f".{torch.__version__}.{torch.get_num_threads()}.json")
-        if rows := _known_rows(kernel, known):
-            _used.append(FewRows(kernel, rows))
+        _used.append(FewRows(kernel, _known_rows(kernel, known)))
 
 
 def _known_rows(kernel: Kernel, file: Path) -> range:
@@ -159,26 +163,39 @@ def _read(file: Path) -> range | None:
 
 
 @torch.inference_mode()
-def _faster_rows(kernel: Kernel) -> range:
-    """The numbers of rows for which the kernel is faster than torch; none if it is wrong.
+def _is_right(kernel: Kernel) -> bool:
+    """Whether its products are what torch computes."""
+    x, weight = _trial(TRIAL_ROWS[-1], TRIAL_OUTPUTS)
+    panels = rounded(weight)
+    pairs = (kernel.product(x, weight), weight), (kernel.product_of_panels(x, panels), kernel.unpack(panels))
+    exact = [F.linear(x.double(), own.double()) for _, own in pairs]
+    return all(
+        bool((found - wanted).abs().max() <= MOST_ERROR * wanted.abs().max())
+        for (found, _), wanted in zip(pairs, exact, strict=True)
+    )
 
-    torch may have a fast product for 2 or 3 rows.
-    """
-    chance, faster = torch.Generator().manual_seed(0), []
-    weight = torch.randn(TRIAL_WEIGHT, generator=chance)
+
+@torch.inference_mode()
+def _faster_rows(kernel: Kernel) -> range:
+    """The numbers of rows for which the kernel is faster than torch, which may have a fast product for 2 or 3 rows."""
+    faster: list[int] = []
+    many, weight = _trial(TRIAL_ROWS[-1], MANY_OUTPUTS)
     for rows in TRIAL_ROWS:
-        x = torch.randn(rows, TRIAL_WEIGHT[1], generator=chance)
-        exact = F.linear(x.double(), weight.double())
-        if (kernel.product(x, weight) - exact).abs().max() > MOST_ERROR * exact.abs().max():
-            return range(0)
-        if _is_faster(partial(kernel.product, x, weight), partial(F.linear, x, weight)):
+        x = many[:rows]
+        if is_faster(partial(kernel.product, x, weight), partial(F.linear, x, weight)):
             faster.append(rows)
         elif faster:
             break
     return range(faster[0], faster[-1] + 1) if faster else range(0)
 
 
-def _is_faster(work: Callable[[], Tensor], other: Callable[[], Tensor]) -> bool:
+def _trial(rows: int, outputs: int) -> tuple[Tensor, Tensor]:
+    """Some rows, and a weight."""
+    chance = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(count, TRIAL_INPUTS, generator=chance) for count in (rows, outputs))  # type: ignore[return-value]
+
+
+def is_faster(work: Callable[[], Tensor], other: Callable[[], Tensor]) -> bool:
     """Whether the fastest run of `work` is faster than that of `other`. They take turns, since machines get busy."""
     taken: list[list[float]] = [[], []]
     for _ in range(TRIALS):

@@ -21,14 +21,14 @@ class PackedLinear(nn.Module):
     """A linear layer with a weight in panels. `format_name` is the format in which it was stored."""
 
     panels: Tensor  # [panels, bytes] uint8
-    bias: nn.Parameter | None
+    bias: Tensor | None
 
     def __init__(
         self,
         kernel: Kernel,
         weight: Panels,
         format_name: str,
-        bias: nn.Parameter | None = None,
+        bias: Tensor | None = None,
         embedding: nn.Embedding | None = None,
     ):
         """`embedding` has the same weights, if the model shares them."""

@@ -87,7 +87,7 @@ class TreeTau:
         """Mean tokens per pass, by kind of text. The head stays as it is; a copy in the target's precision drafts."""
         shared = {id(own): own for own in head._shared.values()}  # the target's matrices, which are not copied
         twin = copy.deepcopy(head, {**shared, id(head._shared): {}})
-        exact = {"vocabulary_precision": "full"} if self.drafter in ("head", "block") else {}
+        exact = {"weights": "full"} if self.drafter in ("head", "block") else {}
         drafter: Drafter = registry.drafter(self.drafter, model=twin, **exact)
         drafter.attach(self.target)
         found = {}

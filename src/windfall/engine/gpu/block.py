@@ -57,7 +57,7 @@ class BlockNetwork:
     def logits(self, normed: Tensor) -> Tensor | LazyLogits:
         """The logits after these states, or the product that gives them."""
         head = self.head
-        if head.int8_vocabulary is not None or head.config.softcap is not None:
+        if head.packed_vocabulary is not None or head.config.softcap is not None:
             return head.vocabulary_logits(normed)
         return LazyLogits(normed, head.vocabulary, head.vocabulary_bias)
 

@@ -46,7 +46,7 @@ class FusedEagle3:
         self.down, _ = weight(layer.mlp.down_proj.weight, None)
         if not head.config.flag("final_state"):
             self.fc, self.fc_bias = weight(head.fc.weight, head.fc.bias)
-        if head.int8_vocabulary is None:
+        if head.packed_vocabulary is None:
             self.vocabulary, _ = weight(head.vocabulary, head.vocabulary_bias)
         self.eps = config.rms_norm_eps
         self.rotary = RotaryTable(
@@ -85,8 +85,8 @@ class FusedEagle3:
 
     def logits(self, normed: Tensor) -> LazyLogits | Tensor:
         """The logits, or the product that gives them."""
-        if self.head.int8_vocabulary is not None:
-            return self.head.int8_vocabulary(normed)
+        if self.head.packed_vocabulary is not None:
+            return self.head.vocabulary_logits(normed)
         if isinstance(self.vocabulary, EightBitWeight):
             return self.vocabulary(normed)
         return LazyLogits(normed, self.head.vocabulary, self.head.vocabulary_bias)
