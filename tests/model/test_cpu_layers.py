@@ -17,7 +17,8 @@ from windfall.kernels.few_rows import cpu_kernel, prepare_few_rows
 from windfall.kernels.packed import PackedLinear
 from windfall.kernels.panels import of_halves
 from windfall.model import cpu_layers
-from windfall.model.cpu_layers import CpuAttention, CpuDecoderLayer, CpuMlp, CpuNorm, use_cpu_layers
+from windfall.model.cpu_layers import CpuDecoderLayer, use_cpu_layers
+from windfall.model.cpu_modules import CpuAttention, CpuMlp, CpuNorm
 from windfall.model.target import Target
 
 SIZES = {

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from windfall.core.errors import InputError
 from windfall.heads.base import DraftHead
+from windfall.heads.cpu_layers import use_cpu_layers
 from windfall.kernels.few_rows import Kernel, is_faster, prepared_kernel
 from windfall.kernels.packed import PackedLinear
 from windfall.kernels.panels import BLOCK, rounded
@@ -51,6 +52,7 @@ def packed(head: Head, kernel: Kernel, vocabulary: PackedLinear) -> Head:
     for name, layer in [*twin.named_modules()]:
         if type(layer) is nn.Linear and layer.in_features % BLOCK == 0 and layer.weight.numel() >= MIN_NUMBERS:
             twin.set_submodule(name, PackedLinear(kernel, rounded(layer.weight.detach()), "int8", layer.bias))
+    use_cpu_layers(twin)
     return twin.eval()
 
 

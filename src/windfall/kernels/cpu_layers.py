@@ -56,6 +56,7 @@ class LayerKernels:
         self._attention.argtypes = [pointer] * 10 + [number, integer]
         self._norm.restype = self._gate_up.restype = self._attention.restype = None
         self._layers, self._layers.argtypes = compiled.decoder_layers, [pointer, long, *[pointer] * 7, integer]
+        self._concat, self._concat.argtypes = compiled.concat_layer, [*[pointer] * 2, integer, *[pointer] * 9, integer]
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The RMS norm of rows [.., K], times the weight."""
@@ -128,6 +129,33 @@ class LayerKernels:
         places += [ctypes.addressof(stored), 0 if mask is None else mask.data_ptr(), ctypes.addressof(sizes)]
         done = self._layers(ctypes.addressof(given), count, *places, torch.get_num_threads())
         return found if done else None
+
+    def concat_layer(
+        self,
+        layer: Layer,  # of 2H inputs
+        feature_norm: Tensor,
+        add_normed: bool,  # what the layer adds to: the normed features, not the features
+        embedded: Tensor,  # [B, n, H]
+        features: Tensor,  # [B, n, H]
+        cos: Tensor,
+        sin: Tensor,
+        cache: tuple[Tensor, Tensor],
+        start: int,
+        mask: Tensor | None,
+    ) -> Tensor | None:
+        """What the first layer of an EAGLE-3 head returns [B, n, H]; the rest is as in `attention`."""
+        (batch, kv_heads, capacity, width), (_, rows, hidden) = cache[0].shape, features.shape
+        sizes_fit = (kv_heads, width, 2 * hidden) == (layer.kv_heads, layer.width, layer.q.inputs)
+        shapes = sizes_fit and len(features) == batch and embedded.shape == features.shape
+        if not (shapes and readable(embedded, features) and _attends(rows, cos, sin, cache, start, mask)):
+            return None
+        embedded, features, cos, sin = (each.contiguous() for each in (embedded, features, cos, sin))
+        found, mask = torch.empty_like(features), None if mask is None else mask.contiguous()
+        sizes = (ctypes.c_long * 4)(batch, rows, capacity, start)
+        places = [each.data_ptr() for each in (embedded, features, found, cos, sin, *cache)]
+        places += [0 if mask is None else mask.data_ptr(), ctypes.addressof(sizes)]
+        given = ctypes.addressof(layer), feature_norm.data_ptr(), int(add_normed)
+        return found if self._concat(*given, *places, torch.get_num_threads()) else None
 
 
 def _attends(

@@ -1,132 +1,40 @@
-"""Layers of known models that compute passes of a few rows on a CPU with the kernels of `kernels/cpu_layers.py`.
+"""Decoder layers of known models on a CPU: one call of a C kernel computes successive layers for a few rows.
 
-A module keeps its parameters and its name; its class becomes a subclass that uses a kernel where it can, and otherwise
-computes what its own class computes: with gradients, in other dtypes, and in passes of many rows. One call of a kernel
-computes successive decoder layers, if nothing watches or replaces the modules in them.
+This works if nothing watches or replaces the modules in them. Otherwise these modules may use kernels, each its own
+(`cpu_modules.py`).
 """
 
 from __future__ import annotations
 
-from functools import cache, partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from windfall.kernels.cpu.operands import readable, unobserved
-from windfall.kernels.cpu_layers import WIDTH_STEP, Layer, LayerKernels, Linear, prepared_kernels
+from windfall.kernels.cpu_layers import Layer, Linear, prepared_kernels
 from windfall.kernels.few_rows import FLOAT32, FewRowsLinear, fits, rows_of_kernel
 from windfall.kernels.packed import PackedLinear
+from windfall.model.cpu_modules import MOST_ROWS, CpuAttention, CpuMlp, CpuNorm, WithKernels, use_kernels
 from windfall.model.kv_cache import KVCache
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")  # whose norms, gates and attention are Llama's
-MOST_ROWS = 64  # of all texts of a pass; torch's attention is faster with more
 SMALL_LAYER = 20_000_000  # weights of a layer up to which one call is faster than torch's products of one row
-STATE = ("cpu_kernels", "cpu_layer")  # attributes that copies do not get
 CAPTURING = "transformers.utils.output_capturing"
 
 
 def use_cpu_layers(model: nn.Module) -> None:
     """Let the layers of this model use the kernels, if they are prepared."""
     names, kernels = {family + part: PARTS[part] for family in FAMILIES for part in PARTS}, prepared_kernels()
-    for module in model.modules() if kernels is not None else ():
+    for module in model.modules():
         own: Any = type(module)
         part = names.get(own.__name__)
-        if part is not None and own.__module__.startswith("transformers.models.") and part.fits(module):
-            module.__class__ = _with_kernels(own, part)
-            vars(module)["cpu_kernels"] = kernels
-
-
-class WithKernels(nn.Module):
-    """A module that has another class than it was made with. Copies, and what is saved, have its own class again."""
-
-    cpu_kernels: LayerKernels
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        state = {name: value for name, value in vars(self).items() if name not in STATE}
-        return _without_state, (type(self).__bases__[1],), state
-
-
-def _without_state(own: type[nn.Module]) -> nn.Module:
-    return own.__new__(own)
-
-
-class CpuNorm(WithKernels):
-    """A norm of rows."""
-
-    weight: nn.Parameter
-    variance_epsilon: float
-
-    @staticmethod
-    def fits(module: Any) -> bool:
-        return bool(module.weight.shape[-1] % WIDTH_STEP == 0)
-
-    def forward(self, hidden_states: Tensor) -> Any:
-        weight = self.weight
-        if not (hidden_states.shape[-1:] == weight.shape and unobserved() and readable(hidden_states, weight)):
-            return super().forward(hidden_states)
-        return self.cpu_kernels.norm(hidden_states, weight, self.variance_epsilon)
-
-
-class CpuMlp(WithKernels):
-    """A gated MLP."""
-
-    gate_proj: nn.Module
-    up_proj: nn.Module
-    down_proj: nn.Module
-    act_fn: nn.Module
-
-    @staticmethod
-    def fits(module: Any) -> bool:
-        return isinstance(module.act_fn, nn.SiLU | type(_silu()))
-
-    def forward(self, x: Tensor) -> Any:
-        if x.shape[:-1].numel() > MOST_ROWS or not unobserved():
-            return super().forward(x)
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        fit = gate.shape == up.shape and gate.shape[-1] % WIDTH_STEP == 0 and readable(gate, up)
-        return self.down_proj(self.cpu_kernels.gate_up(gate, up) if fit else self.act_fn(gate) * up)
-
-
-class CpuAttention(WithKernels):
-    """Attention over windfall's KV cache."""
-
-    q_proj: nn.Module
-    k_proj: nn.Module
-    v_proj: nn.Module
-    o_proj: nn.Module
-    head_dim: int
-    layer_idx: int
-    scaling: float
-
-    @staticmethod
-    def fits(module: Any) -> bool:
-        return bool(module.head_dim % WIDTH_STEP == 0)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        **more: Any,
-    ) -> Any:
-        own = partial(super().forward, hidden_states, position_embeddings, attention_mask, past_key_values, **more)
-        batch, rows = hidden_states.shape[:2]
-        known = attention_mask is None or attention_mask.dtype is torch.bool
-        cached = isinstance(past_key_values, KVCache) and position_embeddings[0].shape[-1] == self.head_dim
-        if not (known and cached and unobserved()) or batch * rows > MOST_ROWS:
-            return own()
-        queries, keys, values = (project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj))
-        if (query_norm := getattr(self, "q_norm", None)) is not None:  # of each head
-            queries = query_norm(queries.view(batch, rows, -1, self.head_dim)).flatten(2)
-            keys = self.get_submodule("k_norm")(keys.view(batch, rows, -1, self.head_dim)).flatten(2)
-        cos, sin = (angles.expand(batch, -1, -1) for angles in position_embeddings)
-        cache = past_key_values.layers[self.layer_idx].allocated(keys, self.head_dim)
-        mask = None if attention_mask is None else attention_mask.expand(batch, -1, -1, -1)
-        given = queries, keys, values, cos, sin, cache, past_key_values.end, mask
-        found = self.cpu_kernels.attention(*given, self.scaling)
-        return own() if found is None else (self.o_proj(found), None)
+        if (
+            kernels is not None
+            and part is not None
+            and own.__module__.startswith("transformers.models.")
+            and part.fits(module)
+        ):
+            use_kernels(module, part, kernels)
 
 
 class CpuDecoderLayer(WithKernels):
@@ -272,7 +180,7 @@ def known_layer(module: Any) -> KnownLayer:
     norms += [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     modules = [attention, mlp, *linears, *(norm for norm in norms if norm is not None)]
     places: list[Place] = []
-    own = [_linear(linear, places) for linear in linears]
+    own = [linear_of(linear, places) for linear in linears]
     weights = [_norm(norm, places) for norm in norms]
     layer, watched = None, any(map(_watched, modules))
     kinds = isinstance(attention, CpuAttention) and isinstance(mlp, CpuMlp)
@@ -280,27 +188,27 @@ def known_layer(module: Any) -> KnownLayer:
         width, eps = attention.head_dim, [0.0 if norm is None else norm.variance_epsilon for norm in norms]
         heads = (own[0].outputs // width, own[1].outputs // width, width)  # type: ignore[union-attr]
         layer = Layer(*own, *weights, *heads, *eps, attention.scaling)
-        if not _agree(layer):
+        if not sizes_agree(layer):
             layer = None
     whole = [place.tensor for place in places if place.tensor is not None and place.tensor.is_floating_point()]
     numbers, attributes = sum(tensor.numel() for tensor in whole), [*map(vars, modules)]
     return KnownLayer(layer, numbers, attention.layer_idx, places, modules, attributes, watched)
 
 
-def _agree(layer: Layer) -> bool:
-    """Whether the sizes of its linear layers belong together."""
-    hidden, heads, shared = layer.q.inputs, layer.heads * layer.width, layer.kv_heads * layer.width
+def sizes_agree(layer: Layer, read: int = 1) -> bool:
+    """Whether the sizes of its linear layers belong together; attention reads so many states of each row."""
+    hidden, heads, shared = layer.o.outputs, layer.heads * layer.width, layer.kv_heads * layer.width
     outputs = [each.outputs for each in (layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down)]
     inputs = [each.inputs for each in (layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down)]
     inner = layer.gate.outputs
     return (
         outputs == [heads, shared, shared, hidden, inner, inner, hidden]
-        and inputs == [hidden, hidden, hidden, heads, hidden, hidden, inner]
+        and inputs == [read * hidden, read * hidden, read * hidden, heads, hidden, hidden, inner]
         and layer.heads % layer.kv_heads == 0
     )
 
 
-def _linear(module: Any, places: list[Place]) -> Linear | None:
+def linear_of(module: Any, places: list[Place]) -> Linear | None:
     """This linear layer for the kernel; None: it cannot read it. The tensors are added to `places`."""
     if type(module) is PackedLinear:
         holder, name, format = module._buffers, "panels", module.format
@@ -360,15 +268,3 @@ PARTS: dict[str, Any] = {
     "Attention": CpuAttention,
     "DecoderLayer": CpuDecoderLayer,
 }
-
-
-@cache
-def _with_kernels(own: type, part: type) -> type:
-    return type(f"Cpu{own.__name__}", (part, own), {"__doc__": part.__doc__})
-
-
-@cache
-def _silu() -> Any:
-    from transformers.activations import ACT2FN
-
-    return ACT2FN["silu"]

@@ -278,14 +278,14 @@ static void add(const float *x, float *y, long count) {
     for (long i = 0; i < count; i++) y[i] = x[i] + y[i];
 }
 
-/* A whole layer: x [rows, hidden] → y. `place` has room for what is computed between. */
-static void run_layer(const Layer *layer, const float *x, float *y, const float *cosines, const float *sines,
-                      Attention all, float *place, int threads) {
-    long n = all.batch * all.rows, hidden = layer->q.inputs, width = layer->width, inner = layer->gate.outputs;
+/* What a layer adds to `x` [rows, hidden], which becomes y. `normed` [rows, inputs] is what its attention reads, and
+ * `place` has room for what is computed between. */
+static void run_layer(const Layer *layer, float *normed, const float *x, float *y, const float *cosines,
+                      const float *sines, Attention all, float *place, int threads) {
+    long n = all.batch * all.rows, hidden = layer->o.outputs, width = layer->width, inner = layer->gate.outputs;
     long queries = layer->heads * width, kv = layer->kv_heads * width;
-    float *normed = place, *q = normed + n * hidden, *k = q + n * queries, *v = k + n * kv, *gate = q;
+    float *q = place, *k = q + n * queries, *v = k + n * kv, *gate = q;
     all.out = v + n * kv;
-    norm(x, layer->before_attention, normed, n, hidden, layer->before_attention_eps);
     project(&layer->q, 3, normed, q, n, threads);
     if (layer->query_norm) norm(q, layer->query_norm, q, n * layer->heads, width, layer->query_eps);
     if (layer->key_norm) norm(k, layer->key_norm, k, n * layer->kv_heads, width, layer->key_eps);
@@ -301,23 +301,50 @@ static void run_layer(const Layer *layer, const float *x, float *y, const float 
     add(normed, y, n * hidden);
 }
 
+/* The numbers of a row that a layer computes. */
+static long room(const Layer *layer) {
+    return layer->q.inputs + at_least(2 * layer->width * (layer->heads + layer->kv_heads), 2 * layer->gate.outputs);
+}
+
+static Attention attention_of(const Layer *layer, float *keys, float *values, const unsigned char *mask, const long *sizes) {
+    return (Attention){0, keys, values, mask, sizes[0], sizes[1], layer->heads, layer->kv_heads, layer->width, sizes[2],
+                       sizes[3], layer->scale};
+}
+
 /* `count` layers, one after the other: x [batch, rows, hidden] → y [count, batch, rows, hidden]. `caches` are the keys
  * and the values of each layer. `sizes` are batch, rows, capacity and start. Returns 0 if there is no memory. */
 int decoder_layers(const Layer *const *layers, long count, const float *x, float *y, const float *cosines,
                    const float *sines, float *const *caches, const unsigned char *mask, const long *sizes, int threads) {
     long n = sizes[0] * sizes[1], most = 0;
-    for (long i = 0; i < count; i++) {
+    for (long i = 0; i < count; i++) most = at_least(most, room(layers[i]));
+    float *normed = malloc(n * most * sizeof(float));
+    for (long i = 0; normed && i < count; i++, x = y, y += n * layers[i - 1]->o.outputs) {
         const Layer *own = layers[i];
-        long heads = 2 * own->width * (own->heads + own->kv_heads);
-        most = at_least(most, own->q.inputs + at_least(heads, 2 * own->gate.outputs));
+        long hidden = own->o.outputs;
+        norm(x, own->before_attention, normed, n, hidden, own->before_attention_eps);
+        run_layer(own, normed, x, y, cosines, sines, attention_of(own, caches[2 * i], caches[2 * i + 1], mask, sizes),
+                  normed + n * hidden, threads);
     }
-    float *place = malloc(n * most * sizeof(float));
-    for (long i = 0; place && i < count; i++, x = y, y += n * layers[i - 1]->q.inputs) {
-        const Layer *own = layers[i];
-        Attention all = {0, caches[2 * i], caches[2 * i + 1], mask, sizes[0], sizes[1], own->heads, own->kv_heads,
-                         own->width, sizes[2], sizes[3], own->scale};
-        run_layer(own, x, y, cosines, sines, all, place, threads);
+    free(normed);
+    return normed != 0;
+}
+
+/* The first layer of an EAGLE-3 head, whose attention reads embeddings and features side by side, each normed. It adds
+ * to the features, or to the normed ones. */
+int concat_layer(const Layer *layer, const float *feature_norm, int add_normed, const float *embedded,
+                 const float *features, float *y, const float *cosines, const float *sines, float *keys, float *values,
+                 const unsigned char *mask, const long *sizes, int threads) {
+    long n = sizes[0] * sizes[1], hidden = layer->o.outputs;
+    float *both = malloc(n * (room(layer) + hidden) * sizeof(float)), *own = both + 2 * n * hidden;
+    if (!both) return 0;
+    norm(features, feature_norm, own, n, hidden, layer->before_attention_eps);
+    for (long row = 0; row < n; row++) {
+        float *place = both + 2 * row * hidden;
+        norm(embedded + row * hidden, layer->before_attention, place, 1, hidden, layer->before_attention_eps);
+        memcpy(place + hidden, own + row * hidden, hidden * sizeof(float));
     }
-    free(place);
-    return place != 0;
+    run_layer(layer, both, add_normed ? own : features, y, cosines, sines,
+              attention_of(layer, keys, values, mask, sizes), own + n * hidden, threads);
+    free(both);
+    return 1;
 }
