@@ -75,6 +75,6 @@ def test_a_study_runs_the_head(own: Path, tmp_path: Path) -> None:
 def test_a_wrong_drafter_is_refused_before_the_target_is_loaded(
     command: str, options: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "load_model", lambda *given, **how: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(loading, "load_fastest", lambda *given, **how: pytest.fail("the target was loaded"))
     said = refused("bench", command, "--out", tmp_path / "out", *options)
     assert said.startswith(message) and not (tmp_path / "out").exists()

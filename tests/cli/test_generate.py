@@ -178,8 +178,8 @@ def test_compare_says_where_texts_differ(folder: Path, monkeypatch: pytest.Monke
 
 def test_compare_loads_the_weights_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loads = []
-    load_model = loading.load_model
-    monkeypatch.setattr(loading, "load_model", lambda *given, **how: loads.append(given) or load_model(*given, **how))
+    load_model = loading.load_fastest
+    monkeypatch.setattr(loading, "load_fastest", lambda *given, **how: loads.append(given) or load_model(*given, **how))
     windfall("generate", "abc", "--compare", "--policy", "chain", "--target", folder, *SHORT)
     assert len(loads) == 1
 

@@ -168,7 +168,7 @@ def test_a_named_drafter_stays(model: Any) -> None:
 
 
 def test_the_embedded_model_is_not_looked_up(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "load_model", lambda target, **how: Loaded(model, None, "embedded"))
+    monkeypatch.setattr(loading, "load_fastest", lambda target, **how: Loaded(model, None, "embedded"))
     monkeypatch.setattr(loading, "bundled_head", lambda target: pytest.fail("it was looked up"))
     assert isinstance(windfall.load().drafter, FeatureHeadDrafter)
 
@@ -186,7 +186,7 @@ def test_the_embedded_model_is_not_looked_up(model: Any, monkeypatch: pytest.Mon
 def test_what_needs_no_target_is_checked_before_it_is_loaded(
     target: str | None, words: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "load_model", lambda *given, **how: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(loading, "load_fastest", lambda *given, **how: pytest.fail("the target was loaded"))
     with pytest.raises(InputError, match=message):
         windfall.load(target, **words)
 

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 FILE = "file"  # the name of the option that keeps the numbers of a GGUF file
 ROUNDED = {"bf16": lambda weight: of_halves(weight.bfloat16()), "int8": rounded}  # by the names of options
-WEIGHTS = (*ROUNDED, FILE)
+FULL = "full"  # not packed
+WEIGHTS = (*ROUNDED, FILE, FULL)
 PANELS_FILE = "panels.safetensors"
 
 
@@ -47,6 +48,14 @@ class Packed(NamedTuple):
 
     weight: Panels
     format_name: str
+
+
+class CannotPack(InputError):
+    """A GGUF file of an unknown kind."""
+
+
+def can_pack(device: torch.device) -> bool:
+    return device.type == "cpu" and cpu_kernel(cache_dir() / "kernels") is not None
 
 
 def required_kernel(device: torch.device) -> Kernel:
@@ -141,7 +150,7 @@ def _convert(file: Path, folder: Path) -> None:
         found = matched(contents)
         if found is None:
             known = ", ".join(ARCHITECTURES)
-            raise InputError(f"weights of '{file}' cannot stay packed: it is none of {known}; use --weights int8")
+            raise CannotPack(f"weights of '{file}' cannot stay packed: it is none of {known}; use --weights int8")
         empty, tensors, paired = found
         stored, about = {}, {}
         for name, tensor in tensors.items():

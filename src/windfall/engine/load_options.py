@@ -17,8 +17,9 @@ class TargetChoice:
     dtype: str | None = option(None, "float32, bfloat16 or float16. Default: depends on the device.")
     weights: str | None = option(
         None,
-        "On a CPU, store the target's weights as bf16, int8 or file (as they are in a GGUF file). This is faster. The "
-        "text is that of the model with these weights. Default: as --dtype.",
+        "On a CPU, store the target's weights as bf16, int8, file (the numbers of a GGUF file) or full (as --dtype). "
+        "Small weights are faster. The text is that of the model with these weights. Default: file for a GGUF file in "
+        "float32, else full.",
     )
     trust_remote_code: bool = option(False, "Run Python code that comes with the model.")
 

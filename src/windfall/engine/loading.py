@@ -11,7 +11,7 @@ import torch
 
 from windfall import registry
 from windfall.checkpoints.bundled import bundled_head
-from windfall.checkpoints.find import Loaded, load_model, pick_device, pick_dtype
+from windfall.checkpoints.find import Loaded, load_fastest, pick_device, pick_dtype
 from windfall.checkpoints.hub import cached
 from windfall.checkpoints.quiet_libs import first_line
 from windfall.core.options import checked, refuse_settings, require_flag
@@ -78,8 +78,8 @@ def load(
     kv_memory: memory for the KV caches of the texts that run together, such as "4GB" or a number of bytes; others
         wait. None: half of the memory that is free.
     weights: on a CPU, how the weights of the target's linear layers are stored: "bf16", "int8" (rounded, 32 to a
-        scale) or "file" (as they are in a GGUF file). Smaller weights are faster; the text is that of the model with
-        these weights. None: in `dtype`.
+        scale), "file" (the numbers of a GGUF file) or "full" (in `dtype`). Smaller weights are faster; the text is that
+        of the model with these weights. None: "file" for a GGUF file in float32, if there is a C compiler; else "full".
     """
     words = {"graphs": graphs, "compile": compile, "exact": exact, "host_policies": host_policies}
     on_gpu = as_gpu_options(gpu_options, **words)
@@ -158,7 +158,7 @@ def as_target(target: Any, **how: Any) -> Target:
         return Target(_moved(model, how.get("device"), how.get("dtype")).eval(), tokenizer)
     if not isinstance(target, str | os.PathLike | None):
         raise InputError(f"a target is a folder, a GGUF file, a hub id or a loaded model, not {target!r}")
-    return _checked(load_model(target, **how))
+    return _checked(load_fastest(target, **how))
 
 
 def _checked(loaded: Loaded) -> Target:
