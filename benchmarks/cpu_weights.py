@@ -1,6 +1,6 @@
 """How fast does a CPU decode with each kind of packed weights? Plain decoding, `auto` and transformers, in turns.
 
-    python benchmarks/cpu_weights.py [--weights none,bf16,int8,file] [--rounds 5] [--tokens 64] [--json FILE]
+    python benchmarks/cpu_weights.py [--weights full,bf16,int8,file] [--rounds 5] [--tokens 64] [--json FILE]
 
 The result is the median of the rounds; in each round, everything runs once, because the speed of a machine drifts.
 """
@@ -51,17 +51,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("target", "drafter", "json"):
         parser.add_argument(f"--{name}")
-    parser.add_argument("--weights", default="none,bf16,int8,file")
+    parser.add_argument("--weights", default="full,bf16,int8,file")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
     options = parser.parse_args()
     engines, runs = {}, dict[tuple[str, str], Callable[[], tuple[list[int], float]]]()
     model = load_model(options.target, device="cpu").model
     for weights in options.weights.split(","):
-        kind = None if weights == "none" else weights
-        engine = engines[weights] = windfall.load(options.target, options.drafter, device="cpu", weights=kind)
+        engine = engines[weights] = windfall.load(options.target, options.drafter, device="cpu", weights=weights)
         if not runs:
-            runs["none", "transformers"] = partial(by_transformers, model, engine.encode(PROMPT), options.tokens)
+            runs["full", "transformers"] = partial(by_transformers, model, engine.encode(PROMPT), options.tokens)
         for policy in ("none", "auto"):
             runs[weights, policy] = partial(by_windfall, engine, policy, options.tokens)
     speeds: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
@@ -80,7 +79,7 @@ def main() -> None:
                 how: round(statistics.median(found), 2) for (kind, how), found in speeds.items() if kind == weights
             },
             "same_text_with_drafts": texts[weights, "auto"] == texts[weights, "none"],
-            "text_of_transformers": texts[weights, "none"] == texts["none", "transformers"],
+            "text_of_transformers": texts[weights, "none"] == texts["full", "transformers"],
         }
         for weights, engine in engines.items()
     }

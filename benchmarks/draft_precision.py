@@ -1,4 +1,4 @@
-"""The cost of a draft pass of the embedded model's head on this CPU, by nodes and by the precision of its vocabulary.
+"""The cost of a draft pass of the embedded model's head on this CPU, by nodes and by the precision of its weights.
 
     python benchmarks/draft_precision.py [--rounds 5] [--seconds 3] [--json FILE]
 
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--json")
     options = parser.parse_args()
     target = as_target(None, device="cpu")
-    drafters = {name: FeatureHeadDrafter(vocabulary_precision=name) for name in ("full", "int8")}
+    drafters = {name: FeatureHeadDrafter(weights=name) for name in ("full", "int8")}
     engines = {name: Engine(target, drafter, as_policy("none")) for name, drafter in drafters.items()}
     taken: dict[str, dict[int, list[float]]] = {name: defaultdict(list) for name in engines}
     for _ in range(options.rounds):

@@ -14,6 +14,8 @@ import torch
 from provenance import publish
 
 import windfall
+from windfall.checkpoints.find import load_model
+from windfall.kernels.packed import packed_formats
 
 PROMPT = "Explain in a few sentences why the sky is blue and sunsets are red."
 
@@ -54,6 +56,8 @@ def main() -> None:
 
     engine = windfall.load(options.target, policy="none", device=options.device, dtype=options.dtype)
     model, ids = engine.target.model, engine.encode(PROMPT)
+    if engine.target.device.type == "cpu":  # where windfall changes the model's layers
+        model = load_model(options.target, device="cpu", dtype=options.dtype).model
     theirs, ours, same = [], [], True
     for round_ in range(options.rounds + 1):  # the first is the warm-up
         wanted, seconds = with_transformers(model, ids, options.tokens)
@@ -73,6 +77,7 @@ def main() -> None:
         "what": "plain decoding, windfall `none` against transformers `generate`",
         "model": engine.target.name,
         "dtype": str(engine.target.decoder.dtype),
+        "packed": packed_formats(engine.target.model),
         "device": str(engine.target.device),
         "exact_passes": engine.exact_passes,
         "tokens": options.tokens,

@@ -110,6 +110,29 @@ def test_texts_do_not_depend_on_drafts(weights: str, sampling: dict[str, Any], t
     assert "Q" in repr(engine) or weights in repr(engine)
 
 
+@pytest.mark.parametrize(
+    ("how", "packed"),
+    [({}, True), ({"weights": "full"}, False), ({"dtype": "bfloat16"}, False), ({"dtype": "float32"}, True)],
+)
+def test_files_are_kept_by_default(how: dict[str, Any], packed: bool, tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, tiny(), mixed)
+    engine = windfall.load(file, "ngram", device="cpu", **how)
+    assert bool(packed_formats(engine.target.model)) == packed
+    tiny().save_pretrained(tmp_path / "folder")
+    assert not packed_formats(windfall.load(tmp_path / "folder", "ngram", device="cpu", **how).target.model)
+
+
+def test_files_that_cannot_be_kept_are_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WINDFALL_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, tiny(), mixed)
+    monkeypatch.setattr(packed, "matched", lambda contents: None)
+    assert not packed_formats(windfall.load(file, "ngram", device="cpu").target.model)
+    monkeypatch.setattr(packed, "cpu_kernel", lambda folder: None)
+    assert not packed_formats(windfall.load(file, "ngram", device="cpu").target.model)
+
+
 def test_requests_do_not_decode_the_vocabulary_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "tiny.gguf"
     write_gguf(file, tiny(tie_word_embeddings=False), mixed)
@@ -137,7 +160,7 @@ def test_wrong_uses_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             windfall.load(source, **{"device": "cpu", **how})
         return str(refused.value)
 
-    assert refusal(weights="int4") == "there are no weights 'int4'; choose from bf16, int8, file"
+    assert refusal(weights="int4") == "there are no weights 'int4'; choose from bf16, int8, file, full"
     assert "only a GGUF file has weights to keep" in refusal(weights="file")
     assert "packed weights are computed in float32, not in bfloat16" in refusal(weights="int8", dtype="bf16")
     assert "weights are packed while a model is loaded" in refusal(tiny(), weights="int8")

@@ -102,8 +102,12 @@ static const Format formats[] = { /* in the order of kernels/panels.py */
                 Vector weights[TILE_VECTORS];                                                                          \
                 UNROLL for (int v = 0; v < TILE_VECTORS; v++)                                                          \
                     weights[v] = *(const Vector *)(w + (i + part) * PANEL + v * LANES);                                \
-                UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < TILE_VECTORS; v++)                       \
-                    own[r][part][v] += x[r * x_step + i + part] * weights[v];                                          \
+                UNROLL for (int r = 0; r < R; r++) {                                                                   \
+                    Vector value = x[r * x_step + i + part] - (Vector){0};                                             \
+                    UNROLL for (int v = 0; v < TILE_VECTORS; v++) add_product(&own[r][part][v], value, weights[v]);    \
+                    USED(value);                                                                                       \
+                }                                                                                                      \
+                UNROLL for (int v = 0; v < TILE_VECTORS; v++) USED(weights[v]);                                        \
             }                                                                                                          \
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int part = 0; part < PARTS; part++)                             \
             UNROLL for (int v = 0; v < TILE_VECTORS; v++)                                                              \

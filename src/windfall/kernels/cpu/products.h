@@ -35,8 +35,10 @@
             UNROLL for (int o = 0; o < STRIP; o++) weights[o] = *(const Vector *)(w + o * w_step + i);                 \
             UNROLL for (int r = 0; r < R; r++) {                                                                       \
                 Vector values = *(const Vector *)(x + r * x_step + i);                                                 \
-                UNROLL for (int o = 0; o < STRIP; o++) own[r][o] += values * weights[o];                               \
+                UNROLL for (int o = 0; o < STRIP; o++) add_product(&own[r][o], values, weights[o]);                    \
+                USED(values);                                                                                          \
             }                                                                                                          \
+            UNROLL for (int o = 0; o < STRIP; o++) USED(weights[o]);                                                   \
         }                                                                                                              \
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int o = 0; o < STRIP; o++) sums[r][o] = own[r][o];              \
     }

@@ -24,6 +24,28 @@ typedef unsigned char Byte;
 static inline long at_most(long a, long b) { return a < b ? a : b; }
 static inline long at_least(long a, long b) { return a > b ? a : b; }
 
+/* sum += a * b, in the register of the sum. GCC would otherwise put results into registers of operands that are not used
+ * again, and then move them. USED keeps an operand in its register up to there. */
+#if defined(__AVX512F__)
+#define IN_PLACE(x) __asm__("" : "+v"(x))
+#define USED(x) __asm__ volatile("" ::"v"(x))
+#elif defined(__x86_64__)
+#define IN_PLACE(x) __asm__("" : "+x"(x))
+#define USED(x) __asm__ volatile("" ::"x"(x))
+#elif defined(__aarch64__)
+#define IN_PLACE(x) __asm__("" : "+w"(x))
+#define USED(x) __asm__ volatile("" ::"w"(x))
+#else
+#define IN_PLACE(x)
+#define USED(x)
+#endif
+
+INLINE void add_product(Vector *sum, Vector a, Vector b) {
+    Vector found = *sum + a * b;
+    IN_PLACE(found);
+    *sum = found;
+}
+
 /* Bound when the library is loaded, so that torch and it share their threads. */
 static void (*parallel)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
 static int (*thread_number)(void), (*thread_count)(void);
