@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[float], None]  # called with the finished share, 0 to 1
 
-FORMAT = 4  # part of a profile's key; raise it when the code of a pass changes what it costs
+FORMAT = 5  # part of a profile's key; raise it when the code of a pass changes what it costs
 PROFILE_WIDTHS = (1, 2, 4, 8, 16, 32)  # nodes of a draft pass
 PROFILE_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of a verify pass
 PROFILE_LENGTHS = (64, 512, 2048, 8192)  # tokens of context
@@ -435,6 +435,9 @@ def _draft_passes(engine: Engine, text: list[int], widths: Sequence[int]) -> Ite
     trees = drafter.expand(drafter.begin([text[-1]]), [root])  # a first cycle, which takes in the text
     bonus = int(trees[0].tokens[min(1, len(trees[0]) - 1)])
     drafter.commit(trees, [torch.tensor([0])], [bonus], hidden and [hidden[0][-1:]])
+    if hidden is not None:  # a cycle's first draft pass follows a target pass, which fills the caches of a CPU
+        engine.target.score([DraftTree.root(text[-1])])
+        engine.target.commit([torch.tensor([0])])
     trees = drafter.begin([bonus])
     started = now(device)
     trees = drafter.expand(trees, [root])
