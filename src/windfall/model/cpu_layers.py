@@ -1,23 +1,25 @@
 """Decoder layers of known models on a CPU: one call of a C kernel computes successive layers for a few rows.
 
-This works if nothing watches or replaces the modules in them. Otherwise these modules may use kernels, each its own
-(`cpu_modules.py`).
+This works if nothing watches or replaces the layers and the modules in them. Otherwise each layer is a call, or its
+modules use kernels, each its own (`cpu_modules.py`).
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from windfall.kernels.cpu.operands import readable, unobserved
-from windfall.kernels.cpu_layers import Layer, Linear, prepared_kernels
+from windfall.kernels.cpu_layers import Layer, LayerKernels, Linear, prepared_kernels
 from windfall.kernels.few_rows import FLOAT32, FewRowsLinear, fits, rows_of_kernel
 from windfall.kernels.packed import PackedLinear
 from windfall.model.cpu_modules import MOST_ROWS, CpuAttention, CpuMlp, CpuNorm, WithKernels, use_kernels
 from windfall.model.kv_cache import KVCache
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")  # whose norms, gates and attention are Llama's
+KNOWN_MODELS = {(f"{family}ForCausalLM", f"{family}Model") for family in FAMILIES}
 SMALL_LAYER = 20_000_000  # weights of a layer up to which one call is faster than torch's products of one row
 CAPTURING = "transformers.utils.output_capturing"
 
@@ -40,7 +42,6 @@ def use_cpu_layers(model: nn.Module) -> None:
 class CpuDecoderLayer(WithKernels):
     """A decoder layer."""
 
-    self_attn: Any
     cpu_layer: KnownLayer | None = None
 
     @staticmethod
@@ -57,82 +58,72 @@ class CpuDecoderLayer(WithKernels):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **more: Any,
     ) -> Any:
-        if position_embeddings is not None and isinstance(past_key_values, KVCache):
+        if position_embeddings is not None and isinstance(past_key_values, KVCache) and unobserved():
+            known = _known([self], hidden_states.shape[:-1].numel())
             given = hidden_states, attention_mask, past_key_values, position_embeddings
-            found = self._computed(*given) if past_key_values.pass_order.computed else None
-            found = self._by_kernel(*given) if found is None and unobserved() else found
-            if found is not None:
-                return found
+            outputs = None if known is None else _computed(self.cpu_kernels, known, *given)
+            if outputs is not None:
+                return outputs[0]
         all_given = hidden_states, attention_mask, position_ids, past_key_values, use_cache, position_embeddings
         return super().forward(*all_given, **more)
 
-    def _computed(self, x: Tensor, mask: Tensor | None, past: KVCache, angles: tuple[Tensor, Tensor]) -> Tensor | None:
-        """What this layer returns, if the call that computed x has computed it, too."""
-        order = past.pass_order
-        found: Tensor | None = order.computed.after(self, x, mask, angles)
-        if found is None:
-            order.computed = None
-        else:
-            order.latest = self, vars(self)["cpu_layer"].number
-        return found
 
-    def _by_kernel(self, x: Tensor, mask: Tensor | None, past: KVCache, angles: tuple[Tensor, Tensor]) -> Tensor | None:
-        order, rows = past.pass_order, x.shape[:-1].numel()
-        order.enter(self, self.self_attn.layer_idx)
-        if rows > MOST_ROWS or not rows_of_kernel():
+def all_states(
+    model: Any, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache
+) -> tuple[Tensor, ...] | None:
+    """A model's states [B, n, H] at the boundaries of its layers, and what its final norm returns; no mask: causal.
+
+    None: this is no known model with kernels, or the kernel cannot compute all its layers for these rows.
+    """
+    base: Any = model.base_model
+    kernels, names = prepared_kernels(), (type(model).__name__, type(base).__name__)
+    if kernels is None or names not in KNOWN_MODELS or not unobserved():
+        return None
+    layers = [*base.layers][: base.config.num_hidden_layers]
+    known = _known(layers, tokens.numel())
+    plain = mask is None or (isinstance(mask, Tensor) and mask.dtype is torch.bool)
+    if known is None or not plain or any(map(_watched, (model, base, *layers))):
+        return None
+    x = base.embed_tokens(tokens)
+    outputs = _computed(kernels, known, x, mask, cache, base.rotary_emb(x, position_ids=positions))
+    return None if outputs is None else (x, *outputs, base.norm(outputs[-1]))
+
+
+def _known(layers: list[Any], rows: int) -> list[KnownLayer] | None:
+    """What the kernel needs to know of these layers; None: it cannot or should not compute them all for these rows."""
+    if rows > MOST_ROWS or not rows_of_kernel():
+        return None
+    found: list[KnownLayer] = []
+    for layer in layers:
+        if not isinstance(layer, CpuDecoderLayer):
             return None
-        layers = _successive(self, past, rows)
-        if not layers:
-            return None
-        known, batch = [vars(layer)["cpu_layer"] for layer in layers], len(x)
-        width = known[0].layer.width
-        cos, sin = (each.expand(batch, -1, -1) for each in angles)
-        keys = x.new_empty(batch, 1, known[0].layer.kv_heads * width)
-        caches = [past.layers[each.number].allocated(keys, width) for each in known]
-        wide = None if mask is None else mask.expand(batch, -1, -1, -1)
-        each_layer = [each.layer for each in known]
-        found = self.cpu_kernels.decoder_layers(each_layer, x, cos, sin, caches, past.end, wide)
-        if found is None:
-            return None
-        outputs = found.unbind()
-        if len(layers) > 1:
-            places = {layer: place for place, layer in enumerate(layers)}
-            order.computed = Computed(places, outputs, mask, angles)
-        return outputs[0]
-
-
-class Computed(NamedTuple):
-    """What successive layers return for the same rows."""
-
-    places: dict[CpuDecoderLayer, int]  # of the layers, in order
-    outputs: tuple[Tensor, ...]
-    mask: Tensor | None
-    angles: tuple[Tensor, Tensor]
-
-    def after(self, layer: CpuDecoderLayer, x: Tensor, mask: Tensor | None, angles: Any) -> Tensor | None:
-        """What this layer returns for x; None: it was not computed for this x."""
-        place = self.places.get(layer, 0)
-        same = place > 0 and self.outputs[place - 1] is x and mask is self.mask and angles is self.angles
-        return self.outputs[place] if same else None
-
-
-def _successive(first: CpuDecoderLayer, past: KVCache, rows: int) -> list[CpuDecoderLayer]:
-    """This layer and those that one call can compute with it; empty: not even this one."""
-    found: list[CpuDecoderLayer] = []
-    layer: Any = first
-    while type(layer) is type(first) and (not found or _starts_unseen(layer)):
         known = layer.cpu_layer
         if known is None or not known.is_current():
             known = vars(layer)["cpu_layer"] = known_layer(layer)
-        if known.layer is None or not (rows in rows_of_kernel() or known.weights <= SMALL_LAYER):
-            break
-        if found and known.sizes != found[0].cpu_layer.sizes:  # type: ignore[union-attr]
-            break
-        found.append(layer)
-        if _ends_seen(layer):
-            break
-        layer = past.pass_order.next.get(layer)
+        fast = rows in rows_of_kernel() or known.weights <= SMALL_LAYER
+        if known.layer is None or not fast or (found and known.sizes != found[0].sizes):
+            return None
+        found.append(known)
     return found
+
+
+def _computed(
+    kernels: LayerKernels,
+    layers: list[KnownLayer],
+    x: Tensor,
+    mask: Tensor | None,
+    past: KVCache,
+    angles: tuple[Tensor, Tensor],
+) -> tuple[Tensor, ...] | None:
+    """What each of these successive layers returns; None, and nothing is stored: the kernel cannot read a tensor."""
+    heads, width = layers[0].sizes[1:]
+    cos, sin = (each.expand(len(x), -1, -1) for each in angles)
+    keys = x.new_empty(len(x), 1, heads * width)
+    caches = [past.layers[each.number].allocated(keys, width) for each in layers]
+    wide = None if mask is None else mask.expand(len(x), -1, -1, -1)
+    own = [each.layer for each in layers if each.layer is not None]
+    found = kernels.decoder_layers(own, x, cos, sin, caches, past.end, wide)
+    return None if found is None else found.unbind()
 
 
 class Place(NamedTuple):
@@ -148,18 +139,13 @@ class KnownLayer(NamedTuple):
     """What a kernel needs to know of a decoder layer, and on which modules and tensors this depends."""
 
     layer: Layer | None  # None: the kernel cannot compute it
+    sizes: tuple[int, int, int]  # hidden, kv_heads, width
     weights: int  # in float32
     number: int  # of the layer in the cache
     places: list[Place]
     modules: list[nn.Module]
     attributes: list[Any]  # their `vars`
     watched: bool  # by hooks
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Those in which successive layers must agree."""
-        assert self.layer is not None
-        return self.layer.q.inputs, self.layer.kv_heads, self.layer.width
 
     def is_current(self) -> bool:
         for holder, name, tensor, address in self.places:  # this runs for each layer of each pass
@@ -192,7 +178,8 @@ def known_layer(module: Any) -> KnownLayer:
             layer = None
     whole = [place.tensor for place in places if place.tensor is not None and place.tensor.is_floating_point()]
     numbers, attributes = sum(tensor.numel() for tensor in whole), [*map(vars, modules)]
-    return KnownLayer(layer, numbers, attention.layer_idx, places, modules, attributes, watched)
+    sizes = (0, 0, 0) if layer is None else (layer.o.outputs, layer.kv_heads, layer.width)
+    return KnownLayer(layer, sizes, numbers, attention.layer_idx, places, modules, attributes, watched)
 
 
 def sizes_agree(layer: Layer, read: int = 1) -> bool:
@@ -243,22 +230,15 @@ def _place(holder: dict[str, Any], name: str) -> Place:
 
 
 def _watched(module: nn.Module) -> bool:
-    """Whether hooks see what this module computes, or another function computes it."""
-    return not _starts_unseen(module) or _ends_seen(module)
-
-
-def _starts_unseen(module: nn.Module) -> bool:
-    own = vars(module)
-    return not own["_forward_pre_hooks"] and "forward" not in own
-
-
-def _ends_seen(module: nn.Module) -> bool:
-    """Whether hooks see what it returns.
+    """Whether hooks see what this module computes, or another function computes it.
 
     transformers' own hooks only collect states, and attention weights, which are not computed in passes over windfall's
     KV cache.
     """
-    hooks = vars(module)["_forward_hooks"]
+    own = vars(module)
+    if own["_forward_pre_hooks"] or "forward" in own:
+        return True
+    hooks = own["_forward_hooks"]
     return bool(hooks) and any(getattr(hook, "__module__", "") != CAPTURING for hook in hooks.values())
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from windfall.model.batch import Packed, Rows, pack, unpack
+from windfall.model.cpu_layers import all_states
 from windfall.model.grouped_attention import grouped_sdpa
-from windfall.model.hidden_states import with_states
+from windfall.model.hidden_states import at_taps, with_states
 from windfall.model.kv_cache import KVCache
 from windfall.model.pass_lock import pass_lock
 
@@ -109,22 +110,31 @@ class Decoder:
         """
         packed = pack(rows, self.lengths, self.staged, self.device)
         self.cache.reserve(packed.tokens.shape[1])
-        forward = self.model if logits else self.model.base_model
-        with pass_lock(self.model), tree_attention(self.model), grouped_sdpa(self.device):
+        mask = self._mask(packed, causal or self._sees_all(rows))
+        with pass_lock(self.model):
+            scores, states = self._forward(packed, mask, logits)
+        self.cache.staged += packed.tokens.shape[1]
+        self._staged_positions = torch.cat([self._staged_positions, packed.positions], 1)
+        hidden = None if states is None else unpack(states, rows)
+        return ([] if scores is None else unpack(scores, rows)), hidden
+
+    def _forward(self, packed: Packed, mask: Any, logits: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Logits [B, n, V] (or none) and tapped states [B, n, taps * H]."""
+        known = all_states(self.model, packed.tokens, packed.positions, mask, self.cache)
+        if known is not None:
+            return (self.model.lm_head(known[-1]) if logits else None), at_taps(known, self.taps)
+        with tree_attention(self.model), grouped_sdpa(self.device):
             outputs, states = with_states(
-                forward,
+                self.model if logits else self.model.base_model,
                 self.model,
                 self.taps,
                 input_ids=packed.tokens,
                 position_ids=packed.positions,
-                attention_mask=self._mask(packed, causal or self._sees_all(rows)),
+                attention_mask=mask,
                 past_key_values=self.cache,
                 use_cache=True,
             )
-        self.cache.staged += packed.tokens.shape[1]
-        self._staged_positions = torch.cat([self._staged_positions, packed.positions], 1)
-        hidden = None if states is None else unpack(states, rows)
-        return (unpack(outputs.logits, rows) if logits else []), hidden
+        return (outputs.logits if logits else None), states
 
     @torch.inference_mode()
     def join(self, tokens: list[list[int]]) -> list[Tensor] | None:

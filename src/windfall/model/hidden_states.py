@@ -41,6 +41,12 @@ def with_states(call: Any, model: Any, taps: tuple[int, ...], **inputs: Any) -> 
     return outputs, torch.cat(states, -1)
 
 
+def at_taps(states: tuple[Tensor, ...], taps: tuple[int, ...]) -> Tensor | None:
+    """The states at `taps`, concatenated, of those at all boundaries and after the final norm."""
+    layers = len(states) - 2
+    return torch.cat([states[boundary(tap, layers)] for tap in taps], -1) if taps else None
+
+
 class Residual:
     """A hook that captures the residual stream after the last layer during `during`.
 

@@ -94,22 +94,6 @@ class Rows(CacheLayerMixin):  # type: ignore[misc]
     get_max_cache_shape = get_max_length
 
 
-class PassOrder:
-    """Which layers run in a pass over a cache, and in which order, as far as they have said it."""
-
-    def __init__(self) -> None:
-        self.next: dict[Any, Any] = {}  # by the layer before
-        self.latest: Any = None
-        self.computed: Any = None  # what several layers return, if a call has computed it in advance
-
-    def enter(self, layer: Any, number: int) -> None:
-        """This layer runs now, and nothing has computed it in advance. Numbers increase in a pass."""
-        self.computed = None
-        if self.latest is not None and self.latest[1] < number:
-            self.next[self.latest[0]] = layer
-        self.latest = layer, number
-
-
 class KVCache(Cache):  # type: ignore[misc]
     """Committed rows [0, lengths[b]) of each sequence; from `top` on, the staged rows of the current tree."""
 
@@ -118,7 +102,6 @@ class KVCache(Cache):  # type: ignore[misc]
         self.capacity = GROWTH_ROWS
         self.lengths = [0] * batch
         self.staged = 0
-        self.pass_order = PassOrder()
 
     @property
     def top(self) -> int:
