@@ -1,9 +1,9 @@
-"""Which matrix product is quickest for few rows on this CPU? All products of one pass of a small Llama, five kernels.
+"""Which matrix product is quickest for few rows on this CPU? All products of one pass of a small Llama.
 
     python benchmarks/cpu_products.py [--layers 30] [--rounds 7] [--json FILE]
 
 A verify pass is a product of a few rows with every weight of the model. torch offers several ways to compute it;
-windfall has a kernel of its own for 2 rows and more, which is compiled here if need be.
+windfall has a kernel of its own, which is compiled here if need be, for weights in float32 and for packed ones.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from provenance import publish
@@ -20,12 +22,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from windfall.checkpoints.find import cache_dir
+from windfall.kernels import few_rows
 from windfall.kernels.few_rows import linear, prepare_few_rows
+from windfall.kernels.panels import of_halves, rounded
 
 ROWS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
 LAYER = [(576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536)]  # SmolLM2-135M
 VOCABULARY = (49152, 576)
-Kernel = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]  # prepare a weight; multiply
+PACKED = ("windfall bf16", "windfall int8", "windfall int4")
+Kernel = tuple[Callable[[Tensor], Any], Callable[[Tensor, Any], Tensor]]  # prepare a weight; multiply
 
 
 def packed_linear(rows: int) -> Kernel:
@@ -43,7 +48,17 @@ def kernels(rows: int) -> dict[str, Kernel]:
         "(W @ x.T).T": (lambda weight: weight, lambda x, weight: torch.mm(weight, x.T).T),
         "oneDNN packed": packed_linear(rows),
         "windfall": (lambda weight: weight, linear),
+        "windfall bf16": (lambda weight: of_halves(weight.bfloat16()), prepared().product_of_panels),
+        "windfall int8": (rounded, prepared().product_of_panels),
+        "windfall int4": (partial(rounded, bits=4), prepared().product_of_panels),
     }
+
+
+def prepared() -> few_rows.Kernel:
+    kernel = few_rows.prepared_kernel()
+    if kernel is None:
+        raise SystemExit("the kernel cannot be compiled here")
+    return kernel
 
 
 def seconds(kernel: Kernel, shapes: list[tuple[int, int]], rows: int, rounds: int) -> float:
@@ -74,8 +89,9 @@ def main() -> None:
         for name, kernel in kernels(rows).items():
             table.setdefault(name, {})[str(rows)] = 1e3 * seconds(kernel, shapes, rows, options.rounds)
         print(rows, {name: round(own[str(rows)], 1) for name, own in table.items()}, file=sys.stderr, flush=True)
-    best = {str(rows): min(own[str(rows)] for own in table.values()) for rows in ROWS}
-    growth = {name: own["4"] / own["1"] for name, own in {**table, "the best of each": best}.items()}
+    in_float32 = [own for name, own in table.items() if name not in PACKED]
+    best = {str(rows): min(own[str(rows)] for own in in_float32) for rows in ROWS}
+    growth = {name: own["4"] / own["1"] for name, own in {**table, "the best of each in float32": best}.items()}
     publish(
         {"what": "milliseconds of all matrix products of a pass, by rows", "ms": table, "4 rows / 1": growth},
         options.json,

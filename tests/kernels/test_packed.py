@@ -13,6 +13,7 @@ from torch import nn
 from helpers.cpu_kernel import compiled
 from windfall.checkpoints.gguf_blocks import panels
 from windfall.kernels.packed import PackedLinear, packed_formats, weights_of
+from windfall.kernels.panels import INTEGERS, LARGEST, of_integers, rounded
 
 SCALES = {  # where a block has numbers in float16; all other bytes may have any value
     **{"F16": (), "BF16": (), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,)},
@@ -49,6 +50,29 @@ def test_blocks_are_decoded_and_multiplied(name: str) -> None:
     for rows in (1, 2, 5, 9, 64):
         assert torch.equal(layer(x[:rows]), found[:rows])
     assert torch.equal(layer(x[40:41]), found[40:41])
+
+
+@pytest.mark.parametrize(("bits", "group", "addends"), INTEGERS)
+def test_all_kinds_of_panels(bits: int, group: int, addends: bool) -> None:
+    chance = torch.Generator().manual_seed(bits + group)
+    least = 0 if bits == 4 and addends else -(2 ** (bits - 1))
+    values = torch.randint(least, least + 2**bits, (OUTPUTS, 96), generator=chance)
+    scales, added = (torch.randn(OUTPUTS, 96 // group, generator=chance) for _ in range(2))
+    wide, rest = (numbers.repeat_interleave(group, 1).double() for numbers in (scales, added))
+    weight = of_integers(values.to(torch.int8), scales, added if addends else None, bits)
+    wanted = values * wide + (rest if addends else 0)
+    assert torch.equal(compiled().unpack(weight), wanted.float())
+    x = torch.randn(3, 96, generator=chance)
+    found = compiled().product_of_panels(x, weight)
+    assert (found - x.double() @ wanted.T).abs().max() < 1e-5 * found.abs().max()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rounding_keeps_the_largest_weight_of_a_group(bits: int) -> None:
+    weight = torch.randn(OUTPUTS, 96, generator=torch.Generator().manual_seed(0))
+    found, largest = compiled().unpack(rounded(weight, bits=bits)), weight.view(OUTPUTS, 3, 32).abs().amax(2)
+    assert torch.allclose(found.view(OUTPUTS, 3, 32).abs().amax(2), largest)
+    assert (found - weight).abs().max() <= 0.51 * largest.max() / LARGEST[bits]
 
 
 def test_a_layer_has_a_bias_and_any_shape() -> None:

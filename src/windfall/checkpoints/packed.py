@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 
 FILE = "file"  # the name of the option that keeps the numbers of a GGUF file
 ROUNDED = {"bf16": lambda weight: of_halves(weight.bfloat16()), "int8": rounded}  # by the names of options
-FULL = "full"  # not packed
-WEIGHTS = (*ROUNDED, FILE, FULL)
+WEIGHTS = (*ROUNDED, FILE, "full")
 PANELS_FILE = "panels.safetensors"
 
 

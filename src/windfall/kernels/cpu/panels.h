@@ -15,12 +15,12 @@
 
 #include "vectors.h"
 
-#define PANEL 32        /* outputs */
-#define BLOCK 32        /* inputs */
-#define CHUNK_BLOCKS 4  /* that are decoded at a time */
-#define FETCHED 4096    /* bytes that a thread fetches in advance */
-#define PARTS 2         /* sums of each output: of inputs with even and with odd numbers */
-#define GROUP_BYTES (4 * PANEL) /* of the scales of a group */
+#define PANEL 32                /* outputs */
+#define BLOCK 32                /* inputs */
+#define CHUNK_BLOCKS 4          /* that are decoded at a time */
+#define FETCHED 4096            /* bytes that a thread fetches in advance */
+#define PARTS 2                 /* sums of each output: of inputs with even and with odd numbers */
+#define GROUP_BYTES (4 * PANEL) /* of the scales, or the addends, of a group */
 
 #if LANES == 16 /* 32 vector registers, and 32 outputs in two of them */
 #define PANEL_ROWS 6
@@ -117,7 +117,8 @@ PANEL_TILE(1) PANEL_TILE(2) PANEL_TILE(3)
 typedef void PanelTile(const float *, long, const float *, long, float *);
 #if PANEL_ROWS == 6
 PANEL_TILE(4) PANEL_TILE(5) PANEL_TILE(6)
-static PanelTile *const panel_tiles[] = {0, panel_tile_1, panel_tile_2, panel_tile_3, panel_tile_4, panel_tile_5, panel_tile_6};
+static PanelTile *const panel_tiles[] = {0,            panel_tile_1, panel_tile_2, panel_tile_3,
+                                         panel_tile_4, panel_tile_5, panel_tile_6};
 #else
 static PanelTile *const panel_tiles[] = {0, panel_tile_1, panel_tile_2, panel_tile_3};
 #endif
