@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+from typing import NoReturn
+
 import pytest
 
 from windfall.checkpoints.find import cache_dir
@@ -9,11 +13,9 @@ from windfall.kernels.few_rows import Kernel, cpu_kernel, prepare_few_rows, prep
 
 
 def compiled() -> Kernel:
-    """The kernel; the test is skipped where it cannot be compiled."""
+    """The kernel; the test is skipped where there is no compiler."""
     kernel = cpu_kernel(cache_dir() / "kernels")
-    if kernel is None:
-        pytest.skip("there is no C compiler, or torch's OpenMP library is not known")
-    return kernel
+    return no_kernel() if kernel is None else kernel
 
 
 def use_compiled() -> Kernel:
@@ -23,3 +25,10 @@ def use_compiled() -> Kernel:
     kernel = prepared_kernel()
     assert kernel is not None
     return kernel
+
+
+def no_kernel() -> NoReturn:
+    """End a test because there is no kernel; it fails if there is a compiler."""
+    if sys.platform == "linux" and shutil.which("gcc"):
+        pytest.fail("a C kernel cannot be compiled, or torch's OpenMP library is not known")
+    pytest.skip("there is no C compiler")

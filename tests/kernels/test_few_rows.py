@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from helpers.cpu_kernel import no_kernel
 from helpers.tiny import prompt, tiny
 from windfall.kernels import few_rows
 from windfall.kernels.cpu import compile as compiling
@@ -30,7 +31,7 @@ from windfall.kernels.few_rows import (
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
     found = compiling.library(SOURCE, tmp_path_factory.mktemp("kernels"))
     if found is None:
-        pytest.skip("there is no C compiler, or torch's OpenMP library is not known")
+        no_kernel()
     return Kernel(*found)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from helpers.cpu_kernel import no_kernel
 from windfall.checkpoints.find import cache_dir
 from windfall.core.tree import DraftTree
 from windfall.drafters.self_skip import without_layers
@@ -44,7 +45,7 @@ def made(family: str, **more: Any) -> Any:
 def with_kernels(model: Any) -> Any:
     prepare_layer_kernels(cache_dir() / "kernels")
     if prepared_kernels() is None:
-        pytest.skip("there is no C compiler, or torch's OpenMP library is not known")
+        no_kernel()
     prepare_few_rows(cache_dir() / "kernels")
     use_cpu_layers(model)
     return model

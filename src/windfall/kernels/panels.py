@@ -30,7 +30,8 @@ class Panels(NamedTuple):
 
 def of_halves(weight: Tensor) -> Panels:
     """A weight in bfloat16 or float16."""
-    return Panels(_by_input(weight).view(torch.uint8).flatten(1), HALVES[weight.dtype], *weight.shape)
+    pairs = _by_input(weight).unflatten(2, (-1, 2)).transpose(3, 4)  # [P, blocks, words, 32, 2]
+    return Panels(pairs.contiguous().view(torch.uint8).flatten(1), HALVES[weight.dtype], *weight.shape)
 
 
 def of_integers(values: Tensor, scales: Tensor, addends: Tensor | None = None, bits: int = 8) -> Panels:

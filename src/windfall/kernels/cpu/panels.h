@@ -1,11 +1,11 @@
 /* Products of a few rows and a weight in panels: y[rows, outputs] = x[rows, inputs] * w[outputs, inputs]^T.
  *
  * A panel has the weights of 32 outputs side by side, so that a vector of weights belongs to one input. It is a row of
- * blocks of 32 inputs, so a thread reads its panels from the first byte to the last. A block of half precision is
- * [inputs][outputs]. A block of integers has groups of 16 or 32 inputs. It starts with the scale, and perhaps the
- * addend, of each group and output: [groups][1 or 2][outputs] in float32. Then come words [words][outputs] of 32 bits,
- * each with 4 integers of 8 bits or 8 of 4 bits, which belong to successive inputs; the lowest bits are the first.
- * Integers are signed, but those of 4 bits with an addend are not.
+ * blocks of 32 inputs, so a thread reads its panels from the first byte to the last. A block has words [words][outputs]
+ * of 32 bits, each with 2 numbers of half precision, 4 integers of 8 bits or 8 of 4 bits, which belong to successive
+ * inputs; the lowest bits are the first. Integers are signed, but those of 4 bits with an addend are not. A block of
+ * integers has groups of 16 or 32 inputs. It starts with the scale, and perhaps the addend, of each group and output:
+ * [groups][1 or 2][outputs] in float32.
  *
  * Weights are decoded in chunks that stay in the first cache, and each chunk is multiplied with all rows before the next
  * one is decoded. Sums are in float32. Their order is the same for any number of rows and threads.
@@ -36,23 +36,28 @@
 typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int Integers __attribute__((vector_size(64), aligned(4), may_alias));
 typedef unsigned Words __attribute__((vector_size(64)));
-typedef unsigned short Halves __attribute__((vector_size(32), aligned(1), may_alias));
 
 INLINE Floats numbers(Integers integers) { return __builtin_convertvector(integers, Floats); }
-INLINE Words words_at(const Byte *p) { return __builtin_convertvector(*(const Halves *)p, Words); }
 
 /* A block in half precision → out [inputs][outputs]. */
-static void bf16(const Byte *p, float *out) {
-    for (int i = 0; i < BLOCK * PANEL; i += 16) *(Floats *)(out + i) = (Floats)(words_at(p + 2 * i) << 16);
+INLINE void halves(const Byte *p, float *out, Floats number(Words)) {
+    for (int i = 0; i < BLOCK * PANEL; i += 2 * PANEL)
+        UNROLL for (int half = 0; half < PANEL; half += 16) {
+            Words pair = (Words) * (const Integers *)(p + 2 * i + 4 * half);
+            *(Floats *)(out + i + half) = number(pair << 16);
+            *(Floats *)(out + i + PANEL + half) = number(pair & 0xffff0000);
+        }
 }
 
-static void f16(const Byte *p, float *out) {
-    for (int i = 0; i < BLOCK * PANEL; i += 16) {
-        Words bits = words_at(p + 2 * i);
-        Floats size = (Floats)((bits & 0x7fff) << 13) * 0x1p112f;
-        *(Floats *)(out + i) = (Floats)((Words)size | (bits & 0x8000) << 16);
-    }
+/* Of 16 bits in the upper half of a word. */
+INLINE Floats bf16_number(Words bits) { return (Floats)bits; }
+INLINE Floats f16_number(Words bits) {
+    Floats size = (Floats)((bits & 0x7fffffff) >> 3) * 0x1p112f;
+    return (Floats)((Words)size | (bits & 0x80000000));
 }
+
+static void bf16(const Byte *p, float *out) { halves(p, out, bf16_number); }
+static void f16(const Byte *p, float *out) { halves(p, out, f16_number); }
 
 /* A block of integers. The scale and the addend of 16 outputs stay in registers for a group of inputs. */
 INLINE void integers(const Byte *p, float *out, const int BITS, const int GROUP, const int ADDEND) {
