@@ -31,7 +31,7 @@ from windfall.checkpoints.model_dir import readable
 from windfall.core.types import InputError
 from windfall.kernels.few_rows import Kernel, cpu_kernel
 from windfall.kernels.packed import PackedLinear
-from windfall.kernels.panels import BLOCK, Panels, of_halves, rounded
+from windfall.kernels.panels import BLOCK, LAYOUT, Panels, of_halves, rounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -93,7 +93,7 @@ def _replace(model: PreTrainedModel, name: str, packed: Packed, kernel: Kernel) 
 
 def read_gguf(file: Path, name: str, kernel: Kernel) -> tuple[PreTrainedModel, Path]:
     """The model of a GGUF file, whose linear layers stay packed; and its folder, which has the tokenizer."""
-    folder = converted(file, f"{name}-panels", _convert)
+    folder = converted(file, f"{name}-panels-{LAYOUT}", _convert)
     with readable(f"cannot load '{file}'", str(file)):
         config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
         stored = _read(folder)

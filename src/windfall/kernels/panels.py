@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+LAYOUT = 1  # of panels in files; raise it when the bytes of a panel change
 PANEL = 32  # outputs
 BLOCK = 32  # inputs
 WORD = 32  # bits
@@ -30,7 +31,7 @@ class Panels(NamedTuple):
 
 def of_halves(weight: Tensor) -> Panels:
     """A weight in bfloat16 or float16."""
-    pairs = _by_input(weight).unflatten(2, (-1, 2)).transpose(3, 4)  # [P, blocks, words, 32, 2]
+    pairs = _by_input(weight).view(-1, weight.shape[1] // BLOCK, BLOCK // 2, 2, PANEL).transpose(3, 4)
     return Panels(pairs.contiguous().view(torch.uint8).flatten(1), HALVES[weight.dtype], *weight.shape)
 
 
