@@ -20,6 +20,8 @@ from windfall.checkpoints.quiet_libs import quiet
 from windfall.core.types import InputError
 from windfall.kernels.packed import PackedLinear, packed_formats
 from windfall.model.target import Target
+from windfall.train.lm import Shape, new_student
+from windfall.train.new_block import new_block
 
 SIZES = {**SHAPE, "hidden_size": 64, "intermediate_size": 96, "pad_token_id": 2}
 PROMPT = [5, 9, 12, 9, 12]
@@ -183,6 +185,22 @@ def test_a_model_can_be_copied_and_saved(tmp_path: Path) -> None:
     file = tmp_path / "tiny.gguf"
     write_gguf(file, tiny(), mixed)
     made = load_model(file, device="cpu", weights="file").model
+    made.save_pretrained(tmp_path / "folder")
+    saved = load_model(tmp_path / "folder", device="cpu").model
+    assert not packed_formats(saved) and {*saved.state_dict()} == {*made.state_dict()}
+    assert all(torch.equal(tensor, made.state_dict()[name]) for name, tensor in saved.state_dict().items())
     torch.save(made, tmp_path / "whole.pt")
     for other in (copy.deepcopy(made), torch.load(tmp_path / "whole.pt", weights_only=False)):
         assert torch.equal(logits(other), logits(made))
+
+
+def test_drafters_can_be_made_of_packed_layers(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, tiny(), mixed)
+    targets = [Target(load_model(file, device="cpu", weights=weights).model) for weights in (None, "file")]
+    for make in (lambda target: new_student(target, Shape("1")).body, lambda target: new_block(target, {"layers": 2})):
+        torch.manual_seed(0)
+        one = make(targets[0]).state_dict()
+        torch.manual_seed(0)
+        other = make(targets[1]).state_dict()
+        assert {*one} == {*other} and all(torch.equal(other[name], tensor) for name, tensor in one.items())

@@ -7,6 +7,7 @@ Decoding on a CPU waits for weights to be read from memory, so smaller weights m
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,9 +36,14 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.kernel, self.format, self.format_name = kernel, weight.format, format_name
         self.in_features, self.out_features = weight.inputs, weight.outputs
-        self.register_buffer("panels", weight.bytes.contiguous())
+        self.register_buffer("panels", weight.bytes.contiguous(), persistent=False)
         self.bias = bias
         self._shared = () if embedding is None else (embedding,)  # a tuple, so that it is no module of this one
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Others see, copy and save an ordinary linear layer, with its weight in float32."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = self.weight if keep_vars else self.weight.detach()
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, format={self.format_name}"
