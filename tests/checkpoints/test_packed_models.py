@@ -13,9 +13,11 @@ import transformers
 import windfall
 from helpers.cpu_kernel import compiled
 from helpers.gguf import SHAPE, write_gguf
+from windfall.bench.provenance import model_hash
 from windfall.checkpoints import packed
 from windfall.checkpoints.bundled import fingerprint
 from windfall.checkpoints.find import load_model
+from windfall.checkpoints.gguf import architecture_of
 from windfall.checkpoints.quiet_libs import quiet
 from windfall.core.types import InputError
 from windfall.kernels.packed import PackedLinear, packed_formats
@@ -122,6 +124,7 @@ def test_files_are_kept_by_default(how: dict[str, Any], packed: bool, tmp_path: 
     engine = windfall.load(file, "ngram", device="cpu", **how)
     assert bool(packed_formats(engine.target.model)) == packed
     tiny().save_pretrained(tmp_path / "folder")
+    assert model_hash(engine.target.model) == model_hash(load_model(file, device="cpu", dtype=how.get("dtype")).model)
     assert not packed_formats(windfall.load(tmp_path / "folder", "ngram", device="cpu", **how).target.model)
 
 
@@ -129,6 +132,7 @@ def test_files_that_cannot_be_kept_are_converted(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("WINDFALL_CACHE", str(tmp_path / "cache"))
     file = tmp_path / "tiny.gguf"
     write_gguf(file, tiny(), mixed)
+    assert architecture_of(file) == "llama" and architecture_of(Path(__file__)) is None
     monkeypatch.setattr(packed, "matched", lambda contents: None)
     assert not packed_formats(windfall.load(file, "ngram", device="cpu").target.model)
     monkeypatch.setattr(packed, "cpu_kernel", lambda folder: None)
@@ -189,6 +193,11 @@ def test_a_model_can_be_copied_and_saved(tmp_path: Path) -> None:
     saved = load_model(tmp_path / "folder", device="cpu").model
     assert not packed_formats(saved) and {*saved.state_dict()} == {*made.state_dict()}
     assert all(torch.equal(tensor, made.state_dict()[name]) for name, tensor in saved.state_dict().items())
+    made.load_state_dict(made.state_dict())
+    doubled = {name: 2 * tensor for name, tensor in made.state_dict().items()}
+    with pytest.raises(RuntimeError, match="is packed; load the model with full weights"):
+        made.load_state_dict(doubled)
+    made = load_model(file, device="cpu", weights="file").model
     torch.save(made, tmp_path / "whole.pt")
     for other in (copy.deepcopy(made), torch.load(tmp_path / "whole.pt", weights_only=False)):
         assert torch.equal(logits(other), logits(made))

@@ -123,3 +123,14 @@ def test_other_uses_are_left_to_torch(calls: list[int], monkeypatch: pytest.Monk
         monkeypatch.setattr(cpu_layers, "MOST_ROWS", 0)
         torch.testing.assert_close(passes(swapped, rotary, 1, ()), passes(plain, rotary, 1, ()))
     assert not calls
+
+
+@torch.inference_mode()
+def test_tensors_that_move_are_seen(calls: list[int]) -> None:
+    plain, rotary = layer({}), Rotary(LlamaConfig(**SIZES))
+    swapped = copy.deepcopy(plain)
+    use_cpu_layers(swapped)
+    swapped.bfloat16().float()  # as a second engine does that shares the head
+    plain.bfloat16().float()
+    torch.testing.assert_close(passes(swapped, rotary, 1, ()), passes(plain, rotary, 1, ()))
+    assert not calls

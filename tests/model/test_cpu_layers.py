@@ -323,3 +323,44 @@ def test_outputs_that_hooks_keep_do_not_change() -> None:
 def test_layers_that_do_not_fit_are_left_alone() -> None:
     odd = with_kernels(made("Llama", head_dim=8, hidden_act="gelu", hidden_size=40))
     assert not any(isinstance(module, CpuNorm | CpuMlp | CpuAttention) for module in odd.modules())
+
+
+class Adapted(torch.nn.Module):
+    """What an adapter puts in the place of a linear layer, which it keeps."""
+
+    def __init__(self, base_layer: torch.nn.Linear):
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.base_layer(x)
+
+
+def test_modules_that_are_replaced_later_are_seen(runs: list[int]) -> None:
+    pair = deep_pair()
+    passes(pair[1])
+    for model in pair:
+        attention, mlp = model.model.layers[1].self_attn, model.model.layers[3].mlp
+        attention.q_proj, mlp.down_proj = Adapted(attention.q_proj), Adapted(mlp.down_proj)
+    runs.clear()
+    torch.testing.assert_close(passes(pair[1]), passes(pair[0]), rtol=1e-4, atol=1e-5)
+    assert runs == [1] * 4 * 4  # of the other layers
+
+
+def test_classes_with_the_name_of_a_known_model_are_left_alone(runs: list[int]) -> None:
+    plain, swapped = deep_pair()
+    scaled = type("LlamaForCausalLM", (type(plain),), {"forward": scaled_logits})
+    plain.__class__ = swapped.__class__ = scaled
+    torch.testing.assert_close(passes(swapped), passes(plain), rtol=1e-4, atol=1e-5)
+    assert 6 not in runs
+
+
+def scaled_logits(
+    self: Any, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, past_key_values: Any = None,
+    **more: Any,
+) -> Any:  # fmt: skip
+    found = transformers.LlamaForCausalLM.forward(
+        self, input_ids, attention_mask, position_ids, past_key_values, **more
+    )
+    found.logits = 3 * found.logits
+    return found

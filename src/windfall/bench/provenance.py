@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 
 from windfall import __version__
 from windfall.bench.paths import shorten
@@ -20,6 +21,7 @@ from windfall.bench.tasks import Prompt
 from windfall.drafters.base import Drafter
 from windfall.engine.engine import Engine
 from windfall.engine.profiling import machine
+from windfall.kernels.packed import PackedLinear
 from windfall.model.decoder import attention_of
 from windfall.model.target import Target
 
@@ -35,7 +37,7 @@ def describe(
         **describe_client(prompts, command, target.device),
         "target": {
             "name": shorten(target.name),
-            "weights": weights_hash(target.model.named_parameters()),
+            "weights": model_hash(target.model),
             "dtype": str(target.decoder.dtype).removeprefix("torch."),
             "device": target.device.type,
             "attention": attention_of(target.model),
@@ -75,6 +77,16 @@ def weights_hash(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
         known.update(f"{name} {tuple(parameter.shape)}".encode())
         known.update(values[:: max(len(values) // HASHED_VALUES, 1)].float().cpu().numpy().tobytes())
     return known.hexdigest()[:16]
+
+
+def model_hash(model: nn.Module) -> str:
+    """`weights_hash` of a model's weights, of packed ones as they are decoded."""
+    packed = (
+        (f"{name}.weight", module.weight)
+        for name, module in model.named_modules()
+        if isinstance(module, PackedLinear) and not module.shares
+    )
+    return weights_hash([*model.named_parameters(), *packed])
 
 
 def prompts_hash(prompts: Sequence[Prompt]) -> str:

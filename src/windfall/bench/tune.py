@@ -278,13 +278,13 @@ def _draw(chance: random.Random, default: Any, low: float, high: float) -> Any:
 
 def describe(engine: Any, drafter: DrafterSpec, prompts: Sequence[Any], sampling: Settings) -> dict[str, Any]:
     """What a measurement depends on besides the policy."""
-    from windfall.bench.provenance import weights_hash
+    from windfall.bench.provenance import model_hash
     from windfall.engine.profiling import machine
 
     target = engine.target
     return {
         "target": shorten(target.name),
-        "weights": weights_hash(target.model.named_parameters()),
+        "weights": model_hash(target.model),
         "drafter": drafter.label,
         "coupled": engine.coupled,
         "dtype": str(target.decoder.dtype).removeprefix("torch."),

@@ -9,6 +9,7 @@ import importlib
 import json
 import math
 import shutil
+import struct
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -39,6 +40,7 @@ QUANTISATIONS = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
     *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
 )
+STRING = 8  # the number of this type in a GGUF file
 HEAD_COUNTS = {"q": "head_count", "k": "head_count_kv"}
 UNUSED_TENSORS = ("rope_freqs.weight",)  # transformers does not need them
 SINGLE_DIGIT_TOKENIZERS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
@@ -87,6 +89,17 @@ def _check_gguf(file: Path) -> None:
         raise InputError(f"'{file}' is empty")
     if magic != b"GGUF":
         raise InputError(f"'{file}' is not a GGUF file; pass a GGUF file or the folder of a model")
+
+
+def architecture_of(file: Path) -> str | None:
+    """The architecture that a GGUF file names at its beginning; None if it does not."""
+    with suppress(OSError, struct.error, UnicodeDecodeError), file.open("rb") as opened:
+        magic, _, _, _, length = struct.unpack("<4sIQQQ", opened.read(32))
+        key = opened.read(min(length, 64))
+        kind, size = struct.unpack("<IQ", opened.read(12))
+        if (magic, key, kind) == (b"GGUF", b"general.architecture", STRING):
+            return opened.read(min(size, 64)).decode()
+    return None
 
 
 def _version(file: Path) -> str:

@@ -1,4 +1,4 @@
-"""The blocks of GGUF's formats as integers with scales and addends, which together are the same weights."""
+"""Converts the blocks of GGUF formats, without loss, to integers with scales and addends."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Models with packed weights, for a CPU: packed after loading, or with the numbers that a GGUF file has.
 
 A GGUF file is converted once into a folder with its configuration, its tokenizer and `panels.safetensors`. This file
-holds the panels of each weight under the name of the model's parameter, and what else `Packed` says as metadata.
+stores the panels of each weight under the parameter's name; format, sizes and the GGUF type are in its metadata.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ class TargetChoice:
     weights: str | None = option(
         None,
         "On a CPU, store the target's weights as bf16, int8, file (the numbers of a GGUF file) or full (as --dtype). "
-        "Small weights are faster. The text is that of the model with these weights. Default: file for a GGUF file in "
-        "float32, else full.",
+        "Fewer bits per weight make decoding faster. The text is that of the model with these weights. Default: file "
+        "for GGUF files that support it, else full.",
     )
     trust_remote_code: bool = option(False, "Run Python code that comes with the model.")
 

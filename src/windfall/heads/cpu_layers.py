@@ -10,7 +10,7 @@ from windfall.heads.eagle3 import ConcatLayer
 from windfall.heads.layers import Memory, RMSNorm
 from windfall.kernels.cpu.operands import readable, unobserved
 from windfall.kernels.cpu_layers import WIDTH_STEP, Layer, LayerKernels, prepared_kernels
-from windfall.model.cpu_layers import Place, linear_of, sizes_agree
+from windfall.model.cpu_layers import Place, linear_of, place_of, sizes_agree, unchanged
 from windfall.model.cpu_modules import MOST_ROWS, WithKernels, is_silu, use_kernels
 from windfall.model.kv_cache import KVCache
 
@@ -19,17 +19,17 @@ def use_cpu_layers(head: nn.Module) -> None:
     """Let the layers of this head, whose weights stay as they are, use the kernels, if they are prepared."""
     kernels = prepared_kernels()
     for module in head.modules():
-        layer = _known_layer(module) if type(module) is ConcatLayer else None
-        if kernels is not None and layer is not None:
+        known = _known_layer(module) if type(module) is ConcatLayer else None
+        if kernels is not None and known is not None:
             use_kernels(module, CpuConcatLayer, kernels)
-            vars(module)["cpu_layer"] = layer
+            vars(module)["cpu_layer"] = known
 
 
 class CpuConcatLayer(WithKernels):
     """A layer whose attention reads the concatenated embedding and feature."""
 
     cpu_kernels: LayerKernels
-    cpu_layer: Layer
+    cpu_layer: tuple[Layer, list[Place]]  # and the tensors that it reads
     self_attn: Any
     hidden_norm: RMSNorm
     normed_residual: bool
@@ -43,7 +43,9 @@ class CpuConcatLayer(WithKernels):
     def _by_kernel(
         self, embedded: Tensor, hidden: Tensor, turn: tuple[Tensor, Tensor], memory: Any, cache: KVCache
     ) -> Tensor | None:
-        batch, layer, place = len(hidden), self.cpu_layer, self.self_attn.place
+        (layer, places), batch, place = self.cpu_layer, len(hidden), self.self_attn.place
+        if not unchanged(places):
+            return None
         cos, sin = (angles[:, 0].expand(batch, -1, -1) for angles in turn)
         storage = cache.layers[place].allocated(hidden.new_empty(batch, 1, layer.kv_heads * layer.width), layer.width)
         mask = memory.mask_of(place)
@@ -51,8 +53,8 @@ class CpuConcatLayer(WithKernels):
         return self.cpu_kernels.concat_layer(layer, self.hidden_norm.weight, self.normed_residual, *given)
 
 
-def _known_layer(module: Any) -> Layer | None:
-    """This layer for the kernel; None: it cannot compute it."""
+def _known_layer(module: Any) -> tuple[Layer, list[Place]] | None:
+    """This layer for the kernel, and the tensors that it reads; None: the kernel cannot compute it."""
     attention, mlp = module.self_attn, module.mlp
     places: list[Place] = []
     linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
@@ -67,4 +69,5 @@ def _known_layer(module: Any) -> Layer | None:
     eps = [0.0 if norm is None else norm.eps for norm in norms]
     heads = (own[0].outputs // width, own[1].outputs // width, width)  # type: ignore[union-attr]
     layer = Layer(*own, *weights, *heads, *eps, width**-0.5)
-    return layer if sizes_agree(layer, read=2) else None
+    places += [place_of(norm._parameters, "weight") for norm in known]
+    return (layer, places) if sizes_agree(layer, read=2) else None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from windfall.core.errors import InputError
 from windfall.heads.base import DraftHead
 from windfall.heads.cpu_layers import use_cpu_layers
-from windfall.kernels.few_rows import Kernel, is_faster, prepared_kernel
+from windfall.kernels.few_rows import FewRowsLinear, Kernel, is_faster, prepared_kernel
 from windfall.kernels.packed import PackedLinear
 from windfall.kernels.panels import BLOCK, rounded
 
@@ -27,13 +27,14 @@ TRIAL_ROWS = 4
 
 
 def in_precision(head: Head, wanted: str) -> Head:
-    """The head with weights of this precision (auto, int8 or full), as far as a CPU has a choice."""
+    """The head with its large weights in this precision (auto, int8 or full). Only heads on a CPU change."""
     if wanted == "full" or head.device.type != "cpu":
         return head
     kernel = prepared_kernel() if head.dtype is torch.float32 and head.vocabulary.shape[1] % BLOCK == 0 else None
     if kernel is None and wanted == "int8":
         raise InputError(
-            "int8 weights of a head need Linux, a C compiler and float32; leave weights out or set it full"
+            "int8 weights of a head need Linux, a C compiler, float32 and a width that is a multiple of 32; "
+            "leave weights out or set it full"
         )
     if kernel is None or (wanted == "auto" and head.vocabulary.numel() < MIN_VOCABULARY):
         return head
@@ -50,7 +51,11 @@ def packed(head: Head, kernel: Kernel, vocabulary: PackedLinear) -> Head:
     twin._shared = {name: tensor for name, tensor in head._shared.items() if name == "embedding"}
     twin.lm_head, twin.packed_vocabulary = None, vocabulary
     for name, layer in [*twin.named_modules()]:
-        if type(layer) is nn.Linear and layer.in_features % BLOCK == 0 and layer.weight.numel() >= MIN_NUMBERS:
+        if (
+            type(layer) in (nn.Linear, FewRowsLinear)
+            and layer.in_features % BLOCK == 0
+            and layer.weight.numel() >= MIN_NUMBERS
+        ):
             twin.set_submodule(name, PackedLinear(kernel, rounded(layer.weight.detach()), "int8", layer.bias))
     use_cpu_layers(twin)
     return twin.eval()

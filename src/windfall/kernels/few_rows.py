@@ -24,11 +24,11 @@ from windfall.core.errors import InputError
 from windfall.core.files import replace_text
 from windfall.kernels.cpu.compile import library
 from windfall.kernels.cpu.operands import readable, unobserved
-from windfall.kernels.panels import Panels, rounded
+from windfall.kernels.panels import Panels, samples
 
 SOURCE = Path(__file__).parent / "cpu" / "few_rows.c"
 FLOAT32 = 0  # the number of this format in panels.h
-LEAST_OUTPUTS, INPUT_STEP = 4, 16  # the kernel takes more outputs than this, and inputs in multiples of this
+LEAST_OUTPUTS, INPUT_STEP = 4, 16  # the kernel takes at least this many outputs, and inputs in multiples of this
 TRIAL_ROWS = (2, 4, 8, 16, 32, 64)  # for which the kernel is compared with torch
 TRIAL_INPUTS, TRIAL_OUTPUTS, MANY_OUTPUTS = 1024, 64, 4096
 TRIALS = 9
@@ -75,9 +75,10 @@ class Kernel:
 
 @cache
 def cpu_kernel(folder: Path) -> Kernel | None:
-    """The kernel, compiled into this folder. None: it cannot be compiled here."""
+    """The kernel, compiled into this folder. None: it cannot be compiled here, or its results are wrong."""
     found = library(SOURCE, folder)
-    return None if found is None else Kernel(*found)
+    kernel = None if found is None else Kernel(*found)
+    return kernel if kernel is not None and _is_right(kernel) else None
 
 
 class FewRows(NamedTuple):
@@ -126,7 +127,7 @@ def use_few_rows(model: nn.Module) -> None:
 
 
 def prepared_kernel() -> Kernel | None:
-    """The kernel, if it is right here."""
+    """The kernel, if its results are correct on this machine."""
     return _used[0].kernel if _used else None
 
 
@@ -137,9 +138,9 @@ def rows_of_kernel() -> range:
 
 @cache
 def prepare_few_rows(folder: Path) -> None:
-    """Compile and load the kernel, if it is right here. It is kept in this folder."""
+    """Compile and load the kernel, if that works here. It is kept in this folder."""
     kernel = None if _used else cpu_kernel(folder)
-    if kernel is not None and _is_right(kernel):
+    if kernel is not None:
         known = kernel.file.with_suffix(f".{torch.__version__}.{torch.get_num_threads()}.json")
         _used.append(FewRows(kernel, _known_rows(kernel, known)))
 
@@ -164,10 +165,13 @@ def _read(file: Path) -> range | None:
 
 @torch.inference_mode()
 def _is_right(kernel: Kernel) -> bool:
-    """Whether its products are what torch computes."""
+    """Whether its products, with weights in all formats, are what torch computes."""
     x, weight = _trial(TRIAL_ROWS[-1], TRIAL_OUTPUTS)
-    panels = rounded(weight)
-    pairs = (kernel.product(x, weight), weight), (kernel.product_of_panels(x, panels), kernel.unpack(panels))
+    pairs = [(kernel.product(x, weight), weight)]
+    for panels, decoded in samples(weight):
+        if not torch.equal(kernel.unpack(panels), decoded):
+            return False
+        pairs.append((kernel.product_of_panels(x, panels), decoded))
     exact = [F.linear(x.double(), own.double()) for _, own in pairs]
     return all(
         bool((found - wanted).abs().max() <= MOST_ERROR * wanted.abs().max())

@@ -45,6 +45,12 @@ class PackedLinear(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}weight"] = self.weight if keep_vars else self.weight.detach()
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        given = state_dict.pop(f"{prefix}weight", None)  # the last of `rest` is the list of errors
+        if given is not None and not torch.equal(given.float(), self.weight):
+            rest[-1].append(f"{prefix}weight is packed; load the model with full weights to change them")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, format={self.format_name}"
 

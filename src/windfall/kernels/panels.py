@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -59,6 +60,19 @@ def rounded(weight: Tensor, group: int = BLOCK, bits: int = 8) -> Panels:
     scales = values.abs().amax(2, keepdim=True).clamp_(min=1e-20).div_(LARGEST[bits])
     integers = (values / scales).round_().to(torch.int8).view(weight.shape)
     return of_integers(integers, scales[..., 0], bits=bits)
+
+
+def samples(weight: Tensor) -> Iterator[tuple[Panels, Tensor]]:
+    """Some weights in every format, and what they are in float32; the integers come from this weight [N, K]."""
+    for dtype in HALVES:
+        yield of_halves(weight.to(dtype)), weight.to(dtype).float()
+    for bits, group, with_addends in INTEGERS:
+        values = weight.view(torch.int32) & 15 if bits == 4 else weight.view(torch.int32) >> 8 & 255
+        values = (values if bits == 4 and with_addends else values - 2 ** (bits - 1)).to(torch.int8)
+        scales, addends = weight[:, ::group].bfloat16().float().contiguous(), weight[:, 1::group].bfloat16().float()
+        wide = values.float() * scales.repeat_interleave(group, 1)  # exact, like the sum, which is rounded once
+        exact = wide.double() + addends.repeat_interleave(group, 1) if with_addends else wide
+        yield of_integers(values, scales, addends.contiguous() if with_addends else None, bits), exact.float()
 
 
 def _panelled(rows: Tensor) -> Tensor:

@@ -77,7 +77,8 @@ def all_states(
     """
     base: Any = model.base_model
     kernels, names = prepared_kernels(), (type(model).__name__, type(base).__name__)
-    if kernels is None or names not in KNOWN_MODELS or not unobserved():
+    own = all(type(module).__module__.startswith("transformers.models.") for module in (model, base))
+    if kernels is None or names not in KNOWN_MODELS or not own or not unobserved():
         return None
     layers = [*base.layers][: base.config.num_hidden_layers]
     known = _known(layers, tokens.numel())
@@ -135,6 +136,14 @@ class Place(NamedTuple):
     address: int
 
 
+def unchanged(places: list[Place]) -> bool:
+    """Whether the same tensors are in the same places."""
+    for holder, name, tensor, address in places:  # a loop is faster, and this runs many times in a pass
+        if holder.get(name) is not tensor or (tensor is not None and tensor.data_ptr() != address):
+            return False
+    return True
+
+
 class KnownLayer(NamedTuple):
     """What a kernel needs to know of a decoder layer, and on which modules and tensors this depends."""
 
@@ -143,14 +152,17 @@ class KnownLayer(NamedTuple):
     weights: int  # in float32
     number: int  # of the layer in the cache
     places: list[Place]
+    children: list[tuple[dict[str, Any], str, nn.Module | None]]  # the modules in it, where they are registered
     modules: list[nn.Module]
     attributes: list[Any]  # their `vars`
     watched: bool  # by hooks
 
     def is_current(self) -> bool:
-        for holder, name, tensor, address in self.places:  # this runs for each layer of each pass
-            if holder.get(name) is not tensor or (tensor is not None and tensor.data_ptr() != address):
+        for children, name, module in self.children:  # this runs for each layer of each pass
+            if children.get(name) is not module:
                 return False
+        if not unchanged(self.places):
+            return False
         for own in self.attributes:
             if (own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own) and not self.watched:
                 return not any(map(_watched, self.modules))
@@ -179,7 +191,10 @@ def known_layer(module: Any) -> KnownLayer:
     whole = [place.tensor for place in places if place.tensor is not None and place.tensor.is_floating_point()]
     numbers, attributes = sum(tensor.numel() for tensor in whole), [*map(vars, modules)]
     sizes = (0, 0, 0) if layer is None else (layer.o.outputs, layer.kv_heads, layer.width)
-    return KnownLayer(layer, sizes, numbers, attention.layer_idx, places, modules, attributes, watched)
+    children = [
+        (part._modules, name, part._modules.get(name)) for part in (module, attention, mlp) for name in part._modules
+    ]
+    return KnownLayer(layer, sizes, numbers, attention.layer_idx, places, children, modules, attributes, watched)
 
 
 def sizes_agree(layer: Layer, read: int = 1) -> bool:
@@ -206,7 +221,7 @@ def linear_of(module: Any, places: list[Place]) -> Linear | None:
     weight: Any = holder[name]
     bias = module._parameters.get("bias")
     sizes = weight.shape if format == FLOAT32 else (module.out_features, module.in_features)
-    places += [_place(holder, name), _place(module._parameters, "bias")]
+    places += [place_of(holder, name), place_of(module._parameters, "bias")]
     numbers = [tensor for tensor in (weight if format == FLOAT32 else None, bias) if tensor is not None]
     plain = readable(*numbers) and all(each.is_contiguous() for each in (weight, *numbers)) and weight.is_cpu
     if not plain or not (format != FLOAT32 or fits(*sizes)):
@@ -220,11 +235,11 @@ def _norm(module: Any, places: list[Place]) -> int | None:
         return 0
     if not isinstance(module, CpuNorm):
         return None
-    places.append(_place(module._parameters, "weight"))
+    places.append(place_of(module._parameters, "weight"))
     return module.weight.data_ptr() if readable(module.weight) and module.weight.is_contiguous() else None
 
 
-def _place(holder: dict[str, Any], name: str) -> Place:
+def place_of(holder: dict[str, Any], name: str) -> Place:
     tensor = holder.get(name)
     return Place(holder, name, tensor, 0 if tensor is None else tensor.data_ptr())
 

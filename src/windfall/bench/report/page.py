@@ -393,12 +393,12 @@ def draw_trees(
 ) -> list[Path]:
     """Draw an example tree for each method with this drafter: of one text, the cycle that accepted most."""
     from windfall import registry
-    from windfall.bench.provenance import weights_hash
+    from windfall.bench.provenance import model_hash
     from windfall.engine.loading import attach_costs
     from windfall.render import tree_drawing
 
     known = run.provenance.get("target")
-    if isinstance(known, dict) and known.get("weights") != weights_hash(engine.target.model.named_parameters()):
+    if isinstance(known, dict) and known.get("weights") != model_hash(engine.target.model):
         raise InputError(
             f"'{folder}' was run with {known.get('name')}, not {engine.target.name}; give that as --target"
         )

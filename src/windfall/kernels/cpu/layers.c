@@ -226,6 +226,8 @@ static void attend(const Attention *all, long head, long first, long count, floa
     }
 }
 
+static int no_memory; /* a thread has found none */
+
 /* What one thread does: a range of the queries of all key heads. */
 static void work(void *given) {
     const Attention *all = given;
@@ -234,6 +236,7 @@ static void work(void *given) {
     long step = (all->start + all->rows + PANEL - 1) / PANEL * PANEL + LANES;
     long floats = QUERIES * (step + all->width) + PANEL * all->width;
     float *scores = malloc(floats * sizeof(float) + step * sizeof(int));
+    if (!scores) no_memory = 1;
     for (long at = total * thread / threads; scores && at < end; at += count) {
         count = at_most(at_most(QUERIES, end - at), each - at % each);
         attend(all, at / each, at % each, count, scores, step, (int *)(scores + floats));
@@ -318,6 +321,7 @@ int decoder_layers(const Layer *const *layers, long count, const float *x, float
     long n = sizes[0] * sizes[1], most = 0;
     for (long i = 0; i < count; i++) most = at_least(most, room(layers[i]));
     float *normed = malloc(n * most * sizeof(float));
+    no_memory = 0;
     for (long i = 0; normed && i < count; i++, x = y, y += n * layers[i - 1]->o.outputs) {
         const Layer *own = layers[i];
         long hidden = own->o.outputs;
@@ -326,7 +330,7 @@ int decoder_layers(const Layer *const *layers, long count, const float *x, float
                   normed + n * hidden, threads);
     }
     free(normed);
-    return normed != 0;
+    return normed && !no_memory;
 }
 
 /* The first layer of an EAGLE-3 head, whose attention reads embeddings and features side by side, each normed. It adds
@@ -337,6 +341,7 @@ int concat_layer(const Layer *layer, const float *feature_norm, int add_normed, 
     long n = sizes[0] * sizes[1], hidden = layer->o.outputs;
     float *both = malloc(n * (room(layer) + hidden) * sizeof(float)), *own = both + 2 * n * hidden;
     if (!both) return 0;
+    no_memory = 0;
     norm(features, feature_norm, own, n, hidden, layer->before_attention_eps);
     for (long row = 0; row < n; row++) {
         float *place = both + 2 * row * hidden;
@@ -346,5 +351,5 @@ int concat_layer(const Layer *layer, const float *feature_norm, int add_normed, 
     run_layer(layer, both, add_normed ? own : features, y, cosines, sines,
               attention_of(layer, keys, values, mask, sizes), own + n * hidden, threads);
     free(both);
-    return 1;
+    return !no_memory;
 }

@@ -7,7 +7,7 @@
  * integers has groups of 16 or 32 inputs. It starts with the scale, and perhaps the addend, of each group and output:
  * [groups][1 or 2][outputs] in float32.
  *
- * Weights are decoded in chunks that stay in the first cache, and each chunk is multiplied with all rows before the next
+ * Weights are decoded in chunks that stay in the L1 cache, and each chunk is multiplied with all rows before the next
  * one is decoded. Sums are in float32. Their order is the same for any number of rows and threads.
  */
 

@@ -24,8 +24,8 @@ typedef unsigned char Byte;
 static inline long at_most(long a, long b) { return a < b ? a : b; }
 static inline long at_least(long a, long b) { return a > b ? a : b; }
 
-/* sum += a * b, in the register of the sum. GCC would otherwise put results into registers of operands that are not used
- * again, and then move them. USED keeps an operand in its register up to there. */
+/* Without IN_PLACE, GCC may write a sum to another register and move it back. USED says that an operand is still needed,
+ * so that its register is not reused. */
 #if defined(__AVX512F__)
 #define IN_PLACE(x) __asm__("" : "+v"(x))
 #define USED(x) __asm__ volatile("" ::"v"(x))
