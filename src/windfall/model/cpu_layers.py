@@ -1,4 +1,4 @@
-"""Decoder layers of known models on a CPU: one call of a C kernel computes successive layers for a few rows.
+"""Decoder layers of known models on a CPU: one call of a C kernel computes all layers for a few rows.
 
 This works if nothing watches or replaces the layers and the modules in them. Otherwise each layer is a call, or its
 modules use kernels, each its own (`cpu_modules.py`).
@@ -20,6 +20,7 @@ from windfall.model.kv_cache import KVCache
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")  # whose norms, gates and attention are Llama's
 KNOWN_MODELS = {(f"{family}ForCausalLM", f"{family}Model") for family in FAMILIES}
+FROM_TRANSFORMERS = "transformers.models."  # the modules of its classes
 SMALL_LAYER = 20_000_000  # weights of a layer up to which one call is faster than torch's products of one row
 CAPTURING = "transformers.utils.output_capturing"
 
@@ -27,15 +28,12 @@ CAPTURING = "transformers.utils.output_capturing"
 def use_cpu_layers(model: nn.Module) -> None:
     """Let the layers of this model use the kernels, if they are prepared."""
     names, kernels = {family + part: PARTS[part] for family in FAMILIES for part in PARTS}, prepared_kernels()
+    if kernels is None:
+        return
     for module in model.modules():
         own: Any = type(module)
         part = names.get(own.__name__)
-        if (
-            kernels is not None
-            and part is not None
-            and own.__module__.startswith("transformers.models.")
-            and part.fits(module)
-        ):
+        if part is not None and own.__module__.startswith(FROM_TRANSFORMERS) and part.fits(module):
             use_kernels(module, part, kernels)
 
 
@@ -77,7 +75,7 @@ def all_states(
     """
     base: Any = model.base_model
     kernels, names = prepared_kernels(), (type(model).__name__, type(base).__name__)
-    own = all(type(module).__module__.startswith("transformers.models.") for module in (model, base))
+    own = all(type(module).__module__.startswith(FROM_TRANSFORMERS) for module in (model, base))
     if kernels is None or names not in KNOWN_MODELS or not own or not unobserved():
         return None
     layers = [*base.layers][: base.config.num_hidden_layers]
