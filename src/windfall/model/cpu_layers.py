@@ -196,7 +196,7 @@ def known_layer(module: Any) -> KnownLayer:
 
 
 def sizes_agree(layer: Layer, read: int = 1) -> bool:
-    """Whether the sizes of its linear layers belong together; attention reads so many states of each row."""
+    """Whether the sizes of its linear layers belong together. Attention reads `read` states of a row, side by side."""
     hidden, heads, shared = layer.o.outputs, layer.heads * layer.width, layer.kv_heads * layer.width
     outputs = [each.outputs for each in (layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down)]
     inputs = [each.inputs for each in (layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down)]
