@@ -10,7 +10,7 @@ from windfall.heads.eagle3 import ConcatLayer
 from windfall.heads.layers import Memory, RMSNorm
 from windfall.kernels.cpu.operands import readable, unobserved
 from windfall.kernels.cpu_layers import WIDTH_STEP, Layer, LayerKernels, prepared_kernels
-from windfall.model.cpu_layers import Place, linear_of, place_of, sizes_agree, unchanged
+from windfall.model.cpu_layers import Place, as_layer, linear_of, place_of, unchanged
 from windfall.model.cpu_modules import MOST_ROWS, WithKernels, is_silu, use_kernels
 from windfall.model.kv_cache import KVCache
 
@@ -63,11 +63,10 @@ def _known_layer(module: Any) -> tuple[Layer, list[Place]] | None:
     known = [norm for norm in (*norms, module.hidden_norm) if norm is not None]
     plain = all(readable(norm.weight) and norm.weight.numel() % WIDTH_STEP == 0 for norm in known)
     width = attention.dim
-    if None in own or not plain or not is_silu(mlp.act) or width % WIDTH_STEP or module.hidden_norm.eps != norms[0].eps:
+    if not plain or not is_silu(mlp.act) or width % WIDTH_STEP or module.hidden_norm.eps != norms[0].eps:
         return None
     weights = [0 if norm is None else norm.weight.data_ptr() for norm in norms]
     eps = [0.0 if norm is None else norm.eps for norm in norms]
-    heads = (own[0].outputs // width, own[1].outputs // width, width)  # type: ignore[union-attr]
-    layer = Layer(*own, *weights, *heads, *eps, width**-0.5)
+    layer = as_layer(own, weights, eps, width, width**-0.5, read=2)
     places += [place_of(norm._parameters, "weight") for norm in known]
-    return (layer, places) if sizes_agree(layer, read=2) else None
+    return None if layer is None else (layer, places)

@@ -196,7 +196,8 @@ def _faster_rows(kernel: Kernel) -> range:
 def _trial(rows: int, outputs: int) -> tuple[Tensor, Tensor]:
     """Some rows, and a weight."""
     chance = torch.Generator().manual_seed(0)
-    return tuple(torch.randn(count, TRIAL_INPUTS, generator=chance) for count in (rows, outputs))  # type: ignore[return-value]
+    x = torch.randn(rows, TRIAL_INPUTS, generator=chance)
+    return x, torch.randn(outputs, TRIAL_INPUTS, generator=chance)
 
 
 def is_faster(work: Callable[[], Tensor], other: Callable[[], Tensor]) -> bool:

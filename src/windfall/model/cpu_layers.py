@@ -180,12 +180,9 @@ def known_layer(module: Any) -> KnownLayer:
     weights = [_norm(norm, places) for norm in norms]
     layer, watched = None, any(map(_watched, modules))
     kinds = isinstance(attention, CpuAttention) and isinstance(mlp, CpuMlp)
-    if kinds and None not in own and None not in weights and not watched:
-        width, eps = attention.head_dim, [0.0 if norm is None else norm.variance_epsilon for norm in norms]
-        heads = (own[0].outputs // width, own[1].outputs // width, width)  # type: ignore[union-attr]
-        layer = Layer(*own, *weights, *heads, *eps, attention.scaling)
-        if not sizes_agree(layer):
-            layer = None
+    if kinds and None not in weights and not watched:
+        eps = [0.0 if norm is None else norm.variance_epsilon for norm in norms]
+        layer = as_layer(own, weights, eps, attention.head_dim, attention.scaling)
     whole = [place.tensor for place in places if place.tensor is not None and place.tensor.is_floating_point()]
     numbers, attributes = sum(tensor.numel() for tensor in whole), [*map(vars, modules)]
     sizes = (0, 0, 0) if layer is None else (layer.o.outputs, layer.kv_heads, layer.width)
@@ -195,8 +192,23 @@ def known_layer(module: Any) -> KnownLayer:
     return KnownLayer(layer, sizes, numbers, attention.layer_idx, places, children, modules, attributes, watched)
 
 
-def sizes_agree(layer: Layer, read: int = 1) -> bool:
-    """Whether the sizes of its linear layers belong together. Attention reads `read` states of a row, side by side."""
+def as_layer(
+    linears: list[Linear | None], norms: list[Any], eps: list[float], width: int, scale: float, read: int = 1
+) -> Layer | None:
+    """A layer for the kernel; None: a linear layer is missing, or the sizes do not belong together.
+
+    Attention has heads of this width. It reads `read` states of a row, side by side.
+    """
+    known = [linear for linear in linears if linear is not None]
+    if len(known) < len(linears):
+        return None
+    heads = (known[0].outputs // width, known[1].outputs // width, width)
+    layer = Layer(*known, *norms, *heads, *eps, scale)
+    return layer if _sizes_agree(layer, read) else None
+
+
+def _sizes_agree(layer: Layer, read: int) -> bool:
+    """Whether the sizes of its linear layers belong together."""
     hidden, heads, shared = layer.o.outputs, layer.heads * layer.width, layer.kv_heads * layer.width
     outputs = [each.outputs for each in (layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down)]
     inputs = [each.inputs for each in (layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down)]

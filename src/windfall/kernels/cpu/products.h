@@ -43,10 +43,10 @@
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int o = 0; o < STRIP; o++) sums[r][o] = own[r][o];              \
     }
 #define TILES(LINES) TILE(1, LINES) TILE(2, LINES) TILE(3, LINES) TILE(4, LINES) TILE(5, LINES) TILE(6, LINES)
-TILES(0) TILES(1) TILES(2) TILES(4)
+TILES(1) TILES(2) TILES(4)
 typedef void Tile(const float *, long, const float *, long, long, const float *, long, Vector (*)[STRIP]);
 #define ROW(L) {0, tile_1_##L, tile_2_##L, tile_3_##L, tile_4_##L, tile_5_##L, tile_6_##L}
-static Tile *const tiles[][7] = {[0] = ROW(0), [1] = ROW(1), [2] = ROW(2), [4] = ROW(4)};
+static Tile *const tiles[][7] = {[1] = ROW(1), [2] = ROW(2), [4] = ROW(4)};
 
 typedef struct {
     const float *x;
