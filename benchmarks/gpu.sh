@@ -23,7 +23,7 @@ shift
 PY=${PYTHON:-python3}
 TARGET="${MODEL:+--target $MODEL} ${DRAFTER:+--drafter $DRAFTER}"
 LIMIT=${LIMIT:-600}
-BATCH_METHODS=none,beam,chain,tetris,batch-gt,smart,survival,auto
+BATCH_METHODS=${BATCH_METHODS:-none,beam,chain,tetris,batch-gt,smart,survival,auto}
 TASKS=$(IFS=, && echo "$*")
 mkdir -p "$OUT"
 failed=0
